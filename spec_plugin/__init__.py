@@ -1,0 +1,26 @@
+"""spec-plugin: lossless speculative rollouts for RL trainers, with a draft that is trained and refreshed inside the run."""
+
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import (
+    LogprobProvenanceError,
+    LosslessError,
+    PatchError,
+    RefreshError,
+    SpecConfigError,
+    SpecPluginError,
+)
+from spec_plugin.hookspecs import hookimpl, hookspec
+
+__version__ = "0.1.0"
+__all__ = [
+    "LogprobProvenanceError",
+    "LosslessError",
+    "PatchError",
+    "RefreshError",
+    "SpecConfig",
+    "SpecConfigError",
+    "SpecPluginError",
+    "__version__",
+    "hookimpl",
+    "hookspec",
+]

@@ -1,0 +1,145 @@
+"""SpecConfig: every option with its default, unit and bounds, parsed once at the edge and frozen."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from spec_plugin.errors import SpecConfigError
+
+
+class SpecConfig(BaseModel):
+    """Options of spec-plugin. All have defaults; none is needed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=())
+
+    method: str = Field("eagle3", description="drafting method; the name of a method plugin")
+    k: int = Field(3, ge=1, le=16, description="tokens drafted per target forward")
+    draft: str | None = Field(
+        None,
+        description="folder of a draft checkpoint to start from (vLLM, EAGLE or speculators layout); none: a new one",
+    )
+    draft_vocab_size: int | None = Field(
+        None, ge=32, description="prune the draft's vocabulary to the most frequent tokens; none: the target's own"
+    )
+    aux_layers: tuple[int, ...] | None = Field(
+        None, description="target layers whose input feeds the draft; none: (2, L//2, L-3) of an L-layer target"
+    )
+    draft_sample_method: Literal["greedy", "probabilistic"] = Field(
+        "greedy", description="how the draft proposes; both are lossless, probabilistic is refused on a CPU"
+    )
+    rejection_sample_method: Literal["standard", "block"] = Field(
+        "standard", description="exact acceptance rule in the engine (nothing else is on the lossless allow-list)"
+    )
+    serve: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="auto: speculate only where it beats plain decoding; always: from the first step; never: only train",
+    )
+    break_even: float | None = Field(
+        None,
+        ge=1.0,
+        le=17.0,
+        description="acceptance length from which speculation pays; none: measured on the running engine",
+    )
+
+    train: bool = Field(True, description="train the draft online from harvested hidden states")
+    train_share: float = Field(0.10, ge=0.0, le=0.5, description="share of a step's time for draft training")
+    train_max_steps: int = Field(64, ge=1, le=10_000, description="most draft optimizer steps per trainer step")
+    train_tokens: int = Field(1024, ge=32, le=1_048_576, description="tokens per draft optimizer step")
+    lr: float = Field(1e-3, gt=0.0, le=1.0, description="learning rate of the draft's own AdamW")
+    grad_clip: float = Field(1.0, gt=0.0, description="norm at which the draft's own gradients are clipped")
+    ttt_steps: int = Field(3, ge=1, le=8, description="unrolled steps of EAGLE-3's training-time test")
+    buffer_tokens: int = Field(65_536, ge=256, description="most harvested tokens kept per actor process")
+    buffer_mb: int = Field(1024, ge=1, description="most MiB of harvested hidden states kept per actor process")
+    harvest_tokens: int = Field(16_384, ge=32, description="most tokens harvested per trainer step and actor process")
+    replay_share: float = Field(0.25, ge=0.0, le=0.9, description="share of older policy versions in a draft batch")
+
+    self_test: bool = Field(True, description="statistical self-test on the engine before the first rollout")
+    self_test_alpha: float = Field(
+        1e-6, gt=0.0, le=0.05, description="chance that the self-test rejects a correct engine"
+    )
+    self_test_seconds: float = Field(
+        30.0, ge=1.0, le=600.0, description="time limit of the self-test's sampling, in seconds"
+    )
+    on_self_test_failure: Literal["raise", "plain"] = Field(
+        "raise", description="raise: stop before the first rollout; plain: train on without speculation"
+    )
+    logprob_tolerance: float | None = Field(
+        None,
+        gt=0.0,
+        description="allowed mean |rollout - recomputed| log-prob; none: from the dtype and the run's own baseline",
+    )
+    bypass_check_sequences: int = Field(
+        8,
+        ge=1,
+        description="sequences recomputed per step to verify rollout log-probs when the trainer bypasses recomputation",
+    )
+    refresh_timeout_s: float = Field(
+        60.0, gt=0.0, description="seconds after which a refresh that does not answer is given up"
+    )
+    seed: int = Field(0, ge=0, description="seed of the draft's own random streams")
+    block: tuple[str, ...] = Field((), description="names of plugins to leave out")
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any] | None, prefix: str = "spec.") -> SpecConfig:
+        """Parse raw options from a trainer's configuration.
+
+        Args:
+            raw: option name to value, as the trainer's own parser left it; None means all defaults.
+            prefix: how the user writes an option there, for the error messages.
+
+        Raises:
+            SpecConfigError: naming each bad option, its value, the allowed range and, for an unknown one, the nearest name.
+        """
+        try:
+            return cls(**dict(raw or {}))
+        except ValidationError as error:
+            lines = [_explain(e, prefix) for e in error.errors()]
+            raise SpecConfigError("; ".join(lines)) from None
+
+
+def _explain(error: Any, prefix: str) -> str:
+    name, value = str(error["loc"][0]), error["input"]
+    option = f"{prefix}{name}"
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, SpecConfig.model_fields, n=1, cutoff=0.5)
+        hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(SpecConfig.model_fields)}"
+        return f"unknown option {option}={value!r}; {hint}"
+    return f"{option}={value!r}: {error['msg'].lower()}; allowed: {describe_range(name)}"
+
+
+def describe_range(name: str) -> str:
+    """The type and bounds of an option in words, e.g. ``int, 1 <= value <= 16``."""
+    field = SpecConfig.model_fields[name]
+    schema = SpecConfig.model_json_schema()["properties"][name]
+    branches = schema.get("anyOf", [schema])
+    words = []
+    for branch in branches:
+        if "enum" in branch:
+            words.append(" | ".join(branch["enum"]))
+            continue
+        low = _bound(branch, "minimum", ">=") or _bound(branch, "exclusiveMinimum", ">")
+        high = _bound(branch, "maximum", "<=") or _bound(branch, "exclusiveMaximum", "<")
+        bounds = " and ".join(b for b in (low, high) if b)
+        kind = {"integer": "int", "number": "float", "string": "text", "boolean": "true | false", "null": "none"}
+        kind_name = kind.get(branch["type"], "list")
+        words.append(f"{kind_name} {bounds}".strip())
+    assert field.description
+    return " or ".join(words)
+
+
+def _bound(branch: Mapping[str, Any], key: str, sign: str) -> str:
+    return f"{sign} {branch[key]:g}" if key in branch else ""
+
+
+def options_table() -> str:
+    """All options as a Markdown table; the README's copy is checked against it in CI."""
+    rows = ["| option | default | allowed | meaning |", "| --- | --- | --- | --- |"]
+    for name, field in SpecConfig.model_fields.items():
+        default = "none" if field.default is None else repr(field.default).strip("'").replace("()", "[]")
+        allowed = describe_range(name).replace("|", "\\|")
+        rows.append(f"| `{name}` | {default} | {allowed} | {field.description} |")
+    return "\n".join(rows)

@@ -1,0 +1,31 @@
+"""Errors that a user can meet; each says what was wrong, where it came from and what to do."""
+
+from __future__ import annotations
+
+
+class SpecPluginError(Exception):
+    """Base class of every error that this package raises on purpose."""
+
+
+class SpecConfigError(SpecPluginError, ValueError):
+    """An option, or a combination of the trainer's options, cannot work. Raised before the engine starts."""
+
+
+class LosslessError(SpecPluginError, RuntimeError):
+    """The engine that is about to roll out does not sample from the target (law 2)."""
+
+
+class LogprobProvenanceError(SpecPluginError, RuntimeError):
+    """A log-prob that would enter the loss is not the target's at the recorded policy version (law 3)."""
+
+
+class RefreshError(SpecPluginError, RuntimeError):
+    """A draft refresh was refused; the previous draft is still in place (law 5)."""
+
+
+class PatchError(SpecPluginError, RuntimeError):
+    """A compatibility patch no longer fits the installed library: the symbol changed or upstream fixed it."""
+
+
+#: Errors that stop training (laws 2 and 3, and bad configuration). Every other failure only turns speculation off (law 6).
+FATAL = (SpecConfigError, LosslessError, LogprobProvenanceError, PatchError)

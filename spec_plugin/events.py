@@ -1,0 +1,137 @@
+"""The frozen dataclasses that hooks carry: the vocabulary of the whole package.
+
+Shapes use these letters: V vocabulary, H hidden size, A number of auxiliary layers, N packed tokens, B sequences,
+T response positions, k drafted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """What the plugins may know of the target and of the engine that serves it."""
+
+    path: str  # folder of the target's checkpoint, as the engine sees it
+    hf_config: Mapping[str, Any]  # the target's config.json as a plain dict
+    dtype: str  # dtype of the rollout engine's weights: "float32", "bfloat16", "float16"
+    device_type: str = "cpu"  # "cpu" or "cuda"
+    tensor_parallel: int = 1
+    data_parallel: int = 1  # engine data parallel size of one replica
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    engine_options: Mapping[str, Any] = field(default_factory=dict)  # the trainer's own engine arguments
+    trainer_options: Mapping[str, Any] = field(default_factory=dict)  # e.g. bypass_mode, strategy
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """Hidden states of whole documents from one forward pass of the target, packed one after the other, detached.
+
+    ``aux[t]`` are the residual streams that *enter* the auxiliary layers at token t (vLLM's convention), concatenated
+    in ascending layer order; ``last[t]`` is the output of the final norm, so that ``last @ lm_head.T`` are the logits
+    for token t + 1.
+    """
+
+    input_ids: Tensor  # [N] int64
+    aux: Tensor  # [N, A * H]
+    last: Tensor  # [N, H]
+    loss_mask: Tensor  # [N] bool, True where the token was sampled by the policy (the response)
+    lengths: tuple[int, ...]  # tokens of each document, sum == N
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class WeightSync:
+    """Target weights that have just reached the engine."""
+
+    policy_version: int
+    embed: Tensor | None  # [V, H] input embedding of the policy, or None when the sync carried no such tensor
+    lm_head: Tensor | None  # [V, H] LM head of the policy; equals ``embed`` when the target ties them
+
+
+@dataclass(frozen=True)
+class DraftRefresh:
+    """Draft weights to install in the engine at the safe point right after a weight sync."""
+
+    draft_version: int
+    policy_version: int
+    tensors: Mapping[str, Tensor]  # names of the draft checkpoint; never a tensor that the target owns
+    digest: str  # sha256 over names, dtypes, shapes and bytes, see ``draft_training.checkpoint.digest``
+
+
+@dataclass(frozen=True)
+class RefreshReport:
+    """What became of one refresh, as the engine reports it."""
+
+    installed: bool
+    draft_version: int  # the version that the engine serves after this refresh
+    digest: str  # digest of the weights that the engine serves
+    milliseconds: float
+    reason: str = ""  # why it was refused; empty when installed
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """What the engine did during one rollout phase; differences of cumulative counters."""
+
+    policy_version: int
+    requests: int
+    tokens: int
+    seconds: float  # first request in, last request out
+    drafts: int = 0  # verification steps, i.e. target forwards of speculating requests
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_pos: tuple[int, ...] = ()  # [k]
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens per target forward, bonus token included; None when nothing was drafted."""
+        return 1.0 + self.accepted_tokens / self.drafts if self.drafts else None
+
+
+@dataclass(frozen=True)
+class LogprobBatch:
+    """Log-probs at the moment they are about to enter the loss, padded to the longest response."""
+
+    policy_version: int  # version of the weights that recomputed ``recomputed``
+    recomputed: Tensor  # [B, T] float, by the actor, teacher-forced
+    rollout: Tensor | None  # [B, T] float, by the engine while sampling; None when the trainer did not ask for them
+    mask: Tensor  # [B, T] bool, True where the policy sampled the token
+    rollout_versions: Tensor | None  # [B] int64 policy version that sampled each sequence, -1 unknown
+    speculating: bool  # was speculation on in this rollout phase
+    rollout_in_loss: bool  # do the rollout log-probs enter the loss (bypass_mode, rollout_is, rollout_rs)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of the start-up self-test."""
+
+    name: str
+    passed: bool
+    detail: str  # numbers, in one line
+
+
+@dataclass(frozen=True)
+class SelfTestReport:
+    """Outcome of the start-up self-test on the engine that will roll out."""
+
+    checks: tuple[Check, ...]
+    seconds: float
+    break_even: Mapping[int, float] = field(
+        default_factory=dict
+    )  # batch size -> acceptance length below which k>0 loses
+
+    @property
+    def passed(self) -> bool:
+        """True when every check passed."""
+        return all(c.passed for c in self.checks)
+
+    def failures(self) -> str:
+        """The failed checks with their numbers, one per line."""
+        return "\n".join(f"  {c.name}: {c.detail}" for c in self.checks if not c.passed)

@@ -1,0 +1,136 @@
+"""Every hook of spec-plugin. To write a plugin, read this page and nothing else.
+
+A plugin is any object (module, class instance) with functions named after these hooks and marked with ``hookimpl``::
+
+    from spec_plugin import hookimpl
+
+    @hookimpl
+    def spec_rollout_end(stats):
+        print(f"{stats.tokens} tokens, acceptance length {stats.acceptance_length}")
+
+Publish it under the entry point group ``spec_plugin``; it is found in every process of the trainer. A hook may take any
+subset of the arguments listed here. The built-in behaviour (method ``eagle3``, the draft trainer ``trainer``, the guard
+``provenance``, the break-even ``controller`` and the sink ``metrics``) goes through the same door and can be blocked by
+name with ``spec.block=[name]``; a plugin that registers under the name of a blocked one replaces it.
+
+Which process calls what: ``A`` the actor process (draft training, harvest, log-prob checks), ``S`` the process that
+builds the engine. Failures: an exception from any hook turns speculation off and training goes on, except
+``SpecConfigError``, ``LosslessError`` and ``LogprobProvenanceError``, which stop the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from spec_plugin.config import SpecConfig
+    from spec_plugin.events import (
+        DraftRefresh,
+        HiddenStates,
+        LogprobBatch,
+        RefreshReport,
+        RolloutStats,
+        SelfTestReport,
+        TargetInfo,
+        WeightSync,
+    )
+
+PROJECT = "spec_plugin"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def spec_configure(config: SpecConfig, target: TargetInfo) -> None:
+    """(A, S) The session starts. Validate, keep what you need, refuse early.
+
+    Raises:
+        SpecConfigError: if the run cannot work; say which option, its value, and what to set instead.
+    """
+
+
+@hookspec(firstresult=True)
+def spec_speculative_config(config: SpecConfig, target: TargetInfo) -> Mapping[str, Any] | None:
+    """(S) The engine is about to be built: return vLLM's ``speculative_config``, or None to leave it to the next plugin.
+
+    The result must pass the lossless allow-list (``spec_plugin.engine.lossless``), whoever returned it.
+    """
+
+
+@hookspec
+def spec_engine_ready(report: SelfTestReport) -> None:
+    """(A) The start-up self-test passed on the engine that will roll out; ``report.break_even`` holds what it measured."""
+
+
+@hookspec
+def spec_rollout_start(policy_version: int) -> None:
+    """(A) Generation with this policy version may begin."""
+
+
+@hookspec
+def spec_rollout_end(stats: RolloutStats) -> None:
+    """(A) Generation of one step is complete; counters are differences over the phase."""
+
+
+@hookspec
+def spec_target_forward(hidden: HiddenStates) -> None:
+    """(A) A forward pass that the trainer ran anyway has been harvested. Copy what you keep: the tensors may be reused."""
+
+
+@hookspec
+def spec_check_logprobs(batch: LogprobBatch) -> None:
+    """(A) Log-probs are about to enter the loss.
+
+    Raises:
+        LogprobProvenanceError: if any of them is not the target's at the recorded policy version.
+    """
+
+
+@hookspec
+def spec_train_draft(step: int, seconds: float) -> None:
+    """(A) The trainer's own update is done: one slice of draft training, of at most ``seconds`` wall-clock seconds."""
+
+
+@hookspec
+def spec_weight_sync(event: WeightSync) -> None:
+    """(A) Target weights of a new policy version have reached the engine."""
+
+
+@hookspec(firstresult=True)
+def spec_draft_weights(event: WeightSync) -> DraftRefresh | None:
+    """(A) Right after ``spec_weight_sync``, at the same safe point: the draft weights to install, or None to keep the old."""
+
+
+@hookspec
+def spec_refreshed(report: RefreshReport) -> None:
+    """(A) The engine has installed, or refused, the refresh."""
+
+
+@hookspec(firstresult=True)
+def spec_schedule(policy_version: int) -> tuple[int, ...] | None:
+    """(A) After the refresh: how many tokens to draft for each batch size, for the coming rollout phase.
+
+    Returns:
+        ``table`` with ``table[b]`` = k for b running requests, ``len(table) == max_num_seqs + 1``, 0 = plain decoding;
+        or None for "no opinion" (the engine keeps its table).
+    """
+
+
+@hookspec
+def spec_metrics() -> Mapping[str, float]:
+    """(A) The trainer logs a step: return finite floats under ``spec/…`` names; results of all plugins are merged."""
+
+
+@hookspec
+def spec_save(path: Path) -> None:
+    """(A) The trainer saves a checkpoint: write into this folder, which is yours, atomically, safetensors and JSON only."""
+
+
+@hookspec
+def spec_load(path: Path) -> None:
+    """(A) The trainer resumes: ``path`` is the folder that ``spec_save`` got, and may be missing."""

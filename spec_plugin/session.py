@@ -1,0 +1,161 @@
+"""SpecSession: one per process, the only object that an adapter talks to; it fires the hooks and holds law 6."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pluggy
+
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import FATAL, SpecConfigError
+from spec_plugin.events import (
+    DraftRefresh,
+    HiddenStates,
+    LogprobBatch,
+    RefreshReport,
+    RolloutStats,
+    SelfTestReport,
+    TargetInfo,
+    WeightSync,
+)
+from spec_plugin.plugins import create_manager
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class SpecSession:
+    """Fires the hooks in lifecycle order for one process of the trainer.
+
+    A failure in draft work turns speculation off for the rest of the run, with one warning and the metric
+    ``spec/failed``; configuration, losslessness and provenance errors pass through and stop the run.
+    """
+
+    def __init__(self, config: SpecConfig, target: TargetInfo, manager: pluggy.PluginManager | None = None) -> None:
+        """Create the plugins and let them validate.
+
+        Args:
+            config: the parsed options.
+            target: what is known of the target and its engine.
+            manager: for tests and embedders; by default built-ins and entry points, less ``config.block``.
+
+        Raises:
+            SpecConfigError: if a plugin refuses this run.
+        """
+        self.config, self.target = config, target
+        self.manager = manager or create_manager(config.block)
+        self.failure: str | None = None
+        self.manager.hook.spec_configure(config=config, target=target)
+
+    @property
+    def failed(self) -> bool:
+        """True once draft trouble has turned speculation off for good."""
+        return self.failure is not None
+
+    def fail(self, where: str, error: BaseException | str) -> None:
+        """Turn speculation off for the rest of the run; only the first call warns."""
+        if self.failure is None:
+            self.failure = f"{where}: {error}"
+            exc = error if isinstance(error, BaseException) else None
+            logger.warning(
+                "spec-plugin: speculation is off from here on, training goes on plain; %s", self.failure, exc_info=exc
+            )
+
+    def speculative_config(self) -> dict[str, Any]:
+        """vLLM's ``speculative_config`` from the first method plugin that answers.
+
+        Raises:
+            SpecConfigError: if no method plugin knows ``config.method``.
+        """
+        found: Mapping[str, Any] | None = self.manager.hook.spec_speculative_config(
+            config=self.config, target=self.target
+        )
+        if found is None:
+            names = ", ".join(sorted(n for n, _ in self.manager.list_name_plugin()))
+            raise SpecConfigError(
+                f"spec.method={self.config.method!r}: no active plugin provides it; active plugins: {names}"
+            )
+        return dict(found)
+
+    def engine_ready(self, report: SelfTestReport) -> None:
+        """The self-test passed; hand its measurements on."""
+        self._guarded("engine_ready", lambda: self.manager.hook.spec_engine_ready(report=report))
+
+    def rollout_start(self, policy_version: int) -> None:
+        """Generation with this policy version may begin."""
+        self._guarded("rollout_start", lambda: self.manager.hook.spec_rollout_start(policy_version=policy_version))
+
+    def rollout_end(self, stats: RolloutStats) -> None:
+        """Generation of one step is complete."""
+        self._guarded("rollout_end", lambda: self.manager.hook.spec_rollout_end(stats=stats))
+
+    def target_forward(self, hidden: HiddenStates) -> None:
+        """Hand harvested hidden states to the plugins; nothing happens after a failure."""
+        if not self.failed:
+            self._guarded("harvest", lambda: self.manager.hook.spec_target_forward(hidden=hidden))
+
+    def check_logprobs(self, batch: LogprobBatch) -> None:
+        """Let the guards look at log-probs before they enter the loss.
+
+        Raises:
+            LogprobProvenanceError: naming the first sequences, positions and values.
+        """
+        self.manager.hook.spec_check_logprobs(batch=batch)
+
+    def train_draft(self, step: int, seconds: float) -> None:
+        """Run one slice of draft training of at most ``seconds``."""
+        if not self.failed:
+            self._guarded("draft training", lambda: self.manager.hook.spec_train_draft(step=step, seconds=seconds))
+
+    def weight_sync(self, event: WeightSync) -> DraftRefresh | None:
+        """Announce new target weights; returns the draft weights to install, or None to keep the old ones."""
+        if self.failed:
+            return None
+
+        def fire() -> DraftRefresh | None:
+            self.manager.hook.spec_weight_sync(event=event)
+            refresh: DraftRefresh | None = self.manager.hook.spec_draft_weights(event=event)
+            return refresh
+
+        return self._guarded("weight sync", fire)
+
+    def refreshed(self, report: RefreshReport) -> None:
+        """Tell the plugins what became of a refresh."""
+        self._guarded("refresh", lambda: self.manager.hook.spec_refreshed(report=report))
+
+    def schedule(self, policy_version: int) -> tuple[int, ...] | None:
+        """k per batch size for the coming rollout phase; all zero after a failure."""
+        if self.failed:
+            return (0,) * (self.target.max_num_seqs + 1)
+        fire = self.manager.hook.spec_schedule
+        table: tuple[int, ...] | None = self._guarded("schedule", lambda: fire(policy_version=policy_version))
+        return (0,) * (self.target.max_num_seqs + 1) if self.failed else table
+
+    def metrics(self) -> dict[str, float]:
+        """All plugins' metrics merged, plus ``spec/failed``."""
+        merged: dict[str, float] = {}
+        for part in self._guarded("metrics", lambda: self.manager.hook.spec_metrics()) or []:
+            merged.update(part)
+        merged["spec/failed"] = float(self.failed)
+        return merged
+
+    def save(self, path: Path) -> None:
+        """Save every plugin's state under ``path``."""
+        if not self.failed:
+            self._guarded("save", lambda: self.manager.hook.spec_save(path=path))
+
+    def load(self, path: Path) -> None:
+        """Restore every plugin's state from ``path``."""
+        self._guarded("load", lambda: self.manager.hook.spec_load(path=path))
+
+    def _guarded(self, where: str, call: Callable[[], T]) -> T | None:
+        try:
+            return call()
+        except FATAL:
+            raise
+        except Exception as error:  # law 6: draft trouble never stops training
+            self.fail(where, error)
+            return None
