@@ -26,7 +26,9 @@ class TargetInfo:
     max_num_seqs: int = 256
     max_model_len: int | None = None
     engine_options: Mapping[str, Any] = field(default_factory=dict)  # the trainer's own engine arguments
-    trainer_options: Mapping[str, Any] = field(default_factory=dict)  # e.g. bypass_mode, strategy
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # the rollout's sampling options
+    actor_dtype: str = "float32"  # dtype in which the actor recomputes log-probs
+    actor_group: Any = None  # torch.distributed group of the data-parallel actors, None for a single one
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class HiddenStates:
     loss_mask: Tensor  # [N] bool, True where the token was sampled by the policy (the response)
     lengths: tuple[int, ...]  # tokens of each document, sum == N
     policy_version: int
+    milliseconds: float = 0.0  # what this harvest added to the forward pass
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class DraftRefresh:
     draft_version: int
     policy_version: int
     tensors: Mapping[str, Tensor]  # names of the draft checkpoint; never a tensor that the target owns
-    digest: str  # sha256 over names, dtypes, shapes and bytes, see ``draft_training.checkpoint.digest``
+    digest: str  # sha256 over names, dtypes, shapes and bytes, see ``draft_training.digest``
+    expected_acceptance: float | None = None  # acceptance length that training predicts for these weights
 
 
 @dataclass(frozen=True)

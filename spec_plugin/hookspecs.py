@@ -107,8 +107,8 @@ def spec_draft_weights(event: WeightSync) -> DraftRefresh | None:
 
 
 @hookspec
-def spec_refreshed(report: RefreshReport) -> None:
-    """(A) The engine has installed, or refused, the refresh."""
+def spec_refreshed(refresh: DraftRefresh, report: RefreshReport) -> None:
+    """(A) The engine has installed, or refused, this refresh."""
 
 
 @hookspec(firstresult=True)

@@ -122,9 +122,9 @@ class SpecSession:
 
         return self._guarded("weight sync", fire)
 
-    def refreshed(self, report: RefreshReport) -> None:
+    def refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         """Tell the plugins what became of a refresh."""
-        self._guarded("refresh", lambda: self.manager.hook.spec_refreshed(report=report))
+        self._guarded("refresh", lambda: self.manager.hook.spec_refreshed(refresh=refresh, report=report))
 
     def schedule(self, policy_version: int) -> tuple[int, ...] | None:
         """k per batch size for the coming rollout phase; all zero after a failure."""

@@ -1,0 +1,183 @@
+"""verl's FSDP actor engine, plus harvest in its log-prob pass, log-prob checks, draft training and checkpoints."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.padding import response_from_nested
+
+from spec_plugin.events import LogprobBatch
+from spec_plugin.harvest import Harvester
+from spec_plugin.session import SpecSession
+from spec_plugin_verl.runtime import RUNTIME
+
+
+class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+    """The actor (and, untouched, any forward-only engine such as the reference policy).
+
+    Runs in the actor process. ``attach`` is called by the rollout adapter once the session exists.
+    """
+
+    _session: SpecSession | None = None
+    _harvester: Harvester | None = None
+    _budget = 0  # tokens that this pass may still harvest
+
+    def initialize(self) -> None:
+        """Build the model as verl does, and be found by the rollout adapter."""
+        super().initialize()
+        if not self.engine_config.forward_only:
+            RUNTIME.engine = self
+
+    def attach(self, session: SpecSession, aux_layers: tuple[int, ...]) -> None:
+        """Start harvesting for this session."""
+        self._session = session
+        self._harvester = Harvester(self.module.model, aux_layers)
+
+    def infer_batch(self, data: Any, loss_function: Any = None) -> Any:
+        """The log-prob pass: harvest on the way, then check the log-probs before verl gets them.
+
+        Raises:
+            LogprobProvenanceError: if they are not the target's.
+        """
+        session = self._session
+        if session is None or self.engine_config.forward_only:
+            return super().infer_batch(data, loss_function)
+        assert RUNTIME.adapter is not None
+        RUNTIME.adapter.finish_rollout()
+        output = self._harvesting_pass(data, loss_function)
+        if "log_probs" in output["model_output"]:
+            self._check(session, data, output["model_output"]["log_probs"], rollout_in_loss=False)
+        return output
+
+    def _harvesting_pass(self, data: Any, loss_function: Any) -> Any:
+        session = self._session
+        assert session is not None
+        self._budget = 0 if session.failed or not session.config.train else session.config.harvest_tokens
+        try:
+            return super().infer_batch(data, loss_function)
+        finally:
+            self._budget = 0
+
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        """One micro-batch; captured while the pass still has harvest budget."""
+        if not forward_only or self._budget <= 0 or self._harvester is None:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        with self._harvester.capture():
+            result = super().forward_step(micro_batch, loss_function, forward_only)
+        self._take(micro_batch)
+        return result
+
+    def _take(self, micro_batch: Any) -> None:
+        session = self._session
+        assert session is not None and self._harvester is not None
+        try:
+            hidden = self._harvester.take(
+                list(micro_batch["input_ids"].unbind()),
+                micro_batch["response_mask"].offsets().diff().tolist(),
+                RUNTIME.policy_version,
+                self._budget,
+            )
+        except Exception as error:  # law 6: a failed harvest costs speculation, not the run
+            session.fail("harvest", error)
+            return
+        if hidden is not None:
+            self._budget -= sum(hidden.lengths)
+            session.target_forward(hidden)
+
+    def _check(self, session: SpecSession, data: Any, log_probs: Tensor, rollout_in_loss: bool) -> None:
+        mask = data["response_mask"]
+        recomputed = response_from_nested(log_probs, mask)
+        rollout = data["rollout_log_probs"] if "rollout_log_probs" in data.keys() else None  # noqa: SIM118
+        session.check_logprobs(
+            LogprobBatch(
+                policy_version=RUNTIME.policy_version,
+                recomputed=_padded(recomputed),
+                rollout=None if rollout is None else _padded(rollout),
+                mask=_padded(mask).bool(),
+                rollout_versions=_rollout_versions(data),
+                speculating=RUNTIME.speculating,
+                rollout_in_loss=rollout_in_loss,
+            )
+        )
+        RUNTIME.checked_version = RUNTIME.policy_version
+
+    def train_batch(self, data: Any, loss_function: Any) -> Any:
+        """verl's own update; after the last mini-batch of a step, one slice of draft training and the metrics."""
+        session = self._session
+        if session is None:
+            return super().train_batch(data, loss_function)
+        if RUNTIME.checked_version != RUNTIME.policy_version:
+            self._check_bypassed(session, data)
+        output = super().train_batch(data, loss_function)
+        if tu.get(data, key="update_lr_scheduler", default=False):
+            self._train_draft(session)
+            if self.is_mp_src_rank_with_outputs():
+                # verl flattens every metric over data-parallel ranks and micro-batches, so each must be a list
+                output["metrics"].update({name: [value] for name, value in session.metrics().items()})
+        return output
+
+    def _check_bypassed(self, session: SpecSession, data: Any) -> None:
+        """verl was told to skip the log-prob pass (bypass_mode): verify and harvest on a few sequences ourselves.
+
+        Runs before the first update of the step, while the weights are still those that rolled out.
+        """
+        assert RUNTIME.adapter is not None
+        RUNTIME.adapter.finish_rollout()
+        count = min(len(data), session.config.bypass_check_sequences)
+        few = tu.index_select_tensor_dict(data, torch.arange(count))
+        tu.assign_non_tensor(few, calculate_entropy=False, micro_batch_size_per_gpu=1, use_dynamic_bsz=False)
+        training = self.module.training
+        self.module.eval()
+        try:
+            output = self._harvesting_pass(few, None)
+        finally:
+            self.module.train(training)
+        self._check(session, few, output["model_output"]["log_probs"], rollout_in_loss=True)
+
+    def _train_draft(self, session: SpecSession) -> None:
+        began = time.monotonic()
+        share = session.config.train_share
+        # elapsed is the step without this slice, so this bounds the slice to `share` of the whole step
+        budget = share / (1.0 - share) * (began - RUNTIME.slice_ended)
+        session.train_draft(RUNTIME.policy_version, budget)
+        RUNTIME.slice_ended = time.monotonic()
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """verl's checkpoint, and the plugins' in ``<local_path>/spec_plugin``."""
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if self._session is not None and torch.distributed.get_rank() == 0:
+            self._session.save(Path(local_path) / "spec_plugin")
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """verl's checkpoint, and the plugins' where there is one."""
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if self._session is not None:
+            self._session.load(Path(local_path) / "spec_plugin")
+
+
+def _padded(nested: Tensor) -> Tensor:
+    """[B, T] on the CPU, zero-padded, from a jagged tensor."""
+    dense: Tensor = nested.to_padded_tensor(0) if nested.is_nested else nested
+    return dense.detach().cpu()
+
+
+def _rollout_versions(data: Any) -> Tensor | None:
+    """Policy version that sampled each sequence; None where verl's batch does not tell."""
+    keys = set(data.keys())
+    if "extra_fields" in keys:
+        versions = [_range_of(extra) for extra in data["extra_fields"]]
+        return torch.tensor(versions, dtype=torch.int64)
+    return None
+
+
+def _range_of(extra: Any) -> int:
+    low, high = extra.get("min_global_steps"), extra.get("max_global_steps")
+    if low is None or high is None:
+        return -1
+    return int(low) if low != high else int(low) if low != RUNTIME.policy_version else int(high)

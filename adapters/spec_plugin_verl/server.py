@@ -1,0 +1,125 @@
+"""verl's vLLM server, plus the speculative configuration, the refresh's entrance, self-test, schedule and counters."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from spec_plugin.engine.counters import read_spec_counters
+from spec_plugin.engine.lossless import check_sampling, check_speculative_config
+from spec_plugin.engine.scheduler import SCHEDULER, set_schedule
+from spec_plugin.engine.selftest import default_prompts, run_self_test
+from spec_plugin.events import RefreshReport, RolloutStats, SelfTestReport
+from spec_plugin.session import SpecSession
+from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
+
+
+class SpecHttpServer(vLLMHttpServer):  # type: ignore[misc]
+    """Ray actor that owns AsyncLLM; ``generate`` also keeps the phase's clock, in the engine's own process."""
+
+    def _validate_configs(self) -> None:
+        super()._validate_configs()
+        refuse_unsupported(self.config, self.model_config)
+        self._spec = SpecSession(read_config(self.config), read_target(self.config, self.model_config))
+        self._reset_phase()
+
+    def _get_worker_extension_cls(self) -> str:
+        return "spec_plugin_verl.worker.SpecWorker"
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        config = self._spec.speculative_config()
+        check_speculative_config(config, device_type=self._spec.target.device_type)
+        check_sampling(dict(self._spec.target.sampling))
+        engine_kwargs["speculative_config"] = config
+        engine_kwargs["scheduler_cls"] = SCHEDULER
+        engine_kwargs["disable_log_stats"] = False  # vLLM counts acceptance only then
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's generate; first request in and last one out make the phase's generation time."""
+        now = time.perf_counter()
+        self._first = self._first or now
+        output = await super().generate(*args, **kwargs)
+        self._last = time.perf_counter()
+        self._requests += 1
+        self._tokens += len(output.token_ids)
+        return output
+
+    async def spec_refresh(
+        self, use_shm: bool, version: int, digest: str, names: list[str], force: bool, timeout_s: float
+    ) -> RefreshReport:
+        """Have every worker receive, verify and install one draft."""
+        kwargs = {
+            "use_shm": use_shm,
+            "version": version,
+            "digest": digest,
+            "names": names,
+            "force": force,
+            "timeout_s": timeout_s,
+        }
+        reports = await self.engine.collective_rpc("spec_receive_draft", kwargs=kwargs)
+        first = reports[0]
+        return RefreshReport(
+            installed=all(r["installed"] for r in reports),
+            draft_version=first["draft_version"],
+            digest=first["digest"],
+            milliseconds=first["milliseconds"],
+            reason="; ".join(r["reason"] for r in reports if r["reason"]),
+        )
+
+    async def spec_set_schedule(self, table: list[int]) -> None:
+        """k per batch size from the next engine step on."""
+        await set_schedule(self.engine, table)
+
+    async def spec_self_test(self) -> SelfTestReport:
+        """The start-up self-test on this engine (law 2)."""
+        config, target = self._spec.config, self._spec.target
+        vocab_size = min(len(self.model_config.tokenizer), target.hf_config["vocab_size"])
+        report = await run_self_test(
+            self.engine,
+            prompts=default_prompts(vocab_size, seed=config.seed),
+            sampling=dict(target.sampling),
+            k=config.k,
+            vocab_size=vocab_size,
+            alpha=config.self_test_alpha,
+            seconds=config.self_test_seconds,
+            max_num_seqs=target.max_num_seqs,
+        )
+        self._reset_phase()
+        return report
+
+    async def spec_rollout_start(self) -> None:
+        """A rollout phase begins: counters and clock start anew."""
+        self._reset_phase()
+
+    async def spec_rollout_stats(self, policy_version: int) -> RolloutStats:
+        """What happened since ``spec_rollout_start``."""
+        now, then = read_spec_counters(), self._counters
+        before = then["accepted_per_pos"] or [0] * len(now["accepted_per_pos"])
+        return RolloutStats(
+            policy_version=policy_version,
+            requests=self._requests,
+            tokens=self._tokens,
+            seconds=self._last - self._first if self._first else 0.0,
+            drafts=now["drafts"] - then["drafts"],
+            draft_tokens=now["draft_tokens"] - then["draft_tokens"],
+            accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
+            accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
+        )
+
+    def _reset_phase(self) -> None:
+        self._first = self._last = 0.0
+        self._requests = self._tokens = 0
+        self._counters = read_spec_counters()
+
+
+class SpecReplica(vLLMReplica):  # type: ignore[misc]
+    """verl's replica with our server class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not (self.is_reward_model or self.is_teacher_model):
+            self.server_class = ray.remote(SpecHttpServer)

@@ -1,0 +1,131 @@
+"""Attention of the training-time test, per document and in chunks of queries: memory linear in the document's length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+
+from draft_training.config import DraftConfig
+from draft_training.layers import Linear
+
+QUERY_CHUNK = 256  # queries whose scores are alive at once
+PADDING_WASTE = 1.25  # documents share a padded batch while it stays below this multiple of their tokens
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose inputs are [embedding ; hidden state], hence 2 * H wide."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        c = self.config = config
+        self.q_proj = Linear(2 * c.hidden_size, c.num_heads * c.head_dim)
+        self.k_proj = Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim)
+        self.v_proj = Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim)
+        self.o_proj = Linear(c.num_heads * c.head_dim, c.hidden_size)
+
+    def forward(
+        self,
+        x: Tensor,  # [N, 2 * H] packed documents
+        cos: Tensor,  # [N, head_dim]
+        sin: Tensor,  # [N, head_dim]
+        lengths: tuple[int, ...],  # tokens of each document, sum == N
+        past: list[tuple[Tensor, Tensor]],  # keys and values of earlier steps; this step's are appended
+    ) -> Tensor:
+        """[N, H]. Step 0 (``past`` empty) is causal; step j also sees its own row of steps 1..j, not their neighbours."""
+        c, n = self.config, x.shape[0]
+        q = rotate(self.q_proj(x).view(n, c.num_heads, c.head_dim), cos, sin)
+        k = rotate(self.k_proj(x).view(n, c.num_kv_heads, c.head_dim), cos, sin)
+        v = self.v_proj(x).view(n, c.num_kv_heads, c.head_dim)
+        past.append((k, v))
+        out: Tensor = self.o_proj(packed_attention(q, past, lengths).reshape(n, -1))
+        return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embedding: x [N, heads, D], cos and sin [N, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+
+
+def packed_attention(
+    q: Tensor,  # [N, heads, D]
+    past: list[tuple[Tensor, Tensor]],  # step 0..j: keys and values [N, kv_heads, D]
+    lengths: tuple[int, ...],
+) -> Tensor:
+    """[N, heads, D]: each document by itself, documents of similar length in one padded batch.
+
+    Padding stands at the end of a document, where a causal mask hides it from every real row.
+    """
+    outputs: list[Tensor] = [q] * len(lengths)
+    split = [torch.split(tensor, list(lengths)) for pair in past for tensor in pair]
+    queries = torch.split(q, list(lengths))
+    for group in similar_lengths(lengths):
+        padded = [pad_sequence([part[i] for i in group], batch_first=True) for part in split]
+        pairs = list(zip(padded[0::2], padded[1::2], strict=True))
+        out = column_attention(pad_sequence([queries[i] for i in group], batch_first=True), pairs)
+        for row, i in enumerate(group):
+            outputs[i] = out[row, : lengths[i]]
+    return torch.cat(outputs)
+
+
+def similar_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Document indices grouped so that padding each group to its longest costs at most PADDING_WASTE."""
+    groups: list[list[int]] = []
+    tokens = 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and longest * (len(groups[-1]) + 1) <= PADDING_WASTE * (tokens + lengths[i]):
+            groups[-1].append(i)
+            tokens += lengths[i]
+        else:
+            groups.append([i])
+            tokens = lengths[i]
+    return groups
+
+
+def column_attention(q: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Causal attention to step 0 merged with the row's own column of later steps.
+
+    Args:
+        q: [B, S, heads, D] queries of the last step in ``pairs``.
+        pairs: keys and values [B, S, kv_heads, D] of steps 0..j.
+
+    Returns:
+        [B, S, heads, D]. Scores of at most QUERY_CHUNK queries exist at a time, in the backward pass too.
+    """
+    batch, length, heads, dim = q.shape
+    kv_heads = pairs[0][0].shape[2]
+    q = q.view(batch, length, kv_heads, heads // kv_heads, dim).permute(0, 2, 1, 3, 4)  # [B, KV, S, G, D]
+    keys_values = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in pairs]  # [B, KV, S, D]
+    chunks = []
+    for start in range(0, length, QUERY_CHUNK):
+        stop = min(start + QUERY_CHUNK, length)
+        (k0, v0), columns = keys_values[0], keys_values[1:]
+        column = [t[:, :, start:stop] for pair in columns for t in pair]
+        arguments = (q[:, :, start:stop], k0[:, :, :stop], v0[:, :, :stop], *column)
+        if length <= QUERY_CHUNK or not torch.is_grad_enabled():
+            chunks.append(_attend(*arguments))
+        else:
+            chunks.append(checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False))
+    out = torch.cat(chunks, dim=2)  # [B, KV, S, G, D]
+    return out.permute(0, 2, 1, 3, 4).reshape(batch, length, heads, dim)
+
+
+def _attend(q: Tensor, k0: Tensor, v0: Tensor, *column: Tensor) -> Tensor:
+    """One chunk: q [B, KV, C, G, D] are the last C of the E positions of k0, v0 [B, KV, E, D]; columns [B, KV, C, D]."""
+    batch, kv_heads, chunk, group, dim = q.shape
+    end = k0.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows = q.reshape(batch, kv_heads, chunk * group, dim)
+    scores = (rows @ k0.transpose(-1, -2)).to(wide).view(batch, kv_heads, chunk, group, end) * dim**-0.5
+    position = torch.arange(end, device=q.device)
+    hidden = position[None, :] > position[end - chunk :, None]  # [C, E]
+    scores = scores.masked_fill(hidden[:, None, :], float("-inf"))
+    own = [(q * k[:, :, :, None]).sum(-1, keepdim=True).to(wide) * dim**-0.5 for k in column[0::2]]
+    weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(q.dtype)
+    out = (weights[..., :end].reshape(batch, kv_heads, chunk * group, end) @ v0).view(q.shape)
+    for j, v in enumerate(column[1::2]):
+        out = out + weights[..., end + j, None] * v[:, :, :, None]
+    return out

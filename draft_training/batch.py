@@ -1,0 +1,114 @@
+"""Document, and the packing of documents into one training batch with its alignment worked out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Document:
+    """One rollout with the target's hidden states.
+
+    The draft for position t reads ``aux[t]`` and the embedding of token t + 1, and predicts what the target predicts at
+    t + 1: the distribution of token t + 2, whose logits are ``last[t + 1] @ lm_head.T``.
+    """
+
+    input_ids: Tensor  # [n] int64
+    aux: Tensor  # [n, A * H] hidden states entering the auxiliary layers, ascending
+    last: Tensor  # [n, H] output of the target's final norm
+    loss_mask: Tensor  # [n] bool, True where the policy sampled the token
+    policy_version: int
+
+    def __post_init__(self) -> None:
+        """Refuse tensors of different numbers of tokens: they would be misaligned."""
+        sizes = [t.shape[0] for t in (self.input_ids, self.aux, self.last, self.loss_mask)]
+        if len(set(sizes)) != 1:
+            raise ValueError(f"input_ids, aux, last and loss_mask have {sizes} tokens; they must agree")
+
+    def __len__(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the four tensors hold."""
+        return sum(t.numel() * t.element_size() for t in (self.input_ids, self.aux, self.last, self.loss_mask))
+
+    def window(self, start: int, stop: int) -> Document:
+        """Tokens ``start`` to ``stop``; the hidden states were computed with the whole prefix and stay valid."""
+        s = slice(start, stop)
+        return Document(self.input_ids[s], self.aux[s], self.last[s], self.loss_mask[s], self.policy_version)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Documents one after the other, and the rows at which the target teaches.
+
+    A *teacher row* r is a token that the policy sampled and whose successor it sampled too: there, and only there, the
+    engine may ask the draft for token r + 1. Step j of the unroll reaches row r from the anchor r - 1 - j, which counts
+    only if all tokens from the anchor's successor to r + 1 were sampled in the same document, as in the engine.
+    """
+
+    input_ids: Tensor  # [N] int64
+    aux: Tensor  # [N, A * H]
+    last: Tensor  # [N, H]
+    lengths: tuple[int, ...]  # tokens of each document, sum == N
+    rows: Tensor  # [R] int64 teacher rows, ascending
+    run: Tensor  # [R] int64: sampled tokens in a row up to and including the teacher row, as far as anchors exist
+    stop: Tensor  # [N] int64: last row of each row's document
+
+    def __len__(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    def valid(self, steps: int) -> Tensor:
+        """[steps, R] bool: does step j have an anchor for teacher row r."""
+        return self.run[None, :] > torch.arange(steps, device=self.run.device)[:, None]
+
+    def counts(self, steps: int) -> Tensor:
+        """[steps] float64: valid positions of each step."""
+        return self.valid(steps).sum(1).to(torch.float64)
+
+    def next_ids(self, steps: int) -> Tensor:
+        """[steps, N] int64: token t + 1 + j, or the document's last token beyond its end (such rows never count)."""
+        ahead = torch.arange(1, steps + 1, device=self.stop.device)[:, None]
+        row = torch.arange(len(self), device=self.stop.device)[None, :]
+        return self.input_ids[torch.minimum(row + ahead, self.stop[None, :])]
+
+
+def trainable_positions(loss_mask: Tensor) -> int:
+    """How many teacher rows a document with this loss mask [n] has."""
+    mask = loss_mask.to(torch.bool)
+    return int((mask[1:-1] & mask[2:]).sum()) if mask.numel() > 2 else 0
+
+
+def pack(documents: Sequence[Document], device: torch.device | str = "cpu") -> PackedBatch:
+    """Pack documents, in order, on ``device``; the harvested dtype is kept.
+
+    Raises:
+        ValueError: if ``documents`` is empty.
+    """
+    if not documents:
+        raise ValueError("nothing to pack")
+    lengths = tuple(len(d) for d in documents)
+    mask = torch.cat([d.loss_mask.to(torch.bool) for d in documents]).to(device)
+    size = torch.tensor(lengths, device=device)
+    stops = size.cumsum(0) - 1
+    stop = stops.repeat_interleave(size)
+    start = (stops - size + 1).repeat_interleave(size)
+    row = torch.arange(mask.numel(), device=device)
+    # the last row at or before each row at which a chain is cut: an unsampled token, or the document's first token
+    cut = torch.where(mask & (row > start), start, row).cummax(0).values
+    successor_sampled = mask.roll(-1) & (row < stop)
+    rows = (mask & successor_sampled & (row > start)).nonzero().squeeze(1)
+    return PackedBatch(
+        input_ids=torch.cat([d.input_ids for d in documents]).to(device),
+        aux=torch.cat([d.aux for d in documents]).to(device),
+        last=torch.cat([d.last for d in documents]).to(device),
+        lengths=lengths,
+        rows=rows,
+        run=(row - cut)[rows],
+        stop=stop,
+    )

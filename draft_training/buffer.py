@@ -1,0 +1,185 @@
+"""HiddenBuffer: the harvested documents that the draft learns from, bounded, newest first, with a share of replay."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_training.batch import Document, trainable_positions
+
+
+@dataclass(frozen=True)
+class BufferStats:
+    """What the buffer holds and what it has done so far."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    newest_policy_version: int  # -1 when empty
+    fresh_tokens: int  # tokens of the newest policy version
+    added: int  # documents taken, ever
+    evicted: int  # documents dropped to stay within the bounds
+    truncated: int  # documents cut to a prefix because they alone exceeded a bound
+    refused_nonfinite: int  # documents with NaN or infinite hidden states
+    refused_useless: int  # documents without a position to learn from
+
+
+class HiddenBuffer:
+    """Documents in order of arrival; the oldest leave when tokens or bytes exceed their bounds."""
+
+    def __init__(self, max_tokens: int, max_bytes: int, seed: int, *, device: torch.device | str = "cpu") -> None:
+        """Create an empty buffer.
+
+        Args:
+            max_tokens: most tokens held.
+            max_bytes: most bytes held.
+            seed: of the buffer's own random stream.
+            device: where the documents are kept.
+
+        Raises:
+            ValueError: if a bound is not positive.
+        """
+        if max_tokens < 1 or max_bytes < 1:
+            raise ValueError(f"max_tokens={max_tokens} and max_bytes={max_bytes} must be positive")
+        self.max_tokens, self.max_bytes, self.device = max_tokens, max_bytes, torch.device(device)
+        self._rng = random.Random(seed)
+        self._documents: deque[Document] = deque()
+        self._tokens = self._bytes = 0
+        self._added = self._evicted = self._truncated = self._nonfinite = self._useless = 0
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def add(self, document: Document) -> bool:
+        """Copy a document into the buffer, and make room for it.
+
+        A document that alone exceeds a bound is cut to the prefix that fits.
+
+        Returns:
+            False when it was refused: hidden states that are not finite, or no position to learn from.
+        """
+        size = document.nbytes
+        fits = min(len(document), self.max_tokens, self.max_bytes * len(document) // max(size, 1))
+        cut = document.window(0, fits) if fits < len(document) else document
+        if trainable_positions(cut.loss_mask) == 0:
+            self._useless += 1
+            return False
+        if not (_finite(cut.aux) and _finite(cut.last)):
+            self._nonfinite += 1
+            return False
+        with torch.inference_mode(False):  # a harvest under inference mode must still be usable in a backward pass
+            kept = Document(
+                input_ids=self._copy(cut.input_ids),
+                aux=self._copy(cut.aux),
+                last=self._copy(cut.last),
+                loss_mask=self._copy(cut.loss_mask),
+                policy_version=cut.policy_version,
+            )
+        self._truncated += fits < len(document)
+        self._added += 1
+        self._documents.append(kept)
+        self._tokens += len(kept)
+        self._bytes += kept.nbytes
+        while self._tokens > self.max_tokens or self._bytes > self.max_bytes:
+            self._evict()
+        return True
+
+    def sample(self, tokens: int, replay_share: float) -> list[Document]:
+        """Draw documents of at most ``tokens`` tokens together, without replacement.
+
+        Documents of the newest policy version come first; ``replay_share`` of the tokens is kept for older ones, and
+        either kind fills what the other leaves. Of a document longer than ``tokens`` a random window is drawn: its
+        hidden states saw the whole prefix, only the draft's own attention is cut there.
+
+        Returns:
+            At least one document unless the buffer is empty.
+        """
+        newest = self.newest_policy_version
+        fresh = [d for d in self._documents if d.policy_version == newest]
+        older = [d for d in self._documents if d.policy_version != newest]
+        self._rng.shuffle(fresh)
+        self._rng.shuffle(older)
+        chosen, left = _fill(fresh, tokens - int(tokens * replay_share) if older else tokens)
+        replayed, older_left = _fill(older, tokens - _total(chosen))
+        more, _ = _fill(left, tokens - _total(chosen) - _total(replayed))
+        drawn = chosen + replayed + more
+        if not drawn and (rest := left + older_left):
+            drawn = [self._window(rest[0], tokens)]
+        return drawn
+
+    @property
+    def newest_policy_version(self) -> int:
+        """The highest policy version held, -1 when empty."""
+        return max((d.policy_version for d in self._documents), default=-1)
+
+    def stats(self) -> BufferStats:
+        """Sizes and counters."""
+        newest = self.newest_policy_version
+        return BufferStats(
+            documents=len(self._documents),
+            tokens=self._tokens,
+            bytes=self._bytes,
+            newest_policy_version=newest,
+            fresh_tokens=sum(len(d) for d in self._documents if d.policy_version == newest),
+            added=self._added,
+            evicted=self._evicted,
+            truncated=self._truncated,
+            refused_nonfinite=self._nonfinite,
+            refused_useless=self._useless,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random stream, JSON-serialisable; the documents belong to a policy that has moved on and are not kept."""
+        version, numbers, gauss = self._rng.getstate()
+        return {"rng": [version, list(numbers), gauss]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        version, numbers, gauss = state["rng"]
+        self._rng.setstate((version, tuple(numbers), gauss))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device, copy=True).contiguous()
+
+    def _evict(self) -> None:
+        gone = self._documents.popleft()
+        self._tokens -= len(gone)
+        self._bytes -= gone.nbytes
+        self._evicted += 1
+
+    def _window(self, document: Document, tokens: int) -> Document:
+        """A random window that has something to learn, its first sampled positions included as often as any other."""
+        last_start = max(0, len(document) - tokens)
+        mask = document.loss_mask.to(torch.bool)
+        first = int((mask[1:-1] & mask[2:]).int().argmax()) + 1  # exists: useless documents are refused
+        start = self._rng.randint(min(max(0, first + 2 - tokens), last_start), last_start)
+        window = document.window(start, start + tokens)
+        if trainable_positions(window.loss_mask):
+            return window
+        start = min(max(0, first + 2 - tokens), last_start)
+        return document.window(start, start + tokens)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _total(documents: Sequence[Document]) -> int:
+    return sum(len(d) for d in documents)
+
+
+def _fill(documents: Sequence[Document], tokens: int) -> tuple[list[Document], list[Document]]:
+    """Take documents in order while they fit into ``tokens``; returns the taken and the others."""
+    taken: list[Document] = []
+    left: list[Document] = []
+    for document in documents:
+        fits = len(document) <= tokens
+        (taken if fits else left).append(document)
+        tokens -= len(document) if fits else 0
+    return taken, left

@@ -1,0 +1,194 @@
+"""Draft checkpoints: digests, folders that appear whole or not at all, safetensors and JSON only."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draft_training.config import DraftConfig, DraftConfigError
+from draft_training.layouts import canonical_tensors, check_tensors, read_config
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is torn, missing or not what its digest says."""
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 (hex) over sorted names, dtypes, shapes and bytes; independent of device, strides and dict order."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().to("cpu").contiguous()
+        sha.update(f"{name}\0{str(tensor.dtype).removeprefix('torch.')}\0{list(tensor.shape)}\0".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def save_draft(path: str | Path, config: DraftConfig, tensors: Mapping[str, Tensor]) -> str:
+    """Write a folder that vLLM serves with ``method: eagle3``: config.json and model.safetensors, all or nothing.
+
+    Args:
+        path: the folder; an existing one is replaced.
+        config: the draft's.
+        tensors: exactly what ``DraftTrainer.engine_tensors`` returns; never embed_tokens.
+
+    Returns:
+        The digest of ``tensors``.
+
+    Raises:
+        DraftConfigError: if names or shapes do not match ``config``.
+    """
+    with replacing_folder(path) as folder:
+        return write_draft(folder, config, tensors)
+
+
+def write_draft(folder: Path, config: DraftConfig, tensors: Mapping[str, Tensor]) -> str:
+    """Write the two files of a draft into an existing folder; returns the digest.
+
+    Raises:
+        DraftConfigError: if names or shapes do not match ``config``.
+    """
+    check_tensors(config, tensors)
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    write_json(folder / "config.json", {**config.to_hf(), "torch_dtype": dtype})
+    write_tensors(folder / "model.safetensors", tensors)
+    return digest(tensors)
+
+
+def load_draft(
+    path: str | Path, target_config: Mapping[str, Any] | None = None
+) -> tuple[DraftConfig, dict[str, Tensor]]:
+    """Read a draft folder in vLLM's, EAGLE's, NVIDIA's or speculators' layout.
+
+    Embeddings, and a full-vocabulary LM head, are dropped: the policy's serve.
+
+    Args:
+        path: the folder.
+        target_config: the target's config.json; needed only if the draft's names no auxiliary layers.
+
+    Returns:
+        The config and the tensors, on the CPU, in the stored dtype, under the names of ``Eagle3Draft``.
+
+    Raises:
+        DraftConfigError: if the draft is of a kind that cannot be trained, or its tensors do not match its config.
+        CheckpointError: if the folder lacks a file, or a file is torn.
+    """
+    folder = settled_folder(path)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
+        if pickled:
+            raise DraftConfigError(f"{folder} holds {pickled[0]}: safetensors only, convert it first")
+        raise CheckpointError(f"{folder} holds no *.safetensors file")
+    config = read_config(read_json(folder / "config.json"), target_config)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= read_tensors(file)
+    return config, canonical_tensors(config, tensors)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one safetensors file and wait until it is on disk."""
+    save_file({name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}, str(file))
+    _sync(file)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of one safetensors file, on the CPU.
+
+    Raises:
+        CheckpointError: if it is missing or torn.
+    """
+    try:
+        with safe_open(str(file), framework="pt", device="cpu") as f:
+            return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Write one JSON file and wait until it is on disk."""
+    file.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    _sync(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """One JSON object.
+
+    Raises:
+        CheckpointError: if it is missing or torn.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    return value
+
+
+@contextlib.contextmanager
+def replacing_folder(path: str | Path) -> Iterator[Path]:
+    """A fresh folder to write into, which takes the place of ``path`` when the block ends without an error.
+
+    Readers see the old folder or the new one. A rename cannot replace a folder that holds files, so the old one steps
+    aside for an instant; a crash in that instant leaves it under its other name, where ``settled_folder`` finds it.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}.new")
+    fresh.mkdir()
+    try:
+        yield fresh
+        _sync(fresh)
+        aside = _aside(target)
+        if target.exists():
+            if aside.exists():
+                shutil.rmtree(aside)
+            os.replace(target, aside)
+        try:
+            os.replace(fresh, target)
+        except OSError:
+            if aside.exists() and not target.exists():
+                os.replace(aside, target)
+            raise
+        _sync(target.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def settled_folder(path: str | Path) -> Path:
+    """The folder to read: ``path``, or the old one that a crash left aside while it was being replaced.
+
+    Raises:
+        CheckpointError: if neither exists.
+    """
+    target = Path(path)
+    for candidate in (target, _aside(target)):
+        if candidate.is_dir():
+            return candidate
+    raise CheckpointError(f"{target} does not exist")
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.previous")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,329 @@
+"""DraftConfig: the shape of an EAGLE-3 draft, derived from a target's config and written as vLLM reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+ROPE_TYPES = ("default", "linear", "llama3")
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+# What transformers' LlamaConfig takes for a key that config.json lacks; vLLM reads drafts through it.
+_LLAMA_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+}
+
+# What a target's config.json must say.
+_NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+
+
+class DraftConfigError(ValueError):
+    """A draft, or a target for which a draft is wanted, has a shape or an option that cannot work."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding, with the scaling types whose frequencies equal transformers' and vLLM's."""
+
+    theta: float = 10000.0
+    type: str = "default"  # one of ROPE_TYPES
+    factor: float = 1.0  # linear, llama3
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position_embeddings: int = 8192  # llama3
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Rope:
+        """Read ``rope_theta`` and ``rope_parameters`` (transformers 5) or ``rope_scaling`` (transformers 4).
+
+        Raises:
+            DraftConfigError: for a scaling type other than ROPE_TYPES, for partial rotation, and for missing numbers.
+        """
+        raw = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+        kind = str(raw.get("rope_type", raw.get("type", "default")))
+        if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in raw.values()):
+            raise DraftConfigError(
+                f"the target's rope scaling {raw!r} is not supported; the draft knows {', '.join(ROPE_TYPES)}: "
+                "use another method for this target"
+            )
+        if float(raw.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0)) != 1.0:
+            raise DraftConfigError("partial_rotary_factor other than 1.0 is not supported; use another method")
+        theta = float(raw.get("rope_theta", hf.get("rope_theta") or 10000.0))
+        if kind == "default":
+            return cls(theta=theta)
+        if "factor" not in raw:
+            raise DraftConfigError(f"rope scaling {raw!r} lacks 'factor'; add it to the target's config.json")
+        if kind == "linear":
+            return cls(theta=theta, type=kind, factor=float(raw["factor"]))
+        missing = {"low_freq_factor", "high_freq_factor", "original_max_position_embeddings"} - set(raw)
+        if missing:
+            raise DraftConfigError(
+                f"rope scaling {raw!r} lacks {sorted(missing)}; add them to the target's config.json"
+            )
+        return cls(
+            theta=theta,
+            type=kind,
+            factor=float(raw["factor"]),
+            low_freq_factor=float(raw["low_freq_factor"]),
+            high_freq_factor=float(raw["high_freq_factor"]),
+            original_max_position_embeddings=int(raw["original_max_position_embeddings"]),
+        )
+
+    def scaling_to_hf(self) -> dict[str, Any] | None:
+        """The scaling as transformers and vLLM read it, without theta; None for the default type."""
+        if self.type == "default":
+            return None
+        scaling: dict[str, Any] = {"rope_type": self.type, "factor": self.factor}
+        if self.type == "llama3":
+            scaling["low_freq_factor"] = self.low_freq_factor
+            scaling["high_freq_factor"] = self.high_freq_factor
+            scaling["original_max_position_embeddings"] = self.original_max_position_embeddings
+        return scaling
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Shape of an EAGLE-3 draft: one decoder layer over the target's hidden states.
+
+    ``aux_layers`` follows vLLM's convention: id i is the hidden state that *enters* the target's layer i.
+    Attention has no bias. vLLM's CPU attention refuses ``head_dim`` below 32 when the first request runs.
+    """
+
+    vocab_size: int  # V, the target's
+    draft_vocab_size: int  # equal to vocab_size unless pruned
+    hidden_size: int  # H, the target's
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    aux_layers: tuple[int, ...]  # ascending, distinct
+    rms_norm_eps: float = 1e-6
+    rope: Rope = field(default_factory=Rope)
+    max_position_embeddings: int = 2048  # the target's: a smaller one clamps RoPE
+    norm_before_residual: bool = False  # True: the residual starts from the normed hidden state (speculators' option)
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that no engine serves."""
+        ids = self.aux_layers
+        if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0:
+            raise DraftConfigError(
+                f"aux_layers={list(ids)} must be ascending, distinct and not negative: the engine sorts and merges them"
+            )
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise DraftConfigError(
+                f"draft_vocab_size={self.draft_vocab_size} must lie between 1 and the target's vocab_size={self.vocab_size}"
+            )
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise DraftConfigError(
+                f"head layout heads={self.num_heads}, kv heads={self.num_kv_heads}, head_dim={self.head_dim}: heads must "
+                "be a multiple of kv heads, and head_dim even"
+            )
+
+    @property
+    def pruned(self) -> bool:
+        """True when the draft has a smaller vocabulary, and so an LM head of its own."""
+        return self.draft_vocab_size != self.vocab_size
+
+    @classmethod
+    def from_target(
+        cls,
+        hf_config: Mapping[str, Any],
+        *,
+        draft_vocab_size: int | None = None,
+        aux_layers: Sequence[int] | None = None,
+        intermediate_size: int | None = None,
+    ) -> DraftConfig:
+        """The draft for a target.
+
+        Args:
+            hf_config: the target's config.json as a dict; dense Qwen3, Qwen2 or Llama.
+            draft_vocab_size: size of a pruned vocabulary; None: the target's own.
+            aux_layers: target layers whose input feeds the draft; None: vLLM's (2, L // 2, L - 3).
+            intermediate_size: of the draft's MLP; None: the target's.
+
+        Raises:
+            DraftConfigError: saying what is wrong, with the value, and what to set.
+        """
+        family = hf_config.get("model_type")
+        if family not in FAMILIES:
+            raise DraftConfigError(
+                f"model_type={family!r} is not supported by the EAGLE-3 draft (dense {', '.join(FAMILIES)} are); "
+                "use another method for this target"
+            )
+        missing = [key for key in _NEEDED if hf_config.get(key) is None]
+        if missing:
+            raise DraftConfigError(f"the target's config.json lacks {', '.join(missing)}; give the whole config.json")
+        layers = int(hf_config["num_hidden_layers"])
+        heads, kv_heads, head_dim = _heads(hf_config)
+        return cls(
+            vocab_size=int(hf_config["vocab_size"]),
+            draft_vocab_size=int(draft_vocab_size or hf_config["vocab_size"]),
+            hidden_size=int(hf_config["hidden_size"]),
+            intermediate_size=int(intermediate_size or hf_config["intermediate_size"]),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            aux_layers=default_aux_layers(layers) if aux_layers is None else _within(aux_layers, layers),
+            rms_norm_eps=float(hf_config.get("rms_norm_eps", 1e-6)),
+            rope=Rope.from_hf(hf_config),
+            max_position_embeddings=int(hf_config["max_position_embeddings"]),
+        )
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], *, target_layers: int | None = None) -> DraftConfig:
+        """Read a draft's config.json in vLLM's layout; keys that it lacks are what vLLM would take.
+
+        Args:
+            hf: the parsed config.json.
+            target_layers: layers of the target, needed only if ``hf`` names no auxiliary layers.
+
+        Raises:
+            DraftConfigError: for another architecture, more than one layer, or an option that we cannot train.
+        """
+        _refuse_variants(hf)
+        get = {**_LLAMA_DEFAULTS, **{key: value for key, value in hf.items() if value is not None}}
+        nested = get.get("eagle_config") or {}
+        ids = get.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+        if not ids and target_layers is None:
+            raise DraftConfigError(
+                "the draft's config.json names no eagle_aux_hidden_state_layer_ids; give the target's config, or add them"
+            )
+        hidden = int(get["hidden_size"])
+        if int(get.get("target_hidden_size", hidden)) != hidden:
+            raise DraftConfigError(
+                f"target_hidden_size={get['target_hidden_size']} differs from the draft's hidden_size={hidden}; "
+                "drafts of another width than their target are not supported"
+            )
+        heads, kv_heads, head_dim = _heads(get)
+        return cls(
+            vocab_size=int(get["vocab_size"]),
+            draft_vocab_size=int(get.get("draft_vocab_size", get["vocab_size"])),
+            hidden_size=hidden,
+            intermediate_size=int(get["intermediate_size"]),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            aux_layers=tuple(int(i) for i in ids) if ids else default_aux_layers(int(target_layers or 0)),
+            rms_norm_eps=float(get["rms_norm_eps"]),
+            rope=Rope.from_hf(get),
+            max_position_embeddings=int(get["max_position_embeddings"]),
+            norm_before_residual=bool(get.get("norm_before_residual", False)),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """config.json in vLLM's ``LlamaForCausalLMEagle3`` layout, readable by transformers 4 and 5."""
+        scaling = self.rope.scaling_to_hf()
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "hidden_size": self.hidden_size,
+            "target_hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope.theta,
+            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": self.rope.theta},
+            **({"rope_scaling": scaling} if scaling else {}),
+            "max_position_embeddings": self.max_position_embeddings,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "norm_before_residual": self.norm_before_residual,
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_layers),
+            "num_aux_hidden_states": len(self.aux_layers),
+        }
+
+
+def default_aux_layers(layers: int) -> tuple[int, ...]:
+    """vLLM's choice (2, L // 2, L - 3) for a target of ``layers`` layers.
+
+    Raises:
+        DraftConfigError: if the target is too shallow for three distinct ascending ids.
+    """
+    ids = (2, layers // 2, layers - 3)
+    if not 2 < ids[1] < ids[2]:
+        raise DraftConfigError(
+            f"the target has {layers} layers, so the default auxiliary layers {ids} collide; "
+            f"set aux_layers to distinct ascending ids below {layers}"
+        )
+    return ids
+
+
+def validate_draft(config: DraftConfig, target_config: Mapping[str, Any]) -> None:
+    """Check that a draft fits a target.
+
+    Args:
+        config: the draft.
+        target_config: the target's config.json as a dict.
+
+    Raises:
+        DraftConfigError: for another hidden size or vocabulary, and for auxiliary layers that the target lacks.
+    """
+    for name, ours in (("hidden_size", config.hidden_size), ("vocab_size", config.vocab_size)):
+        if ours != int(target_config[name]):
+            raise DraftConfigError(
+                f"the draft's {name}={ours} differs from the target's {target_config[name]}; it was made for another target"
+            )
+    _within(config.aux_layers, int(target_config["num_hidden_layers"]))
+    if config.max_position_embeddings < int(target_config["max_position_embeddings"]):
+        raise DraftConfigError(
+            f"the draft's max_position_embeddings={config.max_position_embeddings} is below the target's "
+            f"{target_config['max_position_embeddings']}, which clamps its RoPE; raise it in the draft's config.json"
+        )
+
+
+def _within(ids: Sequence[int], layers: int) -> tuple[int, ...]:
+    if any(not 0 <= int(i) < layers for i in ids):
+        raise DraftConfigError(
+            f"aux_layers={list(ids)}: the target has layers 0 to {layers - 1}; choose ids among them"
+        )
+    return tuple(int(i) for i in ids)
+
+
+def _heads(hf: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Heads, key-value heads and head dimension, of which configs may leave out the latter two."""
+    heads = int(hf["num_attention_heads"])
+    head_dim = int(hf.get("head_dim") or int(hf["hidden_size"]) // heads)
+    return heads, int(hf.get("num_key_value_heads") or heads), head_dim
+
+
+def _refuse_variants(hf: Mapping[str, Any]) -> None:
+    names = hf.get("architectures") or [ARCHITECTURE]
+    if names[0] not in (ARCHITECTURE, "Eagle3LlamaForCausalLM"):
+        raise DraftConfigError(f"architectures={names}: only {ARCHITECTURE} drafts can be trained")
+    if int(hf.get("num_hidden_layers") or 1) != 1:
+        raise DraftConfigError(f"num_hidden_layers={hf['num_hidden_layers']}: only drafts of one layer can be trained")
+    nested = hf.get("eagle_config") or {}
+    on = [
+        k for k in ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "qkv_bias", "mlp_bias") if hf.get(k)
+    ]
+    on += [f"eagle_config.{k}" for k in ("norm_before_fc",) if nested.get(k)]
+    on += [f"{k}={hf[k]}" for k in ("logit_scale",) if hf.get(k) not in (None, 1, 1.0)]
+    on += ["eagle_config.use_aux_hidden_state=false"] if nested.get("use_aux_hidden_state") is False else []
+    if on or hf.get("hidden_act", "silu") != "silu":
+        raise DraftConfigError(
+            f"the draft's config.json sets {', '.join(on) or 'hidden_act=' + str(hf['hidden_act'])}, which this trainer "
+            "does not implement; start from a draft without it, or from none"
+        )

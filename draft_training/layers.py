@@ -1,0 +1,33 @@
+"""Linear and RMSNorm without torch's own initialisation, which would draw from the global random stream."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """Linear map without bias; ``weight`` is [outputs, inputs] and uninitialised."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.float32, device="cpu"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        return F.linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension, in float32 or better."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size, dtype=torch.float32, device="cpu")), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], same dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)

@@ -1,0 +1,135 @@
+"""Reading EAGLE-3 checkpoints of other makers: tensor names and configs of vLLM, EAGLE, NVIDIA and speculators."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from draft_training.config import DraftConfig, DraftConfigError
+
+logger = logging.getLogger(__name__)
+
+_DROPPED = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
+
+
+def read_config(hf: Mapping[str, Any], target_config: Mapping[str, Any] | None) -> DraftConfig:
+    """A draft's config.json of either layout.
+
+    Args:
+        hf: the parsed config.json.
+        target_config: the target's, needed only if ``hf`` names no auxiliary layers.
+
+    Raises:
+        DraftConfigError: if the draft cannot be trained, see ``DraftConfig.from_hf``.
+    """
+    layers = int(target_config["num_hidden_layers"]) if target_config else None
+    kind = hf.get("speculators_model_type")
+    if kind is None:
+        return DraftConfig.from_hf(hf, target_layers=layers)
+    if kind != "eagle3":
+        raise DraftConfigError(f"speculators_model_type={kind!r}: only 'eagle3' drafts can be trained")
+    layer = dict(hf.get("transformer_layer_config") or {})
+    if layer.get("model_type", "llama") != "llama":
+        raise DraftConfigError(
+            f"transformer_layer_config.model_type={layer['model_type']!r}: only 'llama' decoder layers can be trained"
+        )
+    own = {k: hf.get(k) for k in ("norm_before_fc", "fc_norm", "norm_output", "target_hidden_size")}
+    own["norm_before_residual"] = hf.get("norm_before_residual", True)  # vLLM's reading of a missing key
+    own["draft_vocab_size"] = hf.get("draft_vocab_size")
+    own["eagle_aux_hidden_state_layer_ids"] = hf.get("eagle_aux_hidden_state_layer_ids")
+    layer.pop("architectures", None)
+    return DraftConfig.from_hf({**layer, **own}, target_layers=layers)
+
+
+def canonical_tensors(config: DraftConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under vLLM's names, without those that the target owns.
+
+    Args:
+        config: the draft's.
+        tensors: as stored: with or without a ``model.`` prefix, the layer as ``midlayer`` or ``layers.0``.
+
+    Returns:
+        Exactly the names of ``expected_shapes(config)``.
+
+    Raises:
+        DraftConfigError: for fused projections, and for missing, unknown or misshapen tensors.
+    """
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        key = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+        if "qkv_proj" in key or "gate_up_proj" in key:
+            raise DraftConfigError(
+                f"{name} is a fused projection, whose row order differs between makers; export it split as "
+                "q_proj, k_proj, v_proj, gate_proj, up_proj"
+            )
+        if not key.endswith(_DROPPED):
+            renamed["d2t" if key == "draft_id_to_target_id" else key] = tensor
+    if not config.pruned:
+        if renamed.pop("lm_head.weight", None) is not None:
+            logger.warning("the draft's own lm_head is dropped: with the full vocabulary the policy's head serves")
+        renamed.pop("d2t", None)
+        renamed.pop("t2d", None)
+    elif "d2t" in renamed and "t2d" not in renamed:
+        renamed["t2d"] = t2d_from_d2t(renamed["d2t"], config.vocab_size)
+    check_tensors(config, renamed)
+    return renamed
+
+
+def t2d_from_d2t(d2t: Tensor, vocab_size: int) -> Tensor:
+    """[V] bool, True where a target id has a draft id (d2t: [Vd] int64 offsets)."""
+    mask = d2t.new_zeros(vocab_size, dtype=d2t.bool().dtype)
+    mask[d2t.new_ones(d2t.numel()).cumsum(0) - 1 + d2t] = True
+    return mask
+
+
+def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of a draft's checkpoint, in vLLM's layout."""
+    h, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (h, len(config.aux_layers) * h),
+        "midlayer.hidden_norm.weight": (h,),
+        "midlayer.input_layernorm.weight": (h,),
+        "midlayer.mlp.down_proj.weight": (h, config.intermediate_size),
+        "midlayer.mlp.gate_proj.weight": (config.intermediate_size, h),
+        "midlayer.mlp.up_proj.weight": (config.intermediate_size, h),
+        "midlayer.post_attention_layernorm.weight": (h,),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * h),
+        "midlayer.self_attn.o_proj.weight": (h, q),
+        "midlayer.self_attn.q_proj.weight": (q, 2 * h),
+        "midlayer.self_attn.v_proj.weight": (kv, 2 * h),
+        "norm.weight": (h,),
+    }
+    if config.pruned:
+        shapes |= {
+            "lm_head.weight": (config.draft_vocab_size, h),
+            "d2t": (config.draft_vocab_size,),
+            "t2d": (config.vocab_size,),
+        }
+    return shapes
+
+
+def check_tensors(config: DraftConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Compare names and shapes with what ``config`` says.
+
+    Raises:
+        DraftConfigError: naming the first tensors that are missing, unknown or of another shape, and the head layout.
+    """
+    shapes = expected_shapes(config)
+    missing, unknown = sorted(set(shapes) - set(tensors)), sorted(set(tensors) - set(shapes))
+    if missing or unknown:
+        raise DraftConfigError(
+            f"the draft's tensors do not match its config.json: missing {missing[:4]}, unknown {unknown[:4]}"
+        )
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            heads = (
+                f" (heads={config.num_heads}, kv heads={config.num_kv_heads}, head_dim={config.head_dim})"
+                if "self_attn" in name
+                else ""
+            )
+            raise DraftConfigError(
+                f"{name} has shape {list(tensors[name].shape)}, but config.json implies {list(shape)}{heads}; correct it"
+            )

@@ -1,0 +1,264 @@
+"""The training-time test of EAGLE-3: the unrolled loss, and an honest estimate of the acceptance length it buys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draft_training.batch import PackedBatch
+from draft_training.model import Eagle3Draft
+
+CHUNK_ELEMENTS = 1 << 24  # elements of one vocabulary-sized temporary: rows * V stays below it
+
+
+@dataclass(frozen=True)
+class LossStats:
+    """Raw sums of one or more batches, to be added across batches and ranks before dividing. All float64."""
+
+    count: Tensor  # [J] valid positions of each step
+    kl: Tensor  # [J] sum of KL(target || draft), nats
+    probability: Tensor  # [J] sum of the target's probability of the draft's greedy token, at temperature 1
+    agreement: Tensor  # [J] how often that token is the target's argmax
+    accepted: Tensor  # [J] replayed rounds whose first j + 1 drafted tokens are the tokens that the policy sampled
+    rounds: Tensor  # [] replayed rounds
+
+    @classmethod
+    def zeros(cls, steps: int, device: torch.device | str = "cpu") -> LossStats:
+        """The neutral element of addition."""
+        return cls.unpack(torch.zeros(5 * steps + 1, dtype=torch.float64, device=device))
+
+    def pack(self) -> Tensor:
+        """All sums in one vector [5 * J + 1], for one all-reduce."""
+        return torch.cat([self.count, self.kl, self.probability, self.agreement, self.accepted, self.rounds.reshape(1)])
+
+    @classmethod
+    def unpack(cls, vector: Tensor) -> LossStats:
+        """The inverse of ``pack``."""
+        count, kl, probability, agreement, accepted = vector[:-1].view(5, -1)
+        return cls(count, kl, probability, agreement, accepted, vector[-1])
+
+    def __add__(self, other: LossStats) -> LossStats:
+        return LossStats.unpack(self.pack() + other.pack())
+
+    def mean(self, sums: Tensor) -> tuple[float, ...]:
+        """Divide sums [J] by the counts; 0.0 where nothing was counted."""
+        return tuple((sums / self.count.clamp_min(1)).tolist())
+
+    def loss(self, decay: float) -> float:
+        """Sum over steps of ``decay ** j`` times the mean KL, in nats."""
+        return sum(decay**j * kl for j, kl in enumerate(self.mean(self.kl)))
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per target forward with J drafted tokens, bonus included; 1.0 when no round was replayed.
+
+        Every rollout is replayed as the engine would have decoded it: a round starts at an anchor, the first n of J
+        greedy draft tokens equal the tokens that the policy sampled there, and the next round starts n + 1 tokens on.
+        With a greedy draft, rejection sampling emits the drafted token exactly when it accepts it, so on the policy's own
+        samples "the draft equals the sample" *is* acceptance, at whatever temperature they were drawn, and teacher
+        forcing is exact because a chain goes on only while the two agree. Rounds, not positions, are averaged: hard
+        stretches take more rounds, so ``1 + a1 + a1*a2 + ...`` of mean acceptance probabilities is biased. Rounds whose
+        J tokens reach beyond the sampled span are left out.
+        """
+        return float(1.0 + self.accepted.sum() / self.rounds) if float(self.rounds) else 1.0
+
+    @property
+    def chained_acceptance(self) -> float:
+        """``1 + a1 + a1*a2 + ...`` of the mean acceptance probabilities at temperature 1: smoother, but biased."""
+        total, product = 1.0, 1.0
+        for a in self.mean(self.probability):
+            product *= a
+            total += product
+        return total
+
+
+def ttt_loss(
+    draft: Eagle3Draft,
+    batch: PackedBatch,
+    embed: Tensor,  # [V, H] the policy's input embedding
+    lm_head: Tensor,  # [V, H] the policy's LM head
+    *,
+    steps: int,
+    decay: float = 1.0,
+    counts: Tensor | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, LossStats]:
+    """EAGLE-3's training-time test (arXiv 2503.01840, section 3): unroll, forward KL to the target, teacher-forced.
+
+    With a pruned vocabulary the target's distribution is restricted to it and renormalised, and positions whose target
+    argmax lies outside carry no loss (EAGLE-3's ``position_mask``) though they count in the mean; the statistics use
+    the full distribution. Logits exist for ``chunk_elements / V`` positions at a time, gradients included.
+
+    Args:
+        draft: the model; only its own parameters receive gradients.
+        batch: packed documents; ``aux`` and ``last`` are data, never differentiated.
+        embed: [V, H], any float dtype.
+        lm_head: [V, H]; the teacher, and with the full vocabulary also the draft's head.
+        steps: J, the number of drafted tokens to unroll.
+        decay: weight of step j is ``decay ** j``.
+        counts: [J] positions over which each step's mean is taken; None: those of this batch. Data-parallel ranks pass
+            the all-reduced ``batch.counts(steps)`` and *sum* their gradients.
+        chunk_elements: bound on rows * V of a temporary.
+
+    Returns:
+        The loss (scalar, float32 or better; differentiable) and the raw sums.
+    """
+    valid = batch.valid(steps)
+    counts = batch.counts(steps) if counts is None else counts
+    scale = decay ** torch.arange(steps, device=counts.device, dtype=torch.float64) / counts.clamp_min(1)
+    hidden = _teacher_aligned(draft, batch, embed, steps)
+    ids = draft.vocabulary() if draft.config.pruned else None
+    head = draft.lm_head.weight if draft.config.pruned else lm_head.detach()
+    head = head if torch.is_grad_enabled() else head.detach()
+    loss, kl, probability, agreement, match = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden,
+        head,
+        batch.last[batch.rows],
+        lm_head.detach(),
+        ids,
+        batch.input_ids[batch.rows + 1],
+        valid,
+        scale.to(valid.device),
+        max(1, chunk_elements // lm_head.shape[0]),
+    )
+    accepted, rounds = replay(match, valid, batch.rows)
+    stats = LossStats(
+        count=valid.sum(1).double(),
+        kl=kl.double().sum(1),
+        probability=probability.double().sum(1),
+        agreement=agreement.double().sum(1),
+        accepted=accepted.to(kl.device),
+        rounds=rounds.to(kl.device),
+    )
+    return loss, stats
+
+
+def _teacher_aligned(draft: Eagle3Draft, batch: PackedBatch, embed: Tensor, steps: int) -> Tensor:
+    """[J, R, H]: what step j predicts at teacher row r, i.e. its normed hidden state at the anchor r - 1 - j."""
+    states = draft.unroll(batch.aux.detach(), batch.next_ids(steps), batch.lengths, embed, steps)
+    return torch.stack([state[(batch.rows - 1 - j).clamp_min(0)] for j, state in enumerate(states)])
+
+
+class _HeadLoss(torch.autograd.Function):
+    """LM head, softmax and KL in chunks of positions; gradients are computed on the way, so no logits are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [J, R, H]
+        head: Tensor,  # [Vd, H]
+        last: Tensor,  # [R, H]
+        teacher_head: Tensor,  # [V, H]
+        ids: Tensor | None,  # [Vd] target id of each draft id, None: the same
+        sampled: Tensor,  # [R] int64 the token that the policy sampled after the teacher row
+        valid: Tensor,  # [J, R] bool
+        scale: Tensor,  # [J] float64 weight of one position of step j
+        chunk: int,  # rows at a time
+    ) -> tuple[Tensor, ...]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        shape = valid.shape
+        kl, probability = hidden.new_zeros(shape, dtype=wide), hidden.new_zeros(shape, dtype=wide)
+        agreement, match = torch.zeros_like(valid), torch.zeros_like(valid)
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
+        weight = scale.to(wide)
+        for start in range(0, shape[1], chunk):
+            at = slice(start, min(start + chunk, shape[1]))
+            teacher = _Teacher(last[at], teacher_head, ids, wide)
+            for j in range(shape[0]):
+                logits = (hidden[j, at].to(head.dtype) @ head.T).to(wide)
+                ok = valid[j, at]
+                token = logits.argmax(-1) if ids is None else ids[logits.argmax(-1)]
+                probability[j, at] = teacher.probability(token) * ok
+                agreement[j, at] = (token == teacher.argmax) & ok
+                match[j, at] = (token == sampled[at]) & ok
+                counted = ok & teacher.inside
+                kl[j, at] = teacher.kl(logits) * counted
+                if grad_hidden is None and grad_head is None:
+                    continue
+                slope = logits.softmax(-1).sub_(teacher.distribution).mul_((counted * weight[j])[:, None])
+                if grad_hidden is not None:
+                    grad_hidden[j, at] = (slope.to(head.dtype) @ head).to(hidden.dtype)
+                if grad_head is not None:
+                    grad_head += slope.T @ hidden[j, at].to(wide)
+        ctx.save_for_backward(grad_hidden, grad_head)
+        ctx.head_dtype = head.dtype
+        ctx.mark_non_differentiable(kl, probability, agreement, match)
+        return (kl.sum(1) * weight).sum(), kl, probability, agreement, match
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        by = grads[0]
+        return (
+            None if grad_hidden is None else grad_hidden * by.to(grad_hidden.dtype),
+            None if grad_head is None else (grad_head * by).to(ctx.head_dtype),
+            *([None] * 7),
+        )
+
+
+class _Teacher:
+    """The target's distribution at a chunk of rows: full for statistics, restricted to the draft's vocabulary for KL."""
+
+    def __init__(self, last: Tensor, head: Tensor, ids: Tensor | None, wide: torch.dtype) -> None:
+        logits = (last.to(head.dtype) @ head.T).to(wide)  # [C, V]
+        self.argmax = logits.argmax(-1)
+        full = logits.log_softmax(-1)
+        self._full = full
+        restricted = full if ids is None else logits[:, ids].log_softmax(-1)  # [C, Vd]
+        self.distribution = restricted.exp()
+        self._negative_entropy = (self.distribution * restricted).sum(-1)
+        inside = torch.ones_like(self.argmax, dtype=torch.bool)
+        self.inside = inside if ids is None else torch.isin(self.argmax, ids)
+
+    def probability(self, token: Tensor) -> Tensor:
+        """[C]: the full distribution's probability of each token [C]."""
+        return self._full.gather(1, token[:, None]).squeeze(1).exp()
+
+    def kl(self, logits: Tensor) -> Tensor:
+        """[C]: KL(target || draft) for draft logits [C, Vd]."""
+        return self._negative_entropy - (self.distribution * logits).sum(-1) + logits.logsumexp(-1)
+
+
+def replay(match: Tensor, valid: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Decode the batch's rollouts again, round by round, with the drafts' hits; see ``acceptance_length``.
+
+    Args:
+        match: [J, R] bool, step j's greedy token is the sampled one, aligned by teacher row.
+        valid: [J, R] bool.
+        rows: [R] int64 teacher rows, ascending; a gap starts a new sampled span.
+
+    Returns:
+        accepted [J] and rounds [], float64, on the CPU.
+    """
+    steps, total = match.shape
+    accepted, rounds = [0] * steps, 0
+    if total:
+        # anchor i's chain lies on the diagonal (j, i + j)
+        hit = torch.stack([F.pad(match[j, j:], (0, j)) for j in range(steps)]).cumprod(0).sum(0).tolist()
+        whole = torch.stack([F.pad(valid[j, j:], (0, j)) for j in range(steps)]).all(0)
+        row_list = rows.tolist()
+        whole_list = whole.tolist()
+        i = 0
+        while i < total:
+            if not whole_list[i]:  # the tail of a span: walk to the next one
+                i += 1
+                continue
+            rounds += 1
+            for j in range(hit[i]):
+                accepted[j] += 1
+            i = _advance(row_list, i, hit[i] + 1)
+    sums = torch.tensor([*accepted, rounds], dtype=torch.float64, device="cpu")
+    return sums[:-1], sums[-1]
+
+
+def _advance(rows: list[int], i: int, tokens: int) -> int:
+    """The anchor ``tokens`` further, or the start of the next span when this one ends before."""
+    for k in range(i + 1, min(i + tokens, len(rows) - 1) + 1):
+        if rows[k] != rows[k - 1] + 1:
+            return k
+    return i + tokens

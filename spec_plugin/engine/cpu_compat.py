@@ -1,0 +1,147 @@
+"""What vLLM's CPU build needs before speculative sampling is right and weights can change in a running engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spec_plugin.engine import patches
+from spec_plugin.engine.patches import Guard, Patch, PatchStatus
+from spec_plugin.errors import SpecConfigError
+
+
+def expand(
+    output: Tensor,  # [num_tokens] float32, int32 or int64; written here
+    input_val: Tensor,  # [batch], one value a request
+    cu_num_tokens: Tensor,  # [batch], running total of tokens
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """Write each request's value once for each of its tokens, ``replace_from`` becoming ``replace_to``."""
+    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1, dtype=torch.long))
+    values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
+    output.copy_(torch.repeat_interleave(values, counts, output_size=output.shape[0]))
+
+
+def expand_is_wrong(function: Callable[..., Any]) -> bool:
+    """True if ``function`` does not expand as the rejection sampler needs, in any dtype that it passes."""
+    cumulative = torch.tensor([3, 3, 5], dtype=torch.int32)  # the second request has no drafted token
+    for dtype, values, want in (
+        (torch.float32, [0.7, 9.0, 0.0], [0.7, 0.7, 0.7, 1.0, 1.0]),
+        (torch.int32, [5, 9, 0], [5, 5, 5, 1, 1]),
+        (torch.int64, [5, 9, 0], [5, 5, 5, 1, 1]),
+    ):
+        output = torch.full((5,), 77, dtype=dtype)
+        function(output, torch.tensor(values, dtype=dtype), cumulative, 0, 1, MAX_NUM_TOKENS=128)
+        if not torch.equal(output, torch.tensor(want, dtype=dtype)):
+            return True
+    return False
+
+
+def live_gemm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Linear layers that compute with the Parameter itself, instead of with a packed copy made once at load."""
+
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        weight = layer.weight
+        if (
+            not weight.is_meta and weight.ndim != 2
+        ):  # convolutions and experts: their kernels want the original's layout
+            original(layer, remove_weight)
+            return
+        layer.cpu_linear = F.linear
+
+    return dispatch_cpu_unquantized_gemm
+
+
+def weights_are_dead(function: Callable[..., Any]) -> bool:
+    """True if a linear layer prepared by ``function`` loses its weight, or does not follow a later change of it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for remove_weight in (True, False):
+            layer: Any = nn.Linear(32, 32, bias=True, dtype=dtype).requires_grad_(False)
+            nn.init.ones_(layer.weight)
+            nn.init.ones_(layer.bias)
+            function(layer, remove_weight)
+            if layer.weight.numel() == 0:
+                return True
+            layer.weight.data.fill_(2.0)
+            got = layer.cpu_linear(torch.ones(1, 32, dtype=dtype), layer.weight, layer.bias)
+            if not torch.equal(got, torch.full_like(got, 65.0)):
+                return True
+    return False
+
+
+CPU_PATCHES = (
+    Patch(
+        name="expand_kernel",
+        symbol="vllm.utils.cpu_triton_utils:expand_kernel.func",
+        reason="the expanded temperature, top_p and top_k of speculating requests were never written: logits were divided "
+        "by uninitialised memory, log-probs were NaN and the samples were not the target's",
+        upstream="vllm issue 55005, PR 55006",
+        versions="0.24–0.32, checked on 0.29.0",
+        needed=expand_is_wrong,
+        replacement=lambda original: expand,
+        guard=Guard(
+            parameters=("output", "input_val", "cu_num_tokens", "replace_from", "replace_to", "MAX_NUM_TOKENS"),
+            landmarks=("torch.ops._C.expand_kernel_impl(", "_ensure_int64(output)"),
+        ),
+    ),
+    Patch(
+        name="live_weights",
+        symbol="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        reason="linear layers were packed once at load and their Parameter dropped: no later weight update could reach them",
+        upstream="by design upstream, no issue",
+        versions="0.24–0.32, checked on 0.29.0",
+        needed=weights_are_dead,
+        replacement=live_gemm,
+        guard=Guard(
+            parameters=("layer", "remove_weight"),
+            landmarks=("layer.cpu_linear = ", "layer.weight.is_meta", "layer.weight.ndim != 2"),
+        ),
+    ),
+)
+
+
+def apply_cpu_patches(skip: Iterable[str] = ()) -> list[PatchStatus]:
+    """Apply every CPU patch that this process needs; nothing on another platform. Call before the model is loaded.
+
+    Args:
+        skip: names of patches to leave out (and to take back, if in force).
+
+    Raises:
+        SpecConfigError: if ``skip`` names no known patch.
+        PatchError: if a patch no longer fits the installed vLLM.
+    """
+    skipped = frozenset(skip)
+    known = [patch.name for patch in CPU_PATCHES]
+    if unknown := sorted(skipped.difference(known)):
+        raise SpecConfigError(f"additional_config.spec_plugin.skip_patches={unknown}: unknown; known: {known}")
+    if not on_cpu():
+        return []
+    return [
+        patches.skip(p, "left out by additional_config.spec_plugin.skip_patches")
+        if p.name in skipped
+        else patches.apply(p)
+        for p in CPU_PATCHES
+    ]
+
+
+def on_cpu() -> bool:
+    """True if vLLM runs on its CPU backend here."""
+    from vllm.platforms import current_platform  # resolving the platform is not free: only when asked
+
+    return bool(current_platform.is_cpu())
+
+
+def sampler_expands_right() -> bool:
+    """True if the rejection sampler that this process uses expands per-request values correctly, patched or not."""
+    from vllm.v1.sample import rejection_sampler
+
+    got = rejection_sampler.expand_batch_to_tokens(
+        torch.tensor([0.7, 0.0]), torch.tensor([3, 5], dtype=torch.int32), 5, replace_from=0, replace_to=1
+    )
+    return torch.equal(got, torch.tensor([0.7, 0.7, 0.7, 1.0, 1.0]))

@@ -1,0 +1,247 @@
+"""The worker extension: lets a trainer look at, replace and check the draft inside a running vLLM worker.
+
+Use it alone, ``worker_extension_cls="spec_plugin.engine.extension.SpecWorkerExtension"``, or as a base class beside a
+trainer's own extension, in either order. Every method starts with ``spec_``, because vLLM refuses an extension whose
+names collide with the worker's, and takes and returns plain values, so that ``collective_rpc`` can carry them.
+
+One refresh is ``spec_stage`` (as often as there are buckets) or ``spec_receive``, then ``spec_install``; between two
+engine steps, so no request is aborted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_plugin.engine import patches, refresh
+from spec_plugin.engine.capabilities import find_draft
+from spec_plugin.engine.cpu_compat import apply_cpu_patches
+from spec_plugin.engine.layout import Layout, draft_layout
+from spec_plugin.engine.lossless import check_running_config
+from spec_plugin.engine.refresh import Staging
+from spec_plugin.errors import SpecConfigError
+
+
+@dataclass
+class _State:
+    """What this worker knows of the draft that it serves."""
+
+    version: int = refresh.NO_VERSION
+    digest: str = ""
+    fingerprint: int | None = None  # of the weights as they were installed, or first seen
+    staging: Staging = field(default_factory=Staging)
+
+
+class SpecWorkerExtension:
+    """Methods that vLLM adds to its worker.
+
+    ``additional_config={"spec_plugin": {"skip_patches": ["expand_kernel"]}}`` in the engine's options leaves a CPU repair
+    out; the test that tells when upstream has made it unnecessary needs that.
+    """
+
+    model_runner: Any
+    _spec_state: _State
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SpecWorkerExtension:
+        """Refuse a lossy engine and repair vLLM's CPU build, before the worker loads a model; then make the worker.
+
+        Raises:
+            SpecConfigError: if the engine's speculation settings are not on the lossless allow-list, whoever made them.
+            PatchError: if a repair no longer fits this vLLM.
+        """
+        vllm_config = kwargs.get("vllm_config") or _current_vllm_config()
+        if vllm_config.speculative_config is not None:
+            check_running_config(vllm_config.speculative_config, str(vllm_config.device_config.device_type))
+        apply_cpu_patches(skip=_skipped_patches(vllm_config))
+        parent: Any = super().__new__
+        worker: SpecWorkerExtension = parent(cls) if parent is object.__new__ else parent(cls, *args, **kwargs)
+        worker._spec_state = _State()
+        return worker
+
+    def spec_draft_info(self) -> dict[str, Any]:
+        """What this worker serves; also records the weights as they are, if nothing was installed yet.
+
+        Returns:
+            ``has_draft``, ``draft_class``, ``runner``; ``expected``: checkpoint name -> (shape, dtype) that a refresh
+            must bring; ``optional`` names; ``shared``: name -> the target's parameter in its place, never to be sent;
+            ``problem``: why this draft cannot be refreshed, or None; ``draft_version``, ``digest``; ``patches``.
+        """
+        draft, runner = find_draft(self), type(self.model_runner).__name__
+        state = self._spec_state
+        info: dict[str, Any] = {
+            "has_draft": draft is not None,
+            "draft_class": type(draft).__name__ if draft is not None else None,
+            "runner": f"{type(self.model_runner).__module__}.{runner}",
+            "patches": [vars(status).copy() for status in patches.statuses()],
+            "draft_version": state.version,
+            "digest": state.digest,
+        }
+        if draft is None:
+            return {**info, "expected": {}, "optional": [], "shared": {}, "problem": "no draft model in this worker"}
+        layout = self._spec_layout()
+        if state.fingerprint is None and layout.problem is None:
+            self._spec_remember(layout)
+        expected = {n: (s.shape, str(s.dtype).removeprefix("torch.")) for n, s in layout.slots.items()}
+        return {
+            **info,
+            "digest": state.digest,
+            "expected": expected,
+            "optional": sorted(layout.optional),
+            "shared": dict(layout.shared),
+            "problem": layout.problem,
+        }
+
+    def spec_stage(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> int:
+        """Copy some tensors of a refresh to the host; a new version discards what was staged of another.
+
+        Never raises on content, because a trainer's sender may wait forever for a receiver that died: what is wrong is
+        said by ``spec_install``.
+
+        Returns:
+            The number of tensors staged so far.
+        """
+        state = self._spec_state
+        if state.staging.version != version:
+            state.staging = Staging(version)
+        try:
+            state.staging.add(tensors)
+        except Exception as error:
+            problem = f"staging failed with {type(error).__name__}: {error}"
+            state.staging.problem = state.staging.problem or problem
+        return len(state.staging.tensors)
+
+    def spec_receive(self, version: int, receive: Callable[[Callable[..., None]], object]) -> int:
+        """Stage a whole refresh from any transport.
+
+        Args:
+            version: draft version of the refresh.
+            receive: called with ``on_bucket(tensors, *ignored)``, which it calls for every bucket until the last.
+
+        Returns:
+            The number of tensors staged.
+        """
+        self._spec_state.staging = Staging(version)
+
+        def on_bucket(tensors: Sequence[tuple[str, Tensor]], *_: object, **__: object) -> None:
+            self.spec_stage(version, tensors)
+
+        receive(on_bucket)
+        return len(self._spec_state.staging.tensors)
+
+    def spec_install(
+        self, version: int, digest: str, names: Iterable[str] | None = None, force: bool = False
+    ) -> dict[str, Any]:
+        """Swap the staged refresh in, all or nothing, on all tensor parallel ranks or on none.
+
+        Args:
+            version: draft version; must be newer than the served one.
+            digest: sha256 of all tensors as the sender has them (``draft_training.digest``).
+            names: the names that the sender sent, if it wants them compared with what arrived.
+            force: install although the version is not newer, e.g. after ``spec_lost_draft`` or on resume.
+
+        Returns:
+            ``installed``, ``draft_version`` and ``digest`` (of what is served now), ``milliseconds``, ``reason`` (empty
+            when installed).
+        """
+        started = time.perf_counter()
+        state = self._spec_state
+        try:
+            reason = self._spec_try_install(version, digest, names, force)
+        finally:
+            state.staging = Staging()
+        if reason is None:
+            layout = self._spec_layout()
+            state.version, state.digest = version, digest
+            state.fingerprint = refresh.fingerprint(layout.parameters.values())
+        return {
+            "installed": reason is None,
+            "draft_version": state.version,
+            "digest": state.digest,
+            "milliseconds": 1e3 * (time.perf_counter() - started),
+            "reason": reason or "",
+        }
+
+    def spec_discard(self) -> None:
+        """Forget what was staged."""
+        self._spec_state.staging = Staging()
+
+    def spec_live_digest(self) -> str:
+        """The digest of the running draft's own weights as they are now, under their checkpoint names.
+
+        It equals the sender's digest if that sent exactly the required names in the dtypes that are served, and there is
+        no tensor parallelism (each rank holds a shard). A draft of pruned vocabulary also sends ``t2d``, which vLLM does
+        not keep; to ask whether the draft is intact, use ``spec_lost_draft``.
+        """
+        return refresh.live_digest(self._spec_layout())
+
+    def spec_lost_draft(self) -> bool:
+        """True if the draft's weights are no longer those that were installed (or first seen by ``spec_draft_info``).
+
+        Ask after every wake-up (sleep level 2 drops them) and every target weight sync; then install again with
+        ``force=True``.
+        """
+        if find_draft(self) is None:
+            return False
+        layout, state = self._spec_layout(), self._spec_state
+        if layout.problem is not None:
+            return True
+        if state.fingerprint is None:
+            self._spec_remember(layout)
+        return refresh.fingerprint(layout.parameters.values()) != state.fingerprint
+
+    def _spec_layout(self) -> Layout:
+        draft = find_draft(self)
+        if draft is None:
+            return Layout({}, {}, problem="no draft model in this worker")
+        return draft_layout(draft, self.model_runner.get_model())
+
+    def _spec_remember(self, layout: Layout) -> None:
+        self._spec_state.fingerprint = refresh.fingerprint(layout.parameters.values())
+        self._spec_state.digest = refresh.live_digest(layout)
+
+    def _spec_try_install(self, version: int, digest: str, names: Iterable[str] | None, force: bool) -> str | None:
+        state = self._spec_state
+        layout = self._spec_layout()
+        if layout.problem is None and state.fingerprint is None:
+            self._spec_remember(layout)
+        staging = state.staging
+        reason = refresh.check_staged(layout, staging, version, state.version, digest, force)
+        if reason is None and names is not None and set(names) != staging.tensors.keys():
+            reason = f"torn: sent but not arrived {sorted(set(names) - staging.tensors.keys())}"
+        if not _all_ranks(reason is None):
+            return reason or "refused by another rank"
+        draft: Any = find_draft(self)  # is there, or layout.problem had refused
+        return refresh.swap(layout, staging.tensors, draft.load_weights, agree=_all_ranks)
+
+
+def _all_ranks(ok: bool) -> bool:
+    """True if this is so on every tensor parallel rank; every rank must call it equally often."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return ok
+    flag = torch.tensor([int(ok)])
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(flag.item())
+
+
+def _current_vllm_config() -> Any:
+    """For a trainer's extension that comes first and passes no arguments on: vLLM makes workers under its config."""
+    from vllm.config import get_current_vllm_config
+
+    return get_current_vllm_config()
+
+
+def _skipped_patches(vllm_config: Any) -> tuple[str, ...]:
+    """``skip_patches`` of the engine's additional_config."""
+    additional = vllm_config.additional_config
+    options = additional.get("spec_plugin", {}) if isinstance(additional, Mapping) else {}
+    if unknown := sorted(set(options) - {"skip_patches"}):
+        raise SpecConfigError(f"additional_config.spec_plugin has unknown keys {unknown}; known: ['skip_patches']")
+    return tuple(options.get("skip_patches", ()))

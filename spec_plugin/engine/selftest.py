@@ -1,0 +1,262 @@
+"""The start-up self-test: proves on the very engine that will roll out that its samples and log-probs are the target's.
+
+Law 2 asks for it because real engines have sampled wrongly without a word. Plain and speculating requests run side by side
+in the same batches (``spec_plugin.engine.scheduler``) and must be alike:
+
+``greedy``      at temperature 0 the same tokens; a difference is a tie when the plain request's own log-probs of the two
+                tokens are closer than rounding explains;
+``finite``      no log-prob is NaN or infinite, in either arm;
+``samples``     at the run's own sampling options, equal distributions by exact tests (``spec_plugin.engine.stats``): of
+                token counts between the arms, and of the speculating arm against its stated log-probs;
+``logprobs``    the stated log-probs agree with a teacher-forced recomputation: by the engine itself, as plain requests of one
+                token that end in the prefix (its ``prompt_logprobs`` are no evidence, vLLM issue 53488), or by ``score``;
+``break-even``  not a test: what a verification step costs against a plain step, for the controller (law 7).
+
+Chance of rejecting a correct engine: ``alpha``, shared by the two tests under ``samples``. The other checks have tolerances
+for rounding, not error levels. Tolerance in nats: max(1e-3, 32 * eps of the dtype). Logits of language models are about 16
+to 32, where neighbouring numbers are 16 to 32 eps / 2 apart: the tolerance is two such steps, 0.25 for bfloat16, 0.031 for
+float16; float32 gets a floor of 1e-3 for sums in another order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from spec_plugin.engine.counters import read_spec_counters
+from spec_plugin.engine.probe import Probe, gather_or_cancel, measure_break_even
+from spec_plugin.engine.scheduler import schedule_state, set_schedule
+from spec_plugin.engine.verdicts import (
+    Sampled,
+    counts_check,
+    evidence_check,
+    finite_check,
+    greedy_check,
+    logprob_check,
+    path_check,
+    spread,
+)
+from spec_plugin.events import Check, SelfTestReport
+
+#: ``score(sequences)[i][j]`` is the log-prob of token j + 1 of sequence i, given those before it, at the run's sampling options
+Score = Callable[[list[list[int]]], list[list[float]]]
+
+GREEDY_TOKENS = 24
+SAMPLE_PROMPTS = 4  # few prompts, so that many samples share a context
+MOST_SAMPLES = 256  # per prompt and arm
+SCORED = 32  # (sequence, position) pairs scored per arm
+SHARES = {
+    "greedy": 0.2,
+    "samples": 0.65,
+    "logprobs": 0.75,
+}  # of the time, when each must have ended; the rest: break-even
+
+
+def default_prompts(
+    vocab_size: int, n: int = 8, length: int = 16, seed: int = 0, avoid: Sequence[int] = ()
+) -> list[list[int]]:
+    """Prompts of random tokens, for adapters that have no real ones at hand (real ones are sharper, so more sensitive)."""
+    rng, banned = random.Random(seed), set(avoid)
+    allowed = [t for t in range(vocab_size) if t not in banned]
+    return [[rng.choice(allowed) for _ in range(length)] for _ in range(n)]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Difference of two log-probs in nats that rounding explains, see the module's docstring."""
+    return max(1e-3, 32 * float(torch.finfo(dtype).eps))
+
+
+async def run_self_test(
+    engine: AsyncLLM,
+    *,
+    prompts: Sequence[Sequence[int]],
+    sampling: Mapping[str, Any],
+    k: int,
+    vocab_size: int,
+    alpha: float,
+    seconds: float,
+    score: Score | None = None,
+    max_num_seqs: int,
+) -> SelfTestReport:
+    """Test a running engine; never raises for what the engine does, every trouble is a failed check.
+
+    Args:
+        engine: built with ``scheduler_cls=SCHEDULER`` and a dynamic schedule; idle.
+        prompts: token ids, a few short prompts; the first four are sampled from.
+        sampling: the run's own ``temperature``, ``top_p``, ``top_k``, …
+        k: tokens drafted per step while testing.
+        vocab_size: of the target.
+        alpha: chance of rejecting a correct engine.
+        seconds: hard limit for everything, break-even included.
+        score: the trainer's own teacher-forced log-probs, used beside the engine's.
+        max_num_seqs: the engine's.
+    """
+    test = _SelfTest(engine, prompts, sampling, k, vocab_size, alpha, seconds, score, max_num_seqs)
+    return await test.run()
+
+
+class _SelfTest:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        prompts: Sequence[Sequence[int]],
+        sampling: Mapping[str, Any],
+        k: int,
+        vocab_size: int,
+        alpha: float,
+        seconds: float,
+        score: Score | None,
+        max_num_seqs: int,
+    ) -> None:
+        if not sampling.get("temperature", 1.0):  # a greedy run: its distribution is what `greedy` tests
+            sampling = {**sampling, "temperature": 1.0}
+        self.engine, self.prompts, self.k = engine, [list(p) for p in prompts], k
+        self.vocab_size, self.alpha, self.score = vocab_size, alpha, score
+        self.begin = time.perf_counter()
+        self.seconds = seconds
+        self.probe = Probe(engine, sampling, max_num_seqs)
+        self.tolerance = tolerance(engine.vllm_config.model_config.dtype)
+        self.checks: list[Check] = []
+        self.break_even: dict[int, float] = {}
+        self.spec: list[Sampled] = []
+        self.plain: list[Sampled] = []
+
+    async def run(self) -> SelfTestReport:
+        """All checks in order; the schedule and the prefix cache are left as if nothing had happened."""
+        table: list[int] | None = None
+
+        async def prepare() -> None:
+            nonlocal table
+            table = (await schedule_state(self.engine))["table"]
+            if table is not None:
+                await set_schedule(self.engine, [self.k] * len(table))
+
+        if await self._guarded("engine", prepare, 0.2):
+            await self._guarded("greedy", self._greedy, SHARES["greedy"])
+            await self._guarded("samples", self._sample, SHARES["samples"] + 0.1)
+            await self._guarded("logprobs", self._logprobs, SHARES["logprobs"] + 0.15)
+            if table is not None:
+                await self._calibrate(len(table))
+        await self._restore(table)
+        return SelfTestReport(tuple(self.checks), time.perf_counter() - self.begin, dict(self.break_even))
+
+    async def _guarded(self, name: str, stage: Callable[[], Awaitable[None]], share: float) -> bool:
+        left = self.begin + share * self.seconds - time.perf_counter()
+        try:
+            await asyncio.wait_for(stage(), max(0.01, left))
+        except (asyncio.TimeoutError, TimeoutError):
+            reason = f"not finished after {time.perf_counter() - self.begin:.1f} of {self.seconds:g} s"
+        except Exception as error:  # whatever it is, the engine is not proven
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            return True
+        self.checks.append(Check(name, False, reason))
+        return False
+
+    async def _restore(self, table: list[int] | None) -> None:
+        async def restore() -> None:
+            if table is not None:
+                await set_schedule(self.engine, table)
+            await self.engine.reset_prefix_cache()
+
+        try:
+            await asyncio.wait_for(restore(), 10.0)
+        except Exception as error:
+            self.checks.append(Check("restore", False, f"{type(error).__name__}: {error}"))
+
+    async def _batch(
+        self, prompts: Sequence[tuple[int, list[int]]], tokens: int, **options: Any
+    ) -> tuple[list[Sampled], ...]:
+        """The same prompts in both arms, side by side: (speculating, plain)."""
+        params = {plain: self.probe.params(tokens, plain, **options) for plain in (False, True)}
+        work = [self.probe.sample(i, p, params[plain]) for i, p in prompts for plain in (False, True)]
+        results = await gather_or_cancel(work)
+        return results[0::2], results[1::2]
+
+    async def _greedy(self) -> None:
+        chosen = list(enumerate(self.prompts))
+        spec, plain = await self._batch(chosen, GREEDY_TOKENS, temperature=0.0, logprobs=self.probe.top)
+        self.checks.append(greedy_check(spec, plain, self.tolerance))
+
+    async def _sample(self) -> None:
+        chosen = list(enumerate(self.prompts[:SAMPLE_PROMPTS]))
+        tokens = 2 * (self.k + 1) + 1  # two whole verification rounds after the first token
+        repeat = max(1, self.probe.max_num_seqs // (2 * len(chosen)))
+        before, clock = read_spec_counters(), time.perf_counter()
+        await self._batch(
+            chosen * repeat, tokens, logprobs=self.probe.top
+        )  # warm-up: not counted, so that n is fixed before
+        cost = time.perf_counter() - clock
+        left = self.begin + SHARES["samples"] * self.seconds - time.perf_counter()
+        rounds = max(1, min(math.ceil(MOST_SAMPLES / repeat), int(left / cost)))
+        for _ in range(rounds):
+            spec, plain = await self._batch(chosen * repeat, tokens, logprobs=self.probe.top)
+            self.spec += spec
+            self.plain += plain
+        self.checks.append(finite_check(self.spec, self.plain))
+        self.checks.append(counts_check(self.spec, self.plain, self.alpha / 2))
+        if self._states_what_it_samples():
+            self.checks.append(evidence_check(self.spec, self.plain, self.vocab_size, self.alpha / 2))
+        self.checks.append(path_check(before, read_spec_counters()))
+
+    def _states_what_it_samples(self) -> bool:
+        """Are the stated log-probs those of the distribution that is sampled: processed ones, or nothing to process."""
+        s = self.probe.sampling
+        raw = s.get("temperature", 1.0) == 1.0 and s.get("top_p", 1.0) == 1.0 and s.get("top_k", 0) in (0, -1)
+        only = set(s) <= {"temperature", "top_p", "top_k"}
+        mode = self.probe.logprobs_mode
+        return self.probe.top > 0 and (mode == "processed_logprobs" or (mode == "raw_logprobs" and raw and only))
+
+    async def _logprobs(self) -> None:
+        if not self.spec:
+            return
+        differences = {}
+        for name, arm in (("speculating", self.spec), ("plain", self.plain)):
+            pairs = spread(arm, SCORED)
+            work = [self._rescore(s, t) for s, t in pairs]
+            differences[name] = [d for d in await gather_or_cancel(work) if d is not None]
+        self.checks.append(logprob_check("logprobs", differences["speculating"], differences["plain"], self.tolerance))
+        if self.score is not None:
+            both = [await self._by_trainer(arm, self.score) for arm in (self.spec[:8], self.plain[:8])]
+            self.checks.append(logprob_check("logprobs: trainer", both[0], both[1], self.tolerance))
+
+    async def _rescore(self, sampled: Sampled, t: int) -> float | None:
+        """|stated - recomputed| for token t; a token that is not among the most likely is at most as likely as the last."""
+        prompt = [*self.prompts[sampled.prompt], *sampled.tokens[:t]]
+        again = await self.probe.sample(0, prompt, self.probe.params(1, plain=True, logprobs=self.probe.top))
+        stated, found = sampled.logprobs[t], np.flatnonzero(again.top_ids[0] == sampled.tokens[t])
+        if found.size:
+            return abs(float(stated - again.top[0, found[0]]))
+        if again.tokens[0] == sampled.tokens[t]:
+            return abs(float(stated - again.logprobs[0]))
+        excess = float(stated - again.top[0, -1]) if self.probe.top else 0.0
+        return excess if excess > 4 * self.tolerance or math.isnan(excess) else None
+
+    async def _by_trainer(self, arm: Sequence[Sampled], score: Score) -> list[float]:
+        sequences = [[*self.prompts[s.prompt], *s.tokens] for s in arm]
+        scored = await asyncio.to_thread(score, sequences)
+        pairs = zip(arm, scored, strict=True)
+        return [abs(a - b) for s, row in pairs for a, b in zip(s.logprobs.tolist(), row[-len(s.tokens) :], strict=True)]
+
+    async def _calibrate(self, entries: int) -> None:
+        deadline = self.begin + 0.9 * self.seconds
+        work = measure_break_even(self.probe, self.prompts, self.k, entries, deadline, self.break_even)
+        try:
+            await asyncio.wait_for(work, max(0.01, self.begin + self.seconds - time.perf_counter()))
+        except (asyncio.TimeoutError, TimeoutError):
+            pass  # what was measured until here is kept
+        except Exception as error:
+            self.checks.append(Check("break-even", False, f"{type(error).__name__}: {error}"))
+            return
+        found = (
+            ", ".join(f"{b}: {v:.2f}" for b, v in self.break_even.items()) or "nothing measured (time, or no counters)"
+        )
+        self.checks.append(Check("break-even", True, f"batch size: acceptance length: {found}"))

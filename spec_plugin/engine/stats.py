@@ -1,0 +1,205 @@
+"""The mathematics of the start-up self-test: are two sets of sampled sequences draws from one and the same model?
+
+Speculative sampling is exact (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318), so a correct
+engine gives sequences with the *same distribution* with and without a draft. Two tests say how surely it does, both valid
+for every sample size (no asymptotics: at an error level of 1e-6 those cannot be trusted).
+
+``two_sample`` compares token counts of the two arms. Under the null hypothesis the arm labels of one prompt's sequences are
+exchangeable given the pooled sequences, so in each context the count of a token in one arm is hypergeometric: Fisher's
+exact test (Fisher 1922). A context is either a prefix (the next token of all sequences that begin alike) or a position (the
+token at t, whatever came before). Which contexts and tokens are tested, and how many (K), is read off the *pooled* counts
+alone: those whose smallest attainable p-value is below alpha / K (Tarone 1990). The tokens too rare to be tested alone are
+tested as one class.
+
+``evidence`` compares one arm with log-probs known for each position: the likelihood ratio of a fixed mixture of
+alternatives (tempered, leaking into unlikely tokens, moved to the likeliest) to the stated distribution. Its expectation is
+<= 1 under the null, token by token, given everything before, so P(ratio >= 1 / alpha) <= alpha by Markov's inequality (an
+e-value; Grünwald, de Heide, Koolen 2024). It adds up many small deviations that no single context shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = Sequence[int]
+OTHER = -1  # stands for all tokens too rare to be tested alone
+TEMPERED = (0.5, 0.8, 1.25, 2.0)  # alternatives of ``evidence``: probabilities to this power, renormalised
+LEAKING = (0.01, 0.1)  # and: this share of the mass spread evenly over the vocabulary
+BOOSTED = (
+    0.02,
+    0.1,
+    0.3,
+)  # and: this share of the mass moved to the most likely token (a good draft, too often accepted)
+REST_FLOOR = 1e-5  # least mass granted to tokens outside the known top; covers float32 rounding of 1 - sum(top)
+
+
+@dataclass(frozen=True)
+class TwoSample:
+    """Outcome of ``two_sample``."""
+
+    p_value: float  # smallest p-value times the number of tests; reject when <= alpha
+    tests: int  # K, (context, token) pairs that were tested
+    sequences: int  # in both arms together
+    detects: float  # difference in a token's probability that the most visited context would show
+    worst: str  # the most deviant context, token and counts
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Outcome of ``evidence``."""
+
+    log_ratio: float  # natural log of the likelihood ratio; reject when >= log(1 / alpha)
+    tokens: int
+    alternative: str  # the alternative that fits best
+
+    @property
+    def p_value(self) -> float:
+        """An upper bound on the p-value."""
+        return min(1.0, math.exp(-self.log_ratio)) if self.log_ratio > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class _Count:
+    where: str
+    token: int
+    n_a: int  # visits of the context in arm a
+    n_b: int
+    x_a: int  # of them followed by the token
+    x_b: int
+
+
+def log_choose(n: int, r: int) -> float:
+    """Natural log of the binomial coefficient."""
+    return math.lgamma(n + 1) - math.lgamma(r + 1) - math.lgamma(n - r + 1)
+
+
+def _log_hypergeometric(total: int, marked: int, drawn: int, x: int) -> float:
+    return log_choose(marked, x) + log_choose(total - marked, drawn - x) - log_choose(total, drawn)
+
+
+def fisher_exact(x_a: int, n_a: int, x_b: int, n_b: int) -> float:
+    """Two-sided p-value of Fisher's exact test: x_a of n_a against x_b of n_b (sum of all outcomes no likelier)."""
+    total, marked = n_a + n_b, x_a + x_b
+    support = range(max(0, n_a + marked - total), min(n_a, marked) + 1)
+    observed = _log_hypergeometric(total, marked, n_a, x_a)
+    logs = [_log_hypergeometric(total, marked, n_a, x) for x in support]
+    return min(1.0, sum(math.exp(v) for v in logs if v <= observed + 1e-9))
+
+
+def smallest_p(total: int, marked: int, share_a: float) -> float:
+    """Smallest p-value that Fisher's test could give in a context of this pooled size, arms split as designed."""
+    drawn = round(total * share_a)
+    extremes = (max(0, drawn + marked - total), min(drawn, marked))
+    return math.exp(min(_log_hypergeometric(total, marked, drawn, x) for x in extremes))
+
+
+def tarone(smallest: Sequence[float], alpha: float) -> int:
+    """Tarone's K: the least number with at most K hypotheses that could reach alpha / K."""
+    ordered = np.sort(np.asarray(smallest, dtype=np.float64))
+    k = 1
+    while np.searchsorted(ordered, alpha / k, side="right") > k:
+        k += 1
+    return k
+
+
+def contexts(sequences: Sequence[Tokens], first: int, least: int) -> Iterator[tuple[str, list[int], int]]:
+    """All contexts with at least ``least`` sequences: (name, indices of its sequences, position of the token to compare)."""
+    longest = max((len(s) for s in sequences), default=0)
+    for t in range(first, longest):
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for i, s in enumerate(sequences):
+            if len(s) > t:
+                groups[tuple(s[:t])].append(i)
+        everyone = [i for group in groups.values() for i in group]
+        if len(everyone) >= least:
+            yield f"t={t}", everyone, t
+        for prefix, group in groups.items():
+            if least <= len(group) < len(everyone):
+                yield f"t={t} after {list(prefix)[-4:]}", group, t
+
+
+def _pairs(arm_a: Sequence[Tokens], arm_b: Sequence[Tokens], name: str, first: int, alpha: float) -> Iterator[_Count]:
+    pooled, share_a = [*arm_a, *arm_b], len(arm_a) / max(1, len(arm_a) + len(arm_b))
+    least = 2 + math.ceil(math.log2(1 / alpha))  # below it no split of the arms can reach alpha
+    for where, group, t in contexts(pooled, first, least):
+        tokens = [pooled[i][t] for i in group]
+        counts = Counter(tokens)
+        rare = {a for a, n in counts.items() if smallest_p(len(group), n, share_a) > alpha}
+        classes = Counter(OTHER if a in rare else a for a in tokens)
+        in_a = Counter(OTHER if a in rare else a for i, a in zip(group, tokens, strict=True) if i < len(arm_a))
+        n_a = sum(in_a.values())
+        if len(classes) == 2:
+            classes = Counter({classes.most_common(1)[0][0]: classes.most_common(1)[0][1]})  # both say the same
+        for token, total in classes.items():
+            if total < len(group):
+                yield _Count(f"{name} {where}", token, n_a, len(group) - n_a, in_a[token], total - in_a[token])
+
+
+def two_sample(
+    arm_a: Sequence[Sequence[Tokens]], arm_b: Sequence[Sequence[Tokens]], alpha: float, first: int = 1
+) -> TwoSample:
+    """Are the sequences of the two arms draws from one distribution? Rejects a true null with probability <= alpha.
+
+    Args:
+        arm_a: ``arm_a[i]`` are the sampled token sequences of prompt i in the first arm.
+        arm_b: the same prompts in the second arm.
+        alpha: error level of the whole test.
+        first: first position compared; 1 by default, because the token at 0 comes from the prompt's own forward pass.
+    """
+    sequences = sum(map(len, arm_a)) + sum(map(len, arm_b))
+    pairs = [
+        c for i, (a, b) in enumerate(zip(arm_a, arm_b, strict=True)) for c in _pairs(a, b, f"prompt {i}", first, alpha)
+    ]
+    share = sum(map(len, arm_a)) / max(1, sequences)
+    attainable = [smallest_p(c.n_a + c.n_b, c.x_a + c.x_b, share) for c in pairs]
+    k = tarone(attainable, alpha)
+    tested = [c for c, p in zip(pairs, attainable, strict=True) if p <= alpha / k]
+    if not tested:
+        return TwoSample(1.0, 0, sequences, 1.0, "no context has two tokens that are frequent enough to be compared")
+    p_values = [fisher_exact(c.x_a, c.n_a, c.x_b, c.n_b) for c in tested]
+    best = int(np.argmin(p_values))
+    w, most = tested[best], max(min(c.n_a, c.n_b) for c in tested)
+    token = "the rare tokens" if w.token == OTHER else f"token {w.token}"
+    worst = f"{w.where}: {token} {w.x_a}/{w.n_a} against {w.x_b}/{w.n_b}, p={p_values[best]:.1e}"
+    detects = math.sqrt(math.log(2 * k / alpha) / max(1, most))
+    return TwoSample(min(1.0, p_values[best] * k), k, sequences, min(1.0, detects), worst)
+
+
+def evidence(
+    sampled: NDArray[np.float64], top: NDArray[np.float64], rank: NDArray[np.int64], vocab_size: int
+) -> Evidence:
+    """Likelihood ratio of fixed alternatives to the stated distribution; under the null, P(ratio >= 1/alpha) <= alpha.
+
+    Args:
+        sampled: [N] stated log-prob of the token that was sampled.
+        top: [N, n] stated log-probs of the n most likely tokens, -inf where a filter (top_k, top_p) removed one.
+        rank: [N] index of the sampled token among these n, -1 when it is none of them.
+        vocab_size: size of the vocabulary.
+    """
+    p, in_top = np.exp(top), rank >= 0
+    rest = np.maximum(1.0 - p.sum(axis=1), REST_FLOOR)  # [N] never less than its true mass, so the ratio errs downwards
+    log_ratios, names = [], []
+    for power in TEMPERED:
+        scale = np.log(np.power(p, power).sum(axis=1) + np.power(rest, power))
+        own = np.where(in_top, sampled, np.log(rest))
+        log_ratios.append(float(((power - 1.0) * own - scale).sum()))
+        names.append(f"temperature x{1 / power:g}")
+    for leak in LEAKING:
+        alive = np.isfinite(top).sum(axis=1)
+        own_p = np.where(in_top, np.exp(sampled), rest)
+        own_leak = np.where(in_top, 1.0 / vocab_size, (vocab_size - alive) / vocab_size)
+        log_ratios.append(float(np.log(1.0 - leak + leak * own_leak / own_p).sum()))
+        names.append(f"{leak:.0%} of the mass elsewhere")
+    for boost in BOOSTED:
+        log_ratios.append(float(np.log(1.0 - boost + boost * (rank == 0) / np.exp(top[:, 0])).sum()))
+        names.append(f"{boost:.0%} of the mass moved to the likeliest token")
+    logs = np.array(log_ratios)
+    peak = float(logs.max())
+    mixed = peak + math.log(float(np.exp(logs - peak).mean()))
+    return Evidence(mixed, len(sampled), names[int(logs.argmax())])

@@ -1,0 +1,136 @@
+"""From samples to the checks of the self-test: pure functions, one line of numbers each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spec_plugin.engine import stats
+from spec_plugin.events import Check
+
+LEAST_SAMPLES = 64  # sequences in each arm, below which the self-test fails for want of evidence
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One generated sequence with what the engine says of it."""
+
+    prompt: int  # index of its prompt
+    tokens: tuple[int, ...]
+    logprobs: NDArray[np.float64]  # [T] log-prob of each sampled token, as the engine states it
+    top: NDArray[np.float64]  # [T, n] log-probs of the n most likely tokens, descending; -inf where there are fewer
+    top_ids: NDArray[np.int64]  # [T, n] these tokens, -1 where there are fewer
+    rank: NDArray[np.int64]  # [T] where the sampled token stands among them, -1 when it does not
+
+
+def greedy_check(spec: Sequence[Sampled], plain: Sequence[Sampled], tolerance: float) -> Check:
+    """At temperature 0 both arms give the same tokens, up to ties of at most ``tolerance`` nats at the first difference."""
+    same, ties, wrong = 0, 0, []
+    for s, p in zip(spec, plain, strict=True):
+        t = next((i for i, (a, b) in enumerate(zip(s.tokens, p.tokens, strict=True)) if a != b), None)
+        if t is None:
+            same += 1
+            continue
+        found = np.flatnonzero(p.top_ids[t] == s.tokens[t])
+        gap = float(p.logprobs[t] - p.top[t, found[0]]) if found.size else float("inf")
+        if gap <= tolerance:
+            ties += 1
+        else:
+            wrong.append(f"prompt {s.prompt} position {t}: {s.tokens[t]} instead of {p.tokens[t]} (gap {gap:.3g} nats)")
+    first = f"; first wrong: {wrong[0]}" if wrong else ""
+    return Check("greedy", not wrong, f"{same}/{len(spec)} identical, {ties} ties within {tolerance:.2g} nats{first}")
+
+
+def finite_check(spec: Sequence[Sampled], plain: Sequence[Sampled]) -> Check:
+    """No stated log-prob is NaN or infinite."""
+    lines: list[str] = []
+    total = bad = 0
+    for name, arm in (("speculating", spec), ("plain", plain)):
+        for i, s in enumerate(arm):
+            wrong = np.flatnonzero(~np.isfinite(s.logprobs))
+            total, bad = total + len(s.tokens), bad + len(wrong)
+            if wrong.size and not lines:
+                t = wrong[0]
+                lines.append(f"; first: {name} sequence {i} (prompt {s.prompt}) position {t}: {s.logprobs[t]}")
+    return Check("finite", bad == 0, f"{bad} of {total} log-probs not finite{''.join(lines)}")
+
+
+def counts_check(spec: Sequence[Sampled], plain: Sequence[Sampled], alpha: float) -> Check:
+    """Token counts of the two arms come from one distribution."""
+    prompts = sorted({s.prompt for s in spec})
+    by_prompt = [[[s.tokens for s in arm if s.prompt == i] for i in prompts] for arm in (spec, plain)]
+    r = stats.two_sample(by_prompt[0], by_prompt[1], alpha)
+    detail = (
+        f"p={r.p_value:.1e} after correction for {r.tests} tests on {r.sequences} sequences (rejects at {alpha:.1e}); "
+        f"{r.worst}; would show a difference of {r.detects:.2f} in one token's probability"
+    )
+    enough = min(len(spec), len(plain)) >= LEAST_SAMPLES
+    if not enough:
+        detail = f"fewer than {LEAST_SAMPLES} sequences an arm in the time limit prove nothing, allow more time; {detail}"
+    return Check("samples: counts", enough and r.p_value > alpha, detail)
+
+
+def evidence_check(spec: Sequence[Sampled], plain: Sequence[Sampled], vocab_size: int, alpha: float) -> Check:
+    """The speculating arm's tokens come from the distribution that its log-probs state.
+
+    When the *plain* arm does not either, the stated log-probs are not those of the sampler (an option that we do not know
+    of): then this says nothing about speculation, and passes with a note.
+    """
+    results = {}
+    for name, arm in (("speculating", spec), ("plain", plain)):
+        sampled, rank = (np.concatenate([getattr(s, f)[1:] for s in arm]) for f in ("logprobs", "rank"))
+        top = np.concatenate([s.top[1:] for s in arm])
+        good = np.isfinite(sampled) & ~np.isnan(top).any(1)
+        results[name] = stats.evidence(sampled[good], top[good], rank[good], vocab_size)
+    r, base = results["speculating"], results["plain"]
+    detail = f"ln(ratio)={r.log_ratio:.1f} (rejects at {-np.log(alpha):.1f}) on {r.tokens} tokens; plain {base.log_ratio:.1f}"
+    if base.p_value <= alpha:
+        return Check(
+            "samples: log-probs", True, f"not applicable, plain requests deviate from their log-probs: {detail}"
+        )
+    passed = r.p_value > alpha
+    return Check("samples: log-probs", passed, detail if passed else f"{detail}; looks like {r.alternative}")
+
+
+def logprob_check(name: str, spec: Sequence[float], plain: Sequence[float], tolerance: float) -> Check:
+    """Stated and recomputed log-probs agree.
+
+    The mean |difference| may be tolerance / 4 and the largest 4 * tolerance, or four times what *plain* requests show on
+    this engine, whichever is more: kernels differ with the shape of a batch, for plain requests as well.
+    """
+    if not spec or not plain:
+        return Check(name, False, f"nothing to compare: {len(spec)} speculating and {len(plain)} plain tokens")
+    a, b = np.array(spec), np.array(plain)
+    mean_limit = max(tolerance / 4, 4 * float(b.mean()))
+    max_limit = max(4 * tolerance, 4 * float(b.max()))
+    passed = bool(a.mean() <= mean_limit and a.max() <= max_limit)  # a NaN compares false
+    detail = (
+        f"{len(a)} tokens, |stated - recomputed| mean {a.mean():.2g} (limit {mean_limit:.2g}) max {a.max():.2g} "
+        f"(limit {max_limit:.2g}); plain mean {b.mean():.2g} max {b.max():.2g}"
+    )
+    return Check(name, passed, detail)
+
+
+def path_check(before: Mapping[str, Any], after: Mapping[str, Any]) -> Check:
+    """What the draft did meanwhile; without accepted tokens the accepting half of the sampler was not exercised."""
+    drafts, proposed, accepted = (after[n] - before[n] for n in ("drafts", "draft_tokens", "accepted_tokens"))
+    if not drafts:
+        return Check("speculation", False, "no draft was verified (or the engine keeps no counters: disable_log_stats)")
+    length = 1 + accepted / drafts
+    detail = (
+        f"acceptance path exercised: {accepted} accepted tokens of {proposed} drafted, acceptance length {length:.2f}"
+    )
+    return Check("speculation", True, detail)
+
+
+def spread(arm: Sequence[Sampled], n: int) -> list[tuple[Sampled, int]]:
+    """At most n (sequence, position >= 1) pairs, spread evenly over sequences and positions."""
+    pairs = [(s, t) for s in arm for t in range(1, len(s.tokens))]
+    if len(pairs) <= n:
+        return pairs
+    step = len(pairs) / n
+    return [pairs[int(i * step)] for i in range(n)]

@@ -1,0 +1,119 @@
+"""Harvest: copy hidden states out of a forward pass of the target that the trainer runs anyway."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spec_plugin.events import HiddenStates
+
+
+class Harvester:
+    """Forward hooks on the auxiliary layers and on the final norm of a decoder, present only inside ``capture``.
+
+    ``aux`` are the residual streams that enter the layers ``aux_layers`` (vLLM's EAGLE-3 convention: the state that
+    enters layer i is the output of layer i - 1 with the residual added); ``last`` is the output of the final norm.
+    """
+
+    def __init__(self, decoder: nn.Module, aux_layers: Sequence[int]) -> None:
+        """Bind to a decoder.
+
+        Args:
+            decoder: the module with ``layers`` and ``norm`` (``model.model`` of a Hugging Face causal LM).
+            aux_layers: ascending layer indices.
+        """
+        self._layers = [decoder.layers[i] for i in aux_layers]  # type: ignore[index]
+        self._norm: nn.Module = decoder.norm  # type: ignore[assignment]
+        self._aux: list[Tensor | None] = [None] * len(self._layers)
+        self._last: Tensor | None = None
+        self.milliseconds = 0.0
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Hook the decoder for the forward passes inside the block; nothing stays behind afterwards."""
+        handles = [
+            layer.register_forward_pre_hook(self._aux_hook(slot), with_kwargs=True)
+            for slot, layer in enumerate(self._layers)
+        ]
+        handles.append(self._norm.register_forward_hook(self._norm_hook))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _aux_hook(self, slot: int) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._aux[slot] = (args[0] if args else kwargs["hidden_states"]).detach()
+
+        return hook
+
+    def _norm_hook(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self._last = output.detach()
+
+    def take(
+        self, input_ids: Sequence[Tensor], response_lengths: Sequence[int], policy_version: int, max_tokens: int
+    ) -> HiddenStates | None:
+        """Pack what the last forward pass left, whole documents only, and let go of it.
+
+        Args:
+            input_ids: token ids of each document, [n_i] int64, in the order of the batch.
+            response_lengths: sampled tokens at the end of each document.
+            policy_version: version of the weights that ran.
+            max_tokens: documents that would exceed it are left out.
+
+        Returns:
+            The packed documents on the CPU, or None when not one fits.
+
+        Raises:
+            RuntimeError: if no forward pass was captured, or its shape does not fit ``input_ids``.
+        """
+        began = time.perf_counter()
+        if self._last is None or any(a is None for a in self._aux):
+            raise RuntimeError("nothing was captured: the forward pass did not go through the hooked layers")
+        states = [a for a in self._aux if a is not None] + [self._last]
+        self._aux, self._last = [None] * len(self._layers), None
+        lengths = [len(ids) for ids in input_ids]
+        fitting = _fitting(lengths, max_tokens)
+        if not fitting:
+            return None
+        packed = [_select(s, lengths, fitting) for s in states]
+        mask = torch.cat([torch.arange(lengths[i]) >= lengths[i] - response_lengths[i] for i in fitting])
+        return HiddenStates(
+            input_ids=torch.cat([input_ids[i] for i in fitting]).cpu(),
+            aux=torch.cat(packed[:-1], dim=-1).cpu(),
+            last=packed[-1].cpu(),
+            loss_mask=mask,
+            lengths=tuple(lengths[i] for i in fitting),
+            policy_version=policy_version,
+            milliseconds=(time.perf_counter() - began) * 1e3,
+        )
+
+
+def _fitting(lengths: Sequence[int], max_tokens: int) -> list[int]:
+    """Indices of the leading documents whose tokens together stay within ``max_tokens``."""
+    total, out = 0, []
+    for i, n in enumerate(lengths):
+        if total + n <= max_tokens:
+            out.append(i)
+            total += n
+    return out
+
+
+def _select(state: Tensor, lengths: Sequence[int], documents: Sequence[int]) -> Tensor:
+    """Rows of the chosen documents, [n, H], from a padded [B, T, H] or packed [1, N, H] tensor."""
+    if state.shape[0] == len(lengths) and state.shape[1] >= max(lengths):
+        return torch.cat([state[i, : lengths[i]] for i in documents])
+    if state.shape[0] != 1 or state.shape[1] < sum(lengths):
+        raise RuntimeError(
+            f"hidden states of shape {tuple(state.shape)} do not fit documents of lengths {list(lengths)}"
+        )
+    starts = [0]
+    for n in lengths:
+        starts.append(starts[-1] + n)
+    return torch.cat([state[0, starts[i] : starts[i] + lengths[i]] for i in documents])

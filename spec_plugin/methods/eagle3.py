@@ -1,0 +1,102 @@
+"""The EAGLE-3 method: which draft the run starts from, and how the engine is told to use it."""
+
+from __future__ import annotations
+
+import getpass
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_training import (
+    CheckpointError,
+    DraftConfig,
+    DraftConfigError,
+    DraftTrainer,
+    TrainSettings,
+    digest,
+    load_draft,
+    save_draft,
+    validate_draft,
+)
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import TargetInfo
+from spec_plugin.hookspecs import hookimpl
+
+
+@dataclass(frozen=True)
+class Start:
+    """The draft that a run starts from."""
+
+    config: DraftConfig
+    tensors: Mapping[str, Tensor] | None  # None: newborn, initialised by seed
+
+
+def starting_draft(config: SpecConfig, target: TargetInfo) -> Start:
+    """The user's draft checkpoint, checked against the target, or a new draft shaped after the target.
+
+    Raises:
+        SpecConfigError: if the checkpoint does not fit the target, or no draft can be made for it.
+    """
+    try:
+        if config.draft is None:
+            made = DraftConfig.from_target(
+                target.hf_config, draft_vocab_size=config.draft_vocab_size, aux_layers=config.aux_layers
+            )
+            return Start(made, None)
+        draft_config, tensors = load_draft(config.draft, target.hf_config)
+        validate_draft(draft_config, target.hf_config)
+        return Start(draft_config, tensors)
+    except DraftConfigError as error:
+        raise SpecConfigError(str(error)) from error
+    except (OSError, CheckpointError) as error:
+        raise SpecConfigError(f"spec.draft={config.draft!r} cannot be read: {error}") from error
+
+
+class Eagle3Method:
+    """Serves an EAGLE-3 draft in vLLM."""
+
+    @hookimpl
+    def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
+        """Refuse what cannot work before anything expensive starts.
+
+        Raises:
+            SpecConfigError: naming the option.
+        """
+        if config.method == "eagle3":
+            starting_draft(config, target)
+
+    @hookimpl
+    def spec_speculative_config(self, config: SpecConfig, target: TargetInfo) -> dict[str, Any] | None:
+        """vLLM's settings; the folder that it loads holds the draft in vLLM's own layout, whatever the user gave.
+
+        The table of k per batch size starts flat; it is what makes k changeable while the engine runs.
+        """
+        if config.method != "eagle3":
+            return None
+        return {
+            "method": "eagle3",
+            "model": str(_engine_folder(config, target)),
+            "num_speculative_tokens": config.k,
+            "num_speculative_tokens_per_batch_size": [(1, target.max_num_seqs, config.k)],
+            "draft_load_config": {"load_format": "auto"},
+            "draft_sample_method": config.draft_sample_method,
+            "rejection_sample_method": config.rejection_sample_method,
+        }
+
+
+def _engine_folder(config: SpecConfig, target: TargetInfo) -> Path:
+    """Write the starting draft once per content; several replicas on one node share it."""
+    start = starting_draft(config, target)
+    dtype = getattr(torch, target.dtype)
+    trainer = DraftTrainer(start.config, TrainSettings(), device="cpu", seed=config.seed, tensors=start.tensors)
+    tensors = trainer.engine_tensors(dtype)
+    folder = Path(tempfile.gettempdir()) / f"spec-plugin-{getpass.getuser()}" / digest(tensors)[:16]
+    if not (folder / "config.json").exists():
+        save_draft(folder, start.config, tensors)
+    return folder

@@ -1,0 +1,201 @@
+"""The provenance guard: every log-prob that enters the loss is finite, and the target's, at the recorded version (law 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import LogprobProvenanceError
+from spec_plugin.events import LogprobBatch, TargetInfo
+from spec_plugin.hookspecs import hookimpl
+
+#: Mean and single-token |rollout - recomputed| that two correct implementations of one model may show, by the coarser
+#: of their dtypes. Measured on real runs: float32 means of 1e-5..1e-4, bfloat16 means of 5e-3..2e-2.
+_MEAN_FLOOR = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 3e-2}
+_TOKEN_FLOOR = {"float32": 0.05, "float16": 1.0, "bfloat16": 3.0}
+_COARSENESS = ("float32", "float16", "bfloat16")
+#: A speculation-off step of the same run may raise the mean tolerance to this multiple of what it showed.
+_BASELINE_FACTOR = 3.0
+#: Sequences are shorter than batches, so their means scatter more.
+_SEQUENCE_FACTOR = 5.0
+#: log p <= 0; two roundings of a token with p = 1 may land just above.
+_ABOVE_ZERO = 1e-3
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Bounds on |rollout - recomputed| log-prob, in nats."""
+
+    mean: float  # over the batch
+    sequence: float  # mean over any one sequence
+    token: float  # any one token
+
+    @classmethod
+    def of(
+        cls, rollout_dtype: str, actor_dtype: str, baseline_mean: float = 0.0, fixed: float | None = None
+    ) -> Tolerance:
+        """From the coarser of the two dtypes and the mean that the run's own speculation-off steps showed.
+
+        Args:
+            rollout_dtype: dtype of the engine's weights.
+            actor_dtype: dtype in which the actor recomputes.
+            baseline_mean: largest batch mean seen with speculation off, 0.0 when none was.
+            fixed: the user's own bound on the mean; replaces both sources.
+        """
+        coarser = max(rollout_dtype, actor_dtype, key=_COARSENESS.index)
+        mean = fixed if fixed is not None else max(_MEAN_FLOOR[coarser], _BASELINE_FACTOR * baseline_mean)
+        scale = mean / _MEAN_FLOOR[coarser]
+        return cls(mean, _SEQUENCE_FACTOR * mean, _TOKEN_FLOOR[coarser] * max(1.0, scale))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far rollout and recomputed log-probs of one batch differ, in nats."""
+
+    mean: float
+    max: float
+    worst_sequence: float
+    tokens: int
+
+
+def check_finite(name: str, values: Tensor, mask: Tensor) -> None:
+    """Refuse NaN, infinities and log-probs above zero where ``mask`` is True.
+
+    Args:
+        name: whose log-probs these are, for the message.
+        values: [B, T] float log-probs.
+        mask: [B, T] bool.
+
+    Raises:
+        LogprobProvenanceError: naming the first sequences, positions and values.
+    """
+    bad = mask & ~(values.isfinite() & (values <= _ABOVE_ZERO))
+    if bad.any():
+        what = f"{int(bad.sum())} of {int(mask.sum())} {name} log-probs are not finite or above zero"
+        raise LogprobProvenanceError(f"{what}: {_show(bad, {name: values})}. {_ADVICE}")
+
+
+def check_versions(batch: LogprobBatch) -> None:
+    """Refuse sequences that another policy version sampled than the one that recomputed them.
+
+    Raises:
+        LogprobProvenanceError: naming the sequences and both versions.
+    """
+    if batch.rollout_versions is None:
+        return
+    wrong = (batch.rollout_versions != batch.policy_version) & (batch.rollout_versions >= 0)
+    if wrong.any():
+        rows = wrong.nonzero().flatten().tolist()
+        shown = ", ".join(f"sequence {i} by version {int(batch.rollout_versions[i])}" for i in rows[:_SHOWN])
+        raise LogprobProvenanceError(
+            f"{len(rows)} of {len(wrong)} sequences were not sampled by policy version {batch.policy_version}, which "
+            f"recomputed their log-probs: {shown}. Only synchronous training (trainer.v1.trainer_mode=sync) is supported"
+        )
+
+
+def agreement(recomputed: Tensor, rollout: Tensor, mask: Tensor) -> Agreement:
+    """Statistics of |rollout - recomputed| over the masked tokens; all inputs [B, T]."""
+    diff = ((rollout - recomputed).abs() * mask).double()
+    per_sequence = diff.sum(-1) / mask.sum(-1).clamp_min(1)
+    tokens = int(mask.sum())
+    if tokens == 0:
+        return Agreement(0.0, 0.0, 0.0, 0)
+    return Agreement(float(diff.sum() / tokens), float(diff.max()), float(per_sequence.max()), tokens)
+
+
+def check_agreement(batch: LogprobBatch, tolerance: Tolerance) -> Agreement:
+    """Refuse rollout log-probs that the recomputation at the same version does not confirm.
+
+    Raises:
+        LogprobProvenanceError: with the statistic that failed, its bound, and the first sequences, positions and values.
+    """
+    assert batch.rollout is not None
+    got = agreement(batch.recomputed, batch.rollout, batch.mask)
+    diff = (batch.rollout - batch.recomputed).abs() * batch.mask
+    mean_of = (diff.sum(-1) / batch.mask.sum(-1).clamp_min(1))[:, None].expand_as(diff)
+    for what, value, bound, where in (
+        ("mean difference over the batch", got.mean, tolerance.mean, diff > tolerance.mean),
+        ("mean difference of a sequence", got.worst_sequence, tolerance.sequence, mean_of > tolerance.sequence),
+        ("difference of a token", got.max, tolerance.token, diff > tolerance.token),
+    ):
+        if value > bound:
+            values = {"rollout": batch.rollout, "recomputed": batch.recomputed}
+            state = "on" if batch.speculating else "off"
+            raise LogprobProvenanceError(
+                f"rollout log-probs are not the target's at policy version {batch.policy_version}: {what} is "
+                f"{value:.3g}, allowed {bound:.3g} (speculation was {state}): {_show(where & batch.mask, values)}. {_ADVICE}"
+            )
+    return got
+
+
+_ADVICE = (
+    "Training stopped before they entered the loss. `spec-plugin doctor` checks the engine; without the flag the run "
+    "does not speculate"
+)
+
+
+def _show(bad: Tensor, values: dict[str, Tensor]) -> str:
+    """The first offending (sequence, position) pairs with every source's value there."""
+    rows = bad.nonzero()[:_SHOWN].tolist()
+    parts = [
+        f"sequence {b} position {t} " + " ".join(f"{name}={v[b, t].item():.4f}" for name, v in values.items())
+        for b, t in rows
+    ]
+    return "; ".join(parts)
+
+
+class ProvenanceGuard:
+    """Checks each batch; keeps the run's own speculation-off baseline for the tolerance."""
+
+    def __init__(self) -> None:
+        self._baseline = 0.0
+        self._comparable = True
+        self._last: Agreement | None = None
+
+    @hookimpl
+    def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
+        """Remember the dtypes; truncated sampling makes the engine's log-probs renormalised, hence not comparable."""
+        self._config, self._target = config, target
+        sampling = target.sampling
+        self._comparable = sampling.get("top_p", 1.0) == 1.0 and sampling.get("top_k", -1) in (-1, 0)
+
+    @hookimpl
+    def spec_check_logprobs(self, batch: LogprobBatch) -> None:
+        """Finite, right version, and confirmed by the recomputation.
+
+        Raises:
+            LogprobProvenanceError: on the first violation.
+        """
+        check_finite("recomputed", batch.recomputed, batch.mask)
+        check_versions(batch)
+        if batch.rollout is None:
+            return
+        check_finite("rollout", batch.rollout, batch.mask)
+        if self._comparable:
+            self._last = check_agreement(batch, self._tolerance())
+            if not batch.speculating:
+                self._baseline = max(self._baseline, self._last.mean)
+        elif batch.rollout_in_loss:
+            raise LogprobProvenanceError(
+                f"rollout log-probs enter the loss, but with top_p={self._target.sampling.get('top_p')}, "
+                f"top_k={self._target.sampling.get('top_k')} they are those of the truncated distribution and cannot be "
+                "verified against the actor's; set top_p=1.0 and top_k=-1, or turn bypass_mode, rollout_is and rollout_rs off"
+            )
+
+    def _tolerance(self) -> Tolerance:
+        fixed = self._config.logprob_tolerance
+        return Tolerance.of(self._target.dtype, self._target.actor_dtype, self._baseline, fixed)
+
+    @hookimpl
+    def spec_metrics(self) -> dict[str, float]:
+        """Mean and largest difference of the last batch, and the bound that held."""
+        if self._last is None:
+            return {}
+        return {
+            "spec/logprob_diff_mean": self._last.mean,
+            "spec/logprob_diff_max": self._last.max,
+            "spec/logprob_tolerance": self._tolerance().mean,
+        }

@@ -1,0 +1,140 @@
+"""The draft trainer as a plugin: harvested states fill its buffer, each step gives it a slice of time, each sync its weights."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from draft_training import Document, DraftTrainer, HiddenBuffer, SliceReport, TrainSettings, digest
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecPluginError
+from spec_plugin.events import DraftRefresh, HiddenStates, TargetInfo, WeightSync
+from spec_plugin.hookspecs import hookimpl
+from spec_plugin.methods.eagle3 import starting_draft
+
+logger = logging.getLogger(__name__)
+
+
+class DraftTraining:
+    """Trains an EAGLE-3 draft from what the trainer's own forward passes leave, on its own optimizer and random streams."""
+
+    def __init__(self) -> None:
+        self._trainer: DraftTrainer | None = None
+        self._buffer: HiddenBuffer | None = None
+        self._slice: SliceReport | None = None
+        self._resume_from: Path | None = None
+
+    @hookimpl
+    def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
+        """Remember; the model itself is built at the first weight sync, when the policy's embedding is known."""
+        self._config, self._target = config, target
+
+    @hookimpl
+    def spec_weight_sync(self, event: WeightSync) -> None:
+        """The draft's embedding and head are the policy's: follow them."""
+        if self._config.method != "eagle3":
+            return
+        if event.embed is None or event.lm_head is None:
+            raise SpecPluginError(
+                "the weight sync carried no embedding or no LM head, and the draft needs the policy's; expected tensors "
+                "named model.embed_tokens.weight and lm_head.weight"
+            )
+        if self._trainer is None:
+            self._trainer = self._create(event)
+        self._trainer.update_policy(event.embed, event.lm_head, event.policy_version)
+
+    def _create(self, event: WeightSync) -> DraftTrainer:
+        assert event.embed is not None
+        config = self._config
+        start = starting_draft(config, self._target)
+        settings = TrainSettings(
+            lr=config.lr,
+            grad_clip=config.grad_clip,
+            ttt_steps=config.ttt_steps,
+            tokens_per_step=config.train_tokens,
+            replay_share=config.replay_share,
+        )
+        trainer = DraftTrainer(
+            start.config,
+            settings,
+            device=event.embed.device,
+            seed=config.seed,
+            process_group=self._target.actor_group,
+            tensors=start.tensors,
+        )
+        self._buffer = HiddenBuffer(config.buffer_tokens, config.buffer_mb << 20, config.seed)
+        if self._resume_from is not None:
+            trainer.load(self._resume_from)
+        return trainer
+
+    @hookimpl
+    def spec_target_forward(self, hidden: HiddenStates) -> None:
+        """Cut the pack into documents; the buffer copies what it keeps."""
+        if self._buffer is None:
+            return
+        offset = 0
+        for n in hidden.lengths:
+            piece = slice(offset, offset + n)
+            offset += n
+            self._buffer.add(
+                Document(
+                    input_ids=hidden.input_ids[piece],
+                    aux=hidden.aux[piece],
+                    last=hidden.last[piece],
+                    loss_mask=hidden.loss_mask[piece],
+                    policy_version=hidden.policy_version,
+                )
+            )
+
+    @hookimpl
+    def spec_train_draft(self, step: int, seconds: float) -> None:
+        """One slice of at most ``seconds``."""
+        if self._trainer is None or self._buffer is None or not self._config.train or seconds <= 0:
+            return
+        self._slice = self._trainer.train_slice(self._buffer, seconds, self._config.train_max_steps)
+
+    @hookimpl
+    def spec_draft_weights(self, event: WeightSync) -> DraftRefresh | None:
+        """The current draft, in the engine's dtype, without anything that the target owns."""
+        if self._trainer is None:
+            return None
+        tensors = self._trainer.engine_tensors(getattr(torch, self._target.dtype))
+        return DraftRefresh(
+            draft_version=self._trainer.draft_version,
+            policy_version=event.policy_version,
+            tensors=tensors,
+            digest=digest(tensors),
+            expected_acceptance=self._slice.acceptance_length if self._slice and self._slice.steps else None,
+        )
+
+    @hookimpl
+    def spec_metrics(self) -> dict[str, float]:
+        """Loss, predicted acceptance and cost of the last slice."""
+        if self._slice is None or self._buffer is None:
+            return {}
+        return {
+            "spec/draft_loss": self._slice.loss,
+            "spec/expected_acceptance": self._slice.acceptance_length,
+            "spec/train_ms": self._slice.seconds * 1e3,
+            "spec/train_steps": float(self._slice.steps),
+            "spec/buffer_tokens": float(self._buffer.stats().tokens),
+        }
+
+    @hookimpl
+    def spec_save(self, path: Path) -> None:
+        """Draft, optimizer, versions and random streams."""
+        if self._trainer is not None:
+            self._trainer.save(path / "draft")
+
+    @hookimpl
+    def spec_load(self, path: Path) -> None:
+        """Continue where ``spec_save`` left off, at the coming weight sync; a checkpoint without a draft starts a new one."""
+        folder = path / "draft"
+        if not folder.exists():
+            logger.warning(
+                "spec-plugin: no draft in the checkpoint (%s): the run was saved without one, a new one starts", path
+            )
+            return
+        self._resume_from = folder

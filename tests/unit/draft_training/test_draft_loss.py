@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from draft_helpers import TINY, make_document, make_policy
+
+from draft_training import Document, DraftConfig, Eagle3Draft, pack, ttt_loss
+from draft_training import attention as attention_module
+from draft_training.loss import replay
+
+STEPS = 3
+
+
+def make_draft(config: DraftConfig, seed: int = 1, dtype: torch.dtype = torch.float64) -> Eagle3Draft:
+    draft = Eagle3Draft(config, dtype=dtype)
+    draft.reset_parameters(torch.Generator().manual_seed(seed), std=0.3)
+    return draft
+
+
+class EngineReference:
+    """Independent and slow: one token at a time with a key-value cache, as vLLM's proposer drafts, one document each."""
+
+    def __init__(self, draft: Eagle3Draft, embed: torch.Tensor, head: torch.Tensor) -> None:
+        self.w = {name: p for name, p in draft.named_parameters()}
+        self.c, self.embed, self.head = draft.config, embed, head
+        self.ids = (torch.arange(draft.d2t.numel()) + draft.d2t) if draft.config.pruned else torch.arange(len(embed))
+
+    def norm(self, x, name):
+        return x / (x.pow(2).mean() + self.c.rms_norm_eps).sqrt() * self.w[name]
+
+    def turn(self, x, position):  # rotary embedding as a complex rotation, x: [heads, D]
+        half = x.shape[-1] // 2
+        inverse = 1.0 / self.c.rope.theta ** (torch.arange(half) * 2 / x.shape[-1])  # float32, like the engine's
+        angle = torch.complex((position * inverse).cos(), (position * inverse).sin()).to(torch.complex128)
+        z = torch.complex(x[:, :half], x[:, half:]) * angle
+        return torch.cat([z.real, z.imag], -1)
+
+    def token(self, token_id, hidden, position, cache):
+        """One pass of the draft for one token: (logits, hidden state to feed back); appends to ``cache``."""
+        c, at = self.c, "midlayer.self_attn."
+        e = self.norm(self.embed[token_id], "midlayer.input_layernorm.weight")
+        normed = self.norm(hidden, "midlayer.hidden_norm.weight")
+        x = torch.cat([e, normed])
+        q = self.turn((self.w[at + "q_proj.weight"] @ x).view(c.num_heads, -1), position)
+        k = self.turn((self.w[at + "k_proj.weight"] @ x).view(c.num_kv_heads, -1), position)
+        cache.append((k, (self.w[at + "v_proj.weight"] @ x).view(c.num_kv_heads, -1)))
+        outs = []
+        for h in range(c.num_heads):
+            g = h // (c.num_heads // c.num_kv_heads)
+            scores = torch.stack([q[h] @ key[g] for key, _ in cache]) / c.head_dim**0.5
+            outs.append(scores.softmax(0) @ torch.stack([value[g] for _, value in cache]))
+        residual = (normed if c.norm_before_residual else hidden) + self.w[at + "o_proj.weight"] @ torch.cat(outs)
+        y = self.norm(residual, "midlayer.post_attention_layernorm.weight")
+        m = "midlayer.mlp."
+        gate = F.silu(self.w[m + "gate_proj.weight"] @ y) * (self.w[m + "up_proj.weight"] @ y)
+        out = residual + self.w[m + "down_proj.weight"] @ gate
+        head = self.w["lm_head.weight"] if c.pruned else self.head
+        return head @ self.norm(out, "norm.weight"), out
+
+    def document(self, d: Document, steps: int):
+        """Yield (step, anchor, draft logits) for every anchor whose whole chain was sampled, as the engine would ask."""
+        n, cache = len(d), []
+        firsts = [self.token(d.input_ids[t + 1], self.w["fc.weight"] @ d.aux[t], t, cache) for t in range(n - 1)]
+        for t in range(n - 1):
+            own = cache[: t + 1]
+            logits, hidden = firsts[t]
+            for j in range(steps):
+                if t + 2 + j >= n or not bool(d.loss_mask[t + 1 : t + 3 + j].all()):
+                    break
+                if j:
+                    logits, hidden = self.token(d.input_ids[t + 1 + j], hidden, t + j, own)
+                yield j, t, logits
+
+    def sums(self, documents, steps=STEPS):
+        kl, count, prob, agree = [0.0] * steps, [0] * steps, [0.0] * steps, [0] * steps
+        for d in documents:
+            for j, t, logits in self.document(d, steps):
+                full = (self.head @ d.last[t + 1 + j]).softmax(0)
+                p = full[self.ids] / full[self.ids].sum()
+                inside = bool((self.ids == full.argmax()).any())
+                kl[j] = kl[j] + (p * (p.log() - logits.log_softmax(0))).sum() * inside
+                token = self.ids[logits.argmax()]
+                count[j] += 1
+                prob[j] += float(full[token])
+                agree[j] += int(token == full.argmax())
+        return kl, count, prob, agree
+
+
+def documents(dtype=torch.float64):
+    gap = make_document(11, 5, dtype=dtype)
+    gap.loss_mask[6:8] = False  # a tool's answer between two responses
+    return [
+        make_document(9, 1, dtype=dtype),
+        make_document(4, 2, prompt=1, dtype=dtype),
+        gap,
+        make_document(7, 3, prompt=0, dtype=dtype),
+    ]
+
+
+@pytest.mark.parametrize("chunk", [256, 3])
+@pytest.mark.parametrize("kind", ["full", "pruned", "norm_before_residual"])
+def test_loss_statistics_and_gradients_equal_an_engine_like_reference(kind, chunk, monkeypatch):
+    monkeypatch.setattr(attention_module, "QUERY_CHUNK", chunk)
+    config = DraftConfig.from_target(TINY, draft_vocab_size=12 if kind == "pruned" else None)
+    if kind == "norm_before_residual":
+        config = DraftConfig.from_hf({**config.to_hf(), "norm_before_residual": True})
+    draft = make_draft(config)
+    embed, head = make_policy(dtype=torch.float64)
+    if kind == "pruned":
+        draft.set_vocabulary(torch.arange(12) * 3)
+        draft.refresh_head(head)
+    kl, count, prob, agree = EngineReference(draft, embed, head).sums(documents())
+    expected = sum(0.8**j * kl[j] / count[j] for j in range(STEPS))
+    expected_grads = torch.autograd.grad(expected, list(draft.parameters()))
+    loss, stats = ttt_loss(draft, pack(documents()), embed, head, steps=STEPS, decay=0.8, chunk_elements=3 * len(embed))
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-10)
+    for (name, p), g in zip(draft.named_parameters(), expected_grads, strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=1e-7, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+    assert stats.count.tolist() == count and stats.agreement.tolist() == agree
+    torch.testing.assert_close(stats.probability, torch.tensor(prob, dtype=torch.float64))
+    torch.testing.assert_close(stats.kl, torch.stack(kl).detach())
+
+
+def test_packed_documents_do_not_see_each_other(tiny):
+    draft, (embed, head) = make_draft(tiny), make_policy(dtype=torch.float64)
+    one, other = make_document(9, 1, dtype=torch.float64), make_document(12, 2, dtype=torch.float64)
+    changed = make_document(12, 99, dtype=torch.float64)
+    alone = ttt_loss(draft, pack([one]), embed, head, steps=STEPS)[1].pack()
+    for neighbour in (other, changed):
+        rest = ttt_loss(draft, pack([neighbour]), embed, head, steps=STEPS)[1].pack()
+        for order in ([one, neighbour], [neighbour, one]):
+            both = ttt_loss(draft, pack(order), embed, head, steps=STEPS)[1].pack()
+            torch.testing.assert_close(both, alone + rest, rtol=1e-10, atol=1e-12)
+
+
+def test_the_policys_tensors_and_the_harvest_receive_no_gradient(tiny):
+    draft, (embed, head) = make_draft(tiny), make_policy(dtype=torch.float64)
+    embed.requires_grad_(), head.requires_grad_()
+    d = make_document(9, 1, dtype=torch.float64)
+    d.aux.requires_grad_(), d.last.requires_grad_()
+    ttt_loss(draft, pack([d]), embed, head, steps=2)[0].backward()
+    assert all(t.grad is None for t in (embed, head, d.aux, d.last))
+
+
+def test_statistics_add_up_over_batches(tiny):
+    draft, (embed, head) = make_draft(tiny), make_policy(dtype=torch.float64)
+    docs = documents()
+    whole = ttt_loss(draft, pack(docs), embed, head, steps=STEPS)[1]
+    parts = (
+        ttt_loss(draft, pack(docs[:2]), embed, head, steps=STEPS)[1]
+        + ttt_loss(draft, pack(docs[2:]), embed, head, steps=STEPS)[1]
+    )
+    torch.testing.assert_close(whole.pack(), parts.pack())
+
+
+def test_no_temporary_holds_the_vocabulary_for_all_positions(tiny, monkeypatch):
+    draft, (embed, head) = make_draft(tiny, dtype=torch.float32), make_policy()
+    seen = []
+    original = torch.Tensor.logsumexp
+    monkeypatch.setattr(torch.Tensor, "logsumexp", lambda x, *a: seen.append(x.numel()) or original(x, *a))
+    ttt_loss(draft, pack([make_document(60, 1)]), embed, head, steps=2, chunk_elements=200)
+    assert seen and max(seen) <= 200
+
+
+def test_the_replay_counts_rounds_as_the_engine_would():
+    # 8 anchors in one span, k=2; hits per anchor: 2 -> next round 3 on, 0 -> 1 on, 1 -> 2 on, then too short to count
+    rows = torch.arange(10, 18)
+    valid = torch.ones(2, 8, dtype=torch.bool)
+    valid[1, 0] = False  # no anchor that far back
+    match = torch.zeros(2, 8, dtype=torch.bool)
+    match[0, 0] = match[1, 1] = True  # anchor 0: both drafts hit
+    match[1, 4] = True  # anchor 3: the second would hit, but the first missed: round over
+    match[0, 4] = True  # anchor 4: one hit
+    accepted, rounds = replay(match, valid, rows)
+    # rounds start at anchors 0, 3, 4, 6; anchor 7's window is cut by the end of the span
+    assert accepted.tolist() == [2.0, 1.0] and float(rounds) == 4.0
+
+
+def test_a_replayed_round_never_crosses_into_the_next_span():
+    rows = torch.tensor([3, 4, 5, 20, 21, 22])
+    valid = torch.tensor([[True] * 6, [False, True, True, False, True, True]])
+    match = torch.ones(2, 6, dtype=torch.bool)
+    accepted, rounds = replay(match, valid, rows)
+    assert float(rounds) == 2.0 and accepted.tolist() == [2.0, 2.0]
+
+
+def test_a_perfect_draft_has_acceptance_length_k_plus_one(tiny):
+    draft, (embed, head) = make_draft(tiny), make_policy(dtype=torch.float64)
+    d = make_document(40, 3, dtype=torch.float64)
+    ids = d.input_ids.clone()
+    with torch.no_grad():  # let the "policy" sample what the draft proposes
+        for t in range(3, 38):
+            probe = Document(ids, d.aux, d.last, d.loss_mask, 0)
+            reference = EngineReference(draft, embed, head)
+            cache = []
+            for s in range(t):
+                logits, _ = reference.token(ids[s + 1], reference.w["fc.weight"] @ probe.aux[s], s, cache)
+            ids[t + 1] = logits.argmax()
+    stats = ttt_loss(draft, pack([Document(ids, d.aux, d.last, d.loss_mask, 0)]), embed, head, steps=1)[1]
+    assert stats.acceptance_length == 2.0

@@ -1,0 +1,296 @@
+"""The quickstart's parts that need no engine: task, reward, data, command line of verl, following a run, report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from examples.quickstart_verl import launch, report  # noqa: E402
+from examples.quickstart_verl.data import build_data  # noqa: E402
+from examples.quickstart_verl.policy import (  # noqa: E402
+    PolicySettings,
+    build_policy,
+    build_tokenizer,
+    cached_policy,
+    question,
+    teaching_batches,
+    worked_answer,
+)
+from examples.quickstart_verl.reward import compute_score  # noqa: E402
+
+TINY = PolicySettings(steps=3, batch_size=2, hidden_size=64, digits=(2,))
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# ------------------------------------------------------------------------------------------------- task and reward
+
+
+def test_a_careful_answer_is_worth_one() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        a, b = rng.randrange(100, 1000), rng.randrange(100, 1000)
+        assert compute_score("", worked_answer(a, b), str(a + b)) == 1.0
+
+
+def test_worked_answer_is_written_column_by_column() -> None:
+    assert worked_answer(47, 85) == "7+5+0=12\n4+8+1=13\n#132"
+
+
+def test_a_slip_costs_the_reward_and_carries_on() -> None:
+    rng = random.Random(0)
+    slipped = worked_answer(47, 85, rng, slip=1.0)
+    assert compute_score("", slipped, "132") == 0.0
+    assert slipped.count("\n") == 2 and "#" in slipped
+
+
+@pytest.mark.parametrize("text", ["", "132", "#", "# ", "#1320", "#132 or #133", "#13 2"])
+def test_anything_but_the_sum_after_the_last_mark_is_worth_nothing(text: str) -> None:
+    assert compute_score("", text, "132") == 0.0
+
+
+def test_policy_is_taught_on_exactly_the_prompt_format_that_verl_renders(tmp_path: Path) -> None:
+    import pandas as pd
+
+    train, _ = build_data(tmp_path, TINY, train=4, val=4)
+    tokenizer = build_tokenizer(TINY.vocab_size)
+    row = pd.read_parquet(train).iloc[0]
+    rendered = tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True, tokenize=False)
+    ids, labels = next(teaching_batches(TINY, tokenizer))
+    prompt = tokenizer.decode(ids[0][(labels[0] == -100) & (ids[0] != tokenizer.pad_token_id)])
+    assert rendered.startswith("<|user|>") and rendered.endswith("=<|assistant|>")
+    assert prompt.startswith("<|user|>") and prompt.endswith("=<|assistant|>") and len(prompt) == len(rendered)
+    assert labels[0][labels[0] != -100][-1] == tokenizer.eos_token_id
+    assert tokenizer(rendered).input_ids[0] == tokenizer.convert_tokens_to_ids("<|user|>")
+    assert set(row.index) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+
+
+def test_data_is_the_same_for_the_same_seed_and_validation_differs(tmp_path: Path) -> None:
+    first = build_data(tmp_path / "a", TINY, 16, 16)
+    second = build_data(tmp_path / "b", TINY, 16, 16)
+    assert [f.read_bytes() for f in first] == [f.read_bytes() for f in second]
+    assert first[0].read_bytes() != first[1].read_bytes()
+
+
+def test_policy_is_bitwise_the_same_for_the_same_seed_and_cached(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    threads = torch.get_num_threads()
+    one = build_policy(tmp_path / "one", TINY, show=False)
+    two = cached_policy(tmp_path, TINY, show=False)
+    a, b = (load_file(p / "model.safetensors") for p in (one, two))
+    assert all(torch.equal(a[name], b[name]) for name in a) and a.keys() == b.keys()
+    assert {t.dtype for t in a.values()} == {torch.float32}
+    stamp = (two / "model.safetensors").stat().st_mtime_ns
+    assert cached_policy(tmp_path, TINY, show=False) == two
+    assert (two / "model.safetensors").stat().st_mtime_ns == stamp
+    assert torch.get_num_threads() == threads
+
+
+def test_an_interrupted_policy_is_not_taken_for_a_complete_one(tmp_path: Path) -> None:
+    partial = tmp_path / f"policy-{TINY.digest}.partial"
+    partial.mkdir()
+    (partial / "config.json").write_text("{}")
+    assert (cached_policy(tmp_path, TINY, show=False) / "model.safetensors").exists()
+    assert not partial.exists()
+
+
+def test_any_setting_changes_the_digest() -> None:
+    assert len({TINY.digest, PolicySettings().digest, PolicySettings(seed=1).digest}) == 3
+
+
+def test_chat_template_takes_a_system_message_and_a_finished_turn() -> None:
+    tokenizer = build_tokenizer(320)
+    chat = [{"role": "system", "content": "add"}, *question(1, 2), {"role": "assistant", "content": "#3"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert text == "<|system|>add<|user|>1+2=<|assistant|>#3<|im_end|>\n"
+
+
+# ------------------------------------------------------------------------------------------------- starting verl
+
+
+def a_run(out: Path, **changes: object) -> launch.Run:
+    values = {"policy": out / "p", "train_file": out / "t", "val_file": out / "v", "out": out, "steps": 3, **changes}
+    return launch.Run(**values)  # type: ignore[arg-type]
+
+
+def test_the_plugin_is_one_flag_and_plain_differs_by_it_alone(tmp_path: Path) -> None:
+    on, off = (launch.arguments(a_run(tmp_path, plain=plain)) for plain in (False, True))
+    assert [a for a in on if a not in off] == [launch.PLUGIN_FLAG]
+    assert [a for a in off if a not in on] == []
+
+
+def test_overrides_come_last_so_that_they_win(tmp_path: Path) -> None:
+    assert launch.arguments(a_run(tmp_path, overrides=("data.seed=7",)))[-1] == "data.seed=7"
+
+
+def test_what_the_user_set_in_the_environment_stays_but_the_platform_is_the_cpu(tmp_path: Path) -> None:
+    env = launch.environment(a_run(tmp_path), {"OMP_NUM_THREADS": "4", "VERL_PLATFORM": "cuda"})
+    assert env["OMP_NUM_THREADS"] == "4" and env["VERL_PLATFORM"] == "cpu"
+    assert env["VERL_USE_EXTERNAL_MODULES"] == "spec_plugin_verl_cpu"
+
+
+def test_a_half_written_line_is_left_for_the_next_look(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert launch.read_lines(file, 0) == ([], 0)
+    file.write_text('{"step": 1}\n{"st')
+    lines, position = launch.read_lines(file, 0)
+    assert lines == ['{"step": 1}'] and position == 12
+    file.write_text('{"step": 1}\n{"step": 2}\n')
+    assert launch.read_lines(file, position) == (['{"step": 2}'], 24)
+
+
+def fake_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Put a `verl.trainer.main_ppo` first on the path of the child process."""
+    package = tmp_path / "fake" / "verl" / "trainer"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "main_ppo.py").write_text("import json, os, pathlib, sys\n" + body)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+
+
+LOG_STEP = """
+out = pathlib.Path(os.environ["VERL_FILE_LOGGER_PATH"])
+def log(step, **data):
+    with out.open("a") as f: f.write(json.dumps({"step": step, "data": data}) + "\\n")
+"""
+
+
+def test_following_a_run_yields_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = (
+        LOG_STEP
+        + 'log(0, val=1)\nfor s in (1, 2, 3): log(s, **{"training/global_step": s, "critic/score/mean": s / 4})'
+    )
+    fake_verl(tmp_path, monkeypatch, body)
+    steps = list(launch.follow(a_run(tmp_path / "out")))
+    assert [(s, m["critic/score/mean"]) for s, m in steps] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+
+
+def test_a_failure_carries_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_verl(tmp_path, monkeypatch, "print('much noise')\nraise ValueError('no such model')")
+    with pytest.raises(launch.RunFailed, match="step 0 of 3") as failure:
+        list(launch.follow(a_run(tmp_path / "out")))
+    assert "ValueError: no such model" in str(failure.value)
+
+
+def test_an_early_end_with_exit_code_zero_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_verl(tmp_path, monkeypatch, LOG_STEP + 'log(1, **{"training/global_step": 1})')
+    with pytest.raises(launch.RunFailed, match="step 1 of 3"):
+        list(launch.follow(a_run(tmp_path / "out")))
+
+
+def test_rays_start_is_tried_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = (
+        LOG_STEP
+        + f"""
+mark = pathlib.Path({str(tmp_path)!r}, "tried")
+if not mark.exists():
+    mark.touch()
+    sys.exit("The current node timed out during startup: raylet")
+for s in (1, 2, 3): log(s, **{{"training/global_step": s}})
+"""
+    )
+    fake_verl(tmp_path, monkeypatch, body)
+    assert [step for step, _ in launch.follow(a_run(tmp_path / "out"))] == [1, 2, 3]
+
+
+# ------------------------------------------------------------------------------------------------- report
+
+
+def records(steps: int = 6) -> list[report.Record]:
+    metrics = [
+        {
+            "critic/score/mean": 0.4 + 0.05 * s,
+            "actor/spec/acceptance_length": 1 + 0.3 * s,
+            "actor/spec/draft_loss": float("nan") if s == 2 else 3 / s,
+            "actor/spec/on": float(s > 2),
+            "timing_s/gen": 2.0,
+            "timing_s/step": None,
+        }
+        for s in range(1, steps + 1)
+    ]
+    return [report.record(i, m) for i, m in enumerate(metrics, 1)]
+
+
+def test_a_missing_or_non_finite_number_is_a_dash_and_null_never_a_number(tmp_path: Path) -> None:
+    rows = records()
+    assert rows[1]["draft_loss"] is None and rows[0]["step_s"] is None
+    report.write_json(rows, {"steps": 6}, tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["steps"][1]["draft_loss"] is None
+    cells = [list(column.cells) for column in report.table(rows).columns]
+    assert any(report.MISSING in column for column in cells)
+
+
+def test_summary_compares_the_first_with_the_last_steps() -> None:
+    first, last = report.summary(records(10))["reward"]
+    assert first == pytest.approx(0.55) and last == pytest.approx(0.8)
+    assert report.summary(records(10))["step_s"] == (None, None)
+
+
+@pytest.mark.parametrize("rows", [records(), records(1), []])
+def test_picture_is_written_whatever_is_missing(tmp_path: Path, rows: list[report.Record]) -> None:
+    report.write_picture(rows, "title", tmp_path / "r.png")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    report.table(rows)
+    report.summary(rows)
+
+
+# ------------------------------------------------------------------------------------------------- environment, make
+
+
+def test_pins_are_sorted_by_their_tags_and_exact() -> None:
+    make_env = load(ROOT / "tools" / "make_env.py")
+    pins = make_env.Pins.parse(make_env.PINS.read_text())
+    assert pins.torch == "torch==2.13.0+cpu"
+    assert pins.no_deps == ("TransferQueue==0.1.11",)
+    assert pins.never == ("torchvision", "torchaudio", "torchcodec")
+    assert all("==" in line for line in (*pins.normal, *pins.no_deps))
+
+
+def test_make_env_refuses_another_python_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_env = load(ROOT / "tools" / "make_env.py")
+    monkeypatch.setattr(make_env, "PYTHON", (3, 99))
+    with pytest.raises(SystemExit) as stop:
+        make_env.main([str(tmp_path / "env")])
+    assert "Python 3.11" in str(stop.value) and "\n" not in str(stop.value)
+    assert not (tmp_path / "env").exists()
+
+
+def test_no_private_host_and_no_path_of_one_machine() -> None:
+    for file in (
+        *ROOT.glob("tools/*"),
+        *ROOT.glob("examples/quickstart_verl/*.py"),
+        ROOT / "Makefile",
+        ROOT / ".ci/run",
+    ):
+        if file.is_file():
+            text = file.read_text()
+            assert "/opt/" not in text and "/work/" not in text and "/root" not in text, file
+            assert text.count("://") == text.count("https://download.pytorch.org/whl/cpu"), file
+
+
+def test_help_teaches_the_flag_and_make_lists_its_targets() -> None:
+    script = ROOT / "examples" / "quickstart_verl" / "run.py"
+    text = subprocess.run([sys.executable, str(script), "--help"], text=True, capture_output=True, check=True).stdout
+    assert launch.PLUGIN_FLAG in text and "--plain" in text
+    targets = subprocess.run(["make", "-s", "-C", str(ROOT), "help"], text=True, capture_output=True, check=True).stdout
+    assert {"quickstart", "test", "lint"} <= set(targets.split())

@@ -1,0 +1,173 @@
+"""Law 2's mathematics: valid at the declared error level, and able to see the faults that real engines have had."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from spec_plugin.engine.stats import evidence, fisher_exact, smallest_p, tarone, two_sample
+
+V, M, PROMPTS, N = 50, 9, 4, 256  # the self-test's default sample size at k=3
+
+
+def _model(rng, sharpness=2.5):
+    """A random first-order model: the first token's and the next tokens' distributions."""
+    logits = rng.normal(size=(V + 1, V)) * sharpness
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    return p / p.sum(1, keepdims=True)
+
+
+def _sample(rng, model, n):
+    """[n, M] sequences and the [n, M, V] distributions that they were drawn from."""
+    state, out, probs = np.full(n, V), [], []
+    for _ in range(M):
+        p = model[state]
+        state = np.minimum((p.cumsum(1) < rng.random((n, 1))).sum(1), V - 1)
+        out.append(state)
+        probs.append(p)
+    return np.stack(out, 1), np.stack(probs, 1)
+
+
+def _arms(rng, model, faulty, n=N):
+    a = [_sample(rng, faulty, n)[0].tolist() for _ in range(PROMPTS)]
+    b = [_sample(rng, model, n)[0].tolist() for _ in range(PROMPTS)]
+    return a, b
+
+
+def _stated(rng, model, faulty, n=N * PROMPTS, top=20):
+    """Sequences of ``faulty`` with the log-probs that ``model`` states for their tokens, first token left out."""
+    x, _ = _sample(rng, faulty, n)
+    p = model[x[:, :-1].ravel()]
+    token = x[:, 1:].ravel()
+    order = np.argsort(-p, 1)[:, :top]
+    hit = order == token[:, None]
+    rank = np.where(hit.any(1), hit.argmax(1), -1)
+    rows = np.arange(len(token))
+    return np.log(p[rows, token]), np.log(np.take_along_axis(p, order, 1)), rank
+
+
+def _tempered(model, power):
+    p = model**power
+    return p / p.sum(1, keepdims=True)
+
+
+def _mixed(model, share):
+    return (1 - share) * model + share / V
+
+
+def _copies_draft(model, share):
+    """A sampler that takes the draft's (argmax) proposal, unasked, in ``share`` of the steps."""
+    out = (1 - share) * model
+    out[np.arange(len(out)), model.argmax(1)] += share
+    return out
+
+
+def _accepts_bad_draft(model, share):
+    """The same, with a draft that proposes one fixed token."""
+    out = (1 - share) * model
+    out[:, 7] += share
+    return out
+
+
+def test_fisher_is_exact_by_brute_force_over_all_assignments_of_labels():
+    n_a, n_b, marked = 5, 6, 4
+    pool = [1] * marked + [0] * (n_a + n_b - marked)
+    draws = [sum(pool[i] for i in pick) for pick in itertools.combinations(range(n_a + n_b), n_a)]
+    chance = {x: draws.count(x) / len(draws) for x in set(draws)}
+    for x, p in chance.items():
+        want = sum(q for q in chance.values() if q <= p * (1 + 1e-9))
+        assert fisher_exact(x, n_a, marked - x, n_b) == pytest.approx(want, rel=1e-10)
+    assert smallest_p(n_a + n_b, marked, n_a / (n_a + n_b)) == pytest.approx(min(chance.values()))
+
+
+def test_fisher_agrees_with_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    for x_a, n_a, x_b, n_b in [(3, 40, 17, 45), (0, 200, 9, 180), (120, 300, 60, 300), (1, 2, 1, 3)]:
+        want = stats.fisher_exact([[x_a, n_a - x_a], [x_b, n_b - x_b]])[1]
+        assert fisher_exact(x_a, n_a, x_b, n_b) == pytest.approx(want, rel=1e-6)
+
+
+def test_tarone_counts_only_hypotheses_that_can_reach_the_level():
+    assert tarone([1e-9] * 3 + [0.9] * 1000, 0.05) == 3
+    assert (
+        tarone([0.02] * 10, 0.05) == 2
+    )  # at K=2 the level is 0.025 (ten can reach it), at K=3 it is 0.0167 (none can)
+    assert tarone([], 0.05) == 1
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 2.5])
+def test_a_correct_engine_is_rejected_no_more_often_than_declared(sharpness):
+    """2000 repetitions at 5 %: at most 5 % and three binomial standard errors (0.05 + 3 * 0.0049 = 0.0646)."""
+    rng, alpha, repetitions = np.random.default_rng(0), 0.05, 2000
+    model = _model(rng, sharpness)
+    bound = alpha + 3 * math.sqrt(alpha * (1 - alpha) / repetitions)
+    two = one = 0
+    for _ in range(repetitions):
+        a = [_sample(rng, model, 24)[0].tolist() for _ in range(2)]
+        b = [_sample(rng, model, 24)[0].tolist() for _ in range(2)]
+        two += two_sample(a, b, alpha).p_value <= alpha
+        one += evidence(*_stated(rng, model, model, n=48), V).p_value <= alpha
+    assert two / repetitions <= bound
+    assert one / repetitions <= bound
+
+
+def test_unequal_arms_are_valid_too():
+    rng, alpha, repetitions = np.random.default_rng(1), 0.05, 500
+    model = _model(rng)
+    hits = 0
+    for _ in range(repetitions):
+        a, b = [_sample(rng, model, 10)[0].tolist()], [_sample(rng, model, 60)[0].tolist()]
+        hits += two_sample(a, b, alpha).p_value <= alpha
+    assert hits / repetitions <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / repetitions)
+
+
+FAULTS = {
+    "temperature 1.0 became 0.8": lambda m: _tempered(m, 1.25),
+    "10 % of the mass is uniform": lambda m: _mixed(m, 0.1),
+    "a good draft is accepted unasked in 10 % of the steps": lambda m: _copies_draft(m, 0.1),
+    "a bad draft is accepted unasked in 10 % of the steps": lambda m: _accepts_bad_draft(m, 0.1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_stated_log_probs_show_a_fault_at_one_in_a_million(fault):
+    rng = np.random.default_rng(2)
+    found = 0
+    for _ in range(20):
+        model = _model(rng)
+        found += evidence(*_stated(rng, model, FAULTS[fault](model)), V).p_value <= 5e-7
+    assert found >= 18, f"{fault}: {found}/20"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    {
+        "temperature 1.0 became 0.5": lambda m: _tempered(m, 2.0),
+        "half of the mass is uniform": lambda m: _mixed(m, 0.5),
+        "a good draft is accepted unasked in 30 % of the steps": lambda m: _copies_draft(m, 0.3),
+        "a bad draft is accepted unasked in 15 % of the steps": lambda m: _accepts_bad_draft(m, 0.15),
+    }.items(),
+    ids=lambda f: f[0],
+)
+def test_counts_alone_show_a_gross_fault_at_one_in_a_million(fault):
+    rng = np.random.default_rng(3)
+    found = 0
+    for _ in range(10):
+        model = _model(rng)
+        found += two_sample(*_arms(rng, model, fault[1](model)), 5e-7).p_value <= 5e-7
+    assert found >= 9, f"{fault[0]}: {found}/10"
+
+
+def test_counts_show_a_token_that_only_one_arm_ever_samples():
+    a = [[[1, 2, 3]] * 40 + [[1, 5, 3]] * 40]
+    b = [[[1, 2, 3]] * 80]
+    result = two_sample(a, b, 1e-6)
+    assert result.p_value <= 1e-6 and "prompt 0 t=1" in result.worst
+
+
+def test_too_few_samples_say_so_instead_of_passing_as_evidence():
+    result = two_sample([[[1, 2]] * 3], [[[1, 2]] * 3], 1e-6)
+    assert (result.p_value, result.tests) == (1.0, 0) and "frequent enough" in result.worst

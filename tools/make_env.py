@@ -1,0 +1,177 @@
+"""Create the Python environment of the quickstart and the tests, once: ``python3.11 tools/make_env.py``.
+
+Standard library only. A second run with the same pins returns at once; ``make`` runs it before everything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PINS = ROOT / "tools" / "requirements-verl.txt"
+PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+PYTHON = (3, 11)
+
+
+@dataclass(frozen=True)
+class Pins:
+    """The three kinds of lines in the pins file."""
+
+    normal: tuple[str, ...]
+    no_deps: tuple[str, ...]  # installed without what they depend on
+    never: tuple[str, ...]  # left out although others depend on them
+
+    @classmethod
+    def parse(cls, text: str) -> Pins:
+        """Sort the lines by the tag in their comment: none, ``--no-deps`` or ``never``."""
+        kinds: dict[str, list[str]] = {"normal": [], "no_deps": [], "never": []}
+        for line in text.splitlines():
+            requirement, _, comment = (part.strip() for part in line.partition("#"))
+            if not requirement:
+                continue
+            tag = comment.split(":")[0].strip()
+            kinds[{"--no-deps": "no_deps", "never": "never"}.get(tag, "normal")].append(requirement)
+        return cls(*(tuple(lines) for lines in kinds.values()))
+
+    @property
+    def torch(self) -> str:
+        """The line that pins torch."""
+        return next(line for line in self.normal if line.startswith("torch=="))
+
+
+def fail(message: str) -> None:
+    """Stop with one line."""
+    sys.exit(f"make_env: {message}")
+
+
+def run(*command: str | Path) -> None:
+    """Run a command quietly; show its output and stop if it fails."""
+    done = subprocess.run([str(c) for c in command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+        fail(f"this command failed: {shlex.join(map(str, command))}")
+
+
+def succeeds(*command: str | Path) -> bool:
+    """Whether a command exits with 0."""
+    return subprocess.run([str(c) for c in command], capture_output=True).returncode == 0
+
+
+class Installer:
+    """Installs into one environment: with uv where uv can be had, else with pip."""
+
+    def __init__(self, python: Path, pins: Pins, scratch: Path) -> None:
+        self.python, self.pins = python, pins
+        self.pip = (python, "-m", "pip")
+        self.uses_uv = succeeds(*self.pip, "install", "-q", "uv")
+        self.sources = self._sources()
+        self.overrides = scratch / "overrides.txt"
+        self.overrides.write_text("".join(f'{name}; sys_platform == "never"\n' for name in pins.never))
+
+    def _configured(self, option: str) -> list[str]:
+        """Values that pip itself would use for an option, from its environment variable or its files."""
+        value = os.environ.get(f"PIP_{option.upper().replace('-', '_')}")
+        if value is None:
+            command = [str(c) for c in (*self.pip, "config", "get", f"global.{option}")]
+            value = subprocess.run(command, text=True, capture_output=True).stdout
+        return value.split()
+
+    def _sources(self) -> list[str]:
+        """Options that say where packages come from; torch from pip's own find-links if it is there."""
+        torch_is_at_hand = succeeds(
+            *self.pip, "install", "-q", "--dry-run", "--no-deps", "--no-index", "--ignore-installed", self.pins.torch
+        )
+        if not self.uses_uv:  # pip reads its own configuration
+            return [] if torch_is_at_hand else ["--extra-index-url", PYTORCH_CPU_INDEX]
+        options = ["--index-strategy", "unsafe-best-match"]
+        options += [o for url in self._configured("find-links") for o in ("--find-links", url)]
+        options += [o for url in self._configured("index-url")[:1] for o in ("--default-index", url)]
+        if not torch_is_at_hand:
+            options += ["--index", PYTORCH_CPU_INDEX]
+        return options
+
+    def install(self, *what: str) -> None:
+        """Install requirements without ever keeping a package of ``pins.never``."""
+        if self.uses_uv:
+            uv = (self.python, "-m", "uv", "pip", "install", "-q", "--python", self.python)
+            run(*uv, *self.sources, "--override", self.overrides, *what)
+        else:
+            run(*self.pip, "install", "-q", *self.sources, *what)
+            run(*self.pip, "uninstall", "-q", "-y", *self.pins.never)
+
+
+def digest(*parts: str | bytes) -> str:
+    """A short digest that changes with any part."""
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(part.encode() if isinstance(part, str) else part)
+        sha.update(b"\0")
+    return sha.hexdigest()
+
+
+def is_current(stamp: Path, value: str) -> bool:
+    """Whether a stamp file holds that value."""
+    return stamp.exists() and stamp.read_text() == value
+
+
+def create(folder: Path, pins: Pins) -> None:
+    """Build the environment from nothing."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not succeeds(sys.executable, "-m", "venv", folder):
+        fail("python -m venv failed; on Debian and Ubuntu: apt install python3.11-venv")
+    with tempfile.TemporaryDirectory() as scratch:
+        installer = Installer(folder / "bin" / "python", pins, Path(scratch))
+        print(f"make_env: installing with {'uv' if installer.uses_uv else 'pip (uv cannot be had)'}", flush=True)
+        installer.install(*pins.normal)
+        installer.install("--no-deps", *pins.no_deps)
+
+
+def install_project(folder: Path) -> None:
+    """Install this repository, editable; its dependencies are pinned above."""
+    run(folder / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", "-e", ROOT)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and bring the environment up to date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".envs" / "verl", help="default: .envs/verl")
+    folder = parser.parse_args(argv).folder.absolute()
+    if sys.version_info[:2] != PYTHON or not sys.platform.startswith("linux"):
+        found = f"{sys.platform} with Python {sys.version_info.major}.{sys.version_info.minor} ({sys.executable})"
+        fail(f"needs Linux with Python 3.11, found {found}; name another one: make PYTHON=/path/to/python3.11 …")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        bring_up_to_date(folder)
+
+
+def bring_up_to_date(folder: Path) -> None:
+    """Do what is missing; the stamp files say what is there."""
+    pins_text = PINS.read_text()
+    environment = digest(pins_text, Path(__file__).read_text(), sys.version)
+    project = digest(environment, str(ROOT), (ROOT / "pyproject.toml").read_bytes())
+    start = time.monotonic()
+    if not is_current(folder / ".stamp-environment", environment):
+        print(f"make_env: creating {folder} (a minute with a warm cache, else the time of a 1 GB download)", flush=True)
+        create(folder, Pins.parse(pins_text))
+        (folder / ".stamp-environment").write_text(environment)
+    if not is_current(folder / ".stamp-project", project):
+        install_project(folder)
+        (folder / ".stamp-project").write_text(project)
+        print(f"make_env: {folder} is ready after {time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
