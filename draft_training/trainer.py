@@ -129,6 +129,8 @@ class DraftTrainer:
     def update_policy(self, embed: Tensor, lm_head: Tensor, policy_version: int) -> None:
         """Copy the policy's embedding and LM head, [V, H] each; a pruned head follows the policy's rows.
 
+        On a GPU the copies keep their dtype; on a CPU they take the draft's, since half precision is slow there.
+
         Raises:
             DraftConfigError: if a shape is not [V, H].
         """
@@ -140,9 +142,9 @@ class DraftTrainer:
                 )
         with self._own_modes(), torch.no_grad():
             tied = lm_head.data_ptr() == embed.data_ptr()
-            self._embed = _copied(embed, self._embed, self.device)
+            self._embed = self._copied(embed, self._embed)
             old = self._lm_head if self._lm_head is not self._embed else None
-            self._lm_head = self._embed if tied else _copied(lm_head, old, self.device)
+            self._lm_head = self._embed if tied else self._copied(lm_head, old)
             self.policy_version = policy_version
             if self.config.pruned:
                 self._follow_policy()
@@ -312,6 +314,13 @@ class DraftTrainer:
         weight.copy_(rows if self._head_base is None else weight + (rows - self._head_base))
         self._head_base = rows
 
+    def _copied(self, source: Tensor, old: Tensor | None) -> Tensor:
+        """A detached copy on the trainer's device, into ``old`` where that fits."""
+        dtype = self.draft.fc.weight.dtype if self.device.type == "cpu" else source.dtype
+        if old is not None and old.dtype == dtype:
+            return old.copy_(source.detach())
+        return source.detach().to(self.device, dtype, copy=True)
+
     def _policy(self) -> tuple[Tensor, Tensor]:
         if self._embed is None or self._lm_head is None:
             raise RuntimeError(POLICY_TENSORS_MISSING)
@@ -360,13 +369,6 @@ class DraftTrainer:
             skipped=skipped,
             seconds=seconds,
         )
-
-
-def _copied(source: Tensor, old: Tensor | None, device: torch.device) -> Tensor:
-    """A detached copy on ``device``, into ``old`` where that fits."""
-    if old is not None and old.shape == source.shape and old.dtype == source.dtype:
-        return old.copy_(source.detach())
-    return source.detach().to(device, copy=True)
 
 
 def _portions(documents: Sequence[Document], tokens: int) -> Iterator[list[Document]]:

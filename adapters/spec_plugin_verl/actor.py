@@ -141,6 +141,10 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         self._check(session, few, output["model_output"]["log_probs"], rollout_in_loss=True)
 
     def _train_draft(self, session: SpecSession) -> None:
+        if _on_any_rank(session.failed) and not session.failed:
+            session.fail(
+                "another rank", "its own warning says why"
+            )  # one draft for all: stop together or wait for ever
         began = time.monotonic()
         share = session.config.train_share
         # elapsed is the step without this slice, so this bounds the slice to `share` of the whole step
@@ -159,6 +163,14 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         super().load_checkpoint(local_path, *args, **kwargs)
         if self._session is not None:
             self._session.load(Path(local_path) / "spec_plugin")
+
+
+def _on_any_rank(flag: bool) -> bool:
+    if torch.distributed.get_world_size() == 1:
+        return flag
+    flags: list[bool] = [False] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(flags, flag)
+    return any(flags)
 
 
 def _padded(nested: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -20,6 +21,8 @@ from spec_plugin.methods.eagle3 import starting_draft
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 from spec_plugin_verl.runtime import RUNTIME
+
+logger = logging.getLogger("spec_plugin")
 
 
 class TimedSender(BucketedWeightSender):  # type: ignore[misc]
@@ -83,7 +86,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         group = torch.distributed.group.WORLD if torch.distributed.get_world_size() > 1 else None
         target = read_target(config, model_config, _dtype_name(engine), group)
         self._spec_session = SpecSession(spec, target)
-        self._tested = False
+        self._tested: int | None = None  # draft version of the last self-test
         self._running_version: int | None = None
         self._installed = -1  # draft version that the engine serves
         RUNTIME.adapter, RUNTIME.session = self, self._spec_session
@@ -151,14 +154,17 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         )
 
     async def _begin_rollout(self) -> None:
-        """Self-test once, then set k for the coming phase."""
+        """Self-test before the first rollout, and once more before a trained draft is first served; then set k."""
         session = self._spec_session
         self._ensure_server_handle()
-        if not self._tested:
-            self._tested = True
+        if self._tested is None:
             await self._self_test(session)
             RUNTIME.slice_ended = time.monotonic()  # start-up is no part of the first step
         table = session.schedule(RUNTIME.policy_version)
+        if table is not None and any(table) and self._tested == 0 < self._installed:
+            # a newborn draft is never right, so only now can the sampler's accepting half be seen at work
+            await self._self_test(session)
+            table = session.schedule(RUNTIME.policy_version)
         if table is not None:
             try:
                 await self.server_handle.spec_set_schedule.remote(list(table))
@@ -170,10 +176,12 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         self._running_version = RUNTIME.policy_version
 
     async def _self_test(self, session: SpecSession) -> None:
-        if not session.config.self_test:
+        self._tested = max(0, self._installed)
+        if not session.config.self_test or session.failed:
             return
         report = await self.server_handle.spec_self_test.remote()
         if report.passed:
+            logger.info("self-test passed in %.1f s: %s", report.seconds, "; ".join(c.detail for c in report.checks))
             session.engine_ready(report)
             return
         message = (

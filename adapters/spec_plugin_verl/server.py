@@ -16,9 +16,11 @@ from spec_plugin.events import RefreshReport, RolloutStats, SelfTestReport
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 
+_QUESTIONS = ("12+34=", "What is 7 times 8?", "Name three colours.", "987+654=")
+
 
 class SpecHttpServer(vLLMHttpServer):  # type: ignore[misc]
-    """Ray actor that owns AsyncLLM; ``generate`` also keeps the phase's clock, in the engine's own process."""
+    """Ray actor that owns AsyncLLM; ``generate`` also keeps the phase's clock: verl's own is rounded up to 2 s."""
 
     def _validate_configs(self) -> None:
         super()._validate_configs()
@@ -39,11 +41,16 @@ class SpecHttpServer(vLLMHttpServer):  # type: ignore[misc]
         engine_kwargs["disable_log_stats"] = False  # vLLM counts acceptance only then
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's generate; first request in and last one out make the phase's generation time."""
-        now = time.perf_counter()
-        self._first = self._first or now
-        output = await super().generate(*args, **kwargs)
-        self._last = time.perf_counter()
+        """verl's generate; the time with at least one request in flight is the phase's generation time."""
+        if self._in_flight == 0:
+            self._busy_since = time.perf_counter()
+        self._in_flight += 1
+        try:
+            output = await super().generate(*args, **kwargs)
+        finally:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._busy += time.perf_counter() - self._busy_since
         self._requests += 1
         self._tokens += len(output.token_ids)
         return output
@@ -80,7 +87,7 @@ class SpecHttpServer(vLLMHttpServer):  # type: ignore[misc]
         vocab_size = min(len(self.model_config.tokenizer), target.hf_config["vocab_size"])
         report = await run_self_test(
             self.engine,
-            prompts=default_prompts(vocab_size, seed=config.seed),
+            prompts=_test_prompts(self.model_config.tokenizer, vocab_size, config.seed),
             sampling=dict(target.sampling),
             k=config.k,
             vocab_size=vocab_size,
@@ -103,7 +110,7 @@ class SpecHttpServer(vLLMHttpServer):  # type: ignore[misc]
             policy_version=policy_version,
             requests=self._requests,
             tokens=self._tokens,
-            seconds=self._last - self._first if self._first else 0.0,
+            seconds=self._busy,
             drafts=now["drafts"] - then["drafts"],
             draft_tokens=now["draft_tokens"] - then["draft_tokens"],
             accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
@@ -111,9 +118,19 @@ class SpecHttpServer(vLLMHttpServer):  # type: ignore[misc]
         )
 
     def _reset_phase(self) -> None:
-        self._first = self._last = 0.0
-        self._requests = self._tokens = 0
+        self._busy = self._busy_since = 0.0
+        self._in_flight = self._requests = self._tokens = 0
         self._counters = read_spec_counters()
+
+
+def _test_prompts(tokenizer: Any, vocab_size: int, seed: int) -> list[list[int]]:
+    """Short questions, on which a policy is surer than on noise, and random tokens, on which it is not."""
+    asked = [tokenizer(text)["input_ids"] for text in _QUESTIONS]
+    if tokenizer.chat_template:
+        chats = [[{"role": "user", "content": text}] for text in _QUESTIONS]
+        asked = [tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"] for c in chats]
+    noise = default_prompts(vocab_size, seed=seed)
+    return [prompt for pair in zip(asked, noise, strict=False) for prompt in pair]
 
 
 class SpecReplica(vLLMReplica):  # type: ignore[misc]

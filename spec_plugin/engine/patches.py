@@ -36,6 +36,7 @@ class Patch:
     needed: Callable[[Callable[..., Any]], bool]  # takes the function, runs it on tiny inputs: is the fault there?
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]]  # takes the original, returns the repaired function
     guard: Guard
+    moved_to: tuple[str, ...] = ()  # where other versions keep the same function; the first that exists is patched
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ class PatchStatus:
     detail: str
 
 
-_originals: dict[str, Callable[..., Any]] = {}  # symbol -> the library's own function, while a patch replaces it
+_originals: dict[
+    str, tuple[Any, str, Callable[..., Any]]
+] = {}  # patch name -> owner, attribute, library's own function
 _statuses: dict[str, PatchStatus] = {}  # patch name -> status in this process
 
 
@@ -61,9 +64,9 @@ def apply(patch: Patch) -> PatchStatus:
     Raises:
         PatchError: if the symbol is gone, changed so that the replacement may not fit, or is still faulty afterwards.
     """
-    if patch.symbol in _originals:
+    if patch.name in _originals:
         return _statuses[patch.name]
-    owner, attribute, original = _resolve(patch)
+    owner, attribute, original = resolve(patch)
     if not _probe(patch, original, "the library's own function"):
         return _record(patch, "not needed", "fixed upstream: the probe finds no fault in the library's own function")
     _check_guard(patch, original)
@@ -71,7 +74,7 @@ def apply(patch: Patch) -> PatchStatus:
     if _probe(patch, repaired, "the replacement"):
         raise PatchError(f"{_about(patch)}: the fault is still there with our replacement; {_ADVICE}")
     setattr(owner, attribute, repaired)
-    _originals[patch.symbol] = original
+    _originals[patch.name] = (owner, attribute, original)
     return _record(patch, "in force", patch.reason)
 
 
@@ -83,10 +86,10 @@ def skip(patch: Patch, why: str) -> PatchStatus:
 
 def revert(patch: Patch) -> None:
     """Put the library's own function back."""
-    if patch.symbol in _originals:
-        owner, attribute, _ = _resolve(patch)
-        setattr(owner, attribute, _originals.pop(patch.symbol))
-        _statuses.pop(patch.name, None)
+    if patch.name in _originals:
+        owner, attribute, original = _originals.pop(patch.name)
+        setattr(owner, attribute, original)
+        _statuses.pop(patch.name)
 
 
 def statuses() -> list[PatchStatus]:
@@ -114,16 +117,24 @@ def _about(patch: Patch) -> str:
     return f"patch {patch.name!r} of {patch.symbol} ({patch.upstream}; {patch.versions})"
 
 
-def _resolve(patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
-    module_name, _, path = patch.symbol.partition(":")
-    *parents, attribute = path.split(".")
-    try:
-        owner: Any = importlib.import_module(module_name)
-        for parent in parents:
-            owner = getattr(owner, parent)
-        return owner, attribute, getattr(owner, attribute)
-    except (ImportError, AttributeError) as error:
-        raise PatchError(f"{_about(patch)}: expected this symbol, found: {error}; {_ADVICE}") from error
+def resolve(patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
+    """Where the function lives in the installed library: its owner, its name there, and the function as it is now.
+
+    Raises:
+        PatchError: if it is in none of the places that the patch knows.
+    """
+    failures = []
+    for symbol in (patch.symbol, *patch.moved_to):
+        module_name, _, path = symbol.partition(":")
+        *parents, attribute = path.split(".")
+        try:
+            owner: Any = importlib.import_module(module_name)
+            for parent in parents:
+                owner = getattr(owner, parent)
+            return owner, attribute, getattr(owner, attribute)
+        except (ImportError, AttributeError) as error:
+            failures.append(f"{symbol}: {error}")
+    raise PatchError(f"{_about(patch)}: expected one of these symbols, found none: {'; '.join(failures)}; {_ADVICE}")
 
 
 def _probe(patch: Patch, function: Callable[..., Any], which: str) -> bool:

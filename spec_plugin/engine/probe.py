@@ -102,7 +102,9 @@ class _StepClock:
     def tick(self, i: int, tokens: int, finished: bool) -> bool:
         """Request i got tokens; True when the measurement is over."""
         self.tokens[i] += tokens
-        self.outputs += self.begin is not None  # about one a step; the exact number is read at both ends only: it is slow
+        self.outputs += (
+            self.begin is not None
+        )  # about one a step; the exact number is read at both ends only: it is slow
         if self.begin is None:
             self.begin = self._now() if min(self.tokens) > 0 else None
         elif self.end is None and (finished or self.outputs >= self.steps * len(self.tokens)):

@@ -53,11 +53,7 @@ GREEDY_TOKENS = 24
 SAMPLE_PROMPTS = 4  # few prompts, so that many samples share a context
 MOST_SAMPLES = 256  # per prompt and arm
 SCORED = 32  # (sequence, position) pairs scored per arm
-SHARES = {
-    "greedy": 0.2,
-    "samples": 0.65,
-    "logprobs": 0.75,
-}  # of the time, when each must have ended; the rest: break-even
+SAMPLES_UNTIL = 0.65  # share of the time after which no round of samples is begun; the rest is for the last checks
 
 
 def default_prompts(
@@ -139,21 +135,21 @@ class _SelfTest:
             if table is not None:
                 await set_schedule(self.engine, [self.k] * len(table))
 
-        if await self._guarded("engine", prepare, 0.2):
-            await self._guarded("greedy", self._greedy, SHARES["greedy"])
-            await self._guarded("samples", self._sample, SHARES["samples"] + 0.1)
-            await self._guarded("logprobs", self._logprobs, SHARES["logprobs"] + 0.15)
+        if await self._guarded("engine", prepare):
+            await self._guarded("greedy", self._greedy)
+            await self._guarded("samples", self._sample)
+            await self._guarded("logprobs", self._logprobs)
             if table is not None:
                 await self._calibrate(len(table))
         await self._restore(table)
         return SelfTestReport(tuple(self.checks), time.perf_counter() - self.begin, dict(self.break_even))
 
-    async def _guarded(self, name: str, stage: Callable[[], Awaitable[None]], share: float) -> bool:
-        left = self.begin + share * self.seconds - time.perf_counter()
+    async def _guarded(self, name: str, stage: Callable[[], Awaitable[None]]) -> bool:
+        left = self.begin + self.seconds - time.perf_counter()
         try:
             await asyncio.wait_for(stage(), max(0.01, left))
         except (asyncio.TimeoutError, TimeoutError):
-            reason = f"not finished after {time.perf_counter() - self.begin:.1f} of {self.seconds:g} s"
+            reason = f"not finished within the time limit of {self.seconds:g} s"
         except Exception as error:  # whatever it is, the engine is not proven
             reason = f"{type(error).__name__}: {error}"
         else:
@@ -190,17 +186,18 @@ class _SelfTest:
         chosen = list(enumerate(self.prompts[:SAMPLE_PROMPTS]))
         tokens = 2 * (self.k + 1) + 1  # two whole verification rounds after the first token
         repeat = max(1, self.probe.max_num_seqs // (2 * len(chosen)))
-        before, clock = read_spec_counters(), time.perf_counter()
+        before, begin = read_spec_counters(), time.perf_counter()
         await self._batch(
             chosen * repeat, tokens, logprobs=self.probe.top
-        )  # warm-up: not counted, so that n is fixed before
-        cost = time.perf_counter() - clock
-        left = self.begin + SHARES["samples"] * self.seconds - time.perf_counter()
-        rounds = max(1, min(math.ceil(MOST_SAMPLES / repeat), int(left / cost)))
+        )  # not used: it sets n before the samples are seen
+        now, until = time.perf_counter(), self.begin + SAMPLES_UNTIL * self.seconds
+        rounds = max(1, min(math.ceil(MOST_SAMPLES / repeat), int(0.8 * (until - now) / (now - begin))))
         for _ in range(rounds):
             spec, plain = await self._batch(chosen * repeat, tokens, logprobs=self.probe.top)
             self.spec += spec
             self.plain += plain
+            if time.perf_counter() > until:
+                break
         self.checks.append(finite_check(self.spec, self.plain))
         self.checks.append(counts_check(self.spec, self.plain, self.alpha / 2))
         if self._states_what_it_samples():

@@ -9,7 +9,9 @@ exchangeable given the pooled sequences, so in each context the count of a token
 exact test (Fisher 1922). A context is either a prefix (the next token of all sequences that begin alike) or a position (the
 token at t, whatever came before). Which contexts and tokens are tested, and how many (K), is read off the *pooled* counts
 alone: those whose smallest attainable p-value is below alpha / K (Tarone 1990). The tokens too rare to be tested alone are
-tested as one class.
+tested as one class. Besides, for each position, the exact form of Mantel and Haenszel's test (1959) adds up over all
+prefixes of all prompts how often the prefix's most frequent token follows: given everything before, these counts are
+independent hypergeometric variables, so the distribution of their sum is their convolution.
 
 ``evidence`` compares one arm with log-probs known for each position: the likelihood ratio of a fixed mixture of
 alternatives (tempered, leaking into unlikely tokens, moved to the likeliest) to the stated distribution. Its expectation is
@@ -92,6 +94,20 @@ def fisher_exact(x_a: int, n_a: int, x_b: int, n_b: int) -> float:
     return min(1.0, sum(math.exp(v) for v in logs if v <= observed + 1e-9))
 
 
+def mantel_haenszel_exact(strata: Sequence[tuple[int, int, int, int]]) -> float:
+    """Two-sided p-value of the sum of x_a over strata (x_a, n_a, x_b, n_b), exact and conditional on all margins."""
+    chances: NDArray[np.floating] = np.ones(1)
+    low = 0
+    for x_a, n_a, x_b, n_b in strata:
+        total, marked = n_a + n_b, x_a + x_b
+        least = max(0, n_a + marked - total)
+        support = range(least, min(n_a, marked) + 1)
+        chances = np.convolve(chances, [math.exp(_log_hypergeometric(total, marked, n_a, x)) for x in support])
+        low += least
+    observed = chances[sum(s[0] for s in strata) - low]
+    return min(1.0, float(chances[chances <= observed * (1 + 1e-9)].sum()))
+
+
 def smallest_p(total: int, marked: int, share_a: float) -> float:
     """Smallest p-value that Fisher's test could give in a context of this pooled size, arms split as designed."""
     drawn = round(total * share_a)
@@ -141,6 +157,33 @@ def _pairs(arm_a: Sequence[Tokens], arm_b: Sequence[Tokens], name: str, first: i
                 yield _Count(f"{name} {where}", token, n_a, len(group) - n_a, in_a[token], total - in_a[token])
 
 
+def _modes(
+    arm_a: Sequence[Tokens], arm_b: Sequence[Tokens], first: int
+) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
+    """For each prefix with a choice: (position, counts of its most frequent token in both arms)."""
+    pooled = [*arm_a, *arm_b]
+    for where, group, t in contexts(pooled, first, 2):
+        counts = Counter(pooled[i][t] for i in group)
+        if len(counts) > 1 and " after " in where:
+            mode = min(counts, key=lambda token: (-counts[token], token))
+            n_a = sum(i < len(arm_a) for i in group)
+            x_a = sum(pooled[i][t] == mode for i in group if i < len(arm_a))
+            yield t, (x_a, n_a, counts[mode] - x_a, len(group) - n_a)
+
+
+def _by_position(arm_a: Sequence[Sequence[Tokens]], arm_b: Sequence[Sequence[Tokens]], first: int) -> dict[str, float]:
+    """p-value of the most frequent tokens' sum at each position, all prompts together."""
+    strata: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+    for a, b in zip(arm_a, arm_b, strict=True):
+        for t, counts in _modes(a, b, first):
+            strata[t].append(counts)
+    found = {}
+    for t, s in strata.items():
+        x_a, n_a, x_b, n_b = (sum(column) for column in zip(*s, strict=True))
+        found[f"all prompts t={t}: the likeliest tokens {x_a}/{n_a} against {x_b}/{n_b}"] = mantel_haenszel_exact(s)
+    return found
+
+
 def two_sample(
     arm_a: Sequence[Sequence[Tokens]], arm_b: Sequence[Sequence[Tokens]], alpha: float, first: int = 1
 ) -> TwoSample:
@@ -153,22 +196,26 @@ def two_sample(
         first: first position compared; 1 by default, because the token at 0 comes from the prompt's own forward pass.
     """
     sequences = sum(map(len, arm_a)) + sum(map(len, arm_b))
-    pairs = [
-        c for i, (a, b) in enumerate(zip(arm_a, arm_b, strict=True)) for c in _pairs(a, b, f"prompt {i}", first, alpha)
-    ]
+    prompts = enumerate(zip(arm_a, arm_b, strict=True))
+    pairs = [c for i, (a, b) in prompts for c in _pairs(a, b, f"prompt {i}", first, alpha)]
+    p_values = _by_position(arm_a, arm_b, first)
     share = sum(map(len, arm_a)) / max(1, sequences)
     attainable = [smallest_p(c.n_a + c.n_b, c.x_a + c.x_b, share) for c in pairs]
-    k = tarone(attainable, alpha)
-    tested = [c for c, p in zip(pairs, attainable, strict=True) if p <= alpha / k]
-    if not tested:
-        return TwoSample(1.0, 0, sequences, 1.0, "no context has two tokens that are frequent enough to be compared")
-    p_values = [fisher_exact(c.x_a, c.n_a, c.x_b, c.n_b) for c in tested]
-    best = int(np.argmin(p_values))
-    w, most = tested[best], max(min(c.n_a, c.n_b) for c in tested)
-    token = "the rare tokens" if w.token == OTHER else f"token {w.token}"
-    worst = f"{w.where}: {token} {w.x_a}/{w.n_a} against {w.x_b}/{w.n_b}, p={p_values[best]:.1e}"
-    detects = math.sqrt(math.log(2 * k / alpha) / max(1, most))
-    return TwoSample(min(1.0, p_values[best] * k), k, sequences, min(1.0, detects), worst)
+    k = tarone([*attainable, *(0.0 for _ in p_values)], alpha)
+    most = 0
+    for c, p in zip(pairs, attainable, strict=True):
+        if p <= alpha / k:
+            most = max(most, min(c.n_a, c.n_b))
+            token = "the rare tokens" if c.token == OTHER else f"token {c.token}"
+            name = f"{c.where}: {token} {c.x_a}/{c.n_a} against {c.x_b}/{c.n_b}"
+            p_values[name] = fisher_exact(c.x_a, c.n_a, c.x_b, c.n_b)
+    if not p_values:
+        return TwoSample(1.0, 0, sequences, 1.0, "every context has but one token that follows")
+    worst = min(p_values, key=p_values.__getitem__)
+    detects = math.sqrt(math.log(2 * k / alpha) / most) if most else 1.0
+    return TwoSample(
+        min(1.0, p_values[worst] * k), k, sequences, min(1.0, detects), f"{worst}, p={p_values[worst]:.1e}"
+    )
 
 
 def evidence(

@@ -70,7 +70,9 @@ def counts_check(spec: Sequence[Sampled], plain: Sequence[Sampled], alpha: float
     )
     enough = min(len(spec), len(plain)) >= LEAST_SAMPLES
     if not enough:
-        detail = f"fewer than {LEAST_SAMPLES} sequences an arm in the time limit prove nothing, allow more time; {detail}"
+        detail = (
+            f"fewer than {LEAST_SAMPLES} sequences an arm in the time limit prove nothing, allow more time; {detail}"
+        )
     return Check("samples: counts", enough and r.p_value > alpha, detail)
 
 

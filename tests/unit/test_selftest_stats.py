@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from spec_plugin.engine.stats import evidence, fisher_exact, smallest_p, tarone, two_sample
+from spec_plugin.engine.stats import evidence, fisher_exact, mantel_haenszel_exact, smallest_p, tarone, two_sample
 
 V, M, PROMPTS, N = 50, 9, 4, 256  # the self-test's default sample size at k=3
 
@@ -93,9 +93,23 @@ def test_fisher_agrees_with_scipy():
 def test_tarone_counts_only_hypotheses_that_can_reach_the_level():
     assert tarone([1e-9] * 3 + [0.9] * 1000, 0.05) == 3
     assert (
-        tarone([0.02] * 10, 0.05) == 2
-    )  # at K=2 the level is 0.025 (ten can reach it), at K=3 it is 0.0167 (none can)
+        tarone([0.02] * 10, 0.05) == 3
+    )  # at K=2 the level is 0.025, which ten can reach; at 3, 0.0167, which none can
     assert tarone([], 0.05) == 1
+
+
+def test_mantel_haenszel_is_fishers_test_for_one_stratum_and_brute_force_for_two():
+    assert mantel_haenszel_exact([(3, 10, 9, 12)]) == pytest.approx(fisher_exact(3, 10, 9, 12))
+    strata = [(2, 3, 1, 4), (3, 4, 1, 3)]
+    draws = []
+    for x_a, n_a, x_b, n_b in strata:
+        pool = [1] * (x_a + x_b) + [0] * (n_a + n_b - x_a - x_b)
+        draws.append([sum(pool[i] for i in pick) for pick in itertools.combinations(range(n_a + n_b), n_a)])
+    sums = [a + b for a in draws[0] for b in draws[1]]
+    chance = {x: sums.count(x) / len(sums) for x in set(sums)}
+    assert mantel_haenszel_exact(strata) == pytest.approx(
+        sum(p for p in chance.values() if p <= chance[5] * (1 + 1e-9))
+    )
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 2.5])
@@ -170,4 +184,4 @@ def test_counts_show_a_token_that_only_one_arm_ever_samples():
 
 def test_too_few_samples_say_so_instead_of_passing_as_evidence():
     result = two_sample([[[1, 2]] * 3], [[[1, 2]] * 3], 1e-6)
-    assert (result.p_value, result.tests) == (1.0, 0) and "frequent enough" in result.worst
+    assert (result.p_value, result.tests) == (1.0, 0) and "one token" in result.worst

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from draft_helpers import TINY, make_document, make_policy
 
-from draft_training import Document, DraftConfig, Eagle3Draft, pack, ttt_loss
+from draft_training import Document, DraftConfig, Eagle3Draft, LossStats, pack, ttt_loss
 from draft_training import attention as attention_module
 from draft_training.loss import replay
 
@@ -184,6 +184,13 @@ def test_a_replayed_round_never_crosses_into_the_next_span():
     match = torch.ones(2, 6, dtype=torch.bool)
     accepted, rounds = replay(match, valid, rows)
     assert float(rounds) == 2.0 and accepted.tolist() == [2.0, 2.0]
+
+
+def test_the_chained_estimate_is_one_plus_the_running_products():
+    stats = LossStats.zeros(3)
+    stats.count[:], stats.probability[:] = 10, torch.tensor([8.0, 5.0, 2.5])
+    assert stats.chained_acceptance == pytest.approx(1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.5 * 0.25)
+    assert stats.acceptance_length == 1.0  # nothing replayed yet
 
 
 def test_a_perfect_draft_has_acceptance_length_k_plus_one(tiny):

@@ -64,7 +64,9 @@ def worker(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_train_one_draft_as_one_process_would(tmp_path):
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    # a fork spares two imports of torch; with CUDA, autograd forbids it
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    mp.start_processes(worker, (str(tmp_path),), nprocs=2, start_method=method)
     a, b = (torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in (0, 1))
     for pruned in (False, True):
         alone, (report, evaluated, _) = scenario(None, None, pruned)

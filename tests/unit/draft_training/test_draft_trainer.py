@@ -105,6 +105,13 @@ def test_tied_policy_tensors_are_kept_once(tiny):
     assert t._lm_head is not t._embed and torch.equal(t._lm_head, make_policy()[1])
 
 
+def test_a_half_precision_policy_is_widened_on_a_cpu(tiny):
+    t, (embed, head) = make_trainer(tiny), make_policy()
+    t.update_policy(embed.bfloat16(), head.bfloat16(), 2)
+    assert t._embed.dtype == t._lm_head.dtype == torch.float32 and torch.equal(t._embed, embed.bfloat16().float())
+    assert t.train_slice(make_buffer(), 60, 1).steps == 1
+
+
 def test_training_before_the_policy_is_known_is_an_error(tiny):
     with pytest.raises(RuntimeError, match="update_policy"):
         DraftTrainer(tiny, SETTINGS, device="cpu", seed=0).train_slice(make_buffer(), 60, 1)

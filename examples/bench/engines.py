@@ -1,0 +1,170 @@
+"""vLLM engines for the benchmarks, in this process so that each step can be timed: a plain one, and one with the flag on.
+
+Build the plain engine first: it must be what a user has without spec-plugin, and the flag's CPU repairs hold for
+everything that the process loads after them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+
+from examples.bench.common import spread  # noqa: E402
+from spec_plugin.engine.counters import read_spec_counters  # noqa: E402
+from spec_plugin.engine.scheduler import SCHEDULER  # noqa: E402
+
+EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What both engines have in common."""
+
+    dtype: str = "float32"
+    max_num_seqs: int = 64
+    max_model_len: int = 512
+    memory_share: float = 0.35  # of a GPU, for each engine
+    eager: bool = True  # CUDA graphs off; on a CPU there are none
+
+
+@dataclass
+class Timing:
+    """One batch of requests: all of it, and its steps."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    prefill: float = 0.0  # seconds of the first step
+    steps: list[float] = field(default_factory=list)  # seconds of every later step
+    full: int = 0  # how many of these had the whole batch in them
+    drafts: int = 0  # verification steps, summed over requests
+    accepted: int = 0
+    outputs: list[list[int]] = field(default_factory=list)  # in the order of the prompts
+    reasons: list[str] = field(default_factory=list)  # why each request ended
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def step(self) -> float:
+        """Median seconds of a decoding step with the whole batch."""
+        return spread(self.steps[: self.full]).median
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verification step; 1.0 where nothing was drafted."""
+        return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
+
+
+class Engine:
+    """One engine that is stepped by hand."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.engine = llm, llm.llm_engine
+        self.max_num_seqs: int = self.engine.vllm_config.scheduler_config.max_num_seqs
+        self._requests = 0
+
+    def set_k(self, k: int) -> None:
+        """Rewrite the engine's table of k, between two steps, through the control channel."""
+        core: Any = self.engine.engine_core
+        core.engine_core.spec_set_schedule([k] * (self.max_num_seqs + 1))
+
+    def rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What the first worker answers."""
+        return self.llm.collective_rpc(method, args=args, kwargs=kwargs)[0]
+
+    def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, between: Any = None) -> Timing:
+        """Generate for all prompts at once.
+
+        Args:
+            prompts: token ids.
+            params: for every request.
+            between: called after every step, with requests in flight.
+        """
+        timing, before, done = Timing(), read_spec_counters(), {}
+        began = time.perf_counter()
+        first, self._requests = self._requests, self._requests + len(prompts)
+        for i, prompt in enumerate(prompts):
+            self.engine.add_request(str(first + i), {"prompt_token_ids": list(prompt)}, params)
+        while self.engine.has_unfinished_requests():
+            clock = time.perf_counter()
+            finished = self.engine.step()
+            self._count(timing, time.perf_counter() - clock, bool(done))
+            for output in finished:
+                done[int(output.request_id) - first] = output.outputs[0]
+            if between is not None and self.engine.has_unfinished_requests():
+                between()
+        timing.seconds = time.perf_counter() - began
+        after = read_spec_counters()
+        timing.drafts, timing.accepted = (after[n] - before[n] for n in ("drafts", "accepted_tokens"))
+        timing.outputs = [list(done[i].token_ids) for i in range(len(prompts))]
+        timing.reasons = [str(done[i].finish_reason) for i in range(len(prompts))]
+        timing.tokens = sum(map(len, timing.outputs))
+        return timing
+
+    def _count(self, timing: Timing, seconds: float, thinned: bool) -> None:
+        if not timing.prefill:
+            timing.prefill = seconds
+            return
+        timing.steps.append(seconds)
+        timing.full += not thinned
+
+
+def sampling(temperature: float, tokens: int) -> SamplingParams:
+    """Exactly ``tokens`` tokens, and the log-prob of each, which RL trainers ask for."""
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def plain_engine(target: Path, settings: EngineSettings) -> Engine:
+    """vLLM as it is without spec-plugin."""
+    return Engine(LLM(model=str(target), **_options(settings)))
+
+
+def flag_engine(target: Path, draft: Path, k: int, settings: EngineSettings) -> Engine:
+    """vLLM as the flag starts it: draft, worker extension, control channel."""
+    speculative = {
+        "method": "eagle3",
+        "model": str(draft),
+        "num_speculative_tokens": k,
+        "num_speculative_tokens_per_batch_size": [(1, settings.max_num_seqs, k)],
+        "draft_load_config": {"load_format": "auto"},
+        "draft_sample_method": "greedy",
+        "rejection_sample_method": "standard",
+    }
+    extras = {"scheduler_cls": SCHEDULER, "worker_extension_cls": EXTENSION}
+    return Engine(LLM(model=str(target), speculative_config=speculative, **extras, **_options(settings)))
+
+
+def _options(settings: EngineSettings) -> dict[str, Any]:
+    return {
+        "skip_tokenizer_init": True,
+        "dtype": settings.dtype,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_model_len": settings.max_model_len,
+        "gpu_memory_utilization": settings.memory_share,
+        "enforce_eager": settings.eager,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,  # vLLM counts acceptance only then
+        "logprobs_mode": "processed_logprobs",
+        "seed": 0,
+    }

@@ -1,0 +1,262 @@
+"""What the engine benchmarks run on: a policy, its padded twin, its prompts, and a draft trained on its own rollouts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from draft_training import (
+    Document,
+    DraftConfig,
+    DraftTrainer,
+    HiddenBuffer,
+    TrainSettings,
+    save_draft,
+)
+from examples.bench.common import CACHE, say, track
+from examples.quickstart_verl.policy import PolicySettings, cached_policy, one_thread, problem, question
+from spec_plugin.events import HiddenStates
+from spec_plugin.harvest import Harvester
+
+#: the quickstart's policy without slips in its teaching examples: a policy that knows its task, as late in a run
+CAREFUL = PolicySettings(slip=0.0)
+DIGITS = 5  # of the numbers to add: answers of 51 to 53 tokens, so that 48 are never cut short by the end of the answer
+BATCH = 64  # sequences of one forward pass while sampling and harvesting
+
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """Everything that decides what the trained draft is."""
+
+    rollouts: int = 500
+    tokens: int = 64  # most sampled tokens per rollout
+    temperature: float = 1.0
+    steps: int = 300  # optimizer steps
+    k: int = 3  # unrolled steps
+    lr: float = 2e-3
+    tokens_per_step: int = 1024
+    dtype: str = "float32"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TrainedDraft:
+    """A draft in a folder that vLLM serves, and what training measured on rollouts that it was not trained on."""
+
+    path: Path
+    expected_acceptance: float
+    parameters: int
+
+
+def default_target() -> Path:
+    """The careful quickstart policy, taught on the first call (a minute or two), then from the cache."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    return cached_policy(CACHE, CAREFUL)
+
+
+def addition_prompts(target: Path, count: int, seed: int) -> Prompts:
+    """Prompts of the default target."""
+    rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(target)
+    chats = [question(*problem(rng, DIGITS)) for _ in range(count)]
+    texts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in chats]
+    return [tokenizer(text).input_ids for text in texts]
+
+
+def prompts_of(target: Path, file: Path | None, count: int, seed: int) -> Prompts:
+    """``count`` prompts: of a JSON file with a list of texts, drawn with repetition, or the default target's.
+
+    Args:
+        target: folder with the tokenizer.
+        file: the user's prompts; None for the default target.
+        count: how many.
+        seed: other seeds give other prompts.
+    """
+    if file is None:
+        return addition_prompts(target, count, seed)
+    texts = json.loads(file.read_text())
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return [tokenizer(text).input_ids for text in random.Random(seed).choices(texts, k=count)]
+
+
+# -------------------------------------------------------------------------------------------------- padding
+
+
+def pad_state(state: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
+    """A state dict whose MLPs have ``width`` units; the new ones do not reach the residual stream.
+
+    Gate and up projections get copies of existing rows, so that the arithmetic is not on zeros; the down projection's
+    new columns are zero, so that every output stays what it was.
+    """
+    padded = {}
+    for name, tensor in state.items():
+        if name.endswith(("mlp.gate_proj.weight", "mlp.up_proj.weight")):
+            repeats = math.ceil(width / tensor.shape[0])
+            tensor = tensor.repeat(repeats, 1)[:width].contiguous()
+        elif name.endswith("mlp.down_proj.weight"):
+            new = tensor.new_zeros(tensor.shape[0], width)
+            new[:, : tensor.shape[1]] = tensor
+            tensor = new
+        padded[name] = tensor
+    return padded
+
+
+def padded_target(target: Path, width: int, dtype: str) -> Path:
+    """The target with MLPs of ``width`` units, from the cache where it is; 0 pads nothing, but converts the dtype."""
+    out = CACHE / f"padded-{_digest(target, {'width': width, 'dtype': dtype, 'how': 1})}"
+    if out.exists():
+        return out
+    say(f"padding the target's MLPs to {width or 'their own'} units")
+    config = AutoConfig.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, dtype))
+    state = model.state_dict()
+    if width:
+        state = pad_state(state, width)
+        config.intermediate_size = width
+    config.dtype = dtype
+    twin = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    twin.load_state_dict(state)
+    partial = _partial(out)
+    twin.save_pretrained(partial)
+    AutoTokenizer.from_pretrained(target).save_pretrained(partial)
+    partial.rename(out)
+    return out
+
+
+# -------------------------------------------------------------------------------------------------- the draft
+
+
+def trained_draft(
+    target: Path, prompts: Callable[[int], Prompts], settings: DraftSettings, device: str
+) -> TrainedDraft:
+    """An EAGLE-3 draft for the target, trained by this project's own loop; from the cache where it is.
+
+    Args:
+        target: folder of the (unpadded) target.
+        prompts: count -> prompts to roll out.
+        settings: how to roll out and train.
+        device: where.
+    """
+    out = CACHE / f"draft-{_digest(target, asdict(settings))}"
+    if not out.exists():
+        _train(out, target, prompts(settings.rollouts), settings, device)
+    about = json.loads((out / "bench.json").read_text())
+    return TrainedDraft(out, about["expected_acceptance"], about["parameters"])
+
+
+def _train(out: Path, target: Path, prompts: Prompts, settings: DraftSettings, device: str) -> None:
+    with one_thread():
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, settings.dtype)).to(device).eval()
+        torch.manual_seed(settings.seed)
+        config = DraftConfig.from_target(json.loads((target / "config.json").read_text()))
+        rows = sample(model, prompts, settings)
+        documents = harvest(model, rows, config.aux_layers)
+        held_out, training = documents[: len(documents) // 10], documents[len(documents) // 10 :]
+        trainer = DraftTrainer(
+            config,
+            TrainSettings(lr=settings.lr, ttt_steps=settings.k, tokens_per_step=settings.tokens_per_step),
+            device=device,
+            seed=settings.seed,
+        )
+        trainer.update_policy(model.get_input_embeddings().weight, model.get_output_embeddings().weight, 0)
+        buffer = HiddenBuffer(1 << 30, 1 << 40, settings.seed)
+        for document in training:
+            buffer.add(document)
+        untrained = trainer.evaluate(held_out).acceptance_length
+        for _ in track(range(settings.steps), "training the draft"):
+            trainer.train_slice(buffer, math.inf, 1)
+        expected = trainer.evaluate(held_out).acceptance_length
+    say(f"acceptance length expected on held-out rollouts: {untrained:.2f} untrained, {expected:.2f} trained")
+    tensors = trainer.engine_tensors(getattr(torch, settings.dtype))
+    partial = _partial(out)
+    save_draft(partial, config, tensors)
+    about = {"expected_acceptance": expected, "parameters": sum(t.numel() for t in tensors.values())}
+    (partial / "bench.json").write_text(json.dumps({**about, "settings": asdict(settings)}))
+    partial.rename(out)
+
+
+@torch.no_grad()
+def sample(model: Any, prompts: Prompts, settings: DraftSettings) -> list[tuple[list[int], list[int]]]:
+    """Roll out with transformers: (prompt, response) of every prompt, at plain temperature sampling."""
+    rows = []
+    end, pad = model.generation_config.eos_token_id, model.config.pad_token_id or 0
+    ends = set(end if isinstance(end, list) else [end])
+    for begin in track(range(0, len(prompts), BATCH), f"sampling {len(prompts)} rollouts, {BATCH} at a time"):
+        part = prompts[begin : begin + BATCH]
+        longest = max(map(len, part))
+        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in part], device=model.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in part], device=model.device)
+        options = dict(do_sample=True, temperature=settings.temperature, top_k=0, top_p=1.0)
+        made = model.generate(ids, attention_mask=mask, max_new_tokens=settings.tokens, pad_token_id=pad, **options)
+        for prompt, row in zip(part, made[:, longest:].tolist(), strict=True):
+            stop = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+            rows.append((prompt, row[:stop]))
+    return rows
+
+
+@torch.no_grad()
+def harvest(
+    model: Any, rows: Sequence[tuple[list[int], list[int]]], aux_layers: Sequence[int]
+) -> list[Document]:
+    """What the trainer's log-prob pass leaves: one document per rollout, in order."""
+    harvester, documents = Harvester(model.model, aux_layers), []
+    for begin in track(range(0, len(rows), BATCH), "harvesting hidden states"):
+        part = rows[begin : begin + BATCH]
+        ids = [torch.tensor(p + r) for p, r in part]
+        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(model.device)
+        with harvester.capture():
+            model.model(input_ids=padded, attention_mask=mask, use_cache=False)
+        hidden = harvester.take(ids, [len(r) for _, r in part], policy_version=0, max_tokens=1 << 30)
+        assert hidden is not None
+        documents += split(hidden)
+    return documents
+
+
+def split(hidden: HiddenStates) -> list[Document]:
+    """The packed documents of a harvest, one by one."""
+    documents, offset = [], 0
+    for n in hidden.lengths:
+        s = slice(offset, offset + n)
+        offset += n
+        tensors = (hidden.input_ids[s], hidden.aux[s], hidden.last[s], hidden.loss_mask[s])
+        documents.append(Document(*tensors, policy_version=hidden.policy_version))
+    return documents
+
+
+def parameters_of(folder: Path) -> int:
+    """Number of parameters of a safetensors checkpoint."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(str(file), framework="pt") as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return total
+
+
+def _digest(target: Path, settings: Mapping[str, Any]) -> str:
+    """Names a cache folder by what is in it: the target's files and the settings."""
+    stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(target.glob("*.safetensors"))]
+    text = json.dumps([str(target.absolute()), stats, settings], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _partial(out: Path) -> Path:
+    """An empty folder to fill before it is renamed, so that an interrupted one is never taken for complete."""
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial

@@ -1,0 +1,153 @@
+"""Law 2 on vLLM's CPU build: the repairs are effective in the running engine, and still needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from spec_plugin.engine import cpu_compat, patches
+
+pytestmark = pytest.mark.engine
+
+EXPAND = cpu_compat.CPU_PATCHES[0]
+
+WITHOUT_REPAIR = """
+import json, sys
+from pathlib import Path
+import tiny
+from test_cpu_compat import nan_share
+llm = tiny.start_engine(Path(sys.argv[1]), Path(sys.argv[2]),
+                        additional_config={"spec_plugin": {"skip_patches": ["expand_kernel"]}})
+patches = {p["name"]: p["state"] for p in tiny.rpc(llm, "spec_draft_info")["patches"]}
+print("RESULT " + json.dumps([nan_share(llm), patches]))
+"""
+
+
+def nan_share(llm: Any) -> float:
+    """Share of sampled tokens whose log-prob is not a number, at temperature 1."""
+    values = [next(iter(step.values())).logprob for o in tiny.generate(llm, 1.0, logprobs=0) for step in o.logprobs]
+    return sum(math.isnan(v) for v in values) / len(values)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_a_cpu():
+    if not cpu_compat.on_cpu():
+        pytest.skip("repairs of the CPU build")
+
+
+def test_both_repairs_are_in_force_in_the_worker(llm):
+    states = {p["name"]: p["state"] for p in tiny.rpc(llm, "spec_draft_info")["patches"]}
+    assert states == {"expand_kernel": "in force", "live_weights": "in force"}
+
+
+def test_the_running_rejection_sampler_expands_right(llm):
+    assert cpu_compat.sampler_expands_right()
+
+
+def test_log_probs_are_finite_at_temperature_one(llm):
+    assert nan_share(llm) == 0.0
+
+
+def test_without_the_repair_the_running_engine_samples_garbage(llm):
+    patches.revert(EXPAND)
+    try:
+        share = nan_share(llm)
+        wrong = not cpu_compat.sampler_expands_right()
+    finally:
+        patches.apply(EXPAND)
+    print(f"\nNaN log-probs without the repair: {share:.0%}")
+    assert wrong and share > 0.2
+    assert nan_share(llm) == 0.0
+
+
+def test_the_repair_can_be_left_out_by_an_engine_option_and_is_still_needed(target, draft):
+    """When this fails because nothing is NaN, vLLM has fixed issue 55005 and the patch can go."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_REPAIR, str(target), str(draft)],
+        cwd=here,
+        env={**__import__("os").environ, "PYTHONPATH": f"{here.parents[1]}:{here}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stderr[-3000:]
+    share, states = json.loads(lines[0].removeprefix("RESULT "))
+    assert states == {"expand_kernel": "skipped", "live_weights": "in force"}
+    assert share > 0.2
+
+
+def test_the_targets_weights_can_be_changed_in_the_running_engine(llm, greedy_reference):
+    """A trainer's weight sync is a plain ``load_weights`` on the target: it must reach the packed layers."""
+
+    def scale(worker: Any, by: float) -> None:
+        model = worker.model_runner.get_model()
+        weight = dict(model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
+        model.load_weights([("model.layers.0.mlp.down_proj.weight", weight.detach().clone() * by)])
+
+    tiny.rpc(llm, scale, 5000.0)
+    changed = tiny.greedy(llm)
+    tiny.rpc(llm, scale, 1 / 5000.0)
+    assert changed != greedy_reference
+    assert tiny.greedy(llm) == greedy_reference
+
+
+def test_an_engine_with_a_lossy_setting_does_not_start(llm):
+    from types import SimpleNamespace
+
+    from spec_plugin.engine.extension import SpecWorkerExtension
+    from spec_plugin.errors import SpecConfigError
+
+    config = llm.llm_engine.vllm_config
+    lossy = __import__("copy").copy(config.speculative_config)
+    lossy.rejection_sample_method = "synthetic"
+    fake = SimpleNamespace(speculative_config=lossy, device_config=config.device_config, additional_config={})
+    with pytest.raises(SpecConfigError, match="synthetic"):
+        SpecWorkerExtension(vllm_config=fake)
+
+
+@pytest.mark.parametrize("first", ["ours", "the trainer's"])
+def test_a_trainers_extension_may_stand_on_either_side(llm, first):
+    from vllm.config import set_current_vllm_config
+
+    from spec_plugin.engine.extension import SpecWorkerExtension
+
+    seen = {}
+
+    class Trainer:  # as verl's: reads vllm_config, passes nothing on
+        def __new__(cls, **kwargs):
+            seen.update(kwargs)
+            return super().__new__(cls)
+
+    bases = (SpecWorkerExtension, Trainer) if first == "ours" else (Trainer, SpecWorkerExtension)
+    config = llm.llm_engine.vllm_config
+    with set_current_vllm_config(config):
+        worker = type("Both", bases, {"__init__": lambda self, **kwargs: None})(vllm_config=config)
+    assert seen["vllm_config"] is config and worker._spec_state.version == -1
+
+
+def test_counters_are_cumulative(llm):
+    from spec_plugin.engine.counters import read_spec_counters
+
+    before = read_spec_counters()
+    tiny.greedy(llm)
+    after = read_spec_counters()
+    assert after["drafts"] > before["drafts"] and len(after["accepted_per_pos"]) == 3
+    assert after["draft_tokens"] - before["draft_tokens"] <= 3 * (after["drafts"] - before["drafts"])
+    assert sum(after["accepted_per_pos"]) == after["accepted_tokens"]
+
+
+def test_every_capability_is_found_on_the_installed_vllm():
+    from spec_plugin.engine.capabilities import probe_vllm
+
+    found = {c.name: c for c in probe_vllm()}
+    missing = {n: c.detail for n, c in found.items() if not c.available}
+    assert set(missing) <= {"sleep mode", "sampling kernels", "draft accessor"}, missing

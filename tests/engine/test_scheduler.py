@@ -1,0 +1,121 @@
+"""The control channel on a real engine: k changes at run time, single requests stay plain, bad calls change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tiny import MAX_NUM_SEQS, K, live_engine, prompts
+
+from spec_plugin.engine import scheduler as scheduler_module
+from spec_plugin.engine.counters import read_spec_counters
+from spec_plugin.engine.scheduler import check_table, schedule_state, set_schedule, verify
+from spec_plugin.errors import PatchError
+
+TABLE = [K] * (MAX_NUM_SEQS + 1)
+
+
+def test_a_table_that_does_not_fit_is_refused_with_the_reason():
+    assert check_table([0, 3, 1], 3, 3) == [0, 3, 1]
+    for table, reason in [
+        ([3], "3 entries, got 1"),
+        ([0, 4, 1], r"ints in 0\.\.3.*\(1, 4\)"),
+        ([0, -1, 1], r"\(1, -1\)"),
+        ([0, 1.0, 1], r"\(1, 1.0\)"),
+        ([0, True, 1], r"\(1, True\)"),
+        ("abc", "got str"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            check_table(table, 3, 3)
+
+
+def test_importing_the_module_leaves_vllm_as_it_was():
+    from vllm.v1.engine.core import EngineCore
+
+    assert not hasattr(EngineCore, "spec_set_schedule")
+
+
+def test_a_vllm_without_the_mechanism_is_refused_loudly(monkeypatch):
+    verify()
+
+    class Changed(scheduler_module.Scheduler):
+        def schedule(self):
+            return None
+
+    monkeypatch.setattr(scheduler_module, "Scheduler", Changed)
+    with pytest.raises(PatchError, match=r"Scheduler\.dynamic_sd_lookup is gone or changed"):
+        verify()
+
+
+async def _generate(engine, name, plain=lambda i: False, tokens=24):
+    from vllm import SamplingParams
+
+    async def one(i, prompt):
+        extra = {"extra_args": scheduler_module.PLAIN} if plain(i) else {}
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **extra)
+        async for output in engine.generate({"prompt_token_ids": prompt}, params, request_id=f"{name}-{i}"):
+            last = output
+        return list(last.outputs[0].token_ids)
+
+    before = read_spec_counters()
+    outputs = await asyncio.gather(*[one(i, p) for i, p in enumerate(prompts())])
+    after = read_spec_counters()
+    return outputs, {n: after[n] - before[n] for n in ("drafts", "draft_tokens")}
+
+
+@pytest.mark.engine
+def test_k_follows_the_table_and_greedy_output_does_not():
+    live = live_engine()
+    reference, did = live.run(_generate(live.engine, "reference"))
+    assert did["drafts"] > 0
+    for k in (0, 1, 2, 3, 0):
+        state = live.run(set_schedule(live.engine, [k] * (MAX_NUM_SEQS + 1)))
+        assert state["table"] == [k] * (MAX_NUM_SEQS + 1) and state["k_max"] == K
+        outputs, did = live.run(_generate(live.engine, f"k{k}"))
+        assert outputs == reference
+        assert (did["drafts"] > 0) == (k > 0)
+        assert did["draft_tokens"] <= k * did["drafts"]
+    live.run(set_schedule(live.engine, TABLE))
+
+
+@pytest.mark.engine
+def test_k_may_change_while_requests_run():
+    live = live_engine()
+
+    async def toggle():
+        reference, _ = await _generate(live.engine, "still", tokens=64)
+        running = asyncio.ensure_future(_generate(live.engine, "toggled", tokens=64))
+        changes = 0
+        while not running.done():
+            await set_schedule(live.engine, [changes % (K + 1)] * (MAX_NUM_SEQS + 1))
+            changes += 1
+            await asyncio.sleep(0.005)
+        return reference, (await running)[0], changes
+
+    reference, toggled, changes = live.run(toggle())
+    assert toggled == reference and changes > 3
+    live.run(set_schedule(live.engine, TABLE))
+
+
+@pytest.mark.engine
+def test_single_requests_stay_plain_beside_speculating_ones():
+    live = live_engine()
+    reference, everyone = live.run(_generate(live.engine, "all"))
+    outputs, half = live.run(_generate(live.engine, "half", plain=lambda i: i % 2 == 0))
+    assert outputs == reference and 0 < half["drafts"] < everyone["drafts"]
+    outputs, none = live.run(_generate(live.engine, "none", plain=lambda i: True))
+    assert outputs == reference and none["drafts"] == 0
+
+
+@pytest.mark.engine
+def test_a_bad_table_raises_and_the_old_one_stays_in_force():
+    live = live_engine()
+    for bad, reason in [([K], "33 entries, got 1"), ([K + 1] * len(TABLE), r"ints in 0\.\.3")]:
+        with pytest.raises(ValueError, match=reason):
+            live.run(set_schedule(live.engine, bad))
+        assert live.run(schedule_state(live.engine))["table"] == TABLE
+    outputs, did = live.run(_generate(live.engine, "alive"))
+    assert len(outputs) == 8 and did["drafts"] > 0

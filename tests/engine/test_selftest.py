@@ -1,0 +1,113 @@
+"""Law 2 on real engines: the self-test passes a correct one every time, and fails each of those that sample wrongly."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tiny import MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
+
+from spec_plugin.engine.scheduler import schedule_state, set_schedule
+from spec_plugin.engine.selftest import default_prompts, run_self_test, tolerance
+
+pytestmark = pytest.mark.engine
+SECONDS = 30.0
+
+
+def _test(live, seconds=SECONDS, **options):
+    arguments = {
+        "prompts": prompts(),
+        "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": -1},
+        "k": K,
+        "vocab_size": VOCAB,
+        "alpha": 1e-6,
+        "seconds": seconds,
+        "max_num_seqs": MAX_NUM_SEQS,
+    }
+    report = live.run(run_self_test(live.engine, **{**arguments, **options}))
+    print(f"\npassed={report.passed} in {report.seconds:.1f} s, break-even {report.break_even}")
+    for check in report.checks:
+        print(f"  {'ok ' if check.passed else 'BAD'} {check.name}: {check.detail}")
+    return report, {c.name: c for c in report.checks}
+
+
+@pytest.mark.parametrize("attempt", [1, 2, 3])
+def test_a_correct_engine_passes(attempt):
+    live = live_engine()
+    report, checks = _test(live)
+    assert report.passed, report.failures()
+    assert report.seconds < SECONDS + 2
+    assert (
+        "acceptance path exercised" in checks["speculation"].detail
+        and " 0 accepted" not in checks["speculation"].detail
+    )
+    assert report.break_even and all(math.isfinite(v) and v > 0.3 for v in report.break_even.values())
+
+
+def test_a_correct_engine_passes_with_filters_and_leaves_no_trace():
+    live = live_engine()
+    table = [0] + [1, 2] * (MAX_NUM_SEQS // 2)
+    live.run(set_schedule(live.engine, table))
+    report, _ = _test(live, sampling={"temperature": 0.7, "top_p": 0.9, "top_k": 20}, seconds=20.0)
+    assert report.passed, report.failures()
+    assert live.run(schedule_state(live.engine))["table"] == table
+    assert live.engine.output_processor.get_num_unfinished_requests() == 0
+    live.run(set_schedule(live.engine, [K] * (MAX_NUM_SEQS + 1)))
+
+
+def test_a_time_limit_that_is_too_short_fails_and_aborts_what_runs():
+    live = live_engine()
+    report, _ = _test(live, seconds=0.05)
+    assert not report.passed and "time limit" in report.failures()
+    assert live.engine.output_processor.get_num_unfinished_requests() == 0
+    assert live.run(schedule_state(live.engine))["table"] == [K] * (MAX_NUM_SEQS + 1)
+
+
+def test_log_probs_of_the_trainer_that_differ_from_the_engines_are_found():
+    live = live_engine()
+    report, checks = _test(live, score=lambda sequences: [[-1.0] * (len(s) - 1) for s in sequences], seconds=20.0)
+    assert not report.passed and not checks["logprobs: trainer"].passed
+
+
+def test_vllms_cpu_sampling_bug_is_found_where_its_nan_shows():
+    """vLLM issue 55005: the temperature of each drafted token is read from uninitialised memory."""
+    report, checks = _test(live_engine(skip_patches=("expand_kernel",)))
+    assert not report.passed
+    assert not checks["finite"].passed, checks["finite"].detail
+
+
+def test_vllms_cpu_sampling_bug_is_found_where_its_nan_is_hidden():
+    report, checks = _test(live_engine(skip_patches=("expand_kernel",), logprobs_mode="raw_logprobs"))
+    assert not report.passed
+    assert not (checks["samples: counts"].passed and checks["samples: log-probs"].passed)
+
+
+def test_vllms_own_lossy_mode_is_found():
+    """``synthetic`` accepts the draft's tokens at a given rate, whatever the target says of them."""
+    lossy = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
+    _, checks = _test(live_engine(speculative=lossy))
+    assert not checks["greedy"].passed
+    assert not checks["samples: log-probs"].passed
+    assert not checks["samples: counts"].passed
+
+
+def test_an_engine_that_is_gone_is_a_failed_check():
+    live = live_engine(speculative={"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0})
+    live.engine.shutdown()
+    report, _ = _test(live, seconds=5.0)
+    assert not report.passed and report.failures()
+
+
+def test_default_prompts_avoid_special_tokens_and_are_reproducible():
+    made = default_prompts(50, n=4, length=30, avoid=(0, 1))
+    assert made == default_prompts(50, n=4, length=30, avoid=(0, 1))
+    assert all(1 < t < 50 for p in made for t in p)
+
+
+def test_tolerance_is_two_steps_of_a_logit():
+    import torch
+
+    assert (tolerance(torch.float32), tolerance(torch.bfloat16)) == (1e-3, 0.25)

@@ -1,0 +1,132 @@
+"""A tiny target, a draft that agrees with it now and then, and engines that serve them: all made within the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import random
+import tempfile
+import threading
+from collections.abc import Coroutine
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB, K, MAX_NUM_SEQS = 320, 3, 32
+
+
+def _save(folder: Path, noise: float) -> str:
+    """A random Qwen3 whose next-token distribution is sharp; ``noise`` blurs the head (that makes it a draft)."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).float()
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=0.45)
+        model.lm_head.weight += noise * torch.randn(model.lm_head.weight.shape)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@cache
+def models() -> tuple[str, str]:
+    """Folders of (target, draft)."""
+    root = Path(tempfile.mkdtemp(prefix="spec-tiny-"))
+    return _save(root / "target", 0.0), _save(root / "draft", 0.15)
+
+
+def prompts(n: int = 8, length: int = 12) -> list[list[int]]:
+    """Random prompts."""
+    rng = random.Random(1)
+    return [[rng.randrange(2, VOCAB) for _ in range(length)] for _ in range(n)]
+
+
+class LiveEngine:
+    """An AsyncLLM on an event loop of its own, so that several test modules can share it."""
+
+    def __init__(self, skip_patches: tuple[str, ...], speculative: dict[str, Any], options: dict[str, Any]) -> None:
+        os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1")
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.engine = self.run(self._start(skip_patches, speculative, options))
+
+    async def _start(self, skip_patches: tuple[str, ...], speculative: dict[str, Any], options: dict[str, Any]) -> Any:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from spec_plugin.engine.scheduler import SCHEDULER
+
+        target, draft = models()
+        settings = {
+            "method": "draft_model",
+            "model": draft,
+            "num_speculative_tokens": K,
+            "num_speculative_tokens_per_batch_size": [(1, MAX_NUM_SEQS, K)],
+            **speculative,
+        }
+        arguments = AsyncEngineArgs(
+            model=target,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=256,
+            enforce_eager=True,
+            max_num_seqs=MAX_NUM_SEQS,
+            disable_log_stats=False,
+            scheduler_cls=SCHEDULER,
+            worker_extension_cls="spec_plugin.engine.extension.SpecWorkerExtension",
+            additional_config={"spec_plugin": {"skip_patches": list(skip_patches)}},
+            speculative_config=settings,
+            **{"logprobs_mode": "processed_logprobs", **options},
+        )
+        return AsyncLLM.from_engine_args(arguments)
+
+    def run(self, work: Coroutine[Any, Any, Any], timeout: float = 300.0) -> Any:
+        """Run a coroutine on the engine's loop and return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
+
+    def close(self) -> None:
+        """Shut the engine down."""
+        self.loop.call_soon_threadsafe(self.engine.shutdown)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(30)
+
+
+_live: dict[str, LiveEngine] = {}
+
+
+def live_engine(
+    skip_patches: tuple[str, ...] = (), speculative: dict[str, Any] | None = None, **options: Any
+) -> LiveEngine:
+    """The engine with these settings; one lives at a time, and stays for the next test that asks for the same."""
+    key = repr((skip_patches, speculative, sorted(options.items())))
+    if key not in _live:
+        close_all()
+        _live[key] = LiveEngine(skip_patches, speculative or {}, options)
+    return _live[key]
+
+
+def close_all() -> None:
+    """Shut down whatever lives."""
+    for live in _live.values():
+        live.close()
+    _live.clear()
+
+
+atexit.register(close_all)

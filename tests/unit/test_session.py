@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_plugin import (
+    LogprobProvenanceError,
+    LosslessError,
+    SpecConfig,
+    SpecConfigError,
+    hookimpl,
+)
+from spec_plugin.errors import PatchError
+from spec_plugin.events import (
+    HiddenStates,
+    LogprobBatch,
+    RefreshReport,
+    RolloutStats,
+    SelfTestReport,
+    TargetInfo,
+    WeightSync,
+)
+from spec_plugin.plugins import create_manager
+from spec_plugin.session import SpecSession
+
+H, V, SEQS = 32, 64, 4
+TARGET = TargetInfo(
+    path="/nowhere",
+    hf_config={
+        "model_type": "qwen3",
+        "vocab_size": V,
+        "hidden_size": H,
+        "intermediate_size": 48,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+    },
+    dtype="float32",
+    max_num_seqs=SEQS,
+)
+GUARDED = (
+    "spec_engine_ready",
+    "spec_rollout_start",
+    "spec_rollout_end",
+    "spec_target_forward",
+    "spec_train_draft",
+    "spec_weight_sync",
+    "spec_draft_weights",
+    "spec_refreshed",
+    "spec_schedule",
+    "spec_metrics",
+    "spec_save",
+    "spec_load",
+)
+
+
+def session_with(plugin: object | None = None, **options: object) -> SpecSession:
+    manager = create_manager(load_entry_points=False)
+    if plugin is not None:
+        manager.register(plugin, name="mine")
+    return SpecSession(SpecConfig.parse(options), TARGET, manager)
+
+
+def raising(hook: str, error: Exception) -> object:
+    """A plugin whose one hook raises."""
+
+    def implementation(self):
+        raise error
+
+    return type("Faulty", (), {hook: hookimpl(implementation)})()
+
+
+def step(session: SpecSession, version: int, folder: Path) -> dict[str, float]:
+    """One trainer step as an adapter drives it; every session method is called."""
+    generator = torch.Generator().manual_seed(version)
+    n = 12
+    sync = WeightSync(version, torch.randn(V, H, generator=generator), torch.randn(V, H, generator=generator))
+    session.load(folder)
+    refresh = session.weight_sync(sync)
+    if refresh is not None:
+        session.refreshed(refresh, RefreshReport(True, refresh.draft_version, refresh.digest, 1.0))
+    if version == 0:
+        session.engine_ready(SelfTestReport((), 1.0, {SEQS: 1.5}))
+    session.schedule(version)
+    session.rollout_start(version)
+    session.rollout_end(RolloutStats(version, 2, n, 0.5, 100, 300, 200, (90, 70, 40)))
+    hidden = HiddenStates(
+        input_ids=torch.randint(V, (n,), generator=generator),
+        aux=torch.randn(n, 3 * H, generator=generator),
+        last=torch.randn(n, H, generator=generator),
+        loss_mask=torch.arange(n) % 6 > 1,
+        lengths=(6, 6),
+        policy_version=version,
+        milliseconds=0.1,
+    )
+    session.target_forward(hidden)
+    logprobs = torch.full((2, 4), -1.0)
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    session.check_logprobs(LogprobBatch(version, logprobs, logprobs.clone(), mask, None, True, False))
+    session.train_draft(version, 0.2)
+    session.save(folder)
+    return session.metrics()
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    caplog.set_level(logging.WARNING, logger="spec_plugin")
+    return lambda: [r.getMessage() for r in caplog.records if "speculation is off" in r.getMessage()]
+
+
+def test_a_healthy_run_reports_no_failure_and_no_warning(tmp_path, warnings_of):
+    session = session_with(train_tokens=32)
+    (tmp_path / "draft").mkdir()  # so that spec_load looks at it before a draft exists
+    (tmp_path / "draft").rmdir()
+    metrics = step(session, 0, tmp_path / "a") | step(session, 1, tmp_path / "b")
+    assert metrics["spec/failed"] == 0.0 and warnings_of() == [], session.failure
+    assert metrics["spec/acceptance_length"] == 3.0
+
+
+@pytest.mark.parametrize("hook", GUARDED)
+def test_law_6_an_exception_in_any_hook_turns_speculation_off_with_one_warning(hook, tmp_path, warnings_of):
+    session = session_with(raising(hook, RuntimeError("out of luck")), serve="always")
+    for version in range(3):
+        metrics = step(session, version, tmp_path)
+    assert session.failed
+    assert len(warnings_of()) == 1 and "out of luck" in warnings_of()[0] and "training goes on" in warnings_of()[0]
+    assert metrics["spec/failed"] == 1.0
+    assert session.schedule(3) == (0,) * (SEQS + 1)
+    assert session.weight_sync(WeightSync(3, torch.zeros(V, H), torch.zeros(V, H))) is None
+
+
+def test_law_6_nothing_is_trained_saved_or_harvested_after_a_failure(tmp_path):
+    calls: list[str] = []
+
+    class Watching:
+        @hookimpl
+        def spec_target_forward(self):
+            calls.append("harvest")
+
+        @hookimpl
+        def spec_train_draft(self):
+            calls.append("train")
+
+        @hookimpl
+        def spec_save(self):
+            calls.append("save")
+
+    session = session_with(Watching())
+    session.fail("test", "on purpose")
+    step(session, 0, tmp_path)
+    assert calls == []
+
+
+def test_law_6_a_failure_outside_of_the_hooks_counts_too_and_only_the_first_is_kept(warnings_of):
+    session = session_with(serve="always")
+    assert any(session.schedule(0))
+    session.fail("refresh", TimeoutError("first"))
+    session.fail("refresh", TimeoutError("second"))
+    assert session.failure == "refresh: first" and len(warnings_of()) == 1
+    assert not any(session.schedule(0))
+
+
+@pytest.mark.parametrize("error", [SpecConfigError, LosslessError, LogprobProvenanceError, PatchError])
+@pytest.mark.parametrize("hook", ["spec_weight_sync", "spec_rollout_end", "spec_schedule", "spec_metrics"])
+def test_laws_2_and_3_errors_that_must_stop_the_run_pass_through(hook, error, tmp_path, warnings_of):
+    session = session_with(raising(hook, error("stop")))
+    with pytest.raises(error, match="stop"):
+        step(session, 0, tmp_path)
+    assert warnings_of() == []
+
+
+def test_law_3_log_probs_are_checked_also_after_speculation_has_failed():
+    session = session_with()
+    session.fail("test", "on purpose")
+    bad = torch.tensor([[float("nan")]])
+    with pytest.raises(LogprobProvenanceError):
+        session.check_logprobs(LogprobBatch(0, bad, None, torch.ones(1, 1, dtype=torch.bool), None, False, False))
+
+
+def test_law_3_a_guard_that_crashes_stops_the_run_since_unchecked_log_probs_must_not_enter_the_loss(tmp_path):
+    session = session_with(raising("spec_check_logprobs", ZeroDivisionError("guard")))
+    with pytest.raises(ZeroDivisionError):
+        step(session, 0, tmp_path)
+
+
+def test_a_plugin_may_refuse_the_run_when_the_session_starts():
+    with pytest.raises(SpecConfigError, match="not this one"):
+        session_with(raising("spec_configure", SpecConfigError("not this one")))
+
+
+def test_a_method_that_no_plugin_provides_is_refused_with_the_active_plugins():
+    with pytest.raises(SpecConfigError, match=r"spec.method='eagel3'.*eagle3"):
+        session_with(method="eagel3").speculative_config()
+
+
+def test_a_plugins_method_is_used_like_a_built_in_one():
+    class Ngram:
+        @hookimpl
+        def spec_speculative_config(self, config):
+            return {"method": "ngram"} if config.method == "ngram" else None
+
+    assert session_with(Ngram(), method="ngram").speculative_config() == {"method": "ngram"}
+
+
+def test_metrics_of_all_plugins_are_merged(tmp_path):
+    class Mine:
+        @hookimpl
+        def spec_metrics(self):
+            return {"spec/mine": 7.0}
+
+    metrics = step(session_with(Mine()), 0, tmp_path)
+    assert metrics["spec/mine"] == 7.0 and "spec/on" in metrics and "spec/harvest_tokens" in metrics
+
+
+def test_a_weight_sync_without_an_embedding_turns_speculation_off_and_says_what_was_expected(warnings_of):
+    session = session_with()
+    assert session.weight_sync(WeightSync(0, None, None)) is None
+    assert "model.embed_tokens.weight" in warnings_of()[0]
+
+
+@pytest.mark.parametrize("draft", ["", "config.json"], ids=["missing folder", "empty folder"])
+def test_a_draft_that_cannot_be_read_is_refused_when_the_session_starts(draft, tmp_path):
+    folder = tmp_path / "draft"
+    if draft:
+        folder.mkdir()
+    with pytest.raises(SpecConfigError, match=str(folder)):
+        session_with(draft=str(folder))
