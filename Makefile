@@ -42,8 +42,8 @@ engine-test: env  ## tests with a real vLLM engine (minutes)
 trainer-test: env  ## tests with a real trainer (minutes)
 	$(PY) -m pytest tests/trainers -m trainer $(ARGS)
 
-bench: env  ## benchmarks under examples/bench
-	$(PY) examples/bench/run.py $(ARGS)
+bench: env  ## the benchmarks of examples/bench, about 10 minutes
+	$(PY) examples/bench/run_all.py $(ARGS)
 
 clean:  ## remove caches and runs; the environment stays (rm -r .envs)
 	rm -rf .cache runs outputs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -141,5 +141,6 @@ def options_table() -> str:
     for name, field in SpecConfig.model_fields.items():
         default = "none" if field.default is None else repr(field.default).strip("'").replace("()", "[]")
         allowed = describe_range(name).replace("|", "\\|")
-        rows.append(f"| `{name}` | {default} | {allowed} | {field.description} |")
+        meaning = str(field.description).replace("|", "\\|")
+        rows.append(f"| `{name}` | {default} | {allowed} | {meaning} |")
     return "\n".join(rows)

@@ -58,6 +58,7 @@ class BreakEvenController:
         self._predicted: float | None = None
         self._served_prediction: float | None = None
         self._measured: float | None = None
+        self._tried = False
         self._correction = 1.0
         self._warned = False
         self._table: tuple[int, ...] = ()
@@ -87,7 +88,7 @@ class BreakEvenController:
         if stats.drafts < _MIN_DRAFTS or stats.acceptance_length is None:
             self._measured = None
             return
-        self._measured = stats.acceptance_length
+        self._measured, self._tried = stats.acceptance_length, True
         if self._served_prediction is not None and self._served_prediction > 1.2:
             ratio = (self._measured - 1.0) / (self._served_prediction - 1.0)
             self._correction = min(1.0, 0.5 * self._correction + 0.5 * ratio)
@@ -118,7 +119,7 @@ class BreakEvenController:
             table = (0,) + (k if self._config.serve == "always" else 0,) * size
         elif acceptance is None or not self._break_even:
             # A draft that the user brought is tried out for one phase; a new one waits for its first training.
-            table = (0,) + (k if self._config.draft is not None and self._measured is None else 0,) * size
+            table = (0,) + (k if self._config.draft is not None and not self._tried else 0,) * size
         else:
             table = schedule_table(k, acceptance, self._break_even, any(self._table), size)
         self._table = table

@@ -96,9 +96,14 @@ def check_versions(batch: LogprobBatch) -> None:
         )
 
 
+def _difference(recomputed: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
+    """|rollout - recomputed| under the mask, else zero: a product would keep NaN from padding, and NaN > bound is False."""
+    return (rollout - recomputed).abs().masked_fill(~mask, 0.0)
+
+
 def agreement(recomputed: Tensor, rollout: Tensor, mask: Tensor) -> Agreement:
     """Statistics of |rollout - recomputed| over the masked tokens; all inputs [B, T]."""
-    diff = ((rollout - recomputed).abs() * mask).double()
+    diff = _difference(recomputed, rollout, mask).double()
     per_sequence = diff.sum(-1) / mask.sum(-1).clamp_min(1)
     tokens = int(mask.sum())
     if tokens == 0:
@@ -114,7 +119,7 @@ def check_agreement(batch: LogprobBatch, tolerance: Tolerance) -> Agreement:
     """
     assert batch.rollout is not None
     got = agreement(batch.recomputed, batch.rollout, batch.mask)
-    diff = (batch.rollout - batch.recomputed).abs() * batch.mask
+    diff = _difference(batch.recomputed, batch.rollout, batch.mask)
     mean_of = (diff.sum(-1) / batch.mask.sum(-1).clamp_min(1))[:, None].expand_as(diff)
     for what, value, bound, where in (
         ("mean difference over the batch", got.mean, tolerance.mean, diff > tolerance.mean),
@@ -154,6 +159,7 @@ class ProvenanceGuard:
         self._baseline = 0.0
         self._comparable = True
         self._last: Agreement | None = None
+        self._versions_known = 0.0
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
@@ -171,6 +177,8 @@ class ProvenanceGuard:
         """
         check_finite("recomputed", batch.recomputed, batch.mask)
         check_versions(batch)
+        versions = batch.rollout_versions
+        self._versions_known = 0.0 if versions is None else float((versions >= 0).double().mean())
         if batch.rollout is None:
             return
         check_finite("rollout", batch.rollout, batch.mask)
@@ -191,11 +199,12 @@ class ProvenanceGuard:
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
-        """Mean and largest difference of the last batch, and the bound that held."""
+        """Mean and largest difference of the last batch, the bound that held, and the share of sequences with a known version."""
         if self._last is None:
             return {}
         return {
             "spec/logprob_diff_mean": self._last.mean,
             "spec/logprob_diff_max": self._last.max,
             "spec/logprob_tolerance": self._tolerance().mean,
+            "spec/versions_known": self._versions_known,
         }

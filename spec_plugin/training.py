@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from draft_training import Document, DraftTrainer, HiddenBuffer, SliceReport, TrainSettings, digest
 from spec_plugin.config import SpecConfig
@@ -25,6 +26,7 @@ class DraftTraining:
         self._buffer: HiddenBuffer | None = None
         self._slice: SliceReport | None = None
         self._resume_from: Path | None = None
+        self._token_counts: Tensor | None = None  # [V], while a new pruned draft waits for its vocabulary
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
@@ -65,8 +67,11 @@ class DraftTraining:
             tensors=start.tensors,
         )
         self._buffer = HiddenBuffer(config.buffer_tokens, config.buffer_mb << 20, config.seed)
+        if start.config.pruned and start.tensors is None:
+            self._token_counts = torch.zeros(start.config.vocab_size, dtype=torch.int64)
         if self._resume_from is not None:
             trainer.load(self._resume_from)
+            self._token_counts = None
         return trainer
 
     @hookimpl
@@ -74,6 +79,9 @@ class DraftTraining:
         """Cut the pack into documents; the buffer copies what it keeps."""
         if self._buffer is None:
             return
+        if self._token_counts is not None:
+            sampled = hidden.input_ids[hidden.loss_mask]
+            self._token_counts += torch.bincount(sampled, minlength=self._token_counts.numel())
         offset = 0
         for n in hidden.lengths:
             piece = slice(offset, offset + n)
@@ -93,6 +101,9 @@ class DraftTraining:
         """One slice of at most ``seconds``."""
         if self._trainer is None or self._buffer is None or not self._config.train or seconds <= 0:
             return
+        if self._token_counts is not None:  # the first rollouts show which tokens this policy uses
+            self._trainer.select_vocabulary(self._token_counts)
+            self._token_counts = None
         self._slice = self._trainer.train_slice(self._buffer, seconds, self._config.train_max_steps)
 
     @hookimpl

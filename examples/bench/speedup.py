@@ -16,7 +16,7 @@ from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import Spread, interleave, limit, paired, say, show, spread, verdict  # noqa: E402
 
 if TYPE_CHECKING:
-    from examples.bench.engines import Engine, EngineSettings, Timing
+    from examples.bench.engines import Engine, Timing
 
 HELP = """Measure how much faster rollouts are with a trained EAGLE-3 draft.
 
@@ -92,7 +92,7 @@ class Row:
 def main(**options: Any) -> None:
     """Prepare, measure, report."""
     out, cuda_graphs = options.pop("out"), options.pop("cuda_graphs")
-    common.use_threads(options["threads"])
+    common.prepare_process(options["threads"])
     device = common.pick_device(options["device"])
     target = options["target"] or workload.default_target()
     draft = prepare_draft(target, options, device)
@@ -110,7 +110,9 @@ def main(**options: Any) -> None:
     rows = [measure(plain, flagged, b, target, options) for b in options["batches"]]
     report(rows, shares, options)
     content = {"rows": [{**asdict(r), "limit": r.limit} for r in rows], "parameters": shares}
-    common.write_results("speedup", {**options, "draft": draft, "target": target, **asdict(settings)}, content, where, out)
+    common.write_results(
+        "speedup", {**options, "draft": draft, "target": target, **asdict(settings)}, content, where, out
+    )
 
 
 def prepare_draft(target: Path, options: dict[str, Any], device: str) -> Path:

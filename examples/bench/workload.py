@@ -156,6 +156,17 @@ def trained_draft(
     return TrainedDraft(out, about["expected_acceptance"], about["parameters"])
 
 
+def newborn_draft(target: Path, dtype: str, width: int | None = None) -> Path:
+    """An untrained draft for the target, as a run without a checkpoint starts from."""
+    out = CACHE / f"newborn-{_digest(target, {'dtype': dtype, 'width': width})}"
+    if not out.exists():
+        hf = json.loads((target / "config.json").read_text())
+        config = DraftConfig.from_target(hf, intermediate_size=width)
+        trainer = DraftTrainer(config, TrainSettings(), device="cpu", seed=0)
+        save_draft(out, config, trainer.engine_tensors(getattr(torch, dtype)))
+    return out
+
+
 def _train(out: Path, target: Path, prompts: Prompts, settings: DraftSettings, device: str) -> None:
     with one_thread():
         model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, settings.dtype)).to(device).eval()
@@ -207,9 +218,7 @@ def sample(model: Any, prompts: Prompts, settings: DraftSettings) -> list[tuple[
 
 
 @torch.no_grad()
-def harvest(
-    model: Any, rows: Sequence[tuple[list[int], list[int]]], aux_layers: Sequence[int]
-) -> list[Document]:
+def harvest(model: Any, rows: Sequence[tuple[list[int], list[int]]], aux_layers: Sequence[int]) -> list[Document]:
     """What the trainer's log-prob pass leaves: one document per rollout, in order."""
     harvester, documents = Harvester(model.model, aux_layers), []
     for begin in track(range(0, len(rows), BATCH), "harvesting hidden states"):

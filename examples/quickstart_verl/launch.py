@@ -59,6 +59,7 @@ def arguments(run: Run) -> list[str]:
         "data.dataloader_num_workers=0",
         f"actor_rollout_ref.model.path={run.policy}",
         f"{actor}.optim.lr=2e-4",
+        f"{actor}.optim.lr_warmup_steps=3",  # Adam's first steps are as long as its later ones
         f"{actor}.optim.weight_decay=0.0",
         f"{actor}.ppo_mini_batch_size=16",
         f"{actor}.ppo_micro_batch_size_per_gpu=32",

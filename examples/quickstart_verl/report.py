@@ -83,11 +83,11 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def table(records: Sequence[Record]) -> Table:
+def table(records: Sequence[Record], title: str) -> Table:
     """One row a step. Columns without any value are left out, except the ones that the quickstart is about."""
     always = {"reward", "acceptance_length", "generation_s"}
     shown = [c for c in COLUMNS if c.name in always or series(records, c.name)[1]]
-    result = Table(title="GRPO with speculative rollouts, step by step", header_style="bold")
+    result = Table(title=title, header_style="bold")
     for heading in ("step", *(c.heading for c in shown)):
         result.add_column(heading, justify="right", vertical="bottom")
     for row in records:
@@ -168,13 +168,20 @@ class Panel:
         if self.log:
             ax.set_yscale("log")
         elif self.zero:
-            ax.set_ylim(bottom=0)
+            ax.set_ylim(0, top_without_outlier([series(records, name)[1] for name in self.lines]))
         ax.legend(fontsize=8, frameon=False)
 
 
 def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
     """The mean of the last ``window`` values at each place."""
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
+
+
+def top_without_outlier(lines: Sequence[Sequence[float]]) -> float | None:
+    """Where to end an axis when the first step, which starts everything up, would flatten the rest; else None."""
+    later = [value for values in lines for value in values[1:]]
+    first = max((values[0] for values in lines if values), default=0.0)
+    return 1.3 * max(later) if later and first > 2 * max(later) else None
 
 
 PANELS = (
@@ -186,7 +193,12 @@ PANELS = (
         baseline=(1.0, "1.0 = no gain"),
     ),
     Panel("Draft loss", "nats per token", {"draft_loss": "online training"}, zero=True),
-    Panel("Time", "seconds", {"step_s": "whole step", "generation_s": "generation"}, zero=True),
+    Panel(
+        "Time (the first step also starts things up)",
+        "seconds",
+        {"step_s": "whole step", "generation_s": "generation"},
+        zero=True,
+    ),
     Panel("Response length", "tokens", {"response_tokens": "batch mean"}),
     Panel(
         "Log-prob difference, engine and actor",

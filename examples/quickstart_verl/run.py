@@ -107,13 +107,13 @@ def describe(row: report.Record) -> str:
 
 def conclude(run: Run, records: list[report.Record], seconds: float) -> None:
     """Print the table and the changes, write picture and JSON."""
-    console.print(report.table(records))
+    kind = "plain" if run.plain else "speculative"
+    console.print(report.table(records, f"GRPO with {kind} rollouts, step by step"))
     for name, (first, last) in report.summary(records).items():
         if first is not None or last is not None:
             words = f"{name.replace('_', ' ')}: first steps {report.show(first, '.2f')} → last steps"
             console.print(f"  {words} {report.show(last, '.2f')}", highlight=False)
     picture, numbers = run.out / "report.png", run.out / "report.json"
-    kind = "plain" if run.plain else "speculative"
     report.write_picture(records, f"spec-plugin quickstart: GRPO on a CPU, {kind} rollouts", picture)
     settings: dict[str, Any] = {"steps": run.steps, "plain": run.plain, "overrides": run.overrides, "seconds": seconds}
     report.write_json(records, settings, numbers)

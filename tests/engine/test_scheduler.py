@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tiny import MAX_NUM_SEQS, K, live_engine, prompts
+from live import MAX_NUM_SEQS, K, live_engine, prompts
 
 from spec_plugin.engine import scheduler as scheduler_module
 from spec_plugin.engine.counters import read_spec_counters

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tiny import MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
+from live import MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
 
 from spec_plugin.engine.scheduler import schedule_state, set_schedule
 from spec_plugin.engine.selftest import default_prompts, run_self_test, tolerance

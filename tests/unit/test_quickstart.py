@@ -236,7 +236,7 @@ def test_a_missing_or_non_finite_number_is_a_dash_and_null_never_a_number(tmp_pa
     assert rows[1]["draft_loss"] is None and rows[0]["step_s"] is None
     report.write_json(rows, {"steps": 6}, tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text())["steps"][1]["draft_loss"] is None
-    cells = [list(column.cells) for column in report.table(rows).columns]
+    cells = [list(column.cells) for column in report.table(rows, "title").columns]
     assert any(report.MISSING in column for column in cells)
 
 
@@ -250,8 +250,14 @@ def test_summary_compares_the_first_with_the_last_steps() -> None:
 def test_picture_is_written_whatever_is_missing(tmp_path: Path, rows: list[report.Record]) -> None:
     report.write_picture(rows, "title", tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-    report.table(rows)
+    report.table(rows, "title")
     report.summary(rows)
+
+
+def test_a_slow_first_step_does_not_flatten_the_time_axis() -> None:
+    assert report.top_without_outlier([[40.0, 6.0, 7.0], [12.0, 3.0]]) == pytest.approx(9.1)
+    assert report.top_without_outlier([[8.0, 6.0, 7.0]]) is None
+    assert report.top_without_outlier([[5.0], []]) is None
 
 
 # ------------------------------------------------------------------------------------------------- environment, make

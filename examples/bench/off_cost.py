@@ -1,0 +1,128 @@
+"""Cost of the flag when speculation is off: the draft resident and the table of k all 0, against a plain engine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
+
+from examples.bench import common, workload  # noqa: E402
+from examples.bench.common import Spread, interleave, paired, say, show, spread  # noqa: E402
+
+if TYPE_CHECKING:
+    from examples.bench.engines import Engine, Timing
+
+HELP = """Measure what the flag costs while speculation is switched off.
+
+\b
+Law 7 says: never slower than off. Where speculation does not pay, the controller sets k to 0 for that batch size, but
+the draft stays in the engine, vLLM still runs its first forward in every step so that its KV cache follows, and the
+CPU repairs stay in force. This benchmark runs, in turn:
+  plain   an engine that knows nothing of spec-plugin
+  off     an engine with the flag on and k=0 for every batch size
+on the padded target, where a step is mostly arithmetic, and on the unpadded one, where it is mostly overhead.
+A ratio of 1.00 is free; 0.95 means 5 % fewer tokens per second.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The numbers of one target and batch size."""
+
+    target: str
+    batch: int
+    plain: Spread  # tokens/s
+    off: Spread
+    ratio: Spread  # off / plain, round by round
+    plain_step_ms: Spread
+    off_step_ms: Spread
+
+
+@click.command(help=HELP, context_settings={"max_content_width": 120, "show_default": True})
+@click.option("--target", type=click.Path(path_type=Path, exists=True), help="Folder of a dense Qwen3, Qwen2 or Llama.")
+@click.option("--prompts", "file", type=click.Path(path_type=Path, exists=True), help="JSON list of texts.")
+@click.option(
+    "--width", "widths", multiple=True, type=int, default=(32768, 0), help="Units of the MLPs; 0: not padded."
+)
+@click.option("--k", default=3, help="What the engine is built for.")
+@click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 32), help="Batch size; may be repeated.")
+@click.option("--rounds", default=9, help="Rounds that count; one more warms up.")
+@click.option("--tokens", default=48, help="Tokens per request.")
+@click.option("--dtype", default="float32", help="Of both engines.")
+@click.option("--device", default="auto", help="For preparation; engines use what their vLLM was built for.")
+@click.option("--threads", type=int, help="Compute threads; default: all cores.")
+@click.option("--cuda-graphs", is_flag=True, help="Do not force eager mode in the engines.")
+@click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of the JSON file.")
+def main(**options: Any) -> None:
+    """Prepare, measure, report."""
+    out, cuda_graphs = options.pop("out"), options.pop("cuda_graphs")
+    common.prepare_process(options["threads"])
+    device = common.pick_device(options["device"])
+    target = options["target"] or workload.default_target()
+    draft = workload.newborn_draft(target, options["dtype"])
+    served = [workload.padded_target(target, w, options["dtype"]) for w in options["widths"]]
+
+    from examples.bench.engines import EngineSettings, flag_engine, plain_engine  # slow to import
+
+    settings = EngineSettings(
+        dtype=options["dtype"],
+        max_num_seqs=max(64, *options["batches"]),
+        memory_share=0.7 / (2 * len(served)),
+        eager=not cuda_graphs,
+    )
+    say("starting plain engines")
+    plain = [plain_engine(path, settings) for path in served]
+    say("starting engines with the flag on")
+    flagged = [flag_engine(path, draft, options["k"], settings) for path in served]
+    where = common.environment(device)
+    rows = []
+    for index, path in enumerate(served):
+        name = f"{workload.parameters_of(path) / 1e6:.1f}M"
+        rows += [measure(name, plain[index], flagged[index], b, target, options) for b in options["batches"]]
+    report(rows, options)
+    common.write_results("off_cost", {**options, **asdict(settings)}, [asdict(r) for r in rows], where, out)
+
+
+def measure(name: str, plain: Engine, flagged: Engine, batch: int, target: Path, options: dict[str, Any]) -> Row:
+    """Both arms at one batch size, in turn."""
+    from examples.bench.engines import sampling
+
+    rounds = options["rounds"]
+    prompts = workload.prompts_of(target, options["file"], batch * (rounds + 1), seed=2000 + batch)
+    params = sampling(1.0, options["tokens"])
+    flagged.set_k(0)
+
+    def arm(engine: Engine) -> Any:
+        def run(index: int) -> Timing:
+            return engine.run(prompts[index * batch : (index + 1) * batch], params)
+
+        return run
+
+    label = f"{name}, batch {batch}: plain and off in turn"
+    runs: dict[str, list[Timing]] = interleave({"plain": arm(plain), "off": arm(flagged)}, rounds, 1, label)
+    if any(t.drafts for t in runs["off"]):
+        raise RuntimeError("the engine drafted although k is 0 for every batch size")
+    rates = {arm: [t.rate for t in timings] for arm, timings in runs.items()}
+    steps = {arm: spread([1e3 * t.step for t in timings]) for arm, timings in runs.items()}
+    ratio = paired(rates["off"], rates["plain"])
+    return Row(name, batch, spread(rates["plain"]), spread(rates["off"]), ratio, steps["plain"], steps["off"])
+
+
+def report(rows: list[Row], options: dict[str, Any]) -> None:
+    """Print the table."""
+    head = ["target", "batch", "plain tok/s", "off tok/s", "off / plain", "step ms\nplain", "step ms\noff"]
+    body = []
+    for r in rows:
+        numbers = [r.plain.text(), r.off.text(), r.ratio.text(".3f"), r.plain_step_ms.text(".2f")]
+        body.append([r.target, str(r.batch), *numbers, r.off_step_ms.text(".2f")])
+    show(f"Cost of the flag with speculation off: {options['dtype']}. Medians (quartiles)", head, body)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""All benchmarks, one process after the other: an engine keeps its settings until its process ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+
+HERE = Path(__file__).resolve().parent
+NAMES = ("speedup", "off_cost", "refresh", "harvest")
+
+HELP = """Run the benchmarks, each in a process of its own. OPTIONS after -- go to every one of them.
+
+\b
+  speedup    rollouts with a trained draft against a plain engine
+  off_cost   the flag on with speculation off, against a plain engine
+  refresh    replacing the draft in a running engine
+  harvest    copying hidden states out of the log-prob pass
+What their numbers mean is in README.md beside this file. On two cores all four take about ten minutes.
+"""
+
+
+@click.command(help=HELP, context_settings={"max_content_width": 120, "show_default": True})
+@click.option("--only", multiple=True, type=click.Choice(NAMES), help="Run this one; may be repeated.")
+@click.option("--quick", is_flag=True, help="Few rounds: to see that everything runs, not to quote.")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def main(only: tuple[str, ...], quick: bool, options: tuple[str, ...]) -> None:
+    """Run them; the exit status is that of the first that failed."""
+    failed = 0
+    for name in only or NAMES:
+        began = time.monotonic()
+        click.secho(f"\n== {name}", bold=True)
+        done = subprocess.run(
+            [sys.executable, str(HERE / f"{name}.py"), *(quick_options(name) if quick else ()), *options]
+        )
+        failed = failed or done.returncode
+        click.echo(
+            f"{name}: {time.monotonic() - began:.0f} s" + (f", exit status {done.returncode}" * bool(done.returncode))
+        )
+    sys.exit(failed)
+
+
+def quick_options(name: str) -> tuple[str, ...]:
+    """Options of one benchmark for a quick look."""
+    return ("--refreshes", "4") if name == "refresh" else ("--rounds", "2")
+
+
+if __name__ == "__main__":
+    main()

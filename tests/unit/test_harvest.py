@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from spec_plugin.harvest import Harvester
+
+AUX = (1, 3, 4)
+LENGTHS = (7, 4, 9)
+RESPONSES = (3, 2, 5)
+H, V = 32, 61
+
+FAMILIES = {
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+    "llama": (LlamaForCausalLM, LlamaConfig),
+}
+
+
+@pytest.fixture(params=list(FAMILIES))
+def model(request):
+    model_class, config_class = FAMILIES[request.param]
+    sizes = {"hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 6, "vocab_size": V, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    model = model_class(config_class(**sizes, **heads, attn_implementation="sdpa", tie_word_embeddings=False))
+    torch.nn.init.uniform_(model.model.norm.weight, 0.5, 2.0)  # so that before and after the final norm differ
+    return model.eval()
+
+
+@pytest.fixture
+def documents() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(V, (n,), generator=generator) for n in LENGTHS]
+
+
+@torch.no_grad()
+def run_padded(model, documents, **kwargs):
+    ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    attention = torch.arange(ids.shape[1])[None] < torch.tensor([[len(d)] for d in documents])
+    return model(input_ids=ids, attention_mask=attention.long(), use_cache=False, **kwargs)
+
+
+@torch.no_grad()
+def run_packed(model, documents):
+    positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
+    return model(input_ids=torch.cat(documents)[None], position_ids=positions, use_cache=False)
+
+
+def harvest(model, documents, run=run_padded, max_tokens=1000):
+    harvester = Harvester(model.model, AUX)
+    with harvester.capture():
+        run(model, documents)
+    return harvester.take(documents, RESPONSES, policy_version=5, max_tokens=max_tokens)
+
+
+def hooks(model) -> int:
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+def test_aux_is_what_enters_the_layers_and_last_is_behind_the_final_norm(model, documents):
+    reference = run_padded(model, documents, output_hidden_states=True)
+    hidden = harvest(model, documents)
+    rows = [(i, t) for i, n in enumerate(LENGTHS) for t in range(n)]
+    want_aux = torch.stack([torch.cat([reference.hidden_states[layer][i, t] for layer in AUX]) for i, t in rows])
+    assert torch.equal(hidden.aux, want_aux)
+    assert torch.equal(hidden.last, torch.stack([reference.hidden_states[-1][i, t] for i, t in rows]))
+    logits = torch.stack([reference.logits[i, t] for i, t in rows])
+    torch.testing.assert_close(hidden.last @ model.lm_head.weight.T, logits)
+
+
+def test_documents_lengths_response_mask_and_version_are_those_of_the_batch(model, documents):
+    hidden = harvest(model, documents)
+    assert torch.equal(hidden.input_ids, torch.cat(documents))
+    assert hidden.lengths == LENGTHS and hidden.policy_version == 5
+    want = [t >= n - r for n, r in zip(LENGTHS, RESPONSES, strict=True) for t in range(n)]
+    assert hidden.loss_mask.tolist() == want
+
+
+def test_padded_and_packed_passes_give_the_same_documents(model, documents):
+    padded, packed = harvest(model, documents), harvest(model, documents, run_packed)
+    assert torch.equal(padded.input_ids, packed.input_ids) and padded.lengths == packed.lengths
+    assert torch.equal(padded.loss_mask, packed.loss_mask)
+    torch.testing.assert_close(padded.aux, packed.aux, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(padded.last, packed.last, rtol=1e-4, atol=1e-5)
+
+
+def test_law_4_what_is_harvested_is_detached_from_the_policys_graph(model, documents):
+    harvester = Harvester(model.model, AUX)
+    with harvester.capture():
+        model(input_ids=documents[0][None], use_cache=False)
+    hidden = harvester.take(documents[:1], RESPONSES[:1], 0, 1000)
+    assert not hidden.aux.requires_grad and not hidden.last.requires_grad
+
+
+def test_hooks_are_there_only_inside_capture(model):
+    before = hooks(model)
+    with Harvester(model.model, AUX).capture():
+        assert hooks(model) == before + len(AUX) + 1
+    assert hooks(model) == before
+
+
+def test_hooks_are_gone_after_an_exception_too(model):
+    before = hooks(model)
+    with pytest.raises(KeyError), Harvester(model.model, AUX).capture():
+        raise KeyError("out of memory, say")
+    assert hooks(model) == before
+
+
+def test_the_policys_output_is_bitwise_the_same_with_and_without_capture(model, documents):
+    plain = run_padded(model, documents).logits
+    with Harvester(model.model, AUX).capture():
+        captured = run_padded(model, documents).logits
+    assert torch.equal(plain, captured)
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(20, (7, 4, 9)), (19, (7, 4)), (11, (7, 4)), (10, (7,)), (4, (4,))])
+def test_the_budget_is_respected_and_documents_are_never_cut(model, documents, budget, kept):
+    hidden = harvest(model, documents, max_tokens=budget)
+    assert hidden.lengths == kept
+    assert len(hidden.input_ids) == len(hidden.aux) == len(hidden.last) == len(hidden.loss_mask) == sum(kept) <= budget
+
+
+def test_nothing_that_fits_is_none(model, documents):
+    assert harvest(model, documents, max_tokens=3) is None
+
+
+def test_taking_without_a_forward_pass_or_twice_is_an_error(model, documents):
+    harvester = Harvester(model.model, AUX)
+    with pytest.raises(RuntimeError, match="nothing was captured"):
+        harvester.take(documents, RESPONSES, 0, 1000)
+    with harvester.capture():
+        run_padded(model, documents)
+    harvester.take(documents, RESPONSES, 0, 1000)
+    with pytest.raises(RuntimeError, match="nothing was captured"):
+        harvester.take(documents, RESPONSES, 0, 1000)
+
+
+def test_states_that_do_not_fit_the_documents_are_refused(model, documents):
+    harvester = Harvester(model.model, AUX)
+    with harvester.capture():
+        run_padded(model, documents[:2])
+    with pytest.raises(RuntimeError, match="do not fit documents"):
+        harvester.take(documents, RESPONSES, 0, 1000)

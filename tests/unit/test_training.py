@@ -1,0 +1,133 @@
+"""The draft trainer behind its hooks, on tiny tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_training import digest
+from spec_plugin import SpecConfig, SpecConfigError, SpecPluginError
+from spec_plugin.events import HiddenStates, TargetInfo, WeightSync
+from spec_plugin.methods.eagle3 import Eagle3Method
+from spec_plugin.training import DraftTraining
+
+V, H, LAYERS = 96, 64, 8
+HF = {
+    "model_type": "qwen3",
+    "hidden_size": H,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": V,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+}
+TARGET = TargetInfo(path="/nowhere", hf_config=HF, dtype="float32", max_num_seqs=4)
+
+
+def plugin(**options: object) -> DraftTraining:
+    made = DraftTraining()
+    made.spec_configure(SpecConfig(**options), TARGET)  # type: ignore[arg-type]
+    return made
+
+
+def sync(version: int = 0) -> WeightSync:
+    stream = torch.Generator().manual_seed(version)
+    return WeightSync(version, torch.randn(V, H, generator=stream), torch.randn(V, H, generator=stream))
+
+
+def hidden(tokens: torch.Tensor, version: int = 0) -> HiddenStates:
+    n = len(tokens)
+    states = torch.randn(n, 4 * H, generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(n) >= 4
+    return HiddenStates(tokens, states[:, : 3 * H], states[:, 3 * H :], mask, (n // 2, n - n // 2), version)
+
+
+def test_a_draft_is_born_trained_and_offered_at_the_next_sync() -> None:
+    p = plugin(train_max_steps=3)
+    p.spec_weight_sync(sync(0))
+    born = p.spec_draft_weights(sync(0))
+    p.spec_target_forward(hidden(torch.arange(40) % V))
+    p.spec_train_draft(step=1, seconds=30.0)
+    p.spec_weight_sync(sync(1))
+    trained = p.spec_draft_weights(sync(1))
+    assert born is not None and trained is not None
+    assert (born.draft_version, trained.draft_version) == (0, 3)
+    assert born.expected_acceptance is None and trained.expected_acceptance is not None
+    assert trained.digest == digest(trained.tensors) != born.digest
+    assert p.spec_metrics()["spec/train_steps"] == 3
+
+
+def test_what_the_target_owns_is_never_offered() -> None:
+    p = plugin()
+    p.spec_weight_sync(sync())
+    refresh = p.spec_draft_weights(sync())
+    assert refresh is not None
+    assert not [name for name in refresh.tensors if "embed" in name or "lm_head" in name]
+
+
+def test_a_new_pruned_draft_takes_the_tokens_that_the_policy_uses() -> None:
+    p = plugin(draft_vocab_size=32, train_max_steps=1)
+    p.spec_weight_sync(sync())
+    used = torch.tensor([90, 91, 92, 93] * 10)
+    p.spec_target_forward(hidden(used))
+    p.spec_train_draft(step=1, seconds=30.0)
+    event = sync(1)
+    p.spec_weight_sync(event)
+    refresh = p.spec_draft_weights(event)
+    assert refresh is not None
+    ids = torch.arange(32) + refresh.tensors["d2t"]
+    assert {90, 91, 92, 93} <= set(ids.tolist())
+    assert event.lm_head is not None
+    assert torch.equal(refresh.tensors["lm_head.weight"], event.lm_head[ids])
+
+
+def test_a_resumed_run_continues_the_saved_draft(tmp_path: Path) -> None:
+    p = plugin(train_max_steps=2)
+    p.spec_weight_sync(sync())
+    p.spec_target_forward(hidden(torch.arange(40)))
+    p.spec_train_draft(step=1, seconds=30.0)
+    p.spec_save(tmp_path)
+    resumed = plugin()
+    resumed.spec_load(tmp_path)
+    resumed.spec_weight_sync(sync())
+    old, new = p.spec_draft_weights(sync()), resumed.spec_draft_weights(sync())
+    assert old is not None and new is not None
+    assert (new.draft_version, new.digest) == (2, old.digest)
+
+
+def test_a_checkpoint_without_a_draft_starts_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    p = plugin()
+    p.spec_load(tmp_path)
+    assert "no draft in the checkpoint" in caplog.text
+    p.spec_weight_sync(sync())
+    refresh = p.spec_draft_weights(sync())
+    assert refresh is not None and refresh.draft_version == 0
+
+
+def test_a_sync_without_the_policys_embedding_is_named() -> None:
+    with pytest.raises(SpecPluginError, match=r"model\.embed_tokens\.weight"):
+        plugin().spec_weight_sync(WeightSync(0, None, None))
+
+
+@pytest.mark.parametrize(
+    ("options", "hf", "says"),
+    [
+        ({}, {"model_type": "mixtral"}, "mixtral"),
+        ({}, {"num_hidden_layers": 4}, "aux_layers"),
+        ({"aux_layers": (1, 2, 9)}, {}, "9"),
+        ({"draft": "/does/not/exist"}, {}, "/does/not/exist"),
+    ],
+)
+def test_a_draft_that_cannot_work_is_refused_before_the_engine_starts(
+    options: dict[str, object], hf: dict[str, object], says: str
+) -> None:
+    target = TargetInfo(path="/nowhere", hf_config={**HF, **hf}, dtype="float32")
+    with pytest.raises(SpecConfigError, match=says):
+        Eagle3Method().spec_configure(SpecConfig(**options), target)  # type: ignore[arg-type]
