@@ -100,3 +100,7 @@ def hooks() -> None:
     for name, when in hook_summaries():
         table.add_row(Text(name), Text(when))
     Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

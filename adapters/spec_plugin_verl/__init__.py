@@ -4,6 +4,7 @@ verl imports this module in TaskRunner, actor workers, vLLM servers and agent lo
 registries; importing it puts three classes there, and nothing else happens until verl asks for one of them.
 """
 
-from spec_plugin_verl.registration import register
+from spec_plugin_verl.registration import configure_logging, register
 
+configure_logging()
 register()

@@ -181,7 +181,8 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
             return
         report = await self.server_handle.spec_self_test.remote()
         if report.passed:
-            logger.info("self-test passed in %.1f s: %s", report.seconds, "; ".join(c.detail for c in report.checks))
+            lines = "".join(f"\n  {check.name}: {check.detail}" for check in report.checks)
+            logger.info("spec-plugin: the self-test passed in %.1f s%s", report.seconds, lines)
             session.engine_ready(report)
             return
         message = (

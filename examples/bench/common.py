@@ -90,13 +90,36 @@ def interleave(
     return results
 
 
-def timed(call: Callable[[], Any], device: str = "cpu") -> float:
-    """Seconds that a call takes, until the device is done."""
+@dataclass(frozen=True)
+class Seconds:
+    """A duration by two clocks.
+
+    CPU time counts all threads of this process. With one thread it is the wall time of an idle machine, also on a machine
+    that others use; with several it also counts waiting for each other.
+    """
+
+    wall: float
+    cpu: float
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.wall + other.wall, self.cpu + other.cpu)
+
+    def __sub__(self, other: Seconds) -> Seconds:
+        return Seconds(self.wall - other.wall, self.cpu - other.cpu)
+
+
+def now() -> Seconds:
+    """Both clocks; only differences mean something."""
+    return Seconds(time.perf_counter(), time.process_time())
+
+
+def timed(call: Callable[[], Any], device: str = "cpu") -> Seconds:
+    """What a call takes, until the device is done."""
     synchronize(device)
-    began = time.perf_counter()
+    began = now()
     call()
     synchronize(device)
-    return time.perf_counter() - began
+    return now() - began
 
 
 def synchronize(device: str) -> None:
@@ -180,13 +203,17 @@ def _commit() -> str | None:
 
 
 def track(sequence: Iterable[T], label: str) -> Iterator[T]:
-    """A progress bar; without a terminal one line when it begins."""
+    """A progress bar; without a terminal a line when it begins and then every 20 seconds."""
     items = list(sequence)
     if console.is_terminal:
         yield from rich_track(items, description=label, console=console, transient=True)
         return
-    console.print(f"… {label} ({len(items)})", markup=False)
-    yield from items
+    shown = float("-inf")
+    for index, item in enumerate(items):
+        if time.monotonic() - shown > 20:
+            shown = time.monotonic()
+            say(f"{label}: {index} of {len(items)}")
+        yield item
 
 
 def say(text: str) -> None:

@@ -7,7 +7,6 @@ everything that the process loads after them.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,25 +42,25 @@ class EngineSettings:
 class Timing:
     """One batch of requests: all of it, and its steps."""
 
-    tokens: int = 0
-    seconds: float = 0.0
-    prefill: float = 0.0  # seconds of the first step
-    steps: list[float] = field(default_factory=list)  # seconds of every later step
-    full: int = 0  # how many of these had the whole batch in them
+    total: Seconds = Seconds(0.0, 0.0)
+    steps: list[Seconds] = field(default_factory=list)  # the first one is the prefill
+    full: int = 0  # how many of the later steps had the whole batch in them
     drafts: int = 0  # verification steps, summed over requests
     accepted: int = 0
     outputs: list[list[int]] = field(default_factory=list)  # in the order of the prompts
     reasons: list[str] = field(default_factory=list)  # why each request ended
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
+    def rate(self, clock: str) -> float:
+        """Tokens per second by one clock, ``wall`` or ``cpu``."""
+        return sum(map(len, self.outputs)) / float(getattr(self.total, clock))
 
-    @property
-    def step(self) -> float:
+    def step(self, clock: str) -> float:
         """Median seconds of a decoding step with the whole batch."""
-        return spread(self.steps[: self.full]).median
+        return spread([getattr(s, clock) for s in self.steps[1 : 1 + self.full]]).median
+
+    def prefill(self, clock: str) -> float:
+        """Seconds of the first step."""
+        return float(getattr(self.steps[0], clock))
 
     @property
     def acceptance_length(self) -> float:
@@ -95,32 +94,25 @@ class Engine:
             between: called after every step, with requests in flight.
         """
         timing, before, done = Timing(), read_spec_counters(), {}
-        began = time.perf_counter()
+        began = now()
         first, self._requests = self._requests, self._requests + len(prompts)
         for i, prompt in enumerate(prompts):
             self.engine.add_request(str(first + i), {"prompt_token_ids": list(prompt)}, params)
         while self.engine.has_unfinished_requests():
-            clock = time.perf_counter()
+            clock = now()
             finished = self.engine.step()
-            self._count(timing, time.perf_counter() - clock, bool(done))
+            timing.full += bool(timing.steps) and not done
+            timing.steps.append(now() - clock)
             for output in finished:
                 done[int(output.request_id) - first] = output.outputs[0]
             if between is not None and self.engine.has_unfinished_requests():
                 between()
-        timing.seconds = time.perf_counter() - began
+        timing.total = now() - began
         after = read_spec_counters()
         timing.drafts, timing.accepted = (after[n] - before[n] for n in ("drafts", "accepted_tokens"))
         timing.outputs = [list(done[i].token_ids) for i in range(len(prompts))]
         timing.reasons = [str(done[i].finish_reason) for i in range(len(prompts))]
-        timing.tokens = sum(map(len, timing.outputs))
         return timing
-
-    def _count(self, timing: Timing, seconds: float, thinned: bool) -> None:
-        if not timing.prefill:
-            timing.prefill = seconds
-            return
-        timing.steps.append(seconds)
-        timing.full += not thinned
 
 
 def sampling(temperature: float, tokens: int) -> SamplingParams:

@@ -85,12 +85,18 @@ def main(**options: Any) -> None:
     for index, path in enumerate(served):
         name = f"{workload.parameters_of(path) / 1e6:.1f}M"
         rows += [measure(name, plain[index], flagged[index], b, target, options) for b in options["batches"]]
-    report(rows, options)
-    common.write_results("off_cost", {**options, **asdict(settings)}, [asdict(r) for r in rows], where, out)
+    report([r["wall"] for r in rows], options)
+    if where["threads"] == 1 and where["device"] == "cpu":
+        say("the same rounds by CPU time: what an idle machine would show, with one thread")
+        report([r["cpu"] for r in rows], options)
+    content = {clock: [asdict(r[clock]) for r in rows] for clock in ("wall", "cpu")}
+    common.write_results("off_cost", {**options, **asdict(settings)}, content, where, out)
 
 
-def measure(name: str, plain: Engine, flagged: Engine, batch: int, target: Path, options: dict[str, Any]) -> Row:
-    """Both arms at one batch size, in turn."""
+def measure(
+    name: str, plain: Engine, flagged: Engine, batch: int, target: Path, options: dict[str, Any]
+) -> dict[str, Row]:
+    """Both arms at one batch size, in turn; the same rounds by either clock."""
     from examples.bench.engines import sampling
 
     rounds = options["rounds"]
@@ -108,8 +114,13 @@ def measure(name: str, plain: Engine, flagged: Engine, batch: int, target: Path,
     runs: dict[str, list[Timing]] = interleave({"plain": arm(plain), "off": arm(flagged)}, rounds, 1, label)
     if any(t.drafts for t in runs["off"]):
         raise RuntimeError("the engine drafted although k is 0 for every batch size")
-    rates = {arm: [t.rate for t in timings] for arm, timings in runs.items()}
-    steps = {arm: spread([1e3 * t.step for t in timings]) for arm, timings in runs.items()}
+    return {clock: summarize(name, batch, runs, clock) for clock in ("wall", "cpu")}
+
+
+def summarize(name: str, batch: int, runs: dict[str, list[Timing]], clock: str) -> Row:
+    """The numbers of a batch size from all its rounds, by one clock: ``wall`` or ``cpu``."""
+    rates = {arm: [t.rate(clock) for t in timings] for arm, timings in runs.items()}
+    steps = {arm: spread([1e3 * t.step(clock) for t in timings]) for arm, timings in runs.items()}
     ratio = paired(rates["off"], rates["plain"])
     return Row(name, batch, spread(rates["plain"]), spread(rates["off"]), ratio, steps["plain"], steps["off"])
 

@@ -108,8 +108,13 @@ def main(**options: Any) -> None:
     flagged = flag_engine(served, draft, options["k"], settings)
     where = common.environment(device)
     rows = [measure(plain, flagged, b, target, options) for b in options["batches"]]
-    report(rows, shares, options)
-    content = {"rows": [{**asdict(r), "limit": r.limit} for r in rows], "parameters": shares}
+    report([r["wall"] for r in rows], shares, options)
+    if where["threads"] == 1 and where["device"] == "cpu":
+        say("the same rounds by CPU time: what an idle machine would show, with one thread")
+        report([r["cpu"] for r in rows], shares, options)
+    content = {c: [{**asdict(r[c]), "limit": r[c].limit} for r in rows] for c in ("wall", "cpu")} | {
+        "parameters": shares
+    }
     common.write_results(
         "speedup", {**options, "draft": draft, "target": target, **asdict(settings)}, content, where, out
     )
@@ -133,8 +138,8 @@ def prepare_draft(target: Path, options: dict[str, Any], device: str) -> Path:
     ).path
 
 
-def measure(plain: Engine, flagged: Engine, batch: int, target: Path, options: dict[str, Any]) -> Row:
-    """All arms at one batch size, in turn."""
+def measure(plain: Engine, flagged: Engine, batch: int, target: Path, options: dict[str, Any]) -> dict[str, Row]:
+    """All arms at one batch size, in turn; the same rounds by either clock."""
     from examples.bench.engines import sampling
 
     rounds, k = options["rounds"], options["k"]
@@ -150,17 +155,18 @@ def measure(plain: Engine, flagged: Engine, batch: int, target: Path, options: d
         return run
 
     arms = {"plain": arm(plain, None), "draft": arm(flagged, k), "off": arm(flagged, 0)}
-    return summarize(batch, interleave(arms, rounds, warmup=1, label=f"batch {batch}: plain, draft and k=0 in turn"))
+    runs: dict[str, list[Timing]] = interleave(arms, rounds, 1, label=f"batch {batch}: plain, draft and k=0 in turn")
+    return {clock: summarize(batch, runs, clock) for clock in ("wall", "cpu")}
 
 
-def summarize(batch: int, runs: dict[str, list[Timing]]) -> Row:
-    """The numbers of a batch size from all its rounds."""
-    rates = {name: [t.rate for t in timings] for name, timings in runs.items()}
-    steps = {name: [t.step for t in timings] for name, timings in runs.items()}
+def summarize(batch: int, runs: dict[str, list[Timing]], clock: str) -> Row:
+    """The numbers of a batch size from all its rounds, by one clock: ``wall`` or ``cpu``."""
+    rates = {name: [t.rate(clock) for t in timings] for name, timings in runs.items()}
+    steps = {name: [t.step(clock) for t in timings] for name, timings in runs.items()}
     drafts, accepted = (sum(getattr(t, n) for t in runs["draft"]) for n in ("drafts", "accepted"))
     ms = {name: spread([1e3 * s for s in values]) for name, values in steps.items()}
-    prefill = {name: spread([1e3 * t.prefill for t in timings]) for name, timings in runs.items()}
-    count = {name: spread([float(len(t.steps)) for t in timings]) for name, timings in runs.items()}
+    prefill = {name: spread([1e3 * t.prefill(clock) for t in timings]) for name, timings in runs.items()}
+    count = {name: spread([float(len(t.steps) - 1) for t in timings]) for name, timings in runs.items()}
     return Row(
         batch=batch,
         plain=spread(rates["plain"]),

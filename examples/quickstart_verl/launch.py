@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PLUGIN_FLAG = "actor_rollout_ref.model.external_lib=spec_plugin_verl"
-START_FAILURES = ("raylet", "GCS", "ray.init", "Failed to register worker", "node timed out")
+START_FAILURES = ("node timed out", "raylet", "GCS", "Failed to register worker")
 RAY_PREFIX = re.compile(r"\x1b\[\d+m|\((\w+ )?pid=[^)]*\) ?")
 ERROR_LINE = re.compile(r"\s*(ERROR\b|[\w.]*(Error|Exception)\b[^\w])")
 
@@ -159,8 +159,15 @@ def follow(run: Run) -> Generator[tuple[int, StepMetrics], None, None]:
         if done >= run.steps:
             return
         log = run.log_file.read_text(errors="replace")
-        if done or attempt == 2 or not any(mark in log for mark in START_FAILURES):
+        if done or attempt == 2 or not ray_failed_to_start(log):
             raise RunFailed(f"verl stopped after step {done} of {run.steps}\n{relevant_lines(log)}")
+
+
+def ray_failed_to_start(log: str) -> bool:
+    """Whether Ray missed its start limit, as it does on a loaded machine, rather than verl failing for a reason."""
+    registered = "Failed to register worker" not in log
+    started = "Started a local Ray instance" in log and registered
+    return not started and any(mark in log for mark in START_FAILURES)
 
 
 def _follow_once(run: Run) -> Generator[tuple[int, StepMetrics], None, None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -29,23 +30,24 @@ class Column:
 
 COLUMNS = (
     Column("reward", "critic/score/mean", "reward", ".2f"),
-    Column("response_tokens", "response_length/mean", "response\ntokens", ".1f"),
-    Column("acceptance_length", "actor/spec/acceptance_length", "acceptance\nlength", ".2f"),
-    Column("draft_loss", "actor/spec/draft_loss", "draft\nloss", ".3f"),
-    Column("draft_version", "actor/spec/draft_version", "draft\nversion", ".0f"),
+    Column("response_tokens", "response_length/mean", "tokens", ".1f"),
+    Column("acceptance_length", "actor/spec/acceptance_length", "accept.\nlength", ".2f"),
+    Column("draft_loss", "actor/spec/draft_loss", "draft\nloss", ".2f"),
     Column("speculating", "actor/spec/on", "spec.\non", ".0f"),
-    Column("generation_s", "timing_s/gen", "gener-\nation s", ".2f"),
+    Column("generation_s", "timing_s/gen", "gener.\ns", ".2f"),
     Column("step_s", "timing_s/step", "step\ns", ".2f"),
-    Column("draft_training_ms", "actor/spec/train_ms", "draft\ntrain ms", ".0f"),
+    Column("draft_training_ms", "actor/spec/train_ms", "train\nms", ".0f"),
     Column("refresh_ms", "actor/spec/refresh_ms", "refresh\nms", ".0f"),
-    Column("logprob_diff_mean", "actor/spec/logprob_diff_mean", "log-prob\ndifference", ".1e"),
+    Column("logprob_diff_mean", "actor/spec/logprob_diff_mean", "log-prob\ndiff.", ".1e"),
 )
 EXTRA_KEYS = {  # in the JSON file and the picture, not in the table
     "logprob_diff_max": "actor/spec/logprob_diff_max",
+    "break_even_32": "actor/spec/break_even_b32",
+    "draft_version": "actor/spec/draft_version",
+    "policy_version": "actor/spec/policy_version",
     "engine_generation_s": "actor/spec/generation_s",
     "harvest_ms": "actor/spec/harvest_ms",
     "draft_train_steps": "actor/spec/train_steps",
-    "policy_version": "actor/spec/policy_version",
     "failed": "actor/spec/failed",
     "entropy": "actor/entropy",
     "grad_norm": "actor/grad_norm",
@@ -87,9 +89,9 @@ def table(records: Sequence[Record], title: str) -> Table:
     """One row a step. Columns without any value are left out, except the ones that the quickstart is about."""
     always = {"reward", "acceptance_length", "generation_s"}
     shown = [c for c in COLUMNS if c.name in always or series(records, c.name)[1]]
-    result = Table(title=title, header_style="bold")
+    result = Table(title=title, header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     for heading in ("step", *(c.heading for c in shown)):
-        result.add_column(heading, justify="right", vertical="bottom")
+        result.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
     for row in records:
         result.add_row(show(row["step"], ".0f"), *(show(row[c.name], c.format) for c in shown))
     return result
@@ -130,7 +132,8 @@ def write_picture(records: Sequence[Record], title: str, file: Path) -> None:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title)
+    plain_steps = any(r["speculating"] == 0 for r in records)
+    figure.suptitle(f"{title}\n(gray: steps at which speculation was off)" if plain_steps else title)
     figure.tight_layout()
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
@@ -146,6 +149,7 @@ class Panel:
     trend: bool = False  # add the mean of five steps
     zero: bool = False  # start the axis at 0
     log: bool = False
+    legend: str = "best"  # where it stands
     baseline: tuple[float, str] | None = None
 
     def draw(self, ax: Axes, records: Sequence[Record]) -> None:
@@ -169,7 +173,7 @@ class Panel:
             ax.set_yscale("log")
         elif self.zero:
             ax.set_ylim(0, top_without_outlier([series(records, name)[1] for name in self.lines]))
-        ax.legend(fontsize=8, frameon=False)
+        ax.legend(fontsize=8, frameon=False, loc=self.legend)
 
 
 def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
@@ -189,7 +193,8 @@ PANELS = (
     Panel(
         "Acceptance length",
         "tokens per target forward",
-        {"acceptance_length": "this step"},
+        {"acceptance_length": "this step", "break_even_32": "break-even, 32 requests at once"},
+        legend="center right",
         baseline=(1.0, "1.0 = no gain"),
     ),
     Panel("Draft loss", "nats per token", {"draft_loss": "online training"}, zero=True),

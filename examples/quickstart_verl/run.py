@@ -41,7 +41,7 @@ OVERRIDES are passed on to verl, for example:
   +actor_rollout_ref.rollout.custom.spec.serve=always
 """
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 110)
 
 
 @click.command(help=HELP, context_settings={"ignore_unknown_options": True, "max_content_width": 120})

@@ -120,18 +120,22 @@ class SpecWorkerExtension:
 
         Args:
             version: draft version of the refresh.
-            receive: called with ``on_bucket(tensors, *ignored)``, which it calls for every bucket until the last.
+            receive: called with ``on_bucket(tensors, *ignored)``, which it calls for every bucket until the last. What it
+                raises becomes the reason of ``spec_install``'s refusal.
 
         Returns:
             The number of tensors staged.
         """
-        self._spec_state.staging = Staging(version)
+        self._spec_state.staging = staging = Staging(version)
 
         def on_bucket(tensors: Sequence[tuple[str, Tensor]], *_: object, **__: object) -> None:
             self.spec_stage(version, tensors)
 
-        receive(on_bucket)
-        return len(self._spec_state.staging.tensors)
+        try:
+            receive(on_bucket)
+        except Exception as error:  # said by spec_install, which every rank must reach
+            staging.problem = staging.problem or f"receiving failed with {type(error).__name__}: {error}"
+        return len(staging.tensors)
 
     def spec_install(
         self, version: int, digest: str, names: Iterable[str] | None = None, force: bool = False
@@ -205,18 +209,25 @@ class SpecWorkerExtension:
         self._spec_state.digest = refresh.live_digest(layout)
 
     def _spec_try_install(self, version: int, digest: str, names: Iterable[str] | None, force: bool) -> str | None:
-        state = self._spec_state
-        layout = self._spec_layout()
-        if layout.problem is None and state.fingerprint is None:
-            self._spec_remember(layout)
-        staging = state.staging
-        reason = refresh.check_staged(layout, staging, version, state.version, digest, force)
-        if reason is None and names is not None and set(names) != staging.tensors.keys():
-            reason = f"torn: sent but not arrived {sorted(set(names) - staging.tensors.keys())}"
+        try:
+            layout, reason = self._spec_check(version, digest, names, force)
+        except Exception as error:  # other ranks wait for this one's verdict
+            layout, reason = Layout({}, {}), f"checking failed with {type(error).__name__}: {error}"
         if not _all_ranks(reason is None):
             return reason or "refused by another rank"
         draft: Any = find_draft(self)  # is there, or layout.problem had refused
-        return refresh.swap(layout, staging.tensors, draft.load_weights, agree=_all_ranks)
+        return refresh.swap(layout, self._spec_state.staging.tensors, draft.load_weights, agree=_all_ranks)
+
+    def _spec_check(
+        self, version: int, digest: str, names: Iterable[str] | None, force: bool
+    ) -> tuple[Layout, str | None]:
+        state, layout = self._spec_state, self._spec_layout()
+        if layout.problem is None and state.fingerprint is None:
+            self._spec_remember(layout)
+        reason = refresh.check_staged(layout, state.staging, version, state.version, digest, force)
+        if reason is None and names is not None and set(names) != state.staging.tensors.keys():
+            reason = f"torn: sent but not arrived {sorted(set(names) - state.staging.tensors.keys())}"
+        return layout, reason
 
 
 def _all_ranks(ok: bool) -> bool:

@@ -215,6 +215,7 @@ class _SelfTest:
     async def _logprobs(self) -> None:
         if not self.spec:
             return
+        await self.engine.reset_prefix_cache()  # the recomputation must not read what speculation wrote
         differences = {}
         for name, arm in (("speculating", self.spec), ("plain", self.plain)):
             pairs = spread(arm, SCORED)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+import small
 import torch
 
 from draft_training.checkpoint import save_draft
@@ -15,24 +15,24 @@ from draft_training.config import DraftConfig
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_target(tmp_path_factory.mktemp("target"))
+    return small.make_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="session")
 def config(target: Path) -> DraftConfig:
-    return tiny.draft_config(target)
+    return small.draft_config(target)
 
 
 @pytest.fixture(scope="session")
 def draft(target: Path, config: DraftConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafts") / "draft"
-    save_draft(folder, config, tiny.draft_tensors(config, seed=1))
+    save_draft(folder, config, small.draft_tensors(config, seed=1))
     return folder
 
 
 @pytest.fixture(scope="session")
 def llm(target: Path, draft: Path) -> Any:
-    return tiny.start_engine(target, draft)
+    return small.start_engine(target, draft)
 
 
 @pytest.fixture(scope="session")
@@ -42,9 +42,9 @@ def greedy_reference(target: Path) -> list[list[int]]:
 
     model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     outputs = []
-    for prompt in tiny.PROMPTS:
+    for prompt in small.PROMPTS:
         ids = torch.tensor([prompt])
         with torch.no_grad():
-            out = model.generate(ids, max_new_tokens=tiny.TOKENS, do_sample=False, eos_token_id=None)
+            out = model.generate(ids, max_new_tokens=small.TOKENS, do_sample=False, eos_token_id=None)
         outputs.append(out[0, len(prompt) :].tolist())
     return outputs

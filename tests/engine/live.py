@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 VOCAB, K, MAX_NUM_SEQS = 320, 3, 32
+CHECKED = "spec_plugin.engine.extension.SpecWorkerExtension"
 
 
 def _save(folder: Path, noise: float) -> str:
@@ -57,6 +58,16 @@ def prompts(n: int = 8, length: int = 12) -> list[list[int]]:
     return [[rng.randrange(2, VOCAB) for _ in range(length)] for _ in range(n)]
 
 
+class UncheckedExtension:
+    """The CPU repairs without the lossless allow-list, so that a lossy engine starts and the self-test gets to see it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        from spec_plugin.engine.cpu_compat import apply_cpu_patches
+
+        apply_cpu_patches()
+        return super().__new__(cls)
+
+
 class LiveEngine:
     """An AsyncLLM on an event loop of its own, so that several test modules can share it."""
 
@@ -90,7 +101,7 @@ class LiveEngine:
             max_num_seqs=MAX_NUM_SEQS,
             disable_log_stats=False,
             scheduler_cls=SCHEDULER,
-            worker_extension_cls="spec_plugin.engine.extension.SpecWorkerExtension",
+            worker_extension_cls="live.UncheckedExtension" if speculative else CHECKED,
             additional_config={"spec_plugin": {"skip_patches": list(skip_patches)}},
             speculative_config=settings,
             **{"logprobs_mode": "processed_logprobs", **options},

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+import small
 
 from spec_plugin.engine import cpu_compat, patches
 
@@ -21,18 +23,18 @@ EXPAND = cpu_compat.CPU_PATCHES[0]
 WITHOUT_REPAIR = """
 import json, sys
 from pathlib import Path
-import tiny
+import small
 from test_cpu_compat import nan_share
-llm = tiny.start_engine(Path(sys.argv[1]), Path(sys.argv[2]),
+llm = small.start_engine(Path(sys.argv[1]), Path(sys.argv[2]),
                         additional_config={"spec_plugin": {"skip_patches": ["expand_kernel"]}})
-patches = {p["name"]: p["state"] for p in tiny.rpc(llm, "spec_draft_info")["patches"]}
+patches = {p["name"]: p["state"] for p in small.rpc(llm, "spec_draft_info")["patches"]}
 print("RESULT " + json.dumps([nan_share(llm), patches]))
 """
 
 
 def nan_share(llm: Any) -> float:
     """Share of sampled tokens whose log-prob is not a number, at temperature 1."""
-    values = [next(iter(step.values())).logprob for o in tiny.generate(llm, 1.0, logprobs=0) for step in o.logprobs]
+    values = [next(iter(step.values())).logprob for o in small.generate(llm, 1.0, logprobs=0) for step in o.logprobs]
     return sum(math.isnan(v) for v in values) / len(values)
 
 
@@ -43,7 +45,7 @@ def on_a_cpu():
 
 
 def test_both_repairs_are_in_force_in_the_worker(llm):
-    states = {p["name"]: p["state"] for p in tiny.rpc(llm, "spec_draft_info")["patches"]}
+    states = {p["name"]: p["state"] for p in small.rpc(llm, "spec_draft_info")["patches"]}
     assert states == {"expand_kernel": "in force", "live_weights": "in force"}
 
 
@@ -73,7 +75,7 @@ def test_the_repair_can_be_left_out_by_an_engine_option_and_is_still_needed(targ
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_REPAIR, str(target), str(draft)],
         cwd=here,
-        env={**__import__("os").environ, "PYTHONPATH": f"{here.parents[1]}:{here}"},
+        env={**os.environ, "PYTHONPATH": f"{here.parents[1]}:{here}"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -93,11 +95,11 @@ def test_the_targets_weights_can_be_changed_in_the_running_engine(llm, greedy_re
         weight = dict(model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
         model.load_weights([("model.layers.0.mlp.down_proj.weight", weight.detach().clone() * by)])
 
-    tiny.rpc(llm, scale, 5000.0)
-    changed = tiny.greedy(llm)
-    tiny.rpc(llm, scale, 1 / 5000.0)
+    small.rpc(llm, scale, 5000.0)
+    changed = small.greedy(llm)
+    small.rpc(llm, scale, 1 / 5000.0)
     assert changed != greedy_reference
-    assert tiny.greedy(llm) == greedy_reference
+    assert small.greedy(llm) == greedy_reference
 
 
 def test_an_engine_with_a_lossy_setting_does_not_start(llm):
@@ -107,7 +109,7 @@ def test_an_engine_with_a_lossy_setting_does_not_start(llm):
     from spec_plugin.errors import SpecConfigError
 
     config = llm.llm_engine.vllm_config
-    lossy = __import__("copy").copy(config.speculative_config)
+    lossy = copy.copy(config.speculative_config)
     lossy.rejection_sample_method = "synthetic"
     fake = SimpleNamespace(speculative_config=lossy, device_config=config.device_config, additional_config={})
     with pytest.raises(SpecConfigError, match="synthetic"):
@@ -138,7 +140,7 @@ def test_counters_are_cumulative(llm):
     from spec_plugin.engine.counters import read_spec_counters
 
     before = read_spec_counters()
-    tiny.greedy(llm)
+    small.greedy(llm)
     after = read_spec_counters()
     assert after["drafts"] > before["drafts"] and len(after["accepted_per_pos"]) == 3
     assert after["draft_tokens"] - before["draft_tokens"] <= 3 * (after["drafts"] - before["drafts"])

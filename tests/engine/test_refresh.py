@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 import pytest
-import tiny
+import small
 import torch
 
 from draft_training import digest
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.engine
 
 def push(llm: Any, tensors: dict[str, torch.Tensor], version: int | None = None, **options: Any) -> dict[str, Any]:
     """Stage and install as a trainer does; by default the next version and the true digest."""
-    version = tiny.rpc(llm, "spec_draft_info")["draft_version"] + 1 if version is None else version
+    version = small.rpc(llm, "spec_draft_info")["draft_version"] + 1 if version is None else version
     options = {"digest": digest(tensors), "names": list(tensors), **options}
     items = list(tensors.items())
-    tiny.rpc(llm, "spec_stage", version, items[:3])  # in two buckets
-    tiny.rpc(llm, "spec_stage", version, items[3:])
-    return tiny.rpc(llm, "spec_install", version, **options)
+    small.rpc(llm, "spec_stage", version, items[:3])  # in two buckets
+    small.rpc(llm, "spec_stage", version, items[3:])
+    return small.rpc(llm, "spec_install", version, **options)
 
 
 def target_bits(worker: Any) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def addresses(worker: Any) -> dict[str, int]:
 
 def acceptance_length(llm: Any) -> float:
     before = read_spec_counters()
-    tiny.greedy(llm)
+    small.greedy(llm)
     after = read_spec_counters()
     return 1 + (after["accepted_tokens"] - before["accepted_tokens"]) / (after["drafts"] - before["drafts"])
 
@@ -43,13 +43,13 @@ def acceptance_length(llm: Any) -> float:
 @pytest.fixture(scope="module", autouse=True)
 def installed(llm, config):
     """Something known is served before the first test."""
-    report = push(llm, tiny.draft_tensors(config, seed=7))
+    report = push(llm, small.draft_tensors(config, seed=7))
     assert report["installed"], report
 
 
 def test_the_engine_asks_for_exactly_what_draft_training_sends(llm, config):
-    info = tiny.rpc(llm, "spec_draft_info")
-    tensors = tiny.draft_tensors(config, seed=1)
+    info = small.rpc(llm, "spec_draft_info")
+    tensors = small.draft_tensors(config, seed=1)
     required = {n: s for n, (s, _) in info["expected"].items() if n not in info["optional"]}
     assert required == {n: tuple(t.shape) for n, t in tensors.items()}
     assert info["shared"] == {"lm_head.weight": "lm_head.weight", "embed_tokens.weight": "model.embed_tokens.weight"}
@@ -57,28 +57,28 @@ def test_the_engine_asks_for_exactly_what_draft_training_sends(llm, config):
 
 
 def test_greedy_outputs_are_the_targets_own_with_any_draft(llm, config, greedy_reference):
-    assert tiny.greedy(llm) == greedy_reference
-    assert push(llm, tiny.good_tensors(config))["installed"]
-    assert tiny.greedy(llm) == greedy_reference
+    assert small.greedy(llm) == greedy_reference
+    assert push(llm, small.good_tensors(config))["installed"]
+    assert small.greedy(llm) == greedy_reference
 
 
 def test_a_refresh_is_served_from_then_on(llm, config):
-    assert push(llm, tiny.draft_tensors(config, seed=3))["installed"]
+    assert push(llm, small.draft_tensors(config, seed=3))["installed"]
     assert acceptance_length(llm) < 1.3
-    tensors = tiny.good_tensors(config)
+    tensors = small.good_tensors(config)
     report = push(llm, tensors)
-    assert report["installed"] and report["digest"] == digest(tensors) == tiny.rpc(llm, "spec_live_digest")
+    assert report["installed"] and report["digest"] == digest(tensors) == small.rpc(llm, "spec_live_digest")
     length = acceptance_length(llm)
     print(f"\nacceptance length after the refresh: {length:.2f} of 4")
     assert length > 3.5
 
 
 def test_a_refresh_changes_no_bit_of_the_target_and_moves_no_weight(llm, config):
-    before, places = tiny.rpc(llm, target_bits), tiny.rpc(llm, addresses)
-    assert push(llm, tiny.draft_tensors(config, seed=4))["installed"]
-    after = tiny.rpc(llm, target_bits)
+    before, places = small.rpc(llm, target_bits), small.rpc(llm, addresses)
+    assert push(llm, small.draft_tensors(config, seed=4))["installed"]
+    after = small.rpc(llm, target_bits)
     assert all(torch.equal(before[n], after[n]) for n in before)
-    assert tiny.rpc(llm, addresses) == places, "CUDA graphs remember addresses"
+    assert small.rpc(llm, addresses) == places, "CUDA graphs remember addresses"
 
 
 def bad(name: str, make: Any) -> Any:
@@ -103,19 +103,19 @@ REFUSALS = {
 @pytest.mark.parametrize("fault", REFUSALS)
 def test_a_refused_refresh_leaves_everything_as_it_was(llm, config, greedy_reference, fault):
     make, options, expected = REFUSALS[fault]
-    served, target = tiny.rpc(llm, "spec_draft_info"), tiny.rpc(llm, target_bits)
-    live = tiny.rpc(llm, "spec_live_digest")
-    report = push(llm, make(tiny.draft_tensors(config, seed=5)), **options)
+    served, target = small.rpc(llm, "spec_draft_info"), small.rpc(llm, target_bits)
+    live = small.rpc(llm, "spec_live_digest")
+    report = push(llm, make(small.draft_tensors(config, seed=5)), **options)
     assert not report["installed"] and expected in report["reason"]
     assert (report["draft_version"], report["digest"]) == (served["draft_version"], served["digest"])
-    assert tiny.rpc(llm, "spec_live_digest") == live and not tiny.rpc(llm, "spec_lost_draft")
-    after = tiny.rpc(llm, target_bits)
+    assert small.rpc(llm, "spec_live_digest") == live and not small.rpc(llm, "spec_lost_draft")
+    after = small.rpc(llm, target_bits)
     assert all(torch.equal(target[n], after[n]) for n in target)
-    assert tiny.greedy(llm) == greedy_reference
+    assert small.greedy(llm) == greedy_reference
 
 
 def test_a_crash_in_the_middle_of_the_swap_restores_the_previous_draft(llm, config):
-    live, version = tiny.rpc(llm, "spec_live_digest"), tiny.rpc(llm, "spec_draft_info")["draft_version"]
+    live, version = small.rpc(llm, "spec_live_digest"), small.rpc(llm, "spec_draft_info")["draft_version"]
 
     def break_loading(worker: Any) -> None:
         draft = worker.get_draft_model()
@@ -130,32 +130,32 @@ def test_a_crash_in_the_middle_of_the_swap_restores_the_previous_draft(llm, conf
     def repair_loading(worker: Any) -> None:
         del worker.get_draft_model().load_weights
 
-    tiny.rpc(llm, break_loading)
-    report = push(llm, tiny.draft_tensors(config, seed=6))
-    tiny.rpc(llm, repair_loading)
+    small.rpc(llm, break_loading)
+    report = push(llm, small.draft_tensors(config, seed=6))
+    small.rpc(llm, repair_loading)
     assert not report["installed"] and "connection lost" in report["reason"] and report["draft_version"] == version
-    assert tiny.rpc(llm, "spec_live_digest") == live
-    assert push(llm, tiny.draft_tensors(config, seed=6))["installed"], "the next one is welcome"
+    assert small.rpc(llm, "spec_live_digest") == live
+    assert push(llm, small.draft_tensors(config, seed=6))["installed"], "the next one is welcome"
 
 
 def test_a_lost_draft_is_noticed_and_can_be_put_back(llm, config):
-    tensors = tiny.good_tensors(config)
-    assert push(llm, tensors)["installed"] and not tiny.rpc(llm, "spec_lost_draft")
+    tensors = small.good_tensors(config)
+    assert push(llm, tensors)["installed"] and not small.rpc(llm, "spec_lost_draft")
 
     def zero_one(worker: Any) -> None:  # as sleep level 2 does to all
         worker.get_draft_model().model.fc.weight.data.view(-1)[7] = 1.0
 
-    tiny.rpc(llm, zero_one)
-    assert tiny.rpc(llm, "spec_lost_draft")
-    version = tiny.rpc(llm, "spec_draft_info")["draft_version"]
+    small.rpc(llm, zero_one)
+    assert small.rpc(llm, "spec_lost_draft")
+    version = small.rpc(llm, "spec_draft_info")["draft_version"]
     assert not push(llm, tensors, version=version)["installed"], "the same version is stale"
     assert push(llm, tensors, version=version, force=True)["installed"]
-    assert not tiny.rpc(llm, "spec_lost_draft")
+    assert not small.rpc(llm, "spec_lost_draft")
 
 
 def test_buckets_whose_buffer_is_reused_arrive_whole(llm, config):
-    tensors = tiny.draft_tensors(config, seed=9)
-    version = tiny.rpc(llm, "spec_draft_info")["draft_version"] + 1
+    tensors = small.draft_tensors(config, seed=9)
+    version = small.rpc(llm, "spec_draft_info")["draft_version"] + 1
 
     def receive(on_bucket: Any) -> None:
         buffer = torch.empty(64 * 1024)
@@ -164,24 +164,24 @@ def test_buckets_whose_buffer_is_reused_arrive_whole(llm, config):
             view.copy_(tensor)
             on_bucket([(name, view)], i == len(tensors) - 1)
 
-    assert tiny.rpc(llm, "spec_receive", version, receive) == len(tensors)
-    assert tiny.rpc(llm, "spec_install", version, digest(tensors), list(tensors))["installed"]
-    assert tiny.rpc(llm, "spec_live_digest") == digest(tensors)
+    assert small.rpc(llm, "spec_receive", version, receive) == len(tensors)
+    assert small.rpc(llm, "spec_install", version, digest(tensors), list(tensors))["installed"]
+    assert small.rpc(llm, "spec_live_digest") == digest(tensors)
 
 
 def test_discarding_forgets_what_was_staged(llm, config):
-    tensors = tiny.draft_tensors(config, seed=10)
-    tiny.rpc(llm, "spec_stage", 1000, list(tensors.items()))
-    tiny.rpc(llm, "spec_discard")
-    assert not tiny.rpc(llm, "spec_install", 1000, digest(tensors))["installed"]
+    tensors = small.draft_tensors(config, seed=10)
+    small.rpc(llm, "spec_stage", 1000, list(tensors.items()))
+    small.rpc(llm, "spec_discard")
+    assert not small.rpc(llm, "spec_install", 1000, digest(tensors))["installed"]
 
 
 def test_requests_in_flight_survive_a_refresh(llm, config, greedy_reference):
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    params = SamplingParams(temperature=0.0, max_tokens=tiny.TOKENS, ignore_eos=True, detokenize=False)
-    for i, prompt in enumerate(tiny.PROMPTS):
+    params = SamplingParams(temperature=0.0, max_tokens=small.TOKENS, ignore_eos=True, detokenize=False)
+    for i, prompt in enumerate(small.PROMPTS):
         engine.add_request(f"flight-{i}", {"prompt_token_ids": prompt}, params)
     finished: dict[str, Any] = {}
     steps = 0
@@ -189,18 +189,18 @@ def test_requests_in_flight_survive_a_refresh(llm, config, greedy_reference):
         finished |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
         steps += 1
         if steps in (3, 6, 9):  # in the middle: a good one, a bad one, a refused one
-            tensors = tiny.good_tensors(config) if steps == 3 else tiny.draft_tensors(config, seed=steps)
+            tensors = small.good_tensors(config) if steps == 3 else small.draft_tensors(config, seed=steps)
             report = push(llm, tensors, digest="0" * 64 if steps == 9 else digest(tensors))
             assert report["installed"] == (steps != 9)
-    outputs = [finished[f"flight-{i}"] for i in range(len(tiny.PROMPTS))]
+    outputs = [finished[f"flight-{i}"] for i in range(len(small.PROMPTS))]
     assert [o.finish_reason for o in outputs] == ["length"] * len(outputs)
     assert [list(o.token_ids) for o in outputs] == greedy_reference
 
 
 def test_refreshes_are_quick(llm, config):
-    reports = [push(llm, tiny.draft_tensors(config, seed=s)) for s in range(20, 40)]
+    reports = [push(llm, small.draft_tensors(config, seed=s)) for s in range(20, 40)]
     assert all(r["installed"] for r in reports)
     median = statistics.median(r["milliseconds"] for r in reports)
-    parameters = sum(t.numel() for t in tiny.good_tensors(config).values())
+    parameters = sum(t.numel() for t in small.good_tensors(config).values())
     print(f"\nmedian refresh of {parameters} parameters: {median:.1f} ms")
     assert median < 500

@@ -69,6 +69,13 @@ def test_interleave_runs_every_arm_once_a_round_and_turns_the_order() -> None:
     assert ["".join(n for n, i in calls if i == r) for r in range(4)] == ["abc", "bca", "cab", "abc"]
 
 
+def test_seconds_add_and_subtract_by_either_clock() -> None:
+    a, b = common.Seconds(3.0, 2.0), common.Seconds(1.0, 0.5)
+    assert a + b == common.Seconds(4.0, 2.5) and a - b == common.Seconds(2.0, 1.5)
+    spent = common.timed(lambda: sum(range(100_000)))
+    assert 0 < spent.cpu and 0 < spent.wall
+
+
 def test_limit_is_one_at_break_even() -> None:
     assert common.limit(1.7, 1.7) == 1.0
     assert common.limit(4.0, 1.25) == pytest.approx(3.2)
@@ -148,7 +155,8 @@ def test_refreshes_alternate_between_a_spoiled_and_the_real_draft(tmp_path: Path
 
 
 def timing(rate: float, step: float, drafts: int = 0, accepted: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(rate=rate, step=step, prefill=0.1, steps=[step] * 4, drafts=drafts, accepted=accepted)
+    clocked = {"rate": lambda _: rate, "step": lambda _: step, "prefill": lambda _: 0.1}
+    return SimpleNamespace(**clocked, steps=[step] * 4, drafts=drafts, accepted=accepted)
 
 
 def test_speed_up_is_paired_and_the_limit_follows_from_steps_and_acceptance() -> None:
@@ -157,7 +165,7 @@ def test_speed_up_is_paired_and_the_limit_follows_from_steps_and_acceptance() ->
         "draft": [timing(240, 0.013, 10, 25), timing(120, 0.026, 10, 25)],
         "off": [timing(80, 0.0125), timing(40, 0.025)],
     }
-    row = speedup.summarize(1, runs)  # type: ignore[arg-type]
+    row = speedup.summarize(1, runs, "wall")  # type: ignore[arg-type]
     assert row.speedup.median == pytest.approx(2.4) and row.against_off.median == pytest.approx(3.0)
     assert row.acceptance_length == 3.5 and row.break_even.median == pytest.approx(1.3)
     assert row.limit == pytest.approx(3.5 / 1.3)

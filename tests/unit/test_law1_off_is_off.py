@@ -91,6 +91,19 @@ def test_law_1_what_vllm_discovers_in_every_process_imports_no_trainer_and_no_to
     assert output.strip() == "[]"
 
 
+@pytest.mark.skipif(not find_spec("verl"), reason="needs verl")
+def test_law_1_verls_cpu_switches_are_not_the_flag():
+    output = run("""
+        import os, sys
+        os.environ.update(VERL_USE_EXTERNAL_MODULES="spec_plugin_verl_cpu", VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda")
+        import verl
+        from verl.utils.device import get_device_name
+        from verl.workers.rollout import base
+        print(get_device_name(), base._ROLLOUT_REGISTRY[("vllm", "async")], "spec_plugin_verl" in sys.modules)
+    """)
+    assert output.splitlines()[-1] == "cpu verl.workers.rollout.vllm_rollout.ServerAdapter False"
+
+
 def test_law_1_the_core_imports_no_trainer_no_engine_and_no_torch_by_itself():
     output = run("""
         import sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import subprocess
 import sys
@@ -211,6 +212,32 @@ for s in (1, 2, 3): log(s, **{{"training/global_step": s}})
     )
     fake_verl(tmp_path, monkeypatch, body)
     assert [step for step, _ in launch.follow(a_run(tmp_path / "out"))] == [1, 2, 3]
+
+
+def test_a_failure_after_rays_start_is_not_tried_again(tmp_path: Path) -> None:
+    assert launch.ray_failed_to_start("worker.py:1 -- The current node timed out during startup. raylet")
+    assert launch.ray_failed_to_start("Started a local Ray instance.\nFailed to register worker")
+    assert not launch.ray_failed_to_start("Started a local Ray instance.\nraylet pid=3: ValueError: no such model")
+    assert not launch.ray_failed_to_start("hydra: Could not override 'data.sed'")
+
+
+def test_a_cancelled_run_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid_file = tmp_path / "pid"
+    body = (
+        LOG_STEP
+        + f"""
+import time
+pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))
+log(1, **{{"training/global_step": 1}})
+time.sleep(100)
+"""
+    )
+    fake_verl(tmp_path, monkeypatch, body)
+    steps = launch.follow(a_run(tmp_path / "out"))
+    assert next(steps)[0] == 1
+    steps.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
 
 
 # ------------------------------------------------------------------------------------------------- report

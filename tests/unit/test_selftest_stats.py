@@ -9,6 +9,15 @@ import numpy as np
 import pytest
 
 from spec_plugin.engine.stats import evidence, fisher_exact, mantel_haenszel_exact, smallest_p, tarone, two_sample
+from spec_plugin.engine.verdicts import (
+    Sampled,
+    counts_check,
+    evidence_check,
+    finite_check,
+    greedy_check,
+    logprob_check,
+    path_check,
+)
 
 V, M, PROMPTS, N = 50, 9, 4, 256  # the self-test's default sample size at k=3
 
@@ -112,20 +121,19 @@ def test_mantel_haenszel_is_fishers_test_for_one_stratum_and_brute_force_for_two
     )
 
 
-@pytest.mark.parametrize("sharpness", [1.0, 2.5])
-def test_a_correct_engine_is_rejected_no_more_often_than_declared(sharpness):
+def test_a_correct_engine_is_rejected_no_more_often_than_declared():
     """2000 repetitions at 5 %: at most 5 % and three binomial standard errors (0.05 + 3 * 0.0049 = 0.0646)."""
     rng, alpha, repetitions = np.random.default_rng(0), 0.05, 2000
-    model = _model(rng, sharpness)
     bound = alpha + 3 * math.sqrt(alpha * (1 - alpha) / repetitions)
-    two = one = 0
-    for _ in range(repetitions):
-        a = [_sample(rng, model, 24)[0].tolist() for _ in range(2)]
-        b = [_sample(rng, model, 24)[0].tolist() for _ in range(2)]
-        two += two_sample(a, b, alpha).p_value <= alpha
-        one += evidence(*_stated(rng, model, model, n=48), V).p_value <= alpha
-    assert two / repetitions <= bound
-    assert one / repetitions <= bound
+    counts = logs = 0
+    for i in range(repetitions):
+        if i % 200 == 0:
+            model = _model(rng, sharpness=(1.0, 2.5, 5.0)[i // 200 % 3])
+        a, b = ([_sample(rng, model, 24)[0][:, :4].tolist() for _ in range(2)] for _ in range(2))
+        counts += two_sample(a, b, alpha).p_value <= alpha
+        logs += evidence(*_stated(rng, model, model, n=24), V).p_value <= alpha
+    print(f"\nrejected: counts {counts / repetitions:.4f}, log-probs {logs / repetitions:.4f}")
+    assert counts / repetitions <= bound and logs / repetitions <= bound
 
 
 def test_unequal_arms_are_valid_too():
@@ -185,3 +193,60 @@ def test_counts_show_a_token_that_only_one_arm_ever_samples():
 def test_too_few_samples_say_so_instead_of_passing_as_evidence():
     result = two_sample([[[1, 2]] * 3], [[[1, 2]] * 3], 1e-6)
     assert (result.p_value, result.tests) == (1.0, 0) and "one token" in result.worst
+
+
+def _sequence(tokens, top, top_ids):
+    """A sequence whose log-probs are looked up in its own top."""
+    rank = [row.index(t) if t in row else -1 for t, row in zip(tokens, top_ids, strict=True)]
+    logprobs = [row[r] if r >= 0 else -9.0 for r, row in zip(rank, top, strict=True)]
+    return Sampled(0, tuple(tokens), np.array(logprobs), np.array(top), np.array(top_ids), np.array(rank))
+
+
+def test_greedy_outputs_may_differ_by_a_tie_and_by_nothing_else():
+    def at(gap, token):
+        top, ids = [[-0.1, -5.0], [-0.7, -0.7 - gap]], [[1, 2], [3, 4]]
+        return greedy_check([_sequence([1, token], top, ids)], [_sequence([1, 3], top, ids)], tolerance=0.25)
+
+    assert at(0.2, 3).passed and "1/1 identical" in at(0.2, 3).detail
+    assert at(0.2, 4).passed and "1 ties" in at(0.2, 4).detail
+    assert not at(0.3, 4).passed and "position 1: 4 instead of 3" in at(0.3, 4).detail
+    assert not at(0.2, 99).passed
+
+
+def test_the_first_log_prob_that_is_no_number_is_named():
+    good, bad = ([[-0.1, -3.0]] * 3, [[5, 6]] * 3), [[-0.1, -3.0], [math.nan, -3.0], [-math.inf, -3.0]]
+    plain = _sequence([5, 5, 5], *good)
+    check = finite_check([plain, _sequence([5, 5, 5], bad, good[1])], [plain])
+    assert not check.passed
+    assert check.detail == "2 of 9 log-probs not finite; first: speculating sequence 1 (prompt 0) position 1: nan"
+
+
+def test_recomputed_log_probs_may_be_as_noisy_as_those_of_plain_requests():
+    assert logprob_check("x", [0.01] * 9, [0.01] * 9, tolerance=1e-3).passed
+    assert not logprob_check("x", [0.01] * 9, [0.001] * 9, tolerance=1e-3).passed
+    assert not logprob_check("x", [math.nan, 0.0], [0.0, 0.0], tolerance=1e-3).passed
+    assert not logprob_check("x", [], [0.0], tolerance=1e-3).passed
+    assert logprob_check("x", [math.inf] + [0.0] * 9, [0.0] * 9, tolerance=1e-3).passed
+    assert not logprob_check("x", [math.inf] * 5 + [0.0] * 5, [0.0] * 9, tolerance=1e-3).passed
+
+
+def test_log_probs_that_plain_requests_do_not_follow_either_say_nothing_of_speculation():
+    """An option that we do not know of changes the sampler in both arms: not applicable; in one arm: a fault."""
+    flat, sure = [[math.log(0.5), math.log(0.5)]] * 101, [[1, 2]] * 101
+    follows, deviates = _sequence([1, 2] * 50 + [1], flat, sure), _sequence([1] * 101, flat, sure)
+    assert evidence_check([follows] * 9, [follows] * 9, V, 5e-7).passed
+    assert not evidence_check([deviates] * 9, [follows] * 9, V, 5e-7).passed
+    check = evidence_check([deviates] * 9, [deviates] * 9, V, 5e-7)
+    assert check.passed and check.detail.startswith("not applicable")
+
+
+def test_a_handful_of_samples_is_no_proof():
+    few = [_sequence([1, 1], [[-0.1, -3.0]] * 2, [[1, 2]] * 2)] * 8
+    check = counts_check(few, few, 5e-7)
+    assert not check.passed and "prove nothing" in check.detail
+
+
+def test_no_verified_draft_is_no_proof():
+    before = {"drafts": 5, "draft_tokens": 15, "accepted_tokens": 2}
+    assert not path_check(before, before).passed
+    assert "20 accepted tokens" in path_check(before, {"drafts": 15, "draft_tokens": 45, "accepted_tokens": 22}).detail

