@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from examples.bench.common import spread
+from examples.bench.common import Seconds, now, spread
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.scheduler import SCHEDULER
 
@@ -42,7 +42,7 @@ class EngineSettings:
 class Timing:
     """One batch of requests: all of it, and its steps."""
 
-    total: Seconds = Seconds(0.0, 0.0)
+    total: Seconds = field(default_factory=lambda: Seconds(0.0, 0.0))
     steps: list[Seconds] = field(default_factory=list)  # the first one is the prefill
     full: int = 0  # how many of the later steps had the whole batch in them
     drafts: int = 0  # verification steps, summed over requests

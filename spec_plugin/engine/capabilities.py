@@ -126,7 +126,8 @@ def _probe_sleep_mode() -> Capability:
     from vllm.platforms import current_platform
 
     ok = bool(current_platform.is_sleep_mode_available())
-    return Capability("sleep mode", ok, "level 2 drops the draft: it is refreshed after every wake-up", "not needed")
+    detail = "level 2 drops the draft: it is refreshed after every wake-up" if ok else "this platform has none"
+    return Capability("sleep mode", ok, detail, "not needed")
 
 
 def draft_buffers_survive_level_2() -> bool:

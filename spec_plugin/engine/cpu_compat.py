@@ -83,7 +83,7 @@ CPU_PATCHES = (
         reason="the expanded temperature, top_p and top_k of speculating requests were never written: logits were divided "
         "by uninitialised memory, log-probs were NaN and the samples were not the target's",
         upstream="vllm issue 55005, PR 55006",
-        versions="0.24–0.32, run on 0.29.0, sources read of 0.24.0 and 0.32.0",
+        versions="0.24–0.32, run on 0.29.0, probed on 0.32.0, sources read of 0.24.0",
         needed=expand_is_wrong,
         replacement=lambda original: expand,
         guard=Guard(
@@ -96,7 +96,7 @@ CPU_PATCHES = (
         symbol="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
         reason="linear layers were packed once at load and their Parameter dropped: no later weight update could reach them",
         upstream="by design upstream, no issue",
-        versions="0.24–0.32, run on 0.29.0, sources read of 0.24.0 and 0.32.0",
+        versions="0.24–0.32, run on 0.29.0, probed on 0.32.0, sources read of 0.24.0",
         needed=weights_are_dead,
         replacement=live_gemm,
         guard=Guard(

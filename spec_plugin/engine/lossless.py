@@ -121,6 +121,7 @@ SPECULATIVE: Mapping[str, Rule] = {
         _false, "false", "verifies a part of the draft; not read closely enough to trust"
     ),
     "dspark_draft_topk": Rule(_none, "none", "belongs to a method that is not on this list"),
+    "disable_eagle_block_drop": Rule(_false, "false", "from 0.32, for measurements; " + _UNTRIED),
     "target_model_config": Rule(_none, "none", _INTERNAL),
     "target_parallel_config": Rule(_none, "none", _INTERNAL),
     "draft_model_config": Rule(_none, "none", _INTERNAL),
@@ -198,6 +199,9 @@ SAMPLING: Mapping[str, Rule] = {
     "repetition_detection": Rule(_none, "none", "ends a sequence by what it repeats; " + _UNTRIED),
     "logprob_token_ids": Rule(_none, "none", "not gathered by the rejection sampler (read)"),
     "prompt_logprobs": Rule(_none, "none", "corrupted by some drafts (vllm issue 53488); never evidence"),
+    "prompt_logprob_token_ids": Rule(_none, "none", "as prompt_logprobs"),
+    "prompt_logprob_start": Rule(_none, "none", "as prompt_logprobs"),
+    "watermarking": Rule(_none, "none", "changes the distribution that is sampled"),
     "trace_decode_token_ids": Rule(_none, "none", "vLLM refuses it with speculation"),
 }
 

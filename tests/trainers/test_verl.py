@@ -21,6 +21,7 @@ SMALL = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
     "data.max_response_length=40",
+    f"reward.custom_reward_function.path={Path(__file__).with_name('reward.py')}",
 )
 UNREPAIRED = "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={spec_plugin:{skip_patches:[expand_kernel]}}"
 
@@ -113,9 +114,9 @@ def test_a_resumed_run_goes_on_with_the_same_draft(
     assert resumed[0]["actor/spec/acceptance_length"] > speculative[0]["actor/spec/acceptance_length"] + 0.1
 
 
-def test_bypassed_logprobs_are_verified_with_fsdp1_and_a_pruned_draft(stage: tuple[Path, Path, Path, Path]) -> None:
-    options = ("algorithm.rollout_correction.bypass_mode=True", "actor_rollout_ref.actor.strategy=fsdp")
-    metrics = run(stage, "bypass", 2, f"{SPEC}serve=always", f"{SPEC}draft_vocab_size=64", *options)
+def test_bypassed_logprobs_are_verified_and_a_pruned_draft_is_refreshed(stage: tuple[Path, Path, Path, Path]) -> None:
+    bypass = "algorithm.rollout_correction.bypass_mode=True"
+    metrics = run(stage, "bypass", 2, f"{SPEC}serve=always", f"{SPEC}draft_vocab_size=64", bypass)
     assert all(0 < m["actor/spec/logprob_diff_mean"] < 1e-3 for m in metrics)
     assert metrics[-1]["actor/spec/harvest_tokens"] > 0 and metrics[-1]["actor/spec/failed"] == 0
     assert metrics[-1]["actor/spec/draft_version"] > 0 and metrics[-1]["actor/spec/refresh_refused"] == 0

@@ -73,7 +73,7 @@ def test_seconds_add_and_subtract_by_either_clock() -> None:
     a, b = common.Seconds(3.0, 2.0), common.Seconds(1.0, 0.5)
     assert a + b == common.Seconds(4.0, 2.5) and a - b == common.Seconds(2.0, 1.5)
     spent = common.timed(lambda: sum(range(100_000)))
-    assert 0 < spent.cpu and 0 < spent.wall
+    assert spent.cpu > 0 and spent.wall > 0
 
 
 def test_limit_is_one_at_break_even() -> None:
