@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 
 from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, TargetInfo
 from spec_plugin.hookspecs import hookimpl
 
@@ -69,6 +70,11 @@ class BreakEvenController:
         self._config, self._target = config, target
         if config.break_even is not None:
             self._break_even = {target.max_num_seqs: config.break_even}
+        elif config.serve == "auto" and not config.self_test:
+            raise SpecConfigError(
+                "spec.self_test=False leaves break-even unmeasured, so that spec.serve=auto could never decide to speculate: "
+                "set spec.break_even, or spec.serve=always or never"
+            )
 
     @hookimpl
     def spec_engine_ready(self, report: SelfTestReport) -> None:

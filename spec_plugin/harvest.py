@@ -27,7 +27,8 @@ class Harvester:
             decoder: the module with ``layers`` and ``norm`` (``model.model`` of a Hugging Face causal LM).
             aux_layers: ascending layer indices.
         """
-        self._layers = [decoder.layers[i] for i in aux_layers]  # type: ignore[index]
+        layers: Any = decoder.layers
+        self._layers: list[nn.Module] = [layers[i] for i in aux_layers]
         self._norm: nn.Module = decoder.norm  # type: ignore[assignment]
         self._aux: list[Tensor | None] = [None] * len(self._layers)
         self._last: Tensor | None = None
@@ -96,7 +97,7 @@ class Harvester:
 
 
 def _fitting(lengths: Sequence[int], max_tokens: int) -> list[int]:
-    """Indices of the leading documents whose tokens together stay within ``max_tokens``."""
+    """Indices of the documents whose tokens together stay within ``max_tokens``; one too many is passed over."""
     total, out = 0, []
     for i, n in enumerate(lengths):
         if total + n <= max_tokens:

@@ -14,8 +14,9 @@ subset of the arguments listed here. The built-in behaviour (method ``eagle3``, 
 name with ``spec.block=[name]``; a plugin that registers under the name of a blocked one replaces it.
 
 Which process calls what: ``A`` the actor process (draft training, harvest, log-prob checks), ``S`` the process that
-builds the engine. Failures: an exception from any hook turns speculation off and training goes on, except
-``SpecConfigError``, ``LosslessError`` and ``LogprobProvenanceError``, which stop the run.
+builds the engine. Failures: an exception turns speculation off and training goes on, except ``SpecConfigError``,
+``LosslessError``, ``LogprobProvenanceError`` and ``PatchError``, which stop the run, and any exception from
+``spec_configure``, ``spec_speculative_config`` (nothing has started yet) and ``spec_check_logprobs`` (law 3).
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def spec_schedule(policy_version: int) -> tuple[int, ...] | None:
 
 
 @hookspec
-def spec_metrics() -> Mapping[str, float]:
+def spec_metrics() -> Mapping[str, float]:  # type: ignore[empty-body]
     """(A) The trainer logs a step: return finite floats under ``spec/…`` names; results of all plugins are merged."""
 
 

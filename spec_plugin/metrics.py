@@ -18,7 +18,7 @@ class MetricsSink:
     @hookimpl
     def spec_rollout_end(self, stats: RolloutStats) -> None:
         """Acceptance and speed of the finished rollout phase."""
-        kept = {k: v for k, v in self._values.items() if not k.startswith(("spec/acceptance", "spec/drafted"))}
+        kept = {k: v for k, v in self._values.items() if not k.startswith("spec/acceptance")}
         kept["spec/policy_version"] = float(stats.policy_version)
         kept["spec/generation_s"] = stats.seconds
         kept["spec/generation_tokens"] = float(stats.tokens)

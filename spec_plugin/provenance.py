@@ -18,6 +18,8 @@ _TOKEN_FLOOR = {"float32": 0.05, "float16": 1.0, "bfloat16": 3.0}
 _COARSENESS = ("float32", "float16", "bfloat16")
 #: A speculation-off step of the same run may raise the mean tolerance to this multiple of what it showed.
 _BASELINE_FACTOR = 3.0
+#: and never beyond this multiple of the dtype's floor: a run that drifts step by step must not carry its tolerance along.
+_BASELINE_CAP = 10.0
 #: Sequences are shorter than batches, so their means scatter more.
 _SEQUENCE_FACTOR = 5.0
 #: log p <= 0; two roundings of a token with p = 1 may land just above.
@@ -46,9 +48,13 @@ class Tolerance:
             fixed: the user's own bound on the mean; replaces both sources.
         """
         coarser = max(rollout_dtype, actor_dtype, key=_COARSENESS.index)
-        mean = fixed if fixed is not None else max(_MEAN_FLOOR[coarser], _BASELINE_FACTOR * baseline_mean)
+        mean = fixed if fixed is not None else _from_baseline(_MEAN_FLOOR[coarser], baseline_mean)
         scale = mean / _MEAN_FLOOR[coarser]
         return cls(mean, _SEQUENCE_FACTOR * mean, _TOKEN_FLOOR[coarser] * max(1.0, scale))
+
+
+def _from_baseline(floor: float, baseline_mean: float) -> float:
+    return min(max(floor, _BASELINE_FACTOR * baseline_mean), _BASELINE_CAP * floor)
 
 
 @dataclass(frozen=True)

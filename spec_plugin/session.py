@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -137,8 +138,11 @@ class SpecSession:
     def metrics(self) -> dict[str, float]:
         """All plugins' metrics merged, plus ``spec/failed``."""
         merged: dict[str, float] = {}
-        for part in self._guarded("metrics", lambda: self.manager.hook.spec_metrics()) or []:
-            merged.update(part)
+        for implementation in reversed(self.manager.hook.spec_metrics.get_hookimpls()):
+            # one by one: a plugin that fails must not silence the others
+            function: Callable[[], Any] = implementation.function
+            part = self._guarded(f"metrics of plugin {implementation.plugin_name}", function)
+            merged.update({name: value for name, value in (part or {}).items() if math.isfinite(value)})
         merged["spec/failed"] = float(self.failed)
         return merged
 

@@ -29,7 +29,7 @@ def read_config(rollout: Any) -> SpecConfig:
     raw = OmegaConf.to_container(spec, resolve=True) if isinstance(spec, DictConfig) else spec
     if raw is not None and not isinstance(raw, Mapping):
         raise SpecConfigError(f"{PREFIX}*: expected options such as {PREFIX}k=3, got {raw!r}")
-    return SpecConfig.parse(raw, PREFIX)  # type: ignore[arg-type]
+    return SpecConfig.parse(raw, PREFIX)
 
 
 def read_target(rollout: Any, model: Any, actor_dtype: str = "bfloat16", actor_group: Any = None) -> TargetInfo:
@@ -53,10 +53,16 @@ def read_target(rollout: Any, model: Any, actor_dtype: str = "bfloat16", actor_g
         raise SpecConfigError(
             f"actor_rollout_ref.model.path: {path / 'config.json'} cannot be read: {error}"
         ) from error
+    dtype = _DTYPES.get(rollout.dtype, rollout.dtype)
+    if dtype not in _DTYPES.values():
+        raise SpecConfigError(
+            f"actor_rollout_ref.rollout.dtype={rollout.dtype!r}: the draft and the log-prob tolerance need it by name; set "
+            f"one of {', '.join(sorted(set(_DTYPES.values())))}"
+        )
     return TargetInfo(
         path=str(path),
         hf_config=hf_config,
-        dtype=_DTYPES.get(rollout.dtype, rollout.dtype),
+        dtype=dtype,
         device_type=get_device_name(),
         tensor_parallel=rollout.tensor_model_parallel_size,
         data_parallel=rollout.data_parallel_size,

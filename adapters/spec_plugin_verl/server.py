@@ -23,6 +23,14 @@ _QUESTIONS = ("12+34=", "What is 7 times 8?", "Name three colours.", "987+654=")
 class SpecHttpServer(vLLMHttpServer):  # type: ignore[misc]
     """Ray actor that owns AsyncLLM; ``generate`` also keeps the phase's clock: verl's own is rounded up to 2 s."""
 
+    _spec: SpecSession
+    _counters: dict[str, Any]
+    _busy: float  # seconds with at least one request in flight, in this rollout phase
+    _busy_since: float
+    _in_flight: int
+    _requests: int
+    _tokens: int
+
     def _validate_configs(self) -> None:
         super()._validate_configs()
         refuse_unsupported(self.config, self.model_config)

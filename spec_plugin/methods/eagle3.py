@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
+import atexit
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from draft_training import (
     DraftConfigError,
     DraftTrainer,
     TrainSettings,
-    digest,
     load_draft,
     save_draft,
     validate_draft,
@@ -91,12 +91,12 @@ class Eagle3Method:
 
 
 def _engine_folder(config: SpecConfig, target: TargetInfo) -> Path:
-    """Write the starting draft once per content; several replicas on one node share it."""
+    """Write the starting draft into a folder of this process; nobody else's files are ever loaded."""
     start = starting_draft(config, target)
     dtype = getattr(torch, target.dtype)
     trainer = DraftTrainer(start.config, TrainSettings(), device="cpu", seed=config.seed, tensors=start.tensors)
     tensors = trainer.engine_tensors(dtype)
-    folder = Path(tempfile.gettempdir()) / f"spec-plugin-{getpass.getuser()}" / digest(tensors)[:16]
-    if not (folder / "config.json").exists():
-        save_draft(folder, start.config, tensors)
-    return folder
+    folder = Path(tempfile.mkdtemp(prefix="spec-plugin-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    save_draft(folder / "draft", start.config, tensors)
+    return folder / "draft"

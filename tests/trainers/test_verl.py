@@ -23,7 +23,9 @@ SMALL = (
     "data.max_response_length=40",
     f"reward.custom_reward_function.path={Path(__file__).with_name('reward.py')}",
 )
-UNREPAIRED = "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={spec_plugin:{skip_patches:[expand_kernel]}}"
+UNREPAIRED = (
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={spec_plugin:{skip_patches:[expand_kernel]}}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, P
     return root, policy, train, val
 
 
-def run(stage: tuple[Path, Path, Path, Path], name: str, steps: int, *overrides: str, plain: bool = False) -> list[StepMetrics]:
+def run(
+    stage: tuple[Path, Path, Path, Path], name: str, steps: int, *overrides: str, plain: bool = False
+) -> list[StepMetrics]:
     """The metrics of each step of one verl run.
 
     Raises:
@@ -48,7 +52,11 @@ def run(stage: tuple[Path, Path, Path, Path], name: str, steps: int, *overrides:
 
 def replay(root: Path) -> tuple[str, ...]:
     """verl's own option: the first run records its rollouts, later ones train on the same."""
-    return ("skip.rollout_tq.enable=True", "skip.rollout_tq.steps=[1,2,3]", f"skip.rollout_tq.dump_dir={root / 'rollouts'}")
+    return (
+        "skip.rollout_tq.enable=True",
+        "skip.rollout_tq.steps=[1,2,3]",
+        f"skip.rollout_tq.dump_dir={root / 'rollouts'}",
+    )
 
 
 def parameters(root: Path, name: str, step: int) -> dict[str, torch.Tensor]:
