@@ -40,18 +40,18 @@ class TimedSender(BucketedWeightSender):  # type: ignore[misc]
 
 
 class PolicyTap:
-    """Passes the weight stream on and keeps copies of the two tensors that the draft shares with the policy."""
+    """Passes the weight stream on and keeps copies, in the engine's dtype, of the two tensors that the draft shares."""
 
     EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-    def __init__(self, weights: Any) -> None:
-        self._weights = weights
+    def __init__(self, weights: Any, dtype: torch.dtype) -> None:
+        self._weights, self._dtype = weights, dtype
         self.kept: dict[str, Tensor] = {}
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, Tensor]]:
         async for name, tensor in ensure_async_iterator(self._weights):
             if name in (self.EMBED, self.HEAD):
-                self.kept[name] = tensor.detach().clone()
+                self.kept[name] = tensor.detach().to(self._dtype, copy=True)
             yield name, tensor
 
     def event(self, policy_version: int) -> WeightSync:
@@ -105,7 +105,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
                 "spec-plugin does not support delta weight syncs yet: set "
                 "actor_rollout_ref.rollout.checkpoint_engine.backend=naive, or leave the flag out"
             )
-        tap = PolicyTap(weights)
+        tap = PolicyTap(weights, getattr(torch, self._spec_session.target.dtype))
         await super().update_weights(aiter(tap), global_steps=global_steps, wire_format=wire_format, **kwargs)
         RUNTIME.policy_version = RUNTIME.policy_version + 1 if global_steps is None else global_steps
         session = self._spec_session

@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from examples.bench.common import Seconds, now, spread
+from examples.bench.common import Seconds, now, say, spread
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.scheduler import SCHEDULER
 
@@ -34,7 +34,7 @@ class EngineSettings:
     dtype: str = "float32"
     max_num_seqs: int = 64
     max_model_len: int = 512
-    memory_share: float = 0.35  # of a GPU, for each engine
+    memory_share: float = 0.4  # of a GPU, for each engine
     eager: bool = True  # CUDA graphs off; on a CPU there are none
 
 
@@ -132,8 +132,21 @@ def plain_engine(target: Path, settings: EngineSettings) -> Engine:
     return Engine(LLM(model=str(target), **_options(settings)))
 
 
-def flag_engine(target: Path, draft: Path, k: int, settings: EngineSettings) -> Engine:
-    """vLLM as the flag starts it: draft, worker extension, control channel."""
+def live_engine(target: Path, settings: EngineSettings) -> Engine:
+    """A plain engine whose weights can change, which every trainer needs: vLLM's CPU build packs them away otherwise."""
+    return Engine(LLM(model=str(target), worker_extension_cls=EXTENSION, **_options(settings)))
+
+
+def flag_engine(target: Path, draft: Path, k: int, settings: EngineSettings, packed: bool = False) -> Engine:
+    """vLLM as the flag starts it: draft, worker extension, control channel.
+
+    Args:
+        target: folder.
+        draft: folder.
+        k: most tokens to draft.
+        settings: shared with the other engines.
+        packed: leave the CPU repair ``live_weights`` out; no weight can change then.
+    """
     speculative = {
         "method": "eagle3",
         "model": str(draft),
@@ -143,8 +156,22 @@ def flag_engine(target: Path, draft: Path, k: int, settings: EngineSettings) -> 
         "draft_sample_method": "greedy",
         "rejection_sample_method": "standard",
     }
-    extras = {"scheduler_cls": SCHEDULER, "worker_extension_cls": EXTENSION}
+    extras: dict[str, Any] = {"scheduler_cls": SCHEDULER, "worker_extension_cls": EXTENSION}
+    if packed:
+        extras["additional_config"] = {"spec_plugin": {"skip_patches": ["live_weights"]}}
     return Engine(LLM(model=str(target), speculative_config=speculative, **extras, **_options(settings)))
+
+
+def start(target: Path, draft: Path, k: int, settings: EngineSettings, packed: bool = False) -> dict[str, Engine]:
+    """The engines of a comparison by name: ``plain``, ``flag`` and, on a CPU unless ``packed``, ``live``."""
+    say("starting a plain engine")
+    engines = {"plain": plain_engine(target, settings)}  # first: before any repair is in force
+    if engines["plain"].engine.vllm_config.device_config.device_type == "cpu" and not packed:
+        say("starting a plain engine whose weights can change")
+        engines["live"] = live_engine(target, settings)
+    say("starting an engine with the flag on")
+    engines["flag"] = flag_engine(target, draft, k, settings, packed)  # last: its counters are the ones that are read
+    return engines
 
 
 def _options(settings: EngineSettings) -> dict[str, Any]:

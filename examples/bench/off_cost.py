@@ -25,6 +25,7 @@ Law 7 says: never slower than off. Where speculation does not pay, the controlle
 the draft stays in the engine, vLLM still runs its first forward in every step so that its KV cache follows, and the
 CPU repairs stay in force. This benchmark runs, in turn:
   plain   an engine that knows nothing of spec-plugin
+  live    (CPU only) a plain engine whose weights can change, as a trainer needs it; see README.md
   off     an engine with the flag on and k=0 for every batch size
 on the padded target, where a step is mostly arithmetic, and on the unpadded one, where it is mostly overhead.
 A ratio of 1.00 is free; 0.95 means 5 % fewer tokens per second.
@@ -39,8 +40,11 @@ class Row:
     batch: int
     plain: Spread  # tokens/s
     off: Spread
+    live: Spread | None  # a plain engine whose weights can change; None where that is every engine
     ratio: Spread  # off / plain, round by round
+    live_ratio: Spread | None  # off / live
     plain_step_ms: Spread
+    live_step_ms: Spread | None
     off_step_ms: Spread
 
 
@@ -68,23 +72,26 @@ def main(**options: Any) -> None:
     draft = workload.newborn_draft(target, options["dtype"])
     served = [workload.padded_target(target, w, options["dtype"]) for w in options["widths"]]
 
-    from examples.bench.engines import EngineSettings, flag_engine, plain_engine  # slow to import
+    from examples.bench.engines import EngineSettings, flag_engine, live_engine, plain_engine  # slow to import
 
     settings = EngineSettings(
         dtype=options["dtype"],
         max_num_seqs=max(64, *options["batches"]),
-        memory_share=0.7 / (2 * len(served)),
+        memory_share=0.8 / (2 * len(served)),
         eager=not cuda_graphs,
     )
-    say("starting plain engines")
-    plain = [plain_engine(path, settings) for path in served]
-    say("starting engines with the flag on")
-    flagged = [flag_engine(path, draft, options["k"], settings) for path in served]
+    say(f"starting {'three' if device == 'cpu' else 'two'} engines for each of {len(served)} targets")
+    engines = [{"plain": plain_engine(path, settings)} for path in served]  # first: before any repair is in force
+    for path, found in zip(served, engines, strict=True):
+        if device == "cpu":
+            found["live"] = live_engine(path, settings)
+        found["off"] = flag_engine(path, draft, options["k"], settings)
+        found["off"].set_k(0)
     where = common.environment(device)
     rows = []
-    for index, path in enumerate(served):
+    for path, found in zip(served, engines, strict=True):
         name = f"{workload.parameters_of(path) / 1e6:.1f}M"
-        rows += [measure(name, plain[index], flagged[index], b, target, options) for b in options["batches"]]
+        rows += [measure(name, found, b, target, options) for b in options["batches"]]
     report([r["wall"] for r in rows], options)
     if where["threads"] == 1 and where["device"] == "cpu":
         say("the same rounds by CPU time: what an idle machine would show, with one thread")
@@ -93,16 +100,13 @@ def main(**options: Any) -> None:
     common.write_results("off_cost", {**options, **asdict(settings)}, content, where, out)
 
 
-def measure(
-    name: str, plain: Engine, flagged: Engine, batch: int, target: Path, options: dict[str, Any]
-) -> dict[str, Row]:
-    """Both arms at one batch size, in turn; the same rounds by either clock."""
+def measure(name: str, engines: dict[str, Engine], batch: int, target: Path, options: dict[str, Any]) -> dict[str, Row]:
+    """All arms at one batch size, in turn; the same rounds by either clock."""
     from examples.bench.engines import sampling
 
     rounds = options["rounds"]
     prompts = workload.prompts_of(target, options["file"], batch * (rounds + 1), seed=2000 + batch)
     params = sampling(1.0, options["tokens"])
-    flagged.set_k(0)
 
     def arm(engine: Engine) -> Any:
         def run(index: int) -> Timing:
@@ -110,8 +114,8 @@ def measure(
 
         return run
 
-    label = f"{name}, batch {batch}: plain and off in turn"
-    runs: dict[str, list[Timing]] = interleave({"plain": arm(plain), "off": arm(flagged)}, rounds, 1, label)
+    label = f"{name}, batch {batch}: {', '.join(engines)} in turn"
+    runs: dict[str, list[Timing]] = interleave({n: arm(e) for n, e in engines.items()}, rounds, 1, label)
     if any(t.drafts for t in runs["off"]):
         raise RuntimeError("the engine drafted although k is 0 for every batch size")
     return {clock: summarize(name, batch, runs, clock) for clock in ("wall", "cpu")}
@@ -121,17 +125,31 @@ def summarize(name: str, batch: int, runs: dict[str, list[Timing]], clock: str) 
     """The numbers of a batch size from all its rounds, by one clock: ``wall`` or ``cpu``."""
     rates = {arm: [t.rate(clock) for t in timings] for arm, timings in runs.items()}
     steps = {arm: spread([1e3 * t.step(clock) for t in timings]) for arm, timings in runs.items()}
-    ratio = paired(rates["off"], rates["plain"])
-    return Row(name, batch, spread(rates["plain"]), spread(rates["off"]), ratio, steps["plain"], steps["off"])
+    live = "live" in runs
+    return Row(
+        target=name,
+        batch=batch,
+        plain=spread(rates["plain"]),
+        off=spread(rates["off"]),
+        live=spread(rates["live"]) if live else None,
+        ratio=paired(rates["off"], rates["plain"]),
+        live_ratio=paired(rates["off"], rates["live"]) if live else None,
+        plain_step_ms=steps["plain"],
+        live_step_ms=steps.get("live"),
+        off_step_ms=steps["off"],
+    )
 
 
 def report(rows: list[Row], options: dict[str, Any]) -> None:
     """Print the table."""
-    head = ["target", "batch", "plain tok/s", "off tok/s", "off / plain", "step ms\nplain", "step ms\noff"]
+    head = ["target", "batch", "plain\ntok/s", "live\ntok/s", "off\ntok/s", "off / plain", "off / live"]
+    head += ["step ms\nplain", "step ms\nlive", "step ms\noff"]
     body = []
     for r in rows:
-        numbers = [r.plain.text(), r.off.text(), r.ratio.text(".3f"), r.plain_step_ms.text(".2f")]
-        body.append([r.target, str(r.batch), *numbers, r.off_step_ms.text(".2f")])
+        rates = [f"{s.median:.1f}" if s else "–" for s in (r.plain, r.live, r.off)]
+        ratios = [s.text(".3f") if s else "–" for s in (r.ratio, r.live_ratio)]
+        steps = [f"{s.median:.2f}" if s else "–" for s in (r.plain_step_ms, r.live_step_ms, r.off_step_ms)]
+        body.append([r.target, str(r.batch), *rates, *ratios, *steps])
     show(f"Cost of the flag with speculation off: {options['dtype']}. Medians (quartiles)", head, body)
 
 

@@ -26,8 +26,9 @@ What happens:
      so that its forward pass costs what a larger model's does (--width; 0 leaves it as it is).
   2. The unpadded policy rolls out, a forward pass over these rollouts is harvested, and our own training loop trains a
      draft on it. Policy and draft are cached under .cache/bench.
-  3. Three arms generate the same number of tokens for the same prompts, in turn:
+  3. These arms generate the same number of tokens for the same prompts, in turn:
        plain   an engine that knows nothing of spec-plugin
+       live    (CPU only) a plain engine whose weights can change, as a trainer needs it; see README.md
        draft   an engine with the flag on, speculating
        k=0     the same engine, its table of k set to 0
   4. A table shows tokens per second, the speed-up, and the limit that acceptance length and step cost allow:
@@ -49,10 +50,13 @@ class Row:
     plain: Spread  # tokens/s
     draft: Spread
     off: Spread
+    live: Spread | None  # a plain engine whose weights can change; None where that is every engine
     speedup: Spread  # draft / plain, round by round
+    against_live: Spread | None
     against_off: Spread
     acceptance_length: float
     plain_step_ms: Spread
+    live_step_ms: Spread | None
     draft_step_ms: Spread
     off_step_ms: Spread
     plain_prefill_ms: Spread
@@ -88,6 +92,7 @@ class Row:
 @click.option("--device", default="auto", help="For sampling and training; engines use what their vLLM was built for.")
 @click.option("--threads", type=int, help="Compute threads; default: all cores.")
 @click.option("--cuda-graphs", is_flag=True, help="Do not force eager mode in the engines.")
+@click.option("--packed", is_flag=True, help="CPU: leave the repair live_weights out. Fast, but no weight can change.")
 @click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of the JSON file.")
 def main(**options: Any) -> None:
     """Prepare, measure, report."""
@@ -99,15 +104,12 @@ def main(**options: Any) -> None:
     served = workload.padded_target(target, options["width"], options["dtype"])
     shares = {"target": workload.parameters_of(served), "draft": workload.parameters_of(draft)}
 
-    from examples.bench.engines import EngineSettings, flag_engine, plain_engine  # slow to import
+    from examples.bench.engines import EngineSettings, start  # slow to import
 
     settings = EngineSettings(dtype=options["dtype"], max_num_seqs=max(64, *options["batches"]), eager=not cuda_graphs)
-    say("starting a plain engine")
-    plain = plain_engine(served, settings)
-    say("starting an engine with the flag on")
-    flagged = flag_engine(served, draft, options["k"], settings)
+    engines = start(served, draft, options["k"], settings, packed=options["packed"])
     where = common.environment(device)
-    rows = [measure(plain, flagged, b, target, options) for b in options["batches"]]
+    rows = [measure(engines, b, target, options) for b in options["batches"]]
     report([r["wall"] for r in rows], shares, options)
     if where["threads"] == 1 and where["device"] == "cpu":
         say("the same rounds by CPU time: what an idle machine would show, with one thread")
@@ -138,7 +140,7 @@ def prepare_draft(target: Path, options: dict[str, Any], device: str) -> Path:
     ).path
 
 
-def measure(plain: Engine, flagged: Engine, batch: int, target: Path, options: dict[str, Any]) -> dict[str, Row]:
+def measure(engines: dict[str, Engine], batch: int, target: Path, options: dict[str, Any]) -> dict[str, Row]:
     """All arms at one batch size, in turn; the same rounds by either clock."""
     from examples.bench.engines import sampling
 
@@ -154,8 +156,9 @@ def measure(plain: Engine, flagged: Engine, batch: int, target: Path, options: d
 
         return run
 
-    arms = {"plain": arm(plain, None), "draft": arm(flagged, k), "off": arm(flagged, 0)}
-    runs: dict[str, list[Timing]] = interleave(arms, rounds, 1, label=f"batch {batch}: plain, draft and k=0 in turn")
+    arms = {name: arm(engine, None) for name, engine in engines.items() if name != "flag"}
+    arms |= {"draft": arm(engines["flag"], k), "off": arm(engines["flag"], 0)}
+    runs: dict[str, list[Timing]] = interleave(arms, rounds, 1, label=f"batch {batch}: {', '.join(arms)} in turn")
     return {clock: summarize(batch, runs, clock) for clock in ("wall", "cpu")}
 
 
@@ -172,10 +175,13 @@ def summarize(batch: int, runs: dict[str, list[Timing]], clock: str) -> Row:
         plain=spread(rates["plain"]),
         draft=spread(rates["draft"]),
         off=spread(rates["off"]),
+        live=spread(rates["live"]) if "live" in rates else None,
         speedup=paired(rates["draft"], rates["plain"]),
+        against_live=paired(rates["draft"], rates["live"]) if "live" in rates else None,
         against_off=paired(rates["draft"], rates["off"]),
         acceptance_length=1 + accepted / drafts if drafts else 1.0,
         plain_step_ms=ms["plain"],
+        live_step_ms=ms.get("live"),
         draft_step_ms=ms["draft"],
         off_step_ms=ms["off"],
         plain_prefill_ms=prefill["plain"],
@@ -194,29 +200,53 @@ def report(rows: list[Row], parameters: dict[str, int], options: dict[str, Any])
         f"temperature {options['temperature']:g}, {options['tokens']} tokens per request; the draft has {share:.1%} of the "
         "target's parameters. Medians (quartiles)"
     )
-    head = ["batch", "plain tok/s", "draft tok/s", "speed-up", "acceptance\nlength", "break-even", "limit", "goal"]
+    head = ["batch", "plain\ntok/s", "draft\ntok/s", "speed-up", "acceptance\nlength", "break-even", "limit", "goal"]
     body = []
     for r in rows:
         goal = "" if r.goal is None else verdict(r.speedup.median >= r.goal, f"≥ {r.goal}x")
-        rates = [r.plain.text(), r.draft.text(), r.speedup.text(".2f") + " x"]
+        rates = [r.plain.text(), r.draft.text(), r.speedup.text(".2f")]
         body.append(
-            [str(r.batch), *rates, f"{r.acceptance_length:.2f}", r.break_even.text(".2f"), f"{r.limit:.2f} x", goal]
+            [str(r.batch), *rates, f"{r.acceptance_length:.2f}", r.break_even.text(".2f"), f"{r.limit:.2f}", goal]
         )
     show(title, head, body)
+    show_against(rows)
     show_where(rows)
+
+
+def show_against(rows: list[Row]) -> None:
+    """Print the speed-up over the other baselines."""
+    head = ["batch", "live\ntok/s", "draft / live", "k=0\ntok/s", "draft / k=0"]
+    body = []
+    for r in rows:
+        live = [_text(r.live, ".1f"), _text(r.against_live, ".2f")]
+        body.append([str(r.batch), *live, r.off.text(), r.against_off.text(".2f")])
+    show("Against a plain engine whose weights can change, and against the same engine with k=0", head, body)
 
 
 def show_where(rows: list[Row]) -> None:
     """Print what a step costs, and how many there are."""
-    head = ["batch", "k=0 tok/s", "draft vs k=0", "step ms\nplain", "step ms\nk=0", "step ms\ndraft", "steps\nplain"]
-    head += ["steps\ndraft", "prefill ms\nplain", "prefill ms\ndraft"]
+    head = [
+        "batch",
+        "plain",
+        "live",
+        "k=0",
+        "draft",
+        "steps\nplain",
+        "steps\ndraft",
+        "prefill ms\nplain",
+        "prefill ms\ndraft",
+    ]
     body = []
     for r in rows:
-        times = [s.text(".2f") for s in (r.plain_step_ms, r.off_step_ms, r.draft_step_ms)]
+        times = [_text(s, ".1f") for s in (r.plain_step_ms, r.live_step_ms, r.off_step_ms, r.draft_step_ms)]
         counts = [f"{s.median:.0f}" for s in (r.plain_steps, r.draft_steps)]
         prefill = [f"{s.median:.1f}" for s in (r.plain_prefill_ms, r.draft_prefill_ms)]
-        body.append([str(r.batch), r.off.text(), r.against_off.text(".2f") + " x", *times, *counts, *prefill])
-    show("Where the time goes (a step with the whole batch; steps until the last request is done)", head, body)
+        body.append([str(r.batch), *times, *counts, *prefill])
+    show("Where the time goes: ms of a step with the whole batch; steps until the last request is done", head, body)
+
+
+def _text(value: Spread | None, form: str) -> str:
+    return "–" if value is None else value.text(form)
 
 
 if __name__ == "__main__":
