@@ -11,7 +11,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from spec_plugin.engine.capabilities import draft_buffers_survive_level_2
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.lossless import check_sampling, check_speculative_config
-from spec_plugin.engine.scheduler import SCHEDULER, set_schedule
+from spec_plugin.engine.scheduler import SCHEDULER, pause_idle_draft, set_schedule
 from spec_plugin.engine.selftest import default_prompts, run_self_test
 from spec_plugin.events import RefreshReport, RolloutStats, SelfTestReport
 from spec_plugin.session import SpecSession
@@ -92,13 +92,18 @@ class SpecHttpServer(vLLMHttpServer):  # type: ignore[misc]
         )
 
     async def spec_set_schedule(self, table: list[int]) -> None:
-        """k per batch size from the next engine step on."""
+        """k per batch size for the coming rollout phase; a draft that no batch size uses is paused.
+
+        verl has just reset the prefix cache (every weight sync does), so no request meets a hole in the draft's KV cache.
+        """
         await set_schedule(self.engine, table)
+        await pause_idle_draft(self.engine, table)
 
     async def spec_self_test(self) -> SelfTestReport:
         """The start-up self-test on this engine (law 2)."""
         config, target = self._spec.config, self._spec.target
         vocab_size = min(len(self.model_config.tokenizer), target.hf_config["vocab_size"])
+        await pause_idle_draft(self.engine, [config.k])
         report = await run_self_test(
             self.engine,
             prompts=_test_prompts(self.model_config.tokenizer, vocab_size, config.seed),

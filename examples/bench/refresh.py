@@ -137,7 +137,9 @@ def large_target(dtype: str) -> Path:
         embed = torch.nn.functional.normalize(torch.randn(LARGE.vocab_size, LARGE.hidden_size), dim=-1)
         model.model.embed_tokens.weight.data = 8 * embed
         model.lm_head.weight.data = embed.roll(37, 0).clone()
-        model.to(getattr(torch, dtype)).save_pretrained(out)
+        partial = workload.partial_folder(out)
+        model.to(getattr(torch, dtype)).save_pretrained(partial)
+        partial.rename(out)
     return out
 
 

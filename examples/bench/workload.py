@@ -128,7 +128,7 @@ def padded_target(target: Path, width: int, dtype: str) -> Path:
     config.dtype = dtype
     twin = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     twin.load_state_dict(state)
-    partial = _partial(out)
+    partial = partial_folder(out)
     twin.save_pretrained(partial)
     AutoTokenizer.from_pretrained(target).save_pretrained(partial)
     partial.rename(out)
@@ -191,7 +191,7 @@ def _train(out: Path, target: Path, prompts: Prompts, settings: DraftSettings, d
         expected = trainer.evaluate(held_out).acceptance_length
     say(f"acceptance length expected on held-out rollouts: {untrained:.2f} untrained, {expected:.2f} trained")
     tensors = trainer.engine_tensors(getattr(torch, settings.dtype))
-    partial = _partial(out)
+    partial = partial_folder(out)
     save_draft(partial, config, tensors)
     about = {"expected_acceptance": expected, "parameters": sum(t.numel() for t in tensors.values())}
     (partial / "bench.json").write_text(json.dumps({**about, "settings": asdict(settings)}))
@@ -263,7 +263,7 @@ def _digest(target: Path, settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _partial(out: Path) -> Path:
+def partial_folder(out: Path) -> Path:
     """An empty folder to fill before it is renamed, so that an interrupted one is never taken for complete."""
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -44,34 +46,80 @@ def expand_is_wrong(function: Callable[..., Any]) -> bool:
 
 
 def live_gemm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Linear layers that compute with the Parameter itself, instead of with a packed copy made once at load."""
+    """Linear layers that keep their Parameter beside the packed copy, at the price of the memory for both.
 
-    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        weight = layer.weight
-        if (
-            not weight.is_meta and weight.ndim != 2
-        ):  # convolutions and experts: their kernels want the original's layout
-            original(layer, remove_weight)
-            return
-        layer.cpu_linear = F.linear
+    The packed copy is what makes decoding fast, and is made again when the layer is dispatched again: vLLM's
+    ``process_weights_after_loading`` does that (verl calls it after each weight sync), and so does :func:`repack`. Until
+    then, from the moment that a new weight is loaded, the layer computes with the Parameter itself: a trainer that only
+    calls ``load_weights`` gets slower layers, never old weights.
+    """
+
+    def dispatch_cpu_unquantized_gemm(layer: nn.Module, remove_weight: bool) -> None:
+        original(layer, False)
+        if hasattr(layer, "cpu_linear"):
+            _unpack_on_load(layer)
 
     return dispatch_cpu_unquantized_gemm
 
 
+def _unpack_on_load(layer: Any) -> None:
+    """Let the loader of the layer's weight switch every layer that uses this weight to the Parameter itself."""
+    weight = layer.weight
+    if weight.is_meta:
+        return
+    if not hasattr(weight, "spec_layers"):
+        weight.spec_layers = []
+        place = "_weight_loader" if hasattr(weight, "_weight_loader") else "weight_loader"
+        load = getattr(weight, place, None) or _default_loader()
+
+        @functools.wraps(load)
+        def loader(*args: Any, **kwargs: Any) -> Any:
+            for user in weight.spec_layers:
+                user.cpu_linear = _plain_linear
+            return load(*args, **kwargs)
+
+        setattr(weight, place, loader)
+    if all(user is not layer for user in weight.spec_layers):
+        weight.spec_layers.append(layer)  # a tied weight has several
+
+
+def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, None if bias is None else bias.to(weight.dtype))  # one packing keeps the bias in float32
+
+
+def _default_loader() -> Callable[..., Any]:
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    return default_weight_loader  # type: ignore[no-any-return]
+
+
+def repack(model: nn.Module) -> None:
+    """Make every linear layer compute with its Parameter as it is now; does nothing where nothing is packed."""
+    packed = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
+    if packed:
+        utils = importlib.import_module("vllm.model_executor.layers.utils")
+        for layer in packed:
+            utils.dispatch_cpu_unquantized_gemm(layer, False)
+
+
 def weights_are_dead(function: Callable[..., Any]) -> bool:
-    """True if a linear layer prepared by ``function`` loses its weight, or does not follow a later change of it."""
+    """True if a linear layer prepared by ``function`` loses its weight, or does not follow a later load of it."""
     for dtype in (torch.float32, torch.bfloat16):
-        for remove_weight in (True, False):
-            layer: Any = nn.Linear(32, 32, bias=True, dtype=dtype).requires_grad_(False)
-            nn.init.ones_(layer.weight)
-            nn.init.ones_(layer.bias)
-            function(layer, remove_weight)
-            if layer.weight.numel() == 0:
-                return True
-            layer.weight.data.fill_(2.0)
-            got = layer.cpu_linear(torch.ones(1, 32, dtype=dtype), layer.weight, layer.bias)
-            if not torch.equal(got, torch.full_like(got, 65.0)):
-                return True
+        layer: Any = nn.Linear(32, 32, bias=True, dtype=dtype).requires_grad_(False)
+        nn.init.ones_(layer.weight)
+        nn.init.ones_(layer.bias)
+        layer.weight.weight_loader = lambda parameter, loaded: parameter.data.copy_(loaded)
+        function(layer, True)
+        if layer.weight.numel() == 0:
+            return True
+        for value in (2.0, 3.0):
+            layer.weight.weight_loader(layer.weight, torch.full((32, 32), value))
+            for prepared_again in (False, True):
+                if prepared_again:
+                    function(layer, True)
+                got = layer.cpu_linear(torch.ones(1, 32, dtype=dtype), layer.weight, layer.bias)
+                if not torch.equal(got, torch.full_like(got, 32 * value + 1)):
+                    return True
     return False
 
 
@@ -101,7 +149,7 @@ CPU_PATCHES = (
         replacement=live_gemm,
         guard=Guard(
             parameters=("layer", "remove_weight"),
-            landmarks=("layer.cpu_linear = ", "layer.weight.is_meta", "layer.weight.ndim != 2"),
+            landmarks=("layer.cpu_linear = ", "if remove_weight:", "layer.weight.ndim != 2"),
         ),
     ),
 )

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from spec_plugin.engine import patches, refresh
 from spec_plugin.engine.capabilities import find_draft
-from spec_plugin.engine.cpu_compat import apply_cpu_patches
+from spec_plugin.engine.cpu_compat import apply_cpu_patches, repack
 from spec_plugin.engine.layout import Layout, draft_layout
 from spec_plugin.engine.lossless import check_running_config
+from spec_plugin.engine.pause import pause_draft
 from spec_plugin.engine.refresh import Staging
 from spec_plugin.errors import SpecConfigError
 
@@ -170,6 +171,18 @@ class SpecWorkerExtension:
             "reason": reason or "",
         }
 
+    def spec_pause_draft(self, paused: bool) -> bool:
+        """Leave the draft's forward pass out while no batch size speculates; True if this worker can.
+
+        With k = 0 vLLM still runs the draft once per step, so that its KV cache follows. Only pause for a phase in which
+        every request starts and ends with k = 0, and reset the prefix cache before speculating again: the draft's KV
+        cache has holes afterwards. Samples are the target's either way.
+        """
+        if not hasattr(self.model_runner, "drafter"):
+            return False  # the V2 runner has its own way, see ``DraftModelSpeculator``
+        pause_draft(self.model_runner.drafter, paused)
+        return True
+
     def spec_discard(self) -> None:
         """Forget what was staged."""
         self._spec_state.staging = Staging()
@@ -216,7 +229,8 @@ class SpecWorkerExtension:
         if not _all_ranks(reason is None):
             return reason or "refused by another rank"
         draft: Any = find_draft(self)  # is there, or layout.problem had refused
-        return refresh.swap(layout, self._spec_state.staging.tensors, draft.load_weights, agree=_all_ranks)
+        tensors = self._spec_state.staging.tensors
+        return refresh.swap(layout, tensors, draft.load_weights, agree=_all_ranks, settle=lambda: repack(draft))
 
     def _spec_check(
         self, version: int, digest: str, names: Iterable[str] | None, force: bool

@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from spec_plugin.engine.counters import read_spec_counters
-from spec_plugin.engine.scheduler import PLAIN, set_schedule
+from spec_plugin.engine.scheduler import PLAIN, pause_idle_draft, set_schedule
 from spec_plugin.engine.verdicts import Sampled
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ async def measure_break_even(
 
     That ratio is the acceptance length at which k drafted tokens give as many tokens per second as none. A plain and a
     speculating measurement follow each other; the median of the ratios of five such pairs counts, after one to warm up.
-    "Plain" is k=0 in this engine, which still runs one forward of the draft (see ``spec_plugin.engine.scheduler``).
+    "Plain" is k=0 in this engine with the draft paused, as it is when no batch size speculates.
 
     Args:
         probe: the engine.
@@ -168,7 +168,9 @@ async def measure_break_even(
         for repeat in range(PAIRS + 1):
             pair = []
             for width in (0, k):
-                await set_schedule(probe.engine, [width] * entries)
+                table = [width] * entries
+                await set_schedule(probe.engine, table)
+                await pause_idle_draft(probe.engine, table)
                 pair.append(await measure_step(probe, prompts, batch, width, STEPS if repeat else 4))
             plain, speculating = pair
             if plain is None or speculating is None:

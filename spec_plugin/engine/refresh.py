@@ -118,6 +118,7 @@ def swap(
     tensors: Mapping[str, Tensor],
     load: Callable[[list[tuple[str, Tensor]]], object],
     agree: Callable[[bool], bool] = bool,
+    settle: Callable[[], object] = lambda: None,
 ) -> str | None:
     """Load ``tensors`` in place and verify them; on any failure put the previous weights back.
 
@@ -126,6 +127,7 @@ def swap(
         tensors: checked by :func:`check_staged`.
         load: vLLM's ``load_weights`` of the draft.
         agree: takes "this rank succeeded", returns "all ranks did"; if not, every rank restores.
+        settle: called after the weights have changed, for kernels that compute with packed copies of them.
 
     Returns:
         None when installed, else why the previous weights are back in place.
@@ -139,6 +141,7 @@ def swap(
     try:
         try:
             load([(name, t) for name, t in tensors.items() if layout.canonical(name) in layout.slots])
+            settle()
             moved = [name for name, p in layout.parameters.items() if p.data_ptr() != addresses[name]]
             reason = f"{moved[0]} moved in memory" if moved else mismatch(layout, tensors)
         except Exception as error:
@@ -148,6 +151,7 @@ def swap(
     finally:
         if reason is not None:
             _restore(layout, backup)
+            settle()
     return reason
 
 

@@ -15,8 +15,9 @@ Importing this module changes nothing. The methods are added when vLLM calls ``m
 which it does only with ``scheduler_cls=SCHEDULER`` (law 1).
 
 Switching k at run time is exact at any moment: k says how many proposals the target verifies, not what it samples. With
-k=0 for a step, 0.29 still runs the draft's *first* forward so that its KV cache follows (``llm_base_proposer.propose``): the
-requests in flight draft well when k goes up again, and k=0 costs one draft layer more than an engine without a draft.
+k=0 for a step, 0.29 still runs the draft's *first* forward so that its KV cache follows
+(``llm_base_proposer.propose``): the requests in flight draft well when k goes up again. A whole phase at k=0 needs none of
+that: ``pause_idle_draft``.
 """
 
 from __future__ import annotations
@@ -162,6 +163,11 @@ async def set_schedule(engine: AsyncLLM, table: Sequence[int]) -> dict[str, Any]
         PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
     """
     return await _call(engine, "spec_set_schedule", list(table))
+
+
+async def pause_idle_draft(engine: AsyncLLM, table: Sequence[int]) -> None:
+    """Leave the draft's forward pass out while the table is all zero (needs ``SpecWorkerExtension``; see ``engine.pause``)."""
+    await engine.collective_rpc("spec_pause_draft", args=(not any(table),))
 
 
 async def schedule_state(engine: AsyncLLM) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.probe import Probe, gather_or_cancel, measure_break_even
-from spec_plugin.engine.scheduler import schedule_state, set_schedule
+from spec_plugin.engine.scheduler import pause_idle_draft, schedule_state, set_schedule
 from spec_plugin.engine.verdicts import (
     Sampled,
     counts_check,
@@ -161,6 +161,7 @@ class _SelfTest:
         async def restore() -> None:
             if table is not None:
                 await set_schedule(self.engine, table)
+                await pause_idle_draft(self.engine, [self.k])  # not paused, as it was
             await self.engine.reset_prefix_cache()
 
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 VOCAB, K, MAX_NUM_SEQS = 320, 3, 32
-CHECKED = "spec_plugin.engine.extension.SpecWorkerExtension"
+EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
 
 
 def _save(folder: Path, noise: float) -> str:
@@ -58,27 +58,54 @@ def prompts(n: int = 8, length: int = 12) -> list[list[int]]:
     return [[rng.randrange(2, VOCAB) for _ in range(length)] for _ in range(n)]
 
 
-class UncheckedExtension:
-    """The CPU repairs without the lossless allow-list, so that a lossy engine starts and the self-test gets to see it."""
+class LossyExtension:
+    """A worker whose rejection sampler takes all drafted tokens unasked, in ``SHARE`` of the verifications."""
+
+    SHARE = 0.15
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        from vllm.v1.sample import rejection_sampler
+
         from spec_plugin.engine.cpu_compat import apply_cpu_patches
 
         apply_cpu_patches()
+        exact = rejection_sampler.rejection_sample
+
+        def lossy(
+            drafted: Any,
+            counts: list[int],
+            longest: int,
+            ends: Any,
+            probs: Any,
+            logits: Any,
+            bonus: Any,
+            *rest: Any,
+            **options: Any,
+        ) -> Any:
+            out = exact(drafted, counts, longest, ends, probs, logits, bonus, *rest, **options)
+            begin = 0
+            for i, n in enumerate(counts):
+                if n and random.random() < cls.SHARE:
+                    out[i, :n] = drafted[begin : begin + n]
+                    out[i, n] = bonus[i, 0]
+                begin += n
+            return out
+
+        rejection_sampler.rejection_sample = lossy
         return super().__new__(cls)
 
 
 class LiveEngine:
     """An AsyncLLM on an event loop of its own, so that several test modules can share it."""
 
-    def __init__(self, skip_patches: tuple[str, ...], speculative: dict[str, Any], options: dict[str, Any]) -> None:
+    def __init__(self, skip_patches: tuple[str, ...], extension: str, options: dict[str, Any]) -> None:
         os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1")
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.engine = self.run(self._start(skip_patches, speculative, options))
+        self.engine = self.run(self._start(skip_patches, extension, options))
 
-    async def _start(self, skip_patches: tuple[str, ...], speculative: dict[str, Any], options: dict[str, Any]) -> Any:
+    async def _start(self, skip_patches: tuple[str, ...], extension: str, options: dict[str, Any]) -> Any:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -90,7 +117,6 @@ class LiveEngine:
             "model": draft,
             "num_speculative_tokens": K,
             "num_speculative_tokens_per_batch_size": [(1, MAX_NUM_SEQS, K)],
-            **speculative,
         }
         arguments = AsyncEngineArgs(
             model=target,
@@ -101,7 +127,7 @@ class LiveEngine:
             max_num_seqs=MAX_NUM_SEQS,
             disable_log_stats=False,
             scheduler_cls=SCHEDULER,
-            worker_extension_cls="live.UncheckedExtension" if speculative else CHECKED,
+            worker_extension_cls=extension,
             additional_config={"spec_plugin": {"skip_patches": list(skip_patches)}},
             speculative_config=settings,
             **{"logprobs_mode": "processed_logprobs", **options},
@@ -122,14 +148,12 @@ class LiveEngine:
 _live: dict[str, LiveEngine] = {}
 
 
-def live_engine(
-    skip_patches: tuple[str, ...] = (), speculative: dict[str, Any] | None = None, **options: Any
-) -> LiveEngine:
+def live_engine(skip_patches: tuple[str, ...] = (), extension: str = EXTENSION, **options: Any) -> LiveEngine:
     """The engine with these settings; one lives at a time, and stays for the next test that asks for the same."""
-    key = repr((skip_patches, speculative, sorted(options.items())))
+    key = repr((skip_patches, extension, sorted(options.items())))
     if key not in _live:
         close_all()
-        _live[key] = LiveEngine(skip_patches, speculative or {}, options)
+        _live[key] = LiveEngine(skip_patches, extension, options)
     return _live[key]
 
 

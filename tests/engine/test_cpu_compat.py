@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import small
+import torch
 
 from spec_plugin.engine import cpu_compat, patches
 
@@ -87,17 +88,23 @@ def test_the_repair_can_be_left_out_by_an_engine_option_and_is_still_needed(targ
     assert share > 0.2
 
 
-def test_the_targets_weights_can_be_changed_in_the_running_engine(llm, greedy_reference):
-    """A trainer's weight sync is a plain ``load_weights`` on the target: it must reach the packed layers."""
+@pytest.mark.parametrize("processed", [True, False], ids=["as verl syncs", "load_weights alone"])
+def test_the_targets_weights_can_be_changed_in_the_running_engine(llm, greedy_reference, processed):
+    """A weight sync must reach layers that compute with packed copies, whether or not the trainer processes them again."""
 
-    def scale(worker: Any, by: float) -> None:
-        model = worker.model_runner.get_model()
-        weight = dict(model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
-        model.load_weights([("model.layers.0.mlp.down_proj.weight", weight.detach().clone() * by)])
+    def load(worker: Any, weight: Any) -> Any:
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    small.rpc(llm, scale, 5000.0)
+        model, name = worker.model_runner.get_model(), "model.layers.0.mlp.down_proj.weight"
+        before = dict(model.named_parameters())[name].detach().clone()
+        model.load_weights([(name, before * 5000.0 if weight is None else weight)])
+        if processed:
+            process_weights_after_loading(model, worker.model_config, torch.device("cpu"))
+        return before
+
+    before = small.rpc(llm, load, None)
     changed = small.greedy(llm)
-    small.rpc(llm, scale, 1 / 5000.0)
+    small.rpc(llm, load, before)
     assert changed != greedy_reference
     assert small.greedy(llm) == greedy_reference
 

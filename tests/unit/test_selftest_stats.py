@@ -222,8 +222,9 @@ def test_the_first_log_prob_that_is_no_number_is_named():
 
 
 def test_recomputed_log_probs_may_be_as_noisy_as_those_of_plain_requests():
-    assert logprob_check("x", [0.01] * 9, [0.01] * 9, tolerance=1e-3).passed
-    assert not logprob_check("x", [0.01] * 9, [0.001] * 9, tolerance=1e-3).passed
+    assert logprob_check("x", [0.002] * 9, [0.002] * 9, tolerance=1e-3).passed
+    assert not logprob_check("x", [0.002] * 9, [0.0] * 9, tolerance=1e-3).passed
+    assert not logprob_check("x", [0.5] * 9, [0.5] * 9, tolerance=1e-3).passed  # wrong in both arms is still wrong
     assert not logprob_check("x", [math.nan, 0.0], [0.0, 0.0], tolerance=1e-3).passed
     assert not logprob_check("x", [], [0.0], tolerance=1e-3).passed
     assert logprob_check("x", [math.inf] + [0.0] * 9, [0.0] * 9, tolerance=1e-3).passed
