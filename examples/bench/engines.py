@@ -77,9 +77,10 @@ class Engine:
         self._requests = 0
 
     def set_k(self, k: int) -> None:
-        """Rewrite the engine's table of k, between two steps, through the control channel."""
+        """Rewrite the engine's table of k while it is idle, as the adapter does: a draft that nothing uses is paused."""
         core: Any = self.engine.engine_core
         core.engine_core.spec_set_schedule([k] * (self.max_num_seqs + 1))
+        self.rpc("spec_pause_draft", k == 0)
 
     def rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """What the first worker answers."""

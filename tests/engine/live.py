@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from spec_plugin.engine.extension import SpecWorkerExtension
+
 VOCAB, K, MAX_NUM_SEQS = 320, 3, 32
 EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
 
@@ -58,17 +60,14 @@ def prompts(n: int = 8, length: int = 12) -> list[list[int]]:
     return [[rng.randrange(2, VOCAB) for _ in range(length)] for _ in range(n)]
 
 
-class LossyExtension:
+class LossyExtension(SpecWorkerExtension):
     """A worker whose rejection sampler takes all drafted tokens unasked, in ``SHARE`` of the verifications."""
 
-    SHARE = 0.15
+    SHARE = 0.25
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         from vllm.v1.sample import rejection_sampler
 
-        from spec_plugin.engine.cpu_compat import apply_cpu_patches
-
-        apply_cpu_patches()
         exact = rejection_sampler.rejection_sample
 
         def lossy(
@@ -92,7 +91,7 @@ class LossyExtension:
             return out
 
         rejection_sampler.rejection_sample = lossy
-        return super().__new__(cls)
+        return super().__new__(cls, *args, **kwargs)
 
 
 class LiveEngine:

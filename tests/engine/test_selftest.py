@@ -86,10 +86,9 @@ def test_vllms_cpu_sampling_bug_is_found_where_its_nan_is_hidden():
 
 
 def test_a_sampler_that_takes_drafted_tokens_unasked_is_found():
-    """In 15 % of the verifications; vLLM's own lossy mode "synthetic" does the same, but not on a CPU."""
+    """In a quarter of the verifications; vLLM's own lossy mode "synthetic" does the like, but not on a CPU."""
     _, checks = _test(live_engine(extension="live.LossyExtension"))
     assert not checks["greedy"].passed
-    assert not checks["samples: log-probs"].passed
     assert not checks["samples: counts"].passed
     assert checks["finite"].passed and checks["logprobs"].passed, (
         "the log-probs are right, it is the samples that are not"

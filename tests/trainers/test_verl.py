@@ -100,11 +100,14 @@ def test_rollout_logprobs_are_confirmed_by_the_actor_at_every_step(speculative: 
 def test_policy_is_bitwise_equal_with_and_without_the_plugin(
     stage: tuple[Path, Path, Path, Path], speculative: list[StepMetrics]
 ) -> None:
-    assert len(speculative) == 3
-    plain = run(stage, "plain", 3, "trainer.save_freq=2", *replay(stage[0]), plain=True)
+    assert len(speculative) == 3  # its rollouts are recorded; both runs below train on them
+    options = ("trainer.save_freq=2", *replay(stage[0]))
+    trained = run(stage, "replayed", 3, f"{SPEC}serve=always", *options)
+    plain = run(stage, "plain", 3, *options, plain=True)
+    assert trained[-1]["actor/spec/draft_version"] > 0  # a draft was trained beside the policy
     assert not [name for name in plain[-1] if "spec/" in name]  # law 1: off is off
-    with_plugin, without = (parameters(stage[0], name, 3) for name in ("speculative", "plain"))
-    start = parameters(stage[0], "speculative", 2)
+    with_plugin, without = (parameters(stage[0], name, 3) for name in ("replayed", "plain"))
+    start = parameters(stage[0], "replayed", 2)
     assert with_plugin.keys() == without.keys() and len(without) > 50
     assert [n for n in without if not torch.equal(with_plugin[n], without[n])] == []
     assert any(not torch.equal(start[n], without[n]) for n in without)  # it did move
