@@ -68,7 +68,12 @@ def read_target(rollout: Any, model: Any, actor_dtype: str = "bfloat16", actor_g
         data_parallel=rollout.data_parallel_size,
         max_num_seqs=rollout.max_num_seqs,
         max_model_len=rollout.max_model_len,
-        sampling={"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k},
+        sampling={
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+            "repetition_penalty": rollout.repetition_penalty,
+        },
         actor_dtype=actor_dtype,
         actor_group=actor_group,
     )

@@ -10,7 +10,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from spec_plugin.engine.capabilities import draft_buffers_survive_level_2
 from spec_plugin.engine.counters import read_spec_counters
-from spec_plugin.engine.lossless import check_sampling, check_speculative_config
+from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.scheduler import SCHEDULER, pause_idle_draft, set_schedule
 from spec_plugin.engine.selftest import default_prompts, run_self_test
 from spec_plugin.events import RefreshReport, RolloutStats, SelfTestReport
@@ -45,6 +45,7 @@ class SpecHttpServer(vLLMHttpServer):  # type: ignore[misc]
         config = self._spec.speculative_config()
         check_speculative_config(config, device_type=self._spec.target.device_type)
         check_sampling(dict(self._spec.target.sampling))
+        check_engine_options({"logprobs_mode": self.config.logprobs_mode})
         engine_kwargs["speculative_config"] = config
         engine_kwargs["scheduler_cls"] = SCHEDULER
         engine_kwargs["disable_log_stats"] = False  # vLLM counts acceptance only then

@@ -82,6 +82,10 @@ class Engine:
         core.engine_core.spec_set_schedule([k] * (self.max_num_seqs + 1))
         self.rpc("spec_pause_draft", k == 0)
 
+    def pause_draft(self, paused: bool) -> None:
+        """Leave the draft's forward pass out while k is 0, or run it again."""
+        self.rpc("spec_pause_draft", paused)
+
     def rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """What the first worker answers."""
         return self.llm.collective_rpc(method, args=args, kwargs=kwargs)[0]
@@ -138,16 +142,8 @@ def live_engine(target: Path, settings: EngineSettings) -> Engine:
     return Engine(LLM(model=str(target), worker_extension_cls=EXTENSION, **_options(settings)))
 
 
-def flag_engine(target: Path, draft: Path, k: int, settings: EngineSettings, packed: bool = False) -> Engine:
-    """vLLM as the flag starts it: draft, worker extension, control channel.
-
-    Args:
-        target: folder.
-        draft: folder.
-        k: most tokens to draft.
-        settings: shared with the other engines.
-        packed: leave the CPU repair ``live_weights`` out; no weight can change then.
-    """
+def flag_engine(target: Path, draft: Path, k: int, settings: EngineSettings) -> Engine:
+    """vLLM as the flag starts it: draft, worker extension, control channel; ``k`` is the most that it may draft."""
     speculative = {
         "method": "eagle3",
         "model": str(draft),
@@ -157,21 +153,19 @@ def flag_engine(target: Path, draft: Path, k: int, settings: EngineSettings, pac
         "draft_sample_method": "greedy",
         "rejection_sample_method": "standard",
     }
-    extras: dict[str, Any] = {"scheduler_cls": SCHEDULER, "worker_extension_cls": EXTENSION}
-    if packed:
-        extras["additional_config"] = {"spec_plugin": {"skip_patches": ["live_weights"]}}
+    extras = {"scheduler_cls": SCHEDULER, "worker_extension_cls": EXTENSION}
     return Engine(LLM(model=str(target), speculative_config=speculative, **extras, **_options(settings)))
 
 
-def start(target: Path, draft: Path, k: int, settings: EngineSettings, packed: bool = False) -> dict[str, Engine]:
-    """The engines of a comparison by name: ``plain``, ``flag`` and, on a CPU unless ``packed``, ``live``."""
+def start(target: Path, draft: Path, k: int, settings: EngineSettings) -> dict[str, Engine]:
+    """The engines of a comparison by name: ``plain``, ``flag`` and, on a CPU, ``live``."""
     say("starting a plain engine")
     engines = {"plain": plain_engine(target, settings)}  # first: before any repair is in force
-    if engines["plain"].engine.vllm_config.device_config.device_type == "cpu" and not packed:
+    if engines["plain"].engine.vllm_config.device_config.device_type == "cpu":
         say("starting a plain engine whose weights can change")
         engines["live"] = live_engine(target, settings)
     say("starting an engine with the flag on")
-    engines["flag"] = flag_engine(target, draft, k, settings, packed)  # last: its counters are the ones that are read
+    engines["flag"] = flag_engine(target, draft, k, settings)  # last: its counters are the ones that are read
     return engines
 
 

@@ -22,30 +22,29 @@ HELP = """Measure what the flag costs while speculation is switched off.
 
 \b
 Law 7 says: never slower than off. Where speculation does not pay, the controller sets k to 0 for that batch size, but
-the draft stays in the engine, vLLM still runs its first forward in every step so that its KV cache follows, and the
-CPU repairs stay in force. This benchmark runs, in turn:
+the draft stays in the engine. This benchmark runs, in turn:
   plain   an engine that knows nothing of spec-plugin
   live    (CPU only) a plain engine whose weights can change, as a trainer needs it; see README.md
-  off     an engine with the flag on and k=0 for every batch size
+  off     an engine with the flag on and k=0: vLLM still runs the draft's first forward in every step, so that its KV
+          cache follows and any later step may speculate
+  paused  the same with that forward left out, as in a rollout phase in which no batch size speculates
 on the padded target, where a step is mostly arithmetic, and on the unpadded one, where it is mostly overhead.
 A ratio of 1.00 is free; 0.95 means 5 % fewer tokens per second.
 """
 
 
+ARMS = ("plain", "live", "off", "paused")
+
+
 @dataclass(frozen=True)
 class Row:
-    """The numbers of one target and batch size."""
+    """The numbers of one target and batch size; ``live`` only on a CPU."""
 
     target: str
     batch: int
-    plain: Spread  # tokens/s
-    off: Spread
-    live: Spread | None  # a plain engine whose weights can change; None where that is every engine
-    ratio: Spread  # off / plain, round by round
-    live_ratio: Spread | None  # off / live
-    plain_step_ms: Spread
-    live_step_ms: Spread | None
-    off_step_ms: Spread
+    rates: dict[str, Spread]  # arm -> tokens/s
+    ratios: dict[str, Spread]  # arm -> its tokens/s over plain's, round by round
+    step_ms: dict[str, Spread]  # arm -> a decoding step with the whole batch
 
 
 @click.command(help=HELP, context_settings={"max_content_width": 120, "show_default": True})
@@ -85,7 +84,7 @@ def main(**options: Any) -> None:
     for path, found in zip(served, engines, strict=True):
         if device == "cpu":
             found["live"] = live_engine(path, settings)
-        found["off"] = flag_engine(path, draft, options["k"], settings)
+        found["off"] = found["paused"] = flag_engine(path, draft, options["k"], settings)
         found["off"].set_k(0)
     where = common.environment(device)
     rows = []
@@ -108,15 +107,17 @@ def measure(name: str, engines: dict[str, Engine], batch: int, target: Path, opt
     prompts = workload.prompts_of(target, options["file"], batch * (rounds + 1), seed=2000 + batch)
     params = sampling(1.0, options["tokens"])
 
-    def arm(engine: Engine) -> Any:
+    def arm(name: str, engine: Engine) -> Any:
         def run(index: int) -> Timing:
+            if name in ("off", "paused"):
+                engine.pause_draft(name == "paused")
             return engine.run(prompts[index * batch : (index + 1) * batch], params)
 
         return run
 
     label = f"{name}, batch {batch}: {', '.join(engines)} in turn"
-    runs: dict[str, list[Timing]] = interleave({n: arm(e) for n, e in engines.items()}, rounds, 1, label)
-    if any(t.drafts for t in runs["off"]):
+    runs: dict[str, list[Timing]] = interleave({n: arm(n, e) for n, e in engines.items()}, rounds, 1, label)
+    if any(t.drafts for t in runs["off"] + runs["paused"]):
         raise RuntimeError("the engine drafted although k is 0 for every batch size")
     return {clock: summarize(name, batch, runs, clock) for clock in ("wall", "cpu")}
 
@@ -124,32 +125,25 @@ def measure(name: str, engines: dict[str, Engine], batch: int, target: Path, opt
 def summarize(name: str, batch: int, runs: dict[str, list[Timing]], clock: str) -> Row:
     """The numbers of a batch size from all its rounds, by one clock: ``wall`` or ``cpu``."""
     rates = {arm: [t.rate(clock) for t in timings] for arm, timings in runs.items()}
-    steps = {arm: spread([1e3 * t.step(clock) for t in timings]) for arm, timings in runs.items()}
-    live = "live" in runs
     return Row(
         target=name,
         batch=batch,
-        plain=spread(rates["plain"]),
-        off=spread(rates["off"]),
-        live=spread(rates["live"]) if live else None,
-        ratio=paired(rates["off"], rates["plain"]),
-        live_ratio=paired(rates["off"], rates["live"]) if live else None,
-        plain_step_ms=steps["plain"],
-        live_step_ms=steps.get("live"),
-        off_step_ms=steps["off"],
+        rates={arm: spread(values) for arm, values in rates.items()},
+        ratios={arm: paired(values, rates["plain"]) for arm, values in rates.items() if arm != "plain"},
+        step_ms={arm: spread([1e3 * t.step(clock) for t in timings]) for arm, timings in runs.items()},
     )
 
 
 def report(rows: list[Row], options: dict[str, Any]) -> None:
     """Print the table."""
-    head = ["target", "batch", "plain\ntok/s", "live\ntok/s", "off\ntok/s", "off / plain", "off / live"]
-    head += ["step ms\nplain", "step ms\nlive", "step ms\noff"]
+    arms = [arm for arm in ARMS if arm in rows[0].rates]
+    head = ["target", "batch", *(f"{arm}\ntok/s" for arm in arms), *(f"{arm}\n/ plain" for arm in arms[1:])]
+    head += [f"step ms\n{arm}" for arm in arms]
     body = []
     for r in rows:
-        rates = [f"{s.median:.1f}" if s else "–" for s in (r.plain, r.live, r.off)]
-        ratios = [s.text(".3f") if s else "–" for s in (r.ratio, r.live_ratio)]
-        steps = [f"{s.median:.2f}" if s else "–" for s in (r.plain_step_ms, r.live_step_ms, r.off_step_ms)]
-        body.append([r.target, str(r.batch), *rates, *ratios, *steps])
+        rates = [f"{r.rates[arm].median:.1f}" for arm in arms]
+        ratios = [r.ratios[arm].text(".2f") for arm in arms[1:]]
+        body.append([r.target, str(r.batch), *rates, *ratios, *(f"{r.step_ms[arm].median:.2f}" for arm in arms)])
     show(f"Cost of the flag with speculation off: {options['dtype']}. Medians (quartiles)", head, body)
 
 

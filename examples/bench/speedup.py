@@ -92,7 +92,6 @@ class Row:
 @click.option("--device", default="auto", help="For sampling and training; engines use what their vLLM was built for.")
 @click.option("--threads", type=int, help="Compute threads; default: all cores.")
 @click.option("--cuda-graphs", is_flag=True, help="Do not force eager mode in the engines.")
-@click.option("--packed", is_flag=True, help="CPU: leave the repair live_weights out. Fast, but no weight can change.")
 @click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of the JSON file.")
 def main(**options: Any) -> None:
     """Prepare, measure, report."""
@@ -107,7 +106,7 @@ def main(**options: Any) -> None:
     from examples.bench.engines import EngineSettings, start  # slow to import
 
     settings = EngineSettings(dtype=options["dtype"], max_num_seqs=max(64, *options["batches"]), eager=not cuda_graphs)
-    engines = start(served, draft, options["k"], settings, packed=options["packed"])
+    engines = start(served, draft, options["k"], settings)
     where = common.environment(device)
     rows = [measure(engines, b, target, options) for b in options["batches"]]
     report([r["wall"] for r in rows], shares, options)
