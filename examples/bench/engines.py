@@ -1,16 +1,18 @@
-"""vLLM engines for the benchmarks, in this process so that each step can be timed: a plain one, and one with the flag on.
+"""vLLM engines for the benchmarks, stepped by hand so that each step can be timed: plain ones, and one with the flag on.
 
-Build the plain engine first: it must be what a user has without spec-plugin, and the flag's CPU repairs hold for
-everything that the process loads after them.
+Engines that are compared live in a process each (``Remote``): in one process, each engine that was built later decoded a
+few percent faster than the same engine built before it, and the flag's CPU repairs would reach the plain one.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -20,10 +22,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from examples.bench.common import Seconds, now, say, spread
+from examples.bench.common import Seconds, now, spread
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.scheduler import SCHEDULER
 
+Kind = Literal["plain", "live", "flag"]
 EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
 
 
@@ -90,14 +93,22 @@ class Engine:
         """What the first worker answers."""
         return self.llm.collective_rpc(method, args=args, kwargs=kwargs)[0]
 
-    def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, between: Any = None) -> Timing:
-        """Generate for all prompts at once.
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperature: float,
+        tokens: int,
+        between: Callable[[], None] | None = None,
+    ) -> Timing:
+        """Generate exactly ``tokens`` tokens for each prompt, all at once.
 
         Args:
             prompts: token ids.
-            params: for every request.
+            temperature: 0 is greedy.
+            tokens: per request; the end token is ignored.
             between: called after every step, with requests in flight.
         """
+        params = sampling(temperature, tokens)
         timing, before, done = Timing(), read_spec_counters(), {}
         began = now()
         first, self._requests = self._requests, self._requests + len(prompts)
@@ -132,41 +143,102 @@ def sampling(temperature: float, tokens: int) -> SamplingParams:
     )
 
 
-def plain_engine(target: Path, settings: EngineSettings) -> Engine:
-    """vLLM as it is without spec-plugin."""
-    return Engine(LLM(model=str(target), **_options(settings)))
+def build(kind: Kind, target: Path, settings: EngineSettings, draft: Path | None = None, k: int = 0) -> Engine:
+    """Start an engine in this process.
+
+    Args:
+        kind: ``plain`` is vLLM as it is without spec-plugin. ``live`` is that with weights that can change, which every
+            trainer needs: vLLM's CPU build packs them away otherwise. ``flag`` is vLLM as the flag starts it: draft,
+            worker extension, control channel.
+        target: folder.
+        settings: shared by the engines of a comparison.
+        draft: folder; for ``flag``.
+        k: most tokens to draft; for ``flag``.
+    """
+    options = {} if kind == "plain" else {"worker_extension_cls": EXTENSION}
+    if kind == "flag":
+        options["scheduler_cls"] = SCHEDULER
+        options["speculative_config"] = {
+            "method": "eagle3",
+            "model": str(draft),
+            "num_speculative_tokens": k,
+            "num_speculative_tokens_per_batch_size": [(1, settings.max_num_seqs, k)],
+            "draft_load_config": {"load_format": "auto"},
+            "draft_sample_method": "greedy",
+            "rejection_sample_method": "standard",
+        }
+    return Engine(LLM(model=str(target), **options, **_options(settings)))
 
 
-def live_engine(target: Path, settings: EngineSettings) -> Engine:
-    """A plain engine whose weights can change, which every trainer needs: vLLM's CPU build packs them away otherwise."""
-    return Engine(LLM(model=str(target), worker_extension_cls=EXTENSION, **_options(settings)))
+class Remote:
+    """An engine in a process of its own, which sleeps while others run; its answers carry their own timing."""
+
+    def __init__(self, threads: int | None, *args: Any) -> None:
+        """Begin to start it.
+
+        Args:
+            threads: compute threads; None: all cores.
+            args: for :func:`build`.
+        """
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, threads, args), daemon=True)
+        self._process.start()
+
+    def wait(self) -> Remote:
+        """Until it is ready.
+
+        Raises:
+            RuntimeError: if it could not start, with the traceback of its process.
+        """
+        self._answer()
+        return self
+
+    def run(self, prompts: Sequence[Sequence[int]], temperature: float, tokens: int) -> Timing:
+        """See ``Engine.run``."""
+        timing: Timing = self._ask("run", prompts, temperature, tokens)
+        return timing
+
+    def set_k(self, k: int) -> None:
+        """See ``Engine.set_k``."""
+        self._ask("set_k", k)
+
+    def pause_draft(self, paused: bool) -> None:
+        """See ``Engine.pause_draft``."""
+        self._ask("pause_draft", paused)
+
+    def close(self) -> None:
+        """End its process."""
+        self._process.terminate()
+        self._process.join()
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        self._pipe.send((method, args))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            ok, value = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError("the process of an engine ended") from None
+        if not ok:
+            raise RuntimeError(f"an engine failed in its process:\n{value}")
+        return value
 
 
-def flag_engine(target: Path, draft: Path, k: int, settings: EngineSettings) -> Engine:
-    """vLLM as the flag starts it: draft, worker extension, control channel; ``k`` is the most that it may draft."""
-    speculative = {
-        "method": "eagle3",
-        "model": str(draft),
-        "num_speculative_tokens": k,
-        "num_speculative_tokens_per_batch_size": [(1, settings.max_num_seqs, k)],
-        "draft_load_config": {"load_format": "auto"},
-        "draft_sample_method": "greedy",
-        "rejection_sample_method": "standard",
-    }
-    extras = {"scheduler_cls": SCHEDULER, "worker_extension_cls": EXTENSION}
-    return Engine(LLM(model=str(target), speculative_config=speculative, **extras, **_options(settings)))
-
-
-def start(target: Path, draft: Path, k: int, settings: EngineSettings) -> dict[str, Engine]:
-    """The engines of a comparison by name: ``plain``, ``flag`` and, on a CPU, ``live``."""
-    say("starting a plain engine")
-    engines = {"plain": plain_engine(target, settings)}  # first: before any repair is in force
-    if engines["plain"].engine.vllm_config.device_config.device_type == "cpu":
-        say("starting a plain engine whose weights can change")
-        engines["live"] = live_engine(target, settings)
-    say("starting an engine with the flag on")
-    engines["flag"] = flag_engine(target, draft, k, settings)  # last: its counters are the ones that are read
-    return engines
+def _serve(pipe: Any, threads: int | None, args: Any) -> None:
+    """What the process of a ``Remote`` does: build, then call what it is asked to, until it is ended."""
+    try:
+        prepare_process(threads)
+        engine = build(*args)
+        pipe.send((True, None))
+        while True:
+            method, given = pipe.recv()
+            pipe.send((True, getattr(engine, method)(*given)))
+    except EOFError:
+        return
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
 
 
 def _options(settings: EngineSettings) -> dict[str, Any]:

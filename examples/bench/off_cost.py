@@ -16,7 +16,7 @@ from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import Spread, interleave, paired, say, show, spread  # noqa: E402
 
 if TYPE_CHECKING:
-    from examples.bench.engines import Engine, Timing
+    from examples.bench.engines import EngineSettings, Remote, Timing
 
 HELP = """Measure what the flag costs while speculation is switched off.
 
@@ -71,26 +71,17 @@ def main(**options: Any) -> None:
     draft = workload.newborn_draft(target, options["dtype"])
     served = [workload.padded_target(target, w, options["dtype"]) for w in options["widths"]]
 
-    from examples.bench.engines import EngineSettings, flag_engine, live_engine, plain_engine  # slow to import
+    from examples.bench.engines import EngineSettings  # slow to import
 
-    settings = EngineSettings(
-        dtype=options["dtype"],
-        max_num_seqs=max(64, *options["batches"]),
-        memory_share=0.8 / (2 * len(served)),
-        eager=not cuda_graphs,
-    )
-    say(f"starting {'three' if device == 'cpu' else 'two'} engines for each of {len(served)} targets")
-    engines = [{"plain": plain_engine(path, settings)} for path in served]  # first: before any repair is in force
-    for path, found in zip(served, engines, strict=True):
-        if device == "cpu":
-            found["live"] = live_engine(path, settings)
-        found["off"] = found["paused"] = flag_engine(path, draft, options["k"], settings)
-        found["off"].set_k(0)
+    settings = EngineSettings(dtype=options["dtype"], max_num_seqs=max(64, *options["batches"]), eager=not cuda_graphs)
     where = common.environment(device)
     rows = []
-    for path, found in zip(served, engines, strict=True):
+    for path in served:
+        engines = start(path, draft, settings, options, device)
         name = f"{workload.parameters_of(path) / 1e6:.1f}M"
-        rows += [measure(name, found, b, target, options) for b in options["batches"]]
+        rows += [measure(name, engines, b, target, options) for b in options["batches"]]
+        for engine in set(engines.values()):
+            engine.close()
     report([r["wall"] for r in rows], options)
     if where["threads"] == 1 and where["device"] == "cpu":
         say("the same rounds by CPU time: what an idle machine would show, with one thread")
@@ -99,19 +90,29 @@ def main(**options: Any) -> None:
     common.write_results("off_cost", {**options, **asdict(settings)}, content, where, out)
 
 
-def measure(name: str, engines: dict[str, Engine], batch: int, target: Path, options: dict[str, Any]) -> dict[str, Row]:
-    """All arms at one batch size, in turn; the same rounds by either clock."""
-    from examples.bench.engines import sampling
+def start(path: Path, draft: Path, settings: EngineSettings, options: dict[str, Any], device: str) -> dict[str, Remote]:
+    """The arms' engines, each in its own process; ``off`` and ``paused`` are one."""
+    from examples.bench.engines import Remote
 
+    kinds = ("plain", "live", "flag") if device == "cpu" else ("plain", "flag")
+    say(f"starting engines, each in its own process: {', '.join(kinds)}")
+    begun = {kind: Remote(options["threads"], kind, path, settings, draft, options["k"]) for kind in kinds}
+    engines = {kind: engine.wait() for kind, engine in begun.items()}
+    flagged = engines.pop("flag")
+    flagged.set_k(0)
+    return engines | {"off": flagged, "paused": flagged}
+
+
+def measure(name: str, engines: dict[str, Remote], batch: int, target: Path, options: dict[str, Any]) -> dict[str, Row]:
+    """All arms at one batch size, in turn; the same rounds by either clock."""
     rounds = options["rounds"]
     prompts = workload.prompts_of(target, options["file"], batch * (rounds + 1), seed=2000 + batch)
-    params = sampling(1.0, options["tokens"])
 
-    def arm(name: str, engine: Engine) -> Any:
+    def arm(name: str, engine: Remote) -> Any:
         def run(index: int) -> Timing:
             if name in ("off", "paused"):
                 engine.pause_draft(name == "paused")
-            return engine.run(prompts[index * batch : (index + 1) * batch], params)
+            return engine.run(prompts[index * batch : (index + 1) * batch], 1.0, options["tokens"])
 
         return run
 

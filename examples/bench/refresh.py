@@ -93,13 +93,13 @@ def main(**options: Any) -> None:
     device = common.pick_device(options["device"])
     chosen = cases(options, device)
 
-    from examples.bench.engines import EngineSettings, flag_engine  # slow to import
+    from examples.bench.engines import EngineSettings, build  # slow to import
 
     settings = EngineSettings(dtype=options["dtype"], memory_share=0.7 / len(chosen))
     rows = []
     for name, target, draft, prompts in chosen:
         say(f"{name}: starting the engine")
-        engine = flag_engine(target, draft, options["k"], settings)
+        engine = build("flag", target, settings, draft, options["k"])
         rows.append(measure(name, engine, draft, prompts, options))
     where = common.environment(device)
     report(rows)
@@ -145,17 +145,15 @@ def large_target(dtype: str) -> Path:
 
 def measure(name: str, engine: Engine, draft: Path, prompts: workload.Prompts, options: dict[str, Any]) -> Row:
     """Generate without refreshes, then with them until there were enough."""
-    from examples.bench.engines import sampling
-
-    params = sampling(0.0, options["tokens"])
+    tokens = options["tokens"]
     engine.set_k(options["k"])
-    engine.run(prompts, params)  # warm-up
-    reference = engine.run(prompts, params)
+    engine.run(prompts, 0.0, tokens)  # warm-up
+    reference = engine.run(prompts, 0.0, tokens)
     refresher = Refresher(engine, drafts(draft), options["every"])
     runs: list[Timing] = []
     say(f"{name}: {options['refreshes']} refreshes with {len(prompts)} requests in flight")
     while len(refresher.reports) < options["refreshes"]:
-        runs.append(engine.run(prompts, params, between=refresher.tick))
+        runs.append(engine.run(prompts, 0.0, tokens, between=refresher.tick))
     same = sum(a == b for run in runs for a, b in zip(run.outputs, reference.outputs, strict=True))
     tensors = load_draft(draft)[1]
     installs = [r for r in refresher.reports if r["installed"]]

@@ -16,7 +16,7 @@ from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import Spread, interleave, limit, paired, say, show, spread, verdict  # noqa: E402
 
 if TYPE_CHECKING:
-    from examples.bench.engines import Engine, Timing
+    from examples.bench.engines import Remote, Timing
 
 HELP = """Measure how much faster rollouts are with a trained EAGLE-3 draft.
 
@@ -103,10 +103,13 @@ def main(**options: Any) -> None:
     served = workload.padded_target(target, options["width"], options["dtype"])
     shares = {"target": workload.parameters_of(served), "draft": workload.parameters_of(draft)}
 
-    from examples.bench.engines import EngineSettings, start  # slow to import
+    from examples.bench.engines import EngineSettings, Remote  # slow to import
 
     settings = EngineSettings(dtype=options["dtype"], max_num_seqs=max(64, *options["batches"]), eager=not cuda_graphs)
-    engines = start(served, draft, options["k"], settings)
+    kinds = ("plain", "live", "flag") if device == "cpu" else ("plain", "flag")
+    say(f"starting engines, each in its own process: {', '.join(kinds)}")
+    begun = {kind: Remote(options["threads"], kind, served, settings, draft, options["k"]) for kind in kinds}
+    engines = {kind: engine.wait() for kind, engine in begun.items()}
     where = common.environment(device)
     rows = [measure(engines, b, target, options) for b in options["batches"]]
     report([r["wall"] for r in rows], shares, options)
@@ -139,19 +142,16 @@ def prepare_draft(target: Path, options: dict[str, Any], device: str) -> Path:
     ).path
 
 
-def measure(engines: dict[str, Engine], batch: int, target: Path, options: dict[str, Any]) -> dict[str, Row]:
+def measure(engines: dict[str, Remote], batch: int, target: Path, options: dict[str, Any]) -> dict[str, Row]:
     """All arms at one batch size, in turn; the same rounds by either clock."""
-    from examples.bench.engines import sampling
-
     rounds, k = options["rounds"], options["k"]
     prompts = workload.prompts_of(target, options["file"], batch * (rounds + 1), seed=1000 + batch)
-    params = sampling(options["temperature"], options["tokens"])
 
-    def arm(engine: Engine, width: int | None) -> Any:
+    def arm(engine: Remote, width: int | None) -> Any:
         def run(index: int) -> Timing:
             if width is not None:
                 engine.set_k(width)
-            return engine.run(prompts[index * batch : (index + 1) * batch], params)
+            return engine.run(prompts[index * batch : (index + 1) * batch], options["temperature"], options["tokens"])
 
         return run
 
