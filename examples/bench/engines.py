@@ -22,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from examples.bench.common import Seconds, now, spread
+from examples.bench.common import Seconds, now, prepare_process, spread
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.scheduler import SCHEDULER
 
