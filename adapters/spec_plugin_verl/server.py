@@ -100,8 +100,8 @@ class SpecHttpServer(vLLMHttpServer):  # type: ignore[misc]
         await set_schedule(self.engine, table)
         await pause_idle_draft(self.engine, table)
 
-    async def spec_self_test(self) -> SelfTestReport:
-        """The start-up self-test on this engine (law 2)."""
+    async def spec_self_test(self, seconds: float) -> SelfTestReport:
+        """The start-up self-test on this engine (law 2), within a time limit."""
         config, target = self._spec.config, self._spec.target
         vocab_size = min(len(self.model_config.tokenizer), target.hf_config["vocab_size"])
         await pause_idle_draft(self.engine, [config.k])
@@ -112,7 +112,7 @@ class SpecHttpServer(vLLMHttpServer):  # type: ignore[misc]
             k=config.k,
             vocab_size=vocab_size,
             alpha=config.self_test_alpha,
-            seconds=config.self_test_seconds,
+            seconds=seconds,
             max_num_seqs=target.max_num_seqs,
         )
         self._reset_phase()

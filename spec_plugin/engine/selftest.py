@@ -149,12 +149,12 @@ class _SelfTest:
         try:
             await asyncio.wait_for(stage(), max(0.01, left))
         except (asyncio.TimeoutError, TimeoutError):
-            reason = f"not finished within the time limit of {self.seconds:g} s"
+            reason, late = f"not finished within the time limit of {self.seconds:g} s", True
         except Exception as error:  # whatever it is, the engine is not proven
-            reason = f"{type(error).__name__}: {error}"
+            reason, late = f"{type(error).__name__}: {error}", False
         else:
             return True
-        self.checks.append(Check(name, False, reason))
+        self.checks.append(Check(name, False, reason, out_of_time=late))
         return False
 
     async def _restore(self, table: list[int] | None) -> None:

@@ -73,7 +73,8 @@ def counts_check(spec: Sequence[Sampled], plain: Sequence[Sampled], alpha: float
         detail = (
             f"fewer than {LEAST_SAMPLES} sequences an arm in the time limit prove nothing, allow more time; {detail}"
         )
-    return Check("samples: counts", enough and r.p_value > alpha, detail)
+    differs = r.p_value <= alpha
+    return Check("samples: counts", enough and not differs, detail, out_of_time=not enough and not differs)
 
 
 def evidence_check(spec: Sequence[Sampled], plain: Sequence[Sampled], vocab_size: int, alpha: float) -> Check:
@@ -106,7 +107,9 @@ def logprob_check(name: str, spec: Sequence[float], plain: Sequence[float], tole
     top_p or top_k may by rounding fall out of it in the recomputation (infinite): one in eight may.
     """
     if not spec or not plain:
-        return Check(name, False, f"nothing to compare: {len(spec)} speculating and {len(plain)} plain tokens")
+        return Check(
+            name, False, f"nothing to compare: {len(spec)} speculating, {len(plain)} plain tokens", out_of_time=True
+        )
     a, b = np.array(spec), np.array(plain)
     inside, base = a[~np.isinf(a)], b[np.isfinite(b)]
     filtered = len(a) - len(inside)
