@@ -163,7 +163,9 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         table = session.schedule(RUNTIME.policy_version)
         if table is not None and any(table) and self._tested == 0 < self._installed:
             # a newborn draft is never right, so only now can the sampler's accepting half be seen at work
+            began = time.monotonic()
             await self._self_test(session)
+            RUNTIME.slice_ended += time.monotonic() - began  # the draft's share is one of the step, not of the test
             table = session.schedule(RUNTIME.policy_version)
         if table is not None:
             try:
