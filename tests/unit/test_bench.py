@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft  # noqa: E402
-from examples.bench import common, harvest, refresh, run_all, speedup, workload  # noqa: E402
+from examples.bench import common, harvest, off_cost, refresh, run_all, speedup, workload  # noqa: E402
 from spec_plugin.events import HiddenStates  # noqa: E402
 
 HF = {
@@ -169,6 +169,14 @@ def test_speed_up_is_paired_and_the_limit_follows_from_steps_and_acceptance() ->
     assert row.speedup.median == pytest.approx(2.4) and row.against_off.median == pytest.approx(3.0)
     assert row.acceptance_length == 3.5 and row.break_even.median == pytest.approx(1.3)
     assert row.limit == pytest.approx(3.5 / 1.3)
+
+
+def test_cost_of_the_flag_is_paired_with_plain_in_every_arm() -> None:
+    runs = {"plain": [timing(100, 0.01), timing(50, 0.02)], "off": [timing(90, 0.011), timing(45, 0.022)]}
+    row = off_cost.summarize("1.3M", 8, runs | {"paused": runs["plain"]}, "wall")  # type: ignore[arg-type]
+    assert row.ratios["off"].median == pytest.approx(0.9) and row.ratios["paused"].median == 1.0
+    assert "plain" not in row.ratios and row.step_ms["plain"].median == pytest.approx(15.0)
+    off_cost.report([row], {"dtype": "float32"})
 
 
 def test_every_benchmark_that_run_all_names_is_there_and_takes_its_quick_options() -> None:
