@@ -19,7 +19,7 @@ HELP = """Run the benchmarks, each in a process of its own. OPTIONS after -- go 
   off_cost   the flag on with speculation off, against a plain engine
   refresh    replacing the draft in a running engine
   harvest    copying hidden states out of the log-prob pass
-What their numbers mean is in README.md beside this file. On two cores all four take about a quarter of an hour.
+What their numbers mean is in README.md beside this file. On two idle cores all four take about twenty minutes.
 """
 
 
