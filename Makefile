@@ -42,7 +42,7 @@ engine-test: env  ## tests with a real vLLM engine (minutes)
 trainer-test: env  ## tests with a real trainer (minutes)
 	$(PY) -m pytest tests/trainers -m trainer $(ARGS)
 
-bench: env  ## the benchmarks of examples/bench, about 10 minutes
+bench: env  ## benchmarks under examples/bench (about 20 minutes on an idle machine)
 	$(PY) examples/bench/run_all.py $(ARGS)
 
 clean:  ## remove caches and runs; the environment stays (rm -r .envs)
