@@ -32,7 +32,6 @@ class Harvester:
         self._norm: nn.Module = decoder.norm  # type: ignore[assignment]
         self._aux: list[Tensor | None] = [None] * len(self._layers)
         self._last: Tensor | None = None
-        self.milliseconds = 0.0
 
     @contextmanager
     def capture(self) -> Iterator[None]:

@@ -192,4 +192,4 @@ def _range_of(extra: Any) -> int:
     low, high = extra.get("min_global_steps"), extra.get("max_global_steps")
     if low is None or high is None:
         return -1
-    return int(low) if low != high else int(low) if low != RUNTIME.policy_version else int(high)
+    return int(high if low == RUNTIME.policy_version else low)  # the one that differs, if one does
