@@ -83,6 +83,10 @@ class SpecConfig(BaseModel):
     )
     seed: int = Field(0, ge=0, description="seed of the draft's own random streams")
     block: tuple[str, ...] = Field((), description="names of plugins to leave out")
+    plugins: tuple[str, ...] = Field(
+        (), description="plugins to add, as module:attribute, or module:Class=argument to call the class with a text"
+    )
+    audit: bool = Field(False, description="hash what the engine holds around each rollout and refresh; for debugging")
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any] | None, prefix: str = "spec.") -> SpecConfig:

@@ -81,6 +81,17 @@ class RefreshReport:
 
 
 @dataclass(frozen=True)
+class EngineState:
+    """What the engine really holds, hashed in its worker; only with ``spec.audit``."""
+
+    moment: str  # "synced", "refreshed", "rollout" (about to begin) or "rolled out"
+    policy_version: int  # that the engine knows of
+    draft_version: int
+    draft_digest: str  # of the draft's own weights; equals ``DraftRefresh.digest`` for an unpruned draft
+    target_digest: str  # of the target's weights
+
+
+@dataclass(frozen=True)
 class RolloutStats:
     """What the engine did during one rollout phase; differences of cumulative counters."""
 

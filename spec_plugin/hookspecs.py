@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from spec_plugin.config import SpecConfig
     from spec_plugin.events import (
         DraftRefresh,
+        EngineState,
         HiddenStates,
         LogprobBatch,
         RefreshReport,
@@ -120,6 +121,11 @@ def spec_schedule(policy_version: int) -> tuple[int, ...] | None:
         ``table`` with ``table[b]`` = k for b running requests, ``len(table) == max_num_seqs + 1``, 0 = plain decoding;
         or None for "no opinion" (the engine keeps its table).
     """
+
+
+@hookspec
+def spec_audit(state: EngineState) -> None:
+    """(A) Only with ``spec.audit``: what the engine holds after a weight sync, after a refresh, and around each rollout."""
 
 
 @hookspec

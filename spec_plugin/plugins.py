@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 import pluggy
 
@@ -13,13 +15,16 @@ from spec_plugin.errors import SpecConfigError
 ENTRY_POINT_GROUP = "spec_plugin"
 
 
-def create_manager(block: Iterable[str] = (), load_entry_points: bool = True) -> pluggy.PluginManager:
+def create_manager(
+    block: Iterable[str] = (), extra: Iterable[str] = (), load_entry_points: bool = True
+) -> pluggy.PluginManager:
     """A manager with fresh built-in plugins, and third parties' from the entry point group ``spec_plugin``.
 
     A third party's plugin under the name of a blocked built-in one replaces it.
 
     Args:
         block: names of plugins that must not be registered.
+        extra: plugins without an entry point, ``module:attribute`` or ``module:Class=argument``.
         load_entry_points: False leaves third parties' plugins out.
 
     Raises:
@@ -40,7 +45,26 @@ def create_manager(block: Iterable[str] = (), load_entry_points: bool = True) ->
     for name, ep in foreign.items():
         if name not in blocked or name in builtins:
             _register_entry_point(manager, ep)
+    for spec in extra:
+        _register_extra(manager, spec)
     return manager
+
+
+def _register_extra(manager: pluggy.PluginManager, spec: str) -> None:
+    place, has_argument, argument = spec.partition("=")
+    try:
+        module, _, attribute = place.partition(":")
+        plugin: Any = importlib.import_module(module)
+        plugin = getattr(plugin, attribute) if attribute else plugin
+        if isinstance(plugin, type):
+            plugin = plugin(argument) if has_argument else plugin()
+        manager.register(plugin, name=place)
+        manager.check_pending()
+    except Exception as error:
+        raise SpecConfigError(
+            f"spec.plugins: {spec!r} cannot be registered: {type(error).__name__}: {error}; expected module:attribute, or "
+            "module:Class=argument"
+        ) from error
 
 
 def _register_entry_point(manager: pluggy.PluginManager, ep: EntryPoint) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.errors import FATAL, SpecConfigError
 from spec_plugin.events import (
     DraftRefresh,
+    EngineState,
     HiddenStates,
     LogprobBatch,
     RefreshReport,
@@ -26,6 +28,8 @@ from spec_plugin.plugins import create_manager
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+#: every session of this process, for tools that look at it from inside (the conformance kit)
+SESSIONS: weakref.WeakSet[SpecSession] = weakref.WeakSet()
 
 
 class SpecSession:
@@ -47,8 +51,9 @@ class SpecSession:
             SpecConfigError: if a plugin refuses this run.
         """
         self.config, self.target = config, target
-        self.manager = manager or create_manager(config.block)
+        self.manager = manager or create_manager(config.block, config.plugins)
         self.failure: str | None = None
+        SESSIONS.add(self)
         self.manager.hook.spec_configure(config=config, target=target)
 
     @property
@@ -129,11 +134,13 @@ class SpecSession:
 
     def schedule(self, policy_version: int) -> tuple[int, ...] | None:
         """k per batch size for the coming rollout phase; all zero after a failure."""
-        if self.failed:
-            return (0,) * (self.target.max_num_seqs + 1)
         fire = self.manager.hook.spec_schedule
         table: tuple[int, ...] | None = self._guarded("schedule", lambda: fire(policy_version=policy_version))
         return (0,) * (self.target.max_num_seqs + 1) if self.failed else table
+
+    def audit(self, state: EngineState) -> None:
+        """Tell the plugins what the engine holds."""
+        self._guarded("audit", lambda: self.manager.hook.spec_audit(state=state))
 
     def metrics(self) -> dict[str, float]:
         """All plugins' metrics merged, plus ``spec/failed``."""

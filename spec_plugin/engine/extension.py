@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_training import digest as weights_digest
 from spec_plugin.engine import patches, refresh
 from spec_plugin.engine.capabilities import find_draft
 from spec_plugin.engine.cpu_compat import apply_cpu_patches, repack
@@ -195,6 +196,16 @@ class SpecWorkerExtension:
         not keep; to ask whether the draft is intact, use ``spec_lost_draft``.
         """
         return refresh.live_digest(self._spec_layout())
+
+    def spec_audit(self) -> dict[str, Any]:
+        """Digests of what this worker really holds: ``target``, ``draft`` (see ``spec_live_digest``), ``draft_version``."""
+        layout = self._spec_layout()
+        target = {name: p.detach() for name, p in self.model_runner.get_model().named_parameters() if p.numel()}
+        return {
+            "target": weights_digest({name: t.cpu() for name, t in target.items()}),
+            "draft": refresh.live_digest(layout) if layout.problem is None else "",
+            "draft_version": self._spec_state.version,
+        }
 
     def spec_lost_draft(self) -> bool:
         """True if the draft's weights are no longer those that were installed (or first seen by ``spec_draft_info``).

@@ -183,9 +183,9 @@ SAMPLING: Mapping[str, Rule] = {
         "v1/engine/detokenizer.py); use stop_token_ids",
     ),
     "min_tokens": Rule(
-        _one_of(None, 0),
-        "0",
-        "the bonus token's stop tokens are masked by the length before the draft, so a sequence cannot end where it may "
+        _one_of(None, 0, 1),
+        "0 or 1",
+        "1 concerns the first token only, which is never drafted; beyond it the bonus token's stop tokens are masked by the length before the draft, so a sequence cannot end where it may "
         "(read: MinTokensLogitsProcessor.apply in v1/sample/logits_processor/builtin.py)",
     ),
     "presence_penalty": Rule(_one_of(None, 0, 0.0), "0", _PENALTY),

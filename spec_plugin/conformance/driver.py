@@ -1,0 +1,65 @@
+"""What an adapter provides so that the conformance kit can test it: how to run its trainer, and where the results lie."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+#: entry point group: adapter name -> ``module:Driver``, a class without arguments
+DRIVER_GROUP = "spec_plugin_conformance"
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """One run of the trainer on a tiny policy, on a CPU."""
+
+    out: Path  # folder of this run alone: logs, checkpoints
+    steps: int  # trainer steps, each with one rollout phase, one policy update and one weight sync
+    enabled: bool = True  # is the adapter's documented flag set
+    options: Mapping[str, Any] = field(default_factory=dict)  # SpecConfig options by name, set as the user would
+    replay: Path | None = None  # record the rollouts there, or, when the folder holds some, train on those
+    save_every: int = 0  # steps between two checkpoints, 0: none
+    resume_from: RunSettings | None = None  # a former run: go on from its last checkpoint, up to ``steps``
+
+
+class RunFailed(RuntimeError):
+    """The trainer stopped before its last step; the text holds the lines of its output that say why."""
+
+
+class ConformanceDriver(ABC):
+    """Runs one trainer for the kit. Everything that is written lies under ``root``."""
+
+    #: prefix that the trainer's log puts before ``spec/…`` metrics
+    metric_prefix = ""
+    #: check name -> one sentence why this adapter cannot do that; reported as "refused"
+    refused: Mapping[str, str] = {}
+    #: what a run of the trainer without the flag must not import
+    adapter_modules: tuple[str, ...] = ()
+    #: modules that such a run imports first
+    trainer_modules: tuple[str, ...] = ()
+
+    def __init__(self, root: Path) -> None:
+        """Make the tiny policy and the data, in seconds, without a network."""
+        self.root = root
+
+    @property
+    @abstractmethod
+    def target(self) -> Path:
+        """Folder of the policy's Hugging Face checkpoint at version 0."""
+
+    @abstractmethod
+    def launch(self, run: RunSettings) -> Generator[tuple[int, dict[str, float]], None, None]:
+        """Start the real trainer and yield (step, metrics) as each step completes; closing it kills the trainer.
+
+        Raises:
+            RunFailed: if the trainer exits before the last step.
+        """
+
+    @abstractmethod
+    def policy(self, run: RunSettings, step: int) -> dict[str, Tensor]:
+        """The policy's parameters in the checkpoint after ``step``."""

@@ -1,0 +1,183 @@
+"""The engine's front end: what every adapter needs in the process that owns vLLM's AsyncLLM, in one object."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from spec_plugin.engine.counters import read_spec_counters
+from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
+from spec_plugin.engine.scheduler import PLAIN, SCHEDULER, pause_idle_draft, set_schedule
+from spec_plugin.engine.selftest import default_prompts, run_self_test
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import EngineState, RefreshReport, RolloutStats, SelfTestReport
+from spec_plugin.session import SpecSession
+
+_QUESTIONS = ("12+34=", "What is 7 times 8?", "Name three colours.", "987+654=")
+
+
+class EngineFront:
+    """Builds the engine's arguments, keeps the phase's clock and counters, and carries refresh, schedule and self-test."""
+
+    def __init__(self, session: SpecSession, tokenizer: Any) -> None:
+        """Start with an empty phase; set ``engine`` once it exists.
+
+        Args:
+            session: the session of this process; it fires ``spec_speculative_config`` only.
+            tokenizer: Hugging Face tokenizer of the target, or None (the self-test then asks random tokens only).
+        """
+        self.session, self.tokenizer = session, tokenizer
+        self.engine: Any = None
+        self.policy_version = -1  # of the weights that roll out, as the actor announced them
+        self.reset_phase()
+
+    def engine_arguments(self, given: Mapping[str, Any], extension: str) -> dict[str, Any]:
+        """What to add to the trainer's own engine arguments.
+
+        Args:
+            given: the trainer's engine arguments.
+            extension: import path of the worker extension, a subclass of ``SpecWorkerExtension``.
+
+        Raises:
+            SpecConfigError: if anything is not on the lossless allow-list, or set by the trainer too.
+        """
+        target = self.session.target
+        config = self.session.speculative_config()
+        check_speculative_config(config, device_type=target.device_type)
+        check_sampling(dict(target.sampling))
+        check_engine_options(given)
+        for name in ("speculative_config", "scheduler_cls"):
+            if given.get(name) is not None:
+                raise SpecConfigError(f"the engine option {name} is set, and spec-plugin sets it too: remove one of them")
+        return {
+            "speculative_config": config,
+            "scheduler_cls": SCHEDULER,
+            "worker_extension_cls": extension,
+            "disable_log_stats": False,  # vLLM counts acceptance only then
+        }
+
+    @contextmanager
+    def request(self) -> Iterator[_Request]:
+        """Around each request: the time with at least one in flight is the phase's generation time."""
+        if self._in_flight == 0:
+            self._busy_since = time.perf_counter()
+        self._in_flight += 1
+        request = _Request()
+        try:
+            yield request
+        finally:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._busy += time.perf_counter() - self._busy_since
+        self._requests += 1
+        self._tokens += request.tokens
+
+    async def install(self, method: str, **kwargs: Any) -> RefreshReport:
+        """Have every worker install one draft.
+
+        Args:
+            method: of the worker extension, which returns what ``SpecWorkerExtension.spec_install`` does.
+            kwargs: its arguments.
+        """
+        reports = await self.engine.collective_rpc(method, kwargs=kwargs)
+        first = reports[0]
+        return RefreshReport(
+            installed=all(r["installed"] for r in reports),
+            draft_version=first["draft_version"],
+            digest=first["digest"],
+            milliseconds=first["milliseconds"],
+            reason="; ".join(r["reason"] for r in reports if r["reason"]),
+        )
+
+    async def set_schedule(self, table: Sequence[int]) -> None:
+        """k per batch size for the coming phase; a draft that no batch size uses is paused (needs a fresh prefix cache)."""
+        await self.engine.reset_prefix_cache()
+        await set_schedule(self.engine, table)
+        await pause_idle_draft(self.engine, table)
+
+    async def self_test(self, seconds: float) -> SelfTestReport:
+        """The start-up self-test on this engine (law 2), within a time limit."""
+        config, target = self.session.config, self.session.target
+        vocab_size = int(target.hf_config["vocab_size"])
+        if self.tokenizer is not None:
+            vocab_size = min(len(self.tokenizer), vocab_size)
+        await pause_idle_draft(self.engine, [config.k])
+        report = await run_self_test(
+            self.engine,
+            prompts=_test_prompts(self.tokenizer, vocab_size, config.seed),
+            sampling=dict(target.sampling),
+            k=config.k,
+            vocab_size=vocab_size,
+            alpha=config.self_test_alpha,
+            seconds=seconds,
+            max_num_seqs=target.max_num_seqs,
+        )
+        self.reset_phase()
+        return report
+
+    def start_phase(self, policy_version: int) -> None:
+        """A rollout phase begins: counters and clock start anew."""
+        self.policy_version = policy_version
+        self.reset_phase()
+
+    def stats(self, policy_version: int) -> RolloutStats:
+        """What happened since ``start_phase``."""
+        now, then = read_spec_counters(), self._counters
+        before = then["accepted_per_pos"] or [0] * len(now["accepted_per_pos"])
+        busy = self._busy + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
+        return RolloutStats(
+            policy_version=policy_version,
+            requests=self._requests,
+            tokens=self._tokens,
+            seconds=busy,
+            drafts=now["drafts"] - then["drafts"],
+            draft_tokens=now["draft_tokens"] - then["draft_tokens"],
+            accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
+            accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
+        )
+
+    async def state(self, moment: str) -> EngineState:
+        """Digests of what the workers really hold (first worker's shard): reads all weights, for ``spec.audit`` only."""
+        found = (await self.engine.collective_rpc("spec_audit"))[0]
+        return EngineState(moment, self.policy_version, found["draft_version"], found["draft"], found["target"])
+
+    def reset_phase(self) -> None:
+        """Counters and clock start anew; requests in flight go on counting."""
+        self._busy = 0.0
+        self._busy_since = time.perf_counter()
+        self._in_flight: int = getattr(self, "_in_flight", 0)
+        self._requests = self._tokens = 0
+        self._counters = read_spec_counters()
+
+
+class _Request:
+    """What one request produced; the adapter fills it in."""
+
+    tokens = 0
+
+
+def plain_if_unlisted(sampling_params: Any, options: Mapping[str, Any]) -> None:
+    """Let a request whose options are not on the lossless allow-list run without drafts: exact, only slower.
+
+    Args:
+        sampling_params: vLLM's ``SamplingParams``; its ``extra_args`` are set.
+        options: those of its options that are not at vLLM's default.
+    """
+    try:
+        check_sampling(options)
+    except SpecConfigError:
+        sampling_params.extra_args = {**(sampling_params.extra_args or {}), **PLAIN}
+
+
+def _test_prompts(tokenizer: Any, vocab_size: int, seed: int) -> list[list[int]]:
+    """Short questions, on which a policy is surer than on noise, and random tokens, on which it is not."""
+    noise = default_prompts(vocab_size, seed=seed)
+    if tokenizer is None:
+        return noise
+    asked = [tokenizer(text)["input_ids"] for text in _QUESTIONS]
+    if tokenizer.chat_template:
+        chats = [[{"role": "user", "content": text}] for text in _QUESTIONS]
+        asked = [tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"] for c in chats]
+    return [prompt for pair in zip(asked, noise, strict=False) for prompt in pair]
