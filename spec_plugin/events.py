@@ -121,6 +121,7 @@ class LogprobBatch:
     rollout_versions: Tensor | None  # [B] int64 policy version that sampled each sequence, -1 unknown
     speculating: bool  # was speculation on in this rollout phase
     rollout_in_loss: bool  # do the rollout log-probs enter the loss (bypass_mode, rollout_is, rollout_rs)
+    lag_allowed: bool = False  # asynchronous trainer: sequences may have been sampled by older policy versions
 
 
 @dataclass(frozen=True)

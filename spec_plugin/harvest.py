@@ -57,13 +57,13 @@ class Harvester:
         self._last = output.detach()
 
     def take(
-        self, input_ids: Sequence[Tensor], response_lengths: Sequence[int], policy_version: int, max_tokens: int
+        self, input_ids: Sequence[Tensor], loss_masks: Sequence[Tensor], policy_version: int, max_tokens: int
     ) -> HiddenStates | None:
         """Pack what the last forward pass left, whole documents only, and let go of it.
 
         Args:
             input_ids: token ids of each document, [n_i] int64, in the order of the batch.
-            response_lengths: sampled tokens at the end of each document.
+            loss_masks: True where the policy sampled the token, [n_i] bool; see ``response_at_the_end``.
             policy_version: version of the weights that ran.
             max_tokens: documents that would exceed it are left out.
 
@@ -83,16 +83,25 @@ class Harvester:
         if not fitting:
             return None
         packed = [_select(s, lengths, fitting) for s in states]
-        mask = torch.cat([torch.arange(lengths[i]) >= lengths[i] - response_lengths[i] for i in fitting])
         return HiddenStates(
             input_ids=torch.cat([input_ids[i] for i in fitting]).cpu(),
             aux=torch.cat(packed[:-1], dim=-1).cpu(),
             last=packed[-1].cpu(),
-            loss_mask=mask,
+            loss_mask=torch.cat([loss_masks[i] for i in fitting]).bool().cpu(),
             lengths=tuple(lengths[i] for i in fitting),
             policy_version=policy_version,
             milliseconds=(time.perf_counter() - began) * 1e3,
         )
+
+
+def responses_at_the_end(documents: Sequence[Tensor], responses: Sequence[int]) -> list[Tensor]:
+    """Masks of whole documents whose last tokens, so many each, are the response."""
+    return [torch.arange(len(d)) >= len(d) - n for d, n in zip(documents, responses, strict=True)]
+
+
+def response_at_the_end(length: int, response: Tensor) -> Tensor:
+    """Mask of a whole document, [length] bool, from the mask of the response that ends it, [r]."""
+    return torch.cat([torch.zeros(length - len(response), dtype=torch.bool), response.bool().cpu()])
 
 
 def _fitting(lengths: Sequence[int], max_tokens: int) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -24,6 +26,9 @@ _BASELINE_CAP = 10.0
 _SEQUENCE_FACTOR = 5.0
 #: log p <= 0; two roundings of a token with p = 1 may land just above.
 _ABOVE_ZERO = 1e-3
+#: Asynchronous training: each policy version between sampling and recomputation may add this multiple of the mean
+#: tolerance (0.3 nats a version in bfloat16). Log-probs of another model are further away than that.
+_LAG_FACTOR = 10.0
 _SHOWN = 3
 
 
@@ -34,6 +39,13 @@ class Tolerance:
     mean: float  # over the batch
     sequence: float  # mean over any one sequence
     token: float  # any one token
+
+    def widened(self, lag: int) -> Tolerance:
+        """For sequences that a policy ``lag`` versions older sampled: the policy has really moved in between."""
+        if lag == 0:
+            return self
+        factor = _LAG_FACTOR * lag
+        return Tolerance(factor * self.mean, factor * self.sequence, math.inf)
 
     @classmethod
     def of(
@@ -92,13 +104,41 @@ def check_versions(batch: LogprobBatch) -> None:
     """
     if batch.rollout_versions is None:
         return
-    wrong = (batch.rollout_versions != batch.policy_version) & (batch.rollout_versions >= 0)
+    other = batch.rollout_versions > batch.policy_version if batch.lag_allowed else _lagging(batch)
+    wrong = other & (batch.rollout_versions >= 0)
     if wrong.any():
         rows = wrong.nonzero().flatten().tolist()
         shown = ", ".join(f"sequence {i} by version {int(batch.rollout_versions[i])}" for i in rows[:_SHOWN])
         raise LogprobProvenanceError(
             f"{len(rows)} of {len(wrong)} sequences were not sampled by policy version {batch.policy_version}, which "
-            f"recomputed their log-probs: {shown}. Only synchronous training (trainer.v1.trainer_mode=sync) is supported"
+            f"recomputed their log-probs: {shown}. This trainer was said to be synchronous"
+        )
+
+
+def _lagging(batch: LogprobBatch) -> Tensor:
+    """[B] bool: sequences that another policy version sampled than the one that recomputed them."""
+    assert batch.rollout_versions is not None
+    return batch.rollout_versions != batch.policy_version
+
+
+def by_version(batch: LogprobBatch) -> Iterator[tuple[int, LogprobBatch]]:
+    """Split a batch by how many policy versions lie between sampling and recomputation; 0 first, unknown counts as 1."""
+    if not batch.lag_allowed or batch.rollout_versions is None or batch.rollout is None:
+        yield int(batch.lag_allowed), batch
+        return
+    unknown = batch.rollout_versions < 0
+    lags = (batch.policy_version - batch.rollout_versions).masked_fill(unknown, 1)
+    for lag in sorted(set(lags.tolist())):
+        rows = lags == lag
+        yield (
+            int(lag),
+            replace(
+                batch,
+                recomputed=batch.recomputed[rows],
+                rollout=batch.rollout[rows],
+                mask=batch.mask[rows],
+                rollout_versions=batch.rollout_versions[rows],
+            ),
         )
 
 
@@ -189,9 +229,11 @@ class ProvenanceGuard:
             return
         check_finite("rollout", batch.rollout, batch.mask)
         if self._comparable:
-            self._last = check_agreement(batch, self._tolerance())
-            if not batch.speculating:
-                self._baseline = max(self._baseline, self._last.mean)
+            for lag, part in by_version(batch):
+                found = check_agreement(part, self._tolerance().widened(lag))
+                if lag == 0 and not batch.speculating:
+                    self._baseline = max(self._baseline, found.mean)
+            self._last = agreement(batch.recomputed, batch.rollout, batch.mask)
         elif batch.rollout_in_loss:
             raise LogprobProvenanceError(
                 f"rollout log-probs enter the loss, but with top_p={self._target.sampling.get('top_p')}, "

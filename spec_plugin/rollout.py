@@ -155,7 +155,9 @@ class RolloutControl:
         """One slice of draft training, bounded to ``train_share`` of the whole step; every data-parallel rank calls it."""
         session = self.session
         if on_any_rank(session.failed) and not session.failed:
-            session.fail("another rank", "its own warning says why")  # one draft for all: stop together or wait for ever
+            session.fail(
+                "another rank", "its own warning says why"
+            )  # one draft for all: stop together or wait for ever
         began = time.monotonic()
         share = session.config.train_share
         session.train_draft(step, share / (1.0 - share) * (began - self._slice_ended))

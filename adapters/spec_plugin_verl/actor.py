@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import response_from_nested
 
 from spec_plugin.events import LogprobBatch
-from spec_plugin.harvest import Harvester
+from spec_plugin.harvest import Harvester, response_at_the_end
+from spec_plugin.rollout import run_blocking
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.runtime import RUNTIME
 
@@ -48,8 +48,8 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         session = self._session
         if session is None or self.engine_config.forward_only:
             return super().infer_batch(data, loss_function)
-        assert RUNTIME.adapter is not None
-        RUNTIME.adapter.finish_rollout()
+        assert RUNTIME.control is not None
+        run_blocking(RUNTIME.control.finish())
         output = self._harvesting_pass(data, loss_function)
         if "log_probs" in output["model_output"]:
             self._check(session, data, output["model_output"]["log_probs"], rollout_in_loss=False)
@@ -77,12 +77,9 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         session = self._session
         assert session is not None and self._harvester is not None
         try:
-            hidden = self._harvester.take(
-                list(micro_batch["input_ids"].unbind()),
-                micro_batch["response_mask"].offsets().diff().tolist(),
-                RUNTIME.policy_version,
-                self._budget,
-            )
+            ids, responses = micro_batch["input_ids"].unbind(), micro_batch["response_mask"].unbind()
+            masks = [response_at_the_end(len(i), r) for i, r in zip(ids, responses, strict=True)]
+            hidden = self._harvester.take(list(ids), masks, RUNTIME.policy_version, self._budget)
         except Exception as error:  # law 6: a failed harvest costs speculation, not the run
             session.fail("harvest", error)
             return
@@ -101,7 +98,7 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 rollout=None if rollout is None else _padded(rollout),
                 mask=_padded(mask).bool(),
                 rollout_versions=_rollout_versions(data),
-                speculating=RUNTIME.speculating,
+                speculating=RUNTIME.control is not None and RUNTIME.control.speculating,
                 rollout_in_loss=rollout_in_loss,
             )
         )
@@ -116,7 +113,8 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             self._check_bypassed(session, data)
         output = super().train_batch(data, loss_function)
         if tu.get(data, key="update_lr_scheduler", default=False):
-            self._train_draft(session)
+            assert RUNTIME.control is not None
+            RUNTIME.control.train_draft(RUNTIME.policy_version)
             if self.is_mp_src_rank_with_outputs():
                 # verl flattens every metric over data-parallel ranks and micro-batches, so each must be a list
                 output["metrics"].update({name: [value] for name, value in session.metrics().items()})
@@ -127,8 +125,8 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
         Runs before the first update of the step, while the weights are still those that rolled out.
         """
-        assert RUNTIME.adapter is not None
-        RUNTIME.adapter.finish_rollout()
+        assert RUNTIME.control is not None
+        run_blocking(RUNTIME.control.finish())
         count = min(len(data), session.config.bypass_check_sequences)
         few = tu.index_select_tensor_dict(data, torch.arange(count))
         tu.assign_non_tensor(few, calculate_entropy=False, micro_batch_size_per_gpu=1, use_dynamic_bsz=False)
@@ -139,18 +137,6 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         finally:
             self.module.train(training)
         self._check(session, few, output["model_output"]["log_probs"], rollout_in_loss=True)
-
-    def _train_draft(self, session: SpecSession) -> None:
-        if _on_any_rank(session.failed) and not session.failed:
-            session.fail(
-                "another rank", "its own warning says why"
-            )  # one draft for all: stop together or wait for ever
-        began = time.monotonic()
-        share = session.config.train_share
-        # elapsed is the step without this slice, so this bounds the slice to `share` of the whole step
-        budget = share / (1.0 - share) * (began - RUNTIME.slice_ended)
-        session.train_draft(RUNTIME.policy_version, budget)
-        RUNTIME.slice_ended = time.monotonic()
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's checkpoint, and the plugins' in ``<local_path>/spec_plugin``."""
@@ -163,14 +149,6 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         super().load_checkpoint(local_path, *args, **kwargs)
         if self._session is not None:
             self._session.load(Path(local_path) / "spec_plugin")
-
-
-def _on_any_rank(flag: bool) -> bool:
-    if torch.distributed.get_world_size() == 1:
-        return flag
-    flags: list[bool] = [False] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(flags, flag)
-    return any(flags)
 
 
 def _padded(nested: Tensor) -> Tensor:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import ray
 import torch
 import zmq
 from torch import Tensor
@@ -15,14 +12,13 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from spec_plugin import LosslessError, SpecConfigError
-from spec_plugin.events import DraftRefresh, RefreshReport, WeightSync
+from spec_plugin import SpecConfigError
+from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport, WeightSync
 from spec_plugin.methods.eagle3 import starting_draft
+from spec_plugin.rollout import RolloutControl
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 from spec_plugin_verl.runtime import RUNTIME
-
-logger = logging.getLogger("spec_plugin")
 
 
 class TimedSender(BucketedWeightSender):  # type: ignore[misc]
@@ -60,6 +56,61 @@ class PolicyTap:
         return WeightSync(policy_version, embed, self.kept.get(self.HEAD, embed))
 
 
+class VerlLink:
+    """The one engine replica of this actor process, reached through verl's Ray handle and weight transport."""
+
+    def __init__(self, adapter: SpecServerAdapter, timeout_s: float) -> None:
+        self._adapter, self._timeout = adapter, timeout_s
+
+    @property
+    def _server(self) -> Any:
+        self._adapter._ensure_server_handle()
+        return self._adapter.server_handle
+
+    async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
+        """Send the draft over verl's own transport and have the engine install it, all or nothing."""
+        adapter = self._adapter
+        largest = max(t.nbytes for t in refresh.tensors.values())
+        total = sum(t.nbytes for t in refresh.tensors.values())
+        limit = adapter.config.checkpoint_engine.update_weights_bucket_megabytes << 20
+        bucket_mb = (max(largest, min(total, limit)) >> 20) + 1
+        future = self._server.spec_refresh.remote(
+            use_shm=adapter.use_shm,
+            version=refresh.draft_version,
+            digest=refresh.digest,
+            names=list(refresh.tensors),
+            force=force,
+            timeout_s=self._timeout,
+        )
+        sender = TimedSender(f"{adapter.zmq_handle}.draft", bucket_mb, adapter.use_shm, self._timeout)
+        await sender.async_send_weights(iter(refresh.tensors.items()))
+        report: RefreshReport = await future
+        return report
+
+    async def set_schedule(self, table: Sequence[int]) -> None:
+        """k per batch size."""
+        await self._server.spec_set_schedule.remote(list(table))
+
+    async def self_test(self, seconds: float) -> SelfTestReport:
+        """The self-test on the engine."""
+        report: SelfTestReport = await self._server.spec_self_test.remote(seconds)
+        return report
+
+    async def start_phase(self, policy_version: int) -> None:
+        """Counters and clock start anew."""
+        await self._server.spec_rollout_start.remote(policy_version)
+
+    async def stats(self, policy_version: int) -> RolloutStats:
+        """What the engine did."""
+        stats: RolloutStats = await self._server.spec_rollout_stats.remote(policy_version)
+        return stats
+
+    async def state(self, moment: str) -> EngineState:
+        """What the engine holds."""
+        state: EngineState = await self._server.spec_state.remote(moment)
+        return state
+
+
 class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
     """One per actor process (verl's hybrid mode: actor and rollout in one process)."""
 
@@ -85,12 +136,10 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
             )
         group = torch.distributed.group.WORLD if torch.distributed.get_world_size() > 1 else None
         target = read_target(config, model_config, _dtype_name(engine), group)
-        self._spec_session = SpecSession(spec, target)
-        self._tested: int | None = None  # draft version of the last self-test
-        self._running_version: int | None = None
-        self._installed = -1  # draft version that the engine serves
-        RUNTIME.adapter, RUNTIME.session = self, self._spec_session
-        engine.attach(self._spec_session, starting_draft(spec, target).config.aux_layers)
+        self._dtype = getattr(torch, target.dtype)
+        self._control = RolloutControl(SpecSession(spec, target), VerlLink(self, spec.refresh_timeout_s))
+        RUNTIME.control = self._control
+        engine.attach(self._control.session, starting_draft(spec, target).config.aux_layers)
 
     async def update_weights(
         self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
@@ -105,113 +154,18 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
                 "spec-plugin does not support delta weight syncs yet: set "
                 "actor_rollout_ref.rollout.checkpoint_engine.backend=naive, or leave the flag out"
             )
-        tap = PolicyTap(weights, getattr(torch, self._spec_session.target.dtype))
+        tap = PolicyTap(weights, self._dtype)
         await super().update_weights(aiter(tap), global_steps=global_steps, wire_format=wire_format, **kwargs)
-        RUNTIME.policy_version = RUNTIME.policy_version + 1 if global_steps is None else global_steps
-        session = self._spec_session
-        refresh = session.weight_sync(tap.event(RUNTIME.policy_version))
-        if refresh is not None:
-            try:
-                session.refreshed(refresh, await self._push(refresh))
-            except Exception as error:  # law 6
-                session.fail("refresh", error)
+        version = self._control.policy_version + 1 if global_steps is None else global_steps
+        await self._control.synced(tap.event(version))
         if not self.config.free_cache_engine:
-            await self._begin_rollout()
+            await self._control.begin()
 
     async def resume(self, tags: list[str]) -> None:
         """verl's wake-up; once the KV cache is back the engine can generate."""
         await super().resume(tags)
-        if "kv_cache" in tags and RUNTIME.policy_version >= 0:
-            await self._begin_rollout()
-
-    async def _push(self, refresh: DraftRefresh) -> RefreshReport:
-        """Send the draft over verl's own transport and have the engine install it, all or nothing."""
-        began = time.perf_counter()
-        timeout = self._spec_session.config.refresh_timeout_s
-        largest = max(t.nbytes for t in refresh.tensors.values())
-        total = sum(t.nbytes for t in refresh.tensors.values())
-        limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
-        bucket_mb = (max(largest, min(total, limit)) >> 20) + 1
-        self._ensure_server_handle()
-        future = self.server_handle.spec_refresh.remote(
-            use_shm=self.use_shm,
-            version=refresh.draft_version,
-            digest=refresh.digest,
-            names=list(refresh.tensors),
-            force=refresh.draft_version == self._installed,  # the same draft again: after sleep, or untrained
-            timeout_s=timeout,
-        )
-        sender = TimedSender(f"{self.zmq_handle}.draft", bucket_mb, self.use_shm, timeout)
-        await sender.async_send_weights(iter(refresh.tensors.items()))
-        report: RefreshReport = await future
-        self._installed = report.draft_version
-        return RefreshReport(
-            report.installed,
-            report.draft_version,
-            report.digest,
-            (time.perf_counter() - began) * 1e3,
-            report.reason,
-        )
-
-    async def _begin_rollout(self) -> None:
-        """Self-test before the first rollout, and once more before a trained draft is first served; then set k."""
-        session = self._spec_session
-        self._ensure_server_handle()
-        if self._tested is None:
-            await self._self_test(session)
-            RUNTIME.slice_ended = time.monotonic()  # start-up is no part of the first step
-        table = session.schedule(RUNTIME.policy_version)
-        if table is not None and any(table) and self._tested == 0 < self._installed:
-            # a newborn draft is never right, so only now can the sampler's accepting half be seen at work
-            began = time.monotonic()
-            await self._self_test(session)
-            RUNTIME.slice_ended += time.monotonic() - began  # the draft's share is one of the step, not of the test
-            table = session.schedule(RUNTIME.policy_version)
-        if table is not None:
-            try:
-                await self.server_handle.spec_set_schedule.remote(list(table))
-            except Exception as error:  # law 6
-                session.fail("schedule", error)
-            RUNTIME.speculating = any(table)
-        await self.server_handle.spec_rollout_start.remote()
-        session.rollout_start(RUNTIME.policy_version)
-        self._running_version = RUNTIME.policy_version
-
-    async def _self_test(self, session: SpecSession) -> None:
-        self._tested = max(0, self._installed)
-        if not session.config.self_test or session.failed:
-            return
-        seconds = session.config.self_test_seconds
-        report = await self.server_handle.spec_self_test.remote(seconds)
-        if report.out_of_time:
-            logger.warning(
-                "spec-plugin: %g s were too few for the self-test, once more with %g s", seconds, 4 * seconds
-            )
-            report = await self.server_handle.spec_self_test.remote(4 * seconds)
-        if report.passed:
-            lines = "".join(f"\n  {check.name}: {check.detail}" for check in report.checks)
-            logger.info("spec-plugin: the self-test passed in %.1f s%s", report.seconds, lines)
-            session.engine_ready(report)
-            return
-        message = (
-            f"the start-up self-test failed after {report.seconds:.1f} s, speculation is not used:\n{report.failures()}\n"
-            "`spec-plugin doctor` shows which patches and capabilities this engine has"
-        )
-        if session.config.on_self_test_failure == "raise" and not report.out_of_time:
-            raise LosslessError(message)
-        session.fail("self-test", message)
-
-    def finish_rollout(self) -> None:
-        """Called by the actor's first pass after generation: collect what the engine did; later calls do nothing."""
-        if self._running_version is None:
-            return
-        version, self._running_version = self._running_version, None
-        try:
-            stats = ray.get(self.server_handle.spec_rollout_stats.remote(version))
-        except Exception as error:  # law 6
-            self._spec_session.fail("rollout statistics", error)
-            return
-        self._spec_session.rollout_end(stats)
+        if "kv_cache" in tags and self._control.policy_version >= 0:
+            await self._control.begin()
 
 
 def _dtype_name(engine: Any) -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spec_plugin.session import SpecSession
-
 if TYPE_CHECKING:
+    from spec_plugin.rollout import RolloutControl
     from spec_plugin_verl.actor import SpecFSDPEngine
-    from spec_plugin_verl.rollout import SpecServerAdapter
 
 
 @dataclass
@@ -18,12 +15,13 @@ class ActorRuntime:
     """State of one actor process; filled by the engine first and the rollout adapter second."""
 
     engine: SpecFSDPEngine | None = None
-    adapter: SpecServerAdapter | None = None
-    session: SpecSession | None = None
-    policy_version: int = -1  # version of the weights that the engine rolls out with
-    speculating: bool = False  # was any k > 0 in the current rollout phase
+    control: RolloutControl | None = None
     checked_version: int = -1  # version whose log-probs the log-prob pass has checked
-    slice_ended: float = field(default_factory=time.monotonic)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that the engine rolls out with."""
+        return self.control.policy_version if self.control is not None else -1
 
 
 RUNTIME = ActorRuntime()

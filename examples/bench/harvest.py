@@ -24,7 +24,7 @@ from draft_training.config import default_aux_layers  # noqa: E402
 from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import Seconds, Spread, interleave, paired, say, show, spread, timed, verdict  # noqa: E402
 from spec_plugin.events import HiddenStates  # noqa: E402
-from spec_plugin.harvest import Harvester  # noqa: E402
+from spec_plugin.harvest import Harvester, responses_at_the_end  # noqa: E402
 
 HELP = """Measure what harvest adds to the log-prob pass that the trainer runs anyway.
 
@@ -166,7 +166,8 @@ def log_probs(model: Any, ids: Tensor) -> Tensor:
 
 def take(harvester: Harvester, ids: Tensor) -> HiddenStates:
     """The whole batch; the second half of each document counts as its response."""
-    hidden = harvester.take(list(ids), [ids.shape[1] // 2] * ids.shape[0], policy_version=0, max_tokens=1 << 30)
+    masks = responses_at_the_end(list(ids), [ids.shape[1] // 2] * ids.shape[0])
+    hidden = harvester.take(list(ids), masks, policy_version=0, max_tokens=1 << 30)
     assert hidden is not None
     return hidden
 

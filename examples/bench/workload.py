@@ -25,9 +25,9 @@ from draft_training import (
     save_draft,
 )
 from examples.bench.common import CACHE, say, track
-from examples.quickstart_verl.policy import PolicySettings, cached_policy, one_thread, problem, question
+from examples.quickstart.policy import PolicySettings, cached_policy, one_thread, problem, question
 from spec_plugin.events import HiddenStates
-from spec_plugin.harvest import Harvester
+from spec_plugin.harvest import Harvester, responses_at_the_end
 
 #: the quickstart's policy without slips in its teaching examples: a policy that knows its task, as late in a run
 CAREFUL = PolicySettings(slip=0.0)
@@ -228,7 +228,8 @@ def harvest(model: Any, rows: Sequence[tuple[list[int], list[int]]], aux_layers:
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(model.device)
         with harvester.capture():
             model.model(input_ids=padded, attention_mask=mask, use_cache=False)
-        hidden = harvester.take(ids, [len(r) for _, r in part], policy_version=0, max_tokens=1 << 30)
+        masks = responses_at_the_end(ids, [len(r) for _, r in part])
+        hidden = harvester.take(ids, masks, policy_version=0, max_tokens=1 << 30)
         assert hidden is not None
         documents += split(hidden)
     return documents

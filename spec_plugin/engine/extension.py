@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_training import digest as weights_digest
@@ -171,6 +172,13 @@ class SpecWorkerExtension:
             "milliseconds": 1e3 * (time.perf_counter() - started),
             "reason": reason or "",
         }
+
+    def spec_install_file(
+        self, path: str, version: int, digest: str, names: Iterable[str], force: bool = False
+    ) -> dict[str, Any]:
+        """``spec_install`` of the tensors in a safetensors file that this node can read; see there."""
+        self.spec_receive(version, lambda on_bucket: on_bucket(list(load_file(path).items())))
+        return self.spec_install(version, digest, names=names, force=force)
 
     def spec_pause_draft(self, paused: bool) -> bool:
         """Leave the draft's forward pass out while no batch size speculates; True if this worker can.

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from safetensors.torch import save_file
+from vllm import SamplingParams
 
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.scheduler import PLAIN, SCHEDULER, pause_idle_draft, set_schedule
 from spec_plugin.engine.selftest import default_prompts, run_self_test
 from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import EngineState, RefreshReport, RolloutStats, SelfTestReport
+from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport
 from spec_plugin.session import SpecSession
 
 _QUESTIONS = ("12+34=", "What is 7 times 8?", "Name three colours.", "987+654=")
@@ -50,7 +55,9 @@ class EngineFront:
         check_engine_options(given)
         for name in ("speculative_config", "scheduler_cls"):
             if given.get(name) is not None:
-                raise SpecConfigError(f"the engine option {name} is set, and spec-plugin sets it too: remove one of them")
+                raise SpecConfigError(
+                    f"the engine option {name} is set, and spec-plugin sets it too: remove one of them"
+                )
         return {
             "speculative_config": config,
             "scheduler_cls": SCHEDULER,
@@ -90,6 +97,21 @@ class EngineFront:
             milliseconds=first["milliseconds"],
             reason="; ".join(r["reason"] for r in reports if r["reason"]),
         )
+
+    async def install_tensors(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
+        """Have every worker of this node install one draft, handed over in a file in memory (safetensors)."""
+        memory = Path("/dev/shm")
+        with tempfile.TemporaryDirectory(prefix="spec-plugin-", dir=memory if memory.is_dir() else None) as folder:
+            file = Path(folder) / "draft.safetensors"
+            save_file({name: t.detach().cpu().contiguous() for name, t in refresh.tensors.items()}, file)
+            return await self.install(
+                "spec_install_file",
+                path=str(file),
+                version=refresh.draft_version,
+                digest=refresh.digest,
+                names=list(refresh.tensors),
+                force=force,
+            )
 
     async def set_schedule(self, table: Sequence[int]) -> None:
         """k per batch size for the coming phase; a draft that no batch size uses is paused (needs a fresh prefix cache)."""
@@ -158,15 +180,13 @@ class _Request:
     tokens = 0
 
 
-def plain_if_unlisted(sampling_params: Any, options: Mapping[str, Any]) -> None:
-    """Let a request whose options are not on the lossless allow-list run without drafts: exact, only slower.
-
-    Args:
-        sampling_params: vLLM's ``SamplingParams``; its ``extra_args`` are set.
-        options: those of its options that are not at vLLM's default.
-    """
+def plain_if_unlisted(sampling_params: SamplingParams) -> None:
+    """Let a request whose options are not on the lossless allow-list run without drafts: exact, only slower."""
+    default = SamplingParams()
+    names = [name for name in sampling_params.__struct_fields__ if not name.startswith("_")]
+    changed = {n: getattr(sampling_params, n) for n in names if getattr(sampling_params, n) != getattr(default, n)}
     try:
-        check_sampling(options)
+        check_sampling(changed)
     except SpecConfigError:
         sampling_params.extra_args = {**(sampling_params.extra_args or {}), **PLAIN}
 

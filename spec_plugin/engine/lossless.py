@@ -185,7 +185,8 @@ SAMPLING: Mapping[str, Rule] = {
     "min_tokens": Rule(
         _one_of(None, 0, 1),
         "0 or 1",
-        "1 concerns the first token only, which is never drafted; beyond it the bonus token's stop tokens are masked by the length before the draft, so a sequence cannot end where it may "
+        "1 concerns the first token only, which is never drafted; beyond it the bonus token's stop tokens are masked by the "
+        "length before the draft, so a sequence cannot end where it may "
         "(read: MinTokensLogitsProcessor.apply in v1/sample/logits_processor/builtin.py)",
     ),
     "presence_penalty": Rule(_one_of(None, 0, 0.0), "0", _PENALTY),

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from spec_plugin.harvest import Harvester
+from spec_plugin.harvest import Harvester, responses_at_the_end
 
 AUX = (1, 3, 4)
 LENGTHS = (7, 4, 9)
@@ -53,7 +53,7 @@ def harvest(model, documents, run=run_padded, max_tokens=1000):
     harvester = Harvester(model.model, AUX)
     with harvester.capture():
         run(model, documents)
-    return harvester.take(documents, RESPONSES, policy_version=5, max_tokens=max_tokens)
+    return harvester.take(documents, responses_at_the_end(documents, RESPONSES), policy_version=5, max_tokens=max_tokens)
 
 
 def hooks(model) -> int:
@@ -91,7 +91,7 @@ def test_law_4_what_is_harvested_is_detached_from_the_policys_graph(model, docum
     harvester = Harvester(model.model, AUX)
     with harvester.capture():
         model(input_ids=documents[0][None], use_cache=False)
-    hidden = harvester.take(documents[:1], RESPONSES[:1], 0, 1000)
+    hidden = harvester.take(documents[:1], responses_at_the_end(documents[:1], RESPONSES[:1]), 0, 1000)
     assert not hidden.aux.requires_grad and not hidden.last.requires_grad
 
 
@@ -130,12 +130,12 @@ def test_nothing_that_fits_is_none(model, documents):
 def test_taking_without_a_forward_pass_or_twice_is_an_error(model, documents):
     harvester = Harvester(model.model, AUX)
     with pytest.raises(RuntimeError, match="nothing was captured"):
-        harvester.take(documents, RESPONSES, 0, 1000)
+        harvester.take(documents, responses_at_the_end(documents, RESPONSES), 0, 1000)
     with harvester.capture():
         run_padded(model, documents)
-    harvester.take(documents, RESPONSES, 0, 1000)
+    harvester.take(documents, responses_at_the_end(documents, RESPONSES), 0, 1000)
     with pytest.raises(RuntimeError, match="nothing was captured"):
-        harvester.take(documents, RESPONSES, 0, 1000)
+        harvester.take(documents, responses_at_the_end(documents, RESPONSES), 0, 1000)
 
 
 def test_states_that_do_not_fit_the_documents_are_refused(model, documents):
@@ -143,4 +143,4 @@ def test_states_that_do_not_fit_the_documents_are_refused(model, documents):
     with harvester.capture():
         run_padded(model, documents[:2])
     with pytest.raises(RuntimeError, match="do not fit documents"):
-        harvester.take(documents, RESPONSES, 0, 1000)
+        harvester.take(documents, responses_at_the_end(documents, RESPONSES), 0, 1000)

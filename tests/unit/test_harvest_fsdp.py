@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from spec_plugin.events import HiddenStates
-from spec_plugin.harvest import Harvester
+from spec_plugin.harvest import Harvester, responses_at_the_end
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "vocab_size": 61, "head_dim": 32}
 
@@ -33,7 +33,7 @@ def harvest(model: torch.nn.Module) -> HiddenStates:
     harvester = Harvester(model.model, (2, 4, 5))  # type: ignore[arg-type]
     with torch.no_grad(), harvester.capture():
         model(input_ids=ids, use_cache=False)
-    hidden = harvester.take(list(ids), [4, 4], policy_version=0, max_tokens=100)
+    hidden = harvester.take(list(ids), responses_at_the_end(list(ids), [4, 4]), policy_version=0, max_tokens=100)
     assert hidden is not None
     return hidden
 

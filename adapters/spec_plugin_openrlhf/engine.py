@@ -1,0 +1,112 @@
+"""OpenRLHF's vLLM actor, plus the engine front: speculation, versions, log-probs for the guard, refresh, self-test, k."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from openrlhf.trainer.ray import vllm_engine
+
+from spec_plugin.config import SpecConfig
+from spec_plugin.engine.front import EngineFront, plain_if_unlisted
+from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport, TargetInfo
+from spec_plugin.session import SpecSession
+from spec_plugin_openrlhf.registration import configure_logging, undecorated
+
+EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
+#: in the log of each response: the policy version that had begun to sample it
+VERSION = "spec/rollout_version"
+
+
+class SpecRolloutRayActor(undecorated(vllm_engine.RolloutRayActor, "RolloutRayActor")):  # type: ignore[misc]
+    """One engine."""
+
+    spec_config: SpecConfig  # set by ``registration.install``
+    spec_target: TargetInfo
+
+    async def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """OpenRLHF's arguments, plus ours; ``args`` is empty there.
+
+        Raises:
+            SpecConfigError: if the engine would not be lossless.
+        """
+        from transformers import AutoTokenizer
+
+        configure_logging()
+        target = replace(self.spec_target, max_num_seqs=_max_num_seqs(kwargs))
+        tokenizer = AutoTokenizer.from_pretrained(kwargs["model"], trust_remote_code=kwargs["trust_remote_code"])
+        self._spec_front = EngineFront(SpecSession(self.spec_config, target), tokenizer)
+        kwargs.setdefault("logprobs_mode", "processed_logprobs")  # those of the distribution that is sampled
+        await super().__init__(*args, **{**kwargs, **self._spec_front.engine_arguments(kwargs, EXTENSION)})
+        self._spec_front.engine = self.llm
+
+    async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        """OpenRLHF's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts."""
+        plain_if_unlisted(sampling_params)
+        with self._spec_front.request() as request:
+            output = await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
+            request.tokens = len(output.outputs[0].token_ids)
+        return output
+
+    async def generate_responses(
+        self, prompt: str, label: str, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> list[dict[str, Any]]:
+        """OpenRLHF's, always with log-probs, so that provenance has evidence; each response says its policy version."""
+        if sampling_params.logprobs is None:
+            sampling_params = copy.deepcopy(sampling_params)
+            sampling_params.logprobs = 0  # the sampled token's only
+        version = float(self._spec_front.policy_version)
+        responses: list[dict[str, Any]] = await super().generate_responses(
+            prompt, label, sampling_params, *args, **kwargs
+        )
+        for response in responses:
+            response["extra_logs"] = {**(response.get("extra_logs") or {}), VERSION: version}
+        return responses
+
+    async def spec_max_num_seqs(self) -> int:
+        """Largest batch of this engine."""
+        return self._spec_front.session.target.max_num_seqs
+
+    async def spec_refresh(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
+        """Have the worker install one draft, all or nothing."""
+        return await self._spec_front.install_tensors(refresh, force)
+
+    async def spec_set_schedule(self, table: list[int]) -> None:
+        """k per batch size for the coming phase."""
+        await self._spec_front.set_schedule(table)
+
+    async def spec_self_test(self, seconds: float) -> SelfTestReport:
+        """The self-test on this engine (law 2); a sleeping one is woken for it and sleeps again."""
+        asleep = await self.llm.is_sleeping()
+        if asleep:
+            await self.wake_up()
+        try:
+            return await self._spec_front.self_test(seconds)
+        finally:
+            if asleep:
+                await self.sleep()
+
+    async def spec_start_phase(self, policy_version: int) -> None:
+        """A rollout phase begins."""
+        self._spec_front.start_phase(policy_version)
+
+    async def spec_stats(self, policy_version: int) -> RolloutStats:
+        """What this engine did in the phase."""
+        return self._spec_front.stats(policy_version)
+
+    async def spec_state(self, moment: str) -> EngineState:
+        """What the worker holds, for ``spec.audit``."""
+        return await self._spec_front.state(moment)
+
+
+def _max_num_seqs(kwargs: Mapping[str, Any]) -> int:
+    """The batch size that vLLM would choose for these arguments on this machine."""
+    import vllm
+    from vllm.usage.usage_lib import UsageContext
+
+    ours = ("num_gpus", "bundle_indices", "agent_func_path", "remote_rm_url", "mm_pad_token_ids", "full_determinism")
+    arguments = vllm.AsyncEngineArgs(**{name: value for name, value in kwargs.items() if name not in ours})
+    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    return int(config.scheduler_config.max_num_seqs)

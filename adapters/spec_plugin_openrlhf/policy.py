@@ -1,0 +1,161 @@
+"""OpenRLHF's policy actor, plus harvest in its experience pass, log-prob checks, draft training, refresh and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import ray
+import torch
+from openrlhf.trainer.ray import ppo_actor
+from torch import Tensor
+
+from spec_plugin.config import SpecConfig
+from spec_plugin.events import LogprobBatch, TargetInfo, WeightSync
+from spec_plugin.harvest import Harvester
+from spec_plugin.methods.eagle3 import starting_draft
+from spec_plugin.rollout import RolloutControl, run_blocking
+from spec_plugin.session import SpecSession
+from spec_plugin_openrlhf.engine import VERSION
+from spec_plugin_openrlhf.link import EnginesLink
+from spec_plugin_openrlhf.registration import configure_logging, undecorated
+
+
+class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelActor")):  # type: ignore[misc]
+    """One data-parallel rank; rank 0 talks to the engines, all of them train one draft."""
+
+    spec_config: SpecConfig  # set by ``registration.install``
+    spec_target: TargetInfo
+
+    def init_model_from_pretrained(
+        self, strategy: Any, pretrain: str, max_steps: Any = None, vllm_engines: Any = None
+    ) -> None:
+        """Build the model as OpenRLHF does; then, before the first rollout, the session, the self-test and k.
+
+        Raises:
+            LosslessError: if an engine does not sample from the target.
+        """
+        super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
+        configure_logging()
+        world = torch.distributed.get_world_size()
+        target = replace(
+            self.spec_target,
+            max_num_seqs=ray.get(vllm_engines[0].spec_max_num_seqs.remote()),
+            actor_group=torch.distributed.group.WORLD if world > 1 else None,
+        )
+        session = SpecSession(self.spec_config, target)
+        first = torch.distributed.get_rank() == 0
+        self._spec = RolloutControl(
+            session, EnginesLink(vllm_engines, self.spec_config.refresh_timeout_s) if first else None
+        )
+        self._spec_harvester = Harvester(
+            self._spec_model.model, starting_draft(self.spec_config, target).config.aux_layers
+        )
+        self._spec_sync = not strategy.args.train.async_enable
+        self._spec_budget = 0
+        resumed = int(self.checkpoint_states.get("global_step", 0))
+        self._spec_next_version = resumed
+        if resumed:  # the trainer sends the weights before it begins
+            folder = Path(strategy.args.ckpt.path) / "_actor"
+            session.load(folder / (folder / "latest").read_text().strip() / "spec_plugin")
+        else:  # the engines have loaded the same checkpoint as the actor
+            self._spec_synced()
+
+    @property
+    def _spec_model(self) -> Any:
+        """The Hugging Face model behind DeepSpeed's engine."""
+        return self.actor.model.module
+
+    def _spec_synced(self) -> None:
+        version, self._spec_next_version = self._spec_next_version, self._spec_next_version + 1
+        event = WeightSync(
+            version,
+            self._spec_tensor(self._spec_model.get_input_embeddings()),
+            self._spec_tensor(self._spec_model.get_output_embeddings()),
+        )
+        run_blocking(self._spec_refresh(event))
+        self._spec_budget = self.spec_config.harvest_tokens if self.spec_config.train else 0
+
+    async def _spec_refresh(self, event: WeightSync) -> None:
+        await self._spec.synced(event)
+        await self._spec.begin()
+
+    def _spec_tensor(self, module: Any) -> Tensor:
+        """A copy of a layer's whole weight; every rank must call it (ZeRO-3 gathers)."""
+        zero_3 = self.strategy.args.ds.zero_stage == 3
+        with deepspeed.zero.GatheredParameters([module.weight], enabled=zero_3):
+            return module.weight.detach().to(getattr(torch, self._spec.session.target.dtype), copy=True)
+
+    def forward(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The experience pass: harvest on the way."""
+        if self._spec_sync:
+            run_blocking(self._spec.finish())
+        if self._spec_budget <= 0 or self._spec.session.failed:
+            return super().forward(sequences, action_mask, attention_mask, *args, **kwargs)
+        with self._spec_harvester.capture():
+            log_probs = super().forward(sequences, action_mask, attention_mask, *args, **kwargs)
+        self._spec_take(sequences, action_mask, attention_mask)
+        return log_probs
+
+    def _spec_take(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> None:
+        session = self._spec.session
+        try:
+            lengths = attention_mask.sum(-1).tolist()
+            # action_mask[t] belongs to token t + 1: OpenRLHF cuts the first token off
+            masks = [torch.cat([m.new_zeros(1), m])[:n] for m, n in zip(action_mask, lengths, strict=True)]
+            ids = [row[:n] for row, n in zip(sequences, lengths, strict=True)]
+            hidden = self._spec_harvester.take(ids, masks, self._spec.policy_version, self._spec_budget)
+        except Exception as error:  # law 6: a failed harvest costs speculation, not the run
+            session.fail("harvest", error)
+            return
+        if hidden is not None:
+            self._spec_budget -= sum(hidden.lengths)
+            session.target_forward(hidden)
+
+    def fit(self, kl_ctl: float = 0) -> dict[str, Any]:
+        """Check the log-probs, update the policy, then one slice of draft training.
+
+        Raises:
+            LogprobProvenanceError: if a log-prob is not the target's; nothing has entered the loss then.
+        """
+        self._spec.session.check_logprobs(self._spec_batch())
+        status: dict[str, Any] = super().fit(kl_ctl)
+        self._spec.train_draft(self._spec.policy_version)
+        metrics = self._spec.session.metrics()
+        # OpenRLHF merges all ranks' dicts, the last one wins: only the rank that knows the engines reports
+        return {**status, **metrics} if self._spec.link is not None else status
+
+    def _spec_batch(self) -> LogprobBatch:
+        items = self.trainer.replay_buffer.items
+        rollout = None if any(i.rollout_log_probs is None for i in items) else [i.rollout_log_probs for i in items]
+        versions = [int(i.info[VERSION]) if VERSION in i.info else -1 for i in items]
+        return LogprobBatch(
+            policy_version=self._spec.policy_version,
+            recomputed=_padded([i.action_log_probs for i in items]),
+            rollout=None if rollout is None else _padded(rollout),
+            mask=_padded([i.action_mask for i in items]).bool(),
+            rollout_versions=torch.tensor(versions),
+            speculating=self._spec.speculating,
+            rollout_in_loss=self.strategy.args.algo.advantage.is_correction_level != "off",
+            lag_allowed=not self._spec_sync,
+        )
+
+    def broadcast_to_vllm(self) -> None:
+        """OpenRLHF's weight sync (inside the asynchronous trainer's lock and pause); then, at the same safe point, ours."""
+        run_blocking(self._spec.finish())
+        super().broadcast_to_vllm()
+        self._spec_synced()
+
+    def save_checkpoint(self, tag: str, *args: Any, **kwargs: Any) -> None:
+        """OpenRLHF's checkpoint, and the plugins' in ``_actor/<tag>/spec_plugin``."""
+        super().save_checkpoint(tag, *args, **kwargs)
+        folder = Path(self.strategy.args.ckpt.path) / "_actor" / tag
+        if torch.distributed.get_rank() == 0 and folder.is_dir():
+            self._spec.session.save(folder / "spec_plugin")
+
+
+def _padded(rows: list[Tensor]) -> Tensor:
+    """[B, T] on the CPU, zero-padded."""
+    return torch.nn.utils.rnn.pad_sequence([row.detach().cpu() for row in rows], batch_first=True)

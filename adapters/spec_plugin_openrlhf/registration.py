@@ -1,0 +1,82 @@
+"""Puts the adapter's two Ray actors in the place of OpenRLHF's, in the driver only; Ray ships them to the workers.
+
+This is the adapter's one patch module. Two module attributes change, and only with ``--spec.enable``:
+
+============================================================ =======================================================
+symbol                                                       reason
+============================================================ =======================================================
+``openrlhf.trainer.ray.vllm_engine.RolloutRayActor``         speculative engine arguments, versions, self-test, k
+``openrlhf.trainer.ray.ppo_actor.PolicyModelActor``          harvest, log-prob checks, draft training, refresh
+============================================================ =======================================================
+
+Versions: checked on OpenRLHF 0.11.2. Guard: ``PatchError`` if either is not a Ray actor class with the methods that we extend.
+Upstream: no issue; OpenRLHF has no registry and no callbacks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from spec_plugin.errors import PatchError
+from spec_plugin.methods.eagle3 import starting_draft
+from spec_plugin_openrlhf.options import read_config, read_target
+
+_NEEDS = {
+    "RolloutRayActor": ("generate", "generate_responses", "sleep", "wake_up"),
+    "PolicyModelActor": ("init_model_from_pretrained", "forward", "fit", "broadcast_to_vllm", "save_checkpoint"),
+}
+
+
+def install(theirs: Sequence[str], ours: Mapping[str, Any]) -> None:
+    """Check the options, then swap the two classes.
+
+    Args:
+        theirs: OpenRLHF's arguments.
+        ours: raw options of spec-plugin.
+
+    Raises:
+        SpecConfigError: if an option is wrong, or the run has something that is not supported.
+        PatchError: if OpenRLHF's actors have changed.
+    """
+    config, target = read_config(dict(ours)), read_target(theirs)
+    starting_draft(config, target)
+
+    from openrlhf.trainer.ray import ppo_actor, vllm_engine
+
+    from spec_plugin_openrlhf.engine import SpecRolloutRayActor
+    from spec_plugin_openrlhf.policy import SpecPolicyModelActor
+
+    given = {"spec_config": config, "spec_target": target}  # classes made here travel by value, and so do these
+    vllm_engine.RolloutRayActor = ray.remote(type("SpecRolloutRayActor", (SpecRolloutRayActor,), given))
+    ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(type("SpecPolicyModelActor", (SpecPolicyModelActor,), given))
+
+
+def undecorated(actor_class: Any, name: str) -> Any:
+    """The class behind ``@ray.remote``.
+
+    Raises:
+        PatchError: if it is not one, or lacks a method that we extend.
+    """
+    try:
+        plain = actor_class.__ray_metadata__.modified_class.__ray_actor_class__
+    except AttributeError as error:
+        raise PatchError(
+            f"openrlhf's {name} is no Ray actor class any more ({error}); use openrlhf >=0.11,<0.12"
+        ) from error
+    if missing := [method for method in _NEEDS[name] if not hasattr(plain, method)]:
+        raise PatchError(f"openrlhf's {name} has lost {', '.join(missing)}; use openrlhf >=0.11,<0.12")
+    return plain
+
+
+def configure_logging() -> None:
+    """Let the plugin's few lines through: Ray's workers have no handler for INFO."""
+    logger = logging.getLogger("spec_plugin")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
+        logger.addHandler(handler)
