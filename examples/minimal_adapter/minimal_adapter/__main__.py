@@ -1,0 +1,46 @@
+"""The command line: ``python -m minimal_adapter --target FOLDER --out FOLDER --steps 10 [--spec] [--spec.k 3 …]``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+from pathlib import Path
+
+from minimal_adapter.loop import Settings, Trainer
+
+ADAPTER = "minimal_adapter.adapter:MinimalAdapter"
+
+
+def main() -> None:
+    """Parse, run."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    parser = argparse.ArgumentParser(prog="minimal_adapter", description=__doc__)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--replay", type=Path)
+    parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--lr", type=float, default=Settings.lr)
+    parser.add_argument("--spec", action="store_true", help="speculative rollouts; options as --spec.NAME VALUE")
+    parser.add_argument("--adapter", default=ADAPTER, help="module:Class, used with --spec")
+    known, rest = parser.parse_known_args()
+    if len(rest) % 2 or any(not name.startswith("--spec.") for name in rest[::2]):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}; options of spec-plugin are written --spec.NAME VALUE")
+    flag, adapter = known.spec, known.adapter
+    if rest and not flag:
+        parser.error("--spec.* options need --spec")
+    del known.spec, known.adapter
+    options = tuple(f"{n.removeprefix('--spec.')}={v}" for n, v in zip(rest[::2], rest[1::2], strict=True))
+    settings = Settings(**vars(known), spec=options)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer
+    if flag:
+        module, name = adapter.split(":")
+        trainer = getattr(importlib.import_module(module), name)
+    trainer(settings).run()
+
+
+if __name__ == "__main__":
+    main()

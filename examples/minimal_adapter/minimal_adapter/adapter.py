@@ -1,0 +1,243 @@
+"""The adapter: everything that spec-plugin needs from a trainer, in eight places of the loop. Read from top to bottom.
+
+Each override is the loop's own method plus one thing. What is not here is the same for every trainer, and in spec_plugin:
+``SpecSession`` fires the hooks, ``RolloutControl`` orders what happens around a rollout phase, ``EngineFront`` is what the
+owner of the engine needs, ``SpecWorkerExtension`` works inside vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from minimal_adapter.loop import Engine, Rollouts, Settings, Trainer, padded
+from minimal_adapter.worker import PolicyWorker
+from spec_plugin import SpecConfig
+from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin.engine.front import EngineFront
+from spec_plugin.events import (
+    DraftRefresh,
+    EngineState,
+    LogprobBatch,
+    RefreshReport,
+    RolloutStats,
+    SelfTestReport,
+    TargetInfo,
+    WeightSync,
+)
+from spec_plugin.harvest import Harvester
+from spec_plugin.methods.eagle3 import starting_draft
+from spec_plugin.rollout import RolloutControl, run_blocking
+from spec_plugin.session import SpecSession
+
+T = TypeVar("T")
+
+
+class MinimalAdapter(Trainer):
+    """The loop with speculative rollouts; made instead of ``Trainer`` when, and only when, the flag is set."""
+
+    extension = "minimal_adapter.adapter.SpecWorker"
+
+    # ---- 1. options and target, before anything expensive starts: a wrong option is refused here
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        config = SpecConfig.parse(read_options(settings.spec), "--spec.")
+        target = TargetInfo(
+            path=str(settings.target),
+            hf_config=json.loads((settings.target / "config.json").read_text()),
+            dtype="float32",
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            sampling=self.sampling,
+        )
+        self.session = SpecSession(config, target)
+        self.front = EngineFront(self.session, tokenizer=None)
+        self.link = self.make_link()
+        self.control = RolloutControl(self.session, self.link)
+        self.harvester = Harvester(self.policy.model, starting_draft(config, target).config.aux_layers)
+
+    def make_link(self) -> Link:
+        """How the trainer's thread reaches the engine."""
+        return Link(self.front)
+
+    # ---- 2. the engine is built with a draft
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """The loop's own, checked against the lossless allow-list, and what speculation adds."""
+        given = super().engine_arguments()
+        return {**given, **self.front.engine_arguments(given, self.extension)}
+
+    def start_engine(self) -> None:
+        """Start the engine and let front and link know it."""
+        super().start_engine()
+        self.front.engine, self.link.engine = self.engine.llm, self.engine
+
+    # ---- 3. each request is timed and counted
+
+    async def request(self, index: int, prompt: list[int]) -> tuple[list[int], list[float], int]:
+        """One request."""
+        with self.front.request() as counted:
+            answer = await super().request(index, prompt)
+            counted.tokens = len(answer[0])
+        return answer
+
+    # ---- 4. after target weights have reached the engine: refresh the draft, then allow the next rollout
+
+    def sync(self) -> None:
+        """The weight sync, and what hangs on it."""
+        super().sync()
+        self.refresh_draft()
+        run_blocking(self.control.begin())
+
+    def refresh_draft(self) -> None:
+        """Announce the new policy; the control has the draft installed."""
+        embed = self.policy.get_input_embeddings().weight.detach().clone()
+        head = self.policy.get_output_embeddings().weight.detach().clone()
+        run_blocking(self.control.synced(WeightSync(self.policy_version(), embed, head)))
+
+    def policy_version(self) -> int:
+        """Version of the policy's weights as they are now."""
+        return self.step
+
+    # ---- 5. the log-prob pass: harvest hidden states on the way, check the log-probs before the loss gets them
+
+    def log_probs(self, rollouts: Rollouts) -> Tensor:
+        """The loop's own log-probs.
+
+        Raises:
+            LogprobProvenanceError: if any is not the target's. Let it stop the run.
+        """
+        run_blocking(self.control.finish())
+        with self.harvester.capture():
+            recomputed = super().log_probs(rollouts)
+        self.harvest(rollouts)
+        self.check(rollouts, recomputed)
+        return recomputed
+
+    def harvest(self, rollouts: Rollouts) -> None:
+        """Hand on what the pass left; trouble costs speculation, not the run."""
+        session = self.session
+        if session.failed or not session.config.train:
+            return
+        documents = [torch.tensor(p + r) for p, r in zip(rollouts.prompts, rollouts.responses, strict=True)]
+        sampled = [len(r) for r in rollouts.responses]
+        try:
+            hidden = self.harvester.take(
+                documents, sampled, self.control.policy_version, session.config.harvest_tokens
+            )
+        except Exception as error:
+            session.fail("harvest", error)
+            return
+        if hidden is not None:
+            session.target_forward(hidden)
+
+    def check(self, rollouts: Rollouts, recomputed: Tensor) -> None:
+        """Both sides' log-probs, and the version that the engine stamped on each sequence."""
+        rollout, mask = padded(rollouts.log_probs)
+        self.session.check_logprobs(
+            LogprobBatch(
+                policy_version=self.control.policy_version,
+                recomputed=recomputed,
+                rollout=rollout,
+                mask=mask,
+                rollout_versions=torch.tensor(rollouts.versions),
+                speculating=self.control.speculating,
+                rollout_in_loss=False,
+            )
+        )
+
+    # ---- 6. after the policy's update: a slice of draft training
+
+    def update(self, rollouts: Rollouts, old: Tensor, advantages: Tensor) -> float:
+        """The loop's own update, then the draft's."""
+        loss = super().update(rollouts, old, advantages)
+        self.control.train_draft(self.step)
+        return loss
+
+    # ---- 7. metrics
+
+    def metrics(self) -> dict[str, float]:
+        """The loop's own and ``spec/…``."""
+        return {**super().metrics(), **self.session.metrics()}
+
+    # ---- 8. checkpoints
+
+    def save(self, folder: Path) -> None:
+        """The loop's checkpoint, and the plugins' beside it."""
+        super().save(folder)
+        self.session.save(folder / "spec_plugin")
+
+    def load(self, folder: Path) -> None:
+        """Both again, before the first weight sync."""
+        super().load(folder)
+        self.session.load(folder / "spec_plugin")
+
+
+class Link:
+    """spec_plugin's ``EngineLink`` for one engine in this process: each call runs on the engine's event loop."""
+
+    def __init__(self, front: EngineFront) -> None:
+        self.front = front
+        self.engine: Engine | None = None
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        assert self.engine is not None
+        result: T = await asyncio.wrap_future(self.engine.submit(work))
+        return result
+
+    async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
+        """Send the draft by the loop's own transport; what the worker does with it is ``SpecWorker``'s."""
+        timeout = self.front.session.config.refresh_timeout_s
+        arguments = {"version": refresh.draft_version, "digest": refresh.digest, "force": force}
+        sent = self.front.install("spec_install_tensors", weights=save(dict(refresh.tensors)), **arguments)
+        return await asyncio.wait_for(self._there(sent), timeout)
+
+    async def set_schedule(self, table: Sequence[int]) -> None:
+        """Tokens to draft for each batch size."""
+        await self._there(self.front.set_schedule(table))
+
+    async def self_test(self, seconds: float) -> SelfTestReport:
+        """The start-up self-test."""
+        return await self._there(self.front.self_test(seconds))
+
+    async def start_phase(self, policy_version: int) -> None:
+        """Counters start anew."""
+        self.front.start_phase(policy_version)
+
+    async def stats(self, policy_version: int) -> RolloutStats:
+        """Counters since then."""
+        return self.front.stats(policy_version)
+
+    async def state(self, moment: str) -> EngineState:
+        """Digests of what the worker holds, for ``--spec.audit true``."""
+        return await self._there(self.front.state(moment))
+
+
+class SpecWorker(SpecWorkerExtension, PolicyWorker):
+    """Inside vLLM's worker: the loop's extension, and spec-plugin's. Its method names start with ``spec_``."""
+
+    def spec_install_tensors(self, version: int, digest: str, force: bool, weights: bytes) -> dict[str, Any]:
+        """Stage what arrived, and swap it in, all or nothing; ``digest`` is the sender's."""
+        tensors = load(weights)
+        self.spec_stage(version, list(tensors.items()))
+        return self.spec_install(version, digest, names=list(tensors), force=force)
+
+
+def read_options(given: Sequence[str]) -> dict[str, Any]:
+    """``name=value`` as the command line has them; a value is JSON, or else a text."""
+    options: dict[str, Any] = {}
+    for item in given:
+        name, value = item.split("=", 1)
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options

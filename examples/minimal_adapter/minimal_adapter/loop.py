@@ -1,0 +1,280 @@
+"""A small RL trainer: REINFORCE with a group baseline, rollouts by vLLM's AsyncLLM. It knows nothing of speculation.
+
+The methods of ``Trainer`` are the places where ``adapter.MinimalAdapter``, a subclass, adds something; a run without the flag
+never imports that module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+from minimal_adapter import cpu
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run."""
+
+    target: Path  # Hugging Face folder of the policy at version 0
+    out: Path
+    steps: int
+    spec: tuple[str, ...] = ()  # what followed --spec.<name> on the command line, as name=value
+    replay: Path | None = None  # record rollouts there, or train on those that it holds
+    save_every: int = 0
+    resume: Path | None = None  # ``out`` of a former run
+    lr: float = 3e-4
+    prompts: int = 4  # per step
+    group: int = 4  # samples of each prompt
+    max_tokens: int = 24
+    max_num_seqs: int = 16
+    max_model_len: int = 256
+    seed: int = 0
+
+
+@dataclass
+class Rollouts:
+    """Sampled sequences of one step, B of them."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    log_probs: list[list[float]]  # of each response's tokens, by the engine while sampling
+    versions: list[int]  # policy version that the engine sampled each with
+
+
+class Engine:
+    """AsyncLLM on an event loop of its own thread, so that the trainer's thread may wait for it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        cpu.prepare_process()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.version = -1  # of the policy that the worker says it has
+        self.llm: Any = self.run(self._start(arguments))
+
+    async def _start(self, arguments: dict[str, Any]) -> Any:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Any:
+        """Start a coroutine on the engine's loop; returns a ``concurrent.futures.Future``."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engine's loop and wait for its result."""
+        result: T = self.submit(work).result()
+        return result
+
+    async def load_policy(self, version: int, weights: dict[str, Tensor]) -> None:
+        """Put new policy weights into the running engine; what it has cached is of the old ones."""
+        answers = await self.llm.collective_rpc("load_policy", args=(version, save(weights)))
+        await self.llm.reset_prefix_cache()
+        self.version = answers[0]
+
+    def close(self) -> None:
+        """Shut the engine down."""
+        self.loop.call_soon_threadsafe(self.llm.shutdown)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(30)
+
+
+class Trainer:
+    """Policy, optimizer, engine, and the steps of the run."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Load the policy; the engine starts in ``run``."""
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(1)
+        self.settings = settings
+        self.policy: Any = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.float32).eval()
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=settings.lr, weight_decay=0.0)
+        self.step = 0  # also the policy's version: one update per step
+        self.sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+
+    # ---- the engine
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Arguments of vLLM's engine."""
+        return {
+            "model": str(self.settings.target),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "max_model_len": self.settings.max_model_len,
+            "max_num_seqs": self.settings.max_num_seqs,
+            "enforce_eager": True,
+            "logprobs_mode": "processed_logprobs",
+            "seed": self.settings.seed,
+            "worker_extension_cls": "minimal_adapter.worker.PolicyWorker",
+        }
+
+    def start_engine(self) -> None:
+        """Start the engine."""
+        self.engine = Engine(self.engine_arguments())
+
+    def sync(self) -> None:
+        """Send the policy to the engine."""
+        weights = {name: tensor.contiguous() for name, tensor in self.policy.state_dict().items()}
+        self.engine.run(self.engine.load_policy(self.step, weights))
+
+    # ---- one step
+
+    def run(self) -> None:
+        """All steps, or those that a resumed run has left."""
+        if self.settings.resume is not None:
+            self.load(last_checkpoint(self.settings.resume))
+        self.start_engine()
+        try:
+            self.sync()
+            while self.step < self.settings.steps:
+                self.train_step()
+        finally:
+            self.engine.close()
+
+    def train_step(self) -> None:
+        """Rollout, log-probs, update, weight sync."""
+        began = time.perf_counter()
+        rollouts = self.replayed() or self.generate(self.sample_prompts())
+        generated = time.perf_counter()
+        rewards = torch.tensor([reward(response, self.policy.config.vocab_size) for response in rollouts.responses])
+        with torch.no_grad():
+            old = self.log_probs(rollouts)
+        loss = self.update(rollouts, old, group_advantages(rewards, self.settings.group))
+        self.step += 1
+        metrics = {"step": self.step, "reward": float(rewards.mean()), "loss": loss, **self.metrics()}
+        if self.settings.save_every and self.step % self.settings.save_every == 0:
+            self.save(self.settings.out / "checkpoints" / f"step_{self.step}")
+        self.sync()
+        metrics |= {"generate_s": generated - began, "step_s": time.perf_counter() - began}
+        with (self.settings.out / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    def sample_prompts(self) -> list[list[int]]:
+        """This step's prompts, each ``group`` times; random tokens of random length."""
+        rng = random.Random(f"{self.settings.seed}/{self.step}")
+        vocabulary = range(2, self.policy.config.vocab_size)  # 0 ends a sequence, 1 pads
+        chosen = [[rng.choice(vocabulary) for _ in range(rng.randint(4, 12))] for _ in range(self.settings.prompts)]
+        return [prompt for prompt in chosen for _ in range(self.settings.group)]
+
+    def generate(self, prompts: Sequence[list[int]]) -> Rollouts:
+        """Sample one response for each prompt, all at once."""
+
+        async def all_requests() -> list[tuple[list[int], list[float], int]]:
+            return await asyncio.gather(*(self.request(i, prompt) for i, prompt in enumerate(prompts)))
+
+        responses, log_probs, versions = zip(*self.engine.run(all_requests()), strict=True)
+        rollouts = Rollouts(list(prompts), list(responses), list(log_probs), list(versions))
+        if self.settings.replay is not None:
+            self.settings.replay.mkdir(parents=True, exist_ok=True)
+            (self.settings.replay / f"step_{self.step}.json").write_text(json.dumps(asdict(rollouts)))
+        return rollouts
+
+    async def request(self, index: int, prompt: list[int]) -> tuple[list[int], list[float], int]:
+        """One request: response, its log-probs, and the policy version that the engine has while it samples."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(**self.sampling, max_tokens=self.settings.max_tokens, logprobs=0, detokenize=False)
+        version = self.engine.version
+        final: Any = None
+        async for output in self.engine.llm.generate({"prompt_token_ids": prompt}, params, f"{self.step}-{index}"):
+            final = output
+        tokens = list(final.outputs[0].token_ids)
+        return tokens, [at[t].logprob for at, t in zip(final.outputs[0].logprobs, tokens, strict=True)], version
+
+    def replayed(self) -> Rollouts | None:
+        """This step's recorded rollouts, if there are any."""
+        path = None if self.settings.replay is None else self.settings.replay / f"step_{self.step}.json"
+        return Rollouts(**json.loads(path.read_text())) if path is not None and path.exists() else None
+
+    def log_probs(self, rollouts: Rollouts) -> Tensor:
+        """The log-prob pass: [B, T] of the policy as it was when it sampled, zero behind the end of a response."""
+        return self.policy_log_probs(rollouts)
+
+    def update(self, rollouts: Rollouts, old: Tensor, advantages: Tensor) -> float:
+        """One optimizer step; returns the loss.
+
+        Args:
+            rollouts: B sequences.
+            old: [B, T] log-probs from the log-prob pass.
+            advantages: [B].
+        """
+        self.optimizer.zero_grad()
+        loss = self.loss(rollouts, old, advantages)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def loss(self, rollouts: Rollouts, old: Tensor, advantages: Tensor) -> Tensor:
+        """REINFORCE in its importance-weighted form; arguments as for ``update``."""
+        mask = padded(rollouts.responses)[1]
+        ratio = (self.policy_log_probs(rollouts) - old).exp()
+        return -(ratio * advantages[:, None] * mask).sum() / mask.sum()
+
+    def policy_log_probs(self, rollouts: Rollouts) -> Tensor:
+        """Teacher-forced log-probs of the responses, [B, T], by one forward pass over right-padded sequences."""
+        sequences = [p + r for p, r in zip(rollouts.prompts, rollouts.responses, strict=True)]
+        ids = padded(sequences)[0].long()
+        logits = self.policy(input_ids=ids, use_cache=False).logits[:, :-1]
+        of_next = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        lengths = zip(rollouts.prompts, rollouts.responses, strict=True)
+        rows = [row[len(p) - 1 : len(p) - 1 + len(r)] for row, (p, r) in zip(of_next, lengths, strict=True)]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    # ---- what a run leaves behind
+
+    def metrics(self) -> dict[str, float]:
+        """More metrics of this step."""
+        return {}
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({n: t.contiguous() for n, t in self.policy.state_dict().items()}, folder / "policy.safetensors")
+        torch.save({"step": self.step, "optimizer": self.optimizer.state_dict()}, folder / "optimizer.pt")
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint."""
+        self.policy.load_state_dict(load_file(folder / "policy.safetensors"))
+        state = torch.load(folder / "optimizer.pt", weights_only=True)
+        self.step = state["step"]
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def reward(response: Sequence[int], vocab_size: int) -> float:
+    """Share of tokens in the lower half of the vocabulary."""
+    return sum(token < vocab_size // 2 for token in response) / max(1, len(response))
+
+
+def group_advantages(rewards: Tensor, group: int) -> Tensor:
+    """Reward less the mean of its group; [B] to [B]."""
+    grouped = rewards.view(-1, group)
+    return (grouped - grouped.mean(-1, keepdim=True)).flatten()
+
+
+def padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
+    """[B, T] right-padded with zeros, float32, and the mask of what is no padding."""
+    values = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.float32) for row in rows], batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    return values, torch.arange(values.shape[1]) < lengths[:, None]
+
+
+def last_checkpoint(out: Path) -> Path:
+    """The newest checkpoint of a run."""
+    return max((out / "checkpoints").glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))
