@@ -13,6 +13,7 @@ from rich.text import Text
 
 from spec_plugin import __version__
 from spec_plugin.config import SpecConfig, describe_range, options_table
+from spec_plugin.conformance.cli import conformance
 from spec_plugin.doctor import Finding, Section, examine, hook_summaries, to_json, works
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "bold red")}
@@ -35,6 +36,7 @@ Examples:
 \b
   spec-plugin doctor --target ~/models/Qwen3-8B     would this run work here?
   spec-plugin options                               all options, defaults and bounds
+  spec-plugin conformance verl                      does the adapter keep the contract?
 """
 
 
@@ -100,6 +102,9 @@ def hooks() -> None:
     for name, when in hook_summaries():
         table.add_row(Text(name), Text(when))
     Console().print(table)
+
+
+main.add_command(conformance)
 
 
 if __name__ == "__main__":

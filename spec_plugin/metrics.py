@@ -2,8 +2,62 @@
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import dataclass
+
 from spec_plugin.events import DraftRefresh, HiddenStates, RefreshReport, RolloutStats
 from spec_plugin.hookspecs import hookimpl
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One name, or a family of names with a number in braces."""
+
+    name: str
+    unit: str  # "" for counts, shares and lengths
+    low: float
+    high: float
+    meaning: str
+
+
+#: every metric that the built-in plugins report
+SCHEMA = (
+    Metric("spec/on", "", 0, 1, "1 if any batch size speculates in this step"),
+    Metric("spec/failed", "", 0, 1, "1 once draft trouble has turned speculation off for good"),
+    Metric(
+        "spec/acceptance_length",
+        "",
+        1,
+        17,
+        "mean tokens per forward pass of the policy in the engine, bonus token included; 1.0 is no gain",
+    ),
+    Metric("spec/acceptance_pos_{i}", "", 0, 1, "share of verification steps that accepted drafted token i"),
+    Metric("spec/expected_acceptance", "", 1, 17, "acceptance length that draft training predicts"),
+    Metric("spec/break_even_b{size}", "", 0, 1e3, "acceptance length from which speculation pays at this batch size"),
+    Metric("spec/generation_s", "s", 0, 1e5, "time of the rollout phase in the engine"),
+    Metric("spec/generation_tokens", "", 1, 1e12, "tokens that it generated"),
+    Metric("spec/policy_version", "", 0, 1e9, "version of the policy that rolled out"),
+    Metric("spec/draft_version", "", 0, 1e12, "version of the draft that the engine serves"),
+    Metric("spec/refresh_ms", "ms", 0, 1e6, "time of the last refresh"),
+    Metric("spec/refresh_refused", "", 0, 1e9, "refreshes that the engine refused since the run began"),
+    Metric("spec/harvest_ms", "ms", 0, 1e6, "time of copying hidden states in this step"),
+    Metric("spec/harvest_tokens", "", 0, 1e12, "tokens harvested in this step"),
+    Metric("spec/buffer_tokens", "", 0, 1e12, "harvested tokens that the buffer holds"),
+    Metric("spec/draft_loss", "nats", 0, 1e4, "loss of the last slice of draft training"),
+    Metric("spec/train_ms", "ms", 0, 1e7, "time of that slice"),
+    Metric("spec/train_steps", "", 0, 1e4, "optimizer steps in it"),
+    Metric("spec/logprob_diff_mean", "nats", 0, 1, "mean of abs(rollout - recomputed) log-prob in this step"),
+    Metric("spec/logprob_diff_max", "nats", 0, 1e2, "largest difference of one token"),
+    Metric("spec/logprob_tolerance", "nats", 0, math.inf, "bound on the mean that was in force"),
+    Metric("spec/versions_known", "", 0, 1, "share of sequences whose policy version the trainer recorded"),
+)
+_PATTERNS = tuple((re.compile(re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(m.name))), m) for m in SCHEMA)
+
+
+def describe(name: str) -> Metric | None:
+    """The schema's entry for a metric, e.g. for ``spec/acceptance_pos_2``; None for an unknown name."""
+    return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 class MetricsSink:

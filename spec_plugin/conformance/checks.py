@@ -1,0 +1,167 @@
+"""The contract: one check each, over shared runs of the adapter's real trainer.
+
+A check's first line is what the reader of a report sees. Each takes ``evidence`` and fails with the problems it found.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from spec_plugin.conformance import judge
+from spec_plugin.conformance.evidence import Evidence
+from spec_plugin.conformance.forward import judge_packs
+
+_SHOWN = 8
+Check = Callable[[Evidence], None]
+
+
+def _judge(problems: Sequence[str]) -> None:
+    if problems:
+        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        pytest.fail("\n".join([*problems[:_SHOWN], *more]), pytrace=False)
+
+
+def activated_by_the_documented_flag(evidence: Evidence) -> None:
+    """The flag alone builds a speculating engine, and its metrics reach the trainer's log."""
+    run = evidence.finished("main")
+    _judge(judge.activated(run.trace, run.metrics, evidence.prefix))
+
+
+def off_is_off(evidence: Evidence) -> None:
+    """Without the flag nothing of the adapter is imported, recorded or logged."""
+    run = evidence.finished("off")
+    driver = evidence.driver
+    if not driver.adapter_modules or not driver.trainer_modules:
+        pytest.fail("the driver names no adapter_modules or no trainer_modules, so nothing can be shown", pytrace=False)
+    code = (
+        "import importlib, sys\n"
+        f"sys.path[:0] = {[p for p in sys.path if p]!r}\n"
+        f"for name in {driver.trainer_modules!r}: importlib.import_module(name)\n"
+        f"print('imported:', *[n for n in {driver.adapter_modules!r} if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        pytest.fail(f"trainer_modules cannot be imported:\n{done.stderr[-2000:]}", pytrace=False)
+    (line,) = [x for x in done.stdout.splitlines() if x.startswith("imported:")]
+    _judge(judge.off(run.trace, run.metrics, line.split()[1:]))
+
+
+def hooks_fire_in_order(evidence: Evidence) -> None:
+    """The hooks fire in lifecycle order, and none is missing in any step."""
+    _judge(judge.order(evidence.finished("main").trace))
+
+
+def policy_versions_agree(evidence: Evidence) -> None:
+    """Actor, engine and every sampled sequence agree on the policy version, which grows by one."""
+    _judge(judge.policy_versions(evidence.finished("main").trace))
+
+
+def installed_draft_is_the_published_one(evidence: Evidence) -> None:
+    """The engine holds, bit for bit, the draft that was published last."""
+    _judge(judge.installed_draft(evidence.finished("main").trace))
+
+
+def target_is_untouched_by_a_refresh(evidence: Evidence) -> None:
+    """A refresh changes no weight of the target."""
+    _judge(judge.target_untouched(evidence.finished("main").trace))
+
+
+def target_arrives_before_the_draft(evidence: Evidence) -> None:
+    """New target weights are complete in the engine before the draft comes."""
+    _judge(judge.target_first(evidence.finished("main").trace))
+
+
+def policy_is_bitwise_equal(evidence: Evidence) -> None:
+    """On the same rollouts the policy trains to the same bits with and without the flag."""
+    on, off = evidence.finished("on"), evidence.finished("off")
+    problems = judge.target_first(on.trace)  # equal because nothing trained would prove nothing
+    if not judge.of(on.trace, "spec_train_draft"):
+        problems.append("the draft was not trained in the run with the flag")
+    with_flag = evidence.driver.policy(on.settings, on.settings.steps)
+    without = evidence.driver.policy(off.settings, off.settings.steps)
+    if with_flag.keys() != without.keys() or not without:
+        problems.append(f"other tensors: {sorted(with_flag.keys() ^ without.keys())[:4] or 'none at all'}")
+    for name in sorted(with_flag.keys() & without.keys()):
+        if not _same_bits(with_flag[name], without[name]):
+            problems.append(f"{name} differs")
+    _judge(problems)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def samples_are_the_targets(evidence: Evidence) -> None:
+    """The statistical self-test passed on the trainer's own engine before the first rollout."""
+    _judge(judge.samples(evidence.finished("main").trace))
+
+
+def logprobs_are_the_targets(evidence: Evidence) -> None:
+    """Every step's log-probs are confirmed by the recomputation, and planted errors are caught."""
+    _judge(judge.logprobs(evidence.finished("main").trace))
+
+
+def violations_stop_the_run(evidence: Evidence) -> None:
+    """A log-prob that is not the target's stops the run, with the reason."""
+    run = evidence.run("faults")
+    _judge(judge.stopped(run.tour, run.failure, run.trace))
+
+
+def hidden_states_equal_a_plain_forward(evidence: Evidence) -> None:
+    """Harvested hidden states are those of a plain forward pass, token by token, and the response is marked."""
+    run = evidence.finished("main")
+    packs = [pack for pack in run.packs if pack.policy_version == 0]
+    if not packs:
+        pytest.fail("no hidden states of policy version 0 were harvested", pytrace=False)
+    configured = judge.of(run.trace, "spec_configure")[0]
+    problems = judge_packs(packs, evidence.driver.target, configured["aux_layers"], [configured["actor_dtype"]])
+    _judge(problems + judge.response_lengths([pack.masks() for pack in packs], run.trace))
+
+
+def draft_learns(evidence: Evidence) -> None:
+    """The draft's version grows, its loss falls, and the engine refuses no refresh."""
+    run = evidence.finished("main")
+    _judge(judge.learns(run.trace, run.metrics, evidence.prefix))
+
+
+def save_kill_resume(evidence: Evidence) -> None:
+    """After kill and resume the draft goes on, bit for bit, from the trainer's checkpoint."""
+    _judge(judge.resumed(evidence.finished("main").trace, evidence.finished("resumed").trace))
+
+
+def faults_leave_the_run_alive(evidence: Evidence) -> None:
+    """Each hook that raises turns speculation off, training goes on plain, and comes back when healed."""
+    _judge(judge.faults(evidence.run("faults").tour))
+
+
+def metrics_are_named_and_in_range(evidence: Evidence) -> None:
+    """Every spec/ metric that the trainer logs is in the schema and within its bounds."""
+    _judge(judge.metric_values(evidence.finished("main").metrics, evidence.prefix))
+
+
+#: in the order in which they run
+CHECKS: tuple[Check, ...] = (
+    activated_by_the_documented_flag,
+    off_is_off,
+    hooks_fire_in_order,
+    policy_versions_agree,
+    installed_draft_is_the_published_one,
+    target_is_untouched_by_a_refresh,
+    target_arrives_before_the_draft,
+    policy_is_bitwise_equal,
+    samples_are_the_targets,
+    logprobs_are_the_targets,
+    violations_stop_the_run,
+    hidden_states_equal_a_plain_forward,
+    draft_learns,
+    save_kill_resume,
+    faults_leave_the_run_alive,
+    metrics_are_named_and_in_range,
+)

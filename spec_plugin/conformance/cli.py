@@ -1,0 +1,52 @@
+"""The ``spec-plugin conformance`` command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+_HELP = """Test an adapter: does it keep the contract, on its real trainer and a real engine?
+
+NAME is an installed adapter (an entry point of the group spec_plugin_conformance), or module:DriverClass of one that you
+are writing. The kit starts the trainer a few times on a tiny policy, writes down what every hook carries, and judges it:
+are the samples and log-probs the target's, does the engine hold the published draft, is the policy bit for bit what it
+would be without the flag, does training survive every fault of the draft. A CPU is enough; it takes minutes.
+
+Exit code 0: every check is supported, or refused by the adapter with a reason.
+
+Examples:
+
+\b
+  spec-plugin conformance verl
+  spec-plugin conformance verl -k "off_is_off or hooks_fire_in_order"
+  spec-plugin conformance my_adapter.driver:Driver --keep /tmp/kit     look at logs and traces afterwards
+  spec-plugin conformance verl --badge conformance.md --junit conformance.xml
+"""
+
+
+@click.command(help=_HELP)
+@click.argument("name")
+@click.option("--badge", type=click.Path(path_type=Path), help="Write a Markdown table for the adapter's README.")
+@click.option("--junit", type=click.Path(path_type=Path), help="Write JUnit XML for a CI.")
+@click.option(
+    "-k", "expression", help="Only the checks that match, as in pytest; runs that nobody needs are not started."
+)
+@click.option(
+    "--keep", type=click.Path(path_type=Path), help="Work in this folder, and keep logs, traces, checkpoints."
+)
+def conformance(name: str, badge: Path | None, junit: Path | None, expression: str | None, keep: Path | None) -> None:
+    """Run the kit through pytest."""
+    try:
+        import pytest
+    except ImportError:
+        raise click.ClickException("the kit needs pytest: pip install 'spec-plugin[conformance]'") from None
+    from spec_plugin.conformance.plugin import CHECKS_FILE
+
+    arguments = ["-p", "spec_plugin.conformance", "--adapter", name, str(CHECKS_FILE)]
+    # the folder that we are called in may belong to a project with pytest settings of its own
+    arguments += ["-o", "addopts=", "--noconftest", "-p", "no:cacheprovider", "--tb=short", "-q"]
+    for option, value in (("--badge", badge), ("--junitxml", junit), ("-k", expression), ("--keep", keep)):
+        arguments += [option, str(value)] if value else []
+    sys.exit(pytest.main(arguments))

@@ -1,0 +1,170 @@
+"""Evidence: runs the trainer when a check first asks for it, and shares each run among all checks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_plugin.conformance.driver import ConformanceDriver, RunFailed, RunSettings
+from spec_plugin.conformance.faults import STEPS, read_tour
+from spec_plugin.conformance.forward import Pack, read_pack
+from spec_plugin.conformance.recorder import read_trace
+
+#: of every run with the flag: draft from the first step, hash what the engine holds, and train the draft enough to see it
+_OPTIONS = {"serve": "always", "audit": True, "train_share": 0.3}
+_KILLED_AFTER = 3
+
+
+@dataclass
+class Run:
+    """What one run of the trainer left."""
+
+    name: str
+    settings: RunSettings
+    records: Path  # folder of recorder and tour
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # by step
+    failure: str | None = None  # why it stopped early; None also for a run that we killed
+    seconds: float = 0.0
+
+    @property
+    def trace(self) -> list[dict[str, Any]]:
+        """Every recorded hook call of every process."""
+        return read_trace(self.records)
+
+    @property
+    def tour(self) -> list[dict[str, Any]]:
+        """What the fault tour wrote."""
+        return read_tour(self.records)
+
+    @property
+    def packs(self) -> list[Pack]:
+        """The hidden states that were kept."""
+        return [read_pack(file) for file in sorted(self.records.glob("*.safetensors"))]
+
+
+class Progress:
+    """Hears what the runs are doing."""
+
+    def begin(self, name: str, steps: int) -> None:
+        """A run starts."""
+
+    def step(self, name: str, step: int) -> None:
+        """One more step is complete."""
+
+    def end(self, run: Run) -> None:
+        """It is over."""
+
+
+class Evidence:
+    """The runs that the checks judge, by name: main, resumed, on, off, faults."""
+
+    def __init__(
+        self, driver: Callable[[Path], ConformanceDriver], root: Path, progress: Progress | None = None
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            driver: the adapter's driver class.
+            root: folder for everything.
+            progress: hears of runs and steps.
+        """
+        self._driver_class, self.root, self._progress = driver, root, progress or Progress()
+        self._driver: ConformanceDriver | None = None
+        self.runs: dict[str, Run] = {}
+
+    @property
+    def driver(self) -> ConformanceDriver:
+        """The adapter's driver; it makes policy and data when first used."""
+        if self._driver is None:
+            folder = self.root / "driver"
+            folder.mkdir(parents=True, exist_ok=True)
+            self._driver = self._driver_class(folder)
+        return self._driver
+
+    @property
+    def prefix(self) -> str:
+        """Of the trainer's names of our metrics."""
+        return self.driver.metric_prefix
+
+    def run(self, name: str) -> Run:
+        """A run that may have stopped early."""
+        if name not in self.runs:
+            getattr(self, f"_run_{name}")()
+        return self.runs[name]
+
+    def finished(self, name: str) -> Run:
+        """A run that must have reached its end; the check fails if it did not."""
+        run = self.run(name)
+        if run.failure is not None:
+            pytest.fail(f"the run {name!r} stopped early:\n{run.failure}", pytrace=False)
+        return run
+
+    def _run_main(self) -> None:
+        # six steps, so that the kill after the third hits a run in the middle of its work
+        settings = RunSettings(
+            self._out("main"), 6, options=self._options("main"), replay=self.root / "rollouts", save_every=2
+        )
+        self._launch("main", settings, _KILLED_AFTER)
+
+    def _run_resumed(self) -> None:
+        main = self.finished("main")
+        saved = sum(e["hook"] == "spec_save" for e in main.trace)  # the trainer may have come further than we saw
+        steps = 2 * max(1, saved) + 2
+        options = self._options("resumed") | {"self_test": False}
+        self._launch("resumed", RunSettings(self._out("resumed"), steps, options=options, resume_from=main.settings))
+
+    def _run_on(self) -> None:
+        self._replay("on", enabled=True, options=self._options("on"))
+
+    def _run_off(self) -> None:
+        self._replay("off", enabled=False, options={})
+
+    def _replay(self, name: str, enabled: bool, options: Mapping[str, Any]) -> None:
+        recorded = self.finished("main").settings.replay
+        steps = _KILLED_AFTER
+        self._launch(name, RunSettings(self._out(name), steps, enabled, options, replay=recorded, save_every=steps))
+
+    def _run_faults(self) -> None:
+        options = self._options("faults")
+        tour = f"spec_plugin.conformance.faults:FaultTour={self._records('faults')}"
+        options["plugins"] = [*options["plugins"], tour]
+        self._launch("faults", RunSettings(self._out("faults"), STEPS, options=options, save_every=2))
+
+    def _options(self, name: str) -> dict[str, Any]:
+        return {**_OPTIONS, "plugins": [f"spec_plugin.conformance.recorder:Recorder={self._records(name)}"]}
+
+    def _out(self, name: str) -> Path:
+        return self.root / "runs" / name
+
+    def _records(self, name: str) -> Path:
+        return self.root / "records" / name
+
+    def _launch(self, name: str, settings: RunSettings, kill_after: int | None = None) -> None:
+        run = Run(name, settings, self._records(name))
+        driver = self.driver
+        began = time.monotonic()
+        self._progress.begin(name, kill_after or settings.steps)
+        try:
+            with contextlib.closing(driver.launch(settings)) as steps:
+                self._follow(run, steps, kill_after)
+        except RunFailed as error:
+            run.failure = str(error) or "no reason given"
+        finally:
+            run.seconds = time.monotonic() - began
+            self.runs[name] = run
+            self._progress.end(run)
+
+    def _follow(
+        self, run: Run, steps: Generator[tuple[int, dict[str, float]], None, None], kill_after: int | None
+    ) -> None:
+        for step, metrics in steps:
+            run.metrics[step] = metrics
+            self._progress.step(run.name, step)
+            if step == kill_after:
+                return

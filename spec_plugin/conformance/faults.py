@@ -1,0 +1,162 @@
+"""FaultTour: a plugin that breaks every guarded hook of one run in turn, and heals it again, to test law 6 and law 3."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spec_plugin.errors import LogprobProvenanceError
+from spec_plugin.events import EngineState, HiddenStates, LogprobBatch, RolloutStats
+from spec_plugin.hookspecs import hookimpl
+from spec_plugin.session import SESSIONS, SpecSession
+
+#: the hooks that break, in this order; ``spec_save`` breaks when a checkpoint comes, wherever the tour is then
+TOUR = (
+    "spec_engine_ready",
+    "spec_rollout_start",
+    "spec_rollout_end",
+    "spec_target_forward",
+    "spec_train_draft",
+    "spec_weight_sync",
+    "spec_draft_weights",
+    "spec_refreshed",
+    "spec_schedule",
+    "spec_metrics",
+    "spec_audit",
+)
+#: each stop takes a phase that drafts and one that does not; some slack, and the planted violation
+STEPS = 2 * len(TOUR) + 8
+PLANTED = "planted by the conformance kit"
+
+
+class FaultTour:
+    """Raises once in each hook of ``TOUR``, waits for a phase that drafts nothing, heals, and waits for drafts again.
+
+    At the end it raises ``LogprobProvenanceError``, which must stop the run. ``<folder>/faults.jsonl`` tells the story.
+    """
+
+    def __init__(self, folder: str) -> None:
+        """Write into this folder, which may be missing."""
+        self._file = Path(folder) / "faults.jsonl"
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._pending = list(TOUR)
+        self._saved = False
+        self._broken: str | None = None  # the hook that has broken and is not healed
+        self._noticed = False  # k was chosen since
+        self._plain = False  # the phase in progress must not draft
+        self._drafting = False  # there were drafts since the last healing
+        self._version = -1
+
+    def _write(self, event: str, **what: Any) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps({"event": event, "policy_version": self._version} | what) + "\n")
+
+    def _session(self) -> SpecSession:
+        return next(s for s in SESSIONS if s.manager.is_registered(self))
+
+    def _stop_at(self, hook: str) -> None:
+        if self._broken is not None or not (self._drafting or hook == "spec_engine_ready"):
+            return
+        if hook == "spec_save" and not self._saved:
+            self._saved = True
+        elif self._pending[:1] == [hook]:
+            self._pending.pop(0)
+        else:
+            return
+        self._broken, self._noticed = hook, hook == "spec_schedule"
+        self._write("broken", hook=hook)
+        raise RuntimeError(f"{hook} broken: {PLANTED}")
+
+    @hookimpl
+    def spec_engine_ready(self) -> None:
+        """The first stop."""
+        self._stop_at("spec_engine_ready")
+
+    @hookimpl
+    def spec_schedule(self) -> None:
+        """No opinion; from here on a broken session must not draft."""
+        self._noticed = self._broken is not None
+        self._stop_at("spec_schedule")
+
+    @hookimpl
+    def spec_rollout_start(self, policy_version: int) -> None:
+        """The phase is plain when the session was broken before k was chosen."""
+        self._version = policy_version
+        self._plain = self._broken is not None and self._noticed
+        if self._pending[:1] == ["spec_engine_ready"] and self._broken is None:
+            self._pending.pop(0)  # the self-test never reported; the checks will miss it
+        self._stop_at("spec_rollout_start")
+
+    @hookimpl
+    def spec_rollout_end(self, stats: RolloutStats) -> None:
+        """After a plain phase heal; after one with drafts the tour may go on."""
+        if self._plain:
+            session = self._session()
+            why = str(session.failure)
+            self._write("plain", hook=self._broken, drafts=stats.drafts, tokens=stats.tokens, why=why)
+            session.failure = None
+            self._broken, self._plain, self._noticed, self._drafting = None, False, False, False
+        elif self._broken is None and stats.drafts:
+            self._drafting = True
+            self._write("drafting", drafts=stats.drafts)
+        self._stop_at("spec_rollout_end")
+
+    @hookimpl
+    def spec_target_forward(self, hidden: HiddenStates) -> None:
+        """A stop."""
+        self._stop_at("spec_target_forward")
+
+    @hookimpl
+    def spec_train_draft(self) -> None:
+        """A stop."""
+        self._stop_at("spec_train_draft")
+
+    @hookimpl
+    def spec_weight_sync(self) -> None:
+        """A stop."""
+        self._stop_at("spec_weight_sync")
+
+    @hookimpl
+    def spec_draft_weights(self) -> None:
+        """A stop."""
+        self._stop_at("spec_draft_weights")
+
+    @hookimpl
+    def spec_refreshed(self) -> None:
+        """A stop."""
+        self._stop_at("spec_refreshed")
+
+    @hookimpl
+    def spec_metrics(self) -> dict[str, float]:
+        """A stop."""
+        self._stop_at("spec_metrics")
+        return {}
+
+    @hookimpl
+    def spec_audit(self, state: EngineState) -> None:
+        """A stop, before k is chosen."""
+        if state.moment in ("synced", "refreshed"):
+            self._stop_at("spec_audit")
+
+    @hookimpl
+    def spec_save(self, path: Path) -> None:
+        """A stop."""
+        self._stop_at("spec_save")
+
+    @hookimpl
+    def spec_check_logprobs(self, batch: LogprobBatch) -> None:
+        """The end of the tour: this must stop the run.
+
+        Raises:
+            LogprobProvenanceError: after every other hook has been broken.
+        """
+        if not self._pending and self._broken is None and self._drafting:
+            self._write("violation")
+            raise LogprobProvenanceError(f"log-probs of another model, {PLANTED}")
+
+
+def read_tour(folder: Path) -> list[dict[str, Any]]:
+    """What the tour wrote, in order."""
+    file = folder / "faults.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -1,0 +1,128 @@
+"""Harvested hidden states against a plain forward pass of transformers, document by document and token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+#: largest relative error of one token's vector, by the coarser of the dtypes that computed it
+TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 0.2}
+#: by this factor a shift by one token must be worse than the tolerance, or the comparison says nothing
+_CLEAR = 2.0
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Hidden states that the recorder kept."""
+
+    input_ids: Tensor  # [N]
+    aux: Tensor  # [N, A * H]
+    last: Tensor  # [N, H]
+    loss_mask: Tensor  # [N] bool
+    lengths: tuple[int, ...]
+    policy_version: int
+
+    def documents(self) -> list[slice]:
+        """Where each document lies."""
+        out, offset = [], 0
+        for n in self.lengths:
+            out.append(slice(offset, offset + n))
+            offset += n
+        return out
+
+    def masks(self) -> dict[str, Any]:
+        """What ``judge.response_lengths`` takes."""
+        return {"policy_version": self.policy_version, "masks": [self.loss_mask[d].tolist() for d in self.documents()]}
+
+
+def read_pack(file: Path) -> Pack:
+    """One file of the recorder."""
+    found = load_file(file)
+    lengths = tuple(found["lengths"].tolist())
+    version = int(found["policy_version"])
+    return Pack(found["input_ids"], found["aux"], found["last"], found["loss_mask"].bool(), lengths, version)
+
+
+def plain_forward(
+    target: Path, documents: Sequence[Tensor], aux_layers: Sequence[int], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """What enters the auxiliary layers and what leaves the final norm, ([n, A * H], [n, H]) for each document alone."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+    seen: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Any:
+        def hook(_module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            seen[layer] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        return hook
+
+    for layer in aux_layers:
+        model.model.layers[layer].register_forward_pre_hook(keep(layer), with_kwargs=True)
+    model.model.norm.register_forward_hook(lambda _m, _a, out: seen.__setitem__(-1, out[0]))
+    out = []
+    for ids in documents:
+        with torch.no_grad():
+            model(input_ids=ids[None], use_cache=False)
+        out.append((torch.cat([seen[layer] for layer in sorted(aux_layers)], dim=-1), seen[-1]))
+    return out
+
+
+def compare(name: str, found: Tensor, expected: Tensor, tolerance: float, parts: int = 1) -> list[str]:
+    """Problems of one document's vectors.
+
+    Args:
+        name: of the document and the kind of state.
+        found: [n, parts * H] as harvested.
+        expected: [n, parts * H] of the plain forward pass.
+        tolerance: allowed relative error of one token.
+        parts: vectors of one token, each compared alone.
+    """
+    if found.shape != expected.shape:
+        return [f"{name}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"]
+    problems = []
+    for i, (a, b) in enumerate(zip(found.float().chunk(parts, -1), expected.float().chunk(parts, -1), strict=True)):
+        what = name if parts == 1 else f"{name} {i}"
+        error = _relative(a, b)
+        if not float(error.max()) <= tolerance:  # NaN too
+            worst = int(error.nan_to_num(torch.inf).argmax())
+            problems.append(
+                f"{what}: token {worst} is off by {float(error[worst]):.3g} of its length, allowed {tolerance:g}"
+            )
+        if len(b) > 2 and float(_relative(b[1:], b[:-1]).median()) < _CLEAR * tolerance:
+            problems.append(f"{what}: neighbouring tokens are so alike that a shift could not be seen")
+    return problems
+
+
+def _relative(a: Tensor, b: Tensor) -> Tensor:
+    error: Tensor = torch.linalg.vector_norm(a - b, dim=-1) / torch.linalg.vector_norm(b, dim=-1).clamp_min(1e-12)
+    return error
+
+
+def judge_packs(packs: Sequence[Pack], target: Path, aux_layers: Sequence[int], dtypes: Sequence[str]) -> list[str]:
+    """Every document of every pack against the target's own forward pass.
+
+    Args:
+        packs: of policy version 0 only.
+        target: checkpoint of that version.
+        aux_layers: layers whose input was harvested.
+        dtypes: in which the trainer computes, besides the packs' own.
+    """
+    problems = []
+    for i, pack in enumerate(packs):
+        names = [str(pack.last.dtype).removeprefix("torch."), *dtypes]
+        tolerance = max(TOLERANCE[n] for n in names)
+        documents = [pack.input_ids[d] for d in pack.documents()]
+        expected = plain_forward(target, documents, aux_layers, pack.last.dtype)
+        for j, (place, (aux, last)) in enumerate(zip(pack.documents(), expected, strict=True)):
+            where = f"pack {i} document {j}"
+            problems += compare(f"{where} input of layer", pack.aux[place], aux, tolerance, len(aux_layers))
+            problems += compare(f"{where} final norm", pack.last[place], last, tolerance)
+    return problems

@@ -1,0 +1,216 @@
+"""The pytest plugin behind ``pytest -p spec_plugin.conformance --adapter NAME``: chooses the adapter, runs, reports."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich.progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spec_plugin.conformance.driver import DRIVER_GROUP, ConformanceDriver
+from spec_plugin.conformance.evidence import Evidence, Progress, Run
+
+CHECKS_FILE = Path(__file__).with_name("checks.py")
+_STYLE = {"supported": "green", "refused": "yellow", "failed": "bold red"}
+_REFUSED = "refused: "
+
+
+@dataclass
+class Row:
+    """One check's line in the report."""
+
+    check: str
+    state: str  # "supported", "refused" or "failed"
+    reason: str
+    seconds: float
+
+
+def load_driver(name: str) -> type[ConformanceDriver]:
+    """The driver class of an adapter.
+
+    Args:
+        name: of an entry point in the group ``spec_plugin_conformance``, or ``module:Class``.
+
+    Raises:
+        pytest.UsageError: listing the known names, or why it cannot be imported.
+    """
+    known = {ep.name: ep for ep in entry_points(group=DRIVER_GROUP)}
+    try:
+        if name in known:
+            found: Any = known[name].load()
+        elif ":" in name:
+            module, _, attribute = name.partition(":")
+            found = getattr(importlib.import_module(module), attribute)
+        else:
+            raise pytest.UsageError(
+                f"no adapter named {name!r} in the entry point group {DRIVER_GROUP}; known: {_names(known)}; or name the "
+                "driver as module:Class"
+            )
+    except (ImportError, AttributeError) as error:
+        raise pytest.UsageError(f"the driver of adapter {name!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, ConformanceDriver)):
+        raise pytest.UsageError(f"{name!r} is {found!r}, expected a subclass of ConformanceDriver")
+    return found
+
+
+def _names(known: Iterable[str]) -> str:
+    return ", ".join(sorted(known)) or "none"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The kit's own options."""
+    group = parser.getgroup("spec-plugin conformance")
+    group.addoption("--adapter", metavar="NAME", help=f"entry point in group {DRIVER_GROUP}, or module:DriverClass")
+    group.addoption("--badge", metavar="FILE", help="write a Markdown table of what this adapter supports")
+    group.addoption("--keep", metavar="DIR", help="run in this folder and keep what the trainer wrote")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find the adapter; without other arguments collect the checks alone.
+
+    Raises:
+        pytest.UsageError: if there is no such adapter.
+    """
+    if config.getoption("help") or config.getoption("version"):
+        return
+    name = config.getoption("--adapter")
+    if not name:
+        known = _names([ep.name for ep in entry_points(group=DRIVER_GROUP)])
+        raise pytest.UsageError(f"--adapter is missing: an adapter's name (known: {known}) or module:DriverClass")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    config.pluginmanager.register(Kit(config, name, load_driver(name)), "spec_plugin_conformance_kit")
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.args = [str(CHECKS_FILE)]
+
+
+class Kit:
+    """One session of the kit: collects the checks, shares the evidence, prints the report."""
+
+    def __init__(self, config: pytest.Config, name: str, driver: type[ConformanceDriver]) -> None:
+        """Bind to the adapter."""
+        self._config, self._name, self._driver = config, name, driver
+        self._rows: dict[str, Row] = {}
+        self._evidence: Evidence | None = None
+
+    @pytest.hookimpl
+    def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: object) -> Any:
+        """The checks have names of their own, without ``test_``."""
+        if getattr(collector, "path", None) != CHECKS_FILE:
+            return None
+        from spec_plugin.conformance.checks import CHECKS
+
+        return pytest.Function.from_parent(collector, name=name) if name in {c.__name__ for c in CHECKS} else []
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """What the adapter refuses is skipped, with its reason."""
+        for item in items:
+            reason = self._driver.refused.get(item.name)
+            if item.path == CHECKS_FILE and reason:
+                item.add_marker(pytest.mark.skip(reason=_REFUSED + reason))
+
+    @pytest.fixture(scope="session")
+    def evidence(self) -> Iterator[Evidence]:
+        """The shared runs."""
+        keep = self._config.getoption("--keep")
+        root = Path(keep).absolute() if keep else Path(tempfile.mkdtemp(prefix="spec-plugin-conformance-"))
+        root.mkdir(parents=True, exist_ok=True)
+        self._evidence = Evidence(self._driver, root, _Bars(self._config))
+        yield self._evidence
+        if not keep:
+            shutil.rmtree(root, ignore_errors=True)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Keep one row a check."""
+        report = yield
+        if item.path == CHECKS_FILE:
+            row = self._rows.setdefault(item.name, Row(item.name, "supported", "", 0.0))
+            row.seconds += report.duration
+            if report.skipped and isinstance(report.longrepr, tuple):
+                reason = report.longrepr[2].removeprefix("Skipped: ")
+                row.state, row.reason = "refused", reason.removeprefix(_REFUSED)
+            elif report.failed:
+                row.state, row.reason = "failed", str(report.longrepr).strip()
+        return report
+
+    def pytest_terminal_summary(self) -> None:
+        """The report, the runs' times, and the badge."""
+        if not self._rows:
+            return
+        rows = list(self._rows.values())
+        console = Console()
+        console.print()
+        console.print(report_table(self._name, rows))
+        runs = self._evidence.runs.values() if self._evidence else ()
+        if runs:
+            console.print("runs: " + ", ".join(f"{r.name} {r.seconds:.0f} s" for r in runs), highlight=False)
+        badge = self._config.getoption("--badge")
+        if badge:
+            Path(badge).write_text(badge_table(self._name, rows))
+
+
+def report_table(name: str, rows: list[Row]) -> Table:
+    """The terminal's report."""
+    table = Table("check", "", "reason", "seconds", title=f"conformance of {name}", title_justify="left", box=None)
+    table.columns[3].justify = "right"
+    for row in rows:
+        reason = row.reason.splitlines()[0] if row.reason else ""
+        table.add_row(row.check, Text(row.state, style=_STYLE[row.state]), Text(reason), f"{row.seconds:.1f}")
+    return table
+
+
+def badge_table(name: str, rows: list[Row]) -> str:
+    """The Markdown table that an adapter shows in its README."""
+    counts = [(state, sum(r.state == state for r in rows)) for state in _STYLE]
+    summary = ", ".join(f"{n} {state}" for state, n in counts if n)
+    lines = [f"**{name}**: {summary} (of {len(rows)} checks)", "", "| check | result |", "| --- | --- |"]
+    for row in rows:
+        reason = row.reason.splitlines()[0].replace("|", "\\|") if row.reason else ""
+        lines.append(f"| `{row.check}` | {row.state}{': ' + reason if reason else ''} |")
+    return "\n".join(lines) + "\n"
+
+
+class _Bars(Progress):
+    """A bar for each run, past pytest's capturing; where there is no terminal, one line when it ends."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        capture: Any = config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            stream = os.fdopen(os.dup(2), "w")  # the terminal itself: pytest redirects the number 2 while a check runs
+        self._console = Console(file=stream, highlight=False)
+        self._bars: rich.progress.Progress | None = None
+
+    def begin(self, name: str, steps: int) -> None:
+        if self._console.is_terminal:
+            self._bars = rich.progress.Progress(
+                *rich.progress.Progress.get_default_columns()[:2],
+                rich.progress.MofNCompleteColumn(),
+                rich.progress.TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._bars.start()
+            self._bars.add_task(f"run {name}", total=steps)
+
+    def step(self, name: str, step: int) -> None:
+        if self._bars is not None:
+            self._bars.update(self._bars.task_ids[0], completed=step)
+
+    def end(self, run: Run) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+        state = f"{len(run.metrics)} steps" + (", stopped early" if run.failure else "")
+        self._console.print(f"  run {run.name}: {state}, {run.seconds:.0f} s", soft_wrap=True)

@@ -1,0 +1,225 @@
+"""Recorder: a plugin that writes down what the hooks of a real run carry, so that the checks can judge it afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Generator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import LogprobProvenanceError
+from spec_plugin.events import (
+    DraftRefresh,
+    EngineState,
+    HiddenStates,
+    LogprobBatch,
+    RefreshReport,
+    RolloutStats,
+    SelfTestReport,
+    TargetInfo,
+    WeightSync,
+)
+from spec_plugin.hookspecs import hookimpl
+from spec_plugin.methods.eagle3 import starting_draft
+from spec_plugin.provenance import ProvenanceGuard
+
+#: packs of hidden states that one process keeps
+PACKS = 8
+
+
+class Recorder:
+    """One JSON line per hook call in ``<folder>/<pid>.jsonl``, and the first hidden states as safetensors.
+
+    Loaded by ``spec.plugins=["spec_plugin.conformance.recorder:Recorder=<folder>"]``.
+    """
+
+    def __init__(self, folder: str) -> None:
+        """Write into this folder, which may be missing."""
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._session = uuid.uuid4().hex[:8]  # a process may have more than one session
+        self._events = 0
+        self._packs = 0
+
+    def _write(self, hook: str, **what: Any) -> None:
+        line = {"hook": hook, "time": time.time(), "pid": os.getpid(), "session": self._session, "event": self._events}
+        self._events += 1
+        with (self._folder / f"{os.getpid()}.jsonl").open("a") as file:
+            file.write(json.dumps(line | what) + "\n")
+
+    @hookimpl
+    def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
+        """The session starts."""
+        self._config, self._target = config, target
+        self._write(
+            "spec_configure",
+            method=config.method,
+            k=config.k,
+            dtype=target.dtype,
+            actor_dtype=target.actor_dtype,
+            aux_layers=list(starting_draft(config, target).config.aux_layers),
+        )
+
+    @hookimpl
+    def spec_speculative_config(self) -> None:
+        """This is the process that builds the engine."""
+        self._write("spec_speculative_config")
+
+    @hookimpl
+    def spec_engine_ready(self, report: SelfTestReport) -> None:
+        """What the self-test found."""
+        self._write("spec_engine_ready", checks=[asdict(c) for c in report.checks], seconds=report.seconds)
+
+    @hookimpl
+    def spec_rollout_start(self, policy_version: int) -> None:
+        """A phase begins."""
+        self._write("spec_rollout_start", policy_version=policy_version)
+
+    @hookimpl
+    def spec_rollout_end(self, stats: RolloutStats) -> None:
+        """A phase is complete."""
+        self._write("spec_rollout_end", **asdict(stats))
+
+    @hookimpl
+    def spec_target_forward(self, hidden: HiddenStates) -> None:
+        """Shapes, and for the first packs the tensors."""
+        name = None
+        if self._packs < PACKS:
+            name = f"{os.getpid()}-{self._session}-{self._packs}.safetensors"
+            self._packs += 1
+            tensors = {"input_ids": hidden.input_ids, "aux": hidden.aux, "last": hidden.last}
+            tensors |= {"loss_mask": hidden.loss_mask, "lengths": torch.tensor(hidden.lengths)}
+            tensors["policy_version"] = torch.tensor(hidden.policy_version)
+            save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, self._folder / name)
+        self._write(
+            "spec_target_forward",
+            policy_version=hidden.policy_version,
+            lengths=list(hidden.lengths),
+            aux=list(hidden.aux.shape),
+            last=list(hidden.last.shape),
+            pack=name,
+        )
+
+    @hookimpl
+    def spec_check_logprobs(self, batch: LogprobBatch) -> None:
+        """What the guards see, and whether a fresh guard notices planted errors in copies of it."""
+        versions = batch.rollout_versions
+        self._write(
+            "spec_check_logprobs",
+            policy_version=batch.policy_version,
+            response_lengths=batch.mask.sum(-1).tolist(),
+            rollout=batch.rollout is not None,
+            rollout_versions=None if versions is None else versions.tolist(),
+            speculating=batch.speculating,
+            caught={name: self._violates(mutant) for name, mutant in mutants(batch, self._vocab_size).items()},
+        )
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self._target.hf_config["vocab_size"])
+
+    def _violates(self, batch: LogprobBatch) -> bool:
+        guard = ProvenanceGuard()
+        guard.spec_configure(config=self._config, target=self._target)
+        try:
+            guard.spec_check_logprobs(batch=batch)
+        except LogprobProvenanceError:
+            return True
+        return False
+
+    @hookimpl
+    def spec_train_draft(self, step: int, seconds: float) -> None:
+        """The slice that the draft gets."""
+        self._write("spec_train_draft", step=step, seconds=seconds)
+
+    @hookimpl
+    def spec_weight_sync(self, event: WeightSync) -> None:
+        """Which of the shared tensors the sync carried."""
+        shapes = {n: None if t is None else list(t.shape) for n, t in (("embed", event.embed), ("head", event.lm_head))}
+        self._write("spec_weight_sync", policy_version=event.policy_version, **shapes)
+
+    @hookimpl(wrapper=True)
+    def spec_draft_weights(self, event: WeightSync) -> Generator[None, DraftRefresh | None, DraftRefresh | None]:
+        """What whichever plugin answered publishes."""
+        refresh = yield
+        published = None if refresh is None else [refresh.draft_version, refresh.digest]
+        self._write("spec_draft_weights", policy_version=event.policy_version, published=published)
+        return refresh
+
+    @hookimpl
+    def spec_refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
+        """What became of it."""
+        sent = {"sent_version": refresh.draft_version, "sent_digest": refresh.digest}
+        self._write("spec_refreshed", policy_version=refresh.policy_version, **sent, **asdict(report))
+
+    @hookimpl(wrapper=True)
+    def spec_schedule(self, policy_version: int) -> Generator[None, tuple[int, ...] | None, tuple[int, ...] | None]:
+        """The table of k that whichever plugin answered chose."""
+        table = yield
+        self._write("spec_schedule", policy_version=policy_version, k=max(table) if table else None)
+        return table
+
+    @hookimpl
+    def spec_audit(self, state: EngineState) -> None:
+        """What the engine really holds."""
+        self._write("spec_audit", **asdict(state))
+
+    @hookimpl
+    def spec_metrics(self) -> dict[str, float]:
+        """The trainer logs; nothing is added."""
+        self._write("spec_metrics")
+        return {}
+
+    @hookimpl
+    def spec_save(self, path: Path) -> None:
+        """The trainer saves."""
+        self._write("spec_save", path=str(path))
+
+    @hookimpl
+    def spec_load(self, path: Path) -> None:
+        """The trainer resumes."""
+        self._write("spec_load", path=str(path), found=path.exists())
+
+
+def mutants(batch: LogprobBatch, vocab_size: int) -> dict[str, LogprobBatch]:
+    """The batch as it is, and with one planted error each: NaN, another model's log-probs, a stale version."""
+    uniform = torch.full_like(batch.recomputed, -float(torch.tensor(float(vocab_size)).log()))
+    stale = torch.full((batch.mask.shape[0],), max(0, batch.policy_version - 1))
+    if batch.policy_version == 0:
+        stale += 1
+    found = {
+        "unchanged": batch,
+        "nan recomputed": replace(batch, recomputed=_with_nan(batch.recomputed, batch.mask)),
+        "stale versions": replace(batch, rollout_versions=stale),
+    }
+    if batch.rollout is not None:
+        found["nan rollout"] = replace(batch, rollout=_with_nan(batch.rollout, batch.mask))
+        found["another model"] = replace(batch, rollout=uniform)
+    return found
+
+
+def _with_nan(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out = values.clone()
+    row, column = mask.nonzero()[0].tolist()
+    out[row, column] = float("nan")
+    return out
+
+
+def read_trace(folder: Path) -> list[dict[str, Any]]:
+    """Every event that any process wrote, in order; a line that a kill cut off is left out."""
+    events = []
+    for file in sorted(folder.glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            try:
+                events.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return sorted(events, key=lambda e: (e["time"], e["event"]))
