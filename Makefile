@@ -19,7 +19,7 @@ env:  ## create or update .envs/verl (instant when it is current)
 	@$(or $(PYTHON),python3) tools/make_env.py
 
 quickstart: env  ## a GRPO run on this CPU with speculative rollouts, about 15 minutes; ARGS="--steps 10 --plain" …
-	@$(PY) examples/quickstart_verl/run.py $(ARGS)
+	@$(PY) examples/quickstart/run.py $(ARGS)
 
 test: lint unit engine-test trainer-test  ## everything, cheapest first; stops at the first part that fails
 

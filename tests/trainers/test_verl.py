@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from spec_plugin_verl_cpu.run import VerlRun
 
-from examples.quickstart_verl.data import build_data
-from examples.quickstart_verl.launch import Run, RunFailed, StepMetrics, follow
-from examples.quickstart_verl.policy import PolicySettings, build_policy
+from examples.quickstart.data import build_data
+from examples.quickstart.policy import PolicySettings, build_policy
+from spec_plugin.conformance.launch import RunFailed, StepMetrics
 
 pytestmark = pytest.mark.trainer
 
 SPEC = "+actor_rollout_ref.rollout.custom.spec."
+REWARD = Path(__file__).with_name("reward.py")
 SMALL = (
     "data.train_batch_size=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
@@ -21,7 +23,6 @@ SMALL = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
     "data.max_response_length=40",
-    f"reward.custom_reward_function.path={Path(__file__).with_name('reward.py')}",
 )
 UNREPAIRED = (
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={spec_plugin:{skip_patches:[expand_kernel]}}"
@@ -47,7 +48,8 @@ def run(
         RunFailed: if it stops early.
     """
     root, policy, train, val = stage
-    return [m for _, m in follow(Run(policy, train, val, root / name, steps, plain, (*SMALL, *overrides)))]
+    verl = VerlRun(policy, train, val, REWARD, root / name, steps, plain, (*SMALL, *overrides))
+    return [metrics for _, metrics in verl.follow()]
 
 
 def replay(root: Path) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
-"""The quickstart's parts that need no engine: task, reward, data, command line of verl, following a run, report."""
+"""The quickstart's parts that need no engine: task, reward, data, command lines, following a run, report."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import random
 import subprocess
@@ -17,9 +18,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from examples.quickstart_verl import launch, report  # noqa: E402
-from examples.quickstart_verl.data import build_data  # noqa: E402
-from examples.quickstart_verl.policy import (  # noqa: E402
+from spec_plugin_openrlhf_cpu import run as openrlhf  # noqa: E402
+from spec_plugin_verl_cpu import run as verl  # noqa: E402
+
+from examples.quickstart import report  # noqa: E402
+from examples.quickstart.data import build_data, build_openrlhf_data  # noqa: E402
+from examples.quickstart.policy import (  # noqa: E402
     PolicySettings,
     build_policy,
     build_tokenizer,
@@ -28,7 +32,9 @@ from examples.quickstart_verl.policy import (  # noqa: E402
     teaching_batches,
     worked_answer,
 )
-from examples.quickstart_verl.reward import compute_score  # noqa: E402
+from examples.quickstart.reward import compute_score, reward_func  # noqa: E402
+from examples.quickstart.trainers import TRAINERS  # noqa: E402
+from spec_plugin.conformance import launch  # noqa: E402
 
 TINY = PolicySettings(steps=3, batch_size=2, hidden_size=64, digits=(2,))
 
@@ -84,6 +90,22 @@ def test_policy_is_taught_on_exactly_the_prompt_format_that_verl_renders(tmp_pat
     assert set(row.index) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
 
 
+def test_both_trainers_get_the_same_prompts_and_sums(tmp_path: Path) -> None:
+    import pandas as pd
+
+    train, _ = build_data(tmp_path, TINY, train=8, val=4)
+    verls = pd.read_parquet(train)
+    others = [json.loads(line) for line in build_openrlhf_data(tmp_path, TINY, 8).read_text().splitlines()]
+    assert [row["prompt"] for row in others] == [list(prompt) for prompt in verls["prompt"]]
+    assert [row["label"] for row in others] == [model["ground_truth"] for model in verls["reward_model"]]
+
+
+def test_openrlhfs_reward_reads_prompt_response_and_end_token() -> None:
+    prompt, answer = "<|user|>47+85=<|assistant|>", worked_answer(47, 85)
+    assert reward_func([f"{prompt}{answer}<|im_end|>"], [prompt], ["132"]) == {"rewards": 1.0, "scores": 1.0}
+    assert reward_func([prompt + answer], [prompt], ["133"])["rewards"] == 0.0
+
+
 def test_data_is_the_same_for_the_same_seed_and_validation_differs(tmp_path: Path) -> None:
     first = build_data(tmp_path / "a", TINY, 16, 16)
     second = build_data(tmp_path / "b", TINY, 16, 16)
@@ -125,28 +147,61 @@ def test_chat_template_takes_a_system_message_and_a_finished_turn() -> None:
     assert text == "<|system|>add<|user|>1+2=<|assistant|>#3<|im_end|>\n"
 
 
-# ------------------------------------------------------------------------------------------------- starting verl
+# ------------------------------------------------------------------------------------------------- starting a trainer
 
 
-def a_run(out: Path, **changes: object) -> launch.Run:
-    values = {"policy": out / "p", "train_file": out / "t", "val_file": out / "v", "out": out, "steps": 3, **changes}
-    return launch.Run(**values)  # type: ignore[arg-type]
+def verl_run(out: Path, **changes: object) -> verl.VerlRun:
+    files = {name: out / name for name in ("policy", "train_file", "val_file", "reward_file")}
+    return verl.VerlRun(**{**files, "out": out, "steps": 3, **changes})  # type: ignore[arg-type]
+
+
+def openrlhf_run(out: Path, **changes: object) -> openrlhf.OpenRLHFRun:
+    files = {name: out / name for name in ("policy", "data_file", "reward_file")}
+    return openrlhf.OpenRLHFRun(**{**files, "out": out, "steps": 3, **changes})  # type: ignore[arg-type]
 
 
 def test_the_plugin_is_one_flag_and_plain_differs_by_it_alone(tmp_path: Path) -> None:
-    on, off = (launch.arguments(a_run(tmp_path, plain=plain)) for plain in (False, True))
-    assert [a for a in on if a not in off] == [launch.PLUGIN_FLAG]
+    on, off = (verl.arguments(verl_run(tmp_path, plain=plain)) for plain in (False, True))
+    assert [a for a in on if a not in off] == [verl.PLUGIN_FLAG]
     assert [a for a in off if a not in on] == []
+    on, off = (list(openrlhf_run(tmp_path, plain=plain).launch().command) for plain in (False, True))
+    assert [a for a in on if a not in off] == ["spec_plugin_openrlhf", "--spec.enable"]
+    assert [a for a in off if a not in on] == ["openrlhf.cli.train_ppo_ray"]
 
 
-def test_overrides_come_last_so_that_they_win(tmp_path: Path) -> None:
-    assert launch.arguments(a_run(tmp_path, overrides=("data.seed=7",)))[-1] == "data.seed=7"
+def test_verls_overrides_come_last_so_that_they_win(tmp_path: Path) -> None:
+    assert verl.arguments(verl_run(tmp_path, overrides=("data.seed=7",)))[-1] == "data.seed=7"
+
+
+def test_openrlhfs_overrides_replace_a_flag_and_what_follows_from_it(tmp_path: Path) -> None:
+    overrides = ("--rollout.batch_size", "4", "--actor.adam.lr=1e-3", "--actor.adam.betas", "0.9", "0.99")
+    words = openrlhf.arguments(openrlhf_run(tmp_path, overrides=overrides))
+    flags = openrlhf.parse_flags(words)
+    assert words.count("--rollout.batch_size") == 1
+    assert flags["--rollout.batch_size"] == ("4",) and flags["--actor.adam.lr"] == ("1e-3",)
+    assert flags["--train.batch_size"] == ("32",) and flags["--data.max_samples"] == ("12",)
+    assert flags["--actor.adam.betas"] == ("0.9", "0.99") and flags["--vllm.enforce_eager"] == ()
+    with pytest.raises(ValueError, match="'lr'"):
+        openrlhf.parse_flags(("lr", "3"))
 
 
 def test_what_the_user_set_in_the_environment_stays_but_the_platform_is_the_cpu(tmp_path: Path) -> None:
-    env = launch.environment(a_run(tmp_path), {"OMP_NUM_THREADS": "4", "VERL_PLATFORM": "cuda"})
+    env = verl_run(tmp_path).launch({"OMP_NUM_THREADS": "4", "VERL_PLATFORM": "cuda"}).env
     assert env["OMP_NUM_THREADS"] == "4" and env["VERL_PLATFORM"] == "cpu"
     assert env["VERL_USE_EXTERNAL_MODULES"] == "spec_plugin_verl_cpu"
+    env = openrlhf_run(tmp_path).launch({"OMP_NUM_THREADS": "4", "DS_ACCELERATOR": "cuda"}).env
+    assert env["OMP_NUM_THREADS"] == "4" and env["DS_ACCELERATOR"] == "cpu"
+
+
+def test_a_step_of_openrlhf_is_read_from_its_log_whatever_its_numbers_are() -> None:
+    line = (
+        "\x1b[36m(PPOTrainer pid=7663)\x1b[0m INFO 11-21 14:32:15 ppo_trainer.py:551] ✨ Global step 2: {'reward': 0.5, "
+        "'kl': nan, 'worst': -inf, 'n': np.float64(3.0), 't': tensor(4.), 'spec/on': 1, 'text': 'a: nan, b', 'none': None}"
+    )
+    step, metrics = openrlhf.step_record(line) or (0, {})
+    assert step == 2 and math.isnan(metrics.pop("kl"))
+    assert metrics == {"reward": 0.5, "worst": -math.inf, "n": 3.0, "t": 4.0, "spec/on": 1}
+    assert openrlhf.step_record("(PPOTrainer pid=7) ✨ Evaluation completed, global_step 2, eval_metrics: {}") is None
 
 
 def test_a_half_written_line_is_left_for_the_next_look(tmp_path: Path) -> None:
@@ -182,21 +237,21 @@ def test_following_a_run_yields_each_step_once(tmp_path: Path, monkeypatch: pyte
         + 'log(0, val=1)\nfor s in (1, 2, 3): log(s, **{"training/global_step": s, "critic/score/mean": s / 4})'
     )
     fake_verl(tmp_path, monkeypatch, body)
-    steps = list(launch.follow(a_run(tmp_path / "out")))
+    steps = list(verl_run(tmp_path / "out").follow())
     assert [(s, m["critic/score/mean"]) for s, m in steps] == [(1, 0.25), (2, 0.5), (3, 0.75)]
 
 
 def test_a_failure_carries_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_verl(tmp_path, monkeypatch, "print('much noise')\nraise ValueError('no such model')")
     with pytest.raises(launch.RunFailed, match="step 0 of 3") as failure:
-        list(launch.follow(a_run(tmp_path / "out")))
+        list(verl_run(tmp_path / "out").follow())
     assert "ValueError: no such model" in str(failure.value)
 
 
 def test_an_early_end_with_exit_code_zero_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_verl(tmp_path, monkeypatch, LOG_STEP + 'log(1, **{"training/global_step": 1})')
     with pytest.raises(launch.RunFailed, match="step 1 of 3"):
-        list(launch.follow(a_run(tmp_path / "out")))
+        list(verl_run(tmp_path / "out").follow())
 
 
 def test_rays_start_is_tried_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +266,7 @@ for s in (1, 2, 3): log(s, **{{"training/global_step": s}})
 """
     )
     fake_verl(tmp_path, monkeypatch, body)
-    assert [step for step, _ in launch.follow(a_run(tmp_path / "out"))] == [1, 2, 3]
+    assert [step for step, _ in verl_run(tmp_path / "out").follow()] == [1, 2, 3]
 
 
 def test_a_failure_after_rays_start_is_not_tried_again(tmp_path: Path) -> None:
@@ -233,7 +288,7 @@ time.sleep(100)
 """
     )
     fake_verl(tmp_path, monkeypatch, body)
-    steps = launch.follow(a_run(tmp_path / "out"))
+    steps = verl_run(tmp_path / "out").follow()
     assert next(steps)[0] == 1
     steps.close()
     with pytest.raises(ProcessLookupError):
@@ -255,7 +310,16 @@ def records(steps: int = 6) -> list[report.Record]:
         }
         for s in range(1, steps + 1)
     ]
-    return [report.record(i, m) for i, m in enumerate(metrics, 1)]
+    return [report.record(i, m, TRAINERS["verl"]) for i, m in enumerate(metrics, 1)]
+
+
+def test_both_trainers_fill_the_same_columns() -> None:
+    for trainer in TRAINERS.values():
+        metrics = {trainer.metric_prefix + name: 1.0 for name in report.SPEC_METRICS.values()}
+        metrics |= dict.fromkeys(trainer.metric_names.values(), 2.0)
+        row = report.record(1, metrics, trainer)
+        assert all(row[column.name] is not None for column in report.COLUMNS)
+        assert set(trainer.metric_names) <= set(report.OWN_METRICS)
 
 
 def test_a_missing_or_non_finite_number_is_a_dash_and_null_never_a_number(tmp_path: Path) -> None:
@@ -311,7 +375,7 @@ def test_make_env_refuses_another_python_in_one_line(monkeypatch: pytest.MonkeyP
 def test_no_private_host_and_no_path_of_one_machine() -> None:
     for file in (
         *ROOT.glob("tools/*"),
-        *ROOT.glob("examples/quickstart_verl/*.py"),
+        *ROOT.glob("examples/quickstart/*.py"),
         ROOT / "Makefile",
         ROOT / ".ci/run",
     ):
@@ -322,8 +386,8 @@ def test_no_private_host_and_no_path_of_one_machine() -> None:
 
 
 def test_help_teaches_the_flag_and_make_lists_its_targets() -> None:
-    script = ROOT / "examples" / "quickstart_verl" / "run.py"
+    script = ROOT / "examples" / "quickstart" / "run.py"
     text = subprocess.run([sys.executable, str(script), "--help"], text=True, capture_output=True, check=True).stdout
-    assert launch.PLUGIN_FLAG in text and "--plain" in text
+    assert verl.PLUGIN_FLAG in text and openrlhf.PLUGIN_FLAG in text and "--plain" in text
     targets = subprocess.run(["make", "-s", "-C", str(ROOT), "help"], text=True, capture_output=True, check=True).stdout
     assert {"quickstart", "test", "lint"} <= set(targets.split())

@@ -1,4 +1,4 @@
-"""What a run of the quickstart shows: a table, a picture and a JSON file. What verl did not log stays empty."""
+"""What a run of the quickstart shows: a table, a picture and a JSON file. What the trainer did not log stays empty."""
 
 from __future__ import annotations
 
@@ -15,57 +15,64 @@ from rich.table import Table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from examples.quickstart.trainers import Trainer
+
 MISSING = "–"
 
 
 @dataclass(frozen=True)
 class Column:
-    """One number per step: its name here, its key in verl's log, its heading and its format."""
+    """One number per step: its name, its heading and its format."""
 
     name: str
-    key: str
     heading: str
     format: str
 
 
 COLUMNS = (
-    Column("reward", "critic/score/mean", "reward", ".2f"),
-    Column("response_tokens", "response_length/mean", "tokens", ".1f"),
-    Column("acceptance_length", "actor/spec/acceptance_length", "accept.\nlength", ".2f"),
-    Column("draft_loss", "actor/spec/draft_loss", "draft\nloss", ".2f"),
-    Column("speculating", "actor/spec/on", "spec.\non", ".0f"),
-    Column("generation_s", "timing_s/gen", "gener.\ns", ".2f"),
-    Column("step_s", "timing_s/step", "step\ns", ".2f"),
-    Column("draft_training_ms", "actor/spec/train_ms", "train\nms", ".0f"),
-    Column("refresh_ms", "actor/spec/refresh_ms", "refresh\nms", ".0f"),
-    Column("logprob_diff_mean", "actor/spec/logprob_diff_mean", "log-prob\ndiff.", ".1e"),
+    Column("reward", "reward", ".2f"),
+    Column("response_tokens", "tokens", ".1f"),
+    Column("acceptance_length", "accept.\nlength", ".2f"),
+    Column("draft_loss", "draft\nloss", ".2f"),
+    Column("speculating", "spec.\non", ".0f"),
+    Column("generation_s", "gener.\ns", ".2f"),
+    Column("step_s", "step\ns", ".2f"),
+    Column("draft_training_ms", "train\nms", ".0f"),
+    Column("refresh_ms", "refresh\nms", ".0f"),
+    Column("logprob_diff_mean", "log-prob\ndiff.", ".1e"),
 )
-EXTRA_KEYS = {  # in the JSON file and the picture, not in the table
-    "logprob_diff_max": "actor/spec/logprob_diff_max",
-    "break_even_32": "actor/spec/break_even_b32",
-    "draft_version": "actor/spec/draft_version",
-    "policy_version": "actor/spec/policy_version",
-    "engine_generation_s": "actor/spec/generation_s",
-    "harvest_ms": "actor/spec/harvest_ms",
-    "draft_train_steps": "actor/spec/train_steps",
-    "failed": "actor/spec/failed",
-    "entropy": "actor/entropy",
-    "grad_norm": "actor/grad_norm",
+SPEC_METRICS = {  # the report's name -> the plugin's; in the JSON file, some in the table and the picture
+    "acceptance_length": "spec/acceptance_length",
+    "draft_loss": "spec/draft_loss",
+    "speculating": "spec/on",
+    "draft_training_ms": "spec/train_ms",
+    "refresh_ms": "spec/refresh_ms",
+    "logprob_diff_mean": "spec/logprob_diff_mean",
+    "logprob_diff_max": "spec/logprob_diff_max",
+    "break_even_32": "spec/break_even_b32",
+    "draft_version": "spec/draft_version",
+    "policy_version": "spec/policy_version",
+    "engine_generation_s": "spec/generation_s",
+    "harvest_ms": "spec/harvest_ms",
+    "draft_train_steps": "spec/train_steps",
+    "failed": "spec/failed",
 }
+OWN_METRICS = ("reward", "response_tokens", "generation_s", "step_s", "entropy", "grad_norm")  # the trainer's
 
 Record = dict[str, float | None]
 
 
 def number(metrics: Mapping[str, Any], key: str) -> float | None:
-    """A finite number from verl's metrics, else None."""
+    """A finite number from the trainer's metrics, else None."""
     value = metrics.get(key)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def record(step: int, metrics: Mapping[str, Any]) -> Record:
+def record(step: int, metrics: Mapping[str, Any], trainer: Trainer) -> Record:
     """The numbers of one step under the report's own names."""
-    keys = {column.name: column.key for column in COLUMNS} | EXTRA_KEYS
-    return {"step": float(step)} | {name: number(metrics, key) for name, key in keys.items()}
+    own = {name: number(metrics, trainer.metric_names.get(name, "")) for name in OWN_METRICS}
+    ours = {name: number(metrics, trainer.metric_prefix + metric) for name, metric in SPEC_METRICS.items()}
+    return {"step": float(step)} | own | ours
 
 
 def show(value: float | None, form: str) -> str:

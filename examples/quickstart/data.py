@@ -1,14 +1,15 @@
-"""Training and validation prompts of the quickstart, as the parquet files that verl reads."""
+"""Training and validation prompts of the quickstart, as the files that each trainer reads."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from examples.quickstart_verl.policy import PolicySettings, problem, question
+from examples.quickstart.policy import PolicySettings, problem, question
 
 DATA_SOURCE = "column_addition"
 
@@ -38,3 +39,13 @@ def build_data(out: Path, settings: PolicySettings, train: int = 1024, val: int 
     for file, split, count in zip(files, ("train", "val"), (train, val), strict=True):
         pd.DataFrame(rows(split, count, settings.digits, settings.seed)).to_parquet(file)
     return files
+
+
+def build_openrlhf_data(out: Path, settings: PolicySettings, count: int = 1024) -> Path:
+    """Write verl's training prompts as ``openrlhf.jsonl``: a chat and the sum as its label."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = out.absolute() / "openrlhf.jsonl"
+    records = rows("train", count, settings.digits, settings.seed)
+    lines = [{"prompt": r["prompt"], "label": r["reward_model"]["ground_truth"]} for r in records]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file

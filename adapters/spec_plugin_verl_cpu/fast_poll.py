@@ -11,7 +11,7 @@ from typing import Any
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 
-class FastPoll(ReplayBuffer):
+class FastPoll(ReplayBuffer):  # type: ignore[misc]
     """verl's replay buffer with a short poll interval."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

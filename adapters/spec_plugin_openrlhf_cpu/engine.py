@@ -1,0 +1,68 @@
+"""What OpenRLHF's weight sync needs in vLLM's processes on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spec_plugin.engine import cpu_compat, patches
+from spec_plugin_openrlhf_cpu import shims
+
+WORKER = "openrlhf.trainer.ray.vllm_worker_wrap"
+
+
+def install() -> None:
+    """Change the worker extension of OpenRLHF, and keep the engine's weights where a sync can reach them.
+
+    Raises:
+        PatchError: if a symbol is gone or no longer looks as expected.
+    """
+    shims.install()
+    for patch in cpu_compat.CPU_PATCHES:
+        if patch.name == "live_weights":
+            patches.apply(patch)
+    shims.replace(
+        WORKER,
+        "WorkerWrap.init_process_group",
+        _refuse_ray_collectives,
+        parameters=("self", "master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"),
+        landmarks=("stateless_init_process_group(",),
+    )
+    shims.replace(
+        WORKER,
+        "WorkerWrap.update_weight",
+        lambda _original: update_weight,
+        parameters=("self", "name", "dtype", "shape", "empty_cache"),
+        landmarks=('device="cuda"', "self._model_update_group.broadcast(", "self.model_runner.model.load_weights("),
+    )
+
+
+def _refuse_ray_collectives(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_process_group(
+        self: Any,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str = "gloo",
+        use_ray: bool = False,
+    ) -> Any:
+        if use_ray:
+            raise NotImplementedError("--vllm.sync_with_ray does not run on a CPU")
+        return original(self, master_address, master_port, rank_offset, world_size, group_name, backend)
+
+    return init_process_group
+
+
+def update_weight(self: Any, name: str, dtype: torch.dtype, shape: Any, empty_cache: bool = False) -> None:
+    """Receive one tensor from the trainer and load it; after the last (``empty_cache``), pack the weights again."""
+    if dtype != self.model_config.dtype:
+        raise ValueError(f"{name}: the trainer sends {dtype}, the engine runs in {self.model_config.dtype}")
+    weight = torch.empty(shape, dtype=dtype)
+    self._model_update_group.broadcast(weight, src=0)
+    self.model_runner.model.load_weights(weights=[(name, weight)])
+    if empty_cache:
+        cpu_compat.repack(self.model_runner.model)

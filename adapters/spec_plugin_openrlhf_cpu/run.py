@@ -1,0 +1,141 @@
+"""An ordinary OpenRLHF run on a CPU: its command line, its environment, and where it writes its steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spec_plugin.conformance.launch import Launch, StepMetrics, Steps, follow, plain_line
+
+PLUGIN_MODULE, PLAIN_MODULE = "spec_plugin_openrlhf", "openrlhf.cli.train_ppo_ray"
+PLUGIN_FLAG = "--spec.enable"
+STEP = re.compile(r"Global step (\d+): (\{.*\})")
+METRIC = re.compile(r"'([^']+)': (?:np\.float\d+\(|tensor\()?(-?(?:nan|inf|\d+\.?\d*(?:e[+-]?\d+)?))(?=[,)}])")
+
+
+@dataclass(frozen=True)
+class OpenRLHFRun:
+    """One GRPO run of OpenRLHF: what goes in and where its output lies."""
+
+    policy: Path
+    data_file: Path  # JSON lines with a chat ``prompt`` and a text ``label``
+    reward_file: Path  # with a function ``reward_func``
+    out: Path
+    steps: int
+    plain: bool = False  # without the plugin
+    overrides: tuple[str, ...] = ()  # flags and their values, in place of those below
+
+    @property
+    def log_file(self) -> Path:
+        """Everything that OpenRLHF, Ray and vLLM print."""
+        return self.launch().log_file
+
+    @property
+    def records(self) -> Steps:
+        """How its steps are found."""
+        return Steps(self.log_file, step_record)
+
+    def launch(self, base: Mapping[str, str] = os.environ) -> Launch:
+        """What to start, with ``base`` as the environment that it inherits."""
+        module = PLAIN_MODULE if self.plain else PLUGIN_MODULE
+        command = (sys.executable, "-m", "spec_plugin_openrlhf_cpu", module, *arguments(self))
+        return Launch(command, environment(base), self.out, self.steps, "openrlhf")
+
+    def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
+        """Run it; see :func:`spec_plugin.conformance.launch.follow`."""
+        return follow(self.launch(), self.records)
+
+
+def step_record(line: str) -> tuple[int, StepMetrics] | None:
+    """Step and metrics of a line of the log; None if it is about something else."""
+    found = STEP.search(plain_line(line))
+    if not found:
+        return None
+    return int(found[1]), {name: float(value) for name, value in METRIC.findall(found[2])}
+
+
+def arguments(run: OpenRLHFRun) -> list[str]:
+    """The flags: an ordinary GRPO run, what a small machine needs, the plugin's flag, and the overrides in their place."""
+    flags = {
+        # what runs where: one actor, one engine, no reference model, rewards from a file
+        "--actor.num_nodes": ("1",),
+        "--actor.num_gpus_per_node": ("1",),
+        "--vllm.num_engines": ("1",),
+        "--vllm.tensor_parallel_size": ("1",),
+        "--vllm.sync_backend": ("gloo",),
+        "--vllm.enforce_eager": (),
+        "--vllm.gpu_memory_utilization": ("0.1",),
+        "--actor.model_name_or_path": (str(run.policy),),
+        "--reward.remote_url": (str(run.reward_file),),
+        # GRPO
+        "--algo.advantage.estimator": ("group_norm",),
+        "--algo.kl.init_coef": ("0.0",),
+        "--data.prompt_dataset": (str(run.data_file),),
+        "--data.input_key": ("prompt",),
+        "--data.label_key": ("label",),
+        "--data.apply_chat_template": (),
+        "--data.max_len": ("128",),
+        "--rollout.max_new_tokens": ("80",),
+        "--rollout.batch_size": ("16",),
+        "--rollout.n_samples_per_prompt": ("8",),
+        "--rollout.micro_batch_size": ("32",),
+        "--train.micro_batch_size": ("32",),
+        "--actor.adam.lr": ("2e-4",),
+        "--actor.lr_scheduler": ("constant_with_warmup",),
+        # DeepSpeed, checkpoints
+        "--ds.zero_stage": ("2",),
+        "--ckpt.path": (str(run.out / "checkpoints"),),
+        "--ckpt.output_dir": (str(run.out / "policy"),),
+        **({} if run.plain else {PLUGIN_FLAG: ()}),
+        **parse_flags(run.overrides),
+    }
+    prompts, samples = (int(flags[f"--rollout.{name}"][0]) for name in ("batch_size", "n_samples_per_prompt"))
+    depends_on_steps = {
+        "--train.batch_size": (str(prompts * samples),),  # one optimizer step per rollout phase
+        "--data.max_samples": (str(prompts * run.steps),),  # the run ends with its data
+        "--actor.lr_warmup_ratio": (f"{min(3, run.steps) / run.steps:.4f}",),  # Adam's first steps are long ones
+    }
+    return [word for name, values in {**depends_on_steps, **flags}.items() for word in (name, *values)]
+
+
+def parse_flags(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Flags with their values, from a command line's words; ``--flag=value`` is taken too.
+
+    Raises:
+        ValueError: if the first word is no flag.
+    """
+    flags: dict[str, tuple[str, ...]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            flags[name] = (value,) if equals else ()
+        elif not name:
+            raise ValueError(f"{word!r}: expected a flag of OpenRLHF or of the plugin, such as --actor.adam.lr")
+        else:
+            flags[name] += (word,)
+    return flags
+
+
+def environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The process environment: DeepSpeed's CPU, quiet libraries, patient Ray. What the user set stays."""
+    defaults = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_raylet_start_wait_time_s": "240",
+        "RAY_raylet_client_connect_timeout_milliseconds": "20000",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**defaults, **base, "DS_ACCELERATOR": "cpu"}

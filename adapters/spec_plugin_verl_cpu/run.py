@@ -1,0 +1,148 @@
+"""An ordinary verl run on a CPU: its command line, its environment, and where it writes its steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from spec_plugin.conformance.launch import Launch, StepMetrics, Steps, follow
+
+HERE = Path(__file__).resolve().parent
+PLUGIN_FLAG = "actor_rollout_ref.model.external_lib=spec_plugin_verl"
+
+
+@dataclass(frozen=True)
+class VerlRun:
+    """One GRPO run of verl: what goes in and where its output lies."""
+
+    policy: Path
+    train_file: Path
+    val_file: Path
+    reward_file: Path  # with a function ``compute_score``
+    out: Path
+    steps: int
+    plain: bool = False  # without the plugin's flag
+    overrides: tuple[str, ...] = ()  # Hydra overrides, applied last
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object a step, written by verl's ``file`` logger."""
+        return self.out / "metrics.jsonl"
+
+    @property
+    def records(self) -> Steps:
+        """How its steps are found."""
+        return Steps(self.metrics_file, step_record)
+
+    def launch(self, base: Mapping[str, str] = os.environ) -> Launch:
+        """What to start, with ``base`` as the environment that it inherits."""
+        command = (sys.executable, "-m", "verl.trainer.main_ppo", *arguments(self))
+        return Launch(command, environment(self, base), self.out, self.steps, "verl")
+
+    def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
+        """Run it; see :func:`spec_plugin.conformance.launch.follow`."""
+        return follow(self.launch(), self.records)
+
+
+def step_record(line: str) -> tuple[int, StepMetrics] | None:
+    """Step and metrics of a line of ``metrics.jsonl``; None if it holds validation only."""
+    record = json.loads(line)
+    return (record["step"], record["data"]) if "training/global_step" in record["data"] else None
+
+
+def arguments(run: VerlRun) -> list[str]:
+    """The Hydra overrides: an ordinary GRPO run, what a CPU needs, and the one flag."""
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    grpo = [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={run.train_file}",
+        f"data.val_files={run.val_file}",
+        "data.train_batch_size=16",
+        "data.max_prompt_length=24",
+        "data.max_response_length=80",
+        "data.seed=0",
+        "data.dataloader_num_workers=0",
+        f"actor_rollout_ref.model.path={run.policy}",
+        f"{actor}.optim.lr=2e-4",
+        f"{actor}.optim.lr_warmup_steps=3",  # Adam's first steps are as long as its later ones
+        f"{actor}.optim.weight_decay=0.0",
+        f"{actor}.ppo_mini_batch_size=16",
+        f"{actor}.ppo_micro_batch_size_per_gpu=32",
+        f"{actor}.strategy=fsdp2",
+        f"{rollout}.name=vllm",
+        f"{rollout}.n=8",
+        f"{rollout}.max_model_len=128",
+        f"{rollout}.max_num_seqs=32",
+        f"{rollout}.max_num_batched_tokens=1024",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=32",
+        f"reward.custom_reward_function.path={run.reward_file}",
+        'trainer.logger=["console","file"]',
+        "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=1",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        f"trainer.total_training_steps={run.steps}",
+        "trainer.total_epochs=1000",
+        f"trainer.default_local_dir={run.out / 'checkpoints'}",
+    ]
+    single_precision = [  # bfloat16 is slower than float32 on most CPUs
+        f"{rollout}.dtype=float32",
+        f"+{actor}.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
+    ]
+    small_machine = [
+        "trainer.device=cpu",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        f"{actor}.use_torch_compile=False",
+        f"{actor}.fsdp_config.use_torch_compile=False",
+        f"{rollout}.tensor_model_parallel_size=1",
+        f"{rollout}.gpu_memory_utilization=0.1",
+        f"{rollout}.enforce_eager=True",
+        f"{rollout}.free_cache_engine=False",
+        f"+{rollout}.enable_sleep_mode=False",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=32",
+        f"{rollout}.agent.num_workers=1",
+        "reward.num_workers=1",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        f"trainer.v1.sampler.custom_sampler.path={HERE / 'fast_poll.py'}",
+        "trainer.v1.sampler.custom_sampler.name=FastPoll",
+        "ray_kwargs.ray_init.num_cpus=16",
+        "+ray_kwargs.ray_init.num_gpus=1",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+        "+ray_kwargs.ray_init.object_store_memory=1000000000",
+    ]
+    flag = [] if run.plain else [PLUGIN_FLAG]
+    return [*grpo, *single_precision, *small_machine, *flag, *run.overrides]
+
+
+def environment(run: VerlRun, base: Mapping[str, str]) -> dict[str, str]:
+    """The process environment: a CPU platform for verl, quiet libraries, patient Ray. What the user set stays."""
+    forced = {
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",
+        "VERL_FILE_LOGGER_PATH": str(run.metrics_file),
+    }
+    defaults = {
+        "VERL_USE_EXTERNAL_MODULES": "spec_plugin_verl_cpu",
+        "HF_HUB_OFFLINE": "1",
+        "HYDRA_FULL_ERROR": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_raylet_start_wait_time_s": "240",
+        "RAY_raylet_client_connect_timeout_milliseconds": "20000",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**defaults, **base, **forced}

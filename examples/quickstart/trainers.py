@@ -1,0 +1,85 @@
+"""What differs between the trainers: how the run is set up, and what they call the numbers of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from spec_plugin_openrlhf_cpu.run import PLUGIN_FLAG as OPENRLHF_FLAG
+from spec_plugin_openrlhf_cpu.run import PLUGIN_MODULE, OpenRLHFRun
+from spec_plugin_verl_cpu.run import PLUGIN_FLAG as VERL_FLAG
+from spec_plugin_verl_cpu.run import VerlRun
+
+from examples.quickstart.data import build_data, build_openrlhf_data
+from examples.quickstart.policy import PolicySettings
+
+REWARD = Path(__file__).resolve().with_name("reward.py")
+PROMPTS_PER_STEP = 16
+
+Run = VerlRun | OpenRLHFRun
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the user of the quickstart chose."""
+
+    policy: Path
+    data: Path  # folder for the prompts
+    settings: PolicySettings
+    out: Path
+    steps: int
+    plain: bool
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One trainer of the quickstart."""
+
+    name: str
+    flag: str  # what a user adds to a run of theirs
+    metric_prefix: str  # before the plugin's metrics
+    metric_names: Mapping[str, str]  # the report's name -> the trainer's
+    run: Callable[[Start], Run]
+
+
+def _verl(start: Start) -> VerlRun:
+    train, val = build_data(start.data, start.settings)
+    return VerlRun(start.policy, train, val, REWARD, start.out, start.steps, start.plain, start.overrides)
+
+
+def _openrlhf(start: Start) -> OpenRLHFRun:
+    data = build_openrlhf_data(start.data, start.settings, max(1024, PROMPTS_PER_STEP * start.steps))
+    return OpenRLHFRun(start.policy, data, REWARD, start.out, start.steps, start.plain, start.overrides)
+
+
+TRAINERS = {
+    "verl": Trainer(
+        name="verl",
+        flag=VERL_FLAG,
+        metric_prefix="actor/",
+        metric_names={
+            "reward": "critic/score/mean",
+            "response_tokens": "response_length/mean",
+            "generation_s": "timing_s/gen",
+            "step_s": "timing_s/step",
+            "entropy": "actor/entropy",
+            "grad_norm": "actor/grad_norm",
+        },
+        run=_verl,
+    ),
+    "openrlhf": Trainer(
+        name="OpenRLHF",
+        flag=f"python -m {PLUGIN_MODULE} … {OPENRLHF_FLAG}",
+        metric_prefix="",
+        metric_names={
+            "reward": "rollout/reward_mean",
+            "response_tokens": "rollout/response_length_mean",
+            "generation_s": "timing/generation",
+            "step_s": "timing/step_total",
+            "grad_norm": "actor_grad_norm",
+        },
+        run=_openrlhf,
+    ),
+}

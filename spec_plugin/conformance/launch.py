@@ -1,0 +1,134 @@
+"""Starts a trainer in its own process and follows its steps while it runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from spec_plugin.conformance.driver import RunFailed
+
+START_FAILURES = ("node timed out", "raylet", "GCS", "Failed to register worker")
+RAY_PREFIX = re.compile(r"\x1b\[[\d;]*m|\((\w+ )?pid=[^)]*\) ?")
+ERROR_LINE = re.compile(r"\s*(ERROR\b|[\w.]*(Error|Exception)\b[^\w])")
+
+StepMetrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run of a trainer: how it is started, and where its output goes."""
+
+    command: tuple[str, ...]
+    env: dict[str, str]  # the whole environment of the process
+    out: Path  # folder of the run
+    steps: int  # that the run must reach
+    name: str  # of the trainer, in messages
+
+    @property
+    def log_file(self) -> Path:
+        """Everything that the trainer, Ray and vLLM print."""
+        return self.out / f"{self.name}.log"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Where a trainer writes its step records: a file that grows, and what a line of it says."""
+
+    file: Path
+    parse: Callable[[str], tuple[int, StepMetrics] | None]  # None: the line is no step record
+
+
+def follow(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], None, None]:
+    """Run the trainer to its end and yield (step, metrics) as each step completes. Ray's start is tried twice.
+
+    Closing the generator stops the trainer.
+
+    Raises:
+        RunFailed: if it exits before the last step.
+    """
+    launch.out.mkdir(parents=True, exist_ok=True)
+    for attempt in (1, 2):
+        done = 0
+        read.file.unlink(missing_ok=True)
+        for step, metrics in _follow_once(launch, read):
+            done = step
+            yield step, metrics
+        if done >= launch.steps:
+            return
+        log = launch.log_file.read_text(errors="replace")
+        if done or attempt == 2 or not ray_failed_to_start(log):
+            raise RunFailed(f"{launch.name} stopped after step {done} of {launch.steps}\n{relevant_lines(log)}")
+
+
+def ray_failed_to_start(log: str) -> bool:
+    """Whether Ray missed its start limit, as it does on a loaded machine, rather than the trainer failing for a reason."""
+    registered = "Failed to register worker" not in log
+    started = "Started a local Ray instance" in log and registered
+    return not started and any(mark in log for mark in START_FAILURES)
+
+
+def _follow_once(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], None, None]:
+    with launch.log_file.open("w") as log:
+        process = subprocess.Popen(
+            launch.command, env=launch.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        position = 0
+        while True:
+            running = process.poll() is None  # asked before reading, so that the last lines are not missed
+            lines, position = read_lines(read.file, position)
+            for line in lines:
+                if record := read.parse(line):
+                    yield record
+            if not running:
+                return
+            time.sleep(0.2)
+    finally:
+        stop(process)
+
+
+def read_lines(path: Path, position: int) -> tuple[list[str], int]:
+    """The complete lines of a growing file after a byte position, and the position behind them."""
+    if not path.exists():
+        return [], position
+    with path.open("rb") as file:
+        file.seek(position)
+        complete, newline, _ = file.read().rpartition(b"\n")
+    return complete.decode(errors="replace").splitlines(), position + len(complete) + len(newline)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a trainer with its process group; Ray's daemons and workers go down with the driver."""
+    for sign, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+        if process.poll() is not None:
+            break
+        os.killpg(process.pid, sign)
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def plain_line(line: str) -> str:
+    """A line of a log without Ray's prefix and colours."""
+    return RAY_PREFIX.sub("", line)
+
+
+def relevant_lines(log: str, most: int = 12) -> str:
+    """The lines of a log that explain a failure.
+
+    Returns:
+        The first errors, each once, since what fails first is often the cause, and then the end of the last traceback.
+    """
+    lines = [plain_line(line) for line in log.splitlines()]
+    lines = [line for line in lines if line.strip()]
+    errors = list(dict.fromkeys(line.strip() for line in lines if ERROR_LINE.match(line)))
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    tail = lines[starts[-1] :] if starts else lines
+    return "\n".join(["first errors:", *errors[:4], "", "end of the log:", *tail[-most:]])
