@@ -32,7 +32,7 @@ from spec_plugin.events import (
     TargetInfo,
     WeightSync,
 )
-from spec_plugin.harvest import Harvester
+from spec_plugin.harvest import Harvester, responses_at_the_end
 from spec_plugin.methods.eagle3 import starting_draft
 from spec_plugin.rollout import RolloutControl, run_blocking
 from spec_plugin.session import SpecSession
@@ -128,7 +128,7 @@ class MinimalAdapter(Trainer):
         if session.failed or not session.config.train:
             return
         documents = [torch.tensor(p + r) for p, r in zip(rollouts.prompts, rollouts.responses, strict=True)]
-        sampled = [len(r) for r in rollouts.responses]
+        sampled = responses_at_the_end(documents, [len(r) for r in rollouts.responses])
         try:
             hidden = self.harvester.take(
                 documents, sampled, self.control.policy_version, session.config.harvest_tokens

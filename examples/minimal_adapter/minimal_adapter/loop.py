@@ -70,7 +70,9 @@ class Engine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        cpu.prepare_start()
+        return AsyncLLM.from_vllm_config(config)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Any:
         """Start a coroutine on the engine's loop; returns a ``concurrent.futures.Future``."""
@@ -89,7 +91,7 @@ class Engine:
 
     def close(self) -> None:
         """Shut the engine down."""
-        self.loop.call_soon_threadsafe(self.llm.shutdown)
+        self.loop.call_soon_threadsafe(self.llm.shutdown, 1.0)  # seconds until it is killed
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(30)
 
@@ -119,6 +121,7 @@ class Trainer:
             "max_model_len": self.settings.max_model_len,
             "max_num_seqs": self.settings.max_num_seqs,
             "enforce_eager": True,
+            "distributed_executor_backend": "uni",
             "logprobs_mode": "processed_logprobs",
             "seed": self.settings.seed,
             "worker_extension_cls": "minimal_adapter.worker.PolicyWorker",
