@@ -47,6 +47,7 @@ def conformance(name: str, badge: Path | None, junit: Path | None, expression: s
     arguments = ["-p", "spec_plugin.conformance", "--adapter", name, str(CHECKS_FILE)]
     # the folder that we are called in may belong to a project with pytest settings of its own
     arguments += ["-o", "addopts=", "--noconftest", "-p", "no:cacheprovider", "--tb=short", "-q"]
+    arguments += ["--rootdir", str(CHECKS_FILE.parent), "-W", "ignore:Module already imported so cannot be rewritten"]
     for option, value in (("--badge", badge), ("--junitxml", junit), ("-k", expression), ("--keep", keep)):
         arguments += [option, str(value)] if value else []
     sys.exit(pytest.main(arguments))

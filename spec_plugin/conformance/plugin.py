@@ -25,6 +25,7 @@ from spec_plugin.conformance.evidence import Evidence, Progress, Run
 CHECKS_FILE = Path(__file__).with_name("checks.py")
 _STYLE = {"supported": "green", "refused": "yellow", "failed": "bold red"}
 _REFUSED = "refused: "
+_KIT = "spec_plugin_conformance_kit"
 
 
 @dataclass
@@ -91,9 +92,22 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--adapter is missing: an adapter's name (known: {known}) or module:DriverClass")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    config.pluginmanager.register(Kit(config, name, load_driver(name)), "spec_plugin_conformance_kit")
+    config.pluginmanager.register(Kit(config, name, load_driver(name)), _KIT)
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = [str(CHECKS_FILE)]
+
+
+@pytest.fixture(scope="session")
+def evidence(request: pytest.FixtureRequest) -> Iterator[Evidence]:
+    """The shared runs."""
+    kit: Kit = request.config.pluginmanager.getplugin(_KIT)
+    keep = request.config.getoption("--keep")
+    root = Path(keep).absolute() if keep else Path(tempfile.mkdtemp(prefix="spec-plugin-conformance-"))
+    root.mkdir(parents=True, exist_ok=True)
+    kit.evidence = Evidence(kit.driver, root, _Bars(request.config))
+    yield kit.evidence
+    if not keep:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 class Kit:
@@ -101,9 +115,9 @@ class Kit:
 
     def __init__(self, config: pytest.Config, name: str, driver: type[ConformanceDriver]) -> None:
         """Bind to the adapter."""
-        self._config, self._name, self._driver = config, name, driver
+        self._config, self._name, self.driver = config, name, driver
         self._rows: dict[str, Row] = {}
-        self._evidence: Evidence | None = None
+        self.evidence: Evidence | None = None
 
     @pytest.hookimpl
     def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: object) -> Any:
@@ -117,20 +131,9 @@ class Kit:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """What the adapter refuses is skipped, with its reason."""
         for item in items:
-            reason = self._driver.refused.get(item.name)
+            reason = self.driver.refused.get(item.name)
             if item.path == CHECKS_FILE and reason:
                 item.add_marker(pytest.mark.skip(reason=_REFUSED + reason))
-
-    @pytest.fixture(scope="session")
-    def evidence(self) -> Iterator[Evidence]:
-        """The shared runs."""
-        keep = self._config.getoption("--keep")
-        root = Path(keep).absolute() if keep else Path(tempfile.mkdtemp(prefix="spec-plugin-conformance-"))
-        root.mkdir(parents=True, exist_ok=True)
-        self._evidence = Evidence(self._driver, root, _Bars(self._config))
-        yield self._evidence
-        if not keep:
-            shutil.rmtree(root, ignore_errors=True)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -154,7 +157,7 @@ class Kit:
         console = Console()
         console.print()
         console.print(report_table(self._name, rows))
-        runs = self._evidence.runs.values() if self._evidence else ()
+        runs = self.evidence.runs.values() if self.evidence else ()
         if runs:
             console.print("runs: " + ", ".join(f"{r.name} {r.seconds:.0f} s" for r in runs), highlight=False)
         badge = self._config.getoption("--badge")
@@ -164,11 +167,14 @@ class Kit:
 
 def report_table(name: str, rows: list[Row]) -> Table:
     """The terminal's report."""
-    table = Table("check", "", "reason", "seconds", title=f"conformance of {name}", title_justify="left", box=None)
-    table.columns[3].justify = "right"
+    table = Table(title=f"conformance of {name}", title_justify="left", box=None)
+    table.add_column("check", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("reason")
     for row in rows:
         reason = row.reason.splitlines()[0] if row.reason else ""
-        table.add_row(row.check, Text(row.state, style=_STYLE[row.state]), Text(reason), f"{row.seconds:.1f}")
+        table.add_row(row.check, Text(row.state, style=_STYLE[row.state]), f"{row.seconds:.1f}", Text(reason))
     return table
 
 

@@ -216,7 +216,7 @@ def _with_nan(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def read_trace(folder: Path) -> list[dict[str, Any]]:
     """Every event that any process wrote, in order; a line that a kill cut off is left out."""
     events = []
-    for file in sorted(folder.glob("*.jsonl")):
+    for file in sorted(folder.glob("[0-9]*.jsonl")):
         for line in file.read_text().splitlines():
             try:
                 events.append(json.loads(line))

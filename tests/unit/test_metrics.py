@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import torch
 
 from spec_plugin.events import DraftRefresh, HiddenStates, RefreshReport, RolloutStats
-from spec_plugin.metrics import MetricsSink
+from spec_plugin.metrics import SCHEMA, MetricsSink, describe
 
 
 def harvested(tokens: int, milliseconds: float) -> HiddenStates:
@@ -70,3 +72,15 @@ def test_every_name_has_the_prefix_and_every_value_is_a_float():
     refresh(sink, True, 1)
     sink.spec_rollout_end(RolloutStats(0, 8, 500, 2.0, 100, 300, 250, (95, 85, 70)))
     assert all(k.startswith("spec/") and isinstance(v, float) for k, v in sink.spec_metrics().items())
+
+
+def test_the_readmes_table_is_the_schema():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `(?:actor/)?(spec/[^`]+)` \| (.*) \|$", readme, re.M))
+    assert rows == {m.name: m.meaning for m in SCHEMA}
+
+
+def test_the_schema_knows_families_and_no_strangers():
+    assert describe("spec/acceptance_pos_2").name == "spec/acceptance_pos_{i}"
+    assert describe("spec/break_even_b16").unit == ""
+    assert describe("spec/acceptance_pos_x") is None and describe("actor/spec/on") is None

@@ -1,0 +1,53 @@
+"""A driver without a trainer: it writes the trace that a right adapter would leave, to test the kit's own machinery."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from traces import Trace, metrics
+
+from spec_plugin.conformance.driver import ConformanceDriver, RunFailed
+
+NEEDS_A_TRAINER = ("hidden_states_equal_a_plain_forward", "violations_stop_the_run", "faults_leave_the_run_alive")
+
+
+class Driver(ConformanceDriver):
+    metric_prefix = "actor/"
+    adapter_modules = ("no_such_adapter",)
+    trainer_modules = ("json",)
+    refused = dict.fromkeys(NEEDS_A_TRAINER, "there is no trainer | here")
+
+    @property
+    def target(self) -> Path:
+        return self.root
+
+    def launch(self, run):
+        with (self.root / "launched").open("a") as file:
+            file.write(f"{run.out.name}\n")
+        if run.enabled:
+            folder = Path(run.options["plugins"][0].partition("=")[2])
+            folder.mkdir(parents=True)
+            trace = Trace(first_version=2, steps=2, draft=2) if run.resume_from else Trace()
+            (folder / "1.jsonl").write_text("".join(json.dumps(e) + "\n" for e in trace.events))
+        for step, values in metrics(self.metric_prefix).items():
+            yield step, values if run.enabled else {"loss": 1.0}
+
+    def policy(self, run, step):
+        return {"weight": torch.ones(3)}
+
+
+class Impure(Driver):
+    """Its flag changes the policy."""
+
+    def policy(self, run, step):
+        return {"weight": torch.ones(3) + run.enabled}
+
+
+class Broken(Driver):
+    """Its trainer does not start."""
+
+    def launch(self, run):
+        raise RunFailed("no GPU here")
+        yield

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from spec_plugin.conformance.forward import Pack, compare, judge_packs, plain_forward
+
+LAYERS = (2, 4, 5)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
+    folder = tmp_path_factory.mktemp("target")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pack(target):
+    ids = [torch.arange(1, 8), torch.arange(20, 25)]
+    states = plain_forward(target, ids, LAYERS, torch.float32)
+    aux, last = (torch.cat([s[i] for s in states]) for i in (0, 1))
+    return Pack(torch.cat(ids), aux, last, torch.ones(12, dtype=torch.bool), (7, 5), 0)
+
+
+def changed(pack: Pack, **what) -> Pack:
+    return Pack(**{**pack.__dict__, **what})
+
+
+def test_the_same_states_pass(target, pack):
+    assert judge_packs([pack], target, LAYERS, ["float32"]) == []
+
+
+def test_a_shift_by_one_token_is_seen(target, pack):
+    wrong = changed(pack, aux=pack.aux.roll(1, 0))
+    assert any("is off by" in p for p in judge_packs([wrong], target, LAYERS, ["float32"]))
+
+
+def test_a_shift_by_one_token_is_seen_with_bfloat16s_tolerance_too(target, pack):
+    wrong = changed(pack, last=pack.last.roll(-1, 0))
+    assert any("final norm" in p and "is off by" in p for p in judge_packs([wrong], target, LAYERS, ["bfloat16"]))
+
+
+def test_the_next_layers_input_is_seen(target, pack):
+    assert judge_packs([pack], target, (3, 5, 6), ["float32"]) != []
+
+
+def test_documents_that_see_each_other_are_seen(target, pack):
+    together = plain_forward(target, [pack.input_ids], LAYERS, torch.float32)[0]
+    assert judge_packs([changed(pack, aux=together[0])], target, LAYERS, ["float32"]) != []
+
+
+def test_states_before_the_final_norm_are_seen(target, pack):
+    assert judge_packs([changed(pack, last=pack.aux[:, :32])], target, LAYERS, ["float32"]) != []
+
+
+def test_shapes_nan_and_states_that_prove_nothing_are_seen():
+    a = torch.randn(4, 6)
+    assert "shape" in compare("x", a[:3], a, 0.1)[0]
+    assert "is off by" in compare("x", a * float("nan"), a, 0.1)[0]
+    same = torch.ones(4, 6)
+    assert "so alike" in compare("x", same, same, 0.1)[0]

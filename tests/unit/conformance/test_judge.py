@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import pytest
+from traces import Trace, metrics, tour
+
+from spec_plugin.conformance import judge
+from spec_plugin.conformance.faults import PLANTED
+
+
+def one(problems: list[str], text: str) -> None:
+    """Exactly one problem, and it says this."""
+    assert len(problems) == 1, problems
+    assert text in problems[0]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        judge.order,
+        judge.policy_versions,
+        judge.installed_draft,
+        judge.target_untouched,
+        judge.target_first,
+        judge.samples,
+        judge.logprobs,
+    ],
+)
+def test_a_right_trace_passes_and_an_empty_one_does_not(check):
+    assert check(Trace().events) == []
+    assert check([]) != []
+
+
+def test_a_trace_that_a_kill_cut_off_anywhere_is_in_order():
+    events = Trace().events
+    for end in range(11, len(events)):  # from the first rollout on
+        assert judge.order(events[:end]) == []
+
+
+def test_the_busiest_rank_is_judged():
+    rank = [dict(e, session="b") for e in Trace(steps=2).events]
+    assert {e["session"] for e in judge.actor(Trace().events + rank)} == {"a"}
+
+
+# activated_by_the_documented_flag
+
+
+def test_activated():
+    assert judge.activated(Trace().events, metrics("actor/"), "actor/") == []
+
+
+def test_an_engine_without_a_draft_is_seen():
+    one(judge.activated(Trace().drop("spec_speculative_config").events, metrics(), ""), "without the draft")
+
+
+def test_an_actor_without_a_session_is_seen():
+    only = Trace().events[:2]
+    one(judge.activated(only, metrics(), ""), "no session runs")
+
+
+def test_rollouts_without_drafts_are_seen():
+    trace = Trace()
+    for version in range(4):
+        trace.find("spec_rollout_end", policy_version=version)["drafts"] = 0
+    one(judge.activated(trace.events, metrics(), ""), "nothing was drafted")
+
+
+def test_metrics_that_never_reach_the_log_are_seen():
+    one(judge.activated(Trace().events, {1: {"loss": 1.0}}, "actor/"), "logged no actor/spec/failed")
+
+
+def test_failed_speculation_is_seen():
+    logged = metrics()
+    logged[2]["spec/failed"] = 1.0
+    one(judge.activated(Trace().events, logged, ""), "failed in steps [2]")
+
+
+# off_is_off
+
+
+def test_off():
+    assert judge.off([], {1: {"loss": 1.0}}, []) == []
+
+
+def test_anything_that_is_on_when_off_is_seen():
+    one(judge.off(Trace().events[:3], {}, []), "3 hook calls")
+    one(judge.off([], {1: {"actor/spec/on": 0.0}}, []), "actor/spec/on")
+    one(judge.off([], {}, ["my_adapter"]), "imports my_adapter")
+
+
+# hooks_fire_in_order
+
+
+@pytest.mark.parametrize(
+    "pair", [("spec_check_logprobs", "spec_train_draft"), ("spec_target_forward", "spec_rollout_end")]
+)
+def test_hooks_that_change_places_are_seen(pair):
+    assert judge.order(Trace().swap(*pair, index=1).events) != []
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "spec_rollout_end",
+        "spec_check_logprobs",
+        "spec_target_forward",
+        "spec_train_draft",
+        "spec_draft_weights",
+        "spec_schedule",
+        "spec_metrics",
+    ],
+)
+def test_a_hook_that_is_missing_in_one_step_is_seen(hook):
+    problems = judge.order(Trace().drop(hook, 1).events)
+    assert any(hook in p or "expected" in p for p in problems), problems
+
+
+def test_a_refresh_before_the_weights_is_seen():
+    one_refresh_early = Trace().swap("spec_weight_sync", "spec_refreshed", index=1)
+    assert any("spec_refreshed came after" in p for p in judge.order(one_refresh_early.events))
+
+
+def test_metrics_before_the_drafts_training_are_seen():
+    problems = judge.order(Trace().swap("spec_train_draft", "spec_metrics", index=1).events)
+    one(problems, "it misses this step's draft training")
+
+
+# policy_versions_agree
+
+
+def test_a_version_that_stands_still_is_seen():
+    trace = Trace()
+    for event in trace.events:
+        if event.get("policy_version") == 2 and event["hook"] != "spec_audit":
+            event["policy_version"] = 1
+    assert "expected steps of one" in judge.policy_versions(trace.events)[0]
+
+
+def test_an_engine_with_another_version_is_seen():
+    trace = Trace()
+    trace.find("spec_audit", moment="rollout", policy_version=2)["policy_version"] = 1
+    one(judge.policy_versions(trace.events), "the engine (rollout) has policy version 1")
+
+
+def test_a_sequence_of_another_version_is_seen():
+    trace = Trace()
+    trace.find("spec_check_logprobs", 2)["rollout_versions"] = [2, 1]
+    one(judge.policy_versions(trace.events), "were sampled by [1]")
+
+
+def test_sequences_that_do_not_say_are_seen():
+    trace = Trace()
+    trace.find("spec_check_logprobs", 2)["rollout_versions"] = None
+    one(judge.policy_versions(trace.events), "no sequence of policy version 2")
+
+
+# the engine's weights
+
+
+@pytest.mark.parametrize("moment", ["refreshed", "rollout"])
+def test_another_draft_in_the_engine_is_seen(moment):
+    trace = Trace()
+    trace.find("spec_audit", 2, moment=moment)["draft_digest"] = "d1"
+    one(judge.installed_draft(trace.events), f"{moment}: the engine holds draft 2 (d1…), published was 2 (d2…)")
+
+
+def test_a_refused_refresh_is_seen():
+    trace = Trace()
+    trace.find("spec_refreshed", 1).update(installed=False, reason="torn")
+    one(judge.installed_draft(trace.events), "refused draft 1: torn")
+
+
+def test_a_refresh_that_writes_into_the_target_is_seen():
+    trace = Trace()
+    trace.find("spec_audit", 2, moment="refreshed")["target_digest"] = "changed"
+    one(judge.target_untouched(trace.events), "changed the target's weights")
+
+
+def test_weights_that_did_not_arrive_are_seen():
+    trace = Trace()
+    for event in trace.events:
+        if event.get("target_digest") == "t2":
+            event["target_digest"] = "t1"
+    one(judge.target_first(trace.events), "weight sync 2 left the engine's target as it was")
+
+
+def test_weights_that_arrive_after_the_draft_are_seen():
+    trace = Trace()
+    trace.find("spec_audit", 2, moment="rollout")["target_digest"] = "later"
+    one(judge.target_first(trace.events), "other target weights")
+
+
+# samples and log-probs
+
+
+def test_a_missing_late_or_failed_self_test_is_seen():
+    one(judge.samples(Trace().drop("spec_engine_ready").events), "never reported")
+    one(judge.samples(Trace().swap("spec_engine_ready", "spec_rollout_start").events), "before the self-test")
+    failed = Trace()
+    failed.find("spec_engine_ready")["checks"][0]["passed"] = False
+    one(judge.samples(failed.events), "greedy: 8 of 8")
+
+
+def test_a_guard_that_misses_a_planted_error_is_seen():
+    trace = Trace()
+    trace.find("spec_check_logprobs", 1)["caught"]["another model"] = False
+    one(judge.logprobs(trace.events), "misses another model")
+
+
+def test_steps_without_evidence_are_seen():
+    trace = Trace()
+    trace.find("spec_check_logprobs", 1)["rollout"] = False
+    one(judge.logprobs(trace.events), "no log-probs of the rollout")
+    trace = Trace()
+    trace.find("spec_check_logprobs", 1)["response_lengths"] = [0, 0]
+    one(judge.logprobs(trace.events), "covers no token")
+    one(judge.logprobs(Trace().drop("spec_check_logprobs", 1).events), "versions [1] were never checked")
+
+
+# violations and faults
+
+
+def test_a_run_that_stops_with_the_reason():
+    assert judge.stopped(tour(), f"LogprobProvenanceError: {PLANTED}", []) == []
+
+
+def test_a_run_that_goes_on_after_a_violation_is_seen():
+    one(judge.stopped(tour(), None, []), "went on to its end")
+    one(judge.stopped(tour(), "killed", []), "without naming")
+    one(judge.stopped(tour()[:-1], None, []), "never came")
+    later = Trace(first_version=21).events
+    one(judge.stopped(tour(), PLANTED, later), "rolled out after the violation")
+
+
+def test_a_whole_tour():
+    assert judge.faults(tour()) == []
+
+
+def test_drafts_after_a_fault_are_seen():
+    events = tour()
+    events[4]["drafts"] = 3
+    one(judge.faults(events), "spec_rollout_start: 3 verification steps")
+
+
+def test_a_run_that_stands_still_after_a_fault_is_seen():
+    events = tour()
+    events[4]["tokens"] = 0
+    one(judge.faults(events), "no token")
+    events = tour()
+    events[5]["policy_version"] = events[4]["policy_version"]
+    one(judge.faults(events), "did not move on")
+    one(judge.faults(tour()[:-3]), "spec_audit: no rollout came after the fault")
+
+
+def test_speculation_that_never_comes_back_and_hooks_that_never_fire_are_seen():
+    one(judge.faults(tour()[:-2]), "spec_audit: nothing was drafted after")
+    events = [e for e in tour() if e.get("hook") != "spec_refreshed"]
+    one(judge.faults(events), "spec_refreshed was never reached")
+
+
+def test_a_failure_with_another_cause_is_seen():
+    events = tour()
+    events[4]["why"] = "refresh: out of memory"
+    one(judge.faults(events), "another reason: refresh: out of memory")
+
+
+# the draft
+
+
+def test_learning():
+    assert judge.learns(Trace().events, metrics("a/"), "a/") == []
+
+
+def test_a_draft_that_does_not_learn_is_seen():
+    logged = metrics()
+    logged[3]["spec/draft_loss"] = 9.0
+    one(judge.learns(Trace().events, logged, ""), "did not fall: 6.0000 -> 9.0000")
+    trace = Trace()
+    trace.find("spec_refreshed", 2)["draft_version"] = 1
+    one(judge.learns(trace.events, metrics(), ""), "expected growth")
+    logged = metrics()
+    logged[3]["spec/refresh_refused"] = 2.0
+    one(judge.learns(Trace().events, logged, ""), "refused 2 refreshes")
+
+
+def test_resuming():
+    assert judge.resumed(Trace().events, Trace(first_version=2, draft=2, steps=2).events) == []
+
+
+def test_a_draft_that_is_not_resumed_is_seen():
+    other = Trace(first_version=2, draft=2, steps=2)
+    other.find("spec_draft_weights")["published"] = [2, "other"]
+    one(judge.resumed(Trace().events, other.events), "other weights after resuming")
+    new = Trace(first_version=2, draft=2, steps=2)
+    new.find("spec_draft_weights")["published"] = [0, "d0"]
+    one(judge.resumed(Trace().events, new.events), "as untrained as")
+    unknown = Trace(first_version=2, draft=8, steps=2)
+    one(judge.resumed(Trace().events, unknown.events), "publishes draft 8 first")
+    assert any("spec_load" in p for p in judge.resumed(Trace().events, Trace().events))
+
+
+# metrics and masks
+
+
+def test_metric_names_and_bounds():
+    assert judge.metric_values(metrics("actor/"), "actor/") == []
+    one(judge.metric_values({1: {"spec/on": 1.0}}, "actor/"), "does not begin with actor/spec/")
+    one(judge.metric_values({1: {"spec/speed": 1.0}}, ""), "not in the schema")
+    one(judge.metric_values({1: {"spec/acceptance_length": 0.5}}, ""), "allowed 1 to 17")
+    one(judge.metric_values({1: {"spec/acceptance_length": float("nan")}}, ""), "= nan")
+    one(judge.metric_values({1: {"loss": 0.5}}, ""), "no spec/ metric")
+
+
+def masks(*marked: str) -> list[dict]:
+    return [{"policy_version": 0, "masks": [[c == "r" for c in text] for text in marked]}]
+
+
+def test_loss_masks():
+    assert judge.response_lengths(masks("pprrrrr", "prrrrrrr"), Trace().events) == []
+    one(judge.response_lengths(masks("prrrrrr"), Trace().events), "6 tokens marked")
+    one(judge.response_lengths(masks("prrrrrp"), Trace().events), "not the end")
+    one(judge.response_lengths(masks("rrrrr"), Trace().events), "not the end")

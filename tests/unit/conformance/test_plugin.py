@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from fake_driver import NEEDS_A_TRAINER
+
+from spec_plugin.conformance.checks import CHECKS
+
+HERE = Path(__file__).parent
+NAMES = [c.__name__ for c in CHECKS]
+
+
+def kit(folder: Path, driver: str | None, *more: str) -> subprocess.CompletedProcess[str]:
+    adapter = [] if driver is None else ["--adapter", driver]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "spec_plugin.conformance", "-p", "no:cacheprovider", *adapter, *more],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(HERE), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("right")
+    (folder / "test_of_somebody_else.py").write_text("def test_never():\n    assert False\n")
+    done = kit(folder, "fake_driver:Driver", "--badge", "b.md", "--junitxml", "j.xml", "--keep", "kept")
+    return done, folder
+
+
+def test_without_arguments_exactly_the_checks_run_and_what_is_refused_is_reported(right):
+    done, folder = right
+    assert done.returncode == 0, done.stdout
+    cases = {c.get("name"): c for c in ElementTree.parse(folder / "j.xml").iter("testcase")}
+    assert list(cases) == NAMES
+    skipped = {name for name, c in cases.items() if c.find("skipped") is not None}
+    assert skipped == set(NEEDS_A_TRAINER)
+    assert "refused: there is no trainer | here" in cases[NEEDS_A_TRAINER[0]].find("skipped").get("message")
+
+
+def test_each_run_is_started_once(right):
+    launched = (right[1] / "kept" / "driver" / "launched").read_text().split()
+    assert sorted(launched) == ["main", "off", "on", "resumed"]
+
+
+def test_the_terminal_shows_every_check_with_its_state_and_the_runs_with_their_times(right):
+    out, err = right[0].stdout, right[0].stderr
+    for name in NAMES:
+        (line,) = [x for x in out.splitlines() if x.strip().startswith(name)]
+        assert ("refused" if name in NEEDS_A_TRAINER else "supported") in line
+    assert "runs: main " in out and "run resumed: 3 steps" in out + err
+
+
+def test_the_badge_counts_and_lists(right):
+    lines = (right[1] / "b.md").read_text().splitlines()
+    assert lines[0] == "**fake_driver:Driver**: 13 supported, 3 refused (of 16 checks)"
+    assert "| `off_is_off` | supported |" in lines
+    assert "| `violations_stop_the_run` | refused: there is no trainer \\| here |" in lines
+
+
+def test_a_check_that_fails_says_what_it_found(tmp_path):
+    done = kit(tmp_path, "fake_driver:Impure", "-k", "policy_is_bitwise_equal", "--badge", "b.md")
+    assert done.returncode == 1
+    assert "1 failed, 15 deselected" in done.stdout
+    assert "`policy_is_bitwise_equal` | failed: weight differs" in (tmp_path / "b.md").read_text()
+
+
+def test_a_trainer_that_stops_fails_every_check_that_needs_it_and_says_why(tmp_path):
+    done = kit(tmp_path, "fake_driver:Broken", "-k", "hooks_fire_in_order or draft_learns")
+    assert done.returncode == 1 and "2 failed" in done.stdout
+    assert done.stdout.count("no GPU here") >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (None, "--adapter is missing"),
+        ("nobody", "no adapter named 'nobody'"),
+        ("no_such_module:Driver", "cannot be imported: No module named 'no_such_module'"),
+        ("fake_driver:NEEDS_A_TRAINER", "expected a subclass of ConformanceDriver"),
+    ],
+)
+def test_an_unknown_adapter_is_an_error_that_says_what_to_name(tmp_path, name, said):
+    done = kit(tmp_path, name)
+    assert done.returncode == 4
+    assert said in done.stderr
+
+
+def test_the_kit_is_not_imported_by_the_recorder():
+    code = "import sys, spec_plugin.conformance.recorder; print('pytest' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

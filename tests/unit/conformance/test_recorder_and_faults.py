@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from test_session import TARGET, step
+
+from spec_plugin import LogprobProvenanceError, SpecConfig
+from spec_plugin.conformance import judge
+from spec_plugin.conformance.faults import PLANTED, TOUR, FaultTour, read_tour
+from spec_plugin.conformance.forward import read_pack
+from spec_plugin.conformance.recorder import Recorder, mutants, read_trace
+from spec_plugin.events import (
+    EngineState,
+    HiddenStates,
+    LogprobBatch,
+    RefreshReport,
+    RolloutStats,
+    SelfTestReport,
+    WeightSync,
+)
+from spec_plugin.plugins import create_manager
+from spec_plugin.session import SpecSession
+
+
+def session_of(*plugins: str) -> SpecSession:
+    config = SpecConfig.parse({"serve": "always", "train_tokens": 32, "audit": True, "plugins": plugins})
+    return SpecSession(config, TARGET, create_manager((), config.plugins, load_entry_points=False))
+
+
+def recorder(folder) -> str:
+    return f"spec_plugin.conformance.recorder:Recorder={folder}"
+
+
+def test_every_hook_of_a_session_is_recorded_and_nothing_fails(tmp_path):
+    session = session_of(recorder(tmp_path / "r"))
+    session.speculative_config()
+    step(session, 0, tmp_path / "a")
+    assert not session.failed, session.failure
+    session.audit(EngineState("synced", 0, 0, "d", "t"))
+    trace = read_trace(tmp_path / "r")
+    from spec_plugin import hookspecs
+
+    assert {e["hook"] for e in trace} == {n for n in vars(hookspecs) if n.startswith("spec_")}
+    assert [e["published"] is not None for e in trace if e["hook"] == "spec_draft_weights"] == [True]
+    (check,) = judge.of(trace, "spec_check_logprobs")
+    assert not check["caught"]["unchanged"]
+
+
+def test_packs_come_back_as_they_were(tmp_path):
+    plugin = Recorder(str(tmp_path))
+    ids = torch.arange(5)
+    mask = ids > 2
+    plugin.spec_target_forward(HiddenStates(ids, torch.randn(5, 12), torch.randn(5, 4).bfloat16(), mask, (3, 2), 4))
+    (file,) = tmp_path.glob("*.safetensors")
+    pack = read_pack(file)
+    assert (pack.lengths, pack.policy_version, pack.last.dtype) == ((3, 2), 4, torch.bfloat16)
+    assert pack.masks() == {"policy_version": 4, "masks": [[False] * 3, [True] * 2]}
+
+
+def batch(version: int = 3) -> LogprobBatch:
+    found = -torch.rand(2, 4)
+    versions = torch.full((2,), version)
+    return LogprobBatch(version, found, found.clone(), torch.ones(2, 4, dtype=torch.bool), versions, True, False)
+
+
+@pytest.mark.parametrize("version", [0, 3])
+def test_a_guard_catches_every_mutant_and_not_the_batch_itself(tmp_path, version):
+    session = session_of(recorder(tmp_path))
+    session.check_logprobs(batch(version))
+    (event,) = [e for e in read_trace(tmp_path) if e["hook"] == "spec_check_logprobs"]
+    assert event["caught"].pop("unchanged") is False
+    assert event["caught"] == dict.fromkeys(set(mutants(batch(), 64)) - {"unchanged"}, True)
+
+
+def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
+    (tmp_path / "1.jsonl").write_text('{"hook": "a", "time": 1, "event": 0}\n{"hook": "b", "ti')
+    assert [e["hook"] for e in read_trace(tmp_path)] == ["a"]
+
+
+def drive(session: SpecSession, steps: int, drafts_when_failed: bool = False) -> None:
+    """Steps as an adapter drives them; the engine drafts as the table says."""
+    k = (0,)
+    for version in range(steps):
+        session.audit(EngineState("synced", version, 0, "", ""))
+        weights = torch.randn(64, 32, generator=torch.Generator().manual_seed(version))
+        refresh = session.weight_sync(WeightSync(version, weights, weights))
+        if refresh is not None:
+            session.refreshed(refresh, RefreshReport(True, refresh.draft_version, refresh.digest, 1.0))
+        if version == 0:
+            session.engine_ready(SelfTestReport((), 1.0, {1: 1.0}))
+        k = session.schedule(version) or k
+        session.rollout_start(version)
+        on = any(k) or drafts_when_failed
+        session.rollout_end(RolloutStats(version, 2, 10, 1.0, 9 * on, 27 * on, 9 * on, (9, 0, 0) if on else ()))
+        ids = torch.arange(8)
+        session.target_forward(HiddenStates(ids, torch.randn(8, 96), torch.randn(8, 32), ids > 3, (8,), version))
+        session.check_logprobs(batch(version))
+        session.train_draft(version, 0.0)
+        session.metrics()
+
+
+def test_the_tour_breaks_and_heals_every_hook_and_then_stops_the_run(tmp_path):
+    session = session_of(f"spec_plugin.conformance.faults:FaultTour={tmp_path}")
+    with pytest.raises(LogprobProvenanceError, match=PLANTED):
+        drive(session, 2 * len(TOUR) + 8)
+    story = read_tour(tmp_path)
+    assert [e["hook"] for e in story if e["event"] == "broken"] == list(TOUR)
+    assert judge.faults(story) == []
+    assert judge.stopped(story, PLANTED, []) == []
+
+
+def test_an_engine_that_drafts_on_after_a_fault_is_seen(tmp_path):
+    session = session_of(f"spec_plugin.conformance.faults:FaultTour={tmp_path}")
+    with pytest.raises(LogprobProvenanceError):
+        drive(session, 2 * len(TOUR) + 8, drafts_when_failed=True)
+    assert any("verification steps" in p for p in judge.faults(read_tour(tmp_path)))
+
+
+def test_saving_breaks_when_a_checkpoint_comes(tmp_path):
+    session = session_of(f"spec_plugin.conformance.faults:FaultTour={tmp_path}")
+    tour = next(p for p in session.manager.get_plugins() if isinstance(p, FaultTour))
+    tour.spec_rollout_end(stats=RolloutStats(0, 2, 10, 1.0, 9))
+    session.save(tmp_path / "checkpoint")
+    assert "spec_save broken" in str(session.failure)

@@ -1,0 +1,99 @@
+"""A trace as a right adapter leaves it; each test breaks one thing in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spec_plugin.conformance.faults import PLANTED, TOUR
+
+Event = dict[str, Any]
+
+
+class Trace:
+    """Events of one session, numbered as they come."""
+
+    def __init__(self, first_version: int = 0, steps: int = 4, draft: int = 0) -> None:
+        self.events: list[Event] = []
+        self.add("spec_configure", aux_layers=[2, 4, 5], actor_dtype="float32")
+        self.add("spec_speculative_config")
+        if draft:
+            self.add("spec_load", found=True, path="x")
+        for version in range(first_version, first_version + steps):
+            self.sync(version, draft + version - first_version)
+            if version == first_version:
+                checks = [{"name": "greedy", "passed": True, "detail": "8 of 8", "out_of_time": False}]
+                self.add("spec_engine_ready", checks=checks)
+            self.step(version, draft + version - first_version)
+
+    def add(self, hook: str, **what: Any) -> None:
+        number = len(self.events)
+        self.events.append({"hook": hook, "session": "a", "pid": 1, "event": number, "time": number, **what})
+
+    def audit(self, moment: str, policy: int, draft: int, digest: int) -> None:
+        state = {"draft_version": draft, "draft_digest": f"d{draft}", "target_digest": f"t{digest}"}
+        self.add("spec_audit", moment=moment, policy_version=policy, **state)
+
+    def sync(self, version: int, draft: int) -> None:
+        self.audit("synced", version - 1, draft - 1, version)
+        self.add("spec_weight_sync", policy_version=version)
+        self.add("spec_draft_weights", policy_version=version, published=[draft, f"d{draft}"])
+        sent = {"sent_version": draft, "sent_digest": f"d{draft}", "draft_version": draft}
+        self.add("spec_refreshed", policy_version=version, installed=True, reason="", **sent)
+        self.audit("refreshed", version - 1, draft, version)
+
+    def step(self, version: int, draft: int) -> None:
+        self.add("spec_schedule", policy_version=version, k=3)
+        self.audit("rollout", version, draft, version)
+        self.add("spec_rollout_start", policy_version=version)
+        self.add("spec_rollout_end", policy_version=version, drafts=40, tokens=100)
+        self.audit("rolled out", version, draft, version)
+        self.add("spec_target_forward", policy_version=version)
+        caught = dict.fromkeys(("nan recomputed", "nan rollout", "another model", "stale versions"), True)
+        self.add(
+            "spec_check_logprobs",
+            policy_version=version,
+            response_lengths=[5, 7],
+            rollout=True,
+            rollout_versions=[version, version],
+            caught={"unchanged": False, **caught},
+        )
+        self.add("spec_train_draft", step=version)
+        self.add("spec_metrics")
+        self.add("spec_save", path="x")
+
+    def find(self, hook: str, index: int = 0, **what: Any) -> Event:
+        """One event, to be changed in place."""
+        return [e for e in self.events if e["hook"] == hook and all(e[k] == v for k, v in what.items())][index]
+
+    def drop(self, hook: str, index: int = 0) -> Trace:
+        self.events.remove(self.find(hook, index))
+        return self
+
+    def swap(self, first: str, second: str, index: int = 0) -> Trace:
+        """Exchange the order of two events."""
+        a, b = self.find(first, index), self.find(second, index)
+        a["event"], b["event"] = b["event"], a["event"]
+        return self
+
+
+def metrics(prefix: str = "") -> dict[int, dict[str, float]]:
+    """What three steps log."""
+    out = {}
+    for step in (1, 2, 3):
+        values = {"failed": 0.0, "on": 1.0, "acceptance_length": 2.5, "draft_loss": 7.0 - step, "refresh_refused": 0.0}
+        out[step] = {f"{prefix}spec/{name}": value for name, value in values.items()} | {"loss": 3.0}
+    return out
+
+
+def tour() -> list[Event]:
+    """What a whole tour writes."""
+    events: list[Event] = []
+    version = 0
+    for hook in TOUR:
+        events.append({"event": "broken", "hook": hook, "policy_version": version})
+        plain = {"drafts": 0, "tokens": 50, "why": f"x: {hook} broken: {PLANTED}"}
+        events.append({"event": "plain", "hook": hook, "policy_version": version + 1, **plain})
+        events.append({"event": "drafting", "policy_version": version + 2, "drafts": 40})
+        version += 2
+    events.append({"event": "violation", "policy_version": version})
+    return events
