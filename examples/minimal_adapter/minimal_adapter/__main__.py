@@ -35,6 +35,7 @@ def main() -> None:
     options = tuple(f"{n.removeprefix('--spec.')}={v}" for n, v in zip(rest[::2], rest[1::2], strict=True))
     settings = Settings(**vars(known), spec=options)
     settings.out.mkdir(parents=True, exist_ok=True)
+    (settings.out / "metrics.jsonl").unlink(missing_ok=True)
     trainer = Trainer
     if flag:
         module, name = adapter.split(":")

@@ -103,10 +103,6 @@ class MinimalAdapter(Trainer):
         head = self.policy.get_output_embeddings().weight.detach().clone()
         run_blocking(self.control.synced(WeightSync(self.policy_version(), embed, head)))
 
-    def policy_version(self) -> int:
-        """Version of the policy's weights as they are now."""
-        return self.step
-
     # ---- 5. the log-prob pass: harvest hidden states on the way, check the log-probs before the loss gets them
 
     def log_probs(self, rollouts: Rollouts) -> Tensor:
@@ -130,9 +126,7 @@ class MinimalAdapter(Trainer):
         documents = [torch.tensor(p + r) for p, r in zip(rollouts.prompts, rollouts.responses, strict=True)]
         sampled = responses_at_the_end(documents, [len(r) for r in rollouts.responses])
         try:
-            hidden = self.harvester.take(
-                documents, sampled, self.control.policy_version, session.config.harvest_tokens
-            )
+            hidden = self.harvester.take(documents, sampled, self.control.policy_version, session.config.harvest_tokens)
         except Exception as error:
             session.fail("harvest", error)
             return

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Generator
 from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spec_plugin.conformance.driver import ConformanceDriver, RunFailed, RunSettings
+from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
+from spec_plugin.conformance.launch import Launch, Steps, follow
 
 VOCAB = 320
-_TAIL = 60  # lines of a failed run's output that are shown
 
 
 class Driver(ConformanceDriver):
@@ -45,35 +42,9 @@ class Driver(ConformanceDriver):
         Raises:
             RunFailed: if it ends before the last step.
         """
-        run.out.mkdir(parents=True, exist_ok=True)
-        log, metrics = run.out / "log.txt", run.out / "metrics.jsonl"
-        metrics.unlink(missing_ok=True)
-        done, last = 0, 0
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                self.command(run),
-                env=self.environment(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # with the engine's process, to be ended together
-            )
-            try:
-                while True:
-                    ended = process.poll() is not None
-                    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
-                    for line in lines[done:]:
-                        found = json.loads(line)
-                        last = found.pop("step")
-                        yield last, found
-                    done = len(lines)
-                    if ended:
-                        break
-                    time.sleep(0.1)
-            finally:
-                _end(process)
-        if process.returncode or last < run.steps:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
-            raise RunFailed(f"the run ended with code {process.returncode} after step {last} of {run.steps}:\n{tail}")
+        command, environment = tuple(self.command(run)), self.environment()
+        launch = Launch(command, environment, run.out, run.steps, "minimal_adapter")
+        yield from follow(launch, Steps(run.out / "metrics.jsonl", _parse))
 
     def command(self, run: RunSettings) -> list[str]:
         """The command line of a run."""
@@ -134,10 +105,6 @@ def _root(cls: type) -> str:
     return str(Path(file).resolve().parents[cls.__module__.count(".")])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the loop and its engine, which outlives a killed parent."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+def _parse(line: str) -> tuple[int, dict[str, float]]:
+    metrics = json.loads(line)
+    return metrics.pop("step"), metrics

@@ -107,7 +107,7 @@ class Trainer:
         self.settings = settings
         self.policy: Any = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.float32).eval()
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=settings.lr, weight_decay=0.0)
-        self.step = 0  # also the policy's version: one update per step
+        self.step = 0
         self.sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 
     # ---- the engine
@@ -134,7 +134,11 @@ class Trainer:
     def sync(self) -> None:
         """Send the policy to the engine."""
         weights = {name: tensor.contiguous() for name, tensor in self.policy.state_dict().items()}
-        self.engine.run(self.engine.load_policy(self.step, weights))
+        self.engine.run(self.engine.load_policy(self.policy_version(), weights))
+
+    def policy_version(self) -> int:
+        """Version of the policy's weights as they are now: one update per step."""
+        return self.step
 
     # ---- one step
 
@@ -162,7 +166,9 @@ class Trainer:
         self.step += 1
         metrics = {"step": self.step, "reward": float(rewards.mean()), "loss": loss, **self.metrics()}
         if self.settings.save_every and self.step % self.settings.save_every == 0:
-            self.save(self.settings.out / "checkpoints" / f"step_{self.step}")
+            checkpoints = self.settings.out / "checkpoints"
+            self.save(checkpoints / "unfinished")
+            (checkpoints / "unfinished").rename(checkpoints / f"step_{self.step}")
         self.sync()
         metrics |= {"generate_s": generated - began, "step_s": time.perf_counter() - began}
         with (self.settings.out / "metrics.jsonl").open("a") as file:
