@@ -1,48 +1,55 @@
-# Everything runs in .envs/verl, which the first target that needs it creates (Linux, Python 3.11, no GPU).
+# Everything runs in .envs/verl and .envs/openrlhf; the first target that needs one creates it (Linux, Python 3.11, no GPU).
 SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && { echo $$p; break; }; done || true)
 PY := .envs/verl/bin/python
 ARGS ?=
+TRAINER ?= verl
+MAKE_ENV := $(or $(PYTHON),python3) tools/make_env.py
 # One thread per process: more of them only fight over the cores, between Ray's workers and with the engine.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env quickstart test lint format unit engine-test trainer-test bench clean
+.PHONY: help env verl-env quickstart test lint format unit engine-test trainer-test bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
 
-env:  ## create or update .envs/verl (instant when it is current)
-	@$(or $(PYTHON),python3) tools/make_env.py
+env:  ## create or update .envs/$(TRAINER) (instant when it is current)
+	@$(MAKE_ENV) $(TRAINER)
 
-quickstart: env  ## a GRPO run on this CPU with speculative rollouts, about 15 minutes; ARGS="--steps 10 --plain" …
-	@$(PY) examples/quickstart/run.py $(ARGS)
+quickstart: env  ## a GRPO run on this CPU with speculative rollouts, about 15 minutes; TRAINER=openrlhf, ARGS="--steps 10 --plain" …
+	@.envs/$(TRAINER)/bin/python examples/quickstart/run.py --trainer $(TRAINER) $(ARGS)
+
+verl-env:
+	@$(MAKE_ENV) verl
 
 test: lint unit engine-test trainer-test  ## everything, cheapest first; stops at the first part that fails
 
-lint: env  ## ruff, mypy and the import arrows
+lint: verl-env  ## ruff, mypy and the import arrows
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.envs/verl/bin/lint-imports
 
-format: env  ## let ruff repair and format the sources
+format: verl-env  ## let ruff repair and format the sources
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-unit: env  ## tests without an engine (seconds)
+unit: verl-env  ## tests without an engine (seconds)
 	$(PY) -m pytest tests/unit $(ARGS)
 
-engine-test: env  ## tests with a real vLLM engine (minutes)
+engine-test: verl-env  ## tests with a real vLLM engine (minutes)
 	$(PY) -m pytest tests/engine -m engine $(ARGS)
 
-trainer-test: env  ## tests with a real trainer (minutes)
-	$(PY) -m pytest tests/trainers -m trainer $(ARGS)
+trainer-test:  ## tests with real trainers (minutes)
+	@$(MAKE_ENV) verl openrlhf
+	$(PY) -m pytest tests/trainers/test_verl.py -m trainer $(ARGS)
+	.envs/openrlhf/bin/python -m pytest tests/trainers/test_openrlhf.py -m trainer $(ARGS)
 
-bench: env  ## benchmarks under examples/bench (about 20 minutes on an idle machine)
+bench: verl-env  ## benchmarks under examples/bench (about 20 minutes on an idle machine)
 	$(PY) examples/bench/run_all.py $(ARGS)
 
 clean:  ## remove caches and runs; the environment stays (rm -r .envs)

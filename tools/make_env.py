@@ -1,4 +1,4 @@
-"""Create the Python environment of the quickstart and the tests, once: ``python3.11 tools/make_env.py``.
+"""Create the Python environments of the quickstart and the tests, once: ``python3.11 tools/make_env.py verl openrlhf``.
 
 Standard library only. A second run with the same pins returns at once; ``make`` runs it before everything else.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PINS = ROOT / "tools" / "requirements-verl.txt"
+TRAINERS = ("verl", "openrlhf")
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PYTHON = (3, 11)
 
@@ -49,6 +49,11 @@ class Pins:
     def torch(self) -> str:
         """The line that pins torch."""
         return next(line for line in self.normal if line.startswith("torch=="))
+
+
+def pins_file(trainer: str) -> Path:
+    """What is installed for a trainer."""
+    return ROOT / "tools" / f"requirements-{trainer}.txt"
 
 
 def fail(message: str) -> None:
@@ -144,22 +149,28 @@ def install_project(folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the command line and bring the environment up to date."""
+    """Parse the command line and bring the environments up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".envs" / "verl", help="default: .envs/verl")
-    folder = parser.parse_args(argv).folder.absolute()
+    parser.add_argument("trainers", nargs="*", metavar="TRAINER", help=f"any of: {', '.join(TRAINERS)} (default: verl)")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".envs", help="where they go (default: .envs)")
+    arguments = parser.parse_args(argv)
+    trainers = arguments.trainers or ["verl"]
+    if unknown := sorted(set(trainers) - set(TRAINERS)):
+        parser.error(f"unknown trainer {unknown[0]!r}; known: {', '.join(TRAINERS)}")
     if sys.version_info[:2] != PYTHON or not sys.platform.startswith("linux"):
         found = f"{sys.platform} with Python {sys.version_info.major}.{sys.version_info.minor} ({sys.executable})"
         fail(f"needs Linux with Python 3.11, found {found}; name another one: make PYTHON=/path/to/python3.11 …")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        bring_up_to_date(folder)
+    for trainer in trainers:
+        folder = (arguments.folder / trainer).absolute()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (folder.parent / f".{trainer}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            bring_up_to_date(folder, pins_file(trainer))
 
 
-def bring_up_to_date(folder: Path) -> None:
+def bring_up_to_date(folder: Path, pins: Path) -> None:
     """Do what is missing; the stamp files say what is there."""
-    pins_text = PINS.read_text()
+    pins_text = pins.read_text()
     environment = digest(pins_text, Path(__file__).read_text(), sys.version)
     project = digest(environment, str(ROOT), (ROOT / "pyproject.toml").read_bytes())
     start = time.monotonic()

@@ -13,6 +13,8 @@ transformers 5.15.0 and Ray 2.55.0. A symbol that is gone raises ``PatchError``.
 ============================================================ ========================================================
 symbol                                                       reason
 ============================================================ ========================================================
+``ray.init`` (driver only)                                   logical GPUs, these shims in every worker, and a second
+                                                             try where a loaded machine lets Ray's daemons time out
 module ``flash_attn`` (only if it is not installed)          OpenRLHF imports its padding helpers whatever the
                                                              attention; here they are plain torch
 ``torch.cuda.current_device``, ``set_device``,               called by name on every path; the first answers "cpu",

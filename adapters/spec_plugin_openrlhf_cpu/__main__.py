@@ -6,19 +6,25 @@ import os
 import runpy
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 
 from spec_plugin.errors import SpecConfigError
-from spec_plugin_openrlhf_cpu import chosen, setup_worker
+from spec_plugin_openrlhf_cpu import chosen, setup_worker, shims
 
-LOGICAL_GPUS = 4  # in Ray's books only: actor, reference model, engine, one spare
 START_ATTEMPTS = 4
+RAY = {
+    "num_cpus": 8,  # in Ray's books only
+    "num_gpus": 4,  # the same: actor, reference model, engine, one spare
+    "include_dashboard": False,
+    "object_store_memory": 500_000_000,
+}
 
 
 def main() -> None:
-    """Install the shims, start Ray (OpenRLHF keeps one that runs), and run the module as ``__main__``.
+    """Install the shims, in Ray's workers too, and run the module as ``__main__``.
 
     Raises:
         SpecConfigError: if no module is named, or the CPU is not chosen.
@@ -27,38 +33,35 @@ def main() -> None:
         raise SpecConfigError("usage: python -m spec_plugin_openrlhf_cpu openrlhf.cli.train_ppo_ray <flags…>")
     if not chosen():
         raise SpecConfigError("spec_plugin_openrlhf_cpu needs DS_ACCELERATOR=cpu and a machine without a GPU")
+    # OpenRLHF switches this on; without a copy to a GPU, workers would write into tensors that they share
+    os.environ.setdefault("RAY_ENABLE_ZERO_COPY_TORCH_TENSORS", "0")
     setup_worker()
-    start_ray()
-    module = sys.argv[1]
-    sys.argv = [module, *sys.argv[2:]]
+    shims.replace("ray", "init", patient_init)
+    module, sys.argv[:] = sys.argv[1], sys.argv[1:]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         ray.shutdown()
 
 
-def start_ray() -> None:
-    """Start Ray with logical GPUs; on a loaded machine its daemons can miss their limit, so it is tried again."""
-    settings: dict[str, Any] = {
-        "num_cpus": 8,
-        "num_gpus": LOGICAL_GPUS,
-        "include_dashboard": False,
-        "object_store_memory": 500_000_000,
-        "runtime_env": {
-            "worker_process_setup_hook": "spec_plugin_openrlhf_cpu.setup_worker",
-            "env_vars": {"DS_ACCELERATOR": os.environ["DS_ACCELERATOR"]},
-        },
-    }
-    for attempt in range(1, START_ATTEMPTS + 1):
-        try:
-            ray.init(**settings)
-            return
-        except Exception as error:
-            ray.shutdown()
-            if attempt == START_ATTEMPTS:
-                raise
-            print(f"Ray did not start ({type(error).__name__}: {error}); trying again", flush=True)
-            time.sleep(3)
+def patient_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``ray.init`` with logical GPUs and our hook; on a loaded machine its daemons miss their limit, so it is tried again."""
+
+    def init(*args: Any, runtime_env: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+        theirs = runtime_env or {}
+        variables = {"DS_ACCELERATOR": os.environ["DS_ACCELERATOR"], **theirs.get("env_vars", {})}
+        ours = {"worker_process_setup_hook": "spec_plugin_openrlhf_cpu.setup_worker", "env_vars": variables}
+        for attempt in range(1, START_ATTEMPTS + 1):
+            try:
+                return original(*args, runtime_env={**theirs, **ours}, **{**RAY, **kwargs})
+            except Exception as error:
+                ray.shutdown()
+                if attempt == START_ATTEMPTS:
+                    raise
+                print(f"Ray did not start ({type(error).__name__}: {error}); trying again", flush=True)
+                time.sleep(3)
+
+    return init
 
 
 if __name__ == "__main__":

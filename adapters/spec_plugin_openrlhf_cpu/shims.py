@@ -112,13 +112,16 @@ def _current_device() -> str:
     return _Device("cpu")
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _do_nothing() -> Callable[..., None]:
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return nothing  # one for each name: dynamo has different rules for them, and refuses one object under two
 
 
 _CUDA: dict[str, Callable[..., Any]] = {
     "current_device": _current_device,
-    **dict.fromkeys(("set_device", "empty_cache", "synchronize", "current_stream"), _nothing),
+    **{name: _do_nothing() for name in ("set_device", "empty_cache", "synchronize", "current_stream")},
 }
 
 

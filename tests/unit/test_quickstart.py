@@ -354,22 +354,29 @@ def test_a_slow_first_step_does_not_flatten_the_time_axis() -> None:
 # ------------------------------------------------------------------------------------------------- environment, make
 
 
-def test_pins_are_sorted_by_their_tags_and_exact() -> None:
+@pytest.mark.parametrize(
+    ("trainer", "no_deps"), [("verl", ("TransferQueue==0.1.11",)), ("openrlhf", ("openrlhf==0.11.2",))]
+)
+def test_pins_are_sorted_by_their_tags_and_exact(trainer: str, no_deps: tuple[str, ...]) -> None:
     make_env = load(ROOT / "tools" / "make_env.py")
-    pins = make_env.Pins.parse(make_env.PINS.read_text())
+    pins = make_env.Pins.parse(make_env.pins_file(trainer).read_text())
     assert pins.torch == "torch==2.13.0+cpu"
-    assert pins.no_deps == ("TransferQueue==0.1.11",)
+    assert pins.no_deps == no_deps
     assert pins.never == ("torchvision", "torchaudio", "torchcodec")
     assert all("==" in line for line in (*pins.normal, *pins.no_deps))
+
+
+def test_make_env_knows_the_quickstarts_trainers() -> None:
+    assert tuple(TRAINERS) == load(ROOT / "tools" / "make_env.py").TRAINERS
 
 
 def test_make_env_refuses_another_python_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_env = load(ROOT / "tools" / "make_env.py")
     monkeypatch.setattr(make_env, "PYTHON", (3, 99))
     with pytest.raises(SystemExit) as stop:
-        make_env.main([str(tmp_path / "env")])
+        make_env.main(["openrlhf", "--folder", str(tmp_path / "envs")])
     assert "Python 3.11" in str(stop.value) and "\n" not in str(stop.value)
-    assert not (tmp_path / "env").exists()
+    assert not (tmp_path / "envs").exists()
 
 
 def test_no_private_host_and_no_path_of_one_machine() -> None:
