@@ -1,0 +1,43 @@
+"""The conformance kit on real engines: it passes the minimal adapter, and catches each wrong one by the check that is meant."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WRONG = sorted(file.stem for file in (ROOT / "tests" / "wrong_adapters").glob("[a-z]*.py"))
+PATH = [str(ROOT / "examples" / "minimal_adapter"), str(ROOT / "tests")]
+SECONDS = 1800
+
+pytestmark = pytest.mark.engine
+
+
+def kit(driver: str, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "spec_plugin.cli", "conformance", driver, *more],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "COLUMNS": "160"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def test_the_minimal_adapter_keeps_the_contract():
+    done = kit("minimal_adapter.driver:Driver")
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert "16 passed" in done.stdout
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_adapter_is_caught_by_the_check_that_is_meant(name):
+    (check,) = re.findall(r'^CAUGHT_BY = "(\w+)"', (ROOT / "tests" / "wrong_adapters" / f"{name}.py").read_text(), re.M)
+    done = kit(f"wrong_adapters.{name}:Driver", "-k", check)
+    assert done.returncode == 1, done.stdout[-8000:]
+    assert "1 failed" in done.stdout and " passed" not in done.stdout, done.stdout[-8000:]
