@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from minimal_adapter import driver
-from minimal_adapter.adapter import MinimalAdapter, SpecWorker
+from minimal_adapter.adapter import MinimalAdapter
+from minimal_adapter.spec_worker import SpecWorker
 
 CAUGHT_BY = "target_is_untouched_by_a_refresh"
 

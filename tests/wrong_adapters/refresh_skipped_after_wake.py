@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from minimal_adapter import driver
 from minimal_adapter.adapter import Link, MinimalAdapter
+from minimal_adapter.loop import Settings
 
 from spec_plugin.events import DraftRefresh, RefreshReport
 
@@ -11,8 +12,9 @@ CAUGHT_BY = "installed_draft_is_the_published_one"
 
 
 class Adapter(MinimalAdapter):
-    def make_link(self) -> Link:
-        return ForgetfulLink(self.front)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.link = self.control.link = ForgetfulLink(self.front)
 
 
 class ForgetfulLink(Link):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from minimal_adapter.loop import Settings, Trainer
 
@@ -32,7 +34,7 @@ def main() -> None:
     if rest and not flag:
         parser.error("--spec.* options need --spec")
     del known.spec, known.adapter
-    options = tuple(f"{n.removeprefix('--spec.')}={v}" for n, v in zip(rest[::2], rest[1::2], strict=True))
+    options = {n.removeprefix("--spec."): value(v) for n, v in zip(rest[::2], rest[1::2], strict=True)}
     settings = Settings(**vars(known), spec=options)
     settings.out.mkdir(parents=True, exist_ok=True)
     (settings.out / "metrics.jsonl").unlink(missing_ok=True)
@@ -41,6 +43,14 @@ def main() -> None:
         module, name = adapter.split(":")
         trainer = getattr(importlib.import_module(module), name)
     trainer(settings).run()
+
+
+def value(text: str) -> Any:
+    """An option's value: JSON, or else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 if __name__ == "__main__":

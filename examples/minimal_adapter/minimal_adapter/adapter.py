@@ -14,24 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from minimal_adapter.loop import Engine, Rollouts, Settings, Trainer, padded
-from minimal_adapter.worker import PolicyWorker
-from spec_plugin import SpecConfig
-from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin import SpecConfig, events
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.events import (
-    DraftRefresh,
-    EngineState,
-    LogprobBatch,
-    RefreshReport,
-    RolloutStats,
-    SelfTestReport,
-    TargetInfo,
-    WeightSync,
-)
 from spec_plugin.harvest import Harvester, responses_at_the_end
 from spec_plugin.methods.eagle3 import starting_draft
 from spec_plugin.rollout import RolloutControl, run_blocking
@@ -43,14 +31,14 @@ T = TypeVar("T")
 class MinimalAdapter(Trainer):
     """The loop with speculative rollouts; made instead of ``Trainer`` when, and only when, the flag is set."""
 
-    extension = "minimal_adapter.adapter.SpecWorker"
+    extension = "minimal_adapter.spec_worker.SpecWorker"
 
     # ---- 1. options and target, before anything expensive starts: a wrong option is refused here
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        config = SpecConfig.parse(read_options(settings.spec), "--spec.")
-        target = TargetInfo(
+        config = SpecConfig.parse(settings.spec, "--spec.")
+        target = events.TargetInfo(
             path=str(settings.target),
             hf_config=json.loads((settings.target / "config.json").read_text()),
             dtype="float32",
@@ -60,13 +48,9 @@ class MinimalAdapter(Trainer):
         )
         self.session = SpecSession(config, target)
         self.front = EngineFront(self.session, tokenizer=None)
-        self.link = self.make_link()
+        self.link = Link(self.front)
         self.control = RolloutControl(self.session, self.link)
         self.harvester = Harvester(self.policy.model, starting_draft(config, target).config.aux_layers)
-
-    def make_link(self) -> Link:
-        """How the trainer's thread reaches the engine."""
-        return Link(self.front)
 
     # ---- 2. the engine is built with a draft
 
@@ -101,7 +85,7 @@ class MinimalAdapter(Trainer):
         """Announce the new policy; the control has the draft installed."""
         embed = self.policy.get_input_embeddings().weight.detach().clone()
         head = self.policy.get_output_embeddings().weight.detach().clone()
-        run_blocking(self.control.synced(WeightSync(self.policy_version(), embed, head)))
+        run_blocking(self.control.synced(events.WeightSync(self.policy_version(), embed, head)))
 
     # ---- 5. the log-prob pass: harvest hidden states on the way, check the log-probs before the loss gets them
 
@@ -137,7 +121,7 @@ class MinimalAdapter(Trainer):
         """Both sides' log-probs, and the version that the engine stamped on each sequence."""
         rollout, mask = padded(rollouts.log_probs)
         self.session.check_logprobs(
-            LogprobBatch(
+            events.LogprobBatch(
                 policy_version=self.control.policy_version,
                 recomputed=recomputed,
                 rollout=rollout,
@@ -187,7 +171,7 @@ class Link:
         result: T = await asyncio.wrap_future(self.engine.submit(work))
         return result
 
-    async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
+    async def install(self, refresh: events.DraftRefresh, force: bool) -> events.RefreshReport:
         """Send the draft by the loop's own transport; what the worker does with it is ``SpecWorker``'s."""
         timeout = self.front.session.config.refresh_timeout_s
         arguments = {"version": refresh.draft_version, "digest": refresh.digest, "force": force}
@@ -198,7 +182,7 @@ class Link:
         """Tokens to draft for each batch size."""
         await self._there(self.front.set_schedule(table))
 
-    async def self_test(self, seconds: float) -> SelfTestReport:
+    async def self_test(self, seconds: float) -> events.SelfTestReport:
         """The start-up self-test."""
         return await self._there(self.front.self_test(seconds))
 
@@ -206,32 +190,10 @@ class Link:
         """Counters start anew."""
         self.front.start_phase(policy_version)
 
-    async def stats(self, policy_version: int) -> RolloutStats:
+    async def stats(self, policy_version: int) -> events.RolloutStats:
         """Counters since then."""
         return self.front.stats(policy_version)
 
-    async def state(self, moment: str) -> EngineState:
+    async def state(self, moment: str) -> events.EngineState:
         """Digests of what the worker holds, for ``--spec.audit true``."""
         return await self._there(self.front.state(moment))
-
-
-class SpecWorker(SpecWorkerExtension, PolicyWorker):
-    """Inside vLLM's worker: the loop's extension, and spec-plugin's. Its method names start with ``spec_``."""
-
-    def spec_install_tensors(self, version: int, digest: str, force: bool, weights: bytes) -> dict[str, Any]:
-        """Stage what arrived, and swap it in, all or nothing; ``digest`` is the sender's."""
-        tensors = load(weights)
-        self.spec_stage(version, list(tensors.items()))
-        return self.spec_install(version, digest, names=list(tensors), force=force)
-
-
-def read_options(given: Sequence[str]) -> dict[str, Any]:
-    """``name=value`` as the command line has them; a value is JSON, or else a text."""
-    options: dict[str, Any] = {}
-    for item in given:
-        name, value = item.split("=", 1)
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return options

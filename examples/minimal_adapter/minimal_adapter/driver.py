@@ -21,7 +21,7 @@ class Driver(ConformanceDriver):
     """Runs ``python -m minimal_adapter``; a subclass may name another adapter."""
 
     adapter = "minimal_adapter.adapter:MinimalAdapter"
-    adapter_modules = ("minimal_adapter.adapter", "spec_plugin.session")
+    adapter_modules = ("minimal_adapter.adapter", "minimal_adapter.spec_worker", "spec_plugin")
     trainer_modules = ("minimal_adapter.loop", "minimal_adapter.worker")
 
     def __init__(self, root: Path) -> None:
@@ -67,7 +67,8 @@ class Driver(ConformanceDriver):
 
     def policy(self, run: RunSettings, step: int) -> dict[str, Tensor]:
         """The policy's parameters after a step."""
-        return load_file(run.out / "checkpoints" / f"step_{step}" / "policy.safetensors")
+        tensors: dict[str, Tensor] = load_file(run.out / "checkpoints" / f"step_{step}" / "policy.safetensors")
+        return tensors
 
 
 def make_target(folder: Path) -> None:

@@ -11,8 +11,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ class Settings:
     target: Path  # Hugging Face folder of the policy at version 0
     out: Path
     steps: int
-    spec: tuple[str, ...] = ()  # what followed --spec.<name> on the command line, as name=value
+    spec: Mapping[str, Any] = field(default_factory=dict)  # what followed --spec.<name> on the command line
     replay: Path | None = None  # record rollouts there, or train on those that it holds
     save_every: int = 0
     resume: Path | None = None  # ``out`` of a former run
@@ -225,7 +225,7 @@ class Trainer:
         """
         self.optimizer.zero_grad()
         loss = self.loss(rollouts, old, advantages)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         self.optimizer.step()
         return float(loss.detach())
