@@ -1,0 +1,90 @@
+"""How the conformance kit runs real OpenRLHF on a CPU: ``spec-plugin conformance openrlhf``."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_plugin.conformance import tiny
+from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
+from spec_plugin_openrlhf_cpu.run import OpenRLHFRun
+
+_REPLAY = '''"""Written by spec_plugin_openrlhf_cpu.conformance: an agent that records rollouts, or gives back recorded ones."""
+from pathlib import Path
+from spec_plugin_openrlhf_cpu.replay import ReplayExecutor
+
+
+class AgentExecutor(ReplayExecutor):
+    folder, reward_file = Path({folder!r}), {reward!r}
+'''
+SAMPLES = 8
+
+
+class Driver(ConformanceDriver):
+    """GRPO on one prompt with eight samples a step, so that a replayed run sees its rollouts in the same order."""
+
+    adapter_modules = ("spec_plugin_openrlhf", "spec_plugin.session")
+    trainer_modules = ("openrlhf.trainer.ray.vllm_engine",)
+
+    def __init__(self, root: Path) -> None:
+        """Make policy, data and reward."""
+        super().__init__(root)
+        root.mkdir(parents=True, exist_ok=True)
+        self._target = tiny.make_target(root / "policy", torch.bfloat16)
+        self._data = tiny.write_jsonl(root / "data.jsonl", 64)
+        self._reward = tiny.write_reward(root)
+
+    @property
+    def target(self) -> Path:
+        """The tiny policy, in OpenRLHF's bfloat16."""
+        return self._target
+
+    def _checkpoints(self, run: RunSettings) -> Path:
+        return (run.resume_from or run).out / "checkpoints"
+
+    def _flags(self, run: RunSettings) -> list[str]:
+        flags = ["--rollout.batch_size", "1", "--rollout.n_samples_per_prompt", str(SAMPLES)]
+        flags += ["--rollout.micro_batch_size", "4", "--train.micro_batch_size", "4", "--rollout.max_new_tokens", "40"]
+        flags += ["--data.max_samples", "64", "--actor.adam.lr", "1e-3", "--ckpt.path", str(self._checkpoints(run))]
+        flags += ["--actor.lr_warmup_ratio", "0.0"]
+        if run.save_every:
+            flags += ["--ckpt.save_steps", str(run.save_every)]
+        if run.resume_from:
+            flags += ["--ckpt.load_enable"]
+        if run.replay:
+            flags += ["--train.agent_func_path", str(self._agent(run.replay))]
+        for name, value in run.options.items() if run.enabled else ():
+            flags += [f"--spec.{name}", _word(value)]
+        return flags
+
+    def _agent(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "agent.py"
+        file.write_text(_REPLAY.format(folder=str(folder), reward=str(self._reward)))
+        return file
+
+    def launch(self, run: RunSettings) -> Generator[tuple[int, dict[str, float]], None, None]:
+        """One run of ``openrlhf.cli.train_ppo_ray``; killed after its last step, as its data would last longer."""
+        trainer = OpenRLHFRun(
+            self._target, self._data, self._reward, run.out, run.steps, not run.enabled, tuple(self._flags(run))
+        )
+        for step, metrics in trainer.follow():
+            yield step, metrics
+            if step >= run.steps and (not run.save_every or step % run.save_every):
+                return
+
+    def policy(self, run: RunSettings, step: int) -> dict[str, Tensor]:
+        """From DeepSpeed's checkpoint."""
+        file = self._checkpoints(run) / "_actor" / f"global_step{step}" / "mp_rank_00_model_states.pt"
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)  # the run's own file
+        return {name: tensor for name, tensor in state["module"].items() if isinstance(tensor, Tensor)}
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return "none" if value is None else str(value)

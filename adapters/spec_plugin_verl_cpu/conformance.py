@@ -1,0 +1,106 @@
+"""How the conformance kit runs real verl on a CPU: ``spec-plugin conformance verl``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from spec_plugin.conformance import tiny
+from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
+from spec_plugin_verl_cpu.run import VerlRun
+
+SPEC = "+actor_rollout_ref.rollout.custom.spec."
+SMALL = (
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+    "data.max_response_length=40",
+)
+
+
+class Driver(ConformanceDriver):
+    """GRPO on four prompts with four samples a step."""
+
+    metric_prefix = "actor/"
+    adapter_modules = ("spec_plugin_verl", "spec_plugin.session")
+    trainer_modules = ("verl", "verl.workers.rollout", "verl.workers.engine")
+
+    def __init__(self, root: Path) -> None:
+        """Make policy, data and reward."""
+        super().__init__(root)
+        root.mkdir(parents=True, exist_ok=True)
+        self._target = tiny.make_target(root / "policy")
+        self._data = root / "data.parquet"
+        pd.DataFrame([_row(i, text) for i, text in enumerate(tiny.prompts(64))]).to_parquet(self._data)
+        self._reward = tiny.write_reward(root)
+
+    @property
+    def target(self) -> Path:
+        """The tiny policy, in float32."""
+        return self._target
+
+    def _overrides(self, run: RunSettings) -> list[str]:
+        out = list(SMALL)
+        if run.save_every:
+            out.append(f"trainer.save_freq={run.save_every}")
+        if run.resume_from:
+            checkpoints = run.resume_from.out / "checkpoints"
+            step = (checkpoints / "latest_checkpointed_iteration.txt").read_text().strip()
+            out += [
+                "trainer.resume_mode=resume_path",
+                f"trainer.resume_from_path={checkpoints / f'global_step_{step}'}",
+            ]
+        if run.replay:
+            steps = ",".join(str(i) for i in range(1, run.steps + 1))
+            out += [
+                "skip.rollout_tq.enable=True",
+                f"skip.rollout_tq.steps=[{steps}]",
+                f"skip.rollout_tq.dump_dir={run.replay}",
+            ]
+        options = run.options if run.enabled else {}
+        return out + [f"{SPEC}{name}={_word(value)}" for name, value in options.items()]
+
+    def launch(self, run: RunSettings) -> Generator[tuple[int, dict[str, float]], None, None]:
+        """One run of ``verl.trainer.main_ppo``."""
+        trainer = VerlRun(
+            self._target,
+            self._data,
+            self._data,
+            self._reward,
+            run.out,
+            run.steps,
+            plain=not run.enabled,
+            overrides=tuple(self._overrides(run)),
+        )
+        yield from trainer.follow()
+
+    def policy(self, run: RunSettings, step: int) -> dict[str, Tensor]:
+        """From verl's FSDP checkpoint of the one rank."""
+        file = run.out / "checkpoints" / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.pt"
+        state: dict[str, Any] = torch.load(file, weights_only=False)  # the run's own file
+        return {name: getattr(value, "_local_tensor", value) for name, value in state.items()}
+
+
+def _row(index: int, text: str) -> dict[str, Any]:
+    return {
+        "data_source": "tiny",
+        "prompt": [{"role": "user", "content": text}],
+        "ability": "none",
+        "reward_model": {"style": "rule", "ground_truth": ""},
+        "extra_info": {"split": "train", "index": index},
+    }
+
+
+def _word(value: Any) -> str:
+    """A value in Hydra's grammar; JSON is inside of it for lists, with its quotes."""
+    if isinstance(value, list | tuple):
+        return json.dumps(list(value))
+    return "null" if value is None else str(value)

@@ -1,0 +1,85 @@
+"""A tiny policy, its tokenizer and prompts for the kit's runs: made in seconds, without a network, the same every time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB, HIDDEN, STEP = 320, 64, 37
+END, PAD = "<|im_end|>", "<|pad|>"  # verl asks any Qwen tokenizer for <|im_end|>
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+REWARD = '''"""Share of different characters in the response; verl calls compute_score, OpenRLHF calls reward_func."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **more):
+    return len(set(solution_str)) / max(1, len(solution_str))
+
+
+def reward_func(queries, prompts, labels):
+    score = compute_score("", queries[0].removeprefix(prompts[0]), labels[0])
+    return {"rewards": score, "scores": score}
+'''
+
+
+def make_target(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A random Qwen3 of 8 layers that says, six times in seven, the current token + 37: sharp, and easy to draft for."""
+    if folder.exists():
+        return folder
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=8,  # EAGLE-3 taps three different layers: fewer do not have them
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,  # vLLM's CPU attention needs 32 or more
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        pad_token_id=1,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    embed = torch.nn.functional.normalize(torch.randn(VOCAB, HIDDEN), dim=-1)
+    model.model.embed_tokens.weight.data = embed * 8
+    model.lm_head.weight.data = embed.roll(STEP, 0).clone()  # row i + 37 points where token i does
+    model.to(dtype).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte."""
+    tokens = [END, PAD, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens += [f"<unused{i}>" for i in range(len(tokens), VOCAB)]
+    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=PAD)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def prompts(count: int) -> Sequence[str]:
+    """Short texts, all different."""
+    return [f"prompt {i} {i * i % 97}" for i in range(count)]
+
+
+def write_reward(folder: Path) -> Path:
+    """A file with a reward that varies between the samples of a prompt."""
+    file = folder / "reward.py"
+    file.write_text(REWARD)
+    return file
+
+
+def write_jsonl(file: Path, count: int) -> Path:
+    """Prompts as OpenRLHF reads them."""
+    rows = [{"prompt": [{"role": "user", "content": text}], "label": ""} for text in prompts(count)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
