@@ -71,7 +71,8 @@ def activated(trace: Trace, metrics: Mapping[int, Mapping[str, float]], prefix: 
     if silent := [step for step, found in metrics.items() if f"{prefix}spec/failed" not in found]:
         problems.append(f"steps {silent} logged no {prefix}spec/failed; they logged {sorted(metrics[silent[0]])[:8]}")
     if broken := [step for step, found in metrics.items() if found.get(f"{prefix}spec/failed")]:
-        problems.append(f"speculation had failed in steps {broken}")
+        why = next((e["failure"] for e in of(trace, "spec_metrics") if e["failure"]), "no reason recorded")
+        problems.append(f"speculation had failed in steps {broken}: {why}")
     return problems
 
 

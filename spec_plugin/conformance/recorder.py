@@ -30,6 +30,7 @@ from spec_plugin.events import (
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.methods.eagle3 import starting_draft
 from spec_plugin.provenance import ProvenanceGuard
+from spec_plugin.session import SESSIONS
 
 #: packs of hidden states that one process keeps
 PACKS = 8
@@ -175,7 +176,8 @@ class Recorder:
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
         """The trainer logs; nothing is added."""
-        self._write("spec_metrics")
+        failure = next((s.failure for s in SESSIONS if s.manager.is_registered(self)), None)
+        self._write("spec_metrics", failure=failure)
         return {}
 
     @hookimpl
@@ -192,9 +194,9 @@ class Recorder:
 def mutants(batch: LogprobBatch, vocab_size: int) -> dict[str, LogprobBatch]:
     """The batch as it is, and with one planted error each: NaN, another model's log-probs, a stale version."""
     uniform = torch.full_like(batch.recomputed, -float(torch.tensor(float(vocab_size)).log()))
-    stale = torch.full((batch.mask.shape[0],), max(0, batch.policy_version - 1))
-    if batch.policy_version == 0:
-        stale += 1
+    # an asynchronous trainer may lag behind, but never be ahead
+    other = batch.policy_version + (1 if batch.lag_allowed or batch.policy_version == 0 else -1)
+    stale = torch.full((batch.mask.shape[0],), other)
     found = {
         "unchanged": batch,
         "nan recomputed": replace(batch, recomputed=_with_nan(batch.recomputed, batch.mask)),

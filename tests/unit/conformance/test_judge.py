@@ -71,7 +71,9 @@ def test_metrics_that_never_reach_the_log_are_seen():
 def test_failed_speculation_is_seen():
     logged = metrics()
     logged[2]["spec/failed"] = 1.0
-    one(judge.activated(Trace().events, logged, ""), "failed in steps [2]")
+    trace = Trace()
+    trace.find("spec_metrics", 1)["failure"] = "harvest: no memory"
+    one(judge.activated(trace.events, logged, ""), "failed in steps [2]: harvest: no memory")
 
 
 # off_is_off

@@ -58,7 +58,7 @@ class Trace:
             caught={"unchanged": False, **caught},
         )
         self.add("spec_train_draft", step=version)
-        self.add("spec_metrics")
+        self.add("spec_metrics", failure=None)
         self.add("spec_save", path="x")
 
     def find(self, hook: str, index: int = 0, **what: Any) -> Event:
