@@ -42,6 +42,53 @@ class EngineLink(Protocol):
         """``EngineFront.state`` of every engine; see ``merge_states``."""
 
 
+class ActorsLink:
+    """Engines that are Ray actors with the methods of ``spec_plugin.engine.front.SpecEngineMethods``: plain remote calls.
+
+    The draft travels through Ray's object store, whatever carries the policy's weights.
+    """
+
+    def __init__(self, engines: Sequence[Any], timeout_s: float) -> None:
+        self._engines, self.timeout_s = engines, timeout_s
+
+    def engines(self) -> Sequence[Any]:
+        """Handles of all engines that this process answers for."""
+        return self._engines
+
+    async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call a method on every engine at once.
+
+        Raises:
+            TimeoutError: if one does not answer in time.
+        """
+        calls = [getattr(engine, method).remote(*args) for engine in self.engines()]
+        return list(await asyncio.wait_for(asyncio.gather(*calls), timeout_s or self.timeout_s))
+
+    async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
+        """Every engine installs this draft."""
+        return merge_refreshes(await self.all("spec_refresh", refresh, force))
+
+    async def set_schedule(self, table: Sequence[int]) -> None:
+        """k per batch size."""
+        await self.all("spec_set_schedule", list(table))
+
+    async def self_test(self, seconds: float) -> SelfTestReport:
+        """Every engine is tested, all at once."""
+        return merge_reports(await self.all("spec_self_test", seconds, timeout_s=4 * seconds + 300))
+
+    async def start_phase(self, policy_version: int) -> None:
+        """Counters and clocks start anew."""
+        await self.all("spec_start_phase", policy_version)
+
+    async def stats(self, policy_version: int) -> RolloutStats:
+        """What the engines did."""
+        return merge_stats(await self.all("spec_stats", policy_version))
+
+    async def state(self, moment: str) -> EngineState:
+        """What the engines hold."""
+        return merge_states(await self.all("spec_state", moment))
+
+
 class RolloutControl:
     """Refresh after each weight sync, self-test, schedule, and the counters of each phase.
 

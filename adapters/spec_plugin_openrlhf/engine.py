@@ -10,23 +10,24 @@ from typing import Any
 from openrlhf.trainer.ray import vllm_engine
 
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine.front import EngineFront, plain_if_unlisted
-from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport, TargetInfo
+from spec_plugin.engine.front import EngineFront, SpecEngineMethods, plain_if_unlisted
+from spec_plugin.events import SelfTestReport, TargetInfo
+from spec_plugin.logs import configure_logging
 from spec_plugin.session import SpecSession
-from spec_plugin_openrlhf.registration import configure_logging, undecorated
+from spec_plugin_openrlhf.registration import undecorated
 
 EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
 #: in the log of each response: the policy version that had begun to sample it
 VERSION = "spec/rollout_version"
 
 
-class SpecRolloutRayActor(undecorated(vllm_engine.RolloutRayActor, "RolloutRayActor")):  # type: ignore[misc]
+class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayActor, "RolloutRayActor")):  # type: ignore[misc]
     """One engine."""
 
     spec_config: SpecConfig  # set by ``registration.install``
     spec_target: TargetInfo
 
-    async def __init__(self, *args: Any, **kwargs: Any) -> None:
+    async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # Ray awaits it
         """OpenRLHF's arguments, plus ours; ``args`` is empty there.
 
         Raises:
@@ -69,36 +70,16 @@ class SpecRolloutRayActor(undecorated(vllm_engine.RolloutRayActor, "RolloutRayAc
         """Largest batch of this engine."""
         return self._spec_front.session.target.max_num_seqs
 
-    async def spec_refresh(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
-        """Have the worker install one draft, all or nothing."""
-        return await self._spec_front.install_tensors(refresh, force)
-
-    async def spec_set_schedule(self, table: list[int]) -> None:
-        """k per batch size for the coming phase."""
-        await self._spec_front.set_schedule(table)
-
     async def spec_self_test(self, seconds: float) -> SelfTestReport:
         """The self-test on this engine (law 2); a sleeping one is woken for it and sleeps again."""
         asleep = await self.llm.is_sleeping()
         if asleep:
             await self.wake_up()
         try:
-            return await self._spec_front.self_test(seconds)
+            return await super().spec_self_test(seconds)
         finally:
             if asleep:
                 await self.sleep()
-
-    async def spec_start_phase(self, policy_version: int) -> None:
-        """A rollout phase begins."""
-        self._spec_front.start_phase(policy_version)
-
-    async def spec_stats(self, policy_version: int) -> RolloutStats:
-        """What this engine did in the phase."""
-        return self._spec_front.stats(policy_version)
-
-    async def spec_state(self, moment: str) -> EngineState:
-        """What the worker holds, for ``spec.audit``."""
-        return await self._spec_front.state(moment)
 
 
 def _max_num_seqs(kwargs: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""The command line, read once at the edge: our ``--spec.*`` flags, and what OpenRLHF's own flags say of the target."""
+"""What OpenRLHF's own flags say of the target, read once at the edge; refusals. Our flags: ``spec_plugin.arguments``."""
 
 from __future__ import annotations
 
@@ -8,51 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_plugin.config import SpecConfig, describe_range
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
-
-ENABLE = "enable"
-PREFIX = "--spec."
-_LISTS = ("block", "plugins", "aux_layers")
-
-
-def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Separate ``--spec.name value``, ``--spec.name=value`` and the switch ``--spec.enable`` from OpenRLHF's flags.
-
-    Returns:
-        OpenRLHF's arguments, untouched and in order, and our raw options by name; lists are comma-separated.
-
-    Raises:
-        SpecConfigError: if an option has no value.
-    """
-    theirs: list[str] = []
-    ours: dict[str, Any] = {}
-    rest = list(argv)
-    while rest:
-        argument = rest.pop(0)
-        if not argument.startswith(PREFIX):
-            theirs.append(argument)
-            continue
-        name, has_value, value = argument.removeprefix(PREFIX).partition("=")
-        if name == ENABLE:
-            ours[ENABLE] = True
-            continue
-        if not has_value:
-            if not rest or rest[0].startswith("--"):
-                raise SpecConfigError(f"{PREFIX}{name} needs a value; all options: spec-plugin options")
-            value = rest.pop(0)
-        ours[name] = [part for part in value.split(",") if part] if name in _LISTS else value
-    return theirs, ours
-
-
-def read_config(raw: dict[str, Any]) -> SpecConfig:
-    """SpecConfig from the raw options.
-
-    Raises:
-        SpecConfigError: naming the option as it stands on the command line.
-    """
-    return SpecConfig.parse({n: None if v == "none" else v for n, v in raw.items()}, PREFIX)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,17 +86,3 @@ def _device_type() -> str:
     from vllm.platforms import current_platform
 
     return "cpu" if current_platform.is_cpu() else "cuda"
-
-
-def help_text() -> str:
-    """Our part of ``--help``."""
-    lines = [
-        "",
-        "speculative rollouts (spec-plugin):",
-        f"  {PREFIX}{ENABLE}",
-        "        the one flag: speculate, losslessly",
-    ]
-    for name, field in SpecConfig.model_fields.items():
-        default = "none" if field.default is None else field.default
-        lines += [f"  {PREFIX}{name} ({describe_range(name)}; default {default})", f"        {field.description}"]
-    return "\n".join([*lines, f"  Lists are comma-separated: {PREFIX}block name,name"])

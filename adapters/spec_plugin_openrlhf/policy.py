@@ -15,12 +15,12 @@ from torch import Tensor
 from spec_plugin.config import SpecConfig
 from spec_plugin.events import LogprobBatch, TargetInfo, WeightSync
 from spec_plugin.harvest import Harvester
+from spec_plugin.logs import configure_logging
 from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin.rollout import RolloutControl, run_blocking
+from spec_plugin.rollout import ActorsLink, RolloutControl, run_blocking
 from spec_plugin.session import SpecSession
 from spec_plugin_openrlhf.engine import VERSION
-from spec_plugin_openrlhf.link import EnginesLink
-from spec_plugin_openrlhf.registration import configure_logging, undecorated
+from spec_plugin_openrlhf.registration import undecorated
 
 
 class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelActor")):  # type: ignore[misc]
@@ -48,7 +48,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         session = SpecSession(self.spec_config, target)
         first = torch.distributed.get_rank() == 0
         self._spec = RolloutControl(
-            session, EnginesLink(vllm_engines, self.spec_config.refresh_timeout_s) if first else None
+            session, ActorsLink(vllm_engines, self.spec_config.refresh_timeout_s) if first else None
         )
         self._spec_harvester = Harvester(
             self._spec_model.model, starting_draft(self.spec_config, target).config.aux_layers
@@ -86,7 +86,8 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         """A copy of a layer's whole weight; every rank must call it (ZeRO-3 gathers)."""
         zero_3 = self.strategy.args.ds.zero_stage == 3
         with deepspeed.zero.GatheredParameters([module.weight], enabled=zero_3):
-            return module.weight.detach().to(getattr(torch, self._spec.session.target.dtype), copy=True)
+            weight: Tensor = module.weight.detach().to(getattr(torch, self._spec.session.target.dtype), copy=True)
+        return weight
 
     def forward(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The experience pass: harvest on the way."""

@@ -15,15 +15,15 @@ Upstream: no issue; OpenRLHF has no registry and no callbacks.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
+from spec_plugin.arguments import read_config
 from spec_plugin.errors import PatchError
 from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin_openrlhf.options import read_config, read_target
+from spec_plugin_openrlhf.options import read_target
 
 _NEEDS = {
     "RolloutRayActor": ("generate", "generate_responses", "sleep", "wake_up"),
@@ -70,13 +70,3 @@ def undecorated(actor_class: Any, name: str) -> Any:
     if missing := [method for method in _NEEDS[name] if not hasattr(plain, method)]:
         raise PatchError(f"openrlhf's {name} has lost {', '.join(missing)}; use openrlhf >=0.11,<0.12")
     return plain
-
-
-def configure_logging() -> None:
-    """Let the plugin's few lines through: Ray's workers have no handler for INFO."""
-    logger = logging.getLogger("spec_plugin")
-    logger.setLevel(logging.INFO)
-    if not logger.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
-        logger.addHandler(handler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
@@ -31,17 +30,6 @@ def register() -> None:
         EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=device, vendor=vendor)(
             SpecFSDPEngine
         )
-
-
-def configure_logging() -> None:
-    """Let the plugin's few lines through: verl leaves worker processes without a handler for INFO."""
-    logger = logging.getLogger("spec_plugin")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
 
 
 def _load_replica() -> type:

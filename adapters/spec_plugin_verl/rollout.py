@@ -13,9 +13,9 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from spec_plugin import SpecConfigError
-from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport, WeightSync
+from spec_plugin.events import DraftRefresh, RefreshReport, WeightSync
 from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin.rollout import RolloutControl
+from spec_plugin.rollout import ActorsLink, RolloutControl
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 from spec_plugin_verl.runtime import RUNTIME
@@ -56,16 +56,17 @@ class PolicyTap:
         return WeightSync(policy_version, embed, self.kept.get(self.HEAD, embed))
 
 
-class VerlLink:
-    """The one engine replica of this actor process, reached through verl's Ray handle and weight transport."""
+class VerlLink(ActorsLink):
+    """The one engine replica of this actor process; the draft goes over verl's own weight transport."""
 
     def __init__(self, adapter: SpecServerAdapter, timeout_s: float) -> None:
-        self._adapter, self._timeout = adapter, timeout_s
+        super().__init__((), timeout_s)
+        self._adapter = adapter
 
-    @property
-    def _server(self) -> Any:
+    def engines(self) -> Sequence[Any]:
+        """verl's handle, which exists once the server has started."""
         self._adapter._ensure_server_handle()
-        return self._adapter.server_handle
+        return (self._adapter.server_handle,)
 
     async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
         """Send the draft over verl's own transport and have the engine install it, all or nothing."""
@@ -74,41 +75,18 @@ class VerlLink:
         total = sum(t.nbytes for t in refresh.tensors.values())
         limit = adapter.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         bucket_mb = (max(largest, min(total, limit)) >> 20) + 1
-        future = self._server.spec_refresh.remote(
+        future = self.engines()[0].spec_receive.remote(
             use_shm=adapter.use_shm,
             version=refresh.draft_version,
             digest=refresh.digest,
             names=list(refresh.tensors),
             force=force,
-            timeout_s=self._timeout,
+            timeout_s=self.timeout_s,
         )
-        sender = TimedSender(f"{adapter.zmq_handle}.draft", bucket_mb, adapter.use_shm, self._timeout)
+        sender = TimedSender(f"{adapter.zmq_handle}.draft", bucket_mb, adapter.use_shm, self.timeout_s)
         await sender.async_send_weights(iter(refresh.tensors.items()))
         report: RefreshReport = await future
         return report
-
-    async def set_schedule(self, table: Sequence[int]) -> None:
-        """k per batch size."""
-        await self._server.spec_set_schedule.remote(list(table))
-
-    async def self_test(self, seconds: float) -> SelfTestReport:
-        """The self-test on the engine."""
-        report: SelfTestReport = await self._server.spec_self_test.remote(seconds)
-        return report
-
-    async def start_phase(self, policy_version: int) -> None:
-        """Counters and clock start anew."""
-        await self._server.spec_rollout_start.remote(policy_version)
-
-    async def stats(self, policy_version: int) -> RolloutStats:
-        """What the engine did."""
-        stats: RolloutStats = await self._server.spec_rollout_stats.remote(policy_version)
-        return stats
-
-    async def state(self, moment: str) -> EngineState:
-        """What the engine holds."""
-        state: EngineState = await self._server.spec_state.remote(moment)
-        return state
 
 
 class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]

@@ -174,6 +174,36 @@ class EngineFront:
         self._counters = read_spec_counters()
 
 
+class SpecEngineMethods:
+    """What ``ActorsLink`` calls, for an actor class that keeps its ``EngineFront`` in ``_spec_front``."""
+
+    _spec_front: EngineFront
+
+    async def spec_refresh(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
+        """Have the workers install one draft, all or nothing."""
+        return await self._spec_front.install_tensors(refresh, force)
+
+    async def spec_set_schedule(self, table: list[int]) -> None:
+        """k per batch size for the coming phase."""
+        await self._spec_front.set_schedule(table)
+
+    async def spec_self_test(self, seconds: float) -> SelfTestReport:
+        """The self-test on this engine (law 2), within a time limit."""
+        return await self._spec_front.self_test(seconds)
+
+    async def spec_start_phase(self, policy_version: int) -> None:
+        """A rollout phase begins."""
+        self._spec_front.start_phase(policy_version)
+
+    async def spec_stats(self, policy_version: int) -> RolloutStats:
+        """What happened since ``spec_start_phase``."""
+        return self._spec_front.stats(policy_version)
+
+    async def spec_state(self, moment: str) -> EngineState:
+        """What the workers hold, for ``spec.audit``."""
+        return await self._spec_front.state(moment)
+
+
 class _Request:
     """What one request produced; the adapter fills it in."""
 

@@ -53,7 +53,9 @@ def harvest(model, documents, run=run_padded, max_tokens=1000):
     harvester = Harvester(model.model, AUX)
     with harvester.capture():
         run(model, documents)
-    return harvester.take(documents, responses_at_the_end(documents, RESPONSES), policy_version=5, max_tokens=max_tokens)
+    return harvester.take(
+        documents, responses_at_the_end(documents, RESPONSES), policy_version=5, max_tokens=max_tokens
+    )
 
 
 def hooks(model) -> int:

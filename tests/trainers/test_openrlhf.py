@@ -1,0 +1,41 @@
+"""OpenRLHF's launcher, on its real parser; whole runs of the trainer are the conformance kit's: ``make conformance``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.trainer
+
+FLAGS = ("--actor.model_name_or_path", "nowhere", "--vllm.num_engines", "1")
+
+
+def launcher(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The launcher on a CPU, with its output as text."""
+    command = [sys.executable, "-m", "spec_plugin_openrlhf_cpu", "spec_plugin_openrlhf", *arguments]
+    return subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, text=True, capture_output=True)
+
+
+def test_help_teaches_openrlhfs_flags_and_ours() -> None:
+    done = launcher("--help")
+    assert done.returncode == 0
+    assert "--rollout.n_samples_per_prompt" in done.stdout and "--spec.train_share" in done.stdout
+
+
+def test_a_misspelt_option_stops_before_ray_starts() -> None:
+    done = launcher(*FLAGS, "--spec.enable", "--spec.train_shar", "0.2")
+    assert done.returncode != 0 and "did you mean --spec.train_share" in done.stderr
+    assert "Started a local Ray instance" not in done.stdout + done.stderr
+
+
+def test_what_is_not_supported_is_refused_in_one_sentence() -> None:
+    done = launcher(*FLAGS, "--vllm.tensor_parallel_size", "2", "--spec.enable")
+    assert done.returncode != 0 and "does not support tensor parallel drafts" in done.stderr
+
+
+def test_options_without_the_flag_are_refused() -> None:
+    done = launcher(*FLAGS, "--spec.k", "5")
+    assert done.returncode != 0 and "--spec.enable" in done.stderr
