@@ -28,7 +28,7 @@ class Driver(ConformanceDriver):
     """GRPO on one prompt with eight samples a step, so that a replayed run sees its rollouts in the same order."""
 
     adapter_modules = ("spec_plugin_openrlhf", "spec_plugin.session")
-    trainer_modules = ("openrlhf.trainer.ray.vllm_engine",)
+    trainer_modules = ("spec_plugin_openrlhf_cpu.stock",)
 
     def __init__(self, root: Path) -> None:
         """Make policy, data and reward."""
