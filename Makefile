@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env verl-env quickstart test lint format unit engine-test trainer-test bench clean
+.PHONY: help env verl-env quickstart test lint format unit engine-test trainer-test conformance bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
@@ -42,7 +42,13 @@ unit: verl-env  ## tests without an engine (seconds)
 	$(PY) -m pytest tests/unit $(ARGS)
 
 engine-test: verl-env  ## tests with a real vLLM engine (minutes)
-	$(PY) -m pytest tests/engine -m engine $(ARGS)
+	$(PY) -m pytest tests/engine -m engine --ignore tests/engine/test_conformance_minimal.py $(ARGS)
+
+conformance:  ## the conformance kit on every adapter, and on wrong ones (an hour); not yet a part of test
+	@$(MAKE_ENV) verl openrlhf
+	$(PY) -m pytest tests/engine/test_conformance_minimal.py $(ARGS)
+	.envs/verl/bin/spec-plugin conformance verl
+	.envs/openrlhf/bin/spec-plugin conformance openrlhf
 
 trainer-test:  ## tests with real trainers (minutes)
 	@$(MAKE_ENV) verl openrlhf

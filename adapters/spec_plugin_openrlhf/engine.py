@@ -18,7 +18,7 @@ from spec_plugin_openrlhf.registration import undecorated
 
 EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
 #: in the log of each response: the policy version that had begun to sample it
-VERSION = "spec/rollout_version"
+VERSION = "rollout_policy_version"
 
 
 class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayActor, "RolloutRayActor")):  # type: ignore[misc]

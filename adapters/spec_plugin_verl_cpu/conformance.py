@@ -23,6 +23,7 @@ SMALL = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
     "data.max_response_length=40",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=0",  # the first update must move the policy
 )
 
 
