@@ -6,14 +6,17 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from spec_plugin.errors import LosslessError
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport, WeightSync
+from spec_plugin.harvest import Harvester
 from spec_plugin.session import SpecSession
 
 logger = logging.getLogger(__name__)
@@ -217,6 +220,46 @@ class RolloutControl:
             self.session.audit(await self.link.state(moment))
         except Exception as error:  # law 6
             self.session.fail("audit", error)
+
+
+class RolloutHarvest:
+    """The harvest of one actor process: a budget of tokens for each rollout phase, and law 6 around it."""
+
+    def __init__(self, control: RolloutControl, decoder: nn.Module, aux_layers: Sequence[int]) -> None:
+        """Bind to what ``Harvester`` binds to; nothing is captured before ``open``."""
+        self._control, self._harvester = control, Harvester(decoder, aux_layers)
+        self._left = 0  # tokens that may still be harvested
+
+    def open(self) -> None:
+        """Allow ``harvest_tokens`` tokens from here on; none if no draft is trained."""
+        config = self._control.session.config
+        self._left = config.harvest_tokens if config.train else 0
+
+    def close(self) -> None:
+        """Capture nothing until the next ``open``."""
+        self._left = 0
+
+    @contextmanager
+    def capture(self, documents: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Iterator[None]:
+        """Capture the forward pass inside the block and hand it to the session, while there is budget.
+
+        Args:
+            documents: called after the pass, for the ``input_ids`` and ``loss_masks`` of ``Harvester.take``.
+        """
+        session = self._control.session
+        if self._left <= 0 or session.failed:
+            yield
+            return
+        with self._harvester.capture():
+            yield
+        try:
+            hidden = self._harvester.take(*documents(), self._control.policy_version, self._left)
+        except Exception as error:  # law 6: a failed harvest costs speculation, not the run
+            session.fail("harvest", error)
+            return
+        if hidden is not None:
+            self._left -= sum(hidden.lengths)
+            session.target_forward(hidden)
 
 
 def on_any_rank(flag: bool) -> bool:

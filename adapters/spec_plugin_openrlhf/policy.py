@@ -14,10 +14,9 @@ from torch import Tensor
 
 from spec_plugin.config import SpecConfig
 from spec_plugin.events import LogprobBatch, TargetInfo, WeightSync
-from spec_plugin.harvest import Harvester
 from spec_plugin.logs import configure_logging
 from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin.rollout import ActorsLink, RolloutControl, run_blocking
+from spec_plugin.rollout import ActorsLink, RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.session import SpecSession
 from spec_plugin_openrlhf.engine import VERSION
 from spec_plugin_openrlhf.registration import undecorated
@@ -50,11 +49,9 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         self._spec = RolloutControl(
             session, ActorsLink(vllm_engines, self.spec_config.refresh_timeout_s) if first else None
         )
-        self._spec_harvester = Harvester(
-            self._spec_model.model, starting_draft(self.spec_config, target).config.aux_layers
-        )
+        aux_layers = starting_draft(self.spec_config, target).config.aux_layers
+        self._spec_harvest = RolloutHarvest(self._spec, self._spec_model.model, aux_layers)
         self._spec_sync = not strategy.args.train.async_enable
-        self._spec_budget = 0
         resumed = int(self.checkpoint_states.get("global_step", 0))
         self._spec_next_version = resumed
         if resumed:  # the trainer sends the weights before it begins
@@ -76,7 +73,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
             self._spec_tensor(self._spec_model.get_output_embeddings()),
         )
         run_blocking(self._spec_refresh(event))
-        self._spec_budget = self.spec_config.harvest_tokens if self.spec_config.train else 0
+        self._spec_harvest.open()
 
     async def _spec_refresh(self, event: WeightSync) -> None:
         await self._spec.synced(event)
@@ -93,27 +90,8 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         """The experience pass: harvest on the way."""
         if self._spec_sync:
             run_blocking(self._spec.finish())
-        if self._spec_budget <= 0 or self._spec.session.failed:
+        with self._spec_harvest.capture(lambda: _documents(sequences, action_mask, attention_mask)):
             return super().forward(sequences, action_mask, attention_mask, *args, **kwargs)
-        with self._spec_harvester.capture():
-            log_probs = super().forward(sequences, action_mask, attention_mask, *args, **kwargs)
-        self._spec_take(sequences, action_mask, attention_mask)
-        return log_probs
-
-    def _spec_take(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> None:
-        session = self._spec.session
-        try:
-            lengths = attention_mask.sum(-1).tolist()
-            # action_mask[t] belongs to token t + 1: OpenRLHF cuts the first token off
-            masks = [torch.cat([m.new_zeros(1), m])[:n] for m, n in zip(action_mask, lengths, strict=True)]
-            ids = [row[:n] for row, n in zip(sequences, lengths, strict=True)]
-            hidden = self._spec_harvester.take(ids, masks, self._spec.policy_version, self._spec_budget)
-        except Exception as error:  # law 6: a failed harvest costs speculation, not the run
-            session.fail("harvest", error)
-            return
-        if hidden is not None:
-            self._spec_budget -= sum(hidden.lengths)
-            session.target_forward(hidden)
 
     def fit(self, kl_ctl: float = 0) -> dict[str, Any]:
         """Check the log-probs, update the policy, then one slice of draft training.
@@ -155,6 +133,14 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         folder = Path(self.strategy.args.ckpt.path) / "_actor" / tag
         if torch.distributed.get_rank() == 0 and folder.is_dir():
             self._spec.session.save(folder / "spec_plugin")
+
+
+def _documents(sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Token ids and response masks without the padding at the end."""
+    lengths = attention_mask.sum(-1).tolist()
+    ids = [row[:n] for row, n in zip(sequences, lengths, strict=True)]
+    # action_mask[t] belongs to token t + 1: OpenRLHF cuts the first token off
+    return ids, [torch.cat([m.new_zeros(1), m])[:n] for m, n in zip(action_mask, lengths, strict=True)]
 
 
 def _padded(rows: list[Tensor]) -> Tensor:

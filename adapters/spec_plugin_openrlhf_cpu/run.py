@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_plugin.conformance.launch import Launch, StepMetrics, Steps, follow, plain_line
+from spec_plugin.conformance.launch import ENVIRONMENT, Launch, StepMetrics, Steps, follow, plain_line
 
 PLUGIN_MODULE, PLAIN_MODULE = "spec_plugin_openrlhf", "openrlhf.cli.train_ppo_ray"
 PLUGIN_FLAG = "--spec.enable"
@@ -123,19 +123,4 @@ def parse_flags(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:
     """The process environment: DeepSpeed's CPU, quiet libraries, patient Ray. What the user set stays."""
-    defaults = {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_prestart_worker_first_driver": "0",
-        "RAY_raylet_start_wait_time_s": "240",
-        "RAY_raylet_client_connect_timeout_milliseconds": "20000",
-        "PYTHONUNBUFFERED": "1",
-    }
-    return {**defaults, **base, "DS_ACCELERATOR": "cpu"}
+    return {**ENVIRONMENT, **base, "DS_ACCELERATOR": "cpu"}

@@ -12,8 +12,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import response_from_nested
 
 from spec_plugin.events import LogprobBatch
-from spec_plugin.harvest import Harvester, response_at_the_end
-from spec_plugin.rollout import run_blocking
+from spec_plugin.harvest import response_at_the_end
+from spec_plugin.rollout import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.runtime import RUNTIME
 
@@ -25,8 +25,7 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """
 
     _session: SpecSession | None = None
-    _harvester: Harvester | None = None
-    _budget = 0  # tokens that this pass may still harvest
+    _harvest: RolloutHarvest | None = None
 
     def initialize(self) -> None:
         """Build the model as verl does, and be found by the rollout adapter."""
@@ -34,10 +33,10 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         if not self.engine_config.forward_only:
             RUNTIME.engine = self
 
-    def attach(self, session: SpecSession, aux_layers: tuple[int, ...]) -> None:
-        """Start harvesting for this session."""
-        self._session = session
-        self._harvester = Harvester(self.module.model, aux_layers)
+    def attach(self, control: RolloutControl, aux_layers: tuple[int, ...]) -> None:
+        """Start harvesting for this control's session."""
+        self._session = control.session
+        self._harvest = RolloutHarvest(control, self.module.model, aux_layers)
 
     def infer_batch(self, data: Any, loss_function: Any = None) -> Any:
         """The log-prob pass: harvest on the way, then check the log-probs before verl gets them.
@@ -56,36 +55,19 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return output
 
     def _harvesting_pass(self, data: Any, loss_function: Any) -> Any:
-        session = self._session
-        assert session is not None
-        self._budget = 0 if session.failed or not session.config.train else session.config.harvest_tokens
+        assert self._harvest is not None
+        self._harvest.open()
         try:
             return super().infer_batch(data, loss_function)
         finally:
-            self._budget = 0
+            self._harvest.close()
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """One micro-batch; captured while the pass still has harvest budget."""
-        if not forward_only or self._budget <= 0 or self._harvester is None:
+        if not forward_only or self._harvest is None:
             return super().forward_step(micro_batch, loss_function, forward_only)
-        with self._harvester.capture():
-            result = super().forward_step(micro_batch, loss_function, forward_only)
-        self._take(micro_batch)
-        return result
-
-    def _take(self, micro_batch: Any) -> None:
-        session = self._session
-        assert session is not None and self._harvester is not None
-        try:
-            ids, responses = micro_batch["input_ids"].unbind(), micro_batch["response_mask"].unbind()
-            masks = [response_at_the_end(len(i), r) for i, r in zip(ids, responses, strict=True)]
-            hidden = self._harvester.take(list(ids), masks, RUNTIME.policy_version, self._budget)
-        except Exception as error:  # law 6: a failed harvest costs speculation, not the run
-            session.fail("harvest", error)
-            return
-        if hidden is not None:
-            self._budget -= sum(hidden.lengths)
-            session.target_forward(hidden)
+        with self._harvest.capture(lambda: _documents(micro_batch)):
+            return super().forward_step(micro_batch, loss_function, forward_only)
 
     def _check(self, session: SpecSession, data: Any, log_probs: Tensor, rollout_in_loss: bool) -> None:
         mask = data["response_mask"]
@@ -149,6 +131,12 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         super().load_checkpoint(local_path, *args, **kwargs)
         if self._session is not None:
             self._session.load(Path(local_path) / "spec_plugin")
+
+
+def _documents(micro_batch: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Token ids and response masks of whole sequences."""
+    ids, responses = micro_batch["input_ids"].unbind(), micro_batch["response_mask"].unbind()
+    return list(ids), [response_at_the_end(len(i), r) for i, r in zip(ids, responses, strict=True)]
 
 
 def _padded(nested: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         self._dtype = getattr(torch, target.dtype)
         self._control = RolloutControl(SpecSession(spec, target), VerlLink(self, spec.refresh_timeout_s))
         RUNTIME.control = self._control
-        engine.attach(self._control.session, starting_draft(spec, target).config.aux_layers)
+        engine.attach(self._control, starting_draft(spec, target).config.aux_layers)
 
     async def update_weights(
         self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any

@@ -13,18 +13,7 @@ from torch import Tensor
 
 from spec_plugin.conformance import tiny
 from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
-from spec_plugin_verl_cpu.run import VerlRun
-
-SPEC = "+actor_rollout_ref.rollout.custom.spec."
-SMALL = (
-    "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-    "data.max_response_length=40",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps=0",  # the first update must move the policy
-)
+from spec_plugin_verl_cpu.run import SMALL, SPEC, VerlRun
 
 
 class Driver(ConformanceDriver):
@@ -49,7 +38,7 @@ class Driver(ConformanceDriver):
         return self._target
 
     def _overrides(self, run: RunSettings) -> list[str]:
-        out = list(SMALL)
+        out = [*SMALL, "actor_rollout_ref.actor.optim.lr_warmup_steps=0"]  # the first update must move the policy
         if run.save_every:
             out.append(f"trainer.save_freq={run.save_every}")
         if run.resume_from:

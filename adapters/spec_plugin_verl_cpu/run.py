@@ -9,10 +9,21 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_plugin.conformance.launch import Launch, StepMetrics, Steps, follow
+from spec_plugin.conformance.launch import ENVIRONMENT, Launch, StepMetrics, Steps, follow
 
 HERE = Path(__file__).resolve().parent
 PLUGIN_FLAG = "actor_rollout_ref.model.external_lib=spec_plugin_verl"
+#: before the name of an option of the plugin
+SPEC = "+actor_rollout_ref.rollout.custom.spec."
+#: overrides for runs whose steps take a second
+SMALL = (
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+    "data.max_response_length=40",
+)
 
 
 @dataclass(frozen=True)
@@ -128,21 +139,5 @@ def environment(run: VerlRun, base: Mapping[str, str]) -> dict[str, str]:
         "VERL_ENGINE_DEVICE": "cuda",
         "VERL_FILE_LOGGER_PATH": str(run.metrics_file),
     }
-    defaults = {
-        "VERL_USE_EXTERNAL_MODULES": "spec_plugin_verl_cpu",
-        "HF_HUB_OFFLINE": "1",
-        "HYDRA_FULL_ERROR": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_prestart_worker_first_driver": "0",
-        "RAY_raylet_start_wait_time_s": "240",
-        "RAY_raylet_client_connect_timeout_milliseconds": "20000",
-        "PYTHONUNBUFFERED": "1",
-    }
+    defaults = {**ENVIRONMENT, "VERL_USE_EXTERNAL_MODULES": "spec_plugin_verl_cpu", "HYDRA_FULL_ERROR": "1"}
     return {**defaults, **base, **forced}

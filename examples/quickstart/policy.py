@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-END, PAD = "<|im_end|>", "<|pad|>"  # verl asks any Qwen tokenizer for <|im_end|>
+from spec_plugin.conformance.tiny import END, PAD, byte_tokenizer, tiny_config
+
 SPECIAL_TOKENS = (END, PAD, "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% if m['role'] == 'assistant' %}<|im_end|>\n{% endif %}"
@@ -90,34 +90,21 @@ def worked_answer(a: int, b: int, rng: random.Random | None = None, slip: float 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per byte and a chat template."""
-    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokens += [f"<unused{i}>" for i in range(len(tokens), vocab_size)]
-    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=list(SPECIAL_TOKENS[2:]),
-    )
+    tokenizer = byte_tokenizer(vocab_size, SPECIAL_TOKENS)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
 def build_model(settings: PolicySettings, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """An untrained Qwen3 of that size, in float32. vLLM's CPU attention needs heads of 32 or more."""
-    config = Qwen3Config(
+    config = tiny_config(
         vocab_size=settings.vocab_size,
         hidden_size=settings.hidden_size,
         intermediate_size=2 * settings.hidden_size,
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.hidden_size // 32,
         num_key_value_heads=max(1, settings.hidden_size // 64),
-        head_dim=32,
         max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",

@@ -13,6 +13,22 @@ from pathlib import Path
 
 from spec_plugin.conformance.driver import RunFailed
 
+#: quiet libraries and a patient Ray, for a trainer on a small machine
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_raylet_start_wait_time_s": "240",
+    "RAY_raylet_client_connect_timeout_milliseconds": "20000",
+    "PYTHONUNBUFFERED": "1",
+}
 START_FAILURES = ("node timed out", "raylet", "GCS", "Failed to register worker")
 RAY_PREFIX = re.compile(r"\x1b\[[\d;]*m|\((\w+ )?pid=[^)]*\) ?")
 ERROR_LINE = re.compile(r"\s*(ERROR\b|[\w.]*(Error|Exception)\b[^\w])")

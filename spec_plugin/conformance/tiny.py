@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -26,27 +27,39 @@ def reward_func(queries, prompts, labels):
 '''
 
 
-def make_target(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """A random Qwen3 of 8 layers that says, six times in seven, the current token + 37: sharp, and easy to draft for."""
-    if folder.exists():
+def tiny_config(**changes: Any) -> Qwen3Config:
+    """A Qwen3 of 0.3M parameters that EAGLE-3 and vLLM on a CPU accept, with changes."""
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": 8,  # EAGLE-3 taps three different layers: fewer do not have them
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,  # vLLM's CPU attention needs 32 or more
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+        "bos_token_id": None,
+    }
+    return Qwen3Config(**(settings | changes))
+
+
+def make_target(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """A random Qwen3 that says, six times in seven, the current token + 37: sharp, and easy to draft for.
+
+    Args:
+        folder: what is there already stays.
+        dtype: of the weights.
+        changes: to ``tiny_config``; vocabulary and hidden size stay.
+    """
+    if (folder / "config.json").exists():
         return folder
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=8,  # EAGLE-3 taps three different layers: fewer do not have them
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,  # vLLM's CPU attention needs 32 or more
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=0,
-        pad_token_id=1,
-        bos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config)
-    embed = torch.nn.functional.normalize(torch.randn(VOCAB, HIDDEN), dim=-1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(tiny_config(**changes))
+        embed = torch.nn.functional.normalize(torch.randn(VOCAB, HIDDEN), dim=-1)
     model.model.embed_tokens.weight.data = embed * 8
     model.lm_head.weight.data = embed.roll(STEP, 0).clone()  # row i + 37 points where token i does
     model.to(dtype).save_pretrained(folder)
@@ -56,14 +69,25 @@ def make_target(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte."""
-    tokens = [END, PAD, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokens += [f"<unused{i}>" for i in range(len(tokens), VOCAB)]
+    tokenizer = byte_tokenizer(VOCAB, (END, PAD))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def byte_tokenizer(vocab_size: int, special: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per byte.
+
+    Args:
+        vocab_size: filled up with unused tokens.
+        special: token 0, the end of a text; token 1, padding; and more.
+    """
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens += [f"<unused{i}>" for i in range(len(tokens), vocab_size)]
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=PAD)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    end, pad, *more = special
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, pad_token=pad, additional_special_tokens=more)
 
 
 def prompts(count: int) -> Sequence[str]:

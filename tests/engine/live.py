@@ -15,31 +15,19 @@ from typing import Any
 
 import torch
 
+from spec_plugin.conformance.tiny import VOCAB, tiny_config
 from spec_plugin.engine.extension import SpecWorkerExtension
 
-VOCAB, K, MAX_NUM_SEQS = 320, 3, 32
+K, MAX_NUM_SEQS = 3, 32
 EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
 
 
 def _save(folder: Path, noise: float) -> str:
     """A random Qwen3 whose next-token distribution is sharp; ``noise`` blurs the head (that makes it a draft)."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=0,
-        pad_token_id=1,
-    )
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).float()
+    model = Qwen3ForCausalLM(tiny_config(num_hidden_layers=2)).float()
     with torch.no_grad():
         model.lm_head.weight.normal_(std=0.45)
         model.lm_head.weight += noise * torch.randn(model.lm_head.weight.shape)

@@ -11,37 +11,16 @@ import torch
 
 from draft_training.config import DraftConfig
 from draft_training.layouts import expected_shapes
+from spec_plugin.conformance import tiny
 
-VOCAB, EXTENSION = 320, "spec_plugin.engine.extension.SpecWorkerExtension"
+VOCAB, EXTENSION = tiny.VOCAB, "spec_plugin.engine.extension.SpecWorkerExtension"
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(6 + i)] for i in range(6)]
 TOKENS = 24
 
 
 def make_target(folder: Path) -> Path:
     """A random Qwen3 of 8 layers that, with probability 0.85, says the current token + 37: sharp, and easy to draft for."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=8,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=0,
-        pad_token_id=1,
-        bos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config)
-    embed = torch.nn.functional.normalize(torch.randn(VOCAB, 64), dim=-1)
-    model.model.embed_tokens.weight.data = embed * 8
-    model.lm_head.weight.data = embed.roll(37, 0).clone()  # row i + 37 points where token i does
-    model.save_pretrained(folder)
-    return folder
+    return tiny.make_target(folder, num_key_value_heads=2)
 
 
 def draft_config(target: Path, draft_vocab_size: int | None = None) -> DraftConfig:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from spec_plugin_verl_cpu.run import VerlRun
+from spec_plugin_verl_cpu.run import SMALL, SPEC, VerlRun
 
 from examples.quickstart.data import build_data
 from examples.quickstart.policy import PolicySettings, build_policy
@@ -14,16 +14,7 @@ from spec_plugin.conformance.launch import RunFailed, StepMetrics
 
 pytestmark = pytest.mark.trainer
 
-SPEC = "+actor_rollout_ref.rollout.custom.spec."
 REWARD = Path(__file__).with_name("reward.py")
-SMALL = (
-    "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-    "data.max_response_length=40",
-)
 UNREPAIRED = (
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={spec_plugin:{skip_patches:[expand_kernel]}}"
 )

@@ -9,8 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 from spec_plugin_openrlhf_cpu import chosen, patch_vllm, setup_worker, shims
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
+from spec_plugin.conformance.tiny import VOCAB, tiny_config
 from spec_plugin.errors import PatchError
 
 
@@ -80,19 +81,9 @@ def test_padding_comes_back_where_it_was() -> None:
 def test_packed_documents_do_not_see_each_other_with_sdpa() -> None:
     """What the replacement of flash_attention_2 rests on: position ids alone keep documents apart."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+    config = tiny_config(num_hidden_layers=2, use_cache=False, attn_implementation="sdpa")
     model = Qwen3ForCausalLM(config).eval()
-    documents = [torch.randint(32, (1, length)) for length in (5, 3, 7)]
+    documents = [torch.randint(VOCAB, (1, length)) for length in (5, 3, 7)]
     positions = torch.cat([torch.arange(d.shape[1]) for d in documents]).unsqueeze(0)
     with torch.no_grad():
         packed = model(torch.cat(documents, dim=1), position_ids=positions, attention_mask=None).logits

@@ -7,8 +7,8 @@ from typing import Any
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 
-from spec_plugin.harvest import Harvester
 from spec_plugin.methods.eagle3 import starting_draft
+from spec_plugin.rollout import RolloutHarvest
 
 CAUGHT_BY = "hidden_states_equal_a_plain_forward"
 
@@ -17,7 +17,7 @@ class Adapter(MinimalAdapter):
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         aux_layers = starting_draft(self.session.config, self.session.target).config.aux_layers
-        self.harvester = Harvester(self.policy.model, [layer + 1 for layer in aux_layers])
+        self.harvest = RolloutHarvest(self.control, self.policy.model, [layer + 1 for layer in aux_layers])
 
 
 class Driver(driver.Driver):

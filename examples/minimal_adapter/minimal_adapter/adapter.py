@@ -20,9 +20,9 @@ from torch import Tensor
 from minimal_adapter.loop import Engine, Rollouts, Settings, Trainer, padded
 from spec_plugin import SpecConfig, events
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.harvest import Harvester, responses_at_the_end
+from spec_plugin.harvest import responses_at_the_end
 from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin.rollout import RolloutControl, run_blocking
+from spec_plugin.rollout import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.session import SpecSession
 
 T = TypeVar("T")
@@ -50,7 +50,8 @@ class MinimalAdapter(Trainer):
         self.front = EngineFront(self.session, tokenizer=None)
         self.link = Link(self.front)
         self.control = RolloutControl(self.session, self.link)
-        self.harvester = Harvester(self.policy.model, starting_draft(config, target).config.aux_layers)
+        aux_layers = starting_draft(config, target).config.aux_layers
+        self.harvest = RolloutHarvest(self.control, self.policy.model, aux_layers)
 
     # ---- 2. the engine is built with a draft
 
@@ -96,26 +97,16 @@ class MinimalAdapter(Trainer):
             LogprobProvenanceError: if any is not the target's. Let it stop the run.
         """
         run_blocking(self.control.finish())
-        with self.harvester.capture():
+        self.harvest.open()
+        with self.harvest.capture(lambda: self.documents(rollouts)):
             recomputed = super().log_probs(rollouts)
-        self.harvest(rollouts)
         self.check(rollouts, recomputed)
         return recomputed
 
-    def harvest(self, rollouts: Rollouts) -> None:
-        """Hand on what the pass left; trouble costs speculation, not the run."""
-        session = self.session
-        if session.failed or not session.config.train:
-            return
+    def documents(self, rollouts: Rollouts) -> tuple[list[Tensor], list[Tensor]]:
+        """Each document's token ids, and which of them the policy sampled."""
         documents = [torch.tensor(p + r) for p, r in zip(rollouts.prompts, rollouts.responses, strict=True)]
-        sampled = responses_at_the_end(documents, [len(r) for r in rollouts.responses])
-        try:
-            hidden = self.harvester.take(documents, sampled, self.control.policy_version, session.config.harvest_tokens)
-        except Exception as error:
-            session.fail("harvest", error)
-            return
-        if hidden is not None:
-            session.target_forward(hidden)
+        return documents, responses_at_the_end(documents, [len(r) for r in rollouts.responses])
 
     def check(self, rollouts: Rollouts, recomputed: Tensor) -> None:
         """Both sides' log-probs, and the version that the engine stamped on each sequence."""

@@ -11,10 +11,9 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
+from spec_plugin.conformance import tiny
 from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
 from spec_plugin.conformance.launch import Launch, Steps, follow
-
-VOCAB = 320
 
 
 class Driver(ConformanceDriver):
@@ -27,9 +26,7 @@ class Driver(ConformanceDriver):
     def __init__(self, root: Path) -> None:
         """Make the tiny policy."""
         super().__init__(root)
-        self._target = root / "target"
-        if not (self._target / "config.json").exists():
-            make_target(self._target)
+        self._target = tiny.make_target(root / "target")
 
     @property
     def target(self) -> Path:
@@ -69,34 +66,6 @@ class Driver(ConformanceDriver):
         """The policy's parameters after a step."""
         tensors: dict[str, Tensor] = load_file(run.out / "checkpoints" / f"step_{step}" / "policy.safetensors")
         return tensors
-
-
-def make_target(folder: Path) -> None:
-    """A random Qwen3 of 8 layers (the least for EAGLE-3) that mostly says the current token + 37: sharp, so easy to draft for."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=8,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=32,  # vLLM's CPU attention refuses less
-            max_position_embeddings=512,
-            tie_word_embeddings=False,
-            eos_token_id=0,
-            pad_token_id=1,
-            bos_token_id=None,
-        )
-        model = Qwen3ForCausalLM(config)
-        embed = torch.nn.functional.normalize(torch.randn(VOCAB, 64), dim=-1)
-    model.model.embed_tokens.weight.data = embed * 8
-    model.lm_head.weight.data = embed.roll(37, 0).clone()  # row i + 37 points where token i does
-    model.save_pretrained(folder)
 
 
 def _root(cls: type) -> str:

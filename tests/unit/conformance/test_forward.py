@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from spec_plugin.conformance.forward import Pack, compare, judge_packs, plain_forward
+from spec_plugin.conformance.tiny import tiny_config
 
 LAYERS = (2, 4, 5)
 
@@ -12,15 +13,7 @@ LAYERS = (2, 4, 5)
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=8,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,
-    )
+    config = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=1)
     folder = tmp_path_factory.mktemp("target")
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
