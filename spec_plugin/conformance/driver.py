@@ -36,7 +36,8 @@ class ConformanceDriver(ABC):
 
     #: prefix that the trainer's log puts before ``spec/…`` metrics
     metric_prefix = ""
-    #: check name -> one sentence why this adapter cannot do that; reported as "refused"
+    #: check name -> one sentence why this adapter cannot do that; reported as "refused". An asynchronous trainer
+    #: refuses ``policy_versions_agree``: its sequences may be older than the policy that recomputes them.
     refused: Mapping[str, str] = {}
     #: what a run of the trainer without the flag must not import
     adapter_modules: tuple[str, ...] = ()

@@ -101,6 +101,35 @@ def compare(name: str, found: Tensor, expected: Tensor, tolerance: float, parts:
     return problems
 
 
+def other_layers(
+    name: str,
+    pack: Pack,
+    documents: Sequence[Tensor],
+    expected: Sequence[tuple[Tensor, Tensor]],
+    target: Path,
+    aux_layers: Sequence[int],
+) -> list[str]:
+    """Is a harvested state closer to what enters a neighbouring layer than to what enters its own?
+
+    Residual streams change little from layer to layer, so that a coarse dtype's tolerance alone would let one through.
+    """
+    problems, parts = [], len(aux_layers)
+    own = torch.cat([aux for aux, _ in expected]).float().chunk(parts, -1)
+    found = pack.aux.float().chunk(parts, -1)
+    if pack.aux.shape != torch.cat([aux for aux, _ in expected]).shape:
+        return []  # ``compare`` has said so
+    for step in (-1, 1):
+        moved = plain_forward(target, documents, [layer + step for layer in aux_layers], pack.aux.dtype)
+        others = torch.cat([aux for aux, _ in moved]).float().chunk(parts, -1)
+        for i, layer in enumerate(aux_layers):
+            here, there = (float(_relative(found[i], x[i]).median()) for x in (own, others))
+            if not here < there:
+                problems.append(
+                    f"{name} input of layer {layer}: {here:.3g} from its own, {there:.3g} from that of layer {layer + step}"
+                )
+    return problems
+
+
 def _relative(a: Tensor, b: Tensor) -> Tensor:
     error: Tensor = torch.linalg.vector_norm(a - b, dim=-1) / torch.linalg.vector_norm(b, dim=-1).clamp_min(1e-12)
     return error
@@ -125,4 +154,5 @@ def judge_packs(packs: Sequence[Pack], target: Path, aux_layers: Sequence[int], 
             where = f"pack {i} document {j}"
             problems += compare(f"{where} input of layer", pack.aux[place], aux, tolerance, len(aux_layers))
             problems += compare(f"{where} final norm", pack.last[place], last, tolerance)
+        problems += other_layers(f"pack {i}", pack, documents, expected, target, aux_layers)
     return problems

@@ -32,7 +32,7 @@ _FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "spec_check_logprobs": ("spec_target_forward", "spec_check_logprobs", "spec_train_draft"),
     "spec_train_draft": ("spec_weight_sync",),
 }
-_CAUGHT = ("nan recomputed", "nan rollout", "another model", "stale versions")
+_CAUGHT = ("nan recomputed", "nan rollout", "another model", "the next token", "stale versions")
 
 
 def actor(trace: Trace) -> list[Event]:

@@ -192,7 +192,7 @@ class Recorder:
 
 
 def mutants(batch: LogprobBatch, vocab_size: int) -> dict[str, LogprobBatch]:
-    """The batch as it is, and with one planted error each: NaN, another model's log-probs, a stale version."""
+    """The batch as it is, and with one planted error each: NaN, wrong log-probs, a stale version."""
     uniform = torch.full_like(batch.recomputed, -float(torch.tensor(float(vocab_size)).log()))
     # an asynchronous trainer may lag behind, but never be ahead
     other = batch.policy_version + (1 if batch.lag_allowed or batch.policy_version == 0 else -1)
@@ -205,6 +205,7 @@ def mutants(batch: LogprobBatch, vocab_size: int) -> dict[str, LogprobBatch]:
     if batch.rollout is not None:
         found["nan rollout"] = replace(batch, rollout=_with_nan(batch.rollout, batch.mask))
         found["another model"] = replace(batch, rollout=uniform)
+        found["the next token"] = replace(batch, rollout=batch.rollout.roll(-1, dims=-1))
     return found
 
 

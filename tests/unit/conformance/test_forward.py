@@ -49,6 +49,19 @@ def test_the_next_layers_input_is_seen(target, pack):
     assert judge_packs([pack], target, (3, 5, 6), ["float32"]) != []
 
 
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_neighbouring_layers_input_is_seen_within_bfloat16s_tolerance_too(target, pack, step):
+    documents = [pack.input_ids[d] for d in pack.documents()]
+    states = plain_forward(target, documents, [layer + step for layer in LAYERS], torch.float32)
+    nudged = pack.aux + 0.01 * (torch.cat([aux for aux, _ in states]) - pack.aux)
+    assert not [
+        p for p in judge_packs([changed(pack, aux=nudged)], target, LAYERS, ["bfloat16"]) if "from its own" in p
+    ]
+    wrong = changed(pack, aux=torch.cat([aux for aux, _ in states]))
+    found = [p for p in judge_packs([wrong], target, LAYERS, ["bfloat16"]) if "from its own" in p]
+    assert len(found) == len(LAYERS) and f"that of layer {2 + step}" in found[0]
+
+
 def test_documents_that_see_each_other_are_seen(target, pack):
     together = plain_forward(target, [pack.input_ids], LAYERS, torch.float32)[0]
     assert judge_packs([changed(pack, aux=together[0])], target, LAYERS, ["float32"]) != []

@@ -48,7 +48,9 @@ class Trace:
         self.add("spec_rollout_end", policy_version=version, drafts=40, tokens=100)
         self.audit("rolled out", version, draft, version)
         self.add("spec_target_forward", policy_version=version)
-        caught = dict.fromkeys(("nan recomputed", "nan rollout", "another model", "stale versions"), True)
+        caught = dict.fromkeys(
+            ("nan recomputed", "nan rollout", "another model", "the next token", "stale versions"), True
+        )
         self.add(
             "spec_check_logprobs",
             policy_version=version,
