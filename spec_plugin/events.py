@@ -92,6 +92,17 @@ class EngineState:
 
 
 @dataclass(frozen=True)
+class StepTiming:
+    """Decoding steps of the engine that were alike: nothing but decoding, the same k before and after."""
+
+    batch: int  # requests in the step
+    k: int  # tokens drafted, and verified, of each
+    paused: bool  # with k = 0: was the draft's forward pass left out
+    seconds: float  # median, from the start of one step to the start of the next
+    steps: int
+
+
+@dataclass(frozen=True)
 class RolloutStats:
     """What the engine did during one rollout phase; differences of cumulative counters."""
 
@@ -103,6 +114,7 @@ class RolloutStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_pos: tuple[int, ...] = ()  # [k]
+    steps: tuple[StepTiming, ...] = ()  # of this phase
 
     @property
     def acceptance_length(self) -> float | None:
@@ -143,6 +155,7 @@ class SelfTestReport:
     break_even: Mapping[int, float] = field(
         default_factory=dict
     )  # batch size -> acceptance length below which k>0 loses
+    steps: tuple[StepTiming, ...] = ()  # that the measurement of break-even timed
 
     @property
     def passed(self) -> bool:

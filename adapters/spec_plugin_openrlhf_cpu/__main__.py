@@ -50,10 +50,11 @@ def patient_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(*args: Any, runtime_env: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
         theirs = runtime_env or {}
         variables = {"DS_ACCELERATOR": os.environ["DS_ACCELERATOR"], **theirs.get("env_vars", {})}
+        resources = {} if "RAY_ADDRESS" in os.environ else RAY  # a cluster that runs already has its own
         ours = {"worker_process_setup_hook": "spec_plugin_openrlhf_cpu.setup_worker", "env_vars": variables}
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
-                return original(*args, runtime_env={**theirs, **ours}, **{**RAY, **kwargs})
+                return original(*args, runtime_env={**theirs, **ours}, **{**resources, **kwargs})
             except Exception as error:
                 ray.shutdown()
                 if attempt == START_ATTEMPTS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,28 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 
 class ReplayExecutor(SingleTurnAgentExecutor):  # type: ignore[misc]
-    """The n-th response to a prompt is always the recorded one; what is not recorded yet is sampled and recorded."""
+    """The n-th request is always answered by the recorded response, with its own prompt; what is not recorded is sampled.
+
+    By number and not by prompt: OpenRLHF shuffles its prompts anew in each run, whatever ``--train.seed`` says.
+    """
 
     folder: Path
     reward_file: str
 
     def __init__(self) -> None:
         super().__init__(self.reward_file)
-        self._asked: Counter[str] = Counter()
+        self._asked = 0
 
     async def execute(self, prompt: str, label: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """OpenRLHF's response dict."""
-        number, self._asked[prompt] = self._asked[prompt], self._asked[prompt] + 1
-        file = self.folder / f"{prompt.replace(' ', '_')}-{number}.json"
+        number, self._asked = self._asked, self._asked + 1
+        file = self.folder / f"{number}.json"
         if file.exists():
             recorded: dict[str, Any] = json.loads(file.read_text())
             recorded["action_ranges"] = [tuple(span) for span in recorded["action_ranges"]]
             return recorded
         response: dict[str, Any] = await super().execute(prompt, label, *args, **kwargs)
-        file.write_text(json.dumps(response))
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(response))
+        partial.rename(file)  # a kill in between leaves nothing that the next run would read
         return response

@@ -18,6 +18,10 @@ from spec_plugin.conformance.recorder import read_trace
 
 #: of every run with the flag: draft from the first step, hash what the engine holds, and train the draft enough to see it
 _OPTIONS = {"serve": "always", "audit": True, "train_share": 0.3}
+#: of runs that show something else: the self-test of the main run counts
+_UNTESTED = {"self_test": False}
+#: step of the last checkpoint before the kill
+SAVED = 2
 _KILLED_AFTER = 3
 
 
@@ -62,7 +66,7 @@ class Progress:
 
 
 class Evidence:
-    """The runs that the checks judge, by name: main, resumed, on, off, faults."""
+    """The runs that the checks judge, by name: main, resumed, off, faults, and on if main and off end with other bits."""
 
     def __init__(
         self, driver: Callable[[Path], ConformanceDriver], root: Path, progress: Progress | None = None
@@ -106,29 +110,26 @@ class Evidence:
         return run
 
     def _run_main(self) -> None:
-        # six steps, so that the kill after the third hits a run in the middle of its work
-        settings = RunSettings(
-            self._out("main"), 6, options=self._options("main"), replay=self.root / "rollouts", save_every=2
-        )
-        self._launch("main", settings, _KILLED_AFTER)
+        self._launch_and_kill("main", True, self._options("main"), self.root / "rollouts")
 
     def _run_resumed(self) -> None:
         main = self.finished("main")
         saved = sum(e["hook"] == "spec_save" for e in main.trace)  # the trainer may have come further than we saw
-        steps = 2 * max(1, saved) + 2
-        options = self._options("resumed") | {"self_test": False}
+        steps = SAVED * max(1, saved) + 2
+        options = self._options("resumed") | _UNTESTED
         self._launch("resumed", RunSettings(self._out("resumed"), steps, options=options, resume_from=main.settings))
 
     def _run_on(self) -> None:
-        self._replay("on", enabled=True, options=self._options("on"))
+        recorded = self.finished("main").settings.replay
+        self._launch_and_kill("on", True, self._options("on") | _UNTESTED, recorded)
 
     def _run_off(self) -> None:
-        self._replay("off", enabled=False, options={})
+        self._launch_and_kill("off", False, {}, self.finished("main").settings.replay)
 
-    def _replay(self, name: str, enabled: bool, options: Mapping[str, Any]) -> None:
-        recorded = self.finished("main").settings.replay
-        steps = _KILLED_AFTER
-        self._launch(name, RunSettings(self._out(name), steps, enabled, options, replay=recorded, save_every=steps))
+    def _launch_and_kill(self, name: str, enabled: bool, options: Mapping[str, Any], replay: Path | None) -> None:
+        # six steps, so that the kill after the third hits a run in the middle of its work
+        settings = RunSettings(self._out(name), 6, enabled, options, replay=replay, save_every=SAVED)
+        self._launch(name, settings, _KILLED_AFTER)
 
     def _run_faults(self) -> None:
         options = self._options("faults")

@@ -3,9 +3,10 @@
 This is one of the patches of ``spec_plugin.engine``:
 
 =============  =====================================================================================================
-symbol         ``EngineCore.spec_set_schedule`` and ``EngineCore.spec_schedule_state`` (two methods are *added*), and a
+symbol         ``EngineCore.spec_set_schedule``, ``spec_schedule_state`` and ``spec_take_steps`` (methods are *added*), and a
                subclass of ``Scheduler`` or ``AsyncScheduler`` through the official option ``scheduler_cls``
-reason         vLLM fixes the number of drafted tokens at start-up; law 7 needs it to follow the measured break-even
+reason         vLLM fixes the number of drafted tokens at start-up; law 7 needs it to follow the measured break-even, and
+               what the engine's steps take
 upstream       ``num_speculative_tokens_per_batch_size`` (dynamic speculative decoding) is static
 versions       checked on 0.29 (CPU, synchronous scheduler); 0.24 has the same mechanism by reading its source only
 verify         ``verify()``: raises ``PatchError`` when a symbol that this module leans on is gone
@@ -26,12 +27,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
 
+from spec_plugin.engine.steps import TimedSteps
 from spec_plugin.errors import PatchError
+from spec_plugin.events import StepTiming
 
 #: value of the engine argument ``scheduler_cls``
 SCHEDULER = "spec_plugin.engine.scheduler.make_scheduler"
@@ -65,12 +69,12 @@ class _PlainRequests:
                 request.spec_token_ids = []
 
 
-class SpecScheduler(_PlainRequests, Scheduler):  # type: ignore[misc]
-    """vLLM's synchronous scheduler, with plain requests."""
+class SpecScheduler(TimedSteps, _PlainRequests, Scheduler):  # type: ignore[misc]
+    """vLLM's synchronous scheduler, with plain requests and a step log."""
 
 
-class SpecAsyncScheduler(_PlainRequests, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's asynchronous scheduler, with plain requests."""
+class SpecAsyncScheduler(TimedSteps, _PlainRequests, AsyncScheduler):  # type: ignore[misc]
+    """vLLM's asynchronous scheduler, with plain requests and a step log."""
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
@@ -82,6 +86,7 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     verify()
     EngineCore.spec_set_schedule = spec_set_schedule
     EngineCore.spec_schedule_state = spec_schedule_state
+    EngineCore.spec_take_steps = spec_take_steps
     kind = SpecAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SpecScheduler
     return kind(vllm_config=vllm_config, **kwargs)
 
@@ -97,6 +102,7 @@ def verify() -> None:
         "Scheduler.update_draft_token_ids": hasattr(Scheduler, "update_draft_token_ids"),
         "Scheduler._update_after_schedule": hasattr(Scheduler, "_update_after_schedule"),
         "AsyncScheduler._update_after_schedule": "_update_after_schedule" in vars(AsyncScheduler),
+        "SchedulerOutput.num_spec_tokens_to_schedule": "num_spec_tokens_to_schedule" in SchedulerOutput.__annotations__,
         "Scheduler.dynamic_sd_lookup": "dynamic_sd_lookup" in Scheduler.schedule.__code__.co_names,
         "Scheduler.num_spec_tokens": "num_spec_tokens" in Scheduler.__init__.__code__.co_names,
         "Request.spec_token_ids": "spec_token_ids" in Request.__init__.__code__.co_names,
@@ -155,6 +161,21 @@ def spec_set_schedule(core: EngineCore, table: list[int]) -> dict[str, Any]:
     return spec_schedule_state(core)
 
 
+def spec_take_steps(core: EngineCore) -> list[list[Any]]:
+    """(EngineCore utility) The step log since the last call, as plain lists in the order of ``StepTiming``'s fields."""
+    log = core.scheduler.step_log
+    return [] if log is None else [[t.batch, t.k, t.paused, t.seconds, t.steps] for t in log.take()]
+
+
+async def take_steps(engine: AsyncLLM) -> tuple[StepTiming, ...]:
+    """What decoding steps took since the last call.
+
+    Raises:
+        PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
+    """
+    return tuple(StepTiming(*row) for row in await _call(engine, "spec_take_steps"))
+
+
 async def set_schedule(engine: AsyncLLM, table: Sequence[int]) -> dict[str, Any]:
     """Install a table in the running engine (every data-parallel one); returns the state of the first.
 
@@ -162,7 +183,8 @@ async def set_schedule(engine: AsyncLLM, table: Sequence[int]) -> dict[str, Any]
         ValueError: if the engine refuses the table; the old one stays in force.
         PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
     """
-    return await _call(engine, "spec_set_schedule", list(table))
+    state: dict[str, Any] = await _call(engine, "spec_set_schedule", list(table))
+    return state
 
 
 async def pause_idle_draft(engine: AsyncLLM, table: Sequence[int]) -> None:
@@ -176,12 +198,13 @@ async def schedule_state(engine: AsyncLLM) -> dict[str, Any]:
     Raises:
         PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
     """
-    return await _call(engine, "spec_schedule_state")
+    state: dict[str, Any] = await _call(engine, "spec_schedule_state")
+    return state
 
 
-async def _call(engine: AsyncLLM, method: str, *args: Any) -> dict[str, Any]:
+async def _call(engine: AsyncLLM, method: str, *args: Any) -> Any:
     try:
-        result: dict[str, Any] = await engine.engine_core.call_utility_async(method, *args)
+        result = await engine.engine_core.call_utility_async(method, *args)
     except Exception as error:
         message = str(error)  # vLLM brings a failure in EngineCore back as a bare Exception with its text
         if type(error) is not Exception:

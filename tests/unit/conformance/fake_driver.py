@@ -45,6 +45,13 @@ class Impure(Driver):
         return {"weight": torch.ones(3) + run.enabled}
 
 
+class Reordering(Driver):
+    """It trains on fresh rollouts in another order than on recorded ones."""
+
+    def policy(self, run, step):
+        return {"weight": torch.ones(3) + (run.out.name == "main")}
+
+
 class Broken(Driver):
     """Its trainer does not start."""
 

@@ -1,0 +1,196 @@
+"""The cost model of law 7: seconds of a decoding step by batch size and k, learned from the engine's own steps.
+
+A decoding step with b requests and k drafted tokens each runs one target forward over b * (k + 1) tokens and k draft
+forwards over b tokens. The model is their sum: a target part that never falls with the number of tokens, and a draft part
+that is linear in k and b. With the acceptance of each drafted position it predicts tokens per second, hence the speed-up
+for each k and the break-even. All functions are pure; the engine is nowhere near.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from spec_plugin.events import StepTiming
+
+#: a measured cell counts against the fitted surface like this many steps
+_PRIOR_STEPS = 8
+#: what earlier phases measured fades: no cell's past weighs more than this many steps
+_MEMORY_STEPS = 64
+_HUBER = 0.05  # relative residual from which an observation loses weight
+_SMOOTH = 1e-3  # weight of "neighbouring segments have the same slope", where nothing was measured between them
+#: a speculating step that is measured below this share of a plain one cannot be right
+_IMPLAUSIBLE = 0.5
+
+
+def tokens_per_step(acceptance: Sequence[float], k: int) -> float:
+    """Expected tokens of one verification step, bonus token included: 1 + the sum of the chances to come that far.
+
+    Args:
+        acceptance: chance that position i is accepted, given that those before it were; positions beyond take the last.
+        k: drafted tokens.
+    """
+    tokens, reached = 1.0, 1.0
+    for i in range(k):
+        reached *= acceptance[min(i, len(acceptance) - 1)] if acceptance else 0.0
+        tokens += reached
+    return tokens
+
+
+def closed_form_speedup(alpha: float, k: int, draft_cost: float) -> float:
+    """Leviathan et al., arXiv 2211.17192, theorem 3.8: (1 - alpha^(k+1)) / ((1 - alpha)(k c + 1)).
+
+    Args:
+        alpha: chance that a drafted token is accepted, the same at every position.
+        k: drafted tokens (their gamma).
+        draft_cost: seconds of a draft forward / seconds of a target forward (their c), whatever the number of tokens.
+    """
+    tokens = k + 1.0 if alpha == 1.0 else (1 - alpha ** (k + 1)) / (1 - alpha)
+    return tokens / (k * draft_cost + 1)
+
+
+def constant_acceptance(length: float, k: int) -> float:
+    """The alpha whose acceptance length at k is ``length``: the inverse of ``tokens_per_step`` with one alpha throughout."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_step([middle], k) < length else (low, middle)
+    return (low + high) / 2
+
+
+def conditional_acceptance(accepted_per_pos: Sequence[int], drafts: int) -> tuple[float, ...]:
+    """Chance that each position is accepted, given those before it, from vLLM's counts of accepted positions."""
+    out, reached = [], drafts
+    for accepted in accepted_per_pos:
+        if reached == 0:
+            break
+        out.append(accepted / reached)
+        reached = accepted
+    return tuple(out)
+
+
+class CostModel:
+    """Seconds of a decoding step by batch size and k; ``observe`` what the engine measured, then ask."""
+
+    def __init__(self) -> None:
+        self._cells: dict[tuple[int, int, bool], tuple[float, float]] = {}  # (batch, k, paused) -> seconds, steps
+        self._fit: _Fit | None = None
+
+    def observe(self, timings: Sequence[StepTiming]) -> None:
+        """Learn from steps of the engine; what makes no sense (not finite, not positive) is left out."""
+        for t in timings:
+            if t.batch < 1 or t.k < 0 or t.steps < 1 or not (math.isfinite(t.seconds) and t.seconds > 0):
+                continue
+            key = (t.batch, t.k, t.paused)
+            seconds, steps = self._cells.get(key, (0.0, 0.0))
+            steps = min(steps, _MEMORY_STEPS)
+            total = steps + t.steps
+            self._cells[key] = (seconds * steps + t.seconds * t.steps) / total, total
+        self._fit = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why the model must not be believed yet; None when it may be."""
+        plain = [key for key in self._cells if key[1] == 0]
+        speculating = [key for key in self._cells if key[1] > 0]
+        if not plain or not speculating:
+            return "no plain step was timed" if not plain else "no speculating step was timed"
+        for batch, k, _ in speculating:
+            ratio = self._cells[batch, k, False][0] / self.seconds(batch, 0)
+            if not ratio > _IMPLAUSIBLE:
+                return (
+                    f"a step with k={k} at batch size {batch} seems to take {ratio:.3g} of the time of a plain one: "
+                    "the timings contradict each other"
+                )
+        return None
+
+    def seconds(self, batch: int, k: int, paused: bool = True) -> float:
+        """Predicted seconds of one step: the fitted surface, corrected by what was measured in this very cell.
+
+        Args:
+            batch: requests in the step.
+            k: drafted tokens of each.
+            paused: with k = 0, is the draft's forward pass left out. k > 0 never pauses.
+
+        Raises:
+            RuntimeError: if nothing was observed.
+        """
+        paused = paused and k == 0
+        if self._fit is None:
+            if not self._cells:
+                raise RuntimeError("the cost model has seen no step yet")
+            self._fit = _Fit(self._cells)
+        fitted = self._fit.seconds(batch, k, paused)
+        seconds, steps = self._cells.get((batch, k, paused), (0.0, 0.0))
+        return (seconds * steps + fitted * _PRIOR_STEPS) / (steps + _PRIOR_STEPS)
+
+    def speedup(self, batch: int, k: int, acceptance: Sequence[float]) -> float:
+        """Predicted tokens per second with k against those of plain decoding with the draft paused."""
+        plain = self.seconds(batch, 0)
+        return tokens_per_step(acceptance, k) * plain / self.seconds(batch, k, paused=False)
+
+    def break_even(self, batch: int, k: int) -> float:
+        """Acceptance length at which k drafted tokens give as many tokens per second as plain decoding."""
+        return self.seconds(batch, k) / self.seconds(batch, 0)
+
+    def summary(self) -> dict[str, float]:
+        """Milliseconds of the three parts for one request: fixed and target forward, first draft forward, each further."""
+        target, first = self.seconds(1, 0), self.seconds(1, 1)
+        return {"target_ms": target * 1e3, "draft_ms": max(0.0, first - target) * 1e3}
+
+
+class _Fit:
+    """A robust non-negative regression: monotone in tokens, linear in draft forwards; see the module's first lines."""
+
+    def __init__(self, cells: Mapping[tuple[int, int, bool], tuple[float, float]]) -> None:
+        most = max(batch * (k + 1) for batch, k, _ in cells)
+        self._knots = [2.0**i for i in range(math.ceil(math.log2(max(2, most))) + 1)]
+        keys = list(cells)
+        rows = np.array([self._features(*key) for key in keys])
+        seconds = np.array([cells[key][0] for key in keys])
+        weights = np.sqrt(np.minimum([cells[key][1] for key in keys], _MEMORY_STEPS)) / seconds
+        smooth = self._smoothness(rows.shape[1]) * float(np.abs(weights * seconds).max()) / float(seconds.min())
+        self._x = np.zeros(rows.shape[1])
+        robust = np.ones(len(keys))
+        for _ in range(6):  # iteratively reweighted least squares with Huber's weights
+            w = weights * np.sqrt(robust)
+            a = np.vstack([rows * w[:, None], smooth])
+            self._x = non_negative_least_squares(a, np.concatenate([seconds * w, np.zeros(len(smooth))]))
+            residual = np.abs(rows @ self._x - seconds) / seconds
+            robust = np.minimum(1.0, _HUBER / np.maximum(residual, 1e-12))
+
+    def seconds(self, batch: int, k: int, paused: bool) -> float:
+        return float(np.dot(self._features(batch, k, paused), self._x))
+
+    def _features(self, batch: int, k: int, paused: bool) -> list[float]:
+        tokens = float(batch * (k + 1))
+        ramps = [min(max(tokens - a, 0.0), b - a) for a, b in zip(self._knots, self._knots[1:], strict=False)]
+        ramps[-1] += max(0.0, tokens - self._knots[-1])  # beyond all that was seen the last slope goes on
+        first, more = float(not paused), float(max(0, k - 1))
+        return [1.0, *ramps, first, first * tokens, more, more * batch]
+
+    def _smoothness(self, width: int) -> np.ndarray:
+        segments = len(self._knots) - 1
+        rows = np.zeros((max(0, segments - 1), width))
+        for i in range(segments - 1):
+            rows[i, 1 + i], rows[i, 2 + i] = 1.0, -1.0
+        return _SMOOTH * rows
+
+
+def non_negative_least_squares(a: np.ndarray, b: np.ndarray, sweeps: int = 3000) -> np.ndarray:
+    """x >= 0 that minimises |a x - b|, by cyclic coordinate descent on the normal equations (columns are scaled first)."""
+    scale = np.sqrt((a * a).sum(0))
+    scale[scale == 0] = 1.0
+    gram, right = (a / scale).T @ (a / scale), (a / scale).T @ b
+    x = np.zeros(len(scale))
+    for _ in range(sweeps):
+        before = x.copy()
+        for j in range(len(x)):
+            if gram[j, j] > 0:
+                x[j] = max(0.0, x[j] + (right[j] - gram[j] @ x) / gram[j, j])
+        if np.abs(x - before).max() <= 1e-10 * max(1e-300, np.abs(x).max()):
+            break
+    solution: np.ndarray = x / scale
+    return solution

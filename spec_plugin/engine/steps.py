@@ -1,0 +1,94 @@
+"""The step log: what the engine's own decoding steps took, noted by the scheduler as it goes. No step is run for it.
+
+A step lasts from one call of ``schedule`` to the next: under synchronous scheduling that is all of it, under asynchronous
+scheduling the pace at which steps follow each other. Steps that mix prefill and decoding, or requests with different
+numbers of drafted tokens, are not noted, nor is the last one before the engine runs empty.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict, deque
+from typing import Any
+
+from spec_plugin.events import StepTiming
+
+_KEPT = 64  # latest steps of one kind; the median is theirs
+
+Kind = tuple[int, int, bool]  # requests, k, was the draft paused
+
+
+class StepLog:
+    """Durations of steps by kind, since the last ``take``."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
+        self._steps: dict[Kind, int] = defaultdict(int)
+        self._open: tuple[float, Kind] | None = None
+
+    def begin(self, output: Any, paused: bool, now: float) -> None:
+        """A step begins: the one before it is complete.
+
+        Args:
+            output: vLLM's ``SchedulerOutput``.
+            paused: does no batch size draft, so that the draft's forward pass is left out.
+            now: ``time.perf_counter()`` when ``schedule`` was called.
+        """
+        if self._open is not None:
+            begun, kind = self._open
+            self._seconds[kind].append(now - begun)
+            self._steps[kind] += 1
+        kind_now = kind_of(output, paused)
+        self._open = None if kind_now is None else (now, kind_now)
+
+    def interrupt(self) -> None:
+        """The engine may wait now: what follows is not the time of a step."""
+        self._open = None
+
+    def take(self) -> list[StepTiming]:
+        """Everything since the last call, and a fresh start."""
+        found = [
+            StepTiming(*kind, statistics.median(seconds), self._steps[kind]) for kind, seconds in self._seconds.items()
+        ]
+        self._seconds.clear()
+        self._steps.clear()
+        return found
+
+
+def kind_of(output: Any, paused: bool) -> Kind | None:
+    """What kind of decoding step this is; None if it is a mixed one.
+
+    Args:
+        output: vLLM's ``SchedulerOutput``.
+        paused: see ``StepLog.begin``.
+    """
+    scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    k = output.num_spec_tokens_to_schedule
+    if output.scheduled_new_reqs or not scheduled:
+        return None
+    if any(n != k + 1 or len(drafted.get(r, ())) != k for r, n in scheduled.items()):
+        return None
+    return len(scheduled), k, paused and k == 0
+
+
+class TimedSteps:
+    """Mixed into a scheduler of vLLM: keeps a ``StepLog``."""
+
+    step_log: StepLog | None = None
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own, with the time noted."""
+        now = time.perf_counter()
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self.step_log is None:
+            self.step_log = StepLog()
+        self.step_log.begin(output, not any(self.dynamic_sd_lookup or (1,)), now)  # type: ignore[attr-defined]
+        return output
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own; when nothing is left to run, the engine may wait."""
+        result = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        if self.step_log is not None and not self.has_unfinished_requests():  # type: ignore[attr-defined]
+            self.step_log.interrupt()
+        return result
