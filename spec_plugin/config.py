@@ -38,6 +38,10 @@ class SpecConfig(BaseModel):
         "auto",
         description="auto: speculate only where it beats plain decoding; always: from the first step; never: only train",
     )
+    controller: Literal["break_even", "fixed"] = Field(
+        "break_even",
+        description="break_even: the k of each batch size, up to spec.k, from the engine's own step times; fixed: spec.k always",
+    )
     break_even: float | None = Field(
         None,
         ge=1.0,

@@ -1,76 +1,95 @@
-"""Break-even: speculate only for the batch sizes at which the draft's acceptance length pays for its cost (law 7)."""
+"""Break-even control: how many tokens to draft at each batch size, from what the engine's own steps take (law 7)."""
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
-from collections.abc import Mapping
+import math
 
+from spec_plugin import plan
 from spec_plugin.config import SpecConfig
+from spec_plugin.cost import CostModel, conditional_acceptance, constant_acceptance, tokens_per_step
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, TargetInfo
 from spec_plugin.hookspecs import hookimpl
+from spec_plugin.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-#: Speculation is switched on above break-even by this factor, off below break-even: no flapping on noise.
-_MARGIN = 1.05
 #: Verification steps below which a rollout phase says nothing about acceptance.
 _MIN_DRAFTS = 64
 #: Engine and training disagree about acceptance beyond this ratio of the gain only when they are misaligned.
 _MISALIGNED = 0.5
+#: A draft that is not served is tried in the tail of one phase in so many, which may cost so much of that phase.
+_PROBE_EVERY, _PROBE_SHARE = 16, 0.05
+#: Whole phases that generate fewer tokens per second than plain ones did, by this factor and so often in a row, end it.
+_BRAKE_BELOW, _BRAKE_AFTER = 0.97, 2
+#: Phases without drafts after that; doubled each time it happens again.
+_BRAKE_PHASES = 8
+#: What the newest plain phase weighs in the plain tokens per second.
+_NEWEST = 0.5
+_SHOWN_SIZES = (1, 8, 32)
 
 
-def schedule_table(
-    k: int, acceptance: float, break_even: Mapping[int, float], serving: bool, max_num_seqs: int
-) -> tuple[int, ...]:
-    """k for each batch size, from the acceptance length and the break-even measured at some batch sizes.
+class Brake:
+    """The one judge that does not believe the cost model: tokens per second of whole phases, with drafts and without."""
 
-    A batch size between two measured ones takes the larger one's break-even, one beyond all the last's.
+    def __init__(self) -> None:
+        self._plain: float | None = None  # tokens per second
+        self._slower = 0  # phases in a row
+        self._pause = _BRAKE_PHASES
+        self._left = 0  # phases without drafts still to come
 
-    Args:
-        k: tokens to draft where speculation pays.
-        acceptance: acceptance length of the draft, bonus token included.
-        break_even: batch size -> acceptance length at which speculation is as fast as plain decoding; not empty.
-        serving: was speculation on before; if not, it must clear a small margin.
-        max_num_seqs: largest batch size of the engine.
+    @property
+    def on(self) -> bool:
+        """True while nothing may be drafted."""
+        return self._left > 0
 
-    Returns:
-        Table of length ``max_num_seqs + 1``.
-    """
-    sizes = sorted(break_even)
-    margin = 1.0 if serving else _MARGIN
-    table = [0]
-    for batch in range(1, max_num_seqs + 1):
-        measured = sizes[min(bisect_left(sizes, batch), len(sizes) - 1)]
-        table.append(k if acceptance > break_even[measured] * margin else 0)
-    return tuple(table)
+    def rolled_out(self, rate: float, drafted: bool) -> bool:
+        """Take note of a phase; True if this is what pulls the brake."""
+        if self._left > 0:
+            self._left -= 1
+        if not (math.isfinite(rate) and rate > 0):
+            return False
+        if not drafted:
+            self._plain = rate if self._plain is None else _NEWEST * rate + (1 - _NEWEST) * self._plain
+            return False
+        slower = self._plain is not None and rate < _BRAKE_BELOW * self._plain
+        self._slower = self._slower + 1 if slower else 0
+        if self._slower < _BRAKE_AFTER:
+            return False
+        self._slower, self._left, self._pause = 0, self._pause, 2 * self._pause
+        return True
 
 
 class BreakEvenController:
-    """Chooses k for each batch size before each rollout phase.
+    """Chooses k for each batch size before each rollout phase; as a batch drains, the engine moves through the table.
 
-    While speculation is on, the acceptance length is the engine's own. While it is off, it is what draft training
-    predicts, corrected by how far prediction and engine were apart when last compared.
+    While speculation is on, the acceptance is the engine's own. While it is off, it is what draft training predicts,
+    corrected by how far prediction and engine were apart when last compared, and now and then the tail of a phase is
+    drafted to compare them again.
     """
 
     def __init__(self) -> None:
-        self._break_even: dict[int, float] = {}
+        self.cost = CostModel()
+        self.brake = Brake()
         self._predicted: float | None = None
         self._served_prediction: float | None = None
-        self._measured: float | None = None
+        self._measured: tuple[float, ...] | None = None  # chance of each position, in the last phase
         self._tried = False
         self._correction = 1.0
         self._warned = False
-        self._table: tuple[int, ...] = ()
+        self._undrafted = 0  # phases in a row
+        self._load: dict[int, float] = {}
+        self._plan = Plan((), 1.0)
+        self._realised: float | None = None
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
         """A break-even that the user set holds for every batch size."""
         self._config, self._target = config, target
-        if config.break_even is not None:
-            self._break_even = {target.max_num_seqs: config.break_even}
-        elif config.serve == "auto" and not config.self_test:
+        self._plan = plan.nothing(target.max_num_seqs)
+        self._fixed = config.serve == "always" or (config.serve == "auto" and config.controller == "fixed")
+        if config.serve == "auto" and not self._fixed and config.break_even is None and not config.self_test:
             raise SpecConfigError(
                 "spec.self_test=False leaves break-even unmeasured, so that spec.serve=auto could never decide to speculate: "
                 "set spec.break_even, or spec.serve=always or never"
@@ -79,8 +98,9 @@ class BreakEvenController:
     @hookimpl
     def spec_engine_ready(self, report: SelfTestReport) -> None:
         """Take over what was measured on the running engine."""
-        if self._config.break_even is None:
-            self._break_even = dict(report.break_even)
+        self.cost.observe(report.steps)
+        if not self._load:  # nothing is known of the rollouts yet: they are as likely at each size that was measured
+            self._load = {t.batch: float(t.batch) for t in report.steps}
 
     @hookimpl
     def spec_refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
@@ -90,52 +110,122 @@ class BreakEvenController:
 
     @hookimpl
     def spec_rollout_end(self, stats: RolloutStats) -> None:
-        """Compare prediction and engine, where enough was drafted."""
-        if stats.drafts < _MIN_DRAFTS or stats.acceptance_length is None:
-            self._measured = None
+        """Learn what steps cost, what is accepted, and whether it paid."""
+        self.cost.observe(stats.steps)
+        drafted = stats.drafts > 0
+        self._undrafted = 0 if drafted else self._undrafted + 1
+        enough = stats.drafts >= _MIN_DRAFTS and stats.acceptance_length is not None
+        self._measured = _acceptance_of(stats) if enough else None
+        if enough:
+            self._tried = True
+            self._compare(stats)
+        curve = self.acceptance_curve or (0.0,)
+        self._load = plan.load_of(stats.steps, curve) or self._load
+        if self.cost.problem is None:
+            self._realised = plan.realised_speedup(self.cost, stats.steps, curve) if drafted else None
+        if self.brake.rolled_out(stats.tokens / max(stats.seconds, 1e-9), drafted) and not self._fixed:
+            logger.warning(
+                "spec-plugin: whole rollouts were slower with drafts than without, whatever the cost model says: "
+                "no drafts for a while"
+            )
+
+    def _compare(self, stats: RolloutStats) -> None:
+        """Prediction and engine, where enough was drafted at the k that was predicted for."""
+        if self._served_prediction is None or self._served_prediction <= 1.2 or self._measured is None:
             return
-        self._measured, self._tried = stats.acceptance_length, True
-        if self._served_prediction is not None and self._served_prediction > 1.2:
-            ratio = (self._measured - 1.0) / (self._served_prediction - 1.0)
-            self._correction = min(1.0, 0.5 * self._correction + 0.5 * ratio)
-            if ratio < _MISALIGNED and not self._warned:
-                self._warned = True
-                logger.warning(
-                    "spec-plugin: the engine accepts %.2f tokens per step where draft training predicted %.2f; "
-                    "if this stays, draft and engine disagree about layers, norms or positions",
-                    self._measured,
-                    self._served_prediction,
-                )
+        found = tokens_per_step(self._measured, self._config.k)
+        ratio = (found - 1.0) / (self._served_prediction - 1.0)
+        self._correction = min(1.0, 0.5 * self._correction + 0.5 * ratio)
+        if ratio < _MISALIGNED and not self._warned:
+            self._warned = True
+            logger.warning(
+                "spec-plugin: the engine accepts %.2f tokens per step where draft training predicted %.2f; "
+                "if this stays, draft and engine disagree about layers, norms or positions",
+                found,
+                self._served_prediction,
+            )
 
     @property
     def acceptance(self) -> float | None:
-        """Best knowledge of the acceptance length of the draft that the engine serves now."""
+        """Best knowledge of the acceptance length at ``spec.k`` of the draft that the engine serves now."""
         if self._measured is not None:
-            return self._measured
+            return tokens_per_step(self._measured, self._config.k)
         if self._predicted is not None:
             return 1.0 + (self._predicted - 1.0) * self._correction
         return None
 
+    @property
+    def acceptance_curve(self) -> tuple[float, ...] | None:
+        """The same by position: the chance that each is accepted, given those before it."""
+        if self._measured is not None:
+            return self._measured
+        return None if self.acceptance is None else (constant_acceptance(self.acceptance, self._config.k),)
+
     @hookimpl
     def spec_schedule(self, policy_version: int) -> tuple[int, ...] | None:
         """k per batch size for the coming rollout phase."""
-        k, size = self._config.k, self._target.max_num_seqs
-        acceptance = self.acceptance
-        if self._config.serve != "auto":
-            table = (0,) + (k if self._config.serve == "always" else 0,) * size
-        elif acceptance is None or not self._break_even:
+        chosen = self._choose()
+        if chosen.table != self._plan.table and not self._fixed:
+            known = "" if self.acceptance is None else f" (acceptance length {self.acceptance:.2f}"
+            gain = f", predicted speed-up {chosen.speedup:.2f}x)" if chosen.speculates else ")"
+            said = plan.describe(chosen.table) + (known + gain if known else "")
+            logger.info("spec-plugin: policy version %d: %s", policy_version, said)
+        self._plan = chosen
+        self._served_prediction = self._predicted if chosen.speculates else None
+        return chosen.table
+
+    def _choose(self) -> Plan:
+        config, size = self._config, self._target.max_num_seqs
+        if self._fixed:
+            return plan.fixed(config.k, size)
+        if config.serve == "never" or self.brake.on:
+            return plan.nothing(size)
+        acceptance, curve = self.acceptance, self.acceptance_curve
+        if config.break_even is None and self.cost.problem is not None:
+            return plan.nothing(size)
+        if acceptance is None or curve is None:
             # A draft that the user brought is tried out for one phase; a new one waits for its first training.
-            table = (0,) + (k if self._config.draft is not None and not self._tried else 0,) * size
-        else:
-            table = schedule_table(k, acceptance, self._break_even, any(self._table), size)
-        self._table = table
-        self._served_prediction = self._predicted if any(table) else None
-        return table
+            return plan.fixed(config.k, size) if config.draft is not None and not self._tried else plan.nothing(size)
+        if config.break_even is not None:
+            return plan.threshold(config.k, acceptance, {size: config.break_even}, self._plan.speculates, size)
+        chosen = plan.best(self.cost, curve, self._load, self._plan.table, config.k)
+        if not chosen.speculates and self._undrafted >= _PROBE_EVERY:
+            return plan.probing(self.cost, self._load, config.k, size, _PROBE_SHARE) or chosen
+        return chosen
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
-        """Share of batch sizes that speculate, and the break-even that decides."""
-        out = {"spec/on": float(any(self._table))}
-        for size, value in self._break_even.items():
-            out[f"spec/break_even_b{size}"] = value
+        """What was chosen, what it is expected to do, and what it did."""
+        table, size = self._plan.table, self._target.max_num_seqs
+        out = {"spec/on": float(self._plan.speculates)}
+        sizes = [b for b in (*_SHOWN_SIZES, size) if b <= size]
+        out.update({f"spec/k_b{b}": float(table[b]) for b in sizes})
+        if self._config.break_even is not None:
+            out[f"spec/break_even_b{size}"] = self._config.break_even
+        elif self.cost.problem is None:
+            out.update({f"spec/break_even_b{b}": self.cost.break_even(b, self._config.k) for b in sizes})
+        if self._plan.speculates and self.cost.problem is None:
+            out["spec/speedup_predicted"] = self._plan.speedup
+        if self._realised is not None:
+            out["spec/speedup_realised"] = self._realised
         return out
+
+
+def _acceptance_of(stats: RolloutStats) -> tuple[float, ...]:
+    """Chance of each position. Steps with a smaller k never drafted the later ones: the step log says how many did."""
+    if not stats.accepted_per_pos:  # an engine that counts no positions
+        assert stats.acceptance_length is not None
+        k = max(1, round(stats.draft_tokens / stats.drafts))
+        return (constant_acceptance(stats.acceptance_length, k),)
+    raw = conditional_acceptance(stats.accepted_per_pos, stats.drafts)
+    width = len(stats.accepted_per_pos)
+    drafted = [float(sum(s.batch * s.steps for s in stats.steps if s.k > i)) for i in range(width)]
+    if not drafted or drafted[0] <= 0:
+        return raw
+    out = []
+    for i, chance in enumerate(raw):
+        share = 1.0 if i == 0 else drafted[i] / drafted[i - 1] if drafted[i - 1] else 0.0
+        if share <= 0.0:
+            break  # never drafted: nothing is known, the last known chance is as good a guess as any
+        out.append(min(1.0, chance / share))
+    return tuple(out)

@@ -35,6 +35,11 @@ SCHEMA = (
     Metric("spec/acceptance_pos_{i}", "", 0, 1, "share of verification steps that accepted drafted token i"),
     Metric("spec/expected_acceptance", "", 1, 17, "acceptance length that draft training predicts"),
     Metric("spec/break_even_b{size}", "", 0, 1e3, "acceptance length from which speculation pays at this batch size"),
+    Metric("spec/k_b{size}", "", 0, 16, "tokens drafted per request at this batch size in the coming rollout"),
+    Metric(
+        "spec/speedup_predicted", "", 0, 100, "decoding speed that the chosen k are expected to have, plain being 1"
+    ),
+    Metric("spec/speedup_realised", "", 0, 100, "decoding speed of the rollout's steps, plain steps being 1"),
     Metric("spec/generation_s", "s", 0, 1e5, "time of the rollout phase in the engine"),
     Metric("spec/generation_tokens", "", 1, 1e12, "tokens that it generated"),
     Metric("spec/policy_version", "", 0, 1e9, "version of the policy that rolled out"),

@@ -307,6 +307,7 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         draft_tokens=sum(p.draft_tokens for p in parts),
         accepted_tokens=sum(p.accepted_tokens for p in parts),
         accepted_per_pos=tuple(per_pos),
+        steps=tuple(s for p in parts for s in p.steps),
     )
 
 
@@ -317,7 +318,7 @@ def merge_reports(parts: Sequence[SelfTestReport]) -> SelfTestReport:
     checks = [replace(c, name=f"engine {i} {c.name}") for i, p in enumerate(parts) for c in p.checks]
     sizes = {size for p in parts for size in p.break_even}
     worst = {size: max(p.break_even[size] for p in parts if size in p.break_even) for size in sorted(sizes)}
-    return SelfTestReport(tuple(checks), max(p.seconds for p in parts), worst)
+    return SelfTestReport(tuple(checks), max(p.seconds for p in parts), worst, tuple(s for p in parts for s in p.steps))
 
 
 def merge_refreshes(parts: Sequence[RefreshReport]) -> RefreshReport:

@@ -138,7 +138,9 @@ def draft_learns(evidence: Evidence) -> None:
 
 def save_kill_resume(evidence: Evidence) -> None:
     """After kill and resume the draft goes on, bit for bit, from the trainer's checkpoint."""
-    _judge(judge.resumed(evidence.finished("main").trace, evidence.finished("resumed").trace))
+    run = evidence.run("faults")
+    problems = judge.resumed(evidence.finished("main").trace, run.trace)
+    _judge([*problems, f"the resumed run stopped: {run.failure}"] if problems and run.failure else problems)
 
 
 def faults_leave_the_run_alive(evidence: Evidence) -> None:

@@ -18,8 +18,8 @@ from spec_plugin.conformance.recorder import read_trace
 
 #: of every run with the flag: draft from the first step, hash what the engine holds, and train the draft enough to see it
 _OPTIONS = {"serve": "always", "audit": True, "train_share": 0.3}
-#: of runs that show something else: the self-test of the main run counts
-_UNTESTED = {"self_test": False}
+#: name of the check that an adapter without checkpoints refuses
+RESUME = "save_kill_resume"
 #: step of the last checkpoint before the kill
 SAVED = 2
 _KILLED_AFTER = 3
@@ -66,7 +66,7 @@ class Progress:
 
 
 class Evidence:
-    """The runs that the checks judge, by name: main, resumed, off, faults, and on if main and off end with other bits."""
+    """The runs that the checks judge, by name: main, off, faults, and on if main and off end with other bits."""
 
     def __init__(
         self, driver: Callable[[Path], ConformanceDriver], root: Path, progress: Progress | None = None
@@ -112,16 +112,9 @@ class Evidence:
     def _run_main(self) -> None:
         self._launch_and_kill("main", True, self._options("main"), self.root / "rollouts")
 
-    def _run_resumed(self) -> None:
-        main = self.finished("main")
-        saved = sum(e["hook"] == "spec_save" for e in main.trace)  # the trainer may have come further than we saw
-        steps = SAVED * max(1, saved) + 2
-        options = self._options("resumed") | _UNTESTED
-        self._launch("resumed", RunSettings(self._out("resumed"), steps, options=options, resume_from=main.settings))
-
     def _run_on(self) -> None:
         recorded = self.finished("main").settings.replay
-        self._launch_and_kill("on", True, self._options("on") | _UNTESTED, recorded)
+        self._launch_and_kill("on", True, self._options("on") | {"self_test": False}, recorded)
 
     def _run_off(self) -> None:
         self._launch_and_kill("off", False, {}, self.finished("main").settings.replay)
@@ -132,10 +125,17 @@ class Evidence:
         self._launch(name, settings, _KILLED_AFTER)
 
     def _run_faults(self) -> None:
+        """It goes on from the main run's checkpoint, so that one start-up shows both."""
         options = self._options("faults")
         tour = f"spec_plugin.conformance.faults:FaultTour={self._records('faults')}"
         options["plugins"] = [*options["plugins"], tour]
-        self._launch("faults", RunSettings(self._out("faults"), STEPS, options=options, save_every=2))
+        killed, steps = None, STEPS
+        if RESUME not in self.driver.refused:
+            main = self.finished("main")
+            saved = sum(e["hook"] == "spec_save" for e in main.trace)  # the trainer may have come further than we saw
+            killed, steps = main.settings, steps + SAVED * max(1, saved)
+        settings = RunSettings(self._out("faults"), steps, options=options, save_every=SAVED, resume_from=killed)
+        self._launch("faults", settings)
 
     def _options(self, name: str) -> dict[str, Any]:
         return {**_OPTIONS, "plugins": [f"spec_plugin.conformance.recorder:Recorder={self._records(name)}"]}

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
-from spec_plugin.engine.scheduler import PLAIN, SCHEDULER, pause_idle_draft, set_schedule
+from spec_plugin.engine.scheduler import PLAIN, SCHEDULER, pause_idle_draft, set_schedule, take_steps
 from spec_plugin.engine.selftest import default_prompts, run_self_test
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport
@@ -144,8 +144,9 @@ class EngineFront:
         self.policy_version = policy_version
         self.reset_phase()
 
-    def stats(self, policy_version: int) -> RolloutStats:
+    async def stats(self, policy_version: int) -> RolloutStats:
         """What happened since ``start_phase``."""
+        steps = await take_steps(self.engine)
         now, then = read_spec_counters(), self._counters
         before = then["accepted_per_pos"] or [0] * len(now["accepted_per_pos"])
         busy = self._busy + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
@@ -158,6 +159,7 @@ class EngineFront:
             draft_tokens=now["draft_tokens"] - then["draft_tokens"],
             accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
             accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
+            steps=steps,
         )
 
     async def state(self, moment: str) -> EngineState:
@@ -197,7 +199,7 @@ class SpecEngineMethods:
 
     async def spec_stats(self, policy_version: int) -> RolloutStats:
         """What happened since ``spec_start_phase``."""
-        return self._spec_front.stats(policy_version)
+        return await self._spec_front.stats(policy_version)
 
     async def spec_state(self, moment: str) -> EngineState:
         """What the workers hold, for ``spec.audit``."""

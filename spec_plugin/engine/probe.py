@@ -149,6 +149,7 @@ async def measure_break_even(
 
     That ratio is the acceptance length at which k drafted tokens give as many tokens per second as none. A plain and a
     speculating measurement follow each other; the median of the ratios of five such pairs counts, after one to warm up.
+    Between them k=1 is run, whose steps the cost model gets to see in the engine's step log.
     "Plain" is k=0 in this engine with the draft paused, as it is when no batch size speculates.
 
     Args:
@@ -167,12 +168,12 @@ async def measure_break_even(
         ratios = []
         for repeat in range(PAIRS + 1):
             pair = []
-            for width in (0, k):
+            for width in dict.fromkeys((0, 1, k)):  # 1: for the cost model, which reads the engine's step log
                 table = [width] * entries
                 await set_schedule(probe.engine, table)
                 await pause_idle_draft(probe.engine, table)
                 pair.append(await measure_step(probe, prompts, batch, width, STEPS if repeat else 4))
-            plain, speculating = pair
+            plain, speculating = pair[0], pair[-1]
             if plain is None or speculating is None:
                 return
             if repeat:

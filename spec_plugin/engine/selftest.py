@@ -21,6 +21,7 @@ float16; float32 gets a floor of 1e-3 for sums in another order.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import time
@@ -33,7 +34,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.probe import Probe, gather_or_cancel, measure_break_even
-from spec_plugin.engine.scheduler import pause_idle_draft, schedule_state, set_schedule
+from spec_plugin.engine.scheduler import pause_idle_draft, schedule_state, set_schedule, take_steps
 from spec_plugin.engine.verdicts import (
     Sampled,
     counts_check,
@@ -44,7 +45,7 @@ from spec_plugin.engine.verdicts import (
     path_check,
     spread,
 )
-from spec_plugin.events import Check, SelfTestReport
+from spec_plugin.events import Check, SelfTestReport, StepTiming
 
 #: ``score(sequences)[i][j]`` is the log-prob of token j + 1 of sequence i, given those before it, at the run's sampling options
 Score = Callable[[list[list[int]]], list[list[float]]]
@@ -122,6 +123,7 @@ class _SelfTest:
         self.tolerance = tolerance(engine.vllm_config.model_config.dtype)
         self.checks: list[Check] = []
         self.break_even: dict[int, float] = {}
+        self.steps: tuple[StepTiming, ...] = ()
         self.spec: list[Sampled] = []
         self.plain: list[Sampled] = []
 
@@ -142,7 +144,7 @@ class _SelfTest:
             if table is not None:
                 await self._calibrate(len(table))
         await self._restore(table)
-        return SelfTestReport(tuple(self.checks), time.perf_counter() - self.begin, dict(self.break_even))
+        return SelfTestReport(tuple(self.checks), time.perf_counter() - self.begin, dict(self.break_even), self.steps)
 
     async def _guarded(self, name: str, stage: Callable[[], Awaitable[None]]) -> bool:
         left = self.begin + self.seconds - time.perf_counter()
@@ -249,12 +251,16 @@ class _SelfTest:
         deadline = self.begin + 0.9 * self.seconds
         work = measure_break_even(self.probe, self.prompts, self.k, entries, deadline, self.break_even)
         try:
+            await take_steps(self.engine)  # those of the checks: another k for each half of a batch
             await asyncio.wait_for(work, max(0.01, self.begin + self.seconds - time.perf_counter()))
         except (asyncio.TimeoutError, TimeoutError):
             pass  # what was measured until here is kept
         except Exception as error:
             self.checks.append(Check("break-even", False, f"{type(error).__name__}: {error}"))
             return
+        finally:
+            with contextlib.suppress(Exception):  # an engine that is gone: its checks say so
+                self.steps = await take_steps(self.engine)
         found = (
             ", ".join(f"{b}: {v:.2f}" for b, v in self.break_even.items()) or "nothing measured (time, or no counters)"
         )

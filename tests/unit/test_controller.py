@@ -5,8 +5,9 @@ import logging
 import pytest
 
 from spec_plugin import SpecConfig
-from spec_plugin.controller import BreakEvenController, schedule_table
-from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, TargetInfo
+from spec_plugin.controller import BreakEvenController
+from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, StepTiming, TargetInfo
+from spec_plugin.plan import threshold
 
 K, SEQS = 3, 8
 
@@ -15,8 +16,15 @@ def controller(measured: dict[int, float] | None = None, /, **options: object) -
     out = BreakEvenController()
     out.spec_configure(SpecConfig.parse(options), TargetInfo(path="", hf_config={}, dtype="float32", max_num_seqs=SEQS))
     if measured is not None:
-        out.spec_engine_ready(SelfTestReport((), 1.0, measured))
+        out.spec_engine_ready(SelfTestReport((), 1.0, measured, timed(measured)))
     return out
+
+
+def timed(break_even: dict[int, float]) -> tuple[StepTiming, ...]:
+    """What an engine times in which k drafted tokens pay from these acceptance lengths on, and fewer drafts never pay."""
+    kinds = [(0, True, 1.0), (0, False, 1.0)]
+    out = [StepTiming(b, k, paused, s, 10_000) for b in break_even for k, paused, s in kinds]
+    return (*out, *(StepTiming(b, k, False, v, 10_000) for b, v in break_even.items() for k in range(1, K + 1)))
 
 
 def refreshed(c: BreakEvenController, expected: float | None, installed: bool = True) -> None:
@@ -34,26 +42,26 @@ def on(c: BreakEvenController) -> bool:
 
 
 def test_law_7_each_batch_size_is_decided_by_its_own_break_even():
-    table = schedule_table(K, 2.0, {1: 1.2, 4: 1.6, 8: 2.5}, serving=True, max_num_seqs=10)
+    table = threshold(K, 2.0, {1: 1.2, 4: 1.6, 8: 2.5}, serving=True, size=10).table
     assert table == (0, K, K, K, K, 0, 0, 0, 0, 0, 0)
 
 
 def test_law_7_between_two_measured_batch_sizes_the_larger_ones_break_even_holds():
-    assert schedule_table(K, 2.0, {1: 1.2, 4: 2.2}, True, 4) == (0, K, 0, 0, 0)
+    assert threshold(K, 2.0, {1: 1.2, 4: 2.2}, True, size=4).table == (0, K, 0, 0, 0)
 
 
 def test_beyond_the_largest_measured_batch_size_its_break_even_holds():
-    assert schedule_table(K, 2.0, {2: 1.5}, True, 5) == (0,) + (K,) * 5
+    assert threshold(K, 2.0, {2: 1.5}, True, size=5).table == (0,) + (K,) * 5
 
 
 def test_switching_on_needs_a_margin_and_staying_on_does_not():
-    assert not any(schedule_table(K, 2.05, {8: 2.0}, serving=False, max_num_seqs=8))
-    assert any(schedule_table(K, 2.05, {8: 2.0}, serving=True, max_num_seqs=8))
-    assert any(schedule_table(K, 2.15, {8: 2.0}, serving=False, max_num_seqs=8))
+    assert not any(threshold(K, 2.05, {8: 2.0}, serving=False, size=8).table)
+    assert any(threshold(K, 2.05, {8: 2.0}, serving=True, size=8).table)
+    assert any(threshold(K, 2.15, {8: 2.0}, serving=False, size=8).table)
 
 
 def test_law_7_at_break_even_exactly_speculation_is_off():
-    assert not any(schedule_table(K, 2.0, {8: 2.0}, serving=True, max_num_seqs=8))
+    assert not any(threshold(K, 2.0, {8: 2.0}, serving=True, size=8).table)
 
 
 def test_noise_around_break_even_does_not_make_it_flap():
@@ -153,10 +161,98 @@ def test_a_break_even_that_the_user_set_is_not_replaced_by_the_measured_one():
     c = controller({1: 1.1, 8: 1.1}, break_even=3.0)
     refreshed(c, 2.9)
     assert not on(c)
-    assert c.spec_metrics() == {"spec/on": 0.0, f"spec/break_even_b{SEQS}": 3.0}
+    assert c.spec_metrics() == {"spec/on": 0.0, "spec/k_b1": 0.0, "spec/k_b8": 0.0, f"spec/break_even_b{SEQS}": 3.0}
 
 
 def test_without_any_break_even_nothing_is_served():
     c = controller(None)
     refreshed(c, 4.0)
     assert not on(c)
+
+
+# the cost model in charge
+
+
+def phase(rate: float, k: int = 0, acceptance: float | None = None, batch: int = 8) -> RolloutStats:
+    """A phase of 1000 tokens at this many tokens per second."""
+    drafts = 1000 if acceptance else 0
+    accepted = round(((acceptance or 1.0) - 1.0) * drafts)
+    steps = (StepTiming(batch, k, k == 0, 1.0 if k == 0 else 2.0, 100),)
+    return RolloutStats(1, 8, 1000, 1000 / rate, drafts, k * drafts, accepted, steps=steps)
+
+
+@pytest.mark.parametrize("factor", [0.0, float("nan"), 100.0])
+def test_law_7_a_wrong_cost_model_leaves_the_run_at_plain_speed(factor):
+    c = controller()
+    wrong = [
+        StepTiming(t.batch, t.k, t.paused, factor * t.seconds if t.k == 0 else t.seconds, 10) for t in timed({8: 1.2})
+    ]
+    c.spec_engine_ready(SelfTestReport((), 1.0, {}, tuple(wrong)))
+    refreshed(c, 3.9)
+    assert not on(c)
+
+
+def test_law_7_whole_phases_that_are_slower_with_drafts_end_them_whatever_the_cost_model_says(caplog):
+    c = controller({8: 1.2})
+    c.spec_rollout_end(phase(100.0))
+    refreshed(c, 3.9)
+    seen = []
+    for _ in range(14):
+        seen.append(on(c))
+        c.spec_rollout_end(phase(80.0, K, 3.5) if seen[-1] else phase(100.0))
+    assert seen[:2] == [True, True] and seen[2:10] == [False] * 8 and seen[10]
+    assert "slower with drafts" in caplog.text
+    assert not any(on(c) for _ in range(3) if c.spec_rollout_end(phase(100.0)) or True)  # twice as long now
+
+
+def test_a_draft_that_is_not_served_is_tried_in_the_tail_now_and_then():
+    c = controller({1: 1.01, 8: 3.9})
+    refreshed(c, 1.001)
+    seen = []
+    for _ in range(20):
+        table = c.spec_schedule(1)
+        seen.append(any(table))
+        steps = (StepTiming(8, 0, True, 1.0, 100), StepTiming(1, 0, True, 1.0, 20))
+        c.spec_rollout_end(RolloutStats(1, 8, 820, 8.2, 10 if seen[-1] else 0, 30, 0, steps=steps))
+    assert seen.count(True) == 1 and seen[16]
+
+
+def test_one_line_is_logged_when_the_choice_changes(caplog):
+    caplog.set_level(logging.INFO, logger="spec_plugin")
+    c = controller({8: 1.2})
+    for expected in (1.01, 3.0, 3.01):
+        refreshed(c, expected)
+        c.spec_schedule(7)
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.startswith(
+        "spec-plugin: policy version 7: k=3 for batch size from 1 (acceptance length 3.00, predicted"
+    )
+
+
+def test_later_positions_that_a_smaller_k_never_drafted_are_not_held_against_them():
+    c = controller({8: 1.2})
+    refreshed(c, 3.0)
+    c.spec_schedule(1)
+    steps = (StepTiming(8, 3, False, 1.2, 10), StepTiming(8, 1, False, 1.2, 30))
+    c.spec_rollout_end(RolloutStats(1, 8, 1000, 1.0, 320, 0, 304, (256, 32, 16), steps=steps))
+    # 0.8 of the first positions; of the second ones, which a quarter of the drafts had, 32 of 64; of the third 16 of 32
+    assert c.acceptance_curve == pytest.approx((0.8, 0.5, 0.5))
+
+
+def test_the_fixed_controller_drafts_as_many_tokens_as_were_asked_for():
+    c = controller(controller="fixed", k=2)
+    assert c.spec_schedule(0) == (0,) + (2,) * SEQS
+    c.spec_rollout_end(phase(100.0))
+    for _ in range(5):
+        c.spec_rollout_end(phase(50.0, 2, 1.1))
+    assert c.spec_schedule(0) == (0,) + (2,) * SEQS
+
+
+def test_metrics_tell_what_was_chosen_expected_and_realised():
+    c = controller({1: 1.2, 8: 1.2})
+    refreshed(c, 3.0)
+    c.spec_schedule(1)
+    c.spec_rollout_end(phase(100.0, K, 3.0))
+    found = c.spec_metrics()
+    assert found["spec/k_b1"] == found["spec/k_b8"] == K and found["spec/break_even_b8"] == pytest.approx(1.2, rel=0.5)
+    assert found["spec/speedup_predicted"] == pytest.approx(2.5, rel=0.1) and "spec/speedup_realised" in found

@@ -183,7 +183,7 @@ class Link:
 
     async def stats(self, policy_version: int) -> events.RolloutStats:
         """Counters since then."""
-        return self.front.stats(policy_version)
+        return await self._there(self.front.stats(policy_version))
 
     async def state(self, moment: str) -> events.EngineState:
         """Digests of what the worker holds, for ``--spec.audit true``."""

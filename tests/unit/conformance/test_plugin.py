@@ -46,7 +46,7 @@ def test_without_arguments_exactly_the_checks_run_and_what_is_refused_is_reporte
 
 def test_each_run_is_started_once(right):
     launched = (right[1] / "kept" / "driver" / "launched").read_text().split()
-    assert sorted(launched) == ["main", "off", "resumed"]
+    assert sorted(launched) == ["faults", "main", "off"]
 
 
 def test_the_terminal_shows_every_check_with_its_state_and_the_runs_with_their_times(right):
@@ -54,7 +54,7 @@ def test_the_terminal_shows_every_check_with_its_state_and_the_runs_with_their_t
     for name in NAMES:
         (line,) = [x for x in out.splitlines() if x.strip().startswith(name)]
         assert ("refused" if name in NEEDS_A_TRAINER else "supported") in line
-    assert "runs: main " in out and "run resumed: 3 steps" in out + err
+    assert "runs: main " in out and "run faults: 3 steps" in out + err
 
 
 def test_the_badge_counts_and_lists(right):

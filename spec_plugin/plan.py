@@ -1,0 +1,158 @@
+"""Which k for which batch size: pure functions from the cost model, the acceptance and the load to a table (law 7)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spec_plugin.cost import CostModel, tokens_per_step
+from spec_plugin.events import StepTiming
+
+#: speculation is switched on above break-even by this factor, off below break-even: no flapping on noise
+MARGIN = 1.05
+#: another k than the present one must be better by this factor
+_K_MARGIN = 1.02
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A table of k, and what it is expected to do to the phase."""
+
+    table: tuple[int, ...]  # k for batch sizes 0..max_num_seqs
+    speedup: float  # predicted decoding time of a plain phase / of this one
+
+    @property
+    def speculates(self) -> bool:
+        """True if any batch size drafts."""
+        return any(self.table)
+
+
+def nothing(size: int) -> Plan:
+    """Plain decoding."""
+    return Plan((0,) * (size + 1), 1.0)
+
+
+def fixed(k: int, size: int) -> Plan:
+    """The same k for every batch size."""
+    return Plan((0,) + (k,) * size, 1.0)
+
+
+def threshold(k: int, acceptance: float, break_even: Mapping[int, float], serving: bool, size: int) -> Plan:
+    """k for each batch size from an acceptance length and break-evens that somebody else determined.
+
+    A batch size between two given ones takes the larger one's break-even, one beyond all the last's.
+
+    Args:
+        k: tokens to draft where speculation pays.
+        acceptance: acceptance length of the draft, bonus token included.
+        break_even: batch size -> acceptance length at which speculation is as fast as plain decoding; not empty.
+        serving: was speculation on before; if not, it must clear a small margin.
+        size: largest batch size of the engine.
+    """
+    sizes = sorted(break_even)
+    margin = 1.0 if serving else MARGIN
+    table = [0]
+    for batch in range(1, size + 1):
+        known = sizes[min(bisect_left(sizes, batch), len(sizes) - 1)]
+        table.append(k if acceptance > break_even[known] * margin else 0)
+    return Plan(tuple(table), 1.0)
+
+
+def best(
+    cost: CostModel, acceptance: Sequence[float], load: Mapping[int, float], current: Sequence[int], k_max: int
+) -> Plan:
+    """The table with the most tokens per second, or plain decoding where the whole phase would gain nothing.
+
+    Each batch size gets its own best k. Where that is 0 the draft still runs its first forward pass (vLLM keeps its KV cache
+    current so), unless no batch size drafts at all: therefore the phase as a whole is compared with a paused draft, over
+    the batch sizes that the last phase went through.
+
+    Args:
+        cost: seconds of a step.
+        acceptance: chance of each position, see ``cost.tokens_per_step``.
+        load: batch size -> tokens that a phase generates at that size.
+        current: the table in force, of length max_num_seqs + 1.
+        k_max: most tokens to draft.
+    """
+    size = len(current) - 1
+    serving = any(current)
+    table = [0, *(_best_k(cost, acceptance, batch, current[batch], k_max, serving) for batch in range(1, size + 1))]
+    if not any(table):
+        return nothing(size)
+    speedup = phase_speedup(cost, acceptance, load, table)
+    return Plan(tuple(table), speedup) if speedup > (1.0 if serving else MARGIN) else nothing(size)
+
+
+def _best_k(cost: CostModel, acceptance: Sequence[float], batch: int, current: int, k_max: int, serving: bool) -> int:
+    rates = [tokens_per_step(acceptance, k) / cost.seconds(batch, k, paused=False) for k in range(k_max + 1)]
+    top = max(range(k_max + 1), key=rates.__getitem__)
+    return current if serving and rates[top] < _K_MARGIN * rates[current] else top
+
+
+def phase_speedup(
+    cost: CostModel, acceptance: Sequence[float], load: Mapping[int, float], table: Sequence[int]
+) -> float:
+    """Predicted decoding time with a paused draft / with this table, for a phase of this load."""
+    plain = drafting = 0.0
+    for batch, tokens in load.items():
+        k = table[min(batch, len(table) - 1)]
+        plain += tokens / batch * cost.seconds(batch, 0)
+        drafting += tokens / (batch * tokens_per_step(acceptance, k)) * cost.seconds(batch, k, paused=False)
+    return plain / drafting if drafting > 0 else 1.0
+
+
+def probing(cost: CostModel, load: Mapping[int, float], k: int, size: int, most: float) -> Plan | None:
+    """A table that drafts in the tail of a phase only, to see what the draft is worth; None if even that costs too much.
+
+    Args:
+        cost: seconds of a step.
+        load: batch size -> tokens at that size.
+        k: tokens to draft.
+        size: largest batch size of the engine.
+        most: allowed share of the phase's time if not one token is accepted.
+    """
+    found, reach = None, 1
+    while reach <= size:
+        table = [k if 1 <= batch <= reach else 0 for batch in range(size + 1)]
+        if sum(t for b, t in load.items() if b <= reach) > 0:
+            speedup = phase_speedup(cost, (0.0,), load, table)
+            if speedup < 1.0 / (1.0 + most):
+                break
+            found = Plan(tuple(table), speedup)
+        reach *= 2
+    return found
+
+
+def load_of(steps: Sequence[StepTiming], acceptance: Sequence[float]) -> dict[int, float]:
+    """Batch size -> tokens that a phase generated at that size, from its step log."""
+    load: dict[int, float] = {}
+    for s in steps:
+        load[s.batch] = load.get(s.batch, 0.0) + s.batch * s.steps * tokens_per_step(acceptance, s.k)
+    return load
+
+
+def realised_speedup(cost: CostModel, steps: Sequence[StepTiming], acceptance: Sequence[float]) -> float | None:
+    """Seconds that the phase's tokens would have taken plain / the seconds that its steps did take; None without steps."""
+    took = sum(s.seconds * s.steps for s in steps)
+    plain = sum(tokens / batch * cost.seconds(batch, 0) for batch, tokens in load_of(steps, acceptance).items())
+    return plain / took if took > 0 else None
+
+
+def describe(table: Sequence[int]) -> str:
+    """A table in words: ``k=3 for batch sizes 1-8, k=1 for 9-20, k=0 from 21``."""
+    if not any(table):
+        return "no drafts at any batch size"
+    parts: list[str] = []
+    begin = 1
+    for batch in range(2, len(table) + 1):
+        if batch == len(table) or table[batch] != table[begin]:
+            end = batch - 1
+            span = f"from {begin}" if batch == len(table) else str(begin) if begin == end else f"{begin}-{end}"
+            parts.append(f"k={table[begin]} for batch size {span}" if not parts else f"k={table[begin]} {_for(span)}")
+            begin = batch
+    return ", ".join(parts)
+
+
+def _for(span: str) -> str:
+    return span if span.startswith("from") else f"for {span}"

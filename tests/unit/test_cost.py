@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from scipy.optimize import nnls
+
+from spec_plugin.cost import (
+    CostModel,
+    closed_form_speedup,
+    conditional_acceptance,
+    constant_acceptance,
+    non_negative_least_squares,
+    tokens_per_step,
+)
+from spec_plugin.events import StepTiming
+
+BATCHES, KS = (1, 8, 32, 64), (0, 1, 3)
+
+
+def timings(seconds, batches=BATCHES, ks=KS, noise=0.0, steps=50, seed=0):
+    rng = random.Random(seed)
+    return [
+        StepTiming(b, k, k == 0, seconds(b, k, k == 0) * rng.lognormvariate(0.0, noise), steps)
+        for b in batches
+        for k in ks
+    ]
+
+
+def model(seconds, **options) -> CostModel:
+    out = CostModel()
+    out.observe(timings(seconds, **options))
+    return out
+
+
+def memory_bound(draft: float):
+    """A target forward takes 10 ms whatever its tokens, a draft forward ``draft`` times that: Leviathan's setting."""
+    return lambda batch, k, paused: 0.010 * (1 + draft * k)
+
+
+def compute_bound(batch, k, paused):
+    """1 ms a token, and a draft of a tenth of that."""
+    tokens = batch * (k + 1)
+    return 1e-3 * tokens + (0.0 if paused else 1e-4 * tokens) + 1e-4 * batch * max(0, k - 1)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 0.95, 1.0])
+@pytest.mark.parametrize("draft", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_model_agrees_with_leviathans_closed_form_where_its_assumptions_hold(alpha, draft, k):
+    found = model(memory_bound(draft)).speedup(1, k, [alpha])
+    assert found == pytest.approx(closed_form_speedup(alpha, k, draft), rel=0.02)
+
+
+def test_the_closed_form_is_theorem_3_8():
+    assert closed_form_speedup(0.8, 4, 0.1) == pytest.approx((1 - 0.8**5) / (0.2 * 1.4))
+    assert closed_form_speedup(1.0, 3, 0.0) == 4.0 and closed_form_speedup(0.0, 3, 0.1) == pytest.approx(1 / 1.3)
+
+
+def test_where_tokens_cost_time_drafting_never_pays_however_good_the_draft():
+    found = model(compute_bound)
+    assert all(found.speedup(b, k, [0.99]) < 1.0 for b in (8, 32, 64) for k in (1, 2, 3))
+    assert found.break_even(32, 3) == pytest.approx(4.4 + 0.2, rel=0.03)
+
+
+@pytest.mark.parametrize("seconds", [memory_bound(0.1), compute_bound])
+def test_cells_that_were_not_measured_are_predicted(seconds):
+    found = model(seconds, noise=0.02)
+    for batch in (2, 5, 16, 24, 48):
+        for k in (0, 1, 2, 3):
+            assert found.seconds(batch, k) == pytest.approx(seconds(batch, k, k == 0), rel=0.15)
+
+
+def test_a_step_at_k_0_costs_more_while_the_draft_is_not_paused():
+    def seconds(batch, k, paused):
+        return 0.010 + (0.0 if paused else 0.004) + 0.001 * max(0, k - 1)
+
+    found = model(seconds)
+    assert found.seconds(8, 0, paused=False) == pytest.approx(0.014, rel=0.05)
+    assert found.seconds(8, 0) == pytest.approx(0.010, rel=0.02)
+
+
+def test_a_prediction_beyond_all_measured_batch_sizes_goes_on_with_the_last_slope():
+    found = model(compute_bound)
+    assert found.seconds(256, 0) == pytest.approx(0.256, rel=0.1)
+
+
+def test_outliers_do_not_bend_the_surface():
+    found = CostModel()
+    found.observe(
+        [*timings(memory_bound(0.1), noise=0.01), StepTiming(16, 3, False, 1.0, 1), StepTiming(4, 0, True, 2.0, 1)]
+    )
+    assert found.seconds(12, 3) == pytest.approx(0.013, rel=0.15)
+
+
+def test_later_rollouts_outweigh_earlier_ones():
+    found = model(memory_bound(0.1))
+    for _ in range(5):
+        found.observe(timings(lambda *cell: 2 * memory_bound(0.1)(*cell), steps=100))
+    assert found.seconds(8, 0) == pytest.approx(0.020, rel=0.05)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_timings_that_make_no_sense_are_left_out(bad):
+    found = model(memory_bound(0.1))
+    found.observe([StepTiming(1, 0, True, bad, 1000), StepTiming(8, 3, False, bad, 1000)])
+    assert found.problem is None and found.seconds(1, 0) == pytest.approx(0.010, rel=0.02)
+
+
+def test_a_model_without_plain_or_speculating_steps_says_so():
+    found = CostModel()
+    assert "no plain step" in found.problem
+    found.observe([StepTiming(1, 0, True, 0.01, 10)])
+    assert "no speculating step" in found.problem
+    with pytest.raises(RuntimeError, match="seen no step"):
+        CostModel().seconds(1, 0)
+
+
+def test_plain_steps_that_seem_a_hundred_times_dearer_contradict_the_others():
+    found = CostModel()
+    found.observe([t if t.k else StepTiming(t.batch, 0, True, 100 * t.seconds, 50) for t in timings(memory_bound(0.1))])
+    assert "contradict" in found.problem
+
+
+def test_tokens_per_step_and_its_inverse():
+    assert tokens_per_step([0.8], 3) == pytest.approx(1 + 0.8 + 0.64 + 0.512)
+    assert tokens_per_step([0.9, 0.5], 3) == pytest.approx(1 + 0.9 + 0.45 + 0.225)
+    assert tokens_per_step([0.9], 0) == 1.0 and tokens_per_step([], 3) == 1.0
+    for length in (1.0, 1.7, 2.952, 4.0):
+        assert tokens_per_step([constant_acceptance(length, 3)], 3) == pytest.approx(length, abs=1e-6)
+
+
+def test_conditional_acceptance_from_vllms_counts():
+    assert conditional_acceptance([80, 64, 16], 100) == (0.8, 0.8, 0.25)
+    assert conditional_acceptance([0, 0, 0], 100) == (0.0,)
+    assert conditional_acceptance([], 0) == ()
+
+
+def test_the_solver_agrees_with_scipys():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        a, b = rng.random((30, 6)), rng.normal(size=30)
+        assert non_negative_least_squares(a, b) == pytest.approx(nnls(a, b)[0], abs=1e-5)

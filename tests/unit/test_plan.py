@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+from test_cost import compute_bound, memory_bound, model
+
+from spec_plugin import plan
+from spec_plugin.events import StepTiming
+
+SIZE, K = 64, 3
+
+
+def mixed(batch, k, paused):
+    """Free up to 16 tokens, then 1 ms each: drafting pays in the tail of a phase only."""
+    return 0.016 + 1e-3 * max(0, batch * (k + 1) - 16) + (0.0 if paused else 0.0004) + 2e-4 * max(0, k - 1)
+
+
+def best(seconds, acceptance, load=None, current=(0,) * (SIZE + 1)):
+    found = model(seconds, batches=(1, 2, 4, 8, 16, 32, 64))
+    return plan.best(found, acceptance, load or {8: 1.0}, current, K)
+
+
+def test_a_good_draft_is_used_everywhere_where_tokens_are_free():
+    chosen = best(memory_bound(0.1), [0.9])
+    assert chosen.table == (0,) + (K,) * SIZE
+    assert chosen.speedup == pytest.approx(3.439 / 1.3, rel=0.03)
+
+
+def test_a_middling_draft_is_asked_for_fewer_tokens():
+    chosen = best(memory_bound(0.25), [0.5])
+    assert set(chosen.table[1:]) == {1}  # 1.5 / 1.25, against 1.75 / 1.5 and 1.875 / 1.75
+
+
+def test_a_useless_draft_is_not_used():
+    assert not best(memory_bound(0.1), [0.05]).speculates
+
+
+def test_where_every_token_costs_time_no_draft_is_used():
+    assert not best(compute_bound, [0.95], {1: 1.0, 64: 1.0}).speculates
+
+
+def test_the_tail_of_a_batch_gets_more_tokens_than_its_body():
+    table = best(mixed, [0.9], {1: 10.0, 64: 10.0}).table
+    assert table[1] == table[2] == K and table[64] == 0
+    assert list(table[1:]) == sorted(table[1:], reverse=True)
+
+
+def test_law_7_a_tail_that_gains_less_than_the_body_loses_is_left_alone():
+    """Where k is 0 in a mixed table, the draft still runs one forward pass."""
+
+    def dear_draft(batch, k, paused):
+        return mixed(batch, k, paused) + (0.0 if paused else 0.004)
+
+    assert best(dear_draft, [0.9], {1: 10.0}).speculates
+    assert not best(dear_draft, [0.9], {1: 1.0, 64: 1000.0}).speculates
+
+
+def test_switching_on_needs_a_margin_and_staying_on_does_not():
+    on = (0,) + (K,) * SIZE
+    acceptance = [0.34]  # 1.02 to 1.04 times plain at the best k
+    assert not best(memory_bound(0.3), acceptance).speculates
+    assert best(memory_bound(0.3), acceptance, current=on).speculates
+
+
+def test_a_k_that_is_hardly_better_does_not_replace_the_present_one():
+    present = (0,) + (2,) * SIZE
+    assert best(memory_bound(0.105), [0.55], current=present).table == present
+    assert best(memory_bound(0.02), [0.95], current=present).table == (0,) + (K,) * SIZE
+
+
+def test_what_a_phase_realised():
+    found = model(memory_bound(0.1))
+    steps = [StepTiming(8, K, False, 0.013, 100)]
+    assert plan.load_of(steps, [1.0]) == {8: 3200.0}
+    assert plan.realised_speedup(found, steps, [1.0]) == pytest.approx(4 / 1.3, rel=0.02)
+    assert plan.realised_speedup(found, [], [1.0]) is None
+
+
+def test_a_probe_drafts_in_the_tail_and_costs_no_more_than_it_may():
+    found, load = model(mixed, batches=(1, 2, 4, 8, 16, 32, 64)), {1: 10.0, 16: 500.0, 64: 1000.0}
+    probe = plan.probing(found, load, K, SIZE, 0.05)
+    assert probe is not None and probe.table[1] == K and probe.table[64] == 0
+    assert plan.phase_speedup(found, (0.0,), load, probe.table) >= 1 / 1.05
+    assert plan.probing(found, {1: 1.0}, K, SIZE, 0.0001) is None
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ((0, 0, 0), "no drafts at any batch size"),
+        ((0, 3, 3), "k=3 for batch size from 1"),
+        ((0, 3, 3, 1, 0, 0), "k=3 for batch size 1-2, k=1 for 3, k=0 from 4"),
+    ],
+)
+def test_a_table_in_words(table, text):
+    assert plan.describe(table) == text
