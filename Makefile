@@ -26,7 +26,7 @@ quickstart: env  ## a GRPO run on this CPU with speculative rollouts, about 15 m
 verl-env:
 	@$(MAKE_ENV) verl
 
-test: lint unit engine-test trainer-test  ## everything, cheapest first; stops at the first part that fails
+test: lint unit engine-test conformance trainer-test  ## everything, cheapest first; stops at the first part that fails
 
 lint: verl-env  ## ruff, mypy and the import arrows
 	$(PY) -m ruff check .
@@ -44,7 +44,7 @@ unit: verl-env  ## tests without an engine (seconds)
 engine-test: verl-env  ## tests with a real vLLM engine (minutes)
 	$(PY) -m pytest tests/engine -m engine --ignore tests/engine/test_conformance_minimal.py $(ARGS)
 
-conformance:  ## the conformance kit on every adapter, and on wrong ones (an hour); not yet a part of test
+conformance:  ## the conformance kit on every adapter, and on wrong ones (minutes each)
 	@$(MAKE_ENV) verl openrlhf
 	$(PY) -m pytest tests/engine/test_conformance_minimal.py $(ARGS)
 	.envs/verl/bin/spec-plugin conformance verl

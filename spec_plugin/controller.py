@@ -70,6 +70,8 @@ class BreakEvenController:
     """
 
     def __init__(self) -> None:
+        self._config = SpecConfig.parse({})
+        self._fixed = False
         self.cost = CostModel()
         self.brake = Brake()
         self._predicted: float | None = None
@@ -80,7 +82,7 @@ class BreakEvenController:
         self._warned = False
         self._undrafted = 0  # phases in a row
         self._load: dict[int, float] = {}
-        self._plan = Plan((), 1.0)
+        self._plan = plan.nothing(0)
         self._realised: float | None = None
 
     @hookimpl
@@ -196,11 +198,11 @@ class BreakEvenController:
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
         """What was chosen, what it is expected to do, and what it did."""
-        table, size = self._plan.table, self._target.max_num_seqs
+        table, size = self._plan.table, len(self._plan.table) - 1
         out = {"spec/on": float(self._plan.speculates)}
-        sizes = [b for b in (*_SHOWN_SIZES, size) if b <= size]
+        sizes = [b for b in (*_SHOWN_SIZES, size) if 0 < b <= size]
         out.update({f"spec/k_b{b}": float(table[b]) for b in sizes})
-        if self._config.break_even is not None:
+        if self._config.break_even is not None and size:
             out[f"spec/break_even_b{size}"] = self._config.break_even
         elif self.cost.problem is None:
             out.update({f"spec/break_even_b{b}": self.cost.break_even(b, self._config.k) for b in sizes})

@@ -35,7 +35,7 @@ SCHEMA = (
     Metric("spec/acceptance_pos_{i}", "", 0, 1, "share of verification steps that accepted drafted token i"),
     Metric("spec/expected_acceptance", "", 1, 17, "acceptance length that draft training predicts"),
     Metric("spec/break_even_b{size}", "", 0, 1e3, "acceptance length from which speculation pays at this batch size"),
-    Metric("spec/k_b{size}", "", 0, 16, "tokens drafted per request at this batch size in the coming rollout"),
+    Metric("spec/k_b{size}", "", 0, 16, "tokens drafted per request at this batch size in this step"),
     Metric(
         "spec/speedup_predicted", "", 0, 100, "decoding speed that the chosen k are expected to have, plain being 1"
     ),

@@ -19,12 +19,15 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from draft_training import digest
 from examples.bench.common import Seconds, now, prepare_process, spread
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.scheduler import SCHEDULER
+from spec_plugin.events import StepTiming
 
 Kind = Literal["plain", "live", "flag"]
 EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
@@ -50,6 +53,7 @@ class Timing:
     full: int = 0  # how many of the later steps had the whole batch in them
     drafts: int = 0  # verification steps, summed over requests
     accepted: int = 0
+    per_pos: tuple[int, ...] = ()  # accepted tokens by position
     outputs: list[list[int]] = field(default_factory=list)  # in the order of the prompts
     reasons: list[str] = field(default_factory=list)  # why each request ended
 
@@ -85,6 +89,30 @@ class Engine:
         core.engine_core.spec_set_schedule([k] * (self.max_num_seqs + 1))
         self.rpc("spec_pause_draft", k == 0)
 
+    def set_table(self, table: Sequence[int]) -> None:
+        """The same with a k for each batch size."""
+        core: Any = self.engine.engine_core
+        core.engine_core.spec_set_schedule(list(table))
+        self.rpc("spec_pause_draft", not any(table))
+
+    def take_steps(self) -> list[StepTiming]:
+        """The engine's step log since the last call."""
+        core: Any = self.engine.engine_core
+        return [StepTiming(*row) for row in core.engine_core.spec_take_steps()]
+
+    def install(self, file: Path, version: int) -> None:
+        """Put the weights of another draft in the place of the present ones.
+
+        Args:
+            file: safetensors, as a draft checkpoint has it.
+            version: one that was not installed before.
+        """
+        tensors = load_file(file)
+        told = {"version": version, "digest": digest(tensors), "names": list(tensors), "force": True}
+        report = self.rpc("spec_install_file", path=str(file), **told)
+        if not report["installed"]:
+            raise RuntimeError(f"the engine refused the draft {file}: {report['reason']}")
+
     def pause_draft(self, paused: bool) -> None:
         """Leave the draft's forward pass out while k is 0, or run it again."""
         self.rpc("spec_pause_draft", paused)
@@ -97,7 +125,7 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         temperature: float,
-        tokens: int,
+        tokens: int | Sequence[int],
         between: Callable[[], None] | None = None,
     ) -> Timing:
         """Generate exactly ``tokens`` tokens for each prompt, all at once.
@@ -105,14 +133,15 @@ class Engine:
         Args:
             prompts: token ids.
             temperature: 0 is greedy.
-            tokens: per request; the end token is ignored.
+            tokens: per request, or for each one; the end token is ignored.
             between: called after every step, with requests in flight.
         """
-        params = sampling(temperature, tokens)
+        lengths = [tokens] * len(prompts) if isinstance(tokens, int) else list(tokens)
         timing, before, done = Timing(), read_spec_counters(), {}
         began = now()
         first, self._requests = self._requests, self._requests + len(prompts)
         for i, prompt in enumerate(prompts):
+            params = sampling(temperature, lengths[i])
             self.engine.add_request(str(first + i), {"prompt_token_ids": list(prompt)}, params)
         while self.engine.has_unfinished_requests():
             clock = now()
@@ -126,6 +155,8 @@ class Engine:
         timing.total = now() - began
         after = read_spec_counters()
         timing.drafts, timing.accepted = (after[n] - before[n] for n in ("drafts", "accepted_tokens"))
+        earlier = before["accepted_per_pos"] or [0] * len(after["accepted_per_pos"])
+        timing.per_pos = tuple(a - b for a, b in zip(after["accepted_per_pos"], earlier, strict=True))
         timing.outputs = [list(done[i].token_ids) for i in range(len(prompts))]
         timing.reasons = [str(done[i].finish_reason) for i in range(len(prompts))]
         return timing
@@ -194,7 +225,7 @@ class Remote:
         self._answer()
         return self
 
-    def run(self, prompts: Sequence[Sequence[int]], temperature: float, tokens: int) -> Timing:
+    def run(self, prompts: Sequence[Sequence[int]], temperature: float, tokens: int | Sequence[int]) -> Timing:
         """See ``Engine.run``."""
         timing: Timing = self._ask("run", prompts, temperature, tokens)
         return timing
@@ -202,6 +233,19 @@ class Remote:
     def set_k(self, k: int) -> None:
         """See ``Engine.set_k``."""
         self._ask("set_k", k)
+
+    def set_table(self, table: Sequence[int]) -> None:
+        """See ``Engine.set_table``."""
+        self._ask("set_table", table)
+
+    def take_steps(self) -> list[StepTiming]:
+        """See ``Engine.take_steps``."""
+        steps: list[StepTiming] = self._ask("take_steps")
+        return steps
+
+    def install(self, file: Path, version: int) -> None:
+        """See ``Engine.install``."""
+        self._ask("install", file, version)
 
     def pause_draft(self, paused: bool) -> None:
         """See ``Engine.pause_draft``."""

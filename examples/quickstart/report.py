@@ -55,6 +55,7 @@ SPEC_METRICS = {  # the report's name -> the plugin's; in the JSON file, some in
     "engine_generation_s": "spec/generation_s",
     "harvest_ms": "spec/harvest_ms",
     "draft_train_steps": "spec/train_steps",
+    "speedup_realised": "spec/speedup_realised",
     "failed": "spec/failed",
 }
 OWN_METRICS = ("reward", "response_tokens", "generation_s", "step_s", "entropy", "grad_norm")  # the trainer's

@@ -20,6 +20,7 @@ from spec_plugin.events import (
     RefreshReport,
     RolloutStats,
     SelfTestReport,
+    StepTiming,
     TargetInfo,
     WeightSync,
 )
@@ -85,10 +86,13 @@ def step(session: SpecSession, version: int, folder: Path) -> dict[str, float]:
     if refresh is not None:
         session.refreshed(refresh, RefreshReport(True, refresh.draft_version, refresh.digest, 1.0))
     if version == 0:
-        session.engine_ready(SelfTestReport((), 1.0, {SEQS: 1.5}))
+        plain, drafting = StepTiming(SEQS, 0, True, 1.0, 100), StepTiming(SEQS, 3, False, 1.5, 100)
+        session.engine_ready(SelfTestReport((), 1.0, {SEQS: 1.5}, (plain, drafting)))
     session.schedule(version)
     session.rollout_start(version)
-    session.rollout_end(RolloutStats(version, 2, n, 0.5, 100, 300, 200, (90, 70, 40)))
+    session.rollout_end(
+        RolloutStats(version, 2, n, 0.5, 100, 300, 200, (90, 70, 40), (StepTiming(2, 3, False, 1.5, 3),))
+    )
     hidden = HiddenStates(
         input_ids=torch.randint(V, (n,), generator=generator),
         aux=torch.randn(n, 3 * H, generator=generator),
