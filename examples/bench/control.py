@@ -15,7 +15,7 @@ import click
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
-from examples.bench import common, workload  # noqa: E402
+from examples.bench import common, large, workload  # noqa: E402
 from examples.bench.common import Spread, interleave, paired, say, show, spread, verdict  # noqa: E402
 from examples.bench.speedup import prepare_draft  # noqa: E402
 from spec_plugin.config import SpecConfig  # noqa: E402
@@ -74,6 +74,11 @@ class Cell:
 @click.option("--target", type=click.Path(path_type=Path, exists=True), help="Folder of a dense Qwen3, Qwen2 or Llama.")
 @click.option("--prompts", "file", type=click.Path(path_type=Path, exists=True), help="JSON list of texts.")
 @click.option("--draft", type=click.Path(path_type=Path, exists=True), help="Folder of a draft: nothing is trained.")
+@click.option(
+    "--shape",
+    type=click.Choice(list(large.SHAPES)),
+    help="Embed the small policy exactly in a large shape (8b: Qwen3-8B's) instead of padding it; for a GPU.",
+)
 @click.option("--width", default=32768, help="Units of the padded MLPs (32768: 101M parameters); 0: not padded.")
 @click.option("--k", default=3, help="Most tokens drafted per step.")
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 4, 8, 32), help="Batch size; may be repeated.")
@@ -96,7 +101,10 @@ def main(**options: Any) -> None:
     target = options["target"] or workload.default_target()
     cells: list[Cell] = []
     for dtype in options["dtypes"]:
-        draft = prepare_draft(target, {**options, "dtype": "float32"}, device)
+        if options["shape"] is not None:
+            target = large.embedded_target(workload.default_target(), large.SHAPES[options["shape"]], dtype)
+        trained_in = "float32" if options["shape"] is None else dtype
+        draft = prepare_draft(target, {**options, "dtype": trained_in}, device)
         cells += measure_dtype(target, draft, dtype, not cuda_graphs, options)
     where = common.environment(device)
     report(cells)
@@ -117,14 +125,15 @@ def regimes(options: dict[str, Any]) -> list[Regime]:
 
 def measure_dtype(target: Path, draft: Path, dtype: str, eager: bool, options: dict[str, Any]) -> list[Cell]:
     """Every regime, on two engines."""
-    served = workload.padded_target(target, options["width"], dtype)
+    served = target if options["shape"] else workload.padded_target(target, options["width"], dtype)
     newborn = workload.newborn_draft(target, dtype)
 
-    from examples.bench.engines import EngineSettings, Remote  # slow to import
+    from examples.bench.engines import EngineSettings, Kind, Remote  # slow to import
 
-    settings = EngineSettings(dtype=dtype, max_num_seqs=64, eager=eager)
+    settings = EngineSettings(dtype=dtype, max_num_seqs=max(64, *options["batches"]), eager=eager)
     say(f"starting two engines in {dtype}")
-    begun = [Remote(options["threads"], kind, served, settings, draft, options["k"]) for kind in ("live", "flag")]
+    kinds: tuple[Kind, Kind] = ("plain" if common.pick_device(options["device"]) == "cuda" else "live", "flag")
+    begun = [Remote(options["threads"], kind, served, settings, draft, options["k"]) for kind in kinds]
     live, flag = (engine.wait() for engine in begun)
     calibration = calibrate(flag, target, options)
     cells = []
@@ -138,10 +147,11 @@ def measure_dtype(target: Path, draft: Path, dtype: str, eager: bool, options: d
 
 def calibrate(flag: Remote, target: Path, options: dict[str, Any]) -> SelfTestReport:
     """What the self-test measures: steps at four batch sizes, without drafts, with one token and with k."""
-    prompts = workload.prompts_of(target, options["file"], 64, seed=5)
+    sizes = sorted({1, 8, 32, 64, *options["batches"]})
+    prompts = workload.prompts_of(target, options["file"], sizes[-1], seed=5)
     flag.take_steps()
     steps = []
-    for batch in (1, 8, 32, 64):
+    for batch in sizes:
         for repeat in range(3):
             for k in dict.fromkeys((0, 1, options["k"])):
                 flag.set_k(k)
@@ -171,7 +181,7 @@ class Bench:
         self.prompts = workload.prompts_of(target, options["file"], count * (options["rounds"] + 1), seed=99)
         self.controller = BreakEvenController()
         config = SpecConfig.parse({"k": self.k})
-        self.controller.spec_configure(config, TargetInfo("", {}, dtype, max_num_seqs=64))
+        self.controller.spec_configure(config, TargetInfo("", {}, dtype, max_num_seqs=max(64, *options["batches"])))
         self.controller.spec_engine_ready(calibration)
         self.chosen: list[str] = []
         self.serving = ""

@@ -115,7 +115,7 @@ def pad_state(state: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
 
 def padded_target(target: Path, width: int, dtype: str) -> Path:
     """The target with MLPs of ``width`` units, from the cache where it is; 0 pads nothing, but converts the dtype."""
-    out = CACHE / f"padded-{_digest(target, {'width': width, 'dtype': dtype, 'how': 1})}"
+    out = CACHE / f"padded-{digest_of(target, {'width': width, 'dtype': dtype, 'how': 1})}"
     if out.exists():
         return out
     say(f"padding the target's MLPs to {width or 'their own'} units")
@@ -149,7 +149,7 @@ def trained_draft(
         settings: how to roll out and train.
         device: where.
     """
-    out = CACHE / f"draft-{_digest(target, asdict(settings))}"
+    out = CACHE / f"draft-{digest_of(target, asdict(settings))}"
     if not out.exists():
         _train(out, target, prompts(settings.rollouts), settings, device)
     about = json.loads((out / "bench.json").read_text())
@@ -158,7 +158,7 @@ def trained_draft(
 
 def newborn_draft(target: Path, dtype: str, width: int | None = None) -> Path:
     """An untrained draft for the target, as a run without a checkpoint starts from."""
-    out = CACHE / f"newborn-{_digest(target, {'dtype': dtype, 'width': width})}"
+    out = CACHE / f"newborn-{digest_of(target, {'dtype': dtype, 'width': width})}"
     if not out.exists():
         hf = json.loads((target / "config.json").read_text())
         config = DraftConfig.from_target(hf, intermediate_size=width)
@@ -257,7 +257,7 @@ def parameters_of(folder: Path) -> int:
     return total
 
 
-def _digest(target: Path, settings: Mapping[str, Any]) -> str:
+def digest_of(target: Path, settings: Mapping[str, Any]) -> str:
     """Names a cache folder by what is in it: the target's files and the settings."""
     stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(target.glob("*.safetensors"))]
     text = json.dumps([str(target.absolute()), stats, settings], sort_keys=True)

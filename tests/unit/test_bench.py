@@ -103,10 +103,10 @@ def test_padding_changes_the_width_and_no_output() -> None:
 
 
 def test_digest_of_a_cache_folder_follows_settings_and_files(tmp_path: Path) -> None:
-    first = workload._digest(tmp_path, {"a": 1})
-    assert first == workload._digest(tmp_path, {"a": 1}) != workload._digest(tmp_path, {"a": 2})
+    first = workload.digest_of(tmp_path, {"a": 1})
+    assert first == workload.digest_of(tmp_path, {"a": 1}) != workload.digest_of(tmp_path, {"a": 2})
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    assert workload._digest(tmp_path, {"a": 1}) != first
+    assert workload.digest_of(tmp_path, {"a": 1}) != first
 
 
 def test_split_gives_back_the_documents_of_a_harvest() -> None:
