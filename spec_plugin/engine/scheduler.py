@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -102,7 +101,6 @@ def verify() -> None:
         "Scheduler.update_draft_token_ids": hasattr(Scheduler, "update_draft_token_ids"),
         "Scheduler._update_after_schedule": hasattr(Scheduler, "_update_after_schedule"),
         "AsyncScheduler._update_after_schedule": "_update_after_schedule" in vars(AsyncScheduler),
-        "SchedulerOutput.num_spec_tokens_to_schedule": "num_spec_tokens_to_schedule" in SchedulerOutput.__annotations__,
         "Scheduler.dynamic_sd_lookup": "dynamic_sd_lookup" in Scheduler.schedule.__code__.co_names,
         "Scheduler.num_spec_tokens": "num_spec_tokens" in Scheduler.__init__.__code__.co_names,
         "Request.spec_token_ids": "spec_token_ids" in Request.__init__.__code__.co_names,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 from spec_plugin.events import StepTiming
@@ -27,19 +28,19 @@ class StepLog:
         self._steps: dict[Kind, int] = defaultdict(int)
         self._open: tuple[float, Kind] | None = None
 
-    def begin(self, output: Any, paused: bool, now: float) -> None:
+    def begin(self, output: Any, table: Sequence[int], now: float) -> None:
         """A step begins: the one before it is complete.
 
         Args:
             output: vLLM's ``SchedulerOutput``.
-            paused: does no batch size draft, so that the draft's forward pass is left out.
+            table: k for each batch size; all zero: the draft's forward pass is left out.
             now: ``time.perf_counter()`` when ``schedule`` was called.
         """
         if self._open is not None:
             begun, kind = self._open
             self._seconds[kind].append(now - begun)
             self._steps[kind] += 1
-        kind_now = kind_of(output, paused)
+        kind_now = kind_of(output, table)
         self._open = None if kind_now is None else (now, kind_now)
 
     def interrupt(self) -> None:
@@ -56,20 +57,20 @@ class StepLog:
         return found
 
 
-def kind_of(output: Any, paused: bool) -> Kind | None:
+def kind_of(output: Any, table: Sequence[int]) -> Kind | None:
     """What kind of decoding step this is; None if it is a mixed one.
 
     Args:
         output: vLLM's ``SchedulerOutput``.
-        paused: see ``StepLog.begin``.
+        table: see ``StepLog.begin``.
     """
     scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-    k = output.num_spec_tokens_to_schedule
-    if output.scheduled_new_reqs or not scheduled:
+    if output.scheduled_new_reqs or not scheduled or len(scheduled) >= len(table):
         return None
+    k = table[len(scheduled)]
     if any(n != k + 1 or len(drafted.get(r, ())) != k for r, n in scheduled.items()):
         return None
-    return len(scheduled), k, paused and k == 0
+    return len(scheduled), k, not any(table)
 
 
 class TimedSteps:
@@ -83,7 +84,7 @@ class TimedSteps:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self.step_log is None:
             self.step_log = StepLog()
-        self.step_log.begin(output, not any(self.dynamic_sd_lookup or (1,)), now)  # type: ignore[attr-defined]
+        self.step_log.begin(output, self.dynamic_sd_lookup or (), now)  # type: ignore[attr-defined]
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:

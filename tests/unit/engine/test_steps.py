@@ -13,16 +13,18 @@ def output(batch=2, k=3, **changes):
     fields = {
         "num_scheduled_tokens": dict.fromkeys(requests, k + 1),
         "scheduled_spec_decode_tokens": {r: [7] * k for r in requests} if k else {},
-        "num_spec_tokens_to_schedule": k,
         "scheduled_new_reqs": [],
     }
     return SimpleNamespace(**(fields | changes))
 
 
+PLAIN, K3 = (0,) * 9, (0,) + (3,) * 8
+
+
 def test_a_decoding_step_has_one_kind():
-    assert kind_of(output(4, 3), paused=False) == (4, 3, False)
-    assert kind_of(output(4, 0), paused=True) == (4, 0, True)
-    assert kind_of(output(4, 0), paused=False) == (4, 0, False)
+    assert kind_of(output(4, 3), K3) == (4, 3, False)
+    assert kind_of(output(4, 0), PLAIN) == (4, 0, True)
+    assert kind_of(output(4, 0), (0, 3, 3, 0, 0)) == (4, 0, False)
 
 
 @pytest.mark.parametrize(
@@ -32,27 +34,28 @@ def test_a_decoding_step_has_one_kind():
         output(num_scheduled_tokens={}),
         output(num_scheduled_tokens={"r0": 4, "r1": 17}),  # a chunk of a prompt
         output(scheduled_spec_decode_tokens={"r0": [7, 7, 7]}),  # r1 is plain
-        output(num_spec_tokens_to_schedule=1),  # k changes in this step
+        output(k=1),  # drafted under another table
+        output(batch=9),  # beyond the table
     ],
 )
 def test_a_mixed_step_has_none(mixed):
-    assert kind_of(mixed, paused=False) is None
+    assert kind_of(mixed, K3) is None
 
 
 def test_a_step_lasts_until_the_next_one_begins():
     log = StepLog()
     for now in (0.0, 1.0, 3.0, 4.0):
-        log.begin(output(), False, now)
+        log.begin(output(), K3, now)
     assert log.take() == [StepTiming(2, 3, False, 1.0, 3)]
-    log.begin(output(), False, 5.0)  # the step from 4.0 belongs to the new list
+    log.begin(output(), K3, 5.0)  # the step from 4.0 belongs to the new list
     assert log.take() == [StepTiming(2, 3, False, 1.0, 1)]
 
 
 def test_time_without_requests_and_mixed_steps_is_not_counted():
     log = StepLog()
-    log.begin(output(), False, 0.0)
+    log.begin(output(), K3, 0.0)
     log.interrupt()
-    log.begin(output(scheduled_new_reqs=["new"]), False, 100.0)
-    log.begin(output(k=0), True, 200.0)
-    log.begin(output(k=0), True, 201.0)
+    log.begin(output(scheduled_new_reqs=["new"]), K3, 100.0)
+    log.begin(output(k=0), PLAIN, 200.0)
+    log.begin(output(k=0), PLAIN, 201.0)
     assert log.take() == [StepTiming(2, 0, True, 1.0, 1)]
