@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("speedup", "off_cost", "refresh", "harvest")
+NAMES = ("speedup", "control", "off_cost", "refresh", "harvest", "overheads")
 
 HELP = """Run the benchmarks, each in a process of its own. OPTIONS after -- go to every one of them.
 
@@ -18,8 +18,11 @@ HELP = """Run the benchmarks, each in a process of its own. OPTIONS after -- go 
   speedup    rollouts with a trained draft against a plain engine
   off_cost   the flag on with speculation off, against a plain engine
   refresh    replacing the draft in a running engine
+  control    the break-even controller against every fixed k
+  overheads  harvest, training, refresh, provenance at growing sizes
   harvest    copying hidden states out of the log-prob pass
-What their numbers mean is in README.md beside this file. On two idle cores all four take about twenty minutes.
+What their numbers mean is in README.md beside this file. On two idle cores all of them take
+three quarters of an hour. training.py compares whole runs of a trainer and is run by itself.
 """
 
 
