@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from spec_plugin.cost import CostModel, tokens_per_step
 from spec_plugin.events import StepTiming
@@ -13,6 +14,8 @@ from spec_plugin.events import StepTiming
 MARGIN = 1.05
 #: another k than the present one must be better by this factor
 _K_MARGIN = 1.02
+#: batch sizes of a band that are looked at, about
+_SAMPLED = 8
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,9 @@ def best(
 ) -> Plan:
     """The table with the most tokens per second, or plain decoding where the whole phase would gain nothing.
 
-    Each batch size gets its own best k. Where that is 0 the draft still runs its first forward pass (vLLM keeps its KV cache
-    current so), unless no batch size drafts at all: therefore the phase as a whole is compared with a paused draft, over
-    the batch sizes that the last phase went through.
+    Each band of batch sizes gets its own best k. Where that is 0 the draft still runs its first forward pass (vLLM keeps its
+    KV cache current so), unless no batch size drafts at all: therefore the phase as a whole is compared with a paused draft,
+    over the batch sizes that the last phase went through.
 
     Args:
         cost: seconds of a step.
@@ -77,15 +80,25 @@ def best(
     """
     size = len(current) - 1
     serving = any(current)
-    table = [0, *(_best_k(cost, acceptance, batch, current[batch], k_max, serving) for batch in range(1, size + 1))]
+    table = [0]
+    for band in bands(size):
+        table += [_best_k(cost, acceptance, band, current[band[-1]], k_max, serving)] * len(band)
     if not any(table):
         return nothing(size)
     speedup = phase_speedup(cost, acceptance, load, table)
     return Plan(tuple(table), speedup) if speedup > (1.0 if serving else MARGIN) else nothing(size)
 
 
-def _best_k(cost: CostModel, acceptance: Sequence[float], batch: int, current: int, k_max: int, serving: bool) -> int:
-    rates = [tokens_per_step(acceptance, k) / cost.seconds(batch, k, paused=False) for k in range(k_max + 1)]
+def bands(size: int) -> list[range]:
+    """Batch sizes that get the same k: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, …; the noise of single ones is averaged out."""
+    edges = sorted({e for i in range(size.bit_length() + 1) for e in (2**i, 3 * 2**i // 2) if e < size} | {size})
+    return [range(a + 1, b + 1) for a, b in pairwise([0, *edges])]
+
+
+def _best_k(cost: CostModel, acceptance: Sequence[float], band: range, current: int, k_max: int, serving: bool) -> int:
+    sizes = band[:: max(1, len(band) // _SAMPLED)]
+    seconds = [sum(cost.seconds(batch, k, paused=False) / batch for batch in sizes) for k in range(k_max + 1)]
+    rates = [tokens_per_step(acceptance, k) / s for k, s in enumerate(seconds)]
     top = max(range(k_max + 1), key=rates.__getitem__)
     return current if serving and rates[top] < _K_MARGIN * rates[current] else top
 

@@ -20,6 +20,8 @@ from spec_plugin.conformance.recorder import read_trace
 _OPTIONS = {"serve": "always", "audit": True, "train_share": 0.3}
 #: name of the check that an adapter without checkpoints refuses
 RESUME = "save_kill_resume"
+#: names of the checks that look at the main run's self-test
+ABOUT_SELF_TEST = frozenset({"samples_are_the_targets", "activated_by_the_documented_flag", "hooks_fire_in_order"})
 #: step of the last checkpoint before the kill
 SAVED = 2
 _KILLED_AFTER = 3
@@ -69,7 +71,11 @@ class Evidence:
     """The runs that the checks judge, by name: main, off, faults, and on if main and off end with other bits."""
 
     def __init__(
-        self, driver: Callable[[Path], ConformanceDriver], root: Path, progress: Progress | None = None
+        self,
+        driver: Callable[[Path], ConformanceDriver],
+        root: Path,
+        progress: Progress | None = None,
+        self_test: bool = True,
     ) -> None:
         """Nothing runs yet.
 
@@ -77,7 +83,9 @@ class Evidence:
             driver: the adapter's driver class.
             root: folder for everything.
             progress: hears of runs and steps.
+            self_test: does a check ask for the self-test of the main run, which takes most of a minute.
         """
+        self._self_test = self_test
         self._driver_class, self.root, self._progress = driver, root, progress or Progress()
         self._driver: ConformanceDriver | None = None
         self.runs: dict[str, Run] = {}
@@ -110,7 +118,8 @@ class Evidence:
         return run
 
     def _run_main(self) -> None:
-        self._launch_and_kill("main", True, self._options("main"), self.root / "rollouts")
+        options = self._options("main") | {"self_test": self._self_test}
+        self._launch_and_kill("main", True, options, self.root / "rollouts")
 
     def _run_on(self) -> None:
         recorded = self.finished("main").settings.replay

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spec_plugin.conformance.driver import DRIVER_GROUP, ConformanceDriver
-from spec_plugin.conformance.evidence import Evidence, Progress, Run
+from spec_plugin.conformance.evidence import ABOUT_SELF_TEST, Evidence, Progress, Run
 
 CHECKS_FILE = Path(__file__).with_name("checks.py")
 _STYLE = {"supported": "green", "refused": "yellow", "failed": "bold red"}
@@ -104,7 +104,8 @@ def evidence(request: pytest.FixtureRequest) -> Iterator[Evidence]:
     keep = request.config.getoption("--keep")
     root = Path(keep).absolute() if keep else Path(tempfile.mkdtemp(prefix="spec-plugin-conformance-"))
     root.mkdir(parents=True, exist_ok=True)
-    kit.evidence = Evidence(kit.driver, root, _Bars(request.config))
+    asked = {item.name for item in request.session.items}
+    kit.evidence = Evidence(kit.driver, root, _Bars(request.config), bool(asked & ABOUT_SELF_TEST))
     yield kit.evidence
     if not keep:
         shutil.rmtree(root, ignore_errors=True)

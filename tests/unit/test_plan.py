@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from test_cost import compute_bound, memory_bound, model
 
@@ -65,6 +67,20 @@ def test_a_k_that_is_hardly_better_does_not_replace_the_present_one():
     present = (0,) + (2,) * SIZE
     assert best(memory_bound(0.105), [0.55], current=present).table == present
     assert best(memory_bound(0.02), [0.95], current=present).table == (0,) + (K,) * SIZE
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 100, 256])
+def test_bands_cover_every_batch_size_once(size):
+    found = plan.bands(size)
+    assert [b for band in found for b in band] == list(range(1, size + 1))
+    assert all(band[-1] <= 1.5 * band[0] for band in found)
+
+
+def test_noise_of_single_batch_sizes_does_not_make_the_table_ragged():
+    found = model(mixed, batches=range(1, 65), ks=(0, 1, 2, 3), noise=0.05)
+    table = plan.best(found, [0.7], {1: 10.0, 8: 10.0}, (0,) * (SIZE + 1), K).table
+    changes = sum(a != b for a, b in pairwise(table[1:]))
+    assert table[1] == K and 1 <= changes <= 4
 
 
 def test_what_a_phase_realised():
