@@ -12,7 +12,7 @@ from live import MAX_NUM_SEQS, K, live_engine, prompts
 
 from spec_plugin.engine import scheduler as scheduler_module
 from spec_plugin.engine.counters import read_spec_counters
-from spec_plugin.engine.scheduler import check_table, schedule_state, set_schedule, verify
+from spec_plugin.engine.scheduler import check_table, schedule_state, set_schedule, take_steps, verify
 from spec_plugin.errors import PatchError
 
 TABLE = [K] * (MAX_NUM_SEQS + 1)
@@ -97,6 +97,20 @@ def test_k_may_change_while_requests_run():
 
     reference, toggled, changes = live.run(toggle())
     assert toggled == reference and changes > 3
+    live.run(set_schedule(live.engine, TABLE))
+
+
+@pytest.mark.engine
+def test_the_step_log_knows_what_kind_of_step_took_how_long():
+    live = live_engine()
+    nothing, mixed = [0] * len(TABLE), [0] + [K] * 4 + [0] * (len(TABLE) - 5)
+    for table, kind in ((TABLE, (8, K, False)), (nothing, (8, 0, True)), (mixed, (8, 0, False))):
+        live.run(set_schedule(live.engine, table))
+        live.run(take_steps(live.engine))
+        live.run(_generate(live.engine, f"timed-{kind}", tokens=24))
+        steps = {(s.batch, s.k, s.paused): s for s in live.run(take_steps(live.engine))}
+        assert 3 <= steps[kind].steps <= 24 and 1e-4 < steps[kind].seconds < 5
+        assert live.run(take_steps(live.engine)) == ()
     live.run(set_schedule(live.engine, TABLE))
 
 

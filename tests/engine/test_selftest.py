@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import random
 
 import pytest
 
@@ -47,6 +49,35 @@ def test_a_correct_engine_passes(attempt):
         and " 0 accepted" not in checks["speculation"].detail
     )
     assert report.break_even and all(math.isfinite(v) and v > 0.3 for v in report.break_even.values())
+
+
+def test_law_2_samples_are_the_targets_while_k_changes_at_every_step():
+    live, rng = live_engine(), random.Random(0)
+
+    async def both():
+        test = asyncio.ensure_future(
+            run_self_test(
+                live.engine,
+                prompts=prompts(),
+                sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1},
+                k=K,
+                vocab_size=VOCAB,
+                alpha=1e-6,
+                seconds=2 * SECONDS,
+                max_num_seqs=MAX_NUM_SEQS,
+            )
+        )
+        changes = 0
+        while not test.done():
+            await set_schedule(live.engine, [rng.randint(0, K) for _ in range(MAX_NUM_SEQS + 1)])
+            changes += 1
+            await asyncio.sleep(0.005)
+        return await test, changes
+
+    report, changes = live.run(both())
+    live.run(set_schedule(live.engine, [K] * (MAX_NUM_SEQS + 1)))
+    assert report.passed, report.failures()
+    assert changes > 100
 
 
 def test_a_correct_engine_passes_with_filters_and_leaves_no_trace():
