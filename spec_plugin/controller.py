@@ -20,7 +20,7 @@ _MIN_DRAFTS = 64
 #: Engine and training disagree about acceptance beyond this ratio of the gain only when they are misaligned.
 _MISALIGNED = 0.5
 #: A draft that is not served is tried in the tail of one phase in so many, which may cost so much of that phase.
-_PROBE_EVERY, _PROBE_SHARE = 16, 0.05
+_PROBE_EVERY, _PROBE_SHARE = 8, 0.05
 #: Whole phases that generate fewer tokens per second than plain ones did, by this factor and so often in a row, end it.
 _BRAKE_BELOW, _BRAKE_AFTER = 0.97, 2
 #: Phases without drafts after that; doubled each time it happens again.
@@ -137,7 +137,8 @@ class BreakEvenController:
             return
         found = tokens_per_step(self._measured, self._config.k)
         ratio = (found - 1.0) / (self._served_prediction - 1.0)
-        self._correction = min(1.0, 0.5 * self._correction + 0.5 * ratio)
+        # trust is lost at once and comes back by halves: a draft that training praises in vain is tried once
+        self._correction = max(0.0, min(1.0, ratio, 0.5 * self._correction + 0.5 * ratio))
         if ratio < _MISALIGNED and not self._warned:
             self._warned = True
             logger.warning(

@@ -20,7 +20,7 @@ from examples.bench.common import Spread, interleave, paired, say, show, spread,
 from examples.bench.speedup import prepare_draft  # noqa: E402
 from spec_plugin.config import SpecConfig  # noqa: E402
 from spec_plugin.controller import BreakEvenController  # noqa: E402
-from spec_plugin.cost import closed_form_speedup, constant_acceptance  # noqa: E402
+from spec_plugin.cost import CostModel, closed_form_speedup, constant_acceptance  # noqa: E402
 from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, TargetInfo  # noqa: E402
 
 if TYPE_CHECKING:
@@ -183,6 +183,7 @@ class Bench:
         config = SpecConfig.parse({"k": self.k})
         self.controller.spec_configure(config, TargetInfo("", {}, dtype, max_num_seqs=max(64, *options["batches"])))
         self.controller.spec_engine_ready(calibration)
+        self.everything = CostModel()  # what a cost model predicts that has seen the steps of every arm
         self.chosen: list[str] = []
         self.serving = ""
 
@@ -212,7 +213,7 @@ class Bench:
     def _fixed(self, k: int, index: int) -> Timing:
         self.flag.set_k(k)
         timing = self._run(self.flag, index)
-        self.flag.take_steps()
+        self.everything.observe(self.flag.take_steps())
         return timing
 
     def _controlled(self, index: int) -> Timing:
@@ -245,7 +246,7 @@ class Bench:
         lengths = {name: _acceptance(timings) for name, timings in runs.items()}
         batch = len(self.regime.lengths)
         steps = {k: [t.step("wall") for t in runs[f"k={k}"]] for k in range(self.k + 1)}
-        cost, median = self.controller.cost, {k: spread(s).median for k, s in steps.items()}
+        cost, median = self.everything, {k: spread(s).median for k, s in steps.items()}
         predicted, closed, realised = {}, {}, {}
         for k in range(1, self.k + 1):
             alpha = constant_acceptance(lengths[f"k={k}"], k)
