@@ -105,9 +105,10 @@ def main(**options: Any) -> None:
             target = large.embedded_target(workload.default_target(), large.SHAPES[options["shape"]], dtype)
         trained_in = "float32" if options["shape"] is None else dtype
         draft = prepare_draft(target, {**options, "dtype": trained_in}, device)
-        cells += measure_dtype(target, draft, dtype, not cuda_graphs, options)
+        found = measure_dtype(target, draft, dtype, not cuda_graphs, options)
+        report(found)
+        cells += found
     where = common.environment(device)
-    report(cells)
     file = common.write_results("control", {**options, "target": target}, [asdict(c) for c in cells], where, out)
     write_picture(cells, file.with_suffix(".png"))
     say(f"picture: {file.with_suffix('.png')}")
