@@ -13,7 +13,7 @@ from spec_plugin.events import StepTiming
 #: speculation is switched on above break-even by this factor, off below break-even: no flapping on noise
 MARGIN = 1.05
 #: another k than the present one must be better by this factor
-_K_MARGIN = 1.02
+_K_MARGIN = 1.05
 #: batch sizes of a band that are looked at, about
 _SAMPLED = 8
 
