@@ -200,14 +200,15 @@ class BreakEvenController:
     def spec_metrics(self) -> dict[str, float]:
         """What was chosen, what it is expected to do, and what it did."""
         table, size = self._plan.table, len(self._plan.table) - 1
+        trusted = self.cost.problem is None  # looks at every cell
         out = {"spec/on": float(self._plan.speculates)}
         sizes = [b for b in (*_SHOWN_SIZES, size) if 0 < b <= size]
         out.update({f"spec/k_b{b}": float(table[b]) for b in sizes})
         if self._config.break_even is not None and size:
             out[f"spec/break_even_b{size}"] = self._config.break_even
-        elif self.cost.problem is None:
+        elif trusted:
             out.update({f"spec/break_even_b{b}": self.cost.break_even(b, self._config.k) for b in sizes})
-        if self._plan.speculates and self.cost.problem is None:
+        if self._plan.speculates and trusted:
             out["spec/speedup_predicted"] = self._plan.speedup
         if self._realised is not None:
             out["spec/speedup_realised"] = self._realised

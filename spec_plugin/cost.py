@@ -135,11 +135,6 @@ class CostModel:
         """Acceptance length at which k drafted tokens give as many tokens per second as plain decoding."""
         return self.seconds(batch, k) / self.seconds(batch, 0)
 
-    def summary(self) -> dict[str, float]:
-        """Milliseconds of the three parts for one request: fixed and target forward, first draft forward, each further."""
-        target, first = self.seconds(1, 0), self.seconds(1, 1)
-        return {"target_ms": target * 1e3, "draft_ms": max(0.0, first - target) * 1e3}
-
 
 class _Fit:
     """A robust non-negative regression: monotone in tokens, linear in draft forwards; see the module's first lines."""
@@ -152,7 +147,6 @@ class _Fit:
         seconds = np.array([cells[key][0] for key in keys])
         weights = np.sqrt(np.minimum([cells[key][1] for key in keys], _MEMORY_STEPS)) / seconds
         smooth = self._smoothness(rows.shape[1]) * float(np.abs(weights * seconds).max()) / float(seconds.min())
-        self._x = np.zeros(rows.shape[1])
         robust = np.ones(len(keys))
         for _ in range(6):  # iteratively reweighted least squares with Huber's weights
             w = weights * np.sqrt(robust)

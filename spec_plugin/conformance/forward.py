@@ -114,10 +114,10 @@ def other_layers(
     Residual streams change little from layer to layer, so that a coarse dtype's tolerance alone would let one through.
     """
     problems, parts = [], len(aux_layers)
-    own = torch.cat([aux for aux, _ in expected]).float().chunk(parts, -1)
-    found = pack.aux.float().chunk(parts, -1)
-    if pack.aux.shape != torch.cat([aux for aux, _ in expected]).shape:
+    right = torch.cat([aux for aux, _ in expected])
+    if pack.aux.shape != right.shape:
         return []  # ``compare`` has said so
+    own, found = (x.float().chunk(parts, -1) for x in (right, pack.aux))
     for step in (-1, 1):
         moved = plain_forward(target, documents, [layer + step for layer in aux_layers], pack.aux.dtype)
         others = torch.cat([aux for aux, _ in moved]).float().chunk(parts, -1)
