@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 from spec_plugin import plan
 from spec_plugin.config import SpecConfig
 from spec_plugin.cost import CostModel, conditional_acceptance, constant_acceptance, tokens_per_step
 from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, TargetInfo
+from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, Schedule, SelfTestReport, TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.plan import Plan
 
@@ -19,8 +20,8 @@ logger = logging.getLogger(__name__)
 _MIN_DRAFTS = 64
 #: Engine and training disagree about acceptance beyond this ratio of the gain only when they are misaligned.
 _MISALIGNED = 0.5
-#: A draft that is not served is tried in the tail of one phase in so many, which may cost so much of that phase.
-_PROBE_EVERY, _PROBE_SHARE = 8, 0.05
+#: A draft that is not served is tried in one phase in so many; the engine's guard ends the try when it fails.
+_TRY_EVERY = 8
 #: Whole phases that generate fewer tokens per second than plain ones did, by this factor and so often in a row, end it.
 _BRAKE_BELOW, _BRAKE_AFTER = 0.97, 2
 #: Phases without drafts after that; doubled each time it happens again.
@@ -65,8 +66,8 @@ class BreakEvenController:
     """Chooses k for each batch size before each rollout phase; as a batch drains, the engine moves through the table.
 
     While speculation is on, the acceptance is the engine's own. While it is off, it is what draft training predicts,
-    corrected by how far prediction and engine were apart when last compared, and now and then the tail of a phase is
-    drafted to compare them again.
+    corrected by how far prediction and engine were apart when last compared, and now and then it is tried to compare them
+    again. A draft that is served in vain is dropped within the phase, see ``spec_plugin.engine.guard``.
     """
 
     def __init__(self) -> None:
@@ -84,6 +85,7 @@ class BreakEvenController:
         self._load: dict[int, float] = {}
         self._plan = plan.nothing(0)
         self._realised: float | None = None
+        self._dropped = False  # was the draft, within the last phase
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
@@ -121,6 +123,11 @@ class BreakEvenController:
         if enough:
             self._tried = True
             self._compare(stats)
+        self._dropped = drafted and any(s.paused for s in stats.steps)
+        if self._dropped:
+            length, version = stats.acceptance_length, stats.policy_version
+            logger.info("spec-plugin: policy version %d: dropped the draft at acceptance length %.2f", version, length)
+            self._plan = plan.nothing(self._target.max_num_seqs)  # to be served again it must clear the margin
         curve = self.acceptance_curve or (0.0,)
         self._load = plan.load_of(stats.steps, curve) or self._load
         if self.cost.problem is None:
@@ -165,8 +172,8 @@ class BreakEvenController:
         return None if self.acceptance is None else (constant_acceptance(self.acceptance, self._config.k),)
 
     @hookimpl
-    def spec_schedule(self, policy_version: int) -> tuple[int, ...] | None:
-        """k per batch size for the coming rollout phase."""
+    def spec_schedule(self, policy_version: int) -> Schedule:
+        """k per batch size for the coming rollout phase, and what makes the engine drop the draft before its end."""
         chosen = self._choose()
         if chosen.table != self._plan.table and not self._fixed:
             known = "" if self.acceptance is None else f" (acceptance length {self.acceptance:.2f}"
@@ -175,7 +182,14 @@ class BreakEvenController:
             logger.info("spec-plugin: policy version %d: %s", policy_version, said)
         self._plan = chosen
         self._served_prediction = self._predicted if chosen.speculates else None
-        return chosen.table
+        return Schedule(chosen.table, self._break_even(chosen.table))
+
+    def _break_even(self, table: Sequence[int]) -> tuple[float, ...]:
+        if self._fixed or not any(table):
+            return ()
+        if self._config.break_even is not None:
+            return (self._config.break_even,) * len(table)
+        return plan.break_even_of(self.cost, table)
 
     def _choose(self) -> Plan:
         config, size = self._config, self._target.max_num_seqs
@@ -192,16 +206,14 @@ class BreakEvenController:
         if config.break_even is not None:
             return plan.threshold(config.k, acceptance, {size: config.break_even}, self._plan.speculates, size)
         chosen = plan.best(self.cost, curve, self._load, self._plan.table, config.k)
-        if not chosen.speculates and self._undrafted >= _PROBE_EVERY:
-            return plan.probing(self.cost, self._load, config.k, size, _PROBE_SHARE) or chosen
-        return chosen
+        return plan.fixed(config.k, size) if not chosen.speculates and self._undrafted >= _TRY_EVERY else chosen
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
         """What was chosen, what it is expected to do, and what it did."""
         table, size = self._plan.table, len(self._plan.table) - 1
         trusted = self.cost.problem is None  # looks at every cell
-        out = {"spec/on": float(self._plan.speculates)}
+        out = {"spec/on": float(self._plan.speculates), "spec/dropped": float(self._dropped)}
         sizes = [b for b in (*_SHOWN_SIZES, size) if 0 < b <= size]
         out.update({f"spec/k_b{b}": float(table[b]) for b in sizes})
         if self._config.break_even is not None and size:

@@ -92,6 +92,16 @@ class EngineState:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """How much to draft in the coming rollout phase."""
+
+    table: tuple[int, ...]  # [max_num_seqs + 1] k for each number of running requests, 0 = plain decoding
+    #: [max_num_seqs + 1] tokens per verification step below which drafting is slower than not drafting; a draft that stays
+    #: below is dropped for the rest of the phase. Empty: never.
+    break_even: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class StepTiming:
     """Decoding steps of the engine that were alike: nothing but decoding, the same k before and after."""
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         LogprobBatch,
         RefreshReport,
         RolloutStats,
+        Schedule,
         SelfTestReport,
         TargetInfo,
         WeightSync,
@@ -114,12 +115,12 @@ def spec_refreshed(refresh: DraftRefresh, report: RefreshReport) -> None:
 
 
 @hookspec(firstresult=True)
-def spec_schedule(policy_version: int) -> tuple[int, ...] | None:
+def spec_schedule(policy_version: int) -> Schedule | None:
     """(A) After the refresh: how many tokens to draft for each batch size, for the coming rollout phase.
 
     Returns:
-        ``table`` with ``table[b]`` = k for b running requests, ``len(table) == max_num_seqs + 1``, 0 = plain decoding;
-        or None for "no opinion" (the engine keeps its table).
+        A table with ``table[b]`` = k for b running requests, ``len(table) == max_num_seqs + 1``, 0 = plain decoding, and
+        optionally the break-even for each; or None for "no opinion" (the engine keeps its table).
     """
 
 

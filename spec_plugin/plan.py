@@ -115,26 +115,14 @@ def phase_speedup(
     return plain / drafting if drafting > 0 else 1.0
 
 
-def probing(cost: CostModel, load: Mapping[int, float], k: int, size: int, most: float) -> Plan | None:
-    """A table that drafts in the tail of a phase only, to see what the draft is worth; None if even that costs too much.
+def break_even_of(cost: CostModel, table: Sequence[int]) -> tuple[float, ...]:
+    """Tokens of a verification step from which drafting as the table says is faster than k = 0, by batch size.
 
-    Args:
-        cost: seconds of a step.
-        load: batch size -> tokens at that size.
-        k: tokens to draft.
-        size: largest batch size of the engine.
-        most: allowed share of the phase's time if not one token is accepted.
+    Against a step that keeps the draft's KV cache current, not a paused draft: where a batch of this size drafts for the sake
+    of a later, smaller one, the phase as a whole has been compared by ``best``.
     """
-    found, reach = None, 1
-    while reach <= size:
-        table = [k if 1 <= batch <= reach else 0 for batch in range(size + 1)]
-        if sum(t for b, t in load.items() if b <= reach) > 0:
-            speedup = phase_speedup(cost, (0.0,), load, table)
-            if speedup < 1.0 / (1.0 + most):
-                break
-            found = Plan(tuple(table), speedup)
-        reach *= 2
-    return found
+    sizes = range(1, len(table))
+    return (1.0, *(cost.seconds(b, table[b], paused=False) / cost.seconds(b, 0, paused=False) for b in sizes))
 
 
 def load_of(steps: Sequence[StepTiming], acceptance: Sequence[float]) -> dict[int, float]:

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from spec_plugin.errors import LosslessError
-from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport, WeightSync
+from spec_plugin.events import (
+    DraftRefresh,
+    EngineState,
+    RefreshReport,
+    RolloutStats,
+    Schedule,
+    SelfTestReport,
+    WeightSync,
+)
 from spec_plugin.harvest import Harvester
 from spec_plugin.session import SpecSession
 
@@ -29,7 +37,7 @@ class EngineLink(Protocol):
     async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
         """Send a draft and have it installed, all or nothing; ``force`` when its version is not newer."""
 
-    async def set_schedule(self, table: Sequence[int]) -> None:
+    async def set_schedule(self, schedule: Schedule) -> None:
         """``EngineFront.set_schedule`` on every engine."""
 
     async def self_test(self, seconds: float) -> SelfTestReport:
@@ -71,9 +79,9 @@ class ActorsLink:
         """Every engine installs this draft."""
         return merge_refreshes(await self.all("spec_refresh", refresh, force))
 
-    async def set_schedule(self, table: Sequence[int]) -> None:
+    async def set_schedule(self, schedule: Schedule) -> None:
         """k per batch size."""
-        await self.all("spec_set_schedule", list(table))
+        await self.all("spec_set_schedule", schedule)
 
     async def self_test(self, seconds: float) -> SelfTestReport:
         """Every engine is tested, all at once."""
@@ -145,19 +153,19 @@ class RolloutControl:
         if self._tested is None:
             await self._self_test(link)
             self._slice_ended = time.monotonic()  # start-up is no part of the first step
-        table = session.schedule(self.policy_version)
-        if table is not None and any(table) and self._tested == 0 < self._installed:
+        schedule = session.schedule(self.policy_version)
+        if schedule is not None and any(schedule.table) and self._tested == 0 < self._installed:
             # a newborn draft is never right, so only now can the sampler's accepting half be seen at work
             began = time.monotonic()
             await self._self_test(link)
             self._slice_ended += time.monotonic() - began  # the draft's share is one of the step, not of the test
-            table = session.schedule(self.policy_version)
-        if table is not None:
+            schedule = session.schedule(self.policy_version)
+        if schedule is not None:
             try:
-                await link.set_schedule(list(table))
+                await link.set_schedule(schedule)
             except Exception as error:  # law 6
                 session.fail("schedule", error)
-            self.speculating = any(table)
+            self.speculating = any(schedule.table)
         await link.start_phase(self.policy_version)
         await self._audit("rollout")
         session.rollout_start(self.policy_version)

@@ -20,6 +20,7 @@ from spec_plugin.events import (
     LogprobBatch,
     RefreshReport,
     RolloutStats,
+    Schedule,
     SelfTestReport,
     TargetInfo,
     WeightSync,
@@ -132,11 +133,11 @@ class SpecSession:
         """Tell the plugins what became of a refresh."""
         self._guarded("refresh", lambda: self.manager.hook.spec_refreshed(refresh=refresh, report=report))
 
-    def schedule(self, policy_version: int) -> tuple[int, ...] | None:
+    def schedule(self, policy_version: int) -> Schedule | None:
         """k per batch size for the coming rollout phase; all zero after a failure."""
         fire = self.manager.hook.spec_schedule
-        table: tuple[int, ...] | None = self._guarded("schedule", lambda: fire(policy_version=policy_version))
-        return (0,) * (self.target.max_num_seqs + 1) if self.failed else table
+        chosen: Schedule | None = self._guarded("schedule", lambda: fire(policy_version=policy_version))
+        return Schedule((0,) * (self.target.max_num_seqs + 1)) if self.failed else chosen
 
     def audit(self, state: EngineState) -> None:
         """Tell the plugins what the engine holds."""

@@ -222,10 +222,9 @@ class Bench:
         self.controller.spec_refreshed(
             DraftRefresh(index, index, {}, "", promised), RefreshReport(True, index, "", 0.0)
         )
-        table = self.controller.spec_schedule(index)
-        assert table is not None
-        self.chosen.append(_short(table, max(1, len(self.regime.lengths))))
-        self.flag.set_table(table)
+        schedule = self.controller.spec_schedule(index)
+        self.chosen.append(_short(schedule.table, max(1, len(self.regime.lengths))))
+        self.flag.set_schedule(schedule)
         timing = self._run(self.flag, index)
         stats = RolloutStats(
             policy_version=index,

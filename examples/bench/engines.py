@@ -27,7 +27,7 @@ from draft_training import digest
 from examples.bench.common import Seconds, now, prepare_process, spread
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.scheduler import SCHEDULER
-from spec_plugin.events import StepTiming
+from spec_plugin.events import Schedule, StepTiming
 
 Kind = Literal["plain", "live", "flag"]
 EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
@@ -89,11 +89,11 @@ class Engine:
         core.engine_core.spec_set_schedule([k] * (self.max_num_seqs + 1))
         self.rpc("spec_pause_draft", k == 0)
 
-    def set_table(self, table: Sequence[int]) -> None:
-        """The same with a k for each batch size."""
+    def set_schedule(self, schedule: Schedule) -> None:
+        """The same with a k for each batch size, and a guard."""
         core: Any = self.engine.engine_core
-        core.engine_core.spec_set_schedule(list(table))
-        self.rpc("spec_pause_draft", not any(table))
+        core.engine_core.spec_set_schedule(list(schedule.table), list(schedule.break_even))
+        self.rpc("spec_pause_draft", not any(schedule.table))
 
     def take_steps(self) -> list[StepTiming]:
         """The engine's step log since the last call."""
@@ -234,9 +234,9 @@ class Remote:
         """See ``Engine.set_k``."""
         self._ask("set_k", k)
 
-    def set_table(self, table: Sequence[int]) -> None:
-        """See ``Engine.set_table``."""
-        self._ask("set_table", table)
+    def set_schedule(self, schedule: Schedule) -> None:
+        """See ``Engine.set_schedule``."""
+        self._ask("set_schedule", schedule)
 
     def take_steps(self) -> list[StepTiming]:
         """See ``Engine.take_steps``."""

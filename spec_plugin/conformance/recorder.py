@@ -23,6 +23,7 @@ from spec_plugin.events import (
     LogprobBatch,
     RefreshReport,
     RolloutStats,
+    Schedule,
     SelfTestReport,
     TargetInfo,
     WeightSync,
@@ -162,11 +163,11 @@ class Recorder:
         self._write("spec_refreshed", policy_version=refresh.policy_version, **sent, **asdict(report))
 
     @hookimpl(wrapper=True)
-    def spec_schedule(self, policy_version: int) -> Generator[None, tuple[int, ...] | None, tuple[int, ...] | None]:
+    def spec_schedule(self, policy_version: int) -> Generator[None, Schedule | None, Schedule | None]:
         """The table of k that whichever plugin answered chose."""
-        table = yield
-        self._write("spec_schedule", policy_version=policy_version, k=max(table) if table else None)
-        return table
+        schedule = yield
+        self._write("spec_schedule", policy_version=policy_version, k=max(schedule.table) if schedule else None)
+        return schedule
 
     @hookimpl
     def spec_audit(self, state: EngineState) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from spec_plugin.engine.lossless import check_engine_options, check_sampling, ch
 from spec_plugin.engine.scheduler import PLAIN, SCHEDULER, pause_idle_draft, set_schedule, take_steps
 from spec_plugin.engine.selftest import default_prompts, run_self_test
 from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport
+from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
 from spec_plugin.session import SpecSession
 
 _QUESTIONS = ("12+34=", "What is 7 times 8?", "Name three colours.", "987+654=")
@@ -113,11 +113,11 @@ class EngineFront:
                 force=force,
             )
 
-    async def set_schedule(self, table: Sequence[int]) -> None:
+    async def set_schedule(self, schedule: Schedule) -> None:
         """k per batch size for the coming phase; a draft that no batch size uses is paused (needs a fresh prefix cache)."""
         await self.engine.reset_prefix_cache()
-        await set_schedule(self.engine, table)
-        await pause_idle_draft(self.engine, table)
+        await set_schedule(self.engine, schedule.table, schedule.break_even)
+        await pause_idle_draft(self.engine, schedule.table)
 
     async def self_test(self, seconds: float) -> SelfTestReport:
         """The start-up self-test on this engine (law 2), within a time limit."""
@@ -185,9 +185,9 @@ class SpecEngineMethods:
         """Have the workers install one draft, all or nothing."""
         return await self._spec_front.install_tensors(refresh, force)
 
-    async def spec_set_schedule(self, table: list[int]) -> None:
+    async def spec_set_schedule(self, schedule: Schedule) -> None:
         """k per batch size for the coming phase."""
-        await self._spec_front.set_schedule(table)
+        await self._spec_front.set_schedule(schedule)
 
     async def spec_self_test(self, seconds: float) -> SelfTestReport:
         """The self-test on this engine (law 2), within a time limit."""

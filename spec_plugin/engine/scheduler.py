@@ -32,6 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
 
+from spec_plugin.engine.guard import Guard, GuardedDrafts
 from spec_plugin.engine.steps import TimedSteps
 from spec_plugin.errors import PatchError
 from spec_plugin.events import StepTiming
@@ -68,12 +69,12 @@ class _PlainRequests:
                 request.spec_token_ids = []
 
 
-class SpecScheduler(TimedSteps, _PlainRequests, Scheduler):  # type: ignore[misc]
-    """vLLM's synchronous scheduler, with plain requests and a step log."""
+class SpecScheduler(TimedSteps, GuardedDrafts, _PlainRequests, Scheduler):  # type: ignore[misc]
+    """vLLM's synchronous scheduler, with plain requests, a guard and a step log."""
 
 
-class SpecAsyncScheduler(TimedSteps, _PlainRequests, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's asynchronous scheduler, with plain requests and a step log."""
+class SpecAsyncScheduler(TimedSteps, GuardedDrafts, _PlainRequests, AsyncScheduler):  # type: ignore[misc]
+    """vLLM's asynchronous scheduler, with plain requests, a guard and a step log."""
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
@@ -99,6 +100,8 @@ def verify() -> None:
     needs = {
         "EngineCoreProc._invoke_utility_method": hasattr(EngineCoreProc, "_invoke_utility_method"),
         "Scheduler.update_draft_token_ids": hasattr(Scheduler, "update_draft_token_ids"),
+        "Scheduler.make_spec_decoding_stats": "num_accepted_tokens"
+        in _arguments(Scheduler, "make_spec_decoding_stats"),
         "Scheduler._update_after_schedule": hasattr(Scheduler, "_update_after_schedule"),
         "AsyncScheduler._update_after_schedule": "_update_after_schedule" in vars(AsyncScheduler),
         "Scheduler.dynamic_sd_lookup": "dynamic_sd_lookup" in Scheduler.schedule.__code__.co_names,
@@ -113,6 +116,11 @@ def verify() -> None:
             f"the control channel does not fit vLLM {vllm.__version__}: {', '.join(missing)} is gone or changed; "
             "use a vLLM version in the range that spec-plugin declares, or switch the plugin off"
         )
+
+
+def _arguments(owner: type, method: str) -> tuple[str, ...]:
+    code = getattr(getattr(owner, method, None), "__code__", None)
+    return () if code is None else code.co_varnames[: code.co_argcount]
 
 
 def check_table(table: Any, length: int, k_max: int) -> list[int]:
@@ -142,8 +150,13 @@ def spec_schedule_state(core: EngineCore) -> dict[str, Any]:
     }
 
 
-def spec_set_schedule(core: EngineCore, table: list[int]) -> dict[str, Any]:
+def spec_set_schedule(core: EngineCore, table: list[int], break_even: Sequence[float] = ()) -> dict[str, Any]:
     """(EngineCore utility) Install a table between two steps of the engine; a bad one raises and changes nothing.
+
+    Args:
+        core: the engine's.
+        table: k for batch sizes 0..max_num_seqs.
+        break_even: for the ``Guard`` of what is rolled out from now on, as long as the table; empty: no guard.
 
     Raises:
         ValueError: if the table does not fit this engine, or the engine has no dynamic schedule.
@@ -155,7 +168,12 @@ def spec_set_schedule(core: EngineCore, table: list[int]) -> dict[str, Any]:
             "this engine was built without a dynamic schedule: speculative_config needs "
             "num_speculative_tokens_per_batch_size=[[1, max_num_seqs, k]] (vLLM drops it with data parallel > 1)"
         )
+    if len(break_even) not in (0, len(lookup)):
+        raise ValueError(
+            f"break_even must have {len(lookup)} entries, as the table has, or none; got {len(break_even)}"
+        )
     lookup[:] = check_table(table, len(lookup), scheduler.num_spec_tokens)
+    scheduler.guard = Guard(break_even, lambda: core.model_executor.collective_rpc("spec_pause_draft", args=(True,)))
     return spec_schedule_state(core)
 
 
@@ -174,14 +192,14 @@ async def take_steps(engine: AsyncLLM) -> tuple[StepTiming, ...]:
     return tuple(StepTiming(*row) for row in await _call(engine, "spec_take_steps"))
 
 
-async def set_schedule(engine: AsyncLLM, table: Sequence[int]) -> dict[str, Any]:
-    """Install a table in the running engine (every data-parallel one); returns the state of the first.
+async def set_schedule(engine: AsyncLLM, table: Sequence[int], break_even: Sequence[float] = ()) -> dict[str, Any]:
+    """Install a table in the running engine (every data-parallel one), see ``spec_set_schedule``; the first one's state.
 
     Raises:
         ValueError: if the engine refuses the table; the old one stays in force.
         PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
     """
-    state: dict[str, Any] = await _call(engine, "spec_set_schedule", list(table))
+    state: dict[str, Any] = await _call(engine, "spec_set_schedule", list(table), list(break_even))
     return state
 
 

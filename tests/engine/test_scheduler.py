@@ -115,6 +115,29 @@ def test_the_step_log_knows_what_kind_of_step_took_how_long():
 
 
 @pytest.mark.engine
+def test_law_7_a_draft_below_break_even_is_dropped_within_the_phase_and_greedy_output_does_not_change():
+    live = live_engine()
+    size = len(TABLE)
+    reference, all_along = live.run(_generate(live.engine, "kept", tokens=64))
+    live.run(take_steps(live.engine))
+    live.run(set_schedule(live.engine, TABLE, [K + 1.5] * size))  # more than any draft can do
+    outputs, did = live.run(_generate(live.engine, "dropped", tokens=64))
+    steps = live.run(take_steps(live.engine))
+    assert outputs == reference
+    assert 64 <= did["drafts"] <= 64 + 2 * len(prompts()) < all_along["drafts"]
+    assert any(s.paused and s.k == 0 for s in steps)
+    assert live.run(schedule_state(live.engine))["table"] == [0] * size
+    live.run(set_schedule(live.engine, TABLE, [1.0] * size))  # less than any draft does
+    live.run(live.engine.collective_rpc("spec_pause_draft", args=(False,)))
+    outputs, did = live.run(_generate(live.engine, "again", tokens=64))
+    assert outputs == reference and did["drafts"] >= all_along["drafts"] - len(prompts())
+    assert live.run(schedule_state(live.engine))["table"] == TABLE
+    with pytest.raises(ValueError, match=f"break_even must have {size} entries"):
+        live.run(set_schedule(live.engine, TABLE, [1.0]))
+    live.run(set_schedule(live.engine, TABLE))
+
+
+@pytest.mark.engine
 def test_single_requests_stay_plain_beside_speculating_ones():
     live = live_engine()
     reference, everyone = live.run(_generate(live.engine, "all"))

@@ -69,7 +69,9 @@ def test_law_2_samples_are_the_targets_while_k_changes_at_every_step():
         )
         changes = 0
         while not test.done():
-            await set_schedule(live.engine, [rng.randint(0, K) for _ in range(MAX_NUM_SEQS + 1)])
+            # now and then with a break-even that no draft reaches, so that the guard drops it, too
+            break_even = [rng.choice((1.0, K + 1.5))] * (MAX_NUM_SEQS + 1)
+            await set_schedule(live.engine, [rng.randint(0, K) for _ in range(MAX_NUM_SEQS + 1)], break_even)
             changes += 1
             await asyncio.sleep(0.005)
         return await test, changes

@@ -38,7 +38,7 @@ def rolled_out(c: BreakEvenController, acceptance: float | None, drafts: int = 1
 
 
 def on(c: BreakEvenController) -> bool:
-    return any(c.spec_schedule(1))
+    return any(c.spec_schedule(1).table)
 
 
 def test_law_7_each_batch_size_is_decided_by_its_own_break_even():
@@ -87,7 +87,7 @@ def test_a_new_draft_waits_until_training_predicts_that_it_pays():
 
 def test_a_draft_that_the_user_brought_is_tried_for_one_phase_and_then_judged():
     c = controller({8: 2.0}, draft="/some/draft")
-    assert c.spec_schedule(0) == (0,) + (K,) * SEQS
+    assert c.spec_schedule(0).table == (0,) + (K,) * SEQS
     rolled_out(c, 1.4)
     assert not on(c)
 
@@ -152,17 +152,18 @@ def test_a_draft_that_keeps_its_promise_is_not_warned_about(caplog):
 
 
 def test_serve_always_and_never_ask_nobody():
-    assert controller({8: 9.0}, serve="always").spec_schedule(0) == (0,) + (K,) * SEQS
+    assert controller({8: 9.0}, serve="always").spec_schedule(0).table == (0,) + (K,) * SEQS
     c = controller({8: 1.0}, serve="never")
     refreshed(c, 4.0)
-    assert c.spec_schedule(0) == (0,) * (SEQS + 1)
+    assert c.spec_schedule(0).table == (0,) * (SEQS + 1)
 
 
 def test_a_break_even_that_the_user_set_is_not_replaced_by_the_measured_one():
     c = controller({1: 1.1, 8: 1.1}, break_even=3.0)
     refreshed(c, 2.9)
     assert not on(c)
-    assert c.spec_metrics() == {"spec/on": 0.0, "spec/k_b1": 0.0, "spec/k_b8": 0.0, f"spec/break_even_b{SEQS}": 3.0}
+    nothing = dict.fromkeys(("spec/on", "spec/dropped", "spec/k_b1", "spec/k_b8"), 0.0)
+    assert c.spec_metrics() == nothing | {f"spec/break_even_b{SEQS}": 3.0}
 
 
 def test_without_any_break_even_nothing_is_served():
@@ -206,16 +207,39 @@ def test_law_7_whole_phases_that_are_slower_with_drafts_end_them_whatever_the_co
     assert not any(on(c) for _ in range(3) if c.spec_rollout_end(phase(100.0)) or True)  # twice as long now
 
 
-def test_a_draft_that_is_not_served_is_tried_in_the_tail_now_and_then():
-    c = controller({1: 1.01, 8: 3.9})
+def test_a_draft_that_is_not_served_is_tried_now_and_then_under_the_guard():
+    c = controller({1: 1.3, 8: 3.0})
     refreshed(c, 1.001)
     seen = []
     for _ in range(20):
-        table = c.spec_schedule(1)
-        seen.append(any(table))
-        steps = (StepTiming(8, 0, True, 1.0, 100), StepTiming(1, 0, True, 1.0, 20))
-        c.spec_rollout_end(RolloutStats(1, 8, 820, 8.2, 10 if seen[-1] else 0, 30, 0, steps=steps))
+        schedule = c.spec_schedule(1)
+        seen.append(any(schedule.table))
+        if seen[-1]:
+            assert schedule.break_even[1] == pytest.approx(1.3, rel=0.1)
+            assert schedule.break_even[8] == pytest.approx(3.0, rel=0.1)
+        rolled_out(c, 1.0 if seen[-1] else None)
     assert seen.count(True) == 2 and seen[8] and seen[17]
+
+
+def test_a_draft_that_the_engine_dropped_is_told_and_not_served_again(caplog):
+    caplog.set_level(logging.INFO, logger="spec_plugin")
+    c = controller({8: 1.5})
+    refreshed(c, 3.5)
+    assert on(c)
+    steps = (StepTiming(8, K, False, 1.5, 10), StepTiming(8, 0, True, 1.0, 100))
+    c.spec_rollout_end(RolloutStats(4, 8, 900, 115.0, 80, 240, 4, steps=steps))
+    assert "policy version 4: dropped the draft at acceptance length 1.05" in caplog.text
+    assert c.spec_metrics()["spec/dropped"] == 1.0
+    refreshed(c, 3.5)
+    assert not on(c)
+
+
+def test_the_guard_knows_the_break_even_that_the_user_set_and_leaves_fixed_k_alone():
+    c = controller(break_even=1.7)
+    refreshed(c, 3.5)
+    assert c.spec_schedule(1).break_even == (1.7,) * (SEQS + 1)
+    for options in ({"controller": "fixed"}, {"serve": "always"}, {"serve": "never"}):
+        assert controller({8: 1.5}, **options).spec_schedule(0).break_even == ()
 
 
 def test_one_line_is_logged_when_the_choice_changes(caplog):
@@ -242,11 +266,11 @@ def test_later_positions_that_a_smaller_k_never_drafted_are_not_held_against_the
 
 def test_the_fixed_controller_drafts_as_many_tokens_as_were_asked_for():
     c = controller(controller="fixed", k=2)
-    assert c.spec_schedule(0) == (0,) + (2,) * SEQS
+    assert c.spec_schedule(0).table == (0,) + (2,) * SEQS
     c.spec_rollout_end(phase(100.0))
     for _ in range(5):
         c.spec_rollout_end(phase(50.0, 2, 1.1))
-    assert c.spec_schedule(0) == (0,) + (2,) * SEQS
+    assert c.spec_schedule(0).table == (0,) + (2,) * SEQS
 
 
 def test_metrics_tell_what_was_chosen_expected_and_realised():

@@ -91,12 +91,14 @@ def test_what_a_phase_realised():
     assert plan.realised_speedup(found, [], [1.0]) is None
 
 
-def test_a_probe_drafts_in_the_tail_and_costs_no_more_than_it_may():
-    found, load = model(mixed, batches=(1, 2, 4, 8, 16, 32, 64)), {1: 10.0, 16: 500.0, 64: 1000.0}
-    probe = plan.probing(found, load, K, SIZE, 0.05)
-    assert probe is not None and probe.table[1] == K and probe.table[64] == 0
-    assert plan.phase_speedup(found, (0.0,), load, probe.table) >= 1 / 1.05
-    assert plan.probing(found, {1: 1.0}, K, SIZE, 0.0001) is None
+def test_the_break_even_of_a_table_is_that_of_each_batch_size():
+    found = model(mixed, batches=(1, 2, 4, 8, 16, 32, 64))
+    table = (0, K, K, 1, *(0,) * (SIZE - 3))
+    break_even = plan.break_even_of(found, table)
+    assert len(break_even) == len(table)
+    for b in (1, 2, 3):
+        assert break_even[b] == pytest.approx(found.seconds(b, table[b]) / found.seconds(b, 0, paused=False))
+    assert break_even[4] == break_even[SIZE] == 1.0
 
 
 @pytest.mark.parametrize(

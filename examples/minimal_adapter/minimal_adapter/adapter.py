@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,9 +169,9 @@ class Link:
         sent = self.front.install("spec_install_tensors", weights=save(dict(refresh.tensors)), **arguments)
         return await asyncio.wait_for(self._there(sent), timeout)
 
-    async def set_schedule(self, table: Sequence[int]) -> None:
+    async def set_schedule(self, schedule: events.Schedule) -> None:
         """Tokens to draft for each batch size."""
-        await self._there(self.front.set_schedule(table))
+        await self._there(self.front.set_schedule(schedule))
 
     async def self_test(self, seconds: float) -> events.SelfTestReport:
         """The start-up self-test."""

@@ -88,7 +88,8 @@ def drive(session: SpecSession, steps: int, drafts_when_failed: bool = False) ->
             session.refreshed(refresh, RefreshReport(True, refresh.draft_version, refresh.digest, 1.0))
         if version == 0:
             session.engine_ready(SelfTestReport((), 1.0, {1: 1.0}))
-        k = session.schedule(version) or k
+        schedule = session.schedule(version)
+        k = schedule.table if schedule else k
         session.rollout_start(version)
         on = any(k) or drafts_when_failed
         session.rollout_end(RolloutStats(version, 2, 10, 1.0, 9 * on, 27 * on, 9 * on, (9, 0, 0) if on else ()))

@@ -1,0 +1,75 @@
+"""The guard: a draft that stops paying in the middle of a rollout phase is dropped for the rest of it (law 7).
+
+Between two phases the controller decides. Within one, a draft may turn out to be worth nothing: training praised it in vain,
+or the policy has jumped. The guard counts, for each drafted request and step, the tokens that came out against those that
+plain decoding would have made in the same time, and adds up what is missing, never below zero: Page's cumulative sum
+(E. S. Page, Continuous inspection schemes, Biometrika 41, 1954). A draft that pays is dropped by chance now and then when it
+pays only just; one that does not pay costs a phase at most about ``_LOST`` tokens' time.
+
+Dropping is exact: k then depends on tokens that were sampled already, never on the ones to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+#: tokens that plain decoding would be ahead when the draft is dropped
+_LOST = 32.0
+#: verification steps of single requests before which nothing is dropped: the controller wants to know the acceptance, too
+_DRAFTS = 64
+
+
+class Guard:
+    """Watches one phase of one engine."""
+
+    def __init__(self, break_even: Sequence[float], pause: Callable[[], Any]) -> None:
+        """Begin.
+
+        Args:
+            break_even: tokens of a verification step at which drafting is as fast as not, by batch size; empty: no guard.
+            pause: leaves out the draft's forward pass from now on.
+        """
+        self._break_even, self._pause = break_even, pause
+        self._drafts, self._behind = 0, 0.0
+
+    def emitted(self, batch: int, tokens: int) -> None:
+        """A verification step of one request made so many tokens, in a step of so many requests."""
+        if self._break_even:
+            floor = self._break_even[min(batch, len(self._break_even) - 1)]
+            self._drafts, self._behind = self._drafts + 1, max(0.0, self._behind + floor - tokens)
+
+    @property
+    def losing(self) -> bool:
+        """True once drafting has cost this phase enough."""
+        return self._behind > _LOST and self._drafts >= _DRAFTS
+
+    def drop(self, table: list[int]) -> None:
+        """Draft nothing more in this phase."""
+        table[:] = [0] * len(table)
+        self._break_even = ()
+        self._drafts, self._behind = 0, 0.0
+        self._pause()
+
+
+class GuardedDrafts:
+    """Mixed into a scheduler of vLLM: has a ``Guard`` look at what its verification steps make."""
+
+    guard: Guard | None = None
+    _batch = 0
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's own; afterwards the draft may be dropped."""
+        self._batch = len(scheduler_output.num_scheduled_tokens)
+        result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if self.guard is not None and self.guard.losing:
+            self.guard.drop(self.dynamic_sd_lookup)  # type: ignore[attr-defined]
+        return result
+
+    def make_spec_decoding_stats(
+        self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """vLLM's own, which it calls for each drafted request of a step; the guard takes note."""
+        if self.guard is not None and num_draft_tokens:
+            self.guard.emitted(self._batch, num_accepted_tokens + 1)
+        return super().make_spec_decoding_stats(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)  # type: ignore[misc]

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from spec_plugin.engine.guard import Guard
+
+SIZE = 32
+
+
+def watched(break_even: float | tuple[float, ...], tokens, batch: int = 8, most: int = 100_000) -> int | None:
+    """After how many verification steps of one request the guard drops the draft; None if it does not."""
+    floor = break_even if isinstance(break_even, tuple) else (break_even,) * (SIZE + 1)
+    guard = Guard(floor, lambda: None)
+    for n in range(1, most):
+        guard.emitted(batch, tokens())
+        if guard.losing:
+            return n
+    return None
+
+
+def sampled(mean: float, k: int = 3, seed: int = 0):
+    """Tokens of verification steps with this acceptance length."""
+    rng = random.Random(seed)
+    return lambda: 1 + sum(rng.random() < (mean - 1) / k for _ in range(k))
+
+
+def test_law_7_a_worthless_draft_costs_a_phase_a_bounded_number_of_tokens():
+    assert watched(1.5, lambda: 1) == 65  # half a token behind at each, 32 allowed
+    assert watched(1.0625, lambda: 1) == 513
+    assert watched(4.0, lambda: 1) == 64  # enough drafts that the controller learns the acceptance
+
+
+def test_law_7_a_draft_that_stops_paying_is_dropped_whatever_it_gained_before():
+    good, bad = [4] * 5000, [1] * 100
+    drops = watched(1.5, iter(good + bad).__next__, most=5101)
+    assert drops is not None and drops <= 5000 + 65
+
+
+def test_a_draft_that_pays_is_kept():
+    assert [watched(1.5, sampled(2.0, seed=s), most=20_000) for s in range(5)] == [None] * 5
+
+
+def test_law_7_a_draft_a_little_below_break_even_is_dropped_in_the_end():
+    assert all(watched(1.5, sampled(1.4, seed=s), most=5000) for s in range(5))
+
+
+def test_each_batch_size_has_its_own_break_even():
+    floor = (1.0, 1.1, *(3.0,) * (SIZE - 1))
+    assert watched(floor, lambda: 2, batch=1, most=5000) is None
+    assert watched(floor, lambda: 2, batch=16, most=5000) == 64
+    assert watched(floor, lambda: 2, batch=1000, most=5000) == 64  # beyond the table its end holds
+
+
+def test_without_break_even_nothing_is_dropped():
+    assert watched((), lambda: 1, most=5000) is None
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_dropped_stays_dropped(again):
+    paused, table = [], [0, 3, 3]
+    guard = Guard((1.0, 9.0, 9.0), lambda: paused.append(True))
+    for _ in range(100):
+        guard.emitted(2, 1)
+    assert guard.losing
+    guard.drop(table)
+    assert table == [0, 0, 0] and paused == [True]
+    for _ in range(100 if again else 0):  # drafts that were under way
+        guard.emitted(2, 1)
+    assert not guard.losing
