@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 from examples.bench import common  # noqa: E402
 from examples.bench.common import Spread, say, show, spread, verdict  # noqa: E402
 from examples.quickstart import report  # noqa: E402
-from examples.quickstart.policy import PolicySettings, cached_policy  # noqa: E402
+from examples.quickstart.policy import QUICKSTART, cached_policy  # noqa: E402
 from examples.quickstart.trainers import TRAINERS, Start  # noqa: E402
 
 HELP = """Measure what the flag does to a whole GRPO run: the quickstart's, from a cold draft, in verl or OpenRLHF.
@@ -67,7 +67,7 @@ def main(name: str, steps: int, repeats: int, out: Path, overrides: tuple[str, .
 
 def run(name: str, kind: str, steps: int, out: Path, overrides: tuple[str, ...]) -> list[report.Record]:
     """One run of the quickstart."""
-    trainer, settings, cache = TRAINERS[name], PolicySettings(), ROOT / ".cache" / "quickstart"
+    trainer, settings, cache = TRAINERS[name], QUICKSTART, ROOT / ".cache" / "quickstart"
     policy = cached_policy(cache, settings)
     plain = kind == "plain"
     chosen = tuple(o for o in overrides if not (plain and ("spec." in o)))

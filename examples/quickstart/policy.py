@@ -1,11 +1,16 @@
 """The small policy of the quickstart: a task whose answers can be checked, and a student taught by careless examples.
 
+A policy this small would cost an engine hardly anything but its own overhead, and nothing could be saved by calling it less
+often. So layers are added once it is taught, which change nothing at first and cost as much as the others: a draft of one
+layer is then as cheap beside it as beside a large policy.
+
 The task is addition, written out column by column. The teaching examples contain slips, so that the student gets about
 half of its samples right: reinforcement learning then has something to do.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import random
@@ -42,6 +47,7 @@ class PolicySettings:
     digits: tuple[int, ...] = (3, 4, 5)  # how many digits both numbers may have
     hidden_size: int = 128
     layers: int = 8  # EAGLE-3 taps three different layers: fewer than 8 do not have them
+    silent_layers: int = 0  # added between those once they are taught; see ``deepen``
     vocab_size: int = 320
     seed: int = 0
 
@@ -50,6 +56,10 @@ class PolicySettings:
         """Digest of the settings and of this file, for the name of a cache folder."""
         text = json.dumps(asdict(self), sort_keys=True) + Path(__file__).read_text()
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+#: the quickstart's own
+QUICKSTART = PolicySettings(silent_layers=24)
 
 
 # ---------------------------------------------------------------------------------------------------- the task
@@ -111,6 +121,28 @@ def build_model(settings: PolicySettings, tokenizer: PreTrainedTokenizerFast) ->
     )
     torch.manual_seed(settings.seed)
     return Qwen3ForCausalLM(config)
+
+
+def deepen(model: Qwen3ForCausalLM, silent: int) -> Qwen3ForCausalLM:
+    """A model with so many more layers, spread between the given one's, that computes the same.
+
+    The new layers' output projections are zero: they add nothing to the residual stream until training changes that.
+    """
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = config.max_window_layers = model.config.num_hidden_layers + silent
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    deep = Qwen3ForCausalLM(config)
+    places = [i * config.num_hidden_layers // model.config.num_hidden_layers for i in range(len(model.model.layers))]
+    with torch.no_grad():
+        for layer in deep.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    for place, layer in zip(places, model.model.layers, strict=True):
+        deep.model.layers[place].load_state_dict(layer.state_dict())
+    for part in ("embed_tokens", "norm"):
+        getattr(deep.model, part).load_state_dict(getattr(model.model, part).state_dict())
+    deep.lm_head.load_state_dict(model.lm_head.state_dict())
+    return deep
 
 
 def teaching_batches(
@@ -202,6 +234,8 @@ def build_policy(out: Path, settings: PolicySettings = PolicySettings(), show: b
     tokenizer = build_tokenizer(settings.vocab_size)
     model = build_model(settings, tokenizer)
     loss = teach(model, tokenizer, settings, show)
+    if settings.silent_layers:
+        model = deepen(model, settings.silent_layers)
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
 from examples.quickstart import report  # noqa: E402
-from examples.quickstart.policy import PolicySettings, cached_policy  # noqa: E402
+from examples.quickstart.policy import QUICKSTART, cached_policy  # noqa: E402
 from examples.quickstart.trainers import TRAINERS, Run, Start, Trainer  # noqa: E402
 from spec_plugin.conformance.launch import RunFailed  # noqa: E402
 
@@ -62,7 +62,7 @@ def main(
 ) -> None:
     """Build policy and data, run the trainer, report."""
     begin = time.monotonic()
-    trainer, settings = TRAINERS[name], PolicySettings()
+    trainer, settings = TRAINERS[name], QUICKSTART
     out = (out or Path("runs/quickstart") / name).absolute()
     disable_progress_bar()
     if fresh:

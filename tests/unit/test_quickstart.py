@@ -25,9 +25,11 @@ from examples.quickstart import report  # noqa: E402
 from examples.quickstart.data import build_data, build_openrlhf_data  # noqa: E402
 from examples.quickstart.policy import (  # noqa: E402
     PolicySettings,
+    build_model,
     build_policy,
     build_tokenizer,
     cached_policy,
+    deepen,
     question,
     teaching_batches,
     worked_answer,
@@ -72,6 +74,18 @@ def test_a_slip_costs_the_reward_and_carries_on() -> None:
 @pytest.mark.parametrize("text", ["", "132", "#", "# ", "#1320", "#132 or #133", "#13 2"])
 def test_anything_but_the_sum_after_the_last_mark_is_worth_nothing(text: str) -> None:
     assert compute_score("", text, "132") == 0.0
+
+
+def test_silent_layers_change_nothing_at_first_and_learn() -> None:
+    tokenizer = build_tokenizer(TINY.vocab_size)
+    model = build_model(TINY, tokenizer)
+    deep = deepen(model, 24)
+    ids = torch.arange(1, 31)[None]
+    assert len(deep.model.layers) == deep.config.num_hidden_layers == 32
+    assert sum(bool(layer.mlp.down_proj.weight.any()) for layer in deep.model.layers) == TINY.layers
+    torch.testing.assert_close(deep(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    deep(input_ids=ids, labels=ids).loss.backward()
+    assert all(bool(layer.mlp.down_proj.weight.grad.any()) for layer in deep.model.layers)
 
 
 def test_policy_is_taught_on_exactly_the_prompt_format_that_verl_renders(tmp_path: Path) -> None:
