@@ -27,6 +27,8 @@ module ``flash_attn`` (only if it is not installed)          OpenRLHF imports it
 ``openrlhf…WorkerWrap.init_process_group``                   refuses what a CPU cannot do (``--vllm.sync_with_ray``)
 ``openrlhf…WorkerWrap.update_weight``                        receives into a "cuda" tensor; here a CPU tensor, and after
                                                              the last one of a sync the engine packs its weights again
+``vllm…EngineArgs.get_batch_defaults``                       OpenRLHF has no flag for ``max_num_seqs``: the variable
+                                                             SPEC_PLUGIN_CPU_MAX_NUM_SEQS sets it, where it is given
 ``vllm…dispatch_cpu_unquantized_gemm``                       see ``spec_plugin.engine.cpu_compat``: weight syncs need
                                                              the weights that vLLM's CPU build packs away
 ============================================================ ========================================================
@@ -39,6 +41,9 @@ heavy is imported here. What does not work on a CPU: an EMA model (``--train.ena
 from __future__ import annotations
 
 import os
+
+#: environment variable: most requests that the engine runs at once; none: vLLM's default for a CPU, 128
+MAX_NUM_SEQS = "SPEC_PLUGIN_CPU_MAX_NUM_SEQS"
 
 
 def chosen() -> bool:

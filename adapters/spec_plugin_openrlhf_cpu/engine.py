@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from spec_plugin.engine import cpu_compat, patches
-from spec_plugin_openrlhf_cpu import shims
+from spec_plugin_openrlhf_cpu import MAX_NUM_SEQS, shims
 
 WORKER = "openrlhf.trainer.ray.vllm_worker_wrap"
 
@@ -23,6 +24,14 @@ def install() -> None:
     for patch in cpu_compat.CPU_PATCHES:
         if patch.name == "live_weights":
             patches.apply(patch)
+    if os.environ.get(MAX_NUM_SEQS):
+        shims.replace(
+            "vllm.engine.arg_utils",
+            "EngineArgs.get_batch_defaults",
+            _fewer_at_once,
+            parameters=("world_size",),
+            landmarks=("default_max_num_seqs",),
+        )
     shims.replace(
         WORKER,
         "WorkerWrap.init_process_group",
@@ -37,6 +46,14 @@ def install() -> None:
         parameters=("self", "name", "dtype", "shape", "empty_cache"),
         landmarks=('device="cuda"', "self._model_update_group.broadcast(", "self.model_runner.model.load_weights("),
     )
+
+
+def _fewer_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_batch_defaults(self: Any, world_size: int) -> Any:
+        tokens, requests = original(world_size)
+        return tokens, dict.fromkeys(requests, int(os.environ[MAX_NUM_SEQS]))
+
+    return get_batch_defaults
 
 
 def _refuse_ray_collectives(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spec_plugin.conformance.launch import ENVIRONMENT, Launch, StepMetrics, Steps, follow, plain_line
+from spec_plugin_openrlhf_cpu import MAX_NUM_SEQS
 
 PLUGIN_MODULE, PLAIN_MODULE = "spec_plugin_openrlhf", "openrlhf.cli.train_ppo_ray"
 PLUGIN_FLAG = "--spec.enable"
@@ -28,6 +29,7 @@ class OpenRLHFRun:
     steps: int
     plain: bool = False  # without the plugin
     overrides: tuple[str, ...] = ()  # flags and their values, in place of those below
+    max_num_seqs: int | None = None  # most requests that the engine runs at once; OpenRLHF has no flag for it
 
     @property
     def log_file(self) -> Path:
@@ -43,7 +45,7 @@ class OpenRLHFRun:
         """What to start, with ``base`` as the environment that it inherits."""
         module = PLAIN_MODULE if self.plain else PLUGIN_MODULE
         command = (sys.executable, "-m", "spec_plugin_openrlhf_cpu", module, *arguments(self))
-        return Launch(command, environment(base), self.out, self.steps, "openrlhf")
+        return Launch(command, environment(self, base), self.out, self.steps, "openrlhf")
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
         """Run it; see :func:`spec_plugin.conformance.launch.follow`."""
@@ -121,6 +123,7 @@ def parse_flags(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return flags
 
 
-def environment(base: Mapping[str, str]) -> dict[str, str]:
+def environment(run: OpenRLHFRun, base: Mapping[str, str]) -> dict[str, str]:
     """The process environment: DeepSpeed's CPU, quiet libraries, patient Ray. What the user set stays."""
-    return {**ENVIRONMENT, **base, "DS_ACCELERATOR": "cpu"}
+    limit = {} if run.max_num_seqs is None else {MAX_NUM_SEQS: str(run.max_num_seqs)}
+    return {**ENVIRONMENT, **limit, **base, "DS_ACCELERATOR": "cpu"}
