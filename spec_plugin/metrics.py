@@ -24,6 +24,7 @@ class Metric:
 #: every metric that the built-in plugins report
 SCHEMA = (
     Metric("spec/on", "", 0, 1, "1 if any batch size speculates in this step"),
+    Metric("spec/dropped", "", 0, 1, "1 if the draft did not pay and was dropped within the last rollout"),
     Metric("spec/failed", "", 0, 1, "1 once draft trouble has turned speculation off for good"),
     Metric(
         "spec/acceptance_length",

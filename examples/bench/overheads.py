@@ -77,7 +77,7 @@ PARTS = ("harvest", "training", "refresh", "provenance")
 @click.option("--rounds", default=5, help="Rounds that count; one more warms up.")
 @click.option("--device", default="auto", help="Where.")
 @click.option("--threads", type=int, help="Compute threads; default: all cores.")
-@click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of the JSON file.")
+@click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of JSON and PNG.")
 def main(rounds: int, device: str, threads: int | None, out: Path) -> None:
     """Measure and report."""
     common.prepare_process(threads)
@@ -86,7 +86,9 @@ def main(rounds: int, device: str, threads: int | None, out: Path) -> None:
     results = {name: [measure(s, rounds, device) for s in track(sizes, name)] for name, sizes in SERIES.items()}
     for name, costs in results.items():
         report(name, costs)
-    common.write_results("overheads", {"rounds": rounds, "device": device}, results, where, out)
+    file = common.write_results("overheads", {"rounds": rounds, "device": device}, results, where, out)
+    write_picture(results, file.with_suffix(".png"))
+    common.say(f"picture: {file.with_suffix('.png')}")
 
 
 def measure(size: Size, rounds: int, device: str) -> Cost:
@@ -179,6 +181,32 @@ def report(name: str, costs: list[Cost]) -> None:
     base = costs[0].size
     rest = f"hidden {base.hidden}, vocabulary {base.vocabulary}, {base.documents} x {base.length} tokens"
     show(f"Growing {name}; else {rest}", head, body)
+
+
+def write_picture(results: dict[str, list[Cost]], file: Path) -> None:
+    """One panel for each size that grew, both axes logarithmic; dotted lines are linear growth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(results), figsize=(4 * len(results), 3.8), constrained_layout=True, sharey=True)
+    for axis, (name, costs) in zip(axes, results.items(), strict=True):
+        sizes = [getattr(c.size, name) for c in costs]
+        for part in PARTS:
+            times = [getattr(c, part) for c in costs]
+            (line,) = axis.plot(sizes, times, marker="o", ms=4, label=part)
+            axis.plot(sizes, [times[0] * s / sizes[0] for s in sizes], ":", color=line.get_color(), lw=0.9, alpha=0.7)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(sizes, [str(s) for s in sizes])
+        axis.set_xlabel({"hidden": "hidden size", "length": "tokens of a document"}.get(name, name))
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("milliseconds")
+    axes[0].legend(fontsize=8)
+    figure.suptitle("What a step costs besides drafting, against the size (dotted: linear growth)")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
 
 
 if __name__ == "__main__":
