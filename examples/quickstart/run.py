@@ -26,8 +26,9 @@ HELP = f"""Train a tiny policy with GRPO in verl or OpenRLHF, on this CPU, with 
 
 \b
 What happens:
-  1. A 1.3M-parameter Qwen3 is taught column addition from examples with slips in them, so that it gets about
-     half of the sums right (a minute; cached under .cache/quickstart).
+  1. A small Qwen3 is taught column addition from examples with slips in them, so that it gets about half of
+     the sums right (a minute; cached under .cache/quickstart). Then it gets 24 more layers, which change
+     nothing at first: its forward pass costs something now, as a large policy's does.
   2. The trainer starts: a real actor (FSDP or DeepSpeed), a real vLLM engine, Ray. The plugin is one flag:
        verl      {TRAINERS["verl"].flag}
        OpenRLHF  {TRAINERS["openrlhf"].flag}
