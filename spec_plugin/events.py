@@ -156,16 +156,17 @@ class Check:
     out_of_time: bool = False  # not passed only because the time limit came first: nothing was found wrong
 
 
+#: steps of one kind that say what such a step takes
+_COUNTS = 8
+
+
 @dataclass(frozen=True)
 class SelfTestReport:
     """Outcome of the start-up self-test on the engine that will roll out."""
 
     checks: tuple[Check, ...]
     seconds: float
-    break_even: Mapping[int, float] = field(
-        default_factory=dict
-    )  # batch size -> acceptance length below which k>0 loses
-    steps: tuple[StepTiming, ...] = ()  # that the measurement of break-even timed
+    steps: tuple[StepTiming, ...] = ()  # that the calibration ran
 
     @property
     def passed(self) -> bool:
@@ -176,6 +177,14 @@ class SelfTestReport:
     def out_of_time(self) -> bool:
         """True when it did not pass, and only for want of time."""
         return not self.passed and all(c.passed or c.out_of_time for c in self.checks)
+
+    @property
+    def break_even(self) -> dict[int, float]:
+        """Batch size -> acceptance length from which the largest k that was run is faster than plain decoding."""
+        k = max((s.k for s in self.steps), default=0)
+        plain = {s.batch: s.seconds for s in self.steps if s.k == 0 and s.paused}
+        drafting = {s.batch: s.seconds for s in self.steps if s.k == k > 0 and s.steps >= _COUNTS}
+        return {batch: drafting[batch] / plain[batch] for batch in sorted(drafting.keys() & plain.keys())}
 
     def failures(self) -> str:
         """The failed checks with their numbers, one per line."""

@@ -320,13 +320,11 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
 
 
 def merge_reports(parts: Sequence[SelfTestReport]) -> SelfTestReport:
-    """Several engines' self-tests as one: every check of every engine counts, and the worst break-even decides."""
+    """Several engines' self-tests as one: every check of every engine counts."""
     if len(parts) == 1:
         return parts[0]
     checks = [replace(c, name=f"engine {i} {c.name}") for i, p in enumerate(parts) for c in p.checks]
-    sizes = {size for p in parts for size in p.break_even}
-    worst = {size: max(p.break_even[size] for p in parts if size in p.break_even) for size in sorted(sizes)}
-    return SelfTestReport(tuple(checks), max(p.seconds for p in parts), worst, tuple(s for p in parts for s in p.steps))
+    return SelfTestReport(tuple(checks), max(p.seconds for p in parts), tuple(s for p in parts for s in p.steps))
 
 
 def merge_refreshes(parts: Sequence[RefreshReport]) -> RefreshReport:

@@ -49,9 +49,11 @@ def install() -> None:
 
 
 def _fewer_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm.usage.usage_lib import UsageContext
+
     def get_batch_defaults(self: Any, world_size: int) -> Any:
-        tokens, requests = original(world_size)
-        return tokens, dict.fromkeys(requests, int(os.environ[MAX_NUM_SEQS]))
+        tokens, _ = original(world_size)
+        return tokens, dict.fromkeys(UsageContext, int(os.environ[MAX_NUM_SEQS]))
 
     return get_batch_defaults
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import statistics
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -15,14 +13,13 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.scheduler import PLAIN, pause_idle_draft, set_schedule
 from spec_plugin.engine.verdicts import Sampled
 
 T = TypeVar("T")
 
-STEPS = 24  # decoding steps of one measurement
-PAIRS = 5  # measurements of each kind
+TOKENS = 25  # that each request of a calibration makes
+ROUNDS = 5  # of all kinds, at each batch size
 
 
 async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -91,92 +88,34 @@ def _read(index: int, output: Any, n: int) -> Sampled:
     return Sampled(index, tuple(output.token_ids), logprobs, top, top_ids, rank)
 
 
-class _StepClock:
-    """Times decoding from the moment all requests of a batch are in it until they have made enough steps."""
+async def calibrate(probe: Probe, prompts: Sequence[Sequence[int]], k: int, entries: int, deadline: float) -> None:
+    """Have the engine decode at several batch sizes with 0, 1 and k drafted tokens: its step log tells what that takes.
 
-    def __init__(self, batch: int, k: int, steps: int) -> None:
-        self.tokens, self.outputs, self.k, self.steps = [0] * batch, 0, k, steps
-        self.begin: tuple[float, float] | None = None
-        self.end: tuple[float, float] | None = None
-
-    def tick(self, i: int, tokens: int, finished: bool) -> bool:
-        """Request i got tokens; True when the measurement is over."""
-        self.tokens[i] += tokens
-        self.outputs += (
-            self.begin is not None
-        )  # about one a step; the exact number is read at both ends only: it is slow
-        if self.begin is None:
-            self.begin = self._now() if min(self.tokens) > 0 else None
-        elif self.end is None and (finished or self.outputs >= self.steps * len(self.tokens)):
-            self.end = self._now()
-        return finished or self.end is not None
-
-    def seconds_per_step(self) -> float | None:
-        """The result; None when no step was counted."""
-        if self.begin is None or self.end is None or self.end[1] <= self.begin[1]:
-            return None
-        return (self.end[0] - self.begin[0]) / (self.end[1] - self.begin[1])
-
-    def _now(self) -> tuple[float, float]:
-        now = time.perf_counter()
-        steps = read_spec_counters()["drafts"] if self.k else sum(self.tokens)
-        return now, steps / len(self.tokens)
-
-
-async def measure_step(probe: Probe, prompts: Sequence[Sequence[int]], batch: int, k: int, steps: int) -> float | None:
-    """Seconds of one decoding step with ``batch`` requests running, or None when the engine keeps no counters.
-
-    The clock runs while all requests decode: from the last one's first token until they have made ``steps`` steps each on
-    average, or one is finished. A plain request makes one step a token; the engine counts those of a speculating one.
-    """
-    clock = _StepClock(batch, k, steps)
-    params = probe.params(2 + (steps + 1) * (k + 1), plain=False, output_kind=RequestOutputKind.DELTA)
-
-    async def run(i: int) -> None:
-        async with contextlib.aclosing(probe.stream(prompts[i % len(prompts)], params)) as stream:
-            async for output in stream:
-                if clock.tick(i, len(output.outputs[0].token_ids), output.finished):
-                    return
-
-    await gather_or_cancel([run(i) for i in range(batch)])
-    return clock.seconds_per_step()
-
-
-async def measure_break_even(
-    probe: Probe, prompts: Sequence[Sequence[int]], k: int, entries: int, deadline: float, found: dict[int, float]
-) -> None:
-    """Fill ``found[batch size]`` = cost of a verification step / cost of a plain step, smallest batch first.
-
-    That ratio is the acceptance length at which k drafted tokens give as many tokens per second as none. A plain and a
-    speculating measurement follow each other; the median of the ratios of five such pairs counts, after one to warm up.
-    Between them k=1 is run, whose steps the cost model gets to see in the engine's step log.
-    "Plain" is k=0 in this engine with the draft paused, as it is when no batch size speculates.
+    The kinds take turns, so that a busy moment of the machine meets all of them. With 0 the draft is paused, as it is when
+    no batch size speculates. Smallest batch first.
 
     Args:
         probe: the engine.
         prompts: short prompts.
-        k: tokens drafted per step.
+        k: most tokens drafted per step.
         entries: length of the engine's schedule, max_num_seqs + 1.
         deadline: ``time.perf_counter()`` after which no further batch size is begun.
-        found: the result, filled as it comes in.
     """
     largest, cost = probe.max_num_seqs, 0.0
+    params = probe.params(TOKENS, plain=False, output_kind=RequestOutputKind.FINAL_ONLY)
     for batch in sorted({b for b in (1, 8, 32) if b <= largest} | {min(largest, 128)}):
         begin = time.perf_counter()
         if begin + 2 * cost > deadline:
             return
-        ratios = []
-        for repeat in range(PAIRS + 1):
-            pair = []
-            for width in dict.fromkeys((0, 1, k)):  # 1: for the cost model, which reads the engine's step log
+        for _ in range(ROUNDS):
+            for width in dict.fromkeys((0, 1, k)):
                 table = [width] * entries
                 await set_schedule(probe.engine, table)
                 await pause_idle_draft(probe.engine, table)
-                pair.append(await measure_step(probe, prompts, batch, width, STEPS if repeat else 4))
-            plain, speculating = pair[0], pair[-1]
-            if plain is None or speculating is None:
-                return
-            if repeat:
-                ratios.append(speculating / plain)
-        found[batch] = statistics.median(ratios)
+                await gather_or_cancel([_run(probe, prompts[i % len(prompts)], params) for i in range(batch)])
         cost = time.perf_counter() - begin
+
+
+async def _run(probe: Probe, prompt: Sequence[int], params: SamplingParams) -> None:
+    async for _ in probe.stream(prompt, params):
+        pass

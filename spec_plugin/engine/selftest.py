@@ -33,7 +33,7 @@ import torch
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from spec_plugin.engine.counters import read_spec_counters
-from spec_plugin.engine.probe import Probe, gather_or_cancel, measure_break_even
+from spec_plugin.engine.probe import Probe, calibrate, gather_or_cancel
 from spec_plugin.engine.scheduler import pause_idle_draft, schedule_state, set_schedule, take_steps
 from spec_plugin.engine.verdicts import (
     Sampled,
@@ -122,7 +122,6 @@ class _SelfTest:
         self.probe = Probe(engine, sampling, max_num_seqs)
         self.tolerance = tolerance(engine.vllm_config.model_config.dtype)
         self.checks: list[Check] = []
-        self.break_even: dict[int, float] = {}
         self.steps: tuple[StepTiming, ...] = ()
         self.spec: list[Sampled] = []
         self.plain: list[Sampled] = []
@@ -144,7 +143,7 @@ class _SelfTest:
             if table is not None:
                 await self._calibrate(len(table))
         await self._restore(table)
-        return SelfTestReport(tuple(self.checks), time.perf_counter() - self.begin, dict(self.break_even), self.steps)
+        return SelfTestReport(tuple(self.checks), time.perf_counter() - self.begin, self.steps)
 
     async def _guarded(self, name: str, stage: Callable[[], Awaitable[None]]) -> bool:
         left = self.begin + self.seconds - time.perf_counter()
@@ -249,7 +248,7 @@ class _SelfTest:
 
     async def _calibrate(self, entries: int) -> None:
         deadline = self.begin + 0.9 * self.seconds
-        work = measure_break_even(self.probe, self.prompts, self.k, entries, deadline, self.break_even)
+        work = calibrate(self.probe, self.prompts, self.k, entries, deadline)
         try:
             await take_steps(self.engine)  # those of the checks: another k for each half of a batch
             await asyncio.wait_for(work, max(0.01, self.begin + self.seconds - time.perf_counter()))
@@ -261,7 +260,6 @@ class _SelfTest:
         finally:
             with contextlib.suppress(Exception):  # an engine that is gone: its checks say so
                 self.steps = await take_steps(self.engine)
-        found = (
-            ", ".join(f"{b}: {v:.2f}" for b, v in self.break_even.items()) or "nothing measured (time, or no counters)"
-        )
+        measured = SelfTestReport((), 0.0, self.steps).break_even
+        found = ", ".join(f"{b}: {v:.2f}" for b, v in measured.items()) or "nothing measured in time"
         self.checks.append(Check("break-even", True, f"batch size: acceptance length: {found}"))

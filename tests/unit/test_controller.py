@@ -16,7 +16,7 @@ def controller(measured: dict[int, float] | None = None, /, **options: object) -
     out = BreakEvenController()
     out.spec_configure(SpecConfig.parse(options), TargetInfo(path="", hf_config={}, dtype="float32", max_num_seqs=SEQS))
     if measured is not None:
-        out.spec_engine_ready(SelfTestReport((), 1.0, measured, timed(measured)))
+        out.spec_engine_ready(SelfTestReport((), 1.0, timed(measured)))
     return out
 
 
@@ -189,7 +189,7 @@ def test_law_7_a_wrong_cost_model_leaves_the_run_at_plain_speed(factor):
     wrong = [
         StepTiming(t.batch, t.k, t.paused, factor * t.seconds if t.k == 0 else t.seconds, 10) for t in timed({8: 1.2})
     ]
-    c.spec_engine_ready(SelfTestReport((), 1.0, {}, tuple(wrong)))
+    c.spec_engine_ready(SelfTestReport((), 1.0, tuple(wrong)))
     refreshed(c, 3.9)
     assert not on(c)
 

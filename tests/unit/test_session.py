@@ -87,7 +87,7 @@ def step(session: SpecSession, version: int, folder: Path) -> dict[str, float]:
         session.refreshed(refresh, RefreshReport(True, refresh.draft_version, refresh.digest, 1.0))
     if version == 0:
         plain, drafting = StepTiming(SEQS, 0, True, 1.0, 100), StepTiming(SEQS, 3, False, 1.5, 100)
-        session.engine_ready(SelfTestReport((), 1.0, {SEQS: 1.5}, (plain, drafting)))
+        session.engine_ready(SelfTestReport((), 1.0, (plain, drafting)))
     session.schedule(version)
     session.rollout_start(version)
     session.rollout_end(

@@ -87,7 +87,7 @@ def drive(session: SpecSession, steps: int, drafts_when_failed: bool = False) ->
         if refresh is not None:
             session.refreshed(refresh, RefreshReport(True, refresh.draft_version, refresh.digest, 1.0))
         if version == 0:
-            session.engine_ready(SelfTestReport((), 1.0, {1: 1.0}))
+            session.engine_ready(SelfTestReport((), 1.0))
         schedule = session.schedule(version)
         k = schedule.table if schedule else k
         session.rollout_start(version)
