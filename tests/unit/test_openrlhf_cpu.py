@@ -95,10 +95,9 @@ def test_packed_documents_do_not_see_each_other_with_sdpa() -> None:
 
 def test_an_engine_runs_as_many_requests_at_once_as_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
+    from spec_plugin_openrlhf_cpu import MAX_NUM_SEQS, engine
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
-
-    from spec_plugin_openrlhf_cpu import MAX_NUM_SEQS, engine
 
     monkeypatch.setenv(MAX_NUM_SEQS, "5")
     tokens, requests = engine._fewer_at_once(EngineArgs.get_batch_defaults)(None, 1)
