@@ -53,7 +53,7 @@ Score = Callable[[list[list[int]]], list[list[float]]]
 GREEDY_TOKENS = 24
 SAMPLE_PROMPTS = 4  # few prompts, so that many samples share a context
 MOST_SAMPLES = 256  # per prompt and arm
-SCORED = 32  # (sequence, position) pairs scored per arm
+SCORED = 128  # (sequence, position) pairs scored per arm
 SAMPLES_UNTIL = 0.65  # share of the time after which no round of samples is begun; the rest is for the last checks
 
 
@@ -223,10 +223,12 @@ class _SelfTest:
             pairs = spread(arm, SCORED)
             work = [self._rescore(s, t) for s, t in pairs]
             differences[name] = [d for d in await gather_or_cancel(work) if d is not None]
-        self.checks.append(logprob_check("logprobs", differences["speculating"], differences["plain"], self.tolerance))
+        self.checks.append(
+            logprob_check("logprobs", differences["speculating"], differences["plain"], self.tolerance, self.alpha)
+        )
         if self.score is not None:
             both = [await self._by_trainer(arm, self.score) for arm in (self.spec[:8], self.plain[:8])]
-            self.checks.append(logprob_check("logprobs: trainer", both[0], both[1], self.tolerance))
+            self.checks.append(logprob_check("logprobs: trainer", both[0], both[1], self.tolerance, self.alpha))
 
     async def _rescore(self, sampled: Sampled, t: int) -> float | None:
         """|stated - recomputed| for token t; a token that is not among the most likely is at most as likely as the last."""
