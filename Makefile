@@ -55,7 +55,7 @@ trainer-test:  ## tests with real trainers (minutes)
 	$(PY) -m pytest tests/trainers/test_verl.py -m trainer $(ARGS)
 	.envs/openrlhf/bin/python -m pytest tests/trainers/test_openrlhf.py -m trainer $(ARGS)
 
-bench: verl-env  ## benchmarks under examples/bench (about 20 minutes on an idle machine)
+bench: verl-env  ## benchmarks under examples/bench, for an idle machine and a long break; ARGS="--only overheads" …
 	$(PY) examples/bench/run_all.py $(ARGS)
 
 clean:  ## remove caches and runs; the environment stays (rm -r .envs)

@@ -131,9 +131,9 @@ class CostModel:
         plain = self.seconds(batch, 0)
         return tokens_per_step(acceptance, k) * plain / self.seconds(batch, k, paused=False)
 
-    def break_even(self, batch: int, k: int) -> float:
-        """Acceptance length at which k drafted tokens give as many tokens per second as plain decoding."""
-        return self.seconds(batch, k) / self.seconds(batch, 0)
+    def break_even(self, batch: int, k: int, paused: bool = True) -> float:
+        """Acceptance length at which k drafted tokens give as many tokens per second as none, with the draft paused or not."""
+        return self.seconds(batch, k, paused) / self.seconds(batch, 0, paused)
 
 
 class _Fit:

@@ -121,8 +121,7 @@ def break_even_of(cost: CostModel, table: Sequence[int]) -> tuple[float, ...]:
     Against a step that keeps the draft's KV cache current, not a paused draft: where a batch of this size drafts for the sake
     of a later, smaller one, the phase as a whole has been compared by ``best``.
     """
-    sizes = range(1, len(table))
-    return (1.0, *(cost.seconds(b, table[b], paused=False) / cost.seconds(b, 0, paused=False) for b in sizes))
+    return (1.0, *(cost.break_even(batch, table[batch], paused=False) for batch in range(1, len(table))))
 
 
 def load_of(steps: Sequence[StepTiming], acceptance: Sequence[float]) -> dict[int, float]:

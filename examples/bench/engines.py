@@ -85,9 +85,7 @@ class Engine:
 
     def set_k(self, k: int) -> None:
         """Rewrite the engine's table of k while it is idle, as the adapter does: a draft that nothing uses is paused."""
-        core: Any = self.engine.engine_core
-        core.engine_core.spec_set_schedule([k] * (self.max_num_seqs + 1))
-        self.rpc("spec_pause_draft", k == 0)
+        self.set_schedule(Schedule((k,) * (self.max_num_seqs + 1)))
 
     def set_schedule(self, schedule: Schedule) -> None:
         """The same with a k for each batch size, and a guard."""
