@@ -41,11 +41,12 @@ class Probe:
 
         Args:
             engine: the running engine; speculation's counters need ``disable_log_stats=False``.
-            sampling: the run's own ``temperature``, ``top_p``, ``top_k``, …; never a seed, samples must be independent.
+            sampling: the run's own ``temperature``, ``top_p``, ``top_k``, …; a seed is left out, samples must be independent,
+                and so are stop tokens, requests must be of equal length.
             max_num_seqs: most requests in flight.
         """
         self.engine, self.max_num_seqs = engine, max_num_seqs
-        self.sampling = {k: v for k, v in sampling.items() if k != "seed"}
+        self.sampling = {k: v for k, v in sampling.items() if k not in ("seed", "stop_token_ids")}
         model = engine.vllm_config.model_config
         self.logprobs_mode: str = model.logprobs_mode
         self.top = 20 if model.max_logprobs < 0 else min(20, model.max_logprobs)

@@ -223,17 +223,17 @@ class _SelfTest:
             pairs = spread(arm, SCORED)
             work = [self._rescore(s, t) for s, t in pairs]
             differences[name] = [d for d in await gather_or_cancel(work) if d is not None]
-        self.checks.append(
-            logprob_check("logprobs", differences["speculating"], differences["plain"], self.tolerance, self.alpha)
-        )
+        self.checks.append(logprob_check("logprobs", differences["speculating"], differences["plain"], self.tolerance))
         if self.score is not None:
             both = [await self._by_trainer(arm, self.score) for arm in (self.spec[:8], self.plain[:8])]
-            self.checks.append(logprob_check("logprobs: trainer", both[0], both[1], self.tolerance, self.alpha))
+            self.checks.append(logprob_check("logprobs: trainer", both[0], both[1], self.tolerance))
 
     async def _rescore(self, sampled: Sampled, t: int) -> float | None:
         """|stated - recomputed| for token t; a token that is not among the most likely is at most as likely as the last."""
         prompt = [*self.prompts[sampled.prompt], *sampled.tokens[:t]]
-        again = await self.probe.sample(0, prompt, self.probe.params(1, plain=True, logprobs=self.probe.top))
+        least = max(0, self.probe.sampling.get("min_tokens", 0) - t)  # t of them are part of the prompt now
+        params = self.probe.params(1, plain=True, logprobs=self.probe.top, min_tokens=least)
+        again = await self.probe.sample(0, prompt, params)
         stated, found = sampled.logprobs[t], np.flatnonzero(again.top_ids[0] == sampled.tokens[t])
         if found.size:
             return abs(float(stated - again.top[0, found[0]]))

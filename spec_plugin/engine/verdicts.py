@@ -99,14 +99,12 @@ def evidence_check(spec: Sequence[Sampled], plain: Sequence[Sampled], vocab_size
     return Check("samples: log-probs", passed, detail if passed else f"{detail}; looks like {r.alternative}")
 
 
-def logprob_check(name: str, spec: Sequence[float], plain: Sequence[float], tolerance: float, alpha: float) -> Check:
+def logprob_check(name: str, spec: Sequence[float], plain: Sequence[float], tolerance: float) -> Check:
     """Stated and recomputed log-probs agree; each entry is |stated - recomputed| of one sampled token.
 
-    Most tokens' mean may be tolerance / 4, or four times what *plain* requests show on this engine, up to ten times as much:
-    kernels differ with the shape of a batch, for plain requests as well. Tokens that are more than 4 * tolerance apart may not
-    be significantly more frequent than among plain requests (Fisher's exact test), nor a quarter of all: on text that is
-    strange to the policy a few of them occur without any speculation. A token at the very edge of top_p or top_k may by
-    rounding fall out of it in the recomputation (infinite): one in eight may.
+    The mean may be tolerance / 4 and the largest 4 * tolerance, or four times what *plain* requests show on this engine, up
+    to ten times as much: kernels differ with the shape of a batch, for plain requests as well. A token at the very edge of
+    top_p or top_k may by rounding fall out of it in the recomputation (infinite): one in eight may.
     """
     if not spec or not plain:
         return Check(
@@ -114,19 +112,14 @@ def logprob_check(name: str, spec: Sequence[float], plain: Sequence[float], tole
         )
     a, b = np.array(spec), np.array(plain)
     inside, base = a[~np.isinf(a)], b[np.isfinite(b)]
-    filtered, apart = len(a) - len(inside), 4 * tolerance
-    far, plain_far = int(np.sum(~(inside <= apart))), int(np.sum(base > apart))  # a NaN is far
-    mean, plain_mean = (float(x[x <= apart].mean()) if np.any(x <= apart) else 0.0 for x in (inside, base))
-    limit = _limit(tolerance / 4, plain_mean)
-    p = stats.fisher_exact(far, len(inside), plain_far, len(base)) if len(inside) and len(base) else 0.0
-    more = far * len(base) > plain_far * len(inside) and p < alpha
-    numbers = not np.isnan(a).any() and 4 * far <= len(inside)
-    passed = numbers and not more and mean <= limit and 8 * filtered <= len(a)
-    largest = float(inside.max()) if inside.size else float("inf")
+    filtered = len(a) - len(inside)
+    mean, largest = (float(inside.mean()), float(inside.max())) if inside.size else (float("inf"),) * 2
+    mean_limit = _limit(tolerance / 4, float(base.mean()) if base.size else 0.0)
+    max_limit = _limit(4 * tolerance, float(base.max()) if base.size else 0.0)
+    passed = mean <= mean_limit and largest <= max_limit and 8 * filtered <= len(a)  # a NaN compares false
     detail = (
-        f"{len(a)} tokens, |stated - recomputed| mean {mean:.2g} (limit {limit:.2g}), {far} more than {apart:.2g} apart "
-        f"(largest {largest:.2g}, p={p:.1e}), {filtered} outside the filter; plain: {len(b)} tokens, mean {plain_mean:.2g}, "
-        f"{plain_far} apart"
+        f"{len(a)} tokens, |stated - recomputed| mean {mean:.2g} (limit {mean_limit:.2g}) max {largest:.2g} "
+        f"(limit {max_limit:.2g}), {filtered} outside the filter; plain: {len(b)} tokens, mean {b.mean():.2g} max {b.max():.2g}"
     )
     return Check(name, bool(passed), detail)
 

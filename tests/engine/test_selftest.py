@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 
@@ -49,6 +50,14 @@ def test_a_correct_engine_passes(attempt):
         and " 0 accepted" not in checks["speculation"].detail
     )
     assert report.break_even and all(math.isfinite(v) and v > 0.3 for v in report.break_even.values())
+
+
+def test_options_for_the_end_of_a_response_are_no_difference(tmp_path):
+    """``min_tokens`` forbids stop tokens at a request's first position, and a recomputed token is its request's first."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(VOCAB // 2))}))
+    live = live_engine(generation_config=str(tmp_path))
+    report, _ = _test(live, sampling={"temperature": 1.0, "min_tokens": 1, "stop_token_ids": [VOCAB - 1]})
+    assert report.passed, report.failures()
 
 
 def test_law_2_samples_are_the_targets_while_k_changes_at_every_step():
