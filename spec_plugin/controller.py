@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections.abc import Sequence
 
 from spec_plugin import plan
@@ -22,7 +23,7 @@ _MIN_DRAFTS = 64
 _MISALIGNED = 0.5
 #: A draft that is not served is tried in one phase in so many; the engine's guard ends the try when it fails.
 _TRY_EVERY = 8
-#: Whole phases that generate fewer tokens per second than plain ones did, by this factor and so often in a row, end it.
+#: Whole phases that generate fewer tokens per second than plain ones did, by this factor and so often in a row, are suspect.
 _BRAKE_BELOW, _BRAKE_AFTER = 0.97, 2
 #: Phases without drafts after that; doubled each time it happens again.
 _BRAKE_PHASES = 8
@@ -32,18 +33,26 @@ _SHOWN_SIZES = (1, 8, 32)
 
 
 class Brake:
-    """The one judge that does not believe the cost model: tokens per second of whole phases, with drafts and without."""
+    """The one judge that does not believe the cost model: tokens per second of whole phases, with drafts and without.
+
+    The last plain phase may be long ago, and its responses shorter or its batches fuller. So phases with drafts that are
+    slower than it was raise a suspicion only; the next phase is plain and decides.
+    """
 
     def __init__(self) -> None:
         self._plain: float | None = None  # tokens per second
-        self._slower = 0  # phases in a row
+        self._slower: list[float] = []  # the same of the suspect phases
         self._pause = _BRAKE_PHASES
         self._left = 0  # phases without drafts still to come
 
     @property
     def on(self) -> bool:
         """True while nothing may be drafted."""
-        return self._left > 0
+        return self._left > 0 or self._suspicious
+
+    @property
+    def _suspicious(self) -> bool:
+        return len(self._slower) >= _BRAKE_AFTER
 
     def rolled_out(self, rate: float, drafted: bool) -> bool:
         """Take note of a phase; True if this is what pulls the brake."""
@@ -51,15 +60,18 @@ class Brake:
             self._left -= 1
         if not (math.isfinite(rate) and rate > 0):
             return False
-        if not drafted:
+        if drafted:
+            slower = self._plain is not None and rate < _BRAKE_BELOW * self._plain
+            self._slower = [*self._slower, rate] if slower else []
+            return False
+        if not self._suspicious:
             self._plain = rate if self._plain is None else _NEWEST * rate + (1 - _NEWEST) * self._plain
             return False
-        slower = self._plain is not None and rate < _BRAKE_BELOW * self._plain
-        self._slower = self._slower + 1 if slower else 0
-        if self._slower < _BRAKE_AFTER:
-            return False
-        self._slower, self._left, self._pause = 0, self._pause, 2 * self._pause
-        return True
+        guilty = statistics.fmean(self._slower) < _BRAKE_BELOW * rate
+        self._plain, self._slower = rate, []
+        if guilty:
+            self._left, self._pause = self._pause, 2 * self._pause
+        return guilty
 
 
 class BreakEvenController:
