@@ -64,7 +64,7 @@ class Cell:
     against_best: Spread  # controller / the fixed k that was best in hindsight
     best: str
     acceptance: dict[str, float]  # acceptance length of each arm
-    chosen: list[str]  # the controller's table, round by round
+    chosen: list[str]  # the controller's table, round by round; with a ! where the draft was dropped within the rollout
     predicted: dict[int, float]  # cost model, for the acceptance of that arm
     closed_form: dict[int, float]  # Leviathan et al., theorem 3.8
     realised: dict[int, Spread]  # k / k=0, decoding steps only
@@ -237,6 +237,7 @@ class Bench:
             steps=tuple(self.flag.take_steps()),
         )
         self.controller.spec_rollout_end(stats)
+        self.chosen[-1] += "!" * int(self.controller.spec_metrics()["spec/dropped"])
         return timing
 
     def _cell(self, runs: dict[str, list[Timing]]) -> Cell:
@@ -304,7 +305,8 @@ def report(cells: list[Cell]) -> None:
         body.append([f"{c.dtype}, {c.regime}", *rates, *goals, " ".join(c.chosen[-6:])])
     show(
         f"Tokens per second; the controller against plain decoding (goal {PLAIN_GOAL}) and the best fixed k (goal "
-        f"{REGRET_GOAL}). Medians (quartiles); chosen: k at batch size 1/half/all, round by round",
+        f"{REGRET_GOAL}). Medians (quartiles); chosen: k at batch size 1/half/all, round by round (!: dropped within the "
+        "rollout)",
         head,
         body,
     )

@@ -1,10 +1,11 @@
-"""The guard: a draft that stops paying in the middle of a rollout phase is dropped for the rest of it (law 7).
+"""The guard: a draft that does not pay, in the middle of a rollout phase, is dropped for the rest of it (law 7).
 
 Between two phases the controller decides. Within one, a draft may turn out to be worth nothing: training praised it in vain,
 or the policy has jumped. The guard counts, for each drafted request and step, the tokens that came out against those that
 plain decoding would have made in the same time, and adds up what is missing, never below zero: Page's cumulative sum
-(E. S. Page, Continuous inspection schemes, Biometrika 41, 1954). A draft that pays is dropped by chance now and then when it
-pays only just; one that does not pay costs a phase at most about ``_LOST`` tokens' time.
+(E. S. Page, Continuous inspection schemes, Biometrika 41, 1954). What is dropped then are the batch sizes at which the draft
+would not pay with the tokens that it made since the sum was last zero: for a worthless draft all of them, for one that was
+too dear for a full batch not those of its tail. A draft that does not pay costs a phase about ``_LOST`` tokens' time.
 
 Dropping is exact: k then depends on tokens that were sampled already, never on the ones to come.
 """
@@ -18,38 +19,53 @@ from typing import Any
 _LOST = 32.0
 #: verification steps of single requests before which nothing is dropped: the controller wants to know the acceptance, too
 _DRAFTS = 64
+#: what is kept must pay by this factor
+_KEPT = 1.05
 
 
 class Guard:
     """Watches one phase of one engine."""
 
-    def __init__(self, break_even: Sequence[float], pause: Callable[[], Any]) -> None:
+    def __init__(self, table: list[int], break_even: Sequence[float], pause: Callable[[], Any]) -> None:
         """Begin.
 
         Args:
+            table: k by batch size, the one that the engine reads.
             break_even: tokens of a verification step at which drafting is as fast as not, by batch size; empty: no guard.
             pause: leaves out the draft's forward pass from now on.
         """
-        self._break_even, self._pause = break_even, pause
-        self._drafts, self._behind = 0, 0.0
+        self._table, self._break_even, self._pause = table, list(break_even), pause
+        self._drafts = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._behind = 0.0
+        self._recent = self._recent_tokens = 0  # verification steps since then, and what they made
 
     def emitted(self, batch: int, tokens: int) -> None:
         """A verification step of one request made so many tokens, in a step of so many requests."""
-        if self._break_even:
-            floor = self._break_even[min(batch, len(self._break_even) - 1)]
-            self._drafts, self._behind = self._drafts + 1, max(0.0, self._behind + floor - tokens)
+        if not self._break_even:
+            return
+        self._drafts += 1
+        self._behind += self._break_even[min(batch, len(self._break_even) - 1)] - tokens
+        self._recent, self._recent_tokens = self._recent + 1, self._recent_tokens + tokens
+        if self._behind <= 0:
+            self._reset()
 
     @property
     def losing(self) -> bool:
         """True once drafting has cost this phase enough."""
         return self._behind > _LOST and self._drafts >= _DRAFTS
 
-    def drop(self, table: list[int]) -> None:
-        """Draft nothing more in this phase."""
-        table[:] = [0] * len(table)
-        self._break_even = ()
-        self._drafts, self._behind = 0, 0.0
-        self._pause()
+    def drop(self) -> None:
+        """Draft nothing more in this phase at the batch sizes that would need more tokens than were made."""
+        length = self._recent_tokens / self._recent
+        for batch, needed in enumerate(self._break_even):
+            if length < _KEPT * needed:
+                self._table[batch], self._break_even[batch] = 0, 0.0  # drafts that are under way are nobody's loss
+        self._reset()
+        if not any(self._table):
+            self._pause()
 
 
 class GuardedDrafts:
@@ -63,7 +79,7 @@ class GuardedDrafts:
         self._batch = len(scheduler_output.num_scheduled_tokens)
         result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if self.guard is not None and self.guard.losing:
-            self.guard.drop(self.dynamic_sd_lookup)  # type: ignore[attr-defined]
+            self.guard.drop()
         return result
 
     def make_spec_decoding_stats(

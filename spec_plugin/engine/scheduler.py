@@ -24,6 +24,7 @@ that: ``pause_idle_draft``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -173,7 +174,8 @@ def spec_set_schedule(core: EngineCore, table: list[int], break_even: Sequence[f
             f"break_even must have {len(lookup)} entries, as the table has, or none; got {len(break_even)}"
         )
     lookup[:] = check_table(table, len(lookup), scheduler.num_spec_tokens)
-    scheduler.guard = Guard(break_even, lambda: core.model_executor.collective_rpc("spec_pause_draft", args=(True,)))
+    pause = partial(core.model_executor.collective_rpc, "spec_pause_draft", args=(True,))
+    scheduler.guard = Guard(lookup, break_even, pause)
     return spec_schedule_state(core)
 
 

@@ -12,7 +12,7 @@ SIZE = 32
 def watched(break_even: float | tuple[float, ...], tokens, batch: int = 8, most: int = 100_000) -> int | None:
     """After how many verification steps of one request the guard drops the draft; None if it does not."""
     floor = break_even if isinstance(break_even, tuple) else (break_even,) * (SIZE + 1)
-    guard = Guard(floor, lambda: None)
+    guard = Guard([3] * (SIZE + 1), floor, lambda: None)
     for n in range(1, most):
         guard.emitted(batch, tokens())
         if guard.losing:
@@ -60,12 +60,44 @@ def test_without_break_even_nothing_is_dropped():
 @pytest.mark.parametrize("again", [False, True])
 def test_what_is_dropped_stays_dropped(again):
     paused, table = [], [0, 3, 3]
-    guard = Guard((1.0, 9.0, 9.0), lambda: paused.append(True))
+    guard = Guard(table, (1.0, 9.0, 9.0), lambda: paused.append(True))
     for _ in range(100):
         guard.emitted(2, 1)
     assert guard.losing
-    guard.drop(table)
+    guard.drop()
     assert table == [0, 0, 0] and paused == [True]
     for _ in range(100 if again else 0):  # drafts that were under way
         guard.emitted(2, 1)
     assert not guard.losing
+
+
+def test_a_draft_that_is_too_dear_for_a_full_batch_is_kept_for_its_tail():
+    paused, table = [], [0, *[3] * 4, *[1] * 28]
+    guard = Guard(table, (1.0, *[1.3] * 4, *[2.1] * 28), lambda: paused.append(True))
+    for _ in range(5000):
+        guard.emitted(4, 4)  # a gain long ago says nothing
+    while not guard.losing:
+        guard.emitted(32, 2)
+    guard.drop()
+    assert table == [0, *[3] * 4, *[0] * 28] and not paused
+    while not guard.losing:
+        guard.emitted(4, 1)  # watched further on
+    guard.drop()
+    assert not any(table) and paused == [True]
+
+
+def test_law_7_each_drop_ends_drafting_at_some_batch_size():
+    rng = random.Random(0)
+    for _ in range(50):
+        needed = [1.0, *(rng.uniform(1.0, 3.5) for _ in range(SIZE))]
+        table = [0, *[3] * SIZE]
+        guard = Guard(table, needed, lambda: None)
+        tokens = sampled(rng.uniform(1.0, 2.0), seed=rng.randrange(1000))
+        for _ in range(20_000):
+            batch = rng.randrange(1, SIZE + 1)
+            if table[batch]:
+                guard.emitted(batch, tokens())
+            if guard.losing:
+                before = sum(map(bool, table))
+                guard.drop()
+                assert sum(map(bool, table)) < before and not guard.losing
