@@ -97,7 +97,7 @@ class Schedule:
 
     table: tuple[int, ...]  # [max_num_seqs + 1] k for each number of running requests, 0 = plain decoding
     #: [max_num_seqs + 1] tokens per verification step below which drafting is slower than not drafting; a draft that stays
-    #: below is dropped for the rest of the phase. Empty: never.
+    #: below is dropped there for the rest of the phase. Empty: never.
     break_even: tuple[float, ...] = ()
 
 
