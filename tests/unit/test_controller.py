@@ -194,29 +194,26 @@ def test_law_7_a_wrong_cost_model_leaves_the_run_at_plain_speed(factor):
     assert not on(c)
 
 
-def test_law_7_whole_phases_that_are_slower_with_drafts_end_them_whatever_the_cost_model_says(caplog):
+def served(phases: int, plain: float) -> list[bool]:
+    """Which phases drafted, at 80 tokens per second: a first plain one made 100, later ones this many."""
     c = controller({8: 1.2})
     c.spec_rollout_end(phase(100.0))
     refreshed(c, 3.9)
     seen = []
-    for _ in range(33):
+    for _ in range(phases):
         seen.append(on(c))
-        c.spec_rollout_end(phase(80.0, K, 3.5) if seen[-1] else phase(100.0))
-    assert seen == [True] * 2 + [False] * 9 + [True] * 2 + [False] * 17 + [True] * 2 + [
-        False
-    ]  # twice as long each time
+        c.spec_rollout_end(phase(80.0, K, 3.5) if seen[-1] else phase(plain))
+    return seen
+
+
+def test_law_7_whole_phases_that_are_slower_with_drafts_end_them_whatever_the_cost_model_says(caplog):
+    twice_as_long_each_time = [True] * 2 + [False] * 9 + [True] * 2 + [False] * 17 + [True] * 2 + [False]
+    assert served(33, plain=100.0) == twice_as_long_each_time
     assert "slower with drafts" in caplog.text
 
 
 def test_phases_that_became_slower_for_another_reason_cost_one_phase_without_drafts(caplog):
-    c = controller({8: 1.2})
-    c.spec_rollout_end(phase(100.0))
-    refreshed(c, 3.9)
-    seen = []
-    for _ in range(8):
-        seen.append(on(c))
-        c.spec_rollout_end(phase(80.0, K, 3.5) if seen[-1] else phase(60.0))  # responses are longer now
-    assert seen == [True, True, False, *[True] * 5]
+    assert served(8, plain=60.0) == [True, True, False, *[True] * 5]  # responses are longer now
     assert "slower with drafts" not in caplog.text
 
 

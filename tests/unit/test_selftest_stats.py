@@ -229,6 +229,7 @@ def test_recomputed_log_probs_may_be_as_noisy_as_those_of_plain_requests():
     assert not logprob_check("x", [], [0.0], tolerance=1e-3).passed
     assert logprob_check("x", [math.inf] + [0.0] * 9, [0.0] * 9, tolerance=1e-3).passed
     assert not logprob_check("x", [math.inf] * 5 + [0.0] * 5, [0.0] * 9, tolerance=1e-3).passed
+    assert not logprob_check("x", [math.inf] * 9, [0.0] * 9, tolerance=1e-3).passed
 
 
 def test_log_probs_that_plain_requests_do_not_follow_either_say_nothing_of_speculation():
