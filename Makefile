@@ -5,14 +5,18 @@ PYTHON ?= $(shell for p in python3.11 python3 python; do \
 PY := .envs/verl/bin/python
 ARGS ?=
 TRAINER ?= verl
+JOBS ?=
 MAKE_ENV := $(or $(PYTHON),python3) tools/make_env.py
-# One thread per process: more of them only fight over the cores, between Ray's workers and with the engine.
+CHECK := $(or $(PYTHON),python3) tools/check.py
+# One thread per process that sleeps while it waits: all else fights over the cores, between Ray's workers and with the engine.
 export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export NUMBA_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env verl-env quickstart test lint format unit engine-test trainer-test conformance bench clean
+.PHONY: help env verl-env quickstart test times lint format unit engine-test trainer-test conformance bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
@@ -26,34 +30,30 @@ quickstart: env  ## a GRPO run on this CPU with speculative rollouts, about 10 m
 verl-env:
 	@$(MAKE_ENV) verl
 
-test: lint unit engine-test conformance trainer-test  ## everything, cheapest first; stops at the first part that fails
+test:  ## everything, side by side, with a table at the end; JOBS=1 for one after the other
+	@$(CHECK) $(if $(JOBS),--jobs $(JOBS)) -- $(ARGS)
 
-lint: verl-env  ## ruff, mypy and the import arrows
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	.envs/verl/bin/lint-imports
+times:  ## print the table of the last `make test` again
+	@$(CHECK) --times
+
+lint:  ## ruff, mypy and the import arrows
+	@$(CHECK) --foreground lint
 
 format: verl-env  ## let ruff repair and format the sources
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-unit: verl-env  ## tests without an engine (seconds)
-	$(PY) -m pytest tests/unit $(ARGS)
+unit:  ## tests without an engine (seconds)
+	@$(CHECK) --foreground unit -- $(ARGS)
 
-engine-test: verl-env  ## tests with a real vLLM engine (minutes)
-	$(PY) -m pytest tests/engine -m engine --ignore tests/engine/test_conformance_minimal.py $(ARGS)
+engine-test:  ## tests with a real vLLM engine (minutes)
+	@$(CHECK) --foreground engine -- $(ARGS)
 
 conformance:  ## the conformance kit on every adapter, and on wrong ones (minutes each)
-	@$(MAKE_ENV) verl openrlhf
-	$(PY) -m pytest tests/engine/test_conformance_minimal.py $(ARGS)
-	.envs/verl/bin/spec-plugin conformance verl
-	.envs/openrlhf/bin/spec-plugin conformance openrlhf
+	@$(CHECK) --foreground kit-minimal wrong-adapters kit-verl kit-openrlhf -- $(ARGS)
 
 trainer-test:  ## tests with real trainers (minutes)
-	@$(MAKE_ENV) verl openrlhf
-	$(PY) -m pytest tests/trainers/test_verl.py -m trainer $(ARGS)
-	.envs/openrlhf/bin/python -m pytest tests/trainers/test_openrlhf.py -m trainer $(ARGS)
+	@$(CHECK) --foreground trainers-verl trainers-openrlhf -- $(ARGS)
 
 bench: verl-env  ## benchmarks under examples/bench, for an idle machine and a long break; ARGS="--only overheads" …
 	$(PY) examples/bench/run_all.py $(ARGS)

@@ -153,7 +153,9 @@ class _Fit:
             a = np.vstack([rows * w[:, None], smooth])
             self._x = non_negative_least_squares(a, np.concatenate([seconds * w, np.zeros(len(smooth))]))
             residual = np.abs(rows @ self._x - seconds) / seconds
-            robust = np.minimum(1.0, _HUBER / np.maximum(residual, 1e-12))
+            before, robust = robust, np.minimum(1.0, _HUBER / np.maximum(residual, 1e-12))
+            if np.array_equal(robust, before):
+                break  # the next solution would be the same
 
     def seconds(self, batch: int, k: int, paused: bool) -> float:
         return float(np.dot(self._features(batch, k, paused), self._x))
@@ -177,14 +179,18 @@ def non_negative_least_squares(a: np.ndarray, b: np.ndarray, sweeps: int = 3000)
     """x >= 0 that minimises |a x - b|, by cyclic coordinate descent on the normal equations (columns are scaled first)."""
     scale = np.sqrt((a * a).sum(0))
     scale[scale == 0] = 1.0
-    gram, right = (a / scale).T @ (a / scale), (a / scale).T @ b
-    x = np.zeros(len(scale))
+    # lists: for ten unknowns, numpy's overhead would be ten times the arithmetic
+    gram: list[list[float]] = ((a / scale).T @ (a / scale)).tolist()
+    slope: list[float] = ((a / scale).T @ b).tolist()  # always that at x
+    x = [0.0] * len(slope)
     for _ in range(sweeps):
-        before = x.copy()
-        for j in range(len(x)):
-            if gram[j, j] > 0:
-                x[j] = max(0.0, x[j] + (right[j] - gram[j] @ x) / gram[j, j])
-        if np.abs(x - before).max() <= 1e-10 * max(1e-300, np.abs(x).max()):
+        moved = 0.0
+        for j, row in enumerate(gram):
+            step = max(-x[j], slope[j] / row[j]) if row[j] > 0 else 0.0
+            if step != 0:
+                x[j] += step
+                slope = [s - step * g for s, g in zip(slope, row, strict=True)]
+                moved = max(moved, abs(step))
+        if moved <= 1e-10 * max(1e-300, *x):
             break
-    solution: np.ndarray = x / scale
-    return solution
+    return np.array(x) / scale

@@ -15,6 +15,19 @@ HERE = Path(__file__).resolve().parent
 PLUGIN_FLAG = "actor_rollout_ref.model.external_lib=spec_plugin_verl"
 #: before the name of an option of the plugin
 SPEC = "+actor_rollout_ref.rollout.custom.spec."
+#: what the processes of a run import: half of its time on two cores, if each does it
+MODULES = (
+    "torch",
+    "transformers",
+    "ray",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.worker.cpu_worker",
+    "verl.trainer.main_ppo",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server",
+    "verl.workers.engine_workers",
+)
 #: overrides for runs whose steps take a second
 SMALL = (
     "data.train_batch_size=4",
@@ -52,7 +65,7 @@ class VerlRun:
     def launch(self, base: Mapping[str, str] = os.environ) -> Launch:
         """What to start, with ``base`` as the environment that it inherits."""
         command = (sys.executable, "-m", "verl.trainer.main_ppo", *arguments(self))
-        return Launch(command, environment(self, base), self.out, self.steps, "verl")
+        return Launch(command, environment(self, base), self.out, self.steps, "verl", MODULES)
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
         """Run it; see :func:`spec_plugin.conformance.launch.follow`."""

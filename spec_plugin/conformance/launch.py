@@ -6,12 +6,14 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
 from spec_plugin.conformance.driver import RunFailed
+from spec_plugin.conformance.forks import warm_python
 
 #: quiet libraries and a patient Ray, for a trainer on a small machine
 ENVIRONMENT = {
@@ -45,6 +47,7 @@ class Launch:
     out: Path  # folder of the run
     steps: int  # that the run must reach
     name: str  # of the trainer, in messages
+    modules: tuple[str, ...] = ()  # what its processes import: once, see ``spec_plugin.conformance.forks``; none: each
 
     @property
     def log_file(self) -> Path:
@@ -90,9 +93,12 @@ def ray_failed_to_start(log: str) -> bool:
 
 
 def _follow_once(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], None, None]:
+    python, *words = launch.command
+    if python == sys.executable:
+        python = warm_python(launch.modules, launch.env, launch.out)
     with launch.log_file.open("w") as log:
         process = subprocess.Popen(
-            launch.command, env=launch.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            [python, *words], env=launch.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         position = 0

@@ -21,6 +21,7 @@ e-value; Grünwald, de Heide, Koolen 2024). It adds up many small deviations tha
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -108,6 +109,7 @@ def mantel_haenszel_exact(strata: Sequence[tuple[int, int, int, int]]) -> float:
     return min(1.0, float(chances[chances <= observed * (1 + 1e-9)].sum()))
 
 
+@functools.lru_cache(maxsize=1 << 16)  # the same few sizes come again and again
 def smallest_p(total: int, marked: int, share_a: float) -> float:
     """Smallest p-value that Fisher's test could give in a context of this pooled size, arms split as designed."""
     drawn = round(total * share_a)

@@ -1,0 +1,85 @@
+"""A fork server for small machines: the processes of a trainer are forked from one that has imported what they need.
+
+A run of verl on a CPU is eight Python processes, and each spends 10 to 30 seconds of CPU on importing the same modules
+before it is useful. Here they are imported once: ``ForkServer.python`` is the path of an executable that stands in for the
+Python interpreter. It has its command line run by a fork of the server, hands over its files and environment, forwards
+signals, and ends as that process ends. A forked process knows it as ``sys.executable``, so that Ray's workers and vLLM's
+engine, which start interpreters of their own, are forked too.
+
+What differs from a cold start: modules that are imported already, and ``sys.flags``. The kit's log says which runs are warm.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+_servers: dict[object, ForkServer] = {}
+
+
+def warm_python(modules: Sequence[str], env: Mapping[str, str], own: Path) -> str:
+    """The executable to start a run's process with: a stand-in where that saves imports.
+
+    Args:
+        modules: what the run's processes import; none: the run starts cold.
+        env: of the run.
+        own: folder of the run. A variable that names it cannot matter to an import, so that runs share a server.
+    """
+    if not modules or is_fork():
+        return sys.executable  # in a forked process that is a stand-in already
+    key = (tuple(modules), frozenset(item for item in env.items() if str(own) not in item[1]))
+    if key not in _servers:
+        _servers[key] = ForkServer(modules, env)
+    return _servers[key].python
+
+
+def is_fork() -> bool:
+    """Whether this process was forked by a fork server."""
+    return sys.orig_argv[1:2] == [str(_HERE / "server.py")]
+
+
+class ForkServer:
+    """One fork server; it ends with :meth:`close`, or with this process."""
+
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str] = os.environ) -> None:
+        """Start it; it imports while we go on.
+
+        Args:
+            modules: what it imports, in this order. They must start no threads.
+            env: of the imports; each process has the environment of its own stand-in.
+        """
+        self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
+        self.python = str(self._folder / "python")
+        address = str(self._folder / "socket")
+        words = [sys.executable, "-IS", str(_HERE / "stand_in.py"), sys.executable, address]
+        Path(self.python).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        os.chmod(self.python, 0o700)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(64)
+            command = [sys.executable, str(_HERE / "server.py"), str(listener.fileno()), self.python, *modules]
+            self._process = subprocess.Popen(
+                command,
+                env={**env, "PYTHONUNBUFFERED": "1"},
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End it and every process that it forked."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        atexit.unregister(self.close)
