@@ -13,6 +13,10 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export NUMBA_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# What torch compiles for the CPU is the same in every run; a run with a /tmp of its own would compile it again.
+export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+# Without bytecode each of a hundred processes would compile the same libraries again, half of its time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -80,6 +80,7 @@ class CostModel:
 
     def observe(self, timings: Sequence[StepTiming]) -> None:
         """Learn from steps of the engine; what makes no sense (not finite, not positive) is left out."""
+        before = dict(self._cells)
         for t in timings:
             if t.batch < 1 or t.k < 0 or t.steps < 1 or not (math.isfinite(t.seconds) and t.seconds > 0):
                 continue
@@ -88,7 +89,8 @@ class CostModel:
             steps = min(steps, _MEMORY_STEPS)
             total = steps + t.steps
             self._cells[key] = (seconds * steps + t.seconds * t.steps) / total, total
-        self._fit = None
+        if self._cells != before:
+            self._fit = None
 
     @property
     def problem(self) -> str | None:
@@ -193,4 +195,5 @@ def non_negative_least_squares(a: np.ndarray, b: np.ndarray, sweeps: int = 3000)
                 moved = max(moved, abs(step))
         if moved <= 1e-10 * max(1e-300, *x):
             break
-    return np.array(x) / scale
+    solution: np.ndarray = np.array(x) / scale
+    return solution

@@ -1,4 +1,4 @@
-"""Run the checks of this repository side by side: ``make test``, or ``tools/check.py unit lint`` for some of them.
+"""Run the checks of this repository side by side: ``make test``, or ``python3 tools/check.py unit lint``.
 
 Each part has a process that ends all it started (``supervise.py``), a log, and a /tmp of its own, since verl and Ray have
 fixed names there. Standard library only.
@@ -135,7 +135,9 @@ def table(rows: Iterable[Row]) -> str:
         o = row.outcome
         lines.append((row.name, row.verdict, f"{o.wall:.0f}", f"{o.cpu:.0f}", f"{o.peak_gb:.1f}", row.tests))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+    pads = [str.rjust if rule.endswith(":") else str.ljust for rule in lines[1]]
+    cells = [[pad(cell, width) for pad, cell, width in zip(pads, line, widths, strict=True)] for line in lines]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in cells)
     wall, cpu = sum(row.outcome.wall for row in rows), sum(row.outcome.cpu for row in rows)
     longest = ", ".join(f"{row.name} {row.outcome.wall / max(wall, 1e-9):.0%}" for row in rows[:3])
     return f"{text}\n\nTogether {wall:.0f} s and {cpu:.0f} s of CPU. Most of the time: {longest}."
@@ -336,6 +338,7 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, root:
     """Do what the command line says; the exit code."""
     options = parse(sys.argv[1:] if argv is None else argv, parts)
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, which is inherited, children end unnoticed
     folder = root / ".cache" / "check"
     if options.list:
         for part in parts:

@@ -14,6 +14,18 @@ from spec_plugin_openrlhf_cpu import MAX_NUM_SEQS
 
 PLUGIN_MODULE, PLAIN_MODULE = "spec_plugin_openrlhf", "openrlhf.cli.train_ppo_ray"
 PLUGIN_FLAG = "--spec.enable"
+#: what the processes of a run import; nothing that the shims of this package change must be imported before them
+MODULES = (
+    "torch",
+    "transformers.models.auto.modeling_auto",
+    "peft",
+    "datasets",
+    "ray",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "deepspeed",
+)
 STEP = re.compile(r"Global step (\d+): (\{.*\})")
 METRIC = re.compile(r"'([^']+)': (?:np\.float\d+\(|tensor\()?(-?(?:nan|inf|\d+\.?\d*(?:e[+-]?\d+)?))(?=[,)}])")
 
@@ -45,7 +57,7 @@ class OpenRLHFRun:
         """What to start, with ``base`` as the environment that it inherits."""
         module = PLAIN_MODULE if self.plain else PLUGIN_MODULE
         command = (sys.executable, "-m", "spec_plugin_openrlhf_cpu", module, *arguments(self))
-        return Launch(command, environment(self, base), self.out, self.steps, "openrlhf")
+        return Launch(command, environment(self, base), self.out, self.steps, "openrlhf", MODULES)
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
         """Run it; see :func:`spec_plugin.conformance.launch.follow`."""

@@ -15,11 +15,7 @@ from spec_plugin.conformance import tiny
 from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
 from spec_plugin_verl_cpu.run import SMALL, SPEC, VerlRun
 
-_QUICK = (
-    "actor_rollout_ref.actor.optim.lr_warmup_steps=0",  # the first update must move the policy
-    # one process less to start; verl's own "mp" is what the quickstart and tests/trainers use
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni",
-)
+_QUICK = ("actor_rollout_ref.actor.optim.lr_warmup_steps=0",)  # the first update must move the policy
 
 
 class Driver(ConformanceDriver):

@@ -1,7 +1,9 @@
-"""A replay buffer that looks for finished rollouts 50 times a second.
+"""A replay buffer that looks for finished rollouts 50 times a second, and hands them out in the order of their prompts.
 
 verl's own looks every 2 seconds, and no option changes that: nothing beside rollouts of minutes, but a small run would show
-generation times of 2, 4, 6 … seconds. Used through verl's extension point ``trainer.v1.sampler.custom_sampler``.
+generation times of 2, 4, 6 … seconds. It hands rollouts out as they finish, which is another order in each run; recorded ones
+(``skip.rollout_tq``) come in that of their record. In the prompts' order, a run on fresh rollouts and one on their record
+train to the same bits. Used through verl's extension point ``trainer.v1.sampler.custom_sampler``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,18 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 
 class FastPoll(ReplayBuffer):  # type: ignore[misc]
-    """verl's replay buffer with a short poll interval."""
+    """verl's replay buffer with a short poll interval, in the prompts' order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "poll_interval": 0.02})
+
+    def _materialize_batch(self, partition_id: str, selected: list[str], snapshot: dict[str, dict[str, Any]]) -> Any:
+        place = {uid: i for i, uid in enumerate(self.prompt_global_steps[partition_id])}
+
+        def order(key: str) -> tuple[int, ...]:
+            uid, *numbers = key.split("_")  # session of the prompt, output of the session
+            return place.get(uid, -1), *map(int, numbers)
+
+        return super()._materialize_batch(
+            partition_id, selected, {key: snapshot[key] for key in sorted(snapshot, key=order)}
+        )

@@ -18,7 +18,8 @@ SPEC = "+actor_rollout_ref.rollout.custom.spec."
 #: what the processes of a run import: half of its time on two cores, if each does it
 MODULES = (
     "torch",
-    "transformers",
+    "transformers.models.auto.modeling_auto",
+    "peft",
     "ray",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
@@ -126,6 +127,8 @@ def arguments(run: VerlRun) -> list[str]:
         f"{actor}.use_torch_compile=False",
         f"{actor}.fsdp_config.use_torch_compile=False",
         f"{rollout}.tensor_model_parallel_size=1",
+        # verl's own "mp" is one process more, and it spins on a core while it waits
+        f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
         f"{rollout}.gpu_memory_utilization=0.1",
         f"{rollout}.enforce_eager=True",
         f"{rollout}.free_cache_engine=False",

@@ -16,8 +16,11 @@ from spec_plugin.conformance.faults import STEPS, read_tour
 from spec_plugin.conformance.forward import Pack, read_pack
 from spec_plugin.conformance.recorder import read_trace
 
-#: of every run with the flag: draft from the first step, hash what the engine holds, and train the draft enough to see it
-_OPTIONS = {"serve": "always", "audit": True, "train_share": 0.3}
+#: of every run with the flag: draft from the first step, hash what the engine holds, and train the draft in slices that
+#: a number of steps ends, not the clock of a machine that may be busy
+_OPTIONS = {"serve": "always", "audit": True, "train_share": 0.5, "train_max_steps": 2}
+#: of the run whose draft must be seen to learn
+_TRAIN_STEPS = 12
 #: name of the check that an adapter without checkpoints refuses
 RESUME = "save_kill_resume"
 #: names of the checks that look at the main run's self-test
@@ -118,7 +121,7 @@ class Evidence:
         return run
 
     def _run_main(self) -> None:
-        options = self._options("main") | {"self_test": self._self_test}
+        options = self._options("main") | {"self_test": self._self_test, "train_max_steps": _TRAIN_STEPS}
         self._launch_and_kill("main", True, options, self.root / "rollouts")
 
     def _run_on(self) -> None:

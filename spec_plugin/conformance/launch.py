@@ -19,8 +19,12 @@ from spec_plugin.conformance.forks import warm_python
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "NUMBA_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # on a CPU vLLM would insist on a process for the one worker, which spins on a core while it waits
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_AUTH_MODE": "disabled",

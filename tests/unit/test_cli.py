@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 from importlib import metadata
 from importlib.util import find_spec
@@ -186,11 +185,20 @@ def test_small_heads_fail_on_a_cpu_only(monkeypatch):
         assert examine_target(TARGET | {"head_dim": 16, "num_attention_heads": 2}).state == state
 
 
+def test_what_libraries_print_while_they_are_examined_is_not_in_the_json(monkeypatch):
+    def talkative(target, draft):
+        logging.StreamHandler(sys.stdout).emit(logging.makeLogRecord({"msg": "a handler made meanwhile"}))
+        print("a library")
+        return []
+
+    monkeypatch.setattr("spec_plugin.cli.examine", talkative)
+    assert json.loads(invoke("doctor", "--json").stdout)["works"]
+
+
 @pytest.mark.skipif(not (find_spec("verl") and find_spec("vllm")), reason="needs verl and vLLM")
-def test_in_a_complete_environment_everything_is_found_through_verls_own_registries(target, draft):
+def test_in_a_complete_environment_everything_is_found_through_verls_own_registries(target, draft, warm_run):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VERL_")}
     command = [
-        sys.executable,
         "-m",
         "spec_plugin.cli",
         "doctor",
@@ -200,7 +208,7 @@ def test_in_a_complete_environment_everything_is_found_through_verls_own_registr
         "--draft",
         str(draft),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = warm_run(*command, env=environment, timeout=300)
     report = json.loads(done.stdout)
     assert (done.returncode, report["works"]) == (0, True), done.stdout + done.stderr[-2000:]
     found = {f["name"]: f["detail"] for s in report["sections"] for f in s["findings"]}

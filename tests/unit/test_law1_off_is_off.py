@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -64,19 +66,21 @@ SCRIPT = """
 """
 
 
-def run(script: str) -> str:
+def cold_run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
+
+
+def run(script: str, start: Callable[..., subprocess.CompletedProcess[str]] = cold_run) -> str:
     """The script's output, in a fresh process without verl's CPU switches."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VERL_")}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, env=environment, timeout=300
-    )
+    done = start("-c", textwrap.dedent(script), env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.mark.skipif(not (find_spec("verl") and find_spec("vllm")), reason="needs verl and vLLM")
-def test_law_1_installed_and_discovered_without_the_flag_not_one_symbol_or_registry_entry_differs():
-    (result,) = [line for line in run(SCRIPT).splitlines() if line.startswith("RESULT")]
+def test_law_1_installed_and_discovered_without_the_flag_not_one_symbol_or_registry_entry_differs(warm_run):
+    (result,) = [line for line in run(SCRIPT, warm_run).splitlines() if line.startswith("RESULT")]
     assert json.loads(result.removeprefix("RESULT")) == {"changed": [], "foreign": [], "imported": []}
 
 
@@ -92,15 +96,16 @@ def test_law_1_what_vllm_discovers_in_every_process_imports_no_trainer_and_no_to
 
 
 @pytest.mark.skipif(not find_spec("verl"), reason="needs verl")
-def test_law_1_verls_cpu_switches_are_not_the_flag():
-    output = run("""
+def test_law_1_verls_cpu_switches_are_not_the_flag(warm_run):
+    script = """
         import os, sys
         os.environ.update(VERL_USE_EXTERNAL_MODULES="spec_plugin_verl_cpu", VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda")
         import verl
         from verl.utils.device import get_device_name
         from verl.workers.rollout import base
         print(get_device_name(), base._ROLLOUT_REGISTRY[("vllm", "async")], "spec_plugin_verl" in sys.modules)
-    """)
+    """
+    output = run(script, warm_run)
     assert output.splitlines()[-1] == "cpu verl.workers.rollout.vllm_rollout.ServerAdapter False"
 
 

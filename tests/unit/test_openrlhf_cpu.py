@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
 import torch
-from spec_plugin_openrlhf_cpu import chosen, patch_vllm, setup_worker, shims
+from spec_plugin_openrlhf_cpu import MAX_NUM_SEQS, chosen, patch_vllm, setup_worker, shims
 from transformers import Qwen3ForCausalLM
 
 from spec_plugin.conformance.tiny import VOCAB, tiny_config
@@ -93,13 +96,21 @@ def test_packed_documents_do_not_see_each_other_with_sdpa() -> None:
     assert not torch.allclose(mixed, alone, atol=1e-3)
 
 
-def test_an_engine_runs_as_many_requests_at_once_as_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm")
-    from spec_plugin_openrlhf_cpu import MAX_NUM_SEQS, engine
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
+ENGINE_SCRIPT = """
+from spec_plugin_openrlhf_cpu import engine
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
 
-    monkeypatch.setenv(MAX_NUM_SEQS, "5")
-    tokens, requests = engine._fewer_at_once(EngineArgs.get_batch_defaults)(None, 1)
-    assert tokens == EngineArgs.get_batch_defaults(1)[0]
-    assert requests[UsageContext.ENGINE_CONTEXT] == 5  # that of AsyncLLM: vLLM has no default of its own for it
+tokens, requests = engine._fewer_at_once(EngineArgs.get_batch_defaults)(None, 1)
+assert tokens == EngineArgs.get_batch_defaults(1)[0], tokens
+assert requests[UsageContext.ENGINE_CONTEXT] == 5, requests  # that of AsyncLLM: vLLM has no default of its own for it
+"""
+
+
+@pytest.mark.skipif(not find_spec("vllm"), reason="needs vLLM")
+def test_an_engine_runs_as_many_requests_at_once_as_the_variable_says(
+    warm_run: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    environment = {**os.environ, MAX_NUM_SEQS: "5"}
+    done = warm_run("-c", ENGINE_SCRIPT, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -236,6 +237,7 @@ def fake_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Non
     (package / "__init__.py").touch()
     (package / "main_ppo.py").write_text("import json, os, pathlib, sys\n" + body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+    monkeypatch.setattr(verl, "MODULES", ())  # none of what the real one imports
 
 
 LOG_STEP = """
@@ -406,9 +408,11 @@ def test_no_private_host_and_no_path_of_one_machine() -> None:
             assert text.count("://") == text.count("https://download.pytorch.org/whl/cpu"), file
 
 
-def test_help_teaches_the_flag_and_make_lists_its_targets() -> None:
+def test_help_teaches_the_flag_and_make_lists_its_targets(
+    warm_run: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     script = ROOT / "examples" / "quickstart" / "run.py"
-    text = subprocess.run([sys.executable, str(script), "--help"], text=True, capture_output=True, check=True).stdout
+    text = warm_run(str(script), "--help", check=True).stdout
     assert verl.PLUGIN_FLAG in text and openrlhf.PLUGIN_FLAG in text and "--plain" in text
     targets = subprocess.run(["make", "-s", "-C", str(ROOT), "help"], text=True, capture_output=True, check=True).stdout
     assert {"quickstart", "test", "lint"} <= set(targets.split())

@@ -7,8 +7,10 @@ but for the modules that are imported already.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -18,6 +20,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import types
 from typing import Any
 
@@ -87,7 +90,8 @@ class Server:
             os._exit(1)
         self.leave(client)
         take_over(job, files)
-        return job
+        found: dict[str, Any] = job
+        return found
 
     def leave(self, client: socket.socket) -> None:
         """Close everything of the server, in a forked process."""
@@ -131,8 +135,6 @@ class Server:
 
 
 def _high(end: socket.socket) -> socket.socket:
-    import fcntl
-
     number = fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, _HIGH)
     family = end.family
     end.close()
@@ -164,8 +166,6 @@ def take_over(job: dict[str, Any], files: list[int]) -> None:
 
 
 def _copy_high(file: int) -> int:
-    import fcntl
-
     copy = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _HIGH)
     os.close(file)
     return copy
@@ -179,7 +179,7 @@ def run(job: dict[str, Any], path: list[str]) -> None:
         path: of modules, without what depends on the program or on PYTHONPATH.
     """
     what, value, arguments = job["program"]
-    first = {"-c": "", "-m": os.getcwd()}.get(what) if what != "script" else os.path.dirname(os.path.realpath(value))
+    first = {"-c": "", "-m": os.getcwd()}.get(what, os.path.dirname(os.path.realpath(value)))
     sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
     sys.argv = ["-c" if what == "-c" else value, *arguments]
     importlib.invalidate_caches()
@@ -216,8 +216,32 @@ def serve() -> tuple[dict[str, Any], list[str]]:
     return Server(socket.socket(fileno=int(number))).serve(), path
 
 
-if __name__ == "__main__":
+def leave(code: int) -> None:
+    """End as an interpreter does, but for freeing what was imported, which takes seconds and frees nothing: it is shared."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    """Serve; in a forked process run the program, and end with its exit code."""
+    job, path = serve()
     try:
-        run(*serve())
-    finally:
-        gc.unfreeze()  # the interpreter's end shall find everything
+        run(job, path)
+    except SystemExit as stop:
+        if stop.code is not None and not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
+        leave(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
+    except KeyboardInterrupt:
+        leave(128 + signal.SIGINT)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        leave(1)
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

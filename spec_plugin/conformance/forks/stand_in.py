@@ -4,17 +4,22 @@ Called by a script that :class:`spec_plugin.conformance.forks.ForkServer` writes
 address before the interpreter's own arguments. Standard library only, and little of it: it starts once per process.
 """
 
+from __future__ import annotations
+
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+Program = tuple[str, str, list[str]]
 
 
-def parsed(arguments):
-    """(what, its value, the program's arguments) of an interpreter's command line; None: the real one must read it."""
+def parsed(arguments: Sequence[str]) -> Program | None:
+    """What an interpreter is asked to run: "-c", "-m" or "script", its value, and its arguments; None: not known here."""
     rest = list(arguments)
     while rest and rest[0] in ("-u", "-B"):
         rest.pop(0)
@@ -23,51 +28,52 @@ def parsed(arguments):
     return ("script", rest[0], rest[1:]) if rest and not rest[0].startswith("-") else None
 
 
-def inherited():
+def inherited() -> list[int]:
     """Numbers of the files that a program started by us would inherit."""
     numbers = []
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):  # the listed folder's own is closed again
             if os.get_inheritable(int(name)):
                 numbers.append(int(name))
-        except OSError:
-            continue  # the folder's own
     return sorted(numbers)
 
 
-def request(server, program, files):
-    """Send what to run, and our open files; returns the number of the process."""
-    what = {"program": program, "cwd": os.getcwd(), "env": dict(os.environ), "files": files, "umask": os.umask(0o022)}
-    os.umask(what["umask"])
-    body = json.dumps(what).encode()
+def request(server: socket.socket, program: Program, files: Sequence[int]) -> int:
+    """Send what to run, and our open files; the number of the process, or 0 if the server went away."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    job = {"program": program, "cwd": os.getcwd(), "env": dict(os.environ), "files": files, "umask": umask}
+    body = json.dumps(job).encode()
     socket.send_fds(server, [len(body).to_bytes(8, "big")], files)
     server.sendall(body)
     return int.from_bytes(server.recv(8, socket.MSG_WAITALL), "big")
 
 
-def main():
+def main() -> None:
     """Ask, wait, and end as the process ended; without a server, become the real interpreter."""
     python, address, *arguments = sys.argv[1:]
-    program = parsed(arguments)
-    files = inherited()
+    program, files, pid = parsed(arguments), inherited(), 0
     server = socket.socket(socket.AF_UNIX)
-    try:
-        server.connect(address)
-        pid = request(server, program, files) if program else 0
-    except OSError:
-        pid = 0
+    with contextlib.suppress(OSError):
+        if program is not None:
+            server.connect(address)
+            pid = request(server, program, files)
     if not pid:
         server.close()
         os.execv(python, [python, *arguments])
-    for number in FORWARDED:
+    for number in _FORWARDED:
         signal.signal(number, lambda received, frame: os.kill(pid, received))
     for file in files:
         os.close(file)  # the process has them: whoever waits for their end must not wait for us
-    status = int.from_bytes(server.recv(8, socket.MSG_WAITALL), "big")
-    if os.WIFSIGNALED(status):
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) != signal.SIGKILL else None
-        os.kill(os.getpid(), os.WTERMSIG(status))
-    os._exit(os.waitstatus_to_exitcode(status))
+    answer = server.recv(8, socket.MSG_WAITALL)
+    if not answer:  # the server was killed, and its processes with it
+        os._exit(1)
+    code = os.waitstatus_to_exitcode(int.from_bytes(answer, "big"))
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(abs(code))
 
 
 main()

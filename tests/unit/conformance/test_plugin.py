@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,26 +11,25 @@ from fake_driver import NEEDS_A_TRAINER
 
 from spec_plugin.conformance.checks import CHECKS
 
+Done = subprocess.CompletedProcess[str]
 HERE = Path(__file__).parent
 NAMES = [c.__name__ for c in CHECKS]
 
 
-def kit(folder: Path, driver: str | None, *more: str) -> subprocess.CompletedProcess[str]:
+def kit(run: Callable[..., Done], folder: Path, driver: str | None, *more: str) -> Done:
     adapter = [] if driver is None else ["--adapter", driver]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "spec_plugin.conformance", "-p", "no:cacheprovider", *adapter, *more],
+    return run(
+        *("-m", "pytest", "-p", "spec_plugin.conformance", "-p", "no:cacheprovider", *adapter, *more),
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(HERE), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
     )
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory):
+def right(tmp_path_factory, warm_run):
     folder = tmp_path_factory.mktemp("right")
     (folder / "test_of_somebody_else.py").write_text("def test_never():\n    assert False\n")
-    done = kit(folder, "fake_driver:Driver", "--badge", "b.md", "--junitxml", "j.xml", "--keep", "kept")
+    done = kit(warm_run, folder, "fake_driver:Driver", "--badge", "b.md", "--junitxml", "j.xml", "--keep", "kept")
     return done, folder
 
 
@@ -64,21 +63,21 @@ def test_the_badge_counts_and_lists(right):
     assert "| `violations_stop_the_run` | refused: there is no trainer \\| here |" in lines
 
 
-def test_a_check_that_fails_says_what_it_found(tmp_path):
-    done = kit(tmp_path, "fake_driver:Impure", "-k", "policy_is_bitwise_equal", "--badge", "b.md")
+def test_a_check_that_fails_says_what_it_found(tmp_path, warm_run):
+    done = kit(warm_run, tmp_path, "fake_driver:Impure", "-k", "policy_is_bitwise_equal", "--badge", "b.md")
     assert done.returncode == 1
     assert "1 failed, 15 deselected" in done.stdout
     assert "`policy_is_bitwise_equal` | failed: weight differs" in (tmp_path / "b.md").read_text()
 
 
-def test_a_trainer_that_orders_recorded_rollouts_in_another_way_is_compared_on_recorded_ones(tmp_path):
-    done = kit(tmp_path, "fake_driver:Reordering", "-k", "policy_is_bitwise_equal", "--keep", "kept")
+def test_a_trainer_that_orders_recorded_rollouts_in_another_way_is_compared_on_recorded_ones(tmp_path, warm_run):
+    done = kit(warm_run, tmp_path, "fake_driver:Reordering", "-k", "policy_is_bitwise_equal", "--keep", "kept")
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "kept" / "driver" / "launched").read_text().split() == ["main", "off", "on"]
 
 
-def test_a_trainer_that_stops_fails_every_check_that_needs_it_and_says_why(tmp_path):
-    done = kit(tmp_path, "fake_driver:Broken", "-k", "hooks_fire_in_order or draft_learns")
+def test_a_trainer_that_stops_fails_every_check_that_needs_it_and_says_why(tmp_path, warm_run):
+    done = kit(warm_run, tmp_path, "fake_driver:Broken", "-k", "hooks_fire_in_order or draft_learns")
     assert done.returncode == 1 and "2 failed" in done.stdout
     assert done.stdout.count("no GPU here") >= 2
 
@@ -92,13 +91,13 @@ def test_a_trainer_that_stops_fails_every_check_that_needs_it_and_says_why(tmp_p
         ("fake_driver:NEEDS_A_TRAINER", "expected a subclass of ConformanceDriver"),
     ],
 )
-def test_an_unknown_adapter_is_an_error_that_says_what_to_name(tmp_path, name, said):
-    done = kit(tmp_path, name)
+def test_an_unknown_adapter_is_an_error_that_says_what_to_name(tmp_path, warm_run, name, said):
+    done = kit(warm_run, tmp_path, name)
     assert done.returncode == 4
     assert said in done.stderr
 
 
-def test_the_kit_is_not_imported_by_the_recorder():
+def test_the_kit_is_not_imported_by_the_recorder(warm_run):
     code = "import sys, spec_plugin.conformance.recorder; print('pytest' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = warm_run("-c", code, check=True)
     assert done.stdout.strip() == "False"

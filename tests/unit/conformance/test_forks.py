@@ -1,0 +1,166 @@
+"""The fork server: a forked process is to its starter what an interpreter would have been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_plugin.conformance.forks import ForkServer
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(["json.tool", "multiprocessing"])  # anything that a cold interpreter has not imported
+    yield server
+    server.close()
+
+
+def run(python: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([python, *arguments], text=True, capture_output=True, timeout=60, **options)
+
+
+def start(python: str, script: str) -> tuple[subprocess.Popen[str], int]:
+    """A process that has written its number."""
+    code = f"import os\nprint(os.getpid(), flush=True)\n{textwrap.dedent(script)}"
+    process = subprocess.Popen([python, "-c", code], text=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within five seconds."""
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_process_finds_the_modules_imported_and_an_interpreter_does_not(server: ForkServer) -> None:
+    code = "import sys; print('json.tool' in sys.modules)"
+    assert [run(python, "-c", code).stdout.strip() for python in (server.python, sys.executable)] == ["True", "False"]
+
+
+@pytest.mark.parametrize("how", ["-c", "-m", "script"])
+def test_arguments_path_main_and_output_are_those_of_an_interpreter(
+    server: ForkServer, tmp_path: Path, how: str
+) -> None:
+    source = "import sys, os, helper; print(sys.argv, sys.path[:2], __name__, os.getcwd(), os.environ['X'], sys.stdin.read())"
+    (tmp_path / "program.py").write_text(source)
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "helper.py").touch()
+    words = {"-c": ["-c", source], "-m": ["-m", "program"], "script": ["-u", "program.py"]}[how]
+    environment = {**os.environ, "X": "x y", "PYTHONPATH": str(tmp_path / "path")}
+    warm, cold = (
+        run(python, *words, "a", "b c", cwd=tmp_path, env=environment, input="input")
+        for python in (server.python, sys.executable)
+    )
+    assert cold.returncode == 0, cold.stderr
+    assert (warm.stdout, warm.stderr, warm.returncode) == (cold.stdout, cold.stderr, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import sys; sys.exit(7)", 7),
+        ("import sys; sys.exit('a reason')", 1),
+        ("1 / 0", 1),
+        ("import os; os._exit(3)", 3),
+        ("import os; os.kill(os.getpid(), 9)", -9),
+        ("import os; os.kill(os.getpid(), 11)", -11),
+        ("import atexit; atexit.register(print, 'at exit')", 0),
+        ("import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()", 0),
+    ],
+)
+def test_a_process_ends_as_it_would_alone(server: ForkServer, code: str, expected: int) -> None:
+    warm, cold = (run(python, "-c", code) for python in (server.python, sys.executable))
+    assert warm.returncode == cold.returncode == expected
+    assert warm.stdout == cold.stdout
+    assert warm.stderr.splitlines()[-1:] == cold.stderr.splitlines()[-1:]
+
+
+def test_files_keep_their_numbers(server: ForkServer) -> None:
+    read, write = os.pipe()
+    code = f"import os; os.write({write}, b'through the pipe')"
+    done = run(server.python, "-c", code, pass_fds=[write])
+    os.close(write)
+    assert done.returncode == 0, done.stderr
+    assert os.read(read, 99) == b"through the pipe" and os.read(read, 99) == b""  # nobody else holds the other end
+    os.close(read)
+
+
+def test_a_process_starts_others_warm_too(server: ForkServer) -> None:
+    code = """
+    import multiprocessing, sys
+
+    def answer(queue):
+        queue.put("json.tool" in sys.modules)
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        process = context.Process(target=answer, args=(queue,))
+        process.start()
+        print(queue.get(timeout=30))
+        process.join()
+        print(process.exitcode)
+    """
+    path = Path(server.python).parent / "spawns.py"
+    path.write_text(textwrap.dedent(code))
+    done = run(server.python, str(path))
+    assert done.stdout.split() == ["True", "0"], done.stderr
+
+
+def test_a_signal_reaches_the_process(server: ForkServer) -> None:
+    process, pid = start(
+        server.python,
+        "import signal, time\nsignal.signal(15, lambda *_: os._exit(5))\nprint('ready', flush=True)\ntime.sleep(60)",
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.wait(10) == 5 and gone(pid)
+
+
+def test_a_process_dies_with_its_stand_in_and_with_the_server(server: ForkServer) -> None:
+    process, pid = start(server.python, "import time\ntime.sleep(60)")
+    process.kill()
+    assert process.wait(10) == -signal.SIGKILL and gone(pid)
+    other = ForkServer([])
+    process, pid = start(other.python, "import time\ntime.sleep(60)")
+    other.close()
+    assert process.wait(10) != 0 and gone(pid)
+    assert not Path(other.python).exists()
+
+
+def test_a_server_dies_with_the_process_that_started_it() -> None:
+    code = """
+    import os, signal, subprocess
+    from spec_plugin.conformance.forks import ForkServer
+    server = ForkServer([])
+    child = subprocess.Popen([server.python, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"])
+    print(server._process.pid, flush=True)
+    os.wait()
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], text=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    numbers = [int(process.stdout.readline()) for _ in range(2)]
+    process.kill()
+    process.wait()
+    assert all(map(gone, numbers))
+
+
+def test_where_an_import_fails_everything_starts_cold(capfd: pytest.CaptureFixture[str]) -> None:
+    server = ForkServer(["json.tool", "no_such_module"])
+    done = run(server.python, "-c", "import sys; print('json.tool' in sys.modules); sys.exit(4)")
+    server.close()
+    assert (done.stdout.strip(), done.returncode) == ("False", 4)
+    assert "No module named 'no_such_module'" in capfd.readouterr().err
