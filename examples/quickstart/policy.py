@@ -246,5 +246,10 @@ def build_policy(out: Path, settings: PolicySettings = PolicySettings(), show: b
 
 
 def cached_policy(cache: Path, settings: PolicySettings = PolicySettings(), show: bool = True) -> Path:
-    """The policy of these settings, built on the first call; ``cache`` keeps one folder per digest."""
-    return build_policy(cache / f"policy-{settings.digest}", settings, show)
+    """The policy of these settings, built on the first call."""
+    return build_policy(policy_folder(cache, settings), settings, show)
+
+
+def policy_folder(cache: Path, settings: PolicySettings) -> Path:
+    """Where ``cached_policy`` keeps it: one folder per digest."""
+    return cache / f"policy-{settings.digest}"

@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
 from examples.quickstart import report  # noqa: E402
-from examples.quickstart.policy import QUICKSTART, cached_policy  # noqa: E402
+from examples.quickstart.policy import QUICKSTART, cached_policy, policy_folder  # noqa: E402
 from examples.quickstart.trainers import TRAINERS, Run, Start, Trainer  # noqa: E402
+from spec_plugin.conformance.forks import warm_python  # noqa: E402
 from spec_plugin.conformance.launch import RunFailed  # noqa: E402
 
 HELP = f"""Train a tiny policy with GRPO in verl or OpenRLHF, on this CPU, with speculative rollouts.
@@ -50,7 +51,7 @@ console = Console(width=None if sys.stdout.isatty() else 110)
 
 @click.command(help=HELP, context_settings={"ignore_unknown_options": True, "max_content_width": 120})
 @click.option("--trainer", "name", default="verl", show_default=True, type=click.Choice(list(TRAINERS)))
-@click.option("--steps", default=30, show_default=True, type=click.IntRange(1), help="GRPO steps.")
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(1), help="GRPO steps.")
 @click.option("--plain", is_flag=True, help="The same run without the plugin, for comparison.")
 @click.option("--fresh", is_flag=True, help="Teach the policy again instead of taking it from the cache.")
 @click.option(
@@ -68,10 +69,12 @@ def main(
     disable_progress_bar()
     if fresh:
         shutil.rmtree(cache, ignore_errors=True)
-    policy = cached_policy(cache, settings)
     data = cache / f"data-{settings.digest}"
-    run = trainer.run(Start(policy, data, settings, out, steps, plain, overrides))
-    log = run.launch().log_file
+    run = trainer.run(Start(policy_folder(cache, settings), data, settings, out, steps, plain, overrides))
+    launch = run.launch()
+    warm_python(launch.modules, launch.env)  # the trainer's imports, while the policy is taught
+    cached_policy(cache, settings)
+    log = launch.log_file
     console.print(
         f"{'plain run, without the plugin' if plain else trainer.flag}\nall output of {trainer.name}: {log}",
         highlight=False,

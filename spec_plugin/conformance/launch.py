@@ -99,7 +99,7 @@ def ray_failed_to_start(log: str) -> bool:
 def _follow_once(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], None, None]:
     python, *words = launch.command
     if python == sys.executable:
-        python = warm_python(launch.modules, launch.env, launch.out)
+        python = warm_python(launch.modules, launch.env)
     with launch.log_file.open("w") as log:
         process = subprocess.Popen(
             [python, *words], env=launch.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

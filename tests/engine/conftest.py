@@ -1,7 +1,10 @@
-"""One real vLLM engine for all tests here."""
+"""One real vLLM engine for all tests here, and an interpreter that has imported vLLM for the processes that they start."""
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,27 @@ import torch
 
 from draft_training.checkpoint import save_draft
 from draft_training.config import DraftConfig
+from spec_plugin.conformance.forks import ForkServer
+
+#: what engines and the kit's runs import
+MODULES = (
+    "torch",
+    "transformers.models.qwen3.modeling_qwen3",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_python() -> Iterator[str]:
+    """Path of an interpreter that has imported ``MODULES``; vLLM's engine cores are started with it too."""
+    server = ForkServer(MODULES)
+    multiprocessing.set_executable(server.python)
+    yield server.python
+    multiprocessing.set_executable(sys.executable)
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,9 @@ SECONDS = 1800
 pytestmark = pytest.mark.engine
 
 
-def kit(driver: str, *more: str) -> subprocess.CompletedProcess[str]:
+def kit(python: str, driver: str, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "spec_plugin.cli", "conformance", driver, *more],
+        [python, "-m", "spec_plugin.cli", "conformance", driver, *more],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "COLUMNS": "160"},
         cwd=ROOT,
         capture_output=True,
@@ -29,15 +28,15 @@ def kit(driver: str, *more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_minimal_adapter_keeps_the_contract():
-    done = kit("minimal_adapter.driver:Driver")
+def test_the_minimal_adapter_keeps_the_contract(warm_python):
+    done = kit(warm_python, "minimal_adapter.driver:Driver")
     assert done.returncode == 0, done.stdout[-8000:]
     assert "16 passed" in done.stdout
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_adapter_is_caught_by_the_check_that_is_meant(name):
+def test_a_wrong_adapter_is_caught_by_the_check_that_is_meant(name, warm_python):
     (check,) = re.findall(r'^CAUGHT_BY = "(\w+)"', (ROOT / "tests" / "wrong_adapters" / f"{name}.py").read_text(), re.M)
-    done = kit(f"wrong_adapters.{name}:Driver", "-k", check)
+    done = kit(warm_python, f"wrong_adapters.{name}:Driver", "-k", check)
     assert done.returncode == 1, done.stdout[-8000:]
     assert "1 failed" in done.stdout and " passed" not in done.stdout, done.stdout[-8000:]

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +69,11 @@ def test_without_the_repair_the_running_engine_samples_garbage(llm):
     assert nan_share(llm) == 0.0
 
 
-def test_the_repair_can_be_left_out_by_an_engine_option_and_is_still_needed(target, draft):
+def test_the_repair_can_be_left_out_by_an_engine_option_and_is_still_needed(target, draft, warm_python):
     """When this fails because nothing is NaN, vLLM has fixed issue 55005 and the patch can go."""
     here = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_REPAIR, str(target), str(draft)],
+        [warm_python, "-c", WITHOUT_REPAIR, str(target), str(draft)],
         cwd=here,
         env={**os.environ, "PYTHONPATH": f"{here.parents[1]}:{here}"},
         capture_output=True,

@@ -26,20 +26,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-_servers: dict[object, ForkServer] = {}
+_servers: dict[tuple[str, ...], ForkServer] = {}
 
 
-def warm_python(modules: Sequence[str], env: Mapping[str, str], own: Path) -> str:
+def warm_python(modules: Sequence[str], env: Mapping[str, str]) -> str:
     """The executable to start a run's process with: a stand-in where that saves imports.
 
     Args:
-        modules: what the run's processes import; none: the run starts cold.
-        env: of the run.
-        own: folder of the run. A variable that names it cannot matter to an import, so that runs share a server.
+        modules: what the run's processes import; none: the run starts cold. Runs with the same modules share a server.
+        env: of the imports, if this run is the first.
     """
     if not modules or is_fork():
         return sys.executable  # in a forked process that is a stand-in already
-    key = (tuple(modules), frozenset(item for item in env.items() if str(own) not in item[1]))
+    key = tuple(modules)
     if key not in _servers:
         _servers[key] = ForkServer(modules, env)
     return _servers[key].python
