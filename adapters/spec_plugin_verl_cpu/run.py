@@ -128,7 +128,7 @@ def arguments(run: VerlRun) -> list[str]:
         f"{actor}.fsdp_config.use_torch_compile=False",
         f"{rollout}.tensor_model_parallel_size=1",
         # verl's own "mp" is one process more, and it spins on a core while it waits
-        f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
+        f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
         f"{rollout}.gpu_memory_utilization=0.1",
         f"{rollout}.enforce_eager=True",
         f"{rollout}.free_cache_engine=False",

@@ -121,7 +121,11 @@ class Evidence:
         return run
 
     def _run_main(self) -> None:
-        options = self._options("main") | {"self_test": self._self_test, "train_max_steps": _TRAIN_STEPS}
+        options = self._options("main") | {
+            "self_test": self._self_test,
+            "train_max_steps": _TRAIN_STEPS,
+            "self_test_seconds": 300,
+        }
         self._launch_and_kill("main", True, options, self.root / "rollouts")
 
     def _run_on(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from spec_plugin_verl_cpu import run as verl_run
 from spec_plugin_verl_cpu.run import SMALL, SPEC, VerlRun
 
 from examples.quickstart.data import build_data
@@ -14,6 +15,7 @@ from spec_plugin.conformance.launch import RunFailed, StepMetrics
 pytestmark = pytest.mark.trainer
 
 REWARD = Path(__file__).with_name("reward.py")
+OWN_WORKER = "++actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=mp"
 UNREPAIRED = (
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={spec_plugin:{skip_patches:[expand_kernel]}}"
 )
@@ -48,9 +50,13 @@ def test_configuration_errors_appear_before_the_engine_starts(stage: tuple[Path,
     assert "SpecHttpServer pid" not in log
 
 
-def test_bypassed_logprobs_are_verified_and_a_pruned_draft_is_refreshed(stage: tuple[Path, Path, Path, Path]) -> None:
-    bypass = "algorithm.rollout_correction.bypass_mode=True"
-    metrics = run(stage, "bypass", 2, f"{SPEC}serve=always", f"{SPEC}draft_vocab_size=64", bypass)
+def test_bypassed_logprobs_are_verified_and_a_pruned_draft_is_refreshed(
+    stage: tuple[Path, Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processes as a user has them: each imports for itself, and the engine's worker is one of its own."""
+    monkeypatch.setattr(verl_run, "MODULES", ())
+    more = ("algorithm.rollout_correction.bypass_mode=True", OWN_WORKER)
+    metrics = run(stage, "bypass", 2, f"{SPEC}serve=always", f"{SPEC}draft_vocab_size=64", *more)
     assert all(0 < m["actor/spec/logprob_diff_mean"] < 1e-3 for m in metrics)
     assert metrics[-1]["actor/spec/harvest_tokens"] > 0 and metrics[-1]["actor/spec/failed"] == 0
     assert metrics[-1]["actor/spec/draft_version"] > 0 and metrics[-1]["actor/spec/refresh_refused"] == 0

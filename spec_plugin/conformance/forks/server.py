@@ -40,6 +40,7 @@ class Server:
         self.listener = _high(listener)
         self.selector = selectors.DefaultSelector()
         self.running: dict[int, socket.socket] = {}  # by process number
+        self.leaders: set[int] = set()  # those of them that end with whatever they started
         self.wake = tuple(_high(end) for end in socket.socketpair())
         for end in self.wake:
             end.setblocking(False)
@@ -63,7 +64,7 @@ class Server:
                         self.wake[0].recv(4096)
                     self.reap()
                 else:  # a stand-in was killed: so is its process
-                    self.forget(key.data, signal.SIGKILL)
+                    self.forget(key.data)
 
     def accept(self) -> dict[str, Any] | None:
         """Fork for one stand-in; what to run in the new process, None in ours."""
@@ -81,6 +82,8 @@ class Server:
             for file in files:
                 os.close(file)
             self.running[pid] = client
+            if job["leads"]:
+                self.leaders.add(pid)
             self.selector.register(client, selectors.EVENT_READ, pid)
             with contextlib.suppress(OSError):
                 client.sendall(pid.to_bytes(8, "big"))
@@ -111,26 +114,32 @@ class Server:
                 if not pid:
                     return
                 client = self.running.pop(pid, None)
+                self.leaders.discard(pid)
                 if client is not None:
                     self.selector.unregister(client)
                     with contextlib.suppress(OSError):
                         client.sendall(status.to_bytes(8, "big"))
                     client.close()
 
-    def forget(self, pid: int, number: int) -> None:
+    def forget(self, pid: int) -> None:
         """Kill a process whose stand-in is gone."""
         client = self.running.pop(pid, None)
         if client is not None:
             self.selector.unregister(client)
             client.close()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+            self.kill(pid)
+
+    def kill(self, pid: int) -> None:
+        """Kill a process; one that leads, with its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            if pid in self.leaders:
+                os.killpg(pid, signal.SIGKILL)
 
     def stop(self) -> None:
         """Kill every process, and end."""
         for pid in self.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            self.kill(pid)
         os._exit(0)
 
 

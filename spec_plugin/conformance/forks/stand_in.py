@@ -38,15 +38,33 @@ def inherited() -> list[int]:
     return sorted(numbers)
 
 
+def leads() -> bool:
+    """Whether we lead a process group: who made it for us signals the group, and means whatever the process started too."""
+    return os.getpgrp() == os.getpid()
+
+
 def request(server: socket.socket, program: Program, files: Sequence[int]) -> int:
     """Send what to run, and our open files; the number of the process, or 0 if the server went away."""
     umask = os.umask(0o077)
     os.umask(umask)
-    job = {"program": program, "cwd": os.getcwd(), "env": dict(os.environ), "files": files, "umask": umask}
+    job: dict[str, object] = {"program": program, "cwd": os.getcwd(), "env": dict(os.environ), "files": files}
+    job |= {"umask": umask, "leads": leads()}
     body = json.dumps(job).encode()
     socket.send_fds(server, [len(body).to_bytes(8, "big")], files)
     server.sendall(body)
     return int.from_bytes(server.recv(8, socket.MSG_WAITALL), "big")
+
+
+def forward(pid: int, number: int) -> None:
+    """Send a signal that we got to the process, or to its group."""
+    with contextlib.suppress(ProcessLookupError):
+        if leads():
+            try:
+                os.killpg(pid, number)
+            except ProcessLookupError:  # it has only just begun
+                os.kill(pid, number)
+        else:
+            os.kill(pid, number)
 
 
 def main() -> None:
@@ -62,7 +80,7 @@ def main() -> None:
         server.close()
         os.execv(python, [python, *arguments])
     for number in _FORWARDED:
-        signal.signal(number, lambda received, frame: os.kill(pid, received))
+        signal.signal(number, lambda received, frame: forward(pid, received))
     for file in files:
         os.close(file)  # the process has them: whoever waits for their end must not wait for us
     answer = server.recv(8, socket.MSG_WAITALL)

@@ -130,6 +130,21 @@ def test_a_signal_reaches_the_process(server: ForkServer) -> None:
     assert process.wait(10) == 5 and gone(pid)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_signal_to_the_group_reaches_what_the_process_started(server: ForkServer, number: int, leads: bool) -> None:
+    code = "import os, subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    process = subprocess.Popen([server.python, "-c", code], text=True, stdout=subprocess.PIPE, start_new_session=leads)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    os.killpg(process.pid, number) if leads else process.send_signal(number)
+    assert process.wait(10) == -number
+    if leads:
+        assert gone(child)
+    else:
+        os.kill(child, signal.SIGKILL)  # it was there: nobody had signalled a group
+
+
 def test_a_process_dies_with_its_stand_in_and_with_the_server(server: ForkServer) -> None:
     process, pid = start(server.python, "import time\ntime.sleep(60)")
     process.kill()
