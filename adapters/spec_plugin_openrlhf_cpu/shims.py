@@ -44,6 +44,19 @@ def install() -> None:
         parameters=("master_address", "master_port", "rank", "world_size", "device"),
         landmarks=("PyNcclCommunicator",),
     )
+    replace(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.get_optimizer_configuration",
+        _torchs_adam,
+        parameters=("self", "optimizer_parameters"),
+        landmarks=("TORCH_ADAM_PARAM", "FusedAdam"),
+    )
+    replace(
+        "deepspeed.comm.torch",
+        "build_shm_op",
+        functools.partial(_instead, _no_op),
+        landmarks=("ShareMemCommBuilder", "return None"),
+    )
     late = sys.modules.get("openrlhf.trainer.ray.ppo_actor")
     if late is not None and late.stateless_init_process_group is not gloo_group:
         raise PatchError("openrlhf.trainer.ray.ppo_actor was imported before spec_plugin_openrlhf_cpu was installed")
@@ -143,6 +156,20 @@ def _sdpa_for_flash(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, wanted, *args, **kwargs)
 
     return check_and_adjust
+
+
+def _torchs_adam(original: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeed's own choice ``torch_adam``, made here: OpenRLHF has no flag for it."""
+
+    def get_optimizer_configuration(self: Any, optimizer_parameters: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer_parameters["torch_adam"] = True
+        return original(self, optimizer_parameters, *args, **kwargs)
+
+    return get_optimizer_configuration
+
+
+def _no_op() -> None:
+    """What DeepSpeed's function returns where its operator cannot be built: collectives go through gloo."""
 
 
 class GlooBroadcast:
