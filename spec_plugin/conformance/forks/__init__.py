@@ -6,9 +6,9 @@ Python interpreter. It has its command line run by a fork of the server, hands o
 signals, and ends as that process ends. A forked process knows it as ``sys.executable``, so that Ray's workers and vLLM's
 engine, which start interpreters of their own, are forked too.
 
-What differs from a cold start: modules are imported already, ``sys.flags`` are the server's, a process leads a session of its
-own, and it ends without freeing its modules. If an import fails, the server says why and is gone, and the stand-in becomes
-the interpreter: everything starts cold.
+What differs from a cold start: modules are imported already; ``sys.flags``, priority and limits are the server's; a process
+leads a session of its own, and ends without freeing its modules. If an import fails, the server says why and is gone, and
+the stand-in becomes the interpreter: everything starts cold.
 """
 
 from __future__ import annotations
