@@ -41,7 +41,7 @@ class Part:
     name: str
     commands: tuple[str, ...]  # in the repository's root, up to the first that fails
     needs: tuple[str, ...] = ()  # environments of ``make_env.py``
-    gigabytes: float = 1.0  # of memory at its peak, estimated
+    gigabytes: float = 1.0  # of memory at its peak, as measured
     tags: frozenset[str] = frozenset()  # two with the same tag need a /tmp each
 
 
@@ -51,15 +51,8 @@ MINIMAL = "tests/engine/test_conformance_minimal.py"
 KEEPS = f"{MINIMAL}::test_the_minimal_adapter_keeps_the_contract"
 STARTS_VERL = frozenset({"verl"})
 
-#: They start in this order, longest first, so that the lanes end at about the same time.
+#: They start in this order: lint for early news, then longest first, so that the lanes end at about the same time.
 PARTS = (
-    Part("kit-verl", (f"{VERL}/spec-plugin conformance verl",), ("verl",), 7, STARTS_VERL),
-    Part("wrong-adapters", (f"{PYTEST} {MINIMAL} --deselect {KEEPS}",), ("verl",), 3),
-    Part("kit-openrlhf", (f"{OPENRLHF}/spec-plugin conformance openrlhf",), ("openrlhf",), 6),
-    Part("engine", (f"{PYTEST} tests/engine -m engine --ignore {MINIMAL}",), ("verl",), 4),
-    Part("trainers-verl", (f"{PYTEST} tests/trainers/test_verl.py -m trainer",), ("verl",), 7, STARTS_VERL),
-    Part("kit-minimal", (f"{PYTEST} {KEEPS}",), ("verl",), 3),
-    Part("unit", (f"{PYTEST} tests/unit",), ("verl",), 2),
     Part(
         "lint",
         (
@@ -71,11 +64,18 @@ PARTS = (
         ("verl",),
         1,
     ),
+    Part("kit-verl", (f"{VERL}/spec-plugin conformance verl",), ("verl",), 8, STARTS_VERL),
+    Part("kit-openrlhf", (f"{OPENRLHF}/spec-plugin conformance openrlhf",), ("openrlhf",), 4),
+    Part("trainers-verl", (f"{PYTEST} tests/trainers/test_verl.py -m trainer",), ("verl",), 9, STARTS_VERL),
+    Part("engine", (f"{PYTEST} tests/engine -m engine --ignore {MINIMAL}",), ("verl",), 5),
+    Part("wrong-adapters", (f"{PYTEST} {MINIMAL} --deselect {KEEPS}",), ("verl",), 3),
+    Part("unit", (f"{PYTEST} tests/unit",), ("verl",), 2),
+    Part("kit-minimal", (f"{PYTEST} {KEEPS}",), ("verl",), 4),
     Part(
         "trainers-openrlhf",
         (f"{OPENRLHF}/python -m pytest tests/trainers/test_openrlhf.py -m trainer",),
         ("openrlhf",),
-        2,
+        1,
     ),
 )
 
