@@ -170,7 +170,7 @@ def teaching_batches(
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al., 2024) in float32.
 
-    torch's own orthogonalises in bfloat16: on a CPU without instructions for that, teaching takes ten minutes instead of one.
+    torch's own orthogonalises in bfloat16: on a CPU without instructions for that, teaching takes ten minutes instead of two.
     """
 
     def __init__(self, params: Iterable[torch.Tensor], lr: float, weight_decay: float, momentum: float) -> None:
