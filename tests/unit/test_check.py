@@ -212,6 +212,6 @@ def test_in_the_foreground_the_arguments_reach_pytest_and_the_first_failure_ends
 def test_an_unknown_part_is_refused_and_make_names_only_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["lin"], PARTS)
-    assert "unknown part 'lin'; known: kit-verl" in capsys.readouterr().err
+    assert "unknown part 'lin'; known: lint" in capsys.readouterr().err
     named = re.findall(r"--foreground ([a-z -]+?)(?: --|$)", (ROOT / "Makefile").read_text(), re.M)
     assert {name for names in named for name in names.split()} == {part.name for part in PARTS}
