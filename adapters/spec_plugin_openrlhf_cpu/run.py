@@ -14,7 +14,7 @@ from spec_plugin_openrlhf_cpu import MAX_NUM_SEQS
 
 PLUGIN_MODULE, PLAIN_MODULE = "spec_plugin_openrlhf", "openrlhf.cli.train_ppo_ray"
 PLUGIN_FLAG = "--spec.enable"
-#: what the processes of a run import; nothing that the shims of this package change must be imported before them
+#: what the processes of a run import; nothing of OpenRLHF: the shims must come before its modules take names from each other
 MODULES = (
     "torch",
     "transformers.models.auto.modeling_auto",

@@ -144,10 +144,7 @@ class Server:
 
 
 def _high(end: socket.socket) -> socket.socket:
-    number = fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, _HIGH)
-    family = end.family
-    end.close()
-    return socket.socket(family, fileno=number)
+    return socket.socket(end.family, fileno=_copy_high(end.detach()))
 
 
 def _exactly(client: socket.socket, size: int) -> bytes:
