@@ -143,6 +143,9 @@ class _Fit:
 
     def __init__(self, cells: Mapping[tuple[int, int, bool], tuple[float, float]]) -> None:
         most = max(batch * (k + 1) for batch, k, _ in cells)
+        # n tokens in one step never take longer than n steps of one, and a draft's forward pass no longer than the target's:
+        # so timings that contradict each other cannot bring any step down to nothing
+        self._least = min(seconds / (batch * (2 * k + 1)) for (batch, k, _), (seconds, _) in cells.items())
         self._knots = [2.0**i for i in range(math.ceil(math.log2(max(2, most))) + 1)]
         keys = list(cells)
         rows = np.array([self._features(*key) for key in keys])
@@ -160,7 +163,7 @@ class _Fit:
                 break  # the next solution would be the same
 
     def seconds(self, batch: int, k: int, paused: bool) -> float:
-        return float(np.dot(self._features(batch, k, paused), self._x))
+        return max(self._least, float(np.dot(self._features(batch, k, paused), self._x)))
 
     def _features(self, batch: int, k: int, paused: bool) -> list[float]:
         tokens = float(batch * (k + 1))

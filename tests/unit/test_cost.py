@@ -124,6 +124,16 @@ def test_plain_steps_that_seem_a_hundred_times_dearer_contradict_the_others():
     assert "contradict" in found.problem
 
 
+def test_no_step_is_free_however_the_timings_contradict_each_other():
+    kinds = [(b, k, p) for b in (1, 2, 3, 5, 8, 16) for k, p in ((0, True), (0, False), (3, False))]
+    for seed in range(40):
+        draw = random.Random(seed)
+        model = CostModel()
+        picked = draw.sample(kinds, 5)
+        model.observe([StepTiming(*kind, 0.01 * draw.lognormvariate(0, 1), draw.choice((1, 40))) for kind in picked])
+        assert min(model.seconds(b, *kind) for b in (1, 2, 8, 100) for kind in ((0, True), (0, False), (3, False))) > 0
+
+
 def test_tokens_per_step_and_its_inverse():
     assert tokens_per_step([0.8], 3) == pytest.approx(1 + 0.8 + 0.64 + 0.512)
     assert tokens_per_step([0.9, 0.5], 3) == pytest.approx(1 + 0.9 + 0.45 + 0.225)
