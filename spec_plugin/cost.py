@@ -180,23 +180,36 @@ class _Fit:
         return _SMOOTH * rows
 
 
-def non_negative_least_squares(a: np.ndarray, b: np.ndarray, sweeps: int = 3000) -> np.ndarray:
-    """x >= 0 that minimises |a x - b|, by cyclic coordinate descent on the normal equations (columns are scaled first)."""
+def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """x >= 0 that minimises |a x - b|, by the active sets of Bro and de Jong (J. Chemometrics 11, 1997: FNNLS)."""
     scale = np.sqrt((a * a).sum(0))
     scale[scale == 0] = 1.0
-    # lists: for ten unknowns, numpy's overhead would be ten times the arithmetic
-    gram: list[list[float]] = ((a / scale).T @ (a / scale)).tolist()
-    slope: list[float] = ((a / scale).T @ b).tolist()  # always that at x
-    x = [0.0] * len(slope)
-    for _ in range(sweeps):
-        moved = 0.0
-        for j, row in enumerate(gram):
-            step = max(-x[j], slope[j] / row[j]) if row[j] > 0 else 0.0
-            if step != 0:
-                x[j] += step
-                slope = [s - step * g for s, g in zip(slope, row, strict=True)]
-                moved = max(moved, abs(step))
-        if moved <= 1e-10 * max(1e-300, *x):
+    gram, target = (a / scale).T @ (a / scale), (a / scale).T @ b
+    x, free = np.zeros(len(target)), np.zeros(len(target), dtype=bool)
+    blocked = free.copy()  # rounding alone says that they could rise
+    tolerance = 1e-12 * max(1.0, float(np.abs(target).max(initial=0.0)))
+    for _ in range(10 * len(target)):
+        slope = np.where(free | blocked, -np.inf, target - gram @ x)
+        new = int(np.argmax(slope))
+        if not slope[new] > tolerance:
             break
-    solution: np.ndarray = np.array(x) / scale
+        free[new] = True
+        goal = _unbounded(gram, target, free)
+        if goal[new] <= 0:
+            free[new], blocked[new] = False, True
+            continue
+        while (free & (goal <= 0)).any():  # go as far as the first one that reaches zero, and leave it there
+            way = np.where(free & (goal <= 0), x / np.maximum(x - goal, 1e-300), np.inf)
+            x, first = np.maximum(0.0, x + way.min() * (goal - x)), int(np.argmin(way))
+            free[first], x[first] = False, 0.0
+            goal = _unbounded(gram, target, free)
+        x, blocked[:] = goal, False
+    solution: np.ndarray = x / scale
     return solution
+
+
+def _unbounded(gram: np.ndarray, target: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """The least squares solution in the free unknowns, the others zero."""
+    x = np.zeros(len(target))
+    x[free] = np.linalg.lstsq(gram[np.ix_(free, free)], target[free], rcond=None)[0]
+    return x

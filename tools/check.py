@@ -69,7 +69,7 @@ PARTS = (
     Part("trainers-verl", (f"{PYTEST} tests/trainers/test_verl.py -m trainer",), ("verl",), 9, STARTS_VERL),
     Part("engine", (f"{PYTEST} tests/engine -m engine --ignore {MINIMAL}",), ("verl",), 5),
     Part("wrong-adapters", (f"{PYTEST} {MINIMAL} --deselect {KEEPS}",), ("verl",), 3),
-    Part("unit", (f"{PYTEST} tests/unit",), ("verl",), 2),
+    Part("unit", (f"{PYTEST} tests/unit -n 2",), ("verl",), 3),
     Part("kit-minimal", (f"{PYTEST} {KEEPS}",), ("verl",), 4),
     Part(
         "trainers-openrlhf",

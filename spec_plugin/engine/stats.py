@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +77,7 @@ class _Count:
     x_b: int
 
 
+@functools.lru_cache(maxsize=1 << 16)  # the same few sizes come again and again
 def log_choose(n: int, r: int) -> float:
     """Natural log of the binomial coefficient."""
     return math.lgamma(n + 1) - math.lgamma(r + 1) - math.lgamma(n - r + 1)
@@ -109,7 +110,7 @@ def mantel_haenszel_exact(strata: Sequence[tuple[int, int, int, int]]) -> float:
     return min(1.0, float(chances[chances <= observed * (1 + 1e-9)].sum()))
 
 
-@functools.lru_cache(maxsize=1 << 16)  # the same few sizes come again and again
+@functools.lru_cache(maxsize=1 << 16)
 def smallest_p(total: int, marked: int, share_a: float) -> float:
     """Smallest p-value that Fisher's test could give in a context of this pooled size, arms split as designed."""
     drawn = round(total * share_a)
@@ -128,18 +129,25 @@ def tarone(smallest: Sequence[float], alpha: float) -> int:
 
 def contexts(sequences: Sequence[Tokens], first: int, least: int) -> Iterator[tuple[str, list[int], int]]:
     """All contexts with at least ``least`` sequences: (name, indices of its sequences, position of the token to compare)."""
-    longest = max((len(s) for s in sequences), default=0)
-    for t in range(first, longest):
-        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for i, s in enumerate(sequences):
-            if len(s) > t:
-                groups[tuple(s[:t])].append(i)
-        everyone = [i for group in groups.values() for i in group]
+    groups = [list(range(len(sequences)))]  # equal up to where they were split last
+    for t in range(first, max((len(s) for s in sequences), default=0)):
+        everyone = [i for i, s in enumerate(sequences) if len(s) > t]
         if len(everyone) >= least:
             yield f"t={t}", everyone, t
-        for prefix, group in groups.items():
-            if least <= len(group) < len(everyone):
-                yield f"t={t} after {list(prefix)[-4:]}", group, t
+        begin = 0 if t == first else t - 1
+        groups = [part for group in groups for part in _split(sequences, group, begin, t) if len(part) >= least]
+        for group in groups:
+            if len(group) < len(everyone):
+                yield f"t={t} after {list(sequences[group[0]][:t])[-4:]}", group, t
+
+
+def _split(sequences: Sequence[Tokens], group: Sequence[int], begin: int, t: int) -> Iterable[list[int]]:
+    """Those of the group that are longer than t, by their tokens from ``begin`` to t."""
+    parts: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i in group:
+        if len(sequences[i]) > t:
+            parts[tuple(sequences[i][begin:t])].append(i)
+    return parts.values()
 
 
 def _pairs(arm_a: Sequence[Tokens], arm_b: Sequence[Tokens], name: str, first: int, alpha: float) -> Iterator[_Count]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +27,25 @@ MODULES = (
 _SERVER = pytest.StashKey[ForkServer]()
 
 
+def _start(config: pytest.Config) -> str:
+    """The server's ``python``; else vLLM logs to its stdout."""
+    if _SERVER not in config.stash:
+        config.stash[_SERVER] = ForkServer(MODULES, {**os.environ, "VLLM_CONFIGURE_LOGGING": "0"})
+    return config.stash[_SERVER].python
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist's: one server for all workers."""
+    node.workerinput["warm_python"] = _start(node.config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The server ends with the session."""
+    if _SERVER in config.stash:
+        config.stash[_SERVER].close()
+
+
 def _wants_one(item: pytest.Item) -> bool:
     return "warm_run" in getattr(item, "fixturenames", ())
 
@@ -34,20 +53,19 @@ def _wants_one(item: pytest.Item) -> bool:
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     """Start it, and let the tests that need it come last: by then it has imported, on another core."""
-    if any(map(_wants_one, items)) and not session.config.option.collectonly:
-        session.config.stash[_SERVER] = ForkServer(
-            MODULES, {**os.environ, "VLLM_CONFIGURE_LOGGING": "0"}
-        )  # else vLLM logs to its stdout
+    config = session.config
+    if any(map(_wants_one, items)) and not config.option.collectonly and not hasattr(config, "workerinput"):
+        _start(config)
     items.sort(key=_wants_one)
 
 
 @pytest.fixture(scope="session")
-def warm_run(pytestconfig: pytest.Config) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+def warm_run(pytestconfig: pytest.Config) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs Python with these arguments in a process that begins with ``MODULES`` imported, and with nothing of ours."""
-    server = pytestconfig.stash[_SERVER]
+    workerinput = getattr(pytestconfig, "workerinput", None)
+    python = workerinput["warm_python"] if workerinput else _start(pytestconfig)
 
     def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([server.python, *arguments], capture_output=True, text=True, **options)
+        return subprocess.run([python, *arguments], capture_output=True, text=True, **options)
 
-    yield run
-    server.close()
+    return run

@@ -150,6 +150,14 @@ def test_conditional_acceptance_from_vllms_counts():
 
 def test_the_solver_agrees_with_scipys():
     rng = np.random.default_rng(0)
-    for _ in range(20):
+    for n in range(200):
         a, b = rng.random((30, 6)), rng.normal(size=30)
-        assert non_negative_least_squares(a, b) == pytest.approx(nnls(a, b)[0], abs=1e-5)
+        a[:, n % 6 :] -= 0.5 * (n % 3)  # some with columns that nearly oppose each other
+        assert non_negative_least_squares(a, b) == pytest.approx(nnls(a, b)[0], abs=1e-9)
+
+
+def test_the_solver_ends_where_columns_depend_on_each_other():
+    a = np.array([[1.0, 1.0, 0.0, 2.0], [2.0, 2.0, 0.0, 4.0], [0.0, 0.0, 0.0, 1.0]])
+    b = np.array([1.0, 2.0, -1.0])
+    x = non_negative_least_squares(a, b)
+    assert (x >= 0).all() and np.linalg.norm(a @ x - b) == pytest.approx(np.linalg.norm(a @ nnls(a, b)[0] - b))
