@@ -1,12 +1,18 @@
 """draft_training: an EAGLE-3 draft, trained online from hidden states that a policy's forward passes leave behind."""
 
-from draft_training.batch import Document, PackedBatch, pack
-from draft_training.buffer import BufferStats, HiddenBuffer
-from draft_training.checkpoint import CheckpointError, digest, load_draft, save_draft
-from draft_training.config import DraftConfig, DraftConfigError, Rope, validate_draft
-from draft_training.loss import LossStats, ttt_loss
-from draft_training.model import Eagle3Draft
-from draft_training.trainer import DraftTrainer, SliceReport, TrainSettings
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draft_training.batch import Document, PackedBatch, pack
+    from draft_training.buffer import BufferStats, HiddenBuffer
+    from draft_training.checkpoint import CheckpointError, digest, load_draft, save_draft
+    from draft_training.config import DraftConfig, DraftConfigError, Rope, validate_draft
+    from draft_training.loss import LossStats, ttt_loss
+    from draft_training.model import Eagle3Draft
+    from draft_training.trainer import DraftTrainer, SliceReport, TrainSettings
 
 __all__ = [
     "BufferStats",
@@ -29,3 +35,23 @@ __all__ = [
     "ttt_loss",
     "validate_draft",
 ]
+
+#: Names are imported when they are first used: all but the configuration needs torch, which takes seconds.
+_HOMES = {
+    "batch": ("Document", "PackedBatch", "pack"),
+    "buffer": ("BufferStats", "HiddenBuffer"),
+    "checkpoint": ("CheckpointError", "digest", "load_draft", "save_draft"),
+    "config": ("DraftConfig", "DraftConfigError", "Rope", "validate_draft"),
+    "loss": ("LossStats", "ttt_loss"),
+    "model": ("Eagle3Draft",),
+    "trainer": ("DraftTrainer", "SliceReport", "TrainSettings"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"draft_training.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'draft_training' has no attribute {name!r}")

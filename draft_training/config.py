@@ -138,6 +138,14 @@ class DraftConfig:
         """True when the draft has a smaller vocabulary, and so an LM head of its own."""
         return self.draft_vocab_size != self.vocab_size
 
+    @property
+    def parameters(self) -> int:
+        """How many numbers the draft has of its own; its embedding, and an unpruned LM head, are the target's."""
+        h, m = self.hidden_size, self.intermediate_size
+        attention = (2 * h) * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.num_heads * self.head_dim * h
+        head = h * self.draft_vocab_size if self.pruned else 0
+        return len(self.aux_layers) * h * h + attention + 3 * h * m + 4 * h + head
+
     @classmethod
     def from_target(
         cls,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:  # `spec-plugin check` answers without torch, whose import alone takes seconds
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

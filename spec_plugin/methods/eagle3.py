@@ -8,25 +8,16 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from draft_training import (
-    CheckpointError,
-    DraftConfig,
-    DraftConfigError,
-    DraftTrainer,
-    TrainSettings,
-    load_draft,
-    save_draft,
-    validate_draft,
-)
+from draft_training.config import DraftConfig, DraftConfigError, validate_draft
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
+
+if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -49,13 +40,20 @@ def starting_draft(config: SpecConfig, target: TargetInfo) -> Start:
                 target.hf_config, draft_vocab_size=config.draft_vocab_size, aux_layers=config.aux_layers
             )
             return Start(made, None)
-        draft_config, tensors = load_draft(config.draft, target.hf_config)
-        validate_draft(draft_config, target.hf_config)
-        return Start(draft_config, tensors)
+        return _given_draft(config.draft, target)
     except DraftConfigError as error:
         raise SpecConfigError(str(error)) from error
+
+
+def _given_draft(folder: str, target: TargetInfo) -> Start:
+    from draft_training.checkpoint import CheckpointError, load_draft
+
+    try:
+        draft_config, tensors = load_draft(folder, target.hf_config)
     except (OSError, CheckpointError) as error:
-        raise SpecConfigError(f"spec.draft={config.draft!r} cannot be read: {error}") from error
+        raise SpecConfigError(f"spec.draft={folder!r} cannot be read: {error}") from error
+    validate_draft(draft_config, target.hf_config)
+    return Start(draft_config, tensors)
 
 
 class Eagle3Method:
@@ -92,6 +90,10 @@ class Eagle3Method:
 
 def _engine_folder(config: SpecConfig, target: TargetInfo) -> Path:
     """Write the starting draft into a folder of this process; nobody else's files are ever loaded."""
+    import torch
+
+    from draft_training import DraftTrainer, TrainSettings, save_draft
+
     start = starting_draft(config, target)
     dtype = getattr(torch, target.dtype)
     trainer = DraftTrainer(start.config, TrainSettings(), device="cpu", seed=config.seed, tensors=start.tensors)
