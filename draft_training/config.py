@@ -142,7 +142,9 @@ class DraftConfig:
     def parameters(self) -> int:
         """How many numbers the draft has of its own; its embedding, and an unpruned LM head, are the target's."""
         h, m = self.hidden_size, self.intermediate_size
-        attention = (2 * h) * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.num_heads * self.head_dim * h
+        attention = (2 * h) * (
+            self.num_heads + 2 * self.num_kv_heads
+        ) * self.head_dim + self.num_heads * self.head_dim * h
         head = h * self.draft_vocab_size if self.pruned else 0
         return len(self.aux_layers) * h * h + attention + 3 * h * m + 4 * h + head
 

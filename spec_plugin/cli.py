@@ -12,9 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from spec_plugin import __version__
+from spec_plugin.check import check_run
+from spec_plugin.check import to_json as judgement_to_json
+from spec_plugin.check import to_text as judgement_to_text
 from spec_plugin.config import SpecConfig, describe_range, options_table
 from spec_plugin.conformance.cli import conformance
 from spec_plugin.doctor import Finding, Section, examine, hook_summaries, to_json, works
+from spec_plugin.errors import SpecConfigError
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "bold red")}
 _HELP = """Lossless speculative rollouts for RL trainers on vLLM.
@@ -34,7 +38,8 @@ No draft checkpoint is needed. Every option has a default; set one like this:
 Examples:
 
 \b
-  spec-plugin doctor --target ~/models/Qwen3-8B     would this run work here?
+  spec-plugin check verl -- <arguments>             would this run be accepted, and what would it do?
+  spec-plugin doctor --target ~/models/Qwen3-8B     is everything here that a run needs?
   spec-plugin options                               all options, defaults and bounds
   spec-plugin conformance verl                      does the adapter keep the contract?
 """
@@ -59,6 +64,42 @@ def doctor(target: Path | None, draft: Path | None, as_json: bool) -> None:
     else:
         _print_report(sections)
     sys.exit(0 if works(sections) else 1)
+
+
+_CHECK_HELP = """Say in seconds whether a run would be accepted, what it would do, or what to set instead.
+
+TRAINER is verl or openrlhf (or another adapter's name); ARGUMENTS are what the trainer gets, or the whole command line.
+The run is judged as if the flag were set, so it need not be there. Nothing is started, changed or downloaded, and no
+GPU is needed; the trainer must be installed, since its own configuration is read.
+
+\b
+Examples:
+  spec-plugin check verl -- actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.rollout.name=vllm \\
+      +actor_rollout_ref.rollout.custom.spec.k=5
+  spec-plugin check verl --model-config qwen3.json -- python -m verl.trainer.main_ppo …
+  spec-plugin check openrlhf -- --actor.model_name_or_path Qwen/Qwen3-8B --vllm.num_engines 4 --spec.k 5
+  spec-plugin check openrlhf --json -- ray job submit -- python -m openrlhf.cli.train_ppo_ray …
+
+It lists everything that stands in the way, each with the option, its value and what to set instead; the run itself
+refuses with the same words. A model that is not on this disk is said to be unseen and the rest is judged.
+
+Exit code: 0 accepted, 1 refused.
+"""
+
+
+@main.command(help=_CHECK_HELP, context_settings={"ignore_unknown_options": True})
+@click.option("--model-config", type=click.Path(path_type=Path), help="A config.json that stands in for the model's.")
+@click.option("--json", "as_json", is_flag=True, help="Print the judgement as JSON.")
+@click.argument("trainer")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def check(trainer: str, arguments: tuple[str, ...], model_config: Path | None, as_json: bool) -> None:
+    """Judge one run; the help text is ``_CHECK_HELP``."""
+    try:
+        judgement = check_run(trainer, arguments, model_config)
+    except SpecConfigError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(judgement_to_json(judgement) if as_json else "\n".join(judgement_to_text(judgement)))
+    sys.exit(0 if judgement.accepted else 1)
 
 
 def _print_report(sections: list[Section]) -> None:

@@ -1,0 +1,150 @@
+"""``spec-plugin check verl``: reads a run's arguments and says what the flag would make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.forecast import Plan, judge
+from spec_plugin.judgement import FindModel, Judgement, Model, Objection, find_model, split_launch, unsupported
+from spec_plugin_verl_check import options
+from spec_plugin_verl_check.compose import compose_config
+
+#: modules whose run is that of ``main_ppo``
+MODULES = (None, "verl.trainer.main_ppo", "verl.trainer.main_ppo_sync")
+_MODEL = "actor_rollout_ref.model.path"
+
+
+def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
+    """Judge a verl run as if ``external_lib=spec_plugin_verl`` were set; starts, imports and downloads nothing of it.
+
+    Args:
+        arguments: of ``verl.trainer.main_ppo``, or the whole command line.
+        find: looks for the model's config.json.
+    """
+    module, given = split_launch(arguments)
+    before: list[Objection] = []
+    if module not in MODULES:
+        before.append(
+            unsupported(
+                "-m", module, f"the trainer {module}", "use verl.trainer.main_ppo with trainer.v1.trainer_mode=sync"
+            )
+        )
+    composed = compose_config(given)
+    before += composed.objections
+    if composed.config is None:
+        return Judgement("verl", tuple(before), unseen=("everything else: verl would not get a configuration",))
+    try:
+        return _judge(composed.config, before, find)
+    except OmegaConfBaseException as error:  # a mandatory value is missing, an interpolation leads nowhere
+        message = str(error).splitlines()[0]
+        before.append(Objection("", "", "a configuration that is not complete", message, "set it", "verl"))
+        return Judgement("verl", tuple(before), unseen=("everything behind that option",))
+
+
+def _judge(config: Any, before: list[Objection], find: FindModel) -> Judgement:
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    if OmegaConf.is_missing(rollout, "name"):
+        before.append(
+            Objection(
+                "actor_rollout_ref.rollout.name", "", "no rollout engine", "verl needs it", "set it to vllm", "verl"
+            )
+        )
+        rollout.name = "vllm"
+    found = [*before, *options.objections(rollout, model, config, str(config.trainer.get("device", "cuda")))]
+    if any(o.reason == options.NO_NUMBER for o in found):
+        return Judgement("verl", tuple(found), unseen=("everything that depends on that number",))
+    spec = SpecConfig.parse(None)
+    try:
+        spec = options.read_config(rollout)
+    except SpecConfigError as error:
+        found.append(Objection("", "", "a spec option", str(error), "`spec-plugin options` lists them"))
+    try:
+        looked_up = find(model.path)
+    except SpecConfigError as error:
+        found.append(Objection(_MODEL, model.path, "an unreadable model", str(error), "repair it"))
+        looked_up = Model(model.path, None, str(error))
+    correction = config.algorithm.get("rollout_correction") or {}
+    bypass = bool(correction.get("bypass_mode"))
+    arguments = options.engine_arguments(rollout)
+    target = options.target_info(rollout, model.path, looked_up.config or {}, engine_options=arguments)
+    return judge(
+        Plan(
+            trainer="verl",
+            spec=spec,
+            target=target,
+            model=looked_up,
+            model_option=_MODEL,
+            shape=_shape(config),
+            shapes=_shapes(config),
+            eager=bool(arguments["enforce_eager"]),
+            graphs=options.graph_mode(rollout),
+            rollout_in_loss=bypass or any(correction.get(name) for name in ("rollout_is", "rollout_rs")),
+            bypass=bypass,
+            objections=tuple(found),
+            notes=_notes(config),
+        )
+    )
+
+
+def _sequence_parallel(config: Any) -> int:
+    """verl takes the actor's own option, which is the older one, where it is above 1."""
+    actor = config.actor_rollout_ref.actor
+    older = actor.get("ulysses_sequence_parallel_size") or 1
+    newer = (actor.get("fsdp_config") or {}).get("ulysses_sequence_parallel_size") or 1
+    return int(older if older > 1 else newer)
+
+
+def _sizes(config: Any) -> tuple[int, int]:
+    """Actor ranks, and ranks of one engine; 0 where it is not a number."""
+    per_node, nodes = config.trainer.n_gpus_per_node, config.trainer.nnodes
+    ranks = per_node * nodes if isinstance(per_node, int) and isinstance(nodes, int) else 0
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return ranks, size if isinstance(size, int) else 0
+
+
+def _shape(config: Any) -> str:
+    ranks, size = _sizes(config)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    words = [f"{ranks or '?'} {actor.strategy} actor ranks"]
+    if (slices := _sequence_parallel(config)) > 1:
+        words[0] += f", Ulysses over {slices}"
+    engines = f"{ranks // size} {rollout.name} engines" if ranks and size else f"{rollout.name} engines"
+    return f"{words[0]}; {engines} of {size or '?'} ranks each"
+
+
+def _shapes(config: Any) -> tuple[str, ...]:
+    ranks, size = _sizes(config)
+    model, slices = config.actor_rollout_ref.model, _sequence_parallel(config)
+    used = {
+        "tp2": size > 1,
+        "dp2": ranks // slices > 1,
+        "sp2": slices > 1,
+        "lora": options.lora(model) == "merged",
+        "packed": bool(model.use_remove_padding),
+    }
+    return tuple(name for name, uses in used.items() if uses)
+
+
+def _notes(config: Any) -> tuple[str, ...]:
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    notes = []
+    if not rollout.calculate_log_probs:
+        notes.append(
+            "rollout.calculate_log_probs=False: the flag asks the engine for log-probs all the same, to verify them"
+        )
+    if model.external_lib and "spec_plugin_verl" not in str(model.external_lib):
+        notes.append(
+            f"model.external_lib={model.external_lib} is set: give both, [{model.external_lib},spec_plugin_verl]"
+        )
+    if (config.get("distillation") or {}).get("enabled"):
+        notes.append("distillation: the teachers' engines run without drafts")
+    if rollout.free_cache_engine:
+        notes.append("the engine sleeps between rollouts (free_cache_engine): the draft is refreshed after each wake")
+    notes.append("verl's own validation of batch sizes and the like was not run")
+    return tuple(notes)

@@ -1,0 +1,137 @@
+"""verl's configuration from the arguments of ``main_ppo``, composed by hydra as verl does it, without importing verl."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from spec_plugin.judgement import Objection
+
+#: hydra's own flags that choose the configuration, with the long name that we use
+_FLAGS = {
+    "--config-path": "path",
+    "-cp": "path",
+    "--config-name": "name",
+    "-cn": "name",
+    "--config-dir": "dir",
+    "-cd": "dir",
+}
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The configuration, None where verl would not get one, and what verl itself would refuse."""
+
+    config: Any
+    objections: tuple[Objection, ...]
+
+
+def verl_version() -> str:
+    """Of the installed verl; empty where there is none."""
+    try:
+        return metadata.distribution("verl").version
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def compose_config(arguments: Sequence[str]) -> Composed:
+    """Compose as ``python -m verl.trainer.main_ppo`` would.
+
+    An override that this verl does not take is reported with hydra's message and then forced (``++``), so that the rest
+    can be judged.
+
+    Args:
+        arguments: of ``main_ppo``, hydra's own flags included.
+    """
+    found: list[Objection] = []
+    folder = _trainer_folder()
+    if folder is None:
+        return Composed(None, (_says("", "verl is not installed here", "run it where verl is installed"),))
+    chosen, overrides = _split(arguments, found)
+    config_dir = (folder / chosen.get("path", "config")).resolve()
+    name = chosen.get("name", "ppo_trainer").removesuffix(".yaml")
+    if "dir" in chosen:
+        overrides.append(f"hydra.searchpath=[file://{Path(chosen['dir']).resolve()}]")
+    if not config_dir.is_dir():
+        return Composed(
+            None, (*found, _says(f"--config-path={chosen['path']}", "there is no such folder", "leave it out"))
+        )
+    for _ in range(len(overrides) + 1):
+        try:
+            with warnings.catch_warnings(), initialize_config_dir(str(config_dir), version_base=None):
+                warnings.simplefilter("ignore")  # a search path that is not there; hydra's error says what that means
+                return Composed(compose(name, overrides), tuple(found))
+        except (HydraException, OmegaConfBaseException) as error:
+            at = _blamed(str(error), overrides)
+            if at is None or overrides[at].startswith("++"):
+                found.append(_says(overrides[at] if at is not None else "", *_lines(error)))
+                return Composed(None, tuple(found))
+            found.append(_says(overrides[at], *_lines(error)))
+            if overrides[at].startswith("~"):
+                del overrides[at]
+            else:
+                overrides[at] = f"++{overrides[at].lstrip('+')}"
+    return Composed(None, tuple(found))
+
+
+def _trainer_folder() -> Path | None:
+    spec = find_spec("verl")  # finds it without importing it
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(folders[0]) / "trainer" if folders else None
+
+
+def _split(arguments: Sequence[str], found: list[Objection]) -> tuple[dict[str, str], list[str]]:
+    """Hydra's flags and the overrides; what is neither goes to ``found``."""
+    chosen: dict[str, str] = {}
+    overrides: list[str] = []
+    rest, parser = list(arguments), OverridesParser.create()
+    while rest:
+        argument = rest.pop(0)
+        flag, has_value, value = argument.partition("=")
+        if flag in _FLAGS:
+            chosen[_FLAGS[flag]] = value if has_value or not rest else rest.pop(0)
+            continue
+        try:
+            parser.parse_override(argument)
+        except HydraException as error:
+            found.append(_says(argument, *_lines(error)))
+            continue
+        overrides.append(argument)
+    return chosen, overrides
+
+
+def _blamed(message: str, overrides: Sequence[str]) -> int | None:
+    """Which override hydra complains of: it quotes the key, or the whole."""
+    for at, override in enumerate(overrides):
+        key = override.lstrip("+~").partition("=")[0]
+        if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", message):
+            return at
+    return None
+
+
+def _lines(error: Exception) -> tuple[str, str]:
+    """Hydra's message in one line, and its advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    advice = [line for line in lines[1:] if line.startswith(("To append", "Either remove", "Or add"))]
+    return lines[0] if lines else type(error).__name__, "; ".join(
+        advice
+    ) or "leave it out, or write it as this verl does"
+
+
+def _says(override: str, message: str, instead: str) -> Objection:
+    reason = f"arguments that verl {verl_version()} does not take".replace("  ", " ")
+    option, _, value = override.partition("=")
+    return Objection(
+        option, value, reason, f"verl {verl_version()} refuses this itself: {message.rstrip('.')}", instead, "verl"
+    )

@@ -1,0 +1,251 @@
+"""verl's configuration, read once at the edge: SpecConfig, what is known of the target, and every objection.
+
+Each function takes verl's dataclasses, as the run has them, as well as the ``DictConfig`` they are made of, as the check
+has it. Both have attributes; what is in the dataclass alone is read with its default there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import TargetInfo
+from spec_plugin.judgement import Objection, unsupported
+
+PREFIX = "+actor_rollout_ref.rollout.custom.spec."
+FLAG = "actor_rollout_ref.model.external_lib=spec_plugin_verl"
+LEAVE_OUT = f"leave out {FLAG}"
+STRATEGIES = ("fsdp", "fsdp2")
+DEVICES = ("cpu", "cuda")
+_ROLLOUT, _MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+_DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "max_num_seqs")
+NO_NUMBER = "an option that is no number"
+#: what we set in the engine ourselves
+_OURS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
+
+
+def plain(value: Any) -> Any:
+    """Dicts and lists instead of OmegaConf's."""
+    return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
+
+
+def read_config(rollout: Any) -> SpecConfig:
+    """SpecConfig from ``rollout.custom.spec``; all defaults when there is none.
+
+    Args:
+        rollout: verl's RolloutConfig.
+
+    Raises:
+        SpecConfigError: naming the option as the user writes it on verl's command line.
+    """
+    raw = (plain(getattr(rollout, "custom", None)) or {}).get("spec")
+    raw = plain(raw)
+    if raw is not None and not isinstance(raw, Mapping):
+        raise SpecConfigError(f"{PREFIX}*: expected options such as {PREFIX}k=3, got {raw!r}")
+    return SpecConfig.parse(raw, PREFIX)
+
+
+def engine_kwargs(rollout: Any) -> dict[str, Any]:
+    """What the user hands to vLLM past verl's options; verl drops what is None."""
+    given = (plain(getattr(rollout, "engine_kwargs", None)) or {}).get("vllm") or {}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def engine_arguments(rollout: Any) -> dict[str, Any]:
+    """The engine's arguments that matter here, merged as verl merges them: ``engine_kwargs`` win over verl's own options."""
+    return {
+        "dtype": rollout.dtype,
+        "max_model_len": rollout.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "logprobs_mode": rollout.logprobs_mode,
+        "quantization": rollout.quantization,
+        "enforce_eager": rollout.enforce_eager,
+        **engine_kwargs(rollout),
+    }
+
+
+def graph_mode(rollout: Any) -> str:
+    """vLLM's ``cudagraph_mode``, which verl sets where the user does not."""
+    config = engine_kwargs(rollout).get("compilation_config") or {}
+    if isinstance(config, str):
+        config = json.loads(config)
+    return str(config.get("cudagraph_mode") or "FULL_AND_PIECEWISE")
+
+
+def target_info(rollout: Any, path: str, hf_config: Mapping[str, Any], **known: Any) -> TargetInfo:
+    """What verl's configuration tells of the target and its engine.
+
+    Args:
+        rollout: verl's RolloutConfig.
+        path: the target's folder, or its name on the hub.
+        hf_config: its config.json.
+        known: further fields of TargetInfo.
+    """
+    arguments = engine_arguments(rollout)
+    return TargetInfo(
+        path=path,
+        hf_config=hf_config,
+        dtype=_DTYPES.get(arguments["dtype"], arguments["dtype"]),
+        tensor_parallel=arguments["tensor_parallel_size"],
+        data_parallel=rollout.data_parallel_size,
+        max_num_seqs=arguments["max_num_seqs"],
+        max_model_len=arguments["max_model_len"],
+        sampling={
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+            "repetition_penalty": getattr(rollout, "repetition_penalty", 1.0),
+        },
+        **known,
+    )
+
+
+def lora(model: Any) -> str | None:
+    """``merged`` or ``adapter``, and None without LoRA."""
+    options = plain(getattr(model, "lora", None)) or {}
+    ranks = [getattr(model, "lora_rank", 0), options.get("rank")]
+    paths = [getattr(model, "lora_adapter_path", None), options.get("adapter_path")]
+    if not any(rank and rank > 0 for rank in ranks) and not any(paths):
+        return None
+    return "merged" if options.get("merge") else "adapter"
+
+
+def objections(rollout: Any, model: Any, config: Any = None, device: str = "cuda") -> Iterator[Objection]:
+    """Everything in verl's configuration that stands in the way, each with what to set instead.
+
+    Args:
+        rollout: verl's RolloutConfig, or the configuration it is made of.
+        model: verl's HFModelConfig, or the configuration it is made of.
+        config: verl's whole configuration where it is at hand; the run's processes have only the two above.
+        device: verl's device.
+    """
+    sizes = {name: getattr(rollout, name) for name in _SIZES} | {
+        f"engine_kwargs.vllm.{name}": value for name, value in engine_kwargs(rollout).items() if name == "max_num_seqs"
+    }
+    if wrong := [(name, value) for name, value in sizes.items() if not isinstance(value, int)]:
+        for name, value in wrong:
+            yield Objection(f"{_ROLLOUT}{name}", str(value), NO_NUMBER, "this is no whole number", "set one")
+        return
+    yield from _engine(rollout)
+    yield from _handed_to_vllm(rollout)
+    yield from _model(model)
+    if device not in DEVICES:
+        yield unsupported("trainer.device", device, f"the device {device}", f"use one of {', '.join(DEVICES)}")
+    if config is not None:
+        yield from _run(config)
+
+
+def _engine(rollout: Any) -> Iterator[Objection]:
+    def no(option: str, value: Any, what: str, instead: str) -> Objection:
+        return unsupported(f"{_ROLLOUT}{option}", value, what, instead)
+
+    if rollout.name != "vllm":
+        yield no("name", rollout.name, f"rollouts by {rollout.name}", "set it to vllm")
+    if (size := rollout.pipeline_model_parallel_size) != 1:
+        yield no("pipeline_model_parallel_size", size, "pipeline parallel engines", "set it to 1")
+    if (size := rollout.data_parallel_size) != 1:
+        yield no("data_parallel_size", size, "engine data parallel", "set it to 1: verl then starts more replicas")
+    experts, ranks = getattr(rollout, "expert_parallel_size", None) or 1, rollout.tensor_model_parallel_size
+    if experts > max(ranks, 1):
+        yield no(
+            "expert_parallel_size", experts, "expert parallel over data parallel engines", f"set it to {ranks} or 1"
+        )
+    if getattr(getattr(rollout, "disaggregation", None), "enabled", False):
+        yield no("disaggregation.enabled", True, "prefill-decode disaggregation", "set it to False")
+    if (plain(getattr(rollout, "qat", None)) or {}).get("enable"):
+        yield no("qat.enable", True, "quantized rollouts", "set actor_rollout_ref.actor.fsdp_config.qat.enable=False")
+    if rollout.quantization is not None:
+        yield no("quantization", rollout.quantization, "quantized rollouts", "set it to null")
+    backend = rollout.checkpoint_engine.backend
+    if backend not in (None, "naive"):
+        yield no("checkpoint_engine.backend", backend, f"weight syncs by {backend}", "set it to naive")
+    dtype = engine_arguments(rollout)["dtype"]
+    if _DTYPES.get(dtype, dtype) not in _DTYPES.values():
+        names = ", ".join(sorted(set(_DTYPES.values())))
+        yield no(
+            "dtype", repr(dtype), "dtypes that are not named (draft and tolerance need one)", f"set one of {names}"
+        )
+
+
+def _handed_to_vllm(rollout: Any) -> Iterator[Objection]:
+    given = engine_kwargs(rollout)
+    where = f"{_ROLLOUT}engine_kwargs.vllm."
+    for name in _OURS:
+        if name in given:
+            yield Objection(
+                f"{where}{name}",
+                str(given[name]),
+                "engine options that spec-plugin sets",
+                "spec-plugin sets it too",
+                "remove it",
+            )
+    refused = {
+        "quantization": ("quantized rollouts", None),
+        "data_parallel_size": ("engine data parallel", 1),
+        "tensor_parallel_size": ("an engine of another size than its replica", rollout.tensor_model_parallel_size),
+    }
+    for name, (what, allowed) in refused.items():
+        if given.get(name, allowed) != allowed:
+            yield unsupported(f"{where}{name}", given[name], what, "leave it out")
+
+
+def _model(model: Any) -> Iterator[Objection]:
+    if lora(model) == "adapter":
+        option = next((o for o in ("lora_rank", "lora_adapter_path") if getattr(model, o, None)), "lora.rank")
+        value = getattr(model, option, None) or plain(model.lora).get("rank")
+        broken = missing_for_adapters()
+        why = f"LoRA adapters in the engine{f' (nor does verl here: {broken})' if broken else ''}"
+        found = unsupported(f"{_MODEL}{option}", value, why, f"set {_MODEL}lora.merge=True")
+        yield Objection(found.option, found.value, "LoRA adapters in the engine", found.why, found.instead)
+    mtp = getattr(model, "mtp", None)
+    if mtp is not None and mtp.enable:
+        yield unsupported(f"{_MODEL}mtp.enable", True, "a second drafting method (MTP)", "set it to False")
+
+
+def missing_for_adapters() -> str:
+    """What verl's LoRA adapters need of vLLM and do not find there; empty where nothing is missing.
+
+    Both are read as text: importing them takes half a minute.
+    """
+    symbol = "get_unstacked_mapper"
+    uses = _source("verl", "utils/vllm/utils.py")
+    has = _source("vllm", "model_executor/models/utils.py")
+    if symbol in uses and has and symbol not in has:
+        return f"its first weight sync needs vLLM's WeightsMapper.{symbol}, which the installed vLLM lacks"
+    return ""
+
+
+def _source(package: str, file: str) -> str:
+    spec = find_spec(package)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    path = Path(folders[0]) / file if folders else None
+    return path.read_text() if path and path.is_file() else ""
+
+
+def _run(config: Any) -> Iterator[Objection]:
+    strategy = config.actor_rollout_ref.actor.strategy
+    if strategy not in STRATEGIES:
+        yield unsupported(
+            "actor_rollout_ref.actor.strategy",
+            strategy,
+            f"{strategy} actors",
+            f"set it to {' or '.join(STRATEGIES)} (model_engine=dp)",
+        )
+    if not config.trainer.use_v1:
+        yield unsupported("trainer.use_v1", False, "verl's legacy trainer", "set it to True")
+    mode = config.trainer.v1.trainer_mode
+    if mode != "sync":
+        yield unsupported("trainer.v1.trainer_mode", mode, f"the trainer mode {mode}", "set it to sync")
+    if not config.actor_rollout_ref.hybrid_engine:
+        yield unsupported(
+            "actor_rollout_ref.hybrid_engine", False, "rollouts outside of the actors' processes", "set it to True"
+        )
