@@ -1,34 +1,128 @@
-"""What OpenRLHF's own flags say of the target, read once at the edge; refusals. Our flags: ``spec_plugin.arguments``."""
+"""What OpenRLHF's own flags say of the target, read once at the edge; every objection. Our flags: ``spec_plugin.arguments``."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
+from spec_plugin.judgement import Objection, load_hf_config, refuse, unsupported
+
+LEAVE_OUT = "leave out --spec.enable"
+MODEL = "--actor.model_name_or_path"
 
 
 def _parser() -> argparse.ArgumentParser:
     """The few of OpenRLHF's flags that matter here, with its defaults."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--actor.model_name_or_path", dest="model")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(MODEL, dest="model")
     parser.add_argument("--vllm.num_engines", dest="engines", type=int, default=0)
     parser.add_argument("--vllm.tensor_parallel_size", dest="tensor_parallel", type=int, default=1)
+    parser.add_argument("--vllm.enforce_eager", dest="eager", action="store_true")
+    parser.add_argument("--vllm.enable_sleep", dest="sleep", action="store_true")
     parser.add_argument("--rollout.temperature", dest="temperature", type=float, default=1.0)
     parser.add_argument("--rollout.top_p", dest="top_p", type=float, default=1.0)
     parser.add_argument("--data.max_len", dest="max_len", type=int, default=2048)
     parser.add_argument("--ds.param_dtype", dest="param_dtype", default="bf16")
     parser.add_argument("--ds.lora.rank", dest="lora_rank", type=int, default=0)
     parser.add_argument("--ds.load_in_4bit", dest="load_in_4bit", action="store_true")
-    parser.add_argument("--ds.ring_attn_size", dest="ring_attn_size", type=int, default=1)
+    parser.add_argument("--ds.ring_attn_size", dest="ring", type=int, default=1)
+    parser.add_argument("--ds.packing_samples", dest="packed", action="store_true")
+    parser.add_argument("--ds.zero_stage", dest="zero_stage", type=int, default=2)
     parser.add_argument("--ds.tensor_parallel_size", dest="actor_tensor_parallel", type=int, default=1)
-    parser.add_argument("--data.max_images_per_prompt", dest="images", type=int, default=0)
+    parser.add_argument("--actor.num_nodes", dest="nodes", type=int, default=1)
+    parser.add_argument("--actor.num_gpus_per_node", dest="gpus_per_node", type=int, default=8)
+    parser.add_argument("--train.dynamic_batch_enable", dest="dynamic_batch", action="store_true")
+    parser.add_argument("--train.async_enable", dest="asynchronous", action="store_true")
     parser.add_argument("--train.full_determinism_enable", dest="deterministic", action="store_true")
+    parser.add_argument("--data.max_images_per_prompt", dest="images", type=int, default=0)
+    parser.add_argument("--algo.advantage.is_correction_level", dest="correction", default="off")
     return parser
+
+
+def read_flags(theirs: Sequence[str]) -> tuple[argparse.Namespace, tuple[Objection, ...]]:
+    """The flags that matter here; one whose value cannot be read has its default, and an objection."""
+    rest = list(theirs)
+    found: list[Objection] = []
+    while True:
+        try:
+            return _parser().parse_known_args(rest)[0], tuple(found)
+        except argparse.ArgumentError as error:
+            flag = str(error.argument_name)
+            at = next(i for i, argument in enumerate(rest) if argument.partition("=")[0] == flag)
+            value = rest[at].partition("=")[2] or " ".join(rest[at + 1 : at + 2])
+            found.append(
+                Objection(
+                    flag, value, "a flag that cannot be read", str(error.message), "correct its value", "openrlhf"
+                )
+            )
+            del rest[at]
+
+
+def objections(flags: argparse.Namespace) -> Iterator[Objection]:
+    """Everything in OpenRLHF's flags that stands in the way, each with what to do instead.
+
+    Args:
+        flags: of ``read_flags``.
+    """
+    checks = (
+        (flags.model is None, MODEL, None, "a run without a policy", "name a model"),
+        (flags.engines < 1, "--vllm.num_engines", flags.engines, "rollouts without vLLM", "set it to 1 or more"),
+        (
+            flags.lora_rank > 0,
+            "--ds.lora.rank",
+            flags.lora_rank,
+            "LoRA (OpenRLHF sends adapters unmerged, under names that vLLM does not load)",
+            "set it to 0",
+        ),
+        (flags.load_in_4bit, "--ds.load_in_4bit", True, "a 4-bit policy", "leave it out"),
+        (
+            flags.actor_tensor_parallel != 1,
+            "--ds.tensor_parallel_size",
+            flags.actor_tensor_parallel,
+            "a tensor parallel actor",
+            "set it to 1",
+        ),
+        (flags.images > 0, "--data.max_images_per_prompt", flags.images, "vision-language policies", "set it to 0"),
+        (
+            flags.deterministic,
+            "--train.full_determinism_enable",
+            True,
+            "an engine in the actor's own process",
+            "leave it out",
+        ),
+        (
+            flags.param_dtype != "bf16",
+            "--ds.param_dtype",
+            flags.param_dtype,
+            "other dtypes (the engine is bfloat16)",
+            "set it to bf16",
+        ),
+    )
+    for refused, option, value, what, instead in checks:
+        if refused:
+            yield unsupported(option, value, what, instead)
+
+
+def target_info(flags: argparse.Namespace, hf_config: dict[str, Any], **known: Any) -> TargetInfo:
+    """What OpenRLHF's flags tell of the target and its engine.
+
+    Args:
+        flags: of ``read_flags``.
+        hf_config: the model's config.json.
+        known: further fields of TargetInfo.
+    """
+    return TargetInfo(
+        path=flags.model,
+        hf_config=hf_config,
+        dtype="bfloat16",  # OpenRLHF builds its engines so, and asserts that the actor's parameters are
+        tensor_parallel=flags.tensor_parallel,
+        max_model_len=flags.max_len,
+        sampling={"temperature": flags.temperature, "top_p": flags.top_p, "top_k": -1, "min_tokens": 1},
+        actor_dtype="bfloat16",
+        **known,
+    )
 
 
 def read_target(theirs: Sequence[str]) -> TargetInfo:
@@ -37,48 +131,9 @@ def read_target(theirs: Sequence[str]) -> TargetInfo:
     Raises:
         SpecConfigError: if the run has something that is not supported, or the target's config cannot be read.
     """
-    flags, _ = _parser().parse_known_args(theirs)
-    refusals = (
-        (flags.model is None, "--actor.model_name_or_path", "a run without a policy", "a model"),
-        (flags.engines < 1, "--vllm.num_engines", "rollouts without vLLM", "1 or more"),
-        (flags.tensor_parallel != 1, "--vllm.tensor_parallel_size", "tensor parallel drafts", "1"),
-        (flags.lora_rank > 0, "--ds.lora.rank", "LoRA", "0"),
-        (flags.load_in_4bit, "--ds.load_in_4bit", "a 4-bit policy", "nothing: leave it out"),
-        (flags.ring_attn_size != 1, "--ds.ring_attn_size", "ring attention", "1"),
-        (flags.actor_tensor_parallel != 1, "--ds.tensor_parallel_size", "a tensor parallel actor", "1"),
-        (flags.images > 0, "--data.max_images_per_prompt", "vision-language policies", "0"),
-        (flags.deterministic, "--train.full_determinism_enable", "an engine in the actor's own process", "nothing"),
-        (flags.param_dtype != "bf16", "--ds.param_dtype", "other dtypes (the engine is bfloat16)", "bf16"),
-    )
-    for refused, option, what, instead in refusals:
-        if refused:
-            raise SpecConfigError(
-                f"spec-plugin does not support {what} yet: set {option} {instead}, or leave out --spec.enable"
-            )
-    return TargetInfo(
-        path=flags.model,
-        hf_config=_hf_config(flags.model),
-        dtype="bfloat16",  # OpenRLHF builds its engines so, and asserts that the actor's parameters are
-        device_type=_device_type(),
-        tensor_parallel=flags.tensor_parallel,
-        max_model_len=flags.max_len,
-        sampling={"temperature": flags.temperature, "top_p": flags.top_p, "top_k": -1, "min_tokens": 1},
-        actor_dtype="bfloat16",
-    )
-
-
-def _hf_config(model: str) -> dict[str, Any]:
-    """config.json of a folder, or of a model on the hub."""
-    try:
-        file = Path(model) / "config.json"
-        if not file.exists():
-            from transformers.utils import cached_file
-
-            file = Path(str(cached_file(model, "config.json")))
-        config: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise SpecConfigError(f"--actor.model_name_or_path {model}: its config.json cannot be read: {error}") from error
-    return config
+    flags, unreadable = read_flags(theirs)
+    refuse((*unreadable, *objections(flags)), LEAVE_OUT)
+    return target_info(flags, load_hf_config(flags.model, MODEL), device_type=_device_type())
 
 
 def _device_type() -> str:
