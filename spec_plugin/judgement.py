@@ -25,7 +25,7 @@ class Objection:
     by: str = OURS  # who refuses: us, or the trainer itself
 
     def __str__(self) -> str:
-        between = " " if self.option.startswith("--") else "="
+        between = " " if self.option.startswith("-") else "="
         where = f" ({self.option}{between}{self.value})" if self.option else ""
         return f"{self.why}{where}: {self.instead}"
 

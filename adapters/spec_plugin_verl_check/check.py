@@ -13,10 +13,10 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.forecast import Plan, judge
 from spec_plugin.judgement import FindModel, Judgement, Model, Objection, find_model, split_launch, unsupported
 from spec_plugin_verl_check import options
-from spec_plugin_verl_check.compose import compose_config
+from spec_plugin_verl_check.compose import compose_config, has_module, not_taken, verl_version
 
 #: modules whose run is that of ``main_ppo``
-MODULES = (None, "verl.trainer.main_ppo", "verl.trainer.main_ppo_sync")
+MODULES = ("verl.trainer.main_ppo",)
 _MODEL = "actor_rollout_ref.model.path"
 
 
@@ -29,12 +29,8 @@ def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
     """
     module, given = split_launch(arguments)
     before: list[Objection] = []
-    if module not in MODULES:
-        before.append(
-            unsupported(
-                "-m", module, f"the trainer {module}", "use verl.trainer.main_ppo with trainer.v1.trainer_mode=sync"
-            )
-        )
+    if module is not None and module not in MODULES:
+        before.append(_about_module(module))
     composed = compose_config(given)
     before += composed.objections
     if composed.config is None:
@@ -45,6 +41,14 @@ def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
         message = str(error).splitlines()[0]
         before.append(Objection("", "", "a configuration that is not complete", message, "set it", "verl"))
         return Judgement("verl", tuple(before), unseen=("everything behind that option",))
+
+
+def _about_module(module: str) -> Objection:
+    instead = "use verl.trainer.main_ppo with trainer.v1.trainer_mode=sync"
+    if not has_module(module):
+        why = f"verl {verl_version()} has no such module"
+        return Objection("-m", module, not_taken(), why, instead, "verl")
+    return unsupported("-m", module, f"the trainer {module}", instead)
 
 
 def _judge(config: Any, before: list[Objection], find: FindModel) -> Judgement:

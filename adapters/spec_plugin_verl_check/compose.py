@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from spec_plugin.judgement import Objection
@@ -45,6 +45,17 @@ def verl_version() -> str:
         return ""
 
 
+def not_taken() -> str:
+    """The reason of everything that verl refuses itself."""
+    return f"arguments that verl {verl_version()} does not take"
+
+
+def has_module(name: str) -> bool:
+    """True when the installed verl has this module; found as a file, since importing takes half a minute."""
+    folder, path = _trainer_folder(), Path(*name.split(".")[1:])
+    return folder is not None and any((folder.parent / p).is_file() for p in (f"{path}.py", path / "__main__.py"))
+
+
 def compose_config(arguments: Sequence[str]) -> Composed:
     """Compose as ``python -m verl.trainer.main_ppo`` would.
 
@@ -74,7 +85,7 @@ def compose_config(arguments: Sequence[str]) -> Composed:
                 return Composed(compose(name, overrides), tuple(found))
         except (HydraException, OmegaConfBaseException) as error:
             at = _blamed(str(error), overrides)
-            if at is None or overrides[at].startswith("++"):
+            if at is None or overrides[at].startswith("++") or isinstance(error, MissingConfigException):
                 found.append(_says(overrides[at] if at is not None else "", *_lines(error)))
                 return Composed(None, tuple(found))
             found.append(_says(overrides[at], *_lines(error)))
@@ -112,10 +123,16 @@ def _split(arguments: Sequence[str], found: list[Objection]) -> tuple[dict[str, 
 
 
 def _blamed(message: str, overrides: Sequence[str]) -> int | None:
-    """Which override hydra complains of: it quotes the key, or the whole."""
+    """Which override hydra complains of: it quotes the key, the whole, or the file that a choice would need."""
+    message = message.partition("Config search path")[0]
     for at, override in enumerate(overrides):
         key = override.lstrip("+~").partition("=")[0]
         if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", message):
+            return at
+    complaint = message.partition("Available options")[0]
+    for at, override in enumerate(overrides):
+        key, _, value = override.partition("=")
+        if "." not in key and value and value in complaint:
             return at
     return None
 
@@ -130,7 +147,7 @@ def _lines(error: Exception) -> tuple[str, str]:
 
 
 def _says(override: str, message: str, instead: str) -> Objection:
-    reason = f"arguments that verl {verl_version()} does not take".replace("  ", " ")
+    reason = not_taken()
     option, _, value = override.partition("=")
     return Objection(
         option, value, reason, f"verl {verl_version()} refuses this itself: {message.rstrip('.')}", instead, "verl"

@@ -32,8 +32,8 @@ def test_a_misspelt_option_stops_before_ray_starts() -> None:
 
 
 def test_what_is_not_supported_is_refused_in_one_sentence() -> None:
-    done = launcher(*FLAGS, "--vllm.tensor_parallel_size", "2", "--spec.enable")
-    assert done.returncode != 0 and "does not support tensor parallel drafts" in done.stderr
+    done = launcher(*FLAGS, "--ds.tensor_parallel_size", "2", "--spec.enable")
+    assert done.returncode != 0 and "does not support a tensor parallel actor" in done.stderr
 
 
 def test_options_without_the_flag_are_refused() -> None:
