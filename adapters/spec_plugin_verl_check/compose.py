@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from spec_plugin.judgement import Objection
@@ -83,7 +83,7 @@ def compose_config(arguments: Sequence[str]) -> Composed:
             with warnings.catch_warnings(), initialize_config_dir(str(config_dir), version_base=None):
                 warnings.simplefilter("ignore")  # a search path that is not there; hydra's error says what that means
                 return Composed(compose(name, overrides), tuple(found))
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: hydra's, for odd groups
             at = _blamed(str(error), overrides)
             if at is None or overrides[at].startswith("++") or isinstance(error, MissingConfigException):
                 found.append(_says(overrides[at] if at is not None else "", *_lines(error)))
@@ -114,6 +114,8 @@ def _split(arguments: Sequence[str], found: list[Objection]) -> tuple[dict[str, 
             chosen[_FLAGS[flag]] = value if has_value or not rest else rest.pop(0)
             continue
         try:
+            if not flag.lstrip("+~"):
+                raise OverrideParseException(argument, "it has no key")
             parser.parse_override(argument)
         except HydraException as error:
             found.append(_says(argument, *_lines(error)))
@@ -147,8 +149,6 @@ def _lines(error: Exception) -> tuple[str, str]:
 
 
 def _says(override: str, message: str, instead: str) -> Objection:
-    reason = not_taken()
     option, _, value = override.partition("=")
-    return Objection(
-        option, value, reason, f"verl {verl_version()} refuses this itself: {message.rstrip('.')}", instead, "verl"
-    )
+    why = f"verl {verl_version()} refuses this itself: {message.rstrip('.')}"
+    return Objection(option or override, value, not_taken(), why, instead, "verl")

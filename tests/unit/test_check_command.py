@@ -1,0 +1,445 @@
+"""``spec-plugin check``: what it accepts, what it refuses and with which words, for both trainers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import spec_plugin_openrlhf.check as openrlhf
+import spec_plugin_openrlhf.options as openrlhf_options
+from click.testing import CliRunner, Result
+from omegaconf import OmegaConf
+from spec_plugin_verl_check import check as verl_check
+from spec_plugin_verl_check import compose, options
+
+from draft_training import DraftConfig, Eagle3Draft
+from spec_plugin import SpecConfigError
+from spec_plugin.check import find_check
+from spec_plugin.cli import main
+from spec_plugin.judgement import Model, find_model, refuse, split_launch
+
+needs_verl = pytest.mark.skipif(not (find_spec("verl") and find_spec("hydra")), reason="reads verl's own configuration")
+ROOT = Path(__file__).resolve().parents[2]
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+}
+PATH = "actor_rollout_ref.model.path=Qwen/Qwen3-8B"
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+SPEC = "+actor_rollout_ref.rollout.custom.spec."
+ROLLOUT, MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+
+
+def a_qwen3(name: str) -> Model:
+    return Model(name, QWEN3, "a test")
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["check", *arguments])
+
+
+@pytest.fixture(scope="session")
+def stock() -> Any:
+    """verl's own configuration, with vLLM: the parts that are asked, as a plain dict, since copies of the whole are slow."""
+    whole = compose.compose_config([PATH, VLLM]).config
+    parts = whole.actor_rollout_ref
+    plain = {name: options.plain(parts[name]) for name in ("actor", "rollout", "model")}
+    return {"actor_rollout_ref": plain | {"hybrid_engine": True}, "trainer": options.plain(whole.trainer)}
+
+
+def judged(stock: Any, *changes: tuple[str, Any]) -> list[str]:
+    config = OmegaConf.create(stock)
+    for key, value in changes:
+        OmegaConf.update(config, key, value, force_add=True)
+    part = config.actor_rollout_ref
+    return [str(o) for o in options.objections(part.rollout, part.model, config, config.trainer.device)]
+
+
+# verl
+
+
+@needs_verl
+def test_a_default_run_is_accepted_and_told_what_it_would_do() -> None:
+    found = verl_check([PATH, VLLM, f"{SPEC}k=5"], a_qwen3)
+    assert found.accepted and not found.unseen
+    assert "up to 5 tokens" in found.facts["method"] and found.facts["shape"].startswith("8 fsdp actor ranks; 4 vllm")
+    assert (
+        "268M parameters" in found.facts["draft on the actor"]
+        and "2.0 GiB of optimizer" in found.facts["draft on the actor"]
+    )
+    assert (
+        "512 MiB" in found.facts["draft in the engine"] and "split over 2 ranks" in found.facts["draft in the engine"]
+    )
+    assert {"model runner", "graphs", "verified", "not verified"} <= set(found.facts)
+    assert found.shapes == ("tp2", "dp2", "packed")
+
+
+ACCEPTED = (
+    (f"{ROLLOUT}tensor_model_parallel_size", 8),
+    ("actor_rollout_ref.actor.strategy", "fsdp2"),
+    ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 2),
+    (f"{MODEL}use_remove_padding", True),
+    ("actor_rollout_ref.actor.use_dynamic_bsz", True),
+    ("actor_rollout_ref.actor.fsdp_config.param_offload", True),
+    ("actor_rollout_ref.actor.fsdp_config.optimizer_offload", True),
+    ("algorithm.adv_estimator", "remax"),
+    (f"{ROLLOUT}val_kwargs.temperature", 0.6),
+    (f"{ROLLOUT}multi_turn.enable", True),
+    (f"{ROLLOUT}calculate_log_probs", False),
+)
+
+
+@needs_verl
+@pytest.mark.parametrize("change", ACCEPTED, ids=lambda change: f"{change[0].rpartition('.')[2]}")
+def test_this_is_no_objection(stock: Any, change: tuple[str, Any]) -> None:
+    assert judged(stock, change) == []
+
+
+@needs_verl
+def test_merged_lora_is_no_objection(stock: Any) -> None:
+    assert judged(stock, (f"{MODEL}lora_rank", 8), (f"{MODEL}lora.merge", True)) == []
+
+
+KWARGS = f"{ROLLOUT}engine_kwargs.vllm"
+REFUSED = (
+    ((f"{ROLLOUT}name", "sglang"), "rollouts by sglang", "set it to vllm"),
+    (("actor_rollout_ref.actor.strategy", "megatron"), "megatron actors", "fsdp or fsdp2"),
+    (("actor_rollout_ref.actor.strategy", "veomni"), "veomni actors", "fsdp or fsdp2"),
+    (("trainer.v1.trainer_mode", "colocate_async"), "trainer mode colocate_async", "set it to sync"),
+    (("trainer.use_v1", False), "legacy trainer", "set it to True"),
+    (("trainer.device", "npu"), "device npu", "cpu, cuda"),
+    (("actor_rollout_ref.hybrid_engine", False), "outside of the actors' processes", "set it to True"),
+    ((f"{ROLLOUT}pipeline_model_parallel_size", 2), "pipeline parallel", "set it to 1"),
+    ((f"{ROLLOUT}data_parallel_size", 2), "engine data parallel", "set it to 1"),
+    ((f"{ROLLOUT}expert_parallel_size", 4), "expert parallel over data parallel", "set it to 2 or 1"),
+    ((f"{ROLLOUT}disaggregation.enabled", True), "prefill-decode", "set it to False"),
+    ((f"{ROLLOUT}quantization", "fp8"), "quantized rollouts", "set it to null"),
+    ((f"{ROLLOUT}qat", {"enable": True}), "quantized rollouts", "qat.enable=False"),
+    ((f"{ROLLOUT}checkpoint_engine.backend", "delta_sharded"), "weight syncs by delta_sharded", "set it to naive"),
+    ((f"{ROLLOUT}dtype", "auto"), "dtypes that are not named", "bfloat16"),
+    ((f"{ROLLOUT}tensor_model_parallel_size", "two"), "no whole number", "set one"),
+    ((f"{MODEL}mtp.enable", True), "MTP", "set it to False"),
+    ((f"{MODEL}lora_rank", 8), "LoRA adapters in the engine", "model.lora.merge=True"),
+    ((f"{MODEL}lora_adapter_path", "an/adapter"), "LoRA adapters in the engine", "model.lora.merge=True"),
+    ((f"{KWARGS}.speculative_config", {"method": "ngram"}), "sets it too", "remove it"),
+    ((f"{KWARGS}.data_parallel_size", 2), "engine data parallel", "leave it out"),
+    ((f"{KWARGS}.quantization", "fp8"), "quantized rollouts", "leave it out"),
+    ((f"{KWARGS}.tensor_parallel_size", 4), "another size than its replica", "leave it out"),
+)
+
+
+@needs_verl
+@pytest.mark.parametrize(("change", "what", "instead"), REFUSED, ids=lambda v: v[0] if isinstance(v, tuple) else "")
+def test_an_objection_names_the_option_and_what_to_do(
+    stock: Any, change: tuple[str, Any], what: str, instead: str
+) -> None:
+    (said,) = judged(stock, change)
+    assert what in said and instead in said and change[0] in said
+
+
+@needs_verl
+def test_all_objections_are_reported_at_once() -> None:
+    overrides = [
+        "model_engine=megatron",
+        f"{ROLLOUT}pipeline_model_parallel_size=2",
+        "trainer.v1.trainer_mode=separate_async",
+    ]
+    found = verl_check(
+        [PATH, VLLM, *overrides, f"{SPEC}k=99"], lambda name: Model(name, {"model_type": "qwen3_moe"}, "x")
+    )
+    said = "\n".join(map(str, found.objections))
+    assert len(found.objections) == 5 and not found.accepted
+    for part in ("megatron actors", "pipeline", "separate_async", "custom.spec.k=99", "model_type='qwen3_moe'"):
+        assert part in said
+
+
+@needs_verl
+def test_a_key_that_verl_does_not_know_is_said_in_hydras_words_and_the_rest_is_judged() -> None:
+    found = verl_check([PATH, VLLM, "actor_rollout_ref.actor.nonsense=3", f"+{MODEL}lora.merge=True"], a_qwen3)
+    unknown, there = map(str, found.objections)
+    assert "verl" in unknown and "Could not override 'actor_rollout_ref.actor.nonsense'" in unknown
+    assert "+actor_rollout_ref.actor.nonsense=3" in unknown  # hydra's advice
+    assert "already at 'actor_rollout_ref.model.lora.merge'" in there
+    assert {o.by for o in found.objections} == {"verl"} and found.facts["method"]
+
+
+@needs_verl
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config-name=nowhere"], "Cannot find primary config 'nowhere'"),
+        (["--config-path=nowhere"], "there is no such folder"),
+        (["model_engine=nothing"], "model_engine=nothing"),
+        (["=3"], "=3"),
+        ([], "actor_rollout_ref.rollout.name"),
+        (["-m", "verl.trainer.main_ppo_never", VLLM], "no such module"),
+        (["-m", "verl.experimental.fully_async_policy.fully_async_main", VLLM], "the trainer verl.experimental"),
+    ],
+)
+def test_what_verl_itself_would_stumble_over_is_an_objection_and_no_crash(arguments: list[str], said: str) -> None:
+    found = verl_check(arguments, a_qwen3)
+    assert not found.accepted and any(said in str(o) for o in found.objections)
+
+
+@needs_verl
+def test_the_configuration_may_be_chosen_as_verl_ships_them() -> None:
+    found = verl_check(["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", PATH, VLLM], a_qwen3)
+    (said,) = map(str, found.objections)
+    assert "megatron actors" in said
+
+
+@needs_verl
+def test_engine_kwargs_win_over_verls_own_options_and_none_is_not_given(stock: Any) -> None:
+    config = OmegaConf.create(stock["actor_rollout_ref"]["rollout"])
+    given = {"max_num_seqs": 32, "max_model_len": 4096, "dtype": "float32", "speculative_config": None}
+    config.engine_kwargs = {"vllm": given, "sglang": None}
+    target = options.target_info(config, "path", {})
+    assert (target.max_num_seqs, target.max_model_len, target.dtype) == (32, 4096, "float32")
+    config.engine_kwargs = {"vllm": None}
+    assert options.target_info(config, "path", {}).max_num_seqs == config.max_num_seqs
+
+
+@needs_verl
+def test_lossy_engine_options_and_truncated_sampling_in_the_loss_are_refused() -> None:
+    found = verl_check(
+        [
+            PATH,
+            VLLM,
+            f"+{KWARGS}.logits_processors=[x]",
+            f"{ROLLOUT}top_p=0.9",
+            f"+{ROLLOUT}repetition_penalty=1.1",
+            "algorithm.rollout_correction.rollout_is=token",
+        ],
+        a_qwen3,
+    )
+    reasons = {o.reason for o in found.objections}
+    assert reasons == {
+        "a lossy option (logits_processors)",
+        "a lossy option (repetition_penalty)",
+        "truncated sampling whose log-probs enter the loss",
+    }
+
+
+@needs_verl
+def test_log_probs_that_verl_does_not_ask_for_are_a_note() -> None:
+    found = verl_check([PATH, VLLM, f"{ROLLOUT}calculate_log_probs=False"], a_qwen3)
+    assert found.accepted and any("calculate_log_probs=False" in note for note in found.notes)
+
+
+def namespace(value: Any) -> Any:
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        return SimpleNamespace(**{k: namespace(v) for k, v in value.items()})
+    return value
+
+
+@needs_verl
+def test_verls_dataclasses_get_the_same_objections_and_the_run_raises_them(
+    stock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = OmegaConf.create(stock)
+    changes = (
+        (f"{ROLLOUT}pipeline_model_parallel_size", 2),
+        (f"{MODEL}mtp.enable", True),
+        (f"{ROLLOUT}quantization", "fp8"),
+    )
+    for key, value in changes:
+        OmegaConf.update(config, key, value)
+    both = OmegaConf.to_container(config, resolve=True)["actor_rollout_ref"]  # type: ignore[index,call-overload]
+    rollout, model = namespace(both["rollout"]), namespace(both["model"])
+    rollout.engine_kwargs, rollout.qat, model.lora = {"vllm": {}}, {"enable": False}, {}
+    expected = [str(o) for o in options.objections(config.actor_rollout_ref.rollout, config.actor_rollout_ref.model)]
+    assert [str(o) for o in options.objections(rollout, model)] == expected and len(expected) == 3
+
+    device = ModuleType("verl.utils.device")
+    device.get_device_name = lambda: "cuda"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verl.utils.device", device)
+    spec = importlib.util.spec_from_file_location("the_run", ROOT / "adapters/spec_plugin_verl/options.py")
+    assert spec and spec.loader
+    the_run = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(the_run)  # by path: importing the package is the flag
+    with pytest.raises(SpecConfigError) as refused:
+        the_run.refuse_unsupported(rollout, model)
+    assert str(refused.value) == "\n".join(expected) + f", or {options.LEAVE_OUT}"
+
+
+def test_adapters_need_a_symbol_of_vllm_that_is_looked_for_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = {"verl": "mapper.get_unstacked_mapper()", "vllm": "class WeightsMapper: ..."}
+    monkeypatch.setattr(options, "_source", lambda package, file: sources[package])
+    assert "get_unstacked_mapper" in options.missing_for_adapters()
+    sources["vllm"] = "def get_unstacked_mapper(self): ..."
+    assert options.missing_for_adapters() == ""
+
+
+# OpenRLHF
+
+GOOD = ("--actor.model_name_or_path", "Qwen/Qwen3-8B", "--vllm.num_engines", "2")
+
+
+@pytest.fixture
+def flags_of_openrlhf(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    parser = openrlhf_options._parser()
+    names = [name for action in parser._actions for name in action.option_strings]
+    monkeypatch.setattr(openrlhf, "known_flags", lambda: (*names, "--train.agent_func_path", "--ds.enable_sleep"))
+    monkeypatch.setattr(openrlhf.metadata, "distribution", lambda name: SimpleNamespace(version="0.11.2"))
+    yield
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
+@pytest.mark.parametrize(
+    ("flags", "shapes"),
+    [
+        ((), ("dp2",)),
+        (("--vllm.tensor_parallel_size", "4", "--ds.zero_stage", "3"), ("tp2", "dp2")),
+        (("--ds.ring_attn_size", "2", "--ds.packing_samples"), ("dp2", "sp2", "packed")),
+        (("--train.agent_func_path", "agent.py", "--train.async_enable"), ("dp2",)),
+        (("--vllm.enable_sleep", "--ds.enable_sleep"), ("dp2",)),
+    ],
+)
+def test_openrlhf_runs_that_are_accepted(flags: tuple[str, ...], shapes: tuple[str, ...]) -> None:
+    found = openrlhf.check(
+        ["ray", "job", "submit", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *GOOD, *flags], a_qwen3
+    )
+    assert found.accepted and found.shapes == shapes, found.objections
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
+@pytest.mark.parametrize(
+    ("flags", "what", "instead"),
+    [
+        (("--vllm.num_engines", "0"), "rollouts without vLLM", "1 or more"),
+        (("--ds.lora.rank", "8"), "unmerged", "set it to 0"),
+        (("--ds.load_in_4bit",), "4-bit", "leave it out"),
+        (("--ds.tensor_parallel_size", "2"), "tensor parallel actor", "set it to 1"),
+        (("--data.max_images_per_prompt", "1"), "vision", "set it to 0"),
+        (("--train.full_determinism_enable",), "actor's own process", "leave it out"),
+        (("--ds.param_dtype", "fp16"), "other dtypes", "bf16"),
+        (("--data.max_len", "long"), "invalid int value", "correct its value"),
+        (("--data.maxlen", "9"), "no flag --data.maxlen", "did you mean --data.max_len"),
+        (("--spec.k", "99"), "--spec.k", "spec-plugin options"),
+        (("--spec.kk", "3"), "did you mean --spec.k", "spec-plugin options"),
+        (("--rollout.top_p", "0.9", "--algo.advantage.is_correction_level", "token"), "truncated", "top_p=1.0"),
+    ],
+)
+def test_openrlhf_objections_name_the_flag_and_what_to_do(flags: tuple[str, ...], what: str, instead: str) -> None:
+    (said,) = map(str, openrlhf.check([*GOOD, *flags], a_qwen3).objections)
+    assert what in said and instead in said
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
+def test_openrlhf_refuses_with_the_words_of_the_check_and_all_at_once() -> None:
+    bad = ["--vllm.num_engines", "0", "--ds.load_in_4bit", "--actor.model_name_or_path", "x"]
+    expected = [str(o) for o in openrlhf.check(bad, a_qwen3).objections]
+    with pytest.raises(SpecConfigError) as refused:
+        openrlhf_options.read_target(bad)
+    assert str(refused.value) == "\n".join(expected) + ", or leave out --spec.enable" and len(expected) == 2
+
+
+def test_openrlhfs_flags_are_read_from_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cli").mkdir()
+    source = 'for prefix in ("actor",):\n    p.add_argument(f"--{prefix}.adam.lr")\np.add_argument("--data.max_len", type=int)\n'
+    (tmp_path / "cli" / "train_ppo_ray.py").write_text(source)
+    monkeypatch.setattr(openrlhf, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    assert set(openrlhf.known_flags()) == {r"\-\-\w+\.adam\.lr", r"\-\-data\.max_len"}
+
+
+# the model
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
+def test_a_model_that_is_not_here_is_said_to_be_unseen_and_the_rest_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spec_plugin.judgement._in_hub_cache", lambda name: None)
+    found = openrlhf.check([*GOOD, "--ds.load_in_4bit"])
+    assert [o.reason for o in found.objections] == ["a 4-bit policy"]
+    assert "Qwen/Qwen3-8B" in found.unseen[0] and "--model-config" in found.unseen[0]
+
+
+def test_a_model_is_found_in_a_folder_and_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    assert find_model(str(tmp_path)).config == QWEN3
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+    assert find_model("Qwen/Qwen3-8B").config == QWEN3
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SpecConfigError, match="cannot be read"):
+        find_model(str(tmp_path))
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "qwen2_5_vl"])
+def test_a_family_without_a_draft_is_refused_by_name(family: str) -> None:
+    (objection,) = openrlhf.check(GOOD, lambda name: Model(name, {"model_type": family}, "x")).objections
+    assert objection.reason == f"model family {family}" and repr(family) in str(objection)
+
+
+@pytest.mark.parametrize("pruned", [None, 64])
+def test_the_number_of_parameters_is_that_of_the_draft(pruned: int | None) -> None:
+    small = QWEN3 | {
+        "vocab_size": 128,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    config = DraftConfig.from_target(small | {"num_key_value_heads": 2}, draft_vocab_size=pruned)
+    assert config.parameters == sum(p.numel() for p in Eagle3Draft(config).parameters())
+
+
+# the command
+
+
+@needs_verl
+def test_the_exit_code_and_the_json_say_whether_it_is_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN3))
+    done = invoke("verl", "--json", "--model-config", str(file), "--", PATH, VLLM)
+    table = json.loads(done.stdout)
+    assert (done.exit_code, table["accepted"], table["objections"], table["unseen"]) == (0, True, [], [])
+    done = invoke("verl", "--json", "--", PATH, VLLM, f"{ROLLOUT}pipeline_model_parallel_size=2")
+    (objection,) = json.loads(done.stdout)["objections"]
+    assert done.exit_code == 1 and objection["option"] == f"{ROLLOUT}pipeline_model_parallel_size"
+    assert objection["value"] == "2" and objection["instead"] == "set it to 1" and objection["sentence"]
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
+def test_the_verdict_is_the_last_thing_that_is_printed() -> None:
+    done = invoke("openrlhf", "--", "--ds.load_in_4bit", "--vllm.num_engines", "0")
+    assert done.exit_code == 1 and "refused: 3 in the way" in done.stdout
+    assert done.stdout.rstrip().rpartition("\n")[2].startswith("  3. ")
+
+
+def test_an_unknown_trainer_is_an_error_that_names_those_that_are_there() -> None:
+    done = invoke("nemo", "--", "x=1")
+    assert done.exit_code == 1 and "openrlhf" in done.stderr and "verl" in done.stderr
+
+
+def test_help_teaches_by_example() -> None:
+    text = invoke("--help").stdout
+    assert "spec-plugin check verl" in text and "spec-plugin check openrlhf" in text and "Exit code" in text
+
+
+def test_the_check_of_verl_is_found_beside_the_package_whose_import_is_the_flag() -> None:
+    before = set(sys.modules)
+    assert find_check("verl") is verl_check and find_check("openrlhf") is openrlhf.check
+    assert not {"spec_plugin_verl", "verl", "vllm"} & (set(sys.modules) - before)
+
+
+def test_a_whole_command_line_is_split_at_its_module() -> None:
+    assert split_launch(["ray", "job", "submit", "--", "python3", "-m", "a.b", "x=1"]) == ("a.b", ["x=1"])
+    assert split_launch(["x=1", "-m"]) == (None, ["x=1", "-m"])
+
+
+def test_nothing_is_raised_where_nothing_is_objected() -> None:
+    refuse((), "leave it out")

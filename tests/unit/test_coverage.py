@@ -1,0 +1,116 @@
+"""coverage.py's counting, its data, and the README's tables, which are its results."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from draft_training import DraftConfig, DraftConfigError  # noqa: E402
+from draft_training.config import FAMILIES  # noqa: E402
+from examples.bench import coverage  # noqa: E402
+from spec_plugin.judgement import Judgement, Model, Objection  # noqa: E402
+
+TRAINERS = {"verl": "verl_examples.jsonl", "openrlhf": "openrlhf_scripts.jsonl"}
+
+
+def row(script: str, *reasons: str, trainer: tuple[str, ...] = (), judged: bool = True) -> coverage.Row:
+    return coverage.Row(script, reasons, trainer, reasons, (), ("tp2", "packed"), judged)
+
+
+ROWS = [
+    row("good"),
+    row("old", "odd key", trainer=("odd key",)),
+    row("megatron", "megatron"),
+    row("both", "megatron", "moe"),
+    row("nothing known", "odd key", trainer=("odd key",), judged=False),
+]
+
+
+def test_a_reason_counts_every_line_that_has_it_and_costs_those_that_have_no_other() -> None:
+    assert coverage.by_reason(ROWS) == {"odd key": 2, "megatron": 2, "moe": 1}
+    assert coverage.alone_costs(ROWS) == {"odd key": 2, "megatron": 1}
+
+
+def test_the_table_tells_our_refusals_from_the_trainers_own() -> None:
+    first, *rest = coverage.main_table(ROWS)
+    assert first.startswith("accepted 1 of 5; 2 but for")
+    assert "| megatron | 2 | 1 |" in rest and "| moe | 1 | 0 |" in rest
+
+
+def test_each_accepted_script_is_listed_with_its_shapes() -> None:
+    lines = coverage.shape_table(ROWS)
+    assert "| good | tp2 packed |" in lines and any(line.startswith("| old (rewritten") for line in lines)
+    assert not any("megatron" in line or "nothing known" in line for line in lines)
+
+
+def test_a_line_is_judged_by_the_check_of_its_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def check(arguments: list[str], find: Any) -> Judgement:
+        asked.append((arguments, find("org/Qwen3-8B").config["model_type"]))
+        objection = Objection("k", "1", "a reason", "why", "what else")
+        return Judgement("verl", (objection, objection), {"method": "x"})
+
+    monkeypatch.setattr(coverage, "find_check", lambda trainer: {"verl": check}[trainer])
+    commands, out = tmp_path / "commands.jsonl", tmp_path / "out.json"
+    commands.write_text(json.dumps({"script": "s", "module": "verl.trainer.main_ppo", "args": ["x=1"]}) + "\n\n")
+    done = CliRunner().invoke(coverage.main, ["--commands", str(commands), "--json", str(out)])
+    assert done.exit_code == 0 and "accepted 0 of 1" in done.stdout, done.output
+    assert asked == [(["-m", "verl.trainer.main_ppo", "x=1"], "qwen3")]
+    (table,) = json.loads(out.read_text())
+    assert table["reasons"] == ["a reason"] and len(table["objections"]) == 2
+
+
+def test_a_model_is_looked_for_in_what_was_given_then_on_disk_then_in_the_table(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "given"}')
+    monkeypatch.setattr(coverage, "find_model", lambda name: Model(name, None, "not here"))
+    find = coverage.finder({"B": file}, {"B": {"model_type": "table"}, "C": {"model_type": "table"}})
+    assert [(find(n).config or {}).get("model_type") for n in ("A/B", "A/C", "A/D")] == ["given", "table", None]
+
+
+def test_a_model_config_without_a_name_is_refused(tmp_path: Path) -> None:
+    commands = tmp_path / "commands.jsonl"
+    commands.write_text("")
+    done = CliRunner().invoke(coverage.main, ["--commands", str(commands), "--model-config", "config.json"])
+    assert done.exit_code == 2 and "NAME=FILE" in done.output
+
+
+def test_the_table_of_models_is_complete_for_dense_families_and_names_the_family_of_all() -> None:
+    for name, config in json.loads(coverage.FAMILIES.read_text()).items():
+        if config["model_type"] in FAMILIES:
+            assert DraftConfig.from_target(config).parameters > 1e7, name
+        else:
+            with pytest.raises(DraftConfigError, match=config["model_type"]):
+                DraftConfig.from_target(config)
+
+
+@pytest.mark.parametrize("file", TRAINERS.values())
+def test_command_lines_are_complete_and_name_nothing_of_a_machine(file: str) -> None:
+    lines = [json.loads(line) for line in (coverage.DATA / file).read_text().splitlines()]
+    assert len({line["script"] for line in lines}) == len(lines) == {"verl_examples.jsonl": 88}.get(file, 8)
+    assert all(set(line) == {"script", "module", "args"} for line in lines)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_readme_shows_the_last_results(trainer: str) -> None:
+    results = ROOT / "examples" / "bench" / "results" / f"coverage-{trainer}.json"
+    rows = [
+        coverage.Row(**{name: tuple(v) if isinstance(v, list) else v for name, v in table.items()})
+        for table in json.loads(results.read_text())
+    ]
+    assert len(rows) == len((coverage.DATA / TRAINERS[trainer]).read_text().splitlines())
+    text = (ROOT / "README.md").read_text()
+    (shown,) = re.findall(rf"<!-- coverage-{trainer}:begin -->\n(.*?)\n<!-- coverage-{trainer}:end -->", text, re.S)
+    assert shown == "\n".join(coverage.main_table(rows))
