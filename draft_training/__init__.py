@@ -47,11 +47,12 @@ _HOMES = {
     "trainer": ("DraftTrainer", "SliceReport", "TrainSettings"),
 }
 
+if not TYPE_CHECKING:  # mypy sees the imports above, and so a name that is not there
 
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            value = getattr(import_module(f"draft_training.{home}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module 'draft_training' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        for home, names in _HOMES.items():
+            if name in names:
+                value = getattr(import_module(f"draft_training.{home}"), name)
+                globals()[name] = value
+                return value
+        raise AttributeError(f"module 'draft_training' has no attribute {name!r}")

@@ -43,7 +43,7 @@ class Plan:
 
 def judge(plan: Plan) -> Judgement:
     """The adapter's objections, those of the core, and what the run would do."""
-    objections, unseen = [*plan.objections, *_lossless(plan), *_truncated(plan)], [*plan.unseen]
+    objections, unseen, notes = [*plan.objections, *_lossless(plan), *_truncated(plan)], [*plan.unseen], [*plan.notes]
     facts = {"model": f"{plan.model.name} ({plan.model.source})" if plan.model.config else plan.model.name}
     draft: DraftConfig | None = None
     if plan.spec.method != "eagle3":
@@ -58,8 +58,10 @@ def judge(plan: Plan) -> Judgement:
             draft = starting_draft(plan.spec, plan.target).config
         except SpecConfigError as error:
             objections.append(_about_draft(plan, str(error)))
+    if draft is not None and (family := plan.target.hf_config.get("model_type")) not in FAMILIES:
+        notes.append(f"model family {family}: your draft fits it, but no run with such a target has been tried")
     facts |= dict(_facts(plan, draft))
-    return Judgement(plan.trainer, tuple(objections), facts, plan.notes, tuple(unseen), plan.shapes)
+    return Judgement(plan.trainer, tuple(objections), facts, tuple(notes), tuple(unseen), plan.shapes)
 
 
 def without_accelerator() -> bool:
@@ -110,13 +112,8 @@ def _truncated(plan: Plan) -> Iterator[Objection]:
 def _about_draft(plan: Plan, message: str) -> Objection:
     family = (plan.model.config or {}).get("model_type")
     if family not in FAMILIES:
-        return Objection(
-            plan.model_option,
-            plan.model.name,
-            f"model family {family}",
-            message,
-            f"train a {', '.join(FAMILIES)} model",
-        )
+        instead = f"take a dense target ({', '.join(FAMILIES)})"
+        return Objection(plan.model_option, plan.model.name, f"model family {family}", message, instead)
     return Objection(plan.model_option, plan.model.name, "a draft for this model", message, "change what is named")
 
 

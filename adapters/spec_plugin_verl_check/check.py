@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spec_plugin.config import SpecConfig
@@ -18,6 +18,14 @@ from spec_plugin_verl_check.compose import compose_config, has_module, not_taken
 #: modules whose run is that of ``main_ppo``
 MODULES = ("verl.trainer.main_ppo",)
 _MODEL = "actor_rollout_ref.model.path"
+#: parts of the configuration that are asked here, each a mapping
+_SECTIONS = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout.checkpoint_engine",
+    "actor_rollout_ref.model",
+    "algorithm",
+    "trainer.v1",
+)
 
 
 def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
@@ -35,6 +43,12 @@ def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
     before += composed.objections
     if composed.config is None:
         return Judgement("verl", tuple(before), unseen=("everything else: verl would not get a configuration",))
+    if absent := [name for name in _SECTIONS if not isinstance(OmegaConf.select(composed.config, name), DictConfig)]:
+        before += [
+            Objection(name, "null", "a section that is not there", "verl needs it", "leave it", "verl")
+            for name in absent
+        ]
+        return Judgement("verl", tuple(before), unseen=("everything else",))
     try:
         return _judge(composed.config, before, find)
     except OmegaConfBaseException as error:  # a mandatory value is missing, an interpolation leads nowhere
@@ -61,8 +75,8 @@ def _judge(config: Any, before: list[Objection], find: FindModel) -> Judgement:
         )
         rollout.name = "vllm"
     found = [*before, *options.objections(rollout, model, config, str(config.trainer.get("device", "cuda")))]
-    if any(o.reason == options.NO_NUMBER for o in found):
-        return Judgement("verl", tuple(found), unseen=("everything that depends on that number",))
+    if any(o.reason == options.WRONG_KIND for o in found):
+        return Judgement("verl", tuple(found), unseen=("everything that depends on it",))
     spec = SpecConfig.parse(None)
     try:
         spec = options.read_config(rollout)
@@ -99,9 +113,9 @@ def _judge(config: Any, before: list[Objection], find: FindModel) -> Judgement:
 def _sequence_parallel(config: Any) -> int:
     """verl takes the actor's own option, which is the older one, where it is above 1."""
     actor = config.actor_rollout_ref.actor
-    older = actor.get("ulysses_sequence_parallel_size") or 1
-    newer = (actor.get("fsdp_config") or {}).get("ulysses_sequence_parallel_size") or 1
-    return int(older if older > 1 else newer)
+    older = actor.get("ulysses_sequence_parallel_size")
+    newer = (actor.get("fsdp_config") or {}).get("ulysses_sequence_parallel_size")
+    return next((size for size in (older, newer) if isinstance(size, int) and size > 1), 1)
 
 
 def _sizes(config: Any) -> tuple[int, int]:

@@ -27,7 +27,7 @@ DEVICES = ("cpu", "cuda")
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "max_num_seqs")
-NO_NUMBER = "an option that is no number"
+WRONG_KIND = "an option of the wrong kind"
 #: what we set in the engine ourselves
 _OURS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
 
@@ -46,8 +46,8 @@ def read_config(rollout: Any) -> SpecConfig:
     Raises:
         SpecConfigError: naming the option as the user writes it on verl's command line.
     """
-    raw = (plain(getattr(rollout, "custom", None)) or {}).get("spec")
-    raw = plain(raw)
+    custom = plain(getattr(rollout, "custom", None)) or {}
+    raw = plain(custom.get("spec")) if isinstance(custom, Mapping) else custom
     if raw is not None and not isinstance(raw, Mapping):
         raise SpecConfigError(f"{PREFIX}*: expected options such as {PREFIX}k=3, got {raw!r}")
     return SpecConfig.parse(raw, PREFIX)
@@ -77,7 +77,10 @@ def graph_mode(rollout: Any) -> str:
     """vLLM's ``cudagraph_mode``, which verl sets where the user does not."""
     config = engine_kwargs(rollout).get("compilation_config") or {}
     if isinstance(config, str):
-        config = json.loads(config)
+        try:
+            config = json.loads(config)
+        except ValueError:
+            return f"unknown (compilation_config={config!r} is no JSON)"
     return str(config.get("cudagraph_mode") or "FULL_AND_PIECEWISE")
 
 
@@ -128,13 +131,9 @@ def objections(rollout: Any, model: Any, config: Any = None, device: str = "cuda
         config: verl's whole configuration where it is at hand; the run's processes have only the two above.
         device: verl's device.
     """
-    sizes = {name: getattr(rollout, name) for name in _SIZES} | {
-        f"engine_kwargs.vllm.{name}": value for name, value in engine_kwargs(rollout).items() if name == "max_num_seqs"
-    }
-    if wrong := [(name, value) for name, value in sizes.items() if not isinstance(value, int)]:
-        for name, value in wrong:
-            yield Objection(f"{_ROLLOUT}{name}", str(value), NO_NUMBER, "this is no whole number", "set one")
-        return
+    if wrong := list(_of_wrong_kind(rollout, model)):
+        yield from wrong
+        return  # the others could not compare them
     yield from _engine(rollout)
     yield from _handed_to_vllm(rollout)
     yield from _model(model)
@@ -142,6 +141,26 @@ def objections(rollout: Any, model: Any, config: Any = None, device: str = "cuda
         yield unsupported("trainer.device", device, f"the device {device}", f"use one of {', '.join(DEVICES)}")
     if config is not None:
         yield from _run(config)
+
+
+def _of_wrong_kind(rollout: Any, model: Any) -> Iterator[Objection]:
+    """verl's dataclasses would refuse these too, hidden in a longer message."""
+    kwargs = plain(getattr(rollout, "engine_kwargs", None)) or {}
+    of_vllm = kwargs.get("vllm") if isinstance(kwargs, Mapping) else kwargs
+    if not isinstance(of_vllm, Mapping | None):
+        yield Objection(
+            f"{_ROLLOUT}engine_kwargs.vllm", str(of_vllm), WRONG_KIND, "these are no options", "set some, or {}"
+        )
+        return
+    if not isinstance(model.path, str):
+        yield Objection(f"{_MODEL}path", str(model.path), WRONG_KIND, "this is no path", "name a model")
+    numbers = {f"{_ROLLOUT}{name}": getattr(rollout, name) for name in _SIZES}
+    numbers[f"{_ROLLOUT}expert_parallel_size"] = getattr(rollout, "expert_parallel_size", None) or 1
+    numbers[f"{_ROLLOUT}engine_kwargs.vllm.max_num_seqs"] = engine_kwargs(rollout).get("max_num_seqs", 1)
+    numbers[f"{_MODEL}lora_rank"] = getattr(model, "lora_rank", 0) or 0
+    for option, value in numbers.items():
+        if not isinstance(value, int):
+            yield Objection(option, str(value), WRONG_KIND, "this is no whole number", "set one")
 
 
 def _engine(rollout: Any) -> Iterator[Objection]:
