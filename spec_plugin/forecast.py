@@ -111,7 +111,7 @@ def _truncated(plan: Plan) -> Iterator[Objection]:
 
 def _about_draft(plan: Plan, message: str) -> Objection:
     family = (plan.model.config or {}).get("model_type")
-    if family not in FAMILIES:
+    if plan.spec.draft is None and family not in FAMILIES:
         instead = f"take a dense target ({', '.join(FAMILIES)})"
         return Objection(plan.model_option, plan.model.name, f"model family {family}", message, instead)
     return Objection(plan.model_option, plan.model.name, "a draft for this model", message, "change what is named")

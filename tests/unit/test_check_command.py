@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import spec_plugin_openrlhf.check as openrlhf
 import spec_plugin_openrlhf.options as openrlhf_options
+import torch
 from click.testing import CliRunner, Result
 from omegaconf import OmegaConf
 from spec_plugin_verl_check import check as verl_check
 from spec_plugin_verl_check import compose, options
 
-from draft_training import DraftConfig, Eagle3Draft
+from draft_training import DraftConfig, DraftTrainer, Eagle3Draft, TrainSettings, save_draft
 from spec_plugin import SpecConfigError
 from spec_plugin.check import find_check
 from spec_plugin.cli import main
@@ -400,6 +401,28 @@ def test_the_number_of_parameters_is_that_of_the_draft(pruned: int | None) -> No
     }
     config = DraftConfig.from_target(small | {"num_key_value_heads": 2}, draft_vocab_size=pruned)
     assert config.parameters == sum(p.numel() for p in Eagle3Draft(config).parameters())
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
+def test_a_draft_that_is_given_is_looked_at_and_makes_up_for_the_family(tmp_path: Path) -> None:
+    small = QWEN3 | {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+    }
+    target = small | {"num_key_value_heads": 1, "num_hidden_layers": 8, "model_type": "mistral"}
+    config = DraftConfig.from_target(target | {"model_type": "qwen3"})
+    trainer = DraftTrainer(config, TrainSettings(), device="cpu", seed=0)
+    save_draft(tmp_path / "draft", config, trainer.engine_tensors(torch.float32))
+    flags = (*GOOD, "--spec.draft", str(tmp_path / "draft"))
+    found = openrlhf.check(flags, lambda name: Model(name, target, "x"))
+    assert found.accepted and any("mistral" in note for note in found.notes), found.objections
+    found = openrlhf.check(flags, lambda name: Model(name, target | {"hidden_size": 32}, "x"))
+    assert [o.reason for o in found.objections] == ["a draft for this model"] and "hidden_size=64" in str(
+        found.objections[0]
+    )
 
 
 # the command
