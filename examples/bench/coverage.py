@@ -74,8 +74,8 @@ def by_reason(rows: Iterable[Row]) -> Counter[str]:
 
 
 def alone_costs(rows: Iterable[Row]) -> Counter[str]:
-    """How many lines more would be accepted if only this reason went."""
-    return Counter(row.reasons[0] for row in rows if len(row.reasons) == 1)
+    """How many lines more would be accepted if only this reason went; of a line that was not judged nobody knows."""
+    return Counter(row.reasons[0] for row in rows if len(row.reasons) == 1 and row.judged)
 
 
 def shape_table(rows: Iterable[Row]) -> list[str]:

@@ -37,7 +37,7 @@ ROWS = [
 
 def test_a_reason_counts_every_line_that_has_it_and_costs_those_that_have_no_other() -> None:
     assert coverage.by_reason(ROWS) == {"odd key": 2, "megatron": 2, "moe": 1}
-    assert coverage.alone_costs(ROWS) == {"odd key": 2, "megatron": 1}
+    assert coverage.alone_costs(ROWS) == {"odd key": 1, "megatron": 1}
 
 
 def test_the_table_tells_our_refusals_from_the_trainers_own() -> None:
