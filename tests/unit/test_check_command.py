@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import spec_plugin_openrlhf.check as openrlhf
 import spec_plugin_openrlhf.options as openrlhf_options
 import torch
 from click.testing import CliRunner, Result
-from omegaconf import OmegaConf
 from spec_plugin_verl_check import check as verl_check
-from spec_plugin_verl_check import compose, options
 
 from draft_training import DraftConfig, DraftTrainer, Eagle3Draft, TrainSettings, save_draft
 from spec_plugin import SpecConfigError
@@ -51,243 +47,6 @@ def a_qwen3(name: str) -> Model:
 
 def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["check", *arguments])
-
-
-@pytest.fixture(scope="session")
-def stock() -> Any:
-    """verl's own configuration, with vLLM: the parts that are asked, as a plain dict, since copies of the whole are slow."""
-    whole = compose.compose_config([PATH, VLLM]).config
-    parts = whole.actor_rollout_ref
-    plain = {name: options.plain(parts[name]) for name in ("actor", "rollout", "model")}
-    return {"actor_rollout_ref": plain | {"hybrid_engine": True}, "trainer": options.plain(whole.trainer)}
-
-
-def judged(stock: Any, *changes: tuple[str, Any]) -> list[str]:
-    config = OmegaConf.create(stock)
-    for key, value in changes:
-        OmegaConf.update(config, key, value, force_add=True)
-    part = config.actor_rollout_ref
-    return [str(o) for o in options.objections(part.rollout, part.model, config, config.trainer.device)]
-
-
-# verl
-
-
-@needs_verl
-def test_a_default_run_is_accepted_and_told_what_it_would_do() -> None:
-    found = verl_check([PATH, VLLM, f"{SPEC}k=5"], a_qwen3)
-    assert found.accepted and not found.unseen
-    assert "up to 5 tokens" in found.facts["method"] and found.facts["shape"].startswith("8 fsdp actor ranks; 4 vllm")
-    assert (
-        "268M parameters" in found.facts["draft on the actor"]
-        and "2.0 GiB of optimizer" in found.facts["draft on the actor"]
-    )
-    assert (
-        "512 MiB" in found.facts["draft in the engine"] and "split over 2 ranks" in found.facts["draft in the engine"]
-    )
-    assert {"model runner", "graphs", "verified", "not verified"} <= set(found.facts)
-    assert found.shapes == ("tp2", "dp2", "packed")
-
-
-ACCEPTED = (
-    (f"{ROLLOUT}tensor_model_parallel_size", 8),
-    ("actor_rollout_ref.actor.strategy", "fsdp2"),
-    ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 2),
-    (f"{MODEL}use_remove_padding", True),
-    ("actor_rollout_ref.actor.use_dynamic_bsz", True),
-    ("actor_rollout_ref.actor.fsdp_config.param_offload", True),
-    ("actor_rollout_ref.actor.fsdp_config.optimizer_offload", True),
-    ("algorithm.adv_estimator", "remax"),
-    (f"{ROLLOUT}val_kwargs.temperature", 0.6),
-    (f"{ROLLOUT}multi_turn.enable", True),
-    (f"{ROLLOUT}calculate_log_probs", False),
-)
-
-
-@needs_verl
-@pytest.mark.parametrize("change", ACCEPTED, ids=lambda change: f"{change[0].rpartition('.')[2]}")
-def test_this_is_no_objection(stock: Any, change: tuple[str, Any]) -> None:
-    assert judged(stock, change) == []
-
-
-@needs_verl
-def test_merged_lora_is_no_objection(stock: Any) -> None:
-    assert judged(stock, (f"{MODEL}lora_rank", 8), (f"{MODEL}lora.merge", True)) == []
-
-
-KWARGS = f"{ROLLOUT}engine_kwargs.vllm"
-REFUSED = (
-    ((f"{ROLLOUT}name", "sglang"), "rollouts by sglang", "set it to vllm"),
-    (("actor_rollout_ref.actor.strategy", "megatron"), "megatron actors", "fsdp or fsdp2"),
-    (("actor_rollout_ref.actor.strategy", "veomni"), "veomni actors", "fsdp or fsdp2"),
-    (("trainer.v1.trainer_mode", "colocate_async"), "trainer mode colocate_async", "set it to sync"),
-    (("trainer.use_v1", False), "legacy trainer", "set it to True"),
-    (("trainer.device", "npu"), "device npu", "cpu, cuda"),
-    (("actor_rollout_ref.hybrid_engine", False), "outside of the actors' processes", "set it to True"),
-    ((f"{ROLLOUT}pipeline_model_parallel_size", 2), "pipeline parallel", "set it to 1"),
-    ((f"{ROLLOUT}data_parallel_size", 2), "engine data parallel", "set it to 1"),
-    ((f"{ROLLOUT}expert_parallel_size", 4), "expert parallel over data parallel", "set it to 2 or 1"),
-    ((f"{ROLLOUT}disaggregation.enabled", True), "prefill-decode", "set it to False"),
-    ((f"{ROLLOUT}quantization", "fp8"), "quantized rollouts", "set it to null"),
-    ((f"{ROLLOUT}qat", {"enable": True}), "quantized rollouts", "qat.enable=False"),
-    ((f"{ROLLOUT}checkpoint_engine.backend", "delta_sharded"), "weight syncs by delta_sharded", "set it to naive"),
-    ((f"{ROLLOUT}dtype", "auto"), "dtypes that are not named", "bfloat16"),
-    ((f"{ROLLOUT}tensor_model_parallel_size", "two"), "no whole number", "set one"),
-    ((f"{MODEL}lora_rank", "many"), "no whole number", "set one"),
-    ((f"{MODEL}path", None), "no path", "name a model"),
-    ((f"{KWARGS}", 5), "no options", "set some"),
-    ((f"{MODEL}mtp.enable", True), "MTP", "set it to False"),
-    ((f"{MODEL}lora_rank", 8), "LoRA adapters in the engine", "model.lora.merge=True"),
-    ((f"{MODEL}lora_adapter_path", "an/adapter"), "LoRA adapters in the engine", "model.lora.merge=True"),
-    ((f"{KWARGS}.speculative_config", {"method": "ngram"}), "sets it too", "remove it"),
-    ((f"{KWARGS}.data_parallel_size", 2), "engine data parallel", "leave it out"),
-    ((f"{KWARGS}.quantization", "fp8"), "quantized rollouts", "leave it out"),
-    ((f"{KWARGS}.tensor_parallel_size", 4), "another size than its replica", "leave it out"),
-)
-
-
-@needs_verl
-@pytest.mark.parametrize(("change", "what", "instead"), REFUSED, ids=lambda v: v[0] if isinstance(v, tuple) else "")
-def test_an_objection_names_the_option_and_what_to_do(
-    stock: Any, change: tuple[str, Any], what: str, instead: str
-) -> None:
-    (said,) = judged(stock, change)
-    assert what in said and instead in said and change[0] in said
-
-
-@needs_verl
-def test_all_objections_are_reported_at_once() -> None:
-    overrides = [
-        "model_engine=megatron",
-        f"{ROLLOUT}pipeline_model_parallel_size=2",
-        "trainer.v1.trainer_mode=separate_async",
-    ]
-    found = verl_check(
-        [PATH, VLLM, *overrides, f"{SPEC}k=99"], lambda name: Model(name, {"model_type": "qwen3_moe"}, "x")
-    )
-    said = "\n".join(map(str, found.objections))
-    assert len(found.objections) == 5 and not found.accepted
-    for part in ("megatron actors", "pipeline", "separate_async", "custom.spec.k=99", "model_type='qwen3_moe'"):
-        assert part in said
-
-
-@needs_verl
-def test_a_key_that_verl_does_not_know_is_said_in_hydras_words_and_the_rest_is_judged() -> None:
-    found = verl_check([PATH, VLLM, "actor_rollout_ref.actor.nonsense=3", f"+{MODEL}lora.merge=True"], a_qwen3)
-    unknown, there = map(str, found.objections)
-    assert "verl" in unknown and "Could not override 'actor_rollout_ref.actor.nonsense'" in unknown
-    assert "+actor_rollout_ref.actor.nonsense=3" in unknown  # hydra's advice
-    assert "already at 'actor_rollout_ref.model.lora.merge'" in there
-    assert {o.by for o in found.objections} == {"verl"} and found.facts["method"]
-
-
-@needs_verl
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--config-name=nowhere"], "Cannot find primary config 'nowhere'"),
-        (["--config-path=nowhere"], "there is no such folder"),
-        (["model_engine=nothing"], "model_engine=nothing"),
-        (["=3"], "=3"),
-        ([VLLM, "trainer=null"], "trainer.v1"),
-        ([VLLM, f"+{ROLLOUT}custom=7"], "expected options such as"),
-        ([], "actor_rollout_ref.rollout.name"),
-        (["-m", "verl.trainer.main_ppo_never", VLLM], "no such module"),
-        (["-m", "verl.experimental.fully_async_policy.fully_async_main", VLLM], "the trainer verl.experimental"),
-    ],
-)
-def test_what_verl_itself_would_stumble_over_is_an_objection_and_no_crash(arguments: list[str], said: str) -> None:
-    found = verl_check(arguments, a_qwen3)
-    assert not found.accepted and any(said in str(o) for o in found.objections)
-
-
-@needs_verl
-def test_the_configuration_may_be_chosen_as_verl_ships_them() -> None:
-    found = verl_check(["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", PATH, VLLM], a_qwen3)
-    (said,) = map(str, found.objections)
-    assert "megatron actors" in said
-
-
-@needs_verl
-def test_engine_kwargs_win_over_verls_own_options_and_none_is_not_given(stock: Any) -> None:
-    config = OmegaConf.create(stock["actor_rollout_ref"]["rollout"])
-    given = {"max_num_seqs": 32, "max_model_len": 4096, "dtype": "float32", "speculative_config": None}
-    config.engine_kwargs = {"vllm": given, "sglang": None}
-    target = options.target_info(config, "path", {})
-    assert (target.max_num_seqs, target.max_model_len, target.dtype) == (32, 4096, "float32")
-    config.engine_kwargs = {"vllm": None}
-    assert options.target_info(config, "path", {}).max_num_seqs == config.max_num_seqs
-
-
-@needs_verl
-def test_lossy_engine_options_and_truncated_sampling_in_the_loss_are_refused() -> None:
-    found = verl_check(
-        [
-            PATH,
-            VLLM,
-            f"+{KWARGS}.logits_processors=[x]",
-            f"{ROLLOUT}top_p=0.9",
-            f"+{ROLLOUT}repetition_penalty=1.1",
-            "algorithm.rollout_correction.rollout_is=token",
-        ],
-        a_qwen3,
-    )
-    reasons = {o.reason for o in found.objections}
-    assert reasons == {
-        "a lossy option (logits_processors)",
-        "a lossy option (repetition_penalty)",
-        "truncated sampling whose log-probs enter the loss",
-    }
-
-
-@needs_verl
-def test_log_probs_that_verl_does_not_ask_for_are_a_note() -> None:
-    found = verl_check([PATH, VLLM, f"{ROLLOUT}calculate_log_probs=False"], a_qwen3)
-    assert found.accepted and any("calculate_log_probs=False" in note for note in found.notes)
-
-
-def namespace(value: Any) -> Any:
-    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
-        return SimpleNamespace(**{k: namespace(v) for k, v in value.items()})
-    return value
-
-
-@needs_verl
-def test_verls_dataclasses_get_the_same_objections_and_the_run_raises_them(
-    stock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = OmegaConf.create(stock)
-    changes = (
-        (f"{ROLLOUT}pipeline_model_parallel_size", 2),
-        (f"{MODEL}mtp.enable", True),
-        (f"{ROLLOUT}quantization", "fp8"),
-    )
-    for key, value in changes:
-        OmegaConf.update(config, key, value)
-    both = OmegaConf.to_container(config, resolve=True)["actor_rollout_ref"]  # type: ignore[index,call-overload]
-    rollout, model = namespace(both["rollout"]), namespace(both["model"])
-    rollout.engine_kwargs, rollout.qat, model.lora = {"vllm": {}}, {"enable": False}, {}
-    expected = [str(o) for o in options.objections(config.actor_rollout_ref.rollout, config.actor_rollout_ref.model)]
-    assert [str(o) for o in options.objections(rollout, model)] == expected and len(expected) == 3
-
-    device = ModuleType("verl.utils.device")
-    device.get_device_name = lambda: "cuda"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "verl.utils.device", device)
-    spec = importlib.util.spec_from_file_location("the_run", ROOT / "adapters/spec_plugin_verl/options.py")
-    assert spec and spec.loader
-    the_run = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(the_run)  # by path: importing the package is the flag
-    with pytest.raises(SpecConfigError) as refused:
-        the_run.refuse_unsupported(rollout, model)
-    assert str(refused.value) == "\n".join(expected) + f", or {options.LEAVE_OUT}"
-
-
-def test_adapters_need_a_symbol_of_vllm_that_is_looked_for_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = {"verl": "mapper.get_unstacked_mapper()", "vllm": "class WeightsMapper: ..."}
-    monkeypatch.setattr(options, "_source", lambda package, file: sources[package])
-    assert "get_unstacked_mapper" in options.missing_for_adapters()
-    sources["vllm"] = "def get_unstacked_mapper(self): ..."
-    assert options.missing_for_adapters() == ""
 
 
 # OpenRLHF
