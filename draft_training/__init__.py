@@ -6,7 +6,7 @@ from draft_training.checkpoint import CheckpointError, digest, load_draft, save_
 from draft_training.config import DraftConfig, DraftConfigError, Rope, validate_draft
 from draft_training.loss import LossStats, ttt_loss
 from draft_training.model import Eagle3Draft
-from draft_training.trainer import DraftTrainer, SliceReport, TrainSettings
+from draft_training.trainer import DraftTrainer, OtherRankFailed, SliceReport, TrainSettings
 
 __all__ = [
     "BufferStats",
@@ -18,6 +18,7 @@ __all__ = [
     "Eagle3Draft",
     "HiddenBuffer",
     "LossStats",
+    "OtherRankFailed",
     "PackedBatch",
     "Rope",
     "SliceReport",

@@ -36,7 +36,9 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def attach(self, control: RolloutControl, aux_layers: tuple[int, ...]) -> None:
         """Start harvesting for this control's session."""
         self._session = control.session
-        self._harvest = RolloutHarvest(control, self.module.model, aux_layers)
+        model = self.module.get_base_model() if hasattr(self.module, "get_base_model") else self.module  # LoRA wraps it
+        shards = UlyssesShards(self.ulysses_parallel_group) if self.use_ulysses_sp else None
+        self._harvest = RolloutHarvest(control, model.model, aux_layers, shards)
 
     def infer_batch(self, data: Any, loss_function: Any = None) -> Any:
         """The log-prob pass: harvest on the way, then check the log-probs before verl gets them.
@@ -97,8 +99,9 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         if tu.get(data, key="update_lr_scheduler", default=False):
             assert RUNTIME.control is not None
             RUNTIME.control.train_draft(RUNTIME.policy_version)
-            if self.is_mp_src_rank_with_outputs():
-                # verl flattens every metric over data-parallel ranks and micro-batches, so each must be a list
+            if RUNTIME.control.link is not None:
+                # verl averages over the ranks that report; and it flattens every metric over data-parallel ranks and
+                # micro-batches, so each must be a list
                 output["metrics"].update({name: [value] for name, value in session.metrics().items()})
         return output
 
@@ -131,6 +134,20 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         super().load_checkpoint(local_path, *args, **kwargs)
         if self._session is not None:
             self._session.load(Path(local_path) / "spec_plugin")
+
+
+class UlyssesShards:
+    """verl's sequence parallel ranks: all of them hold the same documents, and run a part of the packed row each."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank, self.size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The packed row of all ranks, [1, N, H], with verl's padding at its end (collective)."""
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, part.contiguous(), group=self._group)
+        return torch.cat(parts, dim=1)
 
 
 def _documents(micro_batch: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -90,7 +90,6 @@ def refuse_unsupported(rollout: Any, model: Any) -> None:
     ours = sorted({"speculative_config", "scheduler_cls", "worker_extension_cls"} & set(engine_kwargs))
     mtp = model.mtp is not None and model.mtp.enable
     checks = (
-        (rollout.tensor_model_parallel_size != 1, "rollout.tensor_model_parallel_size", "tensor parallel drafts", "1"),
         (rollout.pipeline_model_parallel_size != 1, "rollout.pipeline_model_parallel_size", "pipeline parallel", "1"),
         (
             rollout.data_parallel_size != 1,
@@ -100,7 +99,12 @@ def refuse_unsupported(rollout: Any, model: Any) -> None:
         ),
         (rollout.disaggregation.enabled, "rollout.disaggregation.enabled", "prefill-decode disaggregation", "False"),
         (rollout.quantization is not None, "rollout.quantization", "a quantized rollout engine", "null"),
-        (lora_rank > 0, "model.lora_rank", "LoRA", "0"),
+        (
+            lora_rank > 0 and not model.lora.get("merge", False),
+            "model.lora.merge",
+            "LoRA adapters in the engine",
+            "True (weights are merged before they are sent)",
+        ),
         (mtp, "model.mtp.enable", "a second drafting method (MTP)", "False"),
         (not rollout.calculate_log_probs, "rollout.calculate_log_probs", "unverifiable rollout log-probs", "True"),
     )
