@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from spec_plugin.events import HiddenStates
@@ -21,6 +22,21 @@ class SequenceShards(Protocol):
 
     def whole(self, part: Tensor) -> Tensor:
         """The row of all ranks, [1, N, H] or longer, from this rank's part of it (collective)."""
+
+
+class PackedShards:
+    """Ranks that take one slice each of a packed row, in their order, with padding at its end: Ulysses, ring attention."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """The group of these ranks."""
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """[1, N, H] from [1, N / size, H] (collective)."""
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self._group)
+        return torch.cat(parts, dim=1)
 
 
 class Harvester:

@@ -24,7 +24,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ds.param_dtype", dest="param_dtype", default="bf16")
     parser.add_argument("--ds.lora.rank", dest="lora_rank", type=int, default=0)
     parser.add_argument("--ds.load_in_4bit", dest="load_in_4bit", action="store_true")
-    parser.add_argument("--ds.ring_attn_size", dest="ring_attn_size", type=int, default=1)
     parser.add_argument("--ds.tensor_parallel_size", dest="actor_tensor_parallel", type=int, default=1)
     parser.add_argument("--data.max_images_per_prompt", dest="images", type=int, default=0)
     parser.add_argument("--train.full_determinism_enable", dest="deterministic", action="store_true")
@@ -41,10 +40,8 @@ def read_target(theirs: Sequence[str]) -> TargetInfo:
     refusals = (
         (flags.model is None, "--actor.model_name_or_path", "a run without a policy", "a model"),
         (flags.engines < 1, "--vllm.num_engines", "rollouts without vLLM", "1 or more"),
-        (flags.tensor_parallel != 1, "--vllm.tensor_parallel_size", "tensor parallel drafts", "1"),
         (flags.lora_rank > 0, "--ds.lora.rank", "LoRA", "0"),
         (flags.load_in_4bit, "--ds.load_in_4bit", "a 4-bit policy", "nothing: leave it out"),
-        (flags.ring_attn_size != 1, "--ds.ring_attn_size", "ring attention", "1"),
         (flags.actor_tensor_parallel != 1, "--ds.tensor_parallel_size", "a tensor parallel actor", "1"),
         (flags.images > 0, "--data.max_images_per_prompt", "vision-language policies", "0"),
         (flags.deterministic, "--train.full_determinism_enable", "an engine in the actor's own process", "nothing"),

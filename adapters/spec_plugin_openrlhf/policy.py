@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spec_plugin.config import SpecConfig
 from spec_plugin.events import LogprobBatch, TargetInfo, WeightSync
+from spec_plugin.harvest import PackedShards
 from spec_plugin.link import ActorsLink
 from spec_plugin.logs import configure_logging
 from spec_plugin.methods.eagle3 import starting_draft
@@ -49,7 +50,9 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         link = ActorsLink(vllm_engines, self.spec_config.refresh_timeout_s) if is_first() else None
         self._spec = RolloutControl(session, link)
         aux_layers = starting_draft(self.spec_config, target).config.aux_layers
-        self._spec_harvest = RolloutHarvest(self._spec, self._spec_model.model, aux_layers)
+        ring = strategy.ring_attn_group
+        shards = None if ring is None else PackedShards(ring)
+        self._spec_harvest = RolloutHarvest(self._spec, self._spec_model.model, aux_layers, shards)
         self._spec_sync = not strategy.args.train.async_enable
         resumed = int(self.checkpoint_states.get("global_step", 0))
         self._spec_next_version = resumed

@@ -12,7 +12,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import response_from_nested
 
 from spec_plugin.events import LogprobBatch
-from spec_plugin.harvest import response_at_the_end
+from spec_plugin.harvest import PackedShards, response_at_the_end
 from spec_plugin.rollout import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.runtime import RUNTIME
@@ -37,7 +37,7 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """Start harvesting for this control's session."""
         self._session = control.session
         model = self.module.get_base_model() if hasattr(self.module, "get_base_model") else self.module  # LoRA wraps it
-        shards = UlyssesShards(self.ulysses_parallel_group) if self.use_ulysses_sp else None
+        shards = PackedShards(self.ulysses_parallel_group) if self.use_ulysses_sp else None
         self._harvest = RolloutHarvest(control, model.model, aux_layers, shards)
 
     def infer_batch(self, data: Any, loss_function: Any = None) -> Any:
@@ -134,20 +134,6 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         super().load_checkpoint(local_path, *args, **kwargs)
         if self._session is not None:
             self._session.load(Path(local_path) / "spec_plugin")
-
-
-class UlyssesShards:
-    """verl's sequence parallel ranks: all of them hold the same documents, and run a part of the packed row each."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.rank, self.size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-
-    def whole(self, part: Tensor) -> Tensor:
-        """The packed row of all ranks, [1, N, H], with verl's padding at its end (collective)."""
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, part.contiguous(), group=self._group)
-        return torch.cat(parts, dim=1)
 
 
 def _documents(micro_batch: Any) -> tuple[list[Tensor], list[Tensor]]:
