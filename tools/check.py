@@ -66,7 +66,7 @@ PARTS = (
     ),
     Part("kit-verl", (f"{VERL}/spec-plugin conformance verl",), ("verl",), 8, STARTS_VERL),
     Part("kit-openrlhf", (f"{OPENRLHF}/spec-plugin conformance openrlhf",), ("openrlhf",), 4),
-    Part("trainers-verl", (f"{PYTEST} tests/trainers/test_verl.py -m trainer",), ("verl",), 9, STARTS_VERL),
+    Part("trainers-verl", (f"{PYTEST} tests/trainers/test_verl.py tests/trainers/test_ulysses.py -m trainer",), ("verl",), 9, STARTS_VERL),
     Part("engine", (f"{PYTEST} tests/engine -m engine --ignore {MINIMAL}",), ("verl",), 5),
     Part("wrong-adapters", (f"{PYTEST} {MINIMAL} --deselect {KEEPS}",), ("verl",), 3),
     Part("unit", (f"{PYTEST} tests/unit -n 2",), ("verl",), 3),
