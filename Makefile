@@ -6,6 +6,7 @@ PY := .envs/verl/bin/python
 ARGS ?=
 TRAINER ?= verl
 JOBS ?=
+SHAPES ?=
 MAKE_ENV := $(or $(PYTHON),python3) tools/make_env.py
 CHECK := $(or $(PYTHON),python3) tools/check.py
 # One thread per process that sleeps while it waits: all else fights over the cores, between Ray's workers and with the engine.
@@ -53,8 +54,12 @@ unit:  ## tests without an engine (seconds)
 engine-test:  ## tests with a real vLLM engine (minutes)
 	@$(CHECK) --foreground engine -- $(ARGS)
 
-conformance:  ## the conformance kit on every adapter, and on wrong ones (minutes each)
+conformance:  ## the conformance kit on every adapter, and on wrong ones (minutes each); SHAPES=all, or some: "verl-tp2 openrlhf-zero3"
+ifeq ($(SHAPES),)
 	@$(CHECK) --foreground kit-minimal wrong-adapters kit-verl kit-openrlhf -- $(ARGS)
+else
+	@$(CHECK) $(if $(JOBS),--jobs $(JOBS)) $(if $(filter all,$(SHAPES)),--rest,$(SHAPES)) -- $(ARGS)
+endif
 
 trainer-test:  ## tests with real trainers (minutes)
 	@$(CHECK) --foreground trainers-verl trainers-openrlhf -- $(ARGS)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from draft_training.buffer import BufferStats, HiddenBuffer
     from draft_training.checkpoint import CheckpointError, digest, load_draft, save_draft
     from draft_training.config import DraftConfig, DraftConfigError, Rope, validate_draft
+    from draft_training.errors import OtherRankFailed
     from draft_training.loss import LossStats, ttt_loss
     from draft_training.model import Eagle3Draft
     from draft_training.trainer import DraftTrainer, SliceReport, TrainSettings
@@ -24,6 +25,7 @@ __all__ = [
     "Eagle3Draft",
     "HiddenBuffer",
     "LossStats",
+    "OtherRankFailed",
     "PackedBatch",
     "Rope",
     "SliceReport",
@@ -42,6 +44,7 @@ _HOMES = {
     "buffer": ("BufferStats", "HiddenBuffer"),
     "checkpoint": ("CheckpointError", "digest", "load_draft", "save_draft"),
     "config": ("DraftConfig", "DraftConfigError", "Rope", "validate_draft"),
+    "errors": ("OtherRankFailed",),
     "loss": ("LossStats", "ttt_loss"),
     "model": ("Eagle3Draft",),
     "trainer": ("DraftTrainer", "SliceReport", "TrainSettings"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draft_training import state
-from draft_training.batch import Document, pack
+from draft_training.batch import Document, PackedBatch, pack
 from draft_training.buffer import HiddenBuffer
 from draft_training.config import DraftConfig, DraftConfigError
+from draft_training.errors import OtherRankFailed
 from draft_training.layouts import check_tensors
 from draft_training.loss import LossStats, ttt_loss
 from draft_training.model import Eagle3Draft
+
 
 POLICY_TENSORS_MISSING = "the policy's embedding and LM head are not known yet: call update_policy first"
 
@@ -103,12 +105,13 @@ class DraftTrainer:
         self._head_base: Tensor | None = None  # [Vd, H] policy rows that a trained head started from
         self._step_seconds: float | None = None
         with self._own_modes():
-            self.draft = Eagle3Draft(config, device=self.device, dtype=dtype)
-            self.draft.reset_parameters(self._generator)
-            if config.pruned:
-                self.draft.lm_head.weight.requires_grad_(settings.train_head)
-            if tensors is not None:
-                self.install(tensors)
+            with self._one_for_all(torch.zeros(1, device=self.device)):
+                self.draft = Eagle3Draft(config, device=self.device, dtype=dtype)
+                self.draft.reset_parameters(self._generator)
+                if config.pruned:
+                    self.draft.lm_head.weight.requires_grad_(settings.train_head)
+                if tensors is not None:
+                    self.install(tensors)
             self._broadcast()
             self._trained = {n: p for n, p in self.draft.named_parameters() if p.requires_grad}
             self._optimizer = torch.optim.AdamW(
@@ -189,7 +192,7 @@ class DraftTrainer:
         with self._own_modes():
             while steps + skipped < max_steps and not self._any(self._would_overrun(began, seconds)):
                 step_began = time.perf_counter()
-                outcome = self._step(buffer.sample(self.settings.tokens_per_step, self.settings.replay_share))
+                outcome = self._step(lambda: buffer.sample(self.settings.tokens_per_step, self.settings.replay_share))
                 if outcome is None:
                     break
                 finite, stats, step_tokens = outcome
@@ -263,27 +266,49 @@ class DraftTrainer:
         """
         return state.load(self, path)
 
-    def _step(self, documents: Sequence[Document]) -> tuple[bool, LossStats, int] | None:
-        """One optimizer step: (was it finite and taken, raw sums, tokens) over all ranks; None without positions."""
+    def _step(self, sample: Callable[[], Sequence[Document]]) -> tuple[bool, LossStats, int] | None:
+        """One optimizer step: (was it finite and taken, raw sums, tokens) over all ranks; None without positions.
+
+        What fails on one rank alone, memory above all, is raised on all of them at the next sum: nobody waits for it.
+        """
         embed, lm_head = self._policy()
         steps = self.settings.ttt_steps
-        batch = pack(documents, self.device) if documents else None
+        batch: PackedBatch | None = None
         sizes = torch.zeros(steps + 1, dtype=torch.float64, device=self.device)
-        if batch is not None:
-            sizes[:steps], sizes[steps] = batch.counts(steps), len(batch)
-        sizes = self._sum(sizes)
-        if not float(sizes[0]):
+        with self._one_for_all(sizes) as summed:
+            if documents := sample():
+                batch = pack(documents, self.device)
+                sizes[:steps], sizes[steps] = batch.counts(steps), len(batch)
+        if not float(summed[0]):
             return None
-        stats = LossStats.zeros(steps, self.device)
+        sums = LossStats.zeros(steps, self.device).pack()
         self._optimizer.zero_grad(set_to_none=True)
-        if batch is not None:
-            decay, counts = self.settings.ttt_decay, sizes[:steps]
-            loss, stats = ttt_loss(self.draft, batch, embed, lm_head, steps=steps, decay=decay, counts=counts)
-            loss.backward()  # type: ignore[no-untyped-call]
-        stats = LossStats.unpack(self._sum(stats.pack()))
+        with self._one_for_all(sums) as found:
+            if batch is not None:
+                decay, counts = self.settings.ttt_decay, summed[:steps]
+                loss, stats = ttt_loss(self.draft, batch, embed, lm_head, steps=steps, decay=decay, counts=counts)
+                loss.backward()  # type: ignore[no-untyped-call]
+                sums.copy_(stats.pack())
+        stats = LossStats.unpack(found)
         finite = self._apply_gradients(bool(torch.isfinite(stats.kl).all()))
         self._optimizer.zero_grad(set_to_none=True)
-        return finite, stats, int(sizes[steps])
+        return finite, stats, int(summed[steps])
+
+    @contextmanager
+    def _one_for_all(self, mine: Tensor) -> Iterator[Tensor]:
+        """Run the block, then add its ``mine`` up over all ranks, into what this yields; all raise if one of them does."""
+        total = torch.zeros_like(mine)
+        error: Exception | None = None
+        try:
+            yield total
+        except Exception as failure:
+            error = failure
+        summed = self._sum(torch.cat([mine, mine.new_tensor([float(error is not None)])]))
+        if error is not None:
+            raise error
+        if float(summed[-1]):
+            raise OtherRankFailed("train the draft")
+        total.copy_(summed[:-1])
 
     def _apply_gradients(self, finite: bool) -> bool:
         """Sum gradients over the ranks, clip, step; nothing happens, and False is returned, unless all is finite."""

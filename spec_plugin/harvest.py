@@ -5,12 +5,38 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from spec_plugin.events import HiddenStates
+
+
+class SequenceShards(Protocol):
+    """Ranks that run one packed row of tokens together, each a part of it (sequence parallelism, ring attention)."""
+
+    rank: int
+    size: int
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The row of all ranks, [1, N, H] or longer, from this rank's part of it (collective)."""
+
+
+class PackedShards:
+    """Ranks that take one slice each of a packed row, in their order, with padding at its end: Ulysses, ring attention."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """The group of these ranks."""
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """[1, N, H] from [1, N / size, H] (collective)."""
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self._group)
+        return torch.cat(parts, dim=1)
 
 
 class Harvester:
@@ -20,13 +46,18 @@ class Harvester:
     enters layer i is the output of layer i - 1 with the residual added); ``last`` is the output of the final norm.
     """
 
-    def __init__(self, decoder: nn.Module, aux_layers: Sequence[int]) -> None:
+    def __init__(self, decoder: nn.Module, aux_layers: Sequence[int], shards: SequenceShards | None = None) -> None:
         """Bind to a decoder.
 
         Args:
             decoder: the module with ``layers`` and ``norm`` (``model.model`` of a Hugging Face causal LM).
             aux_layers: ascending layer indices.
+            shards: if the decoder sees a part of each row only: then ``take`` is collective, and each rank keeps
+                every ``size``-th document.
         """
+        self._shards = shards
+        #: tokens of the documents that the last ``take`` chose, on all ranks that share them together
+        self.taken = 0
         layers: Any = decoder.layers
         self._layers: list[nn.Module] = [layers[i] for i in aux_layers]
         self._norm: nn.Module = decoder.norm  # type: ignore[assignment]
@@ -74,15 +105,22 @@ class Harvester:
             RuntimeError: if no forward pass was captured, or its shape does not fit ``input_ids``.
         """
         began = time.perf_counter()
+        self.taken = 0
         if self._last is None or any(a is None for a in self._aux):
             raise RuntimeError("nothing was captured: the forward pass did not go through the hooked layers")
         states = [a for a in self._aux if a is not None] + [self._last]
         self._aux, self._last = [None] * len(self._layers), None
         lengths = [len(ids) for ids in input_ids]
         fitting = _fitting(lengths, max_tokens)
+        self.taken = sum(lengths[i] for i in fitting)
+        if self._shards is not None and fitting:
+            whole, size, rank = self._shards.whole, self._shards.size, self._shards.rank
+            fitting = [i for i in fitting if i % size == rank]
+            packed = [_select(whole(s), lengths, fitting) for s in states]
+        else:
+            packed = [_select(s, lengths, fitting) for s in states]
         if not fitting:
             return None
-        packed = [_select(s, lengths, fitting) for s in states]
         return HiddenStates(
             input_ids=torch.cat([input_ids[i] for i in fitting]).cpu(),
             aux=torch.cat(packed[:-1], dim=-1).cpu(),
@@ -116,6 +154,8 @@ def _fitting(lengths: Sequence[int], max_tokens: int) -> list[int]:
 
 def _select(state: Tensor, lengths: Sequence[int], documents: Sequence[int]) -> Tensor:
     """Rows of the chosen documents, [n, H], from a padded [B, T, H] or packed [1, N, H] tensor."""
+    if not documents:
+        return state[0, :0]
     if state.shape[0] == len(lengths) and state.shape[1] >= max(lengths):
         return torch.cat([state[i, : lengths[i]] for i in documents])
     if state.shape[0] != 1 or state.shape[1] < sum(lengths):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pluggy
 
+from draft_training import OtherRankFailed
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import FATAL, SpecConfigError
 from spec_plugin.events import (
@@ -54,6 +55,7 @@ class SpecSession:
         self.config, self.target = config, target
         self.manager = manager or create_manager(config.block, config.plugins)
         self.failure: str | None = None
+        self.follows = False  # has speculation failed here only because it failed on another rank
         SESSIONS.add(self)
         self.manager.hook.spec_configure(config=config, target=target)
 
@@ -63,13 +65,20 @@ class SpecSession:
         return self.failure is not None
 
     def fail(self, where: str, error: BaseException | str) -> None:
-        """Turn speculation off for the rest of the run; only the first call warns."""
-        if self.failure is None:
-            self.failure = f"{where}: {error}"
+        """Turn speculation off for the rest of the run; only the first call warns, and only where the trouble is."""
+        if isinstance(error, OtherRankFailed):
+            self.follow(str(error))
+        elif self.failure is None or self.follows:
+            self.failure, self.follows = f"{where}: {error}", False
             exc = error if isinstance(error, BaseException) else None
             logger.warning(
                 "spec-plugin: speculation is off from here on, training goes on plain; %s", self.failure, exc_info=exc
             )
+
+    def follow(self, failure: str | None) -> None:
+        """What became of the other ranks: speculation is off here while it is off on one of them."""
+        if self.failure is None or self.follows:
+            self.failure, self.follows = failure, failure is not None
 
     def speculative_config(self) -> dict[str, Any]:
         """vLLM's ``speculative_config`` from the first method plugin that answers.

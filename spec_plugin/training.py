@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from spec_plugin.errors import SpecPluginError
 from spec_plugin.events import DraftRefresh, HiddenStates, TargetInfo, WeightSync
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.methods.eagle3 import starting_draft
+from spec_plugin.ranks import together
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +36,16 @@ class DraftTraining:
         """Remember; the model itself is built at the first weight sync, when the policy's embedding is known."""
         self._config, self._target = config, target
 
-    @hookimpl
-    def spec_weight_sync(self, event: WeightSync) -> None:
-        """The draft's embedding and head are the policy's: follow them."""
-        if self._config.method != "eagle3":
-            return
+    @hookimpl(wrapper=True)
+    def spec_weight_sync(self, event: WeightSync) -> Generator[None, Any, Any]:
+        """The draft's embedding and head are the policy's: follow them, when all ranks' other plugins have."""
+        with together("take the weight sync"):
+            result = yield
+        if self._config.method == "eagle3":
+            self._follow(event)
+        return result
+
+    def _follow(self, event: WeightSync) -> None:
         if event.embed is None or event.lm_head is None:
             raise SpecPluginError(
                 "the weight sync carried no embedding or no LM head, and the draft needs the policy's; expected tensors "
@@ -50,7 +58,8 @@ class DraftTraining:
     def _create(self, event: WeightSync) -> DraftTrainer:
         assert event.embed is not None
         config = self._config
-        start = starting_draft(config, self._target)
+        with together("make the draft"):
+            start = starting_draft(config, self._target)
         settings = TrainSettings(
             lr=config.lr,
             grad_clip=config.grad_clip,
@@ -96,9 +105,15 @@ class DraftTraining:
                 )
             )
 
-    @hookimpl
-    def spec_train_draft(self, step: int, seconds: float) -> None:
-        """One slice of at most ``seconds``."""
+    @hookimpl(wrapper=True)
+    def spec_train_draft(self, step: int, seconds: float) -> Generator[None, Any, Any]:
+        """One slice of at most ``seconds``, when all ranks' other plugins are done."""
+        with together("train the draft"):
+            result = yield
+        self._train(seconds)
+        return result
+
+    def _train(self, seconds: float) -> None:
         if self._trainer is None or self._buffer is None or not self._config.train or seconds <= 0:
             return
         if self._token_counts is not None:  # the first rollouts show which tokens this policy uses

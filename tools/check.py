@@ -43,6 +43,7 @@ class Part:
     needs: tuple[str, ...] = ()  # environments of ``make_env.py``
     gigabytes: float = 1.0  # of memory at its peak, as measured
     tags: frozenset[str] = frozenset()  # two with the same tag need a /tmp each
+    daily: bool = True  # runs when nothing is named
 
 
 VERL, OPENRLHF = ".envs/verl/bin", ".envs/openrlhf/bin"
@@ -50,6 +51,10 @@ PYTEST = f"{VERL}/python -m pytest"
 MINIMAL = "tests/engine/test_conformance_minimal.py"
 KEEPS = f"{MINIMAL}::test_the_minimal_adapter_keeps_the_contract"
 STARTS_VERL = frozenset({"verl"})
+#: deployment shapes of the kit's drivers; all checks of one take 5 to 15 minutes
+SHAPES = {"verl": ("tp2", "dp2", "lora", "packed"), "openrlhf": ("tp2", "dp2", "zero3")}
+#: the checks of a shape that need one short run and no self-test
+QUICK = '"installed or untouched or arrives or hidden or learns"'
 
 #: They start in this order: lint for early news, then longest first, so that the lanes end at about the same time.
 PARTS = (
@@ -66,7 +71,13 @@ PARTS = (
     ),
     Part("kit-verl", (f"{VERL}/spec-plugin conformance verl",), ("verl",), 8, STARTS_VERL),
     Part("kit-openrlhf", (f"{OPENRLHF}/spec-plugin conformance openrlhf",), ("openrlhf",), 4),
-    Part("trainers-verl", (f"{PYTEST} tests/trainers/test_verl.py -m trainer",), ("verl",), 9, STARTS_VERL),
+    Part(
+        "trainers-verl",
+        (f"{PYTEST} tests/trainers/test_verl.py tests/trainers/test_ulysses.py -m trainer",),
+        ("verl",),
+        9,
+        STARTS_VERL,
+    ),
     Part("engine", (f"{PYTEST} tests/engine -m engine --ignore {MINIMAL}",), ("verl",), 5),
     Part("wrong-adapters", (f"{PYTEST} {MINIMAL} --deselect {KEEPS}",), ("verl",), 3),
     Part("unit", (f"{PYTEST} tests/unit -n 2",), ("verl",), 3),
@@ -76,6 +87,25 @@ PARTS = (
         (f"{OPENRLHF}/python -m pytest tests/trainers/test_openrlhf.py -m trainer",),
         ("openrlhf",),
         1,
+    ),
+    Part(
+        "shapes",
+        tuple(f"{VERL}/spec-plugin conformance verl --shape {shape} -k {QUICK}" for shape in ("tp2", "dp2", "packed")),
+        ("verl",),
+        9,
+        STARTS_VERL,
+    ),
+    *(
+        Part(
+            f"{trainer}-{shape}",
+            (f".envs/{trainer}/bin/spec-plugin conformance {trainer} --shape {shape}",),
+            (trainer,),
+            10,
+            STARTS_VERL if trainer == "verl" else frozenset(),
+            daily=False,
+        )
+        for trainer, shapes in SHAPES.items()
+        for shape in shapes
     ),
 )
 
@@ -304,7 +334,9 @@ def parse(argv: Sequence[str], parts: Sequence[Part]) -> argparse.Namespace:
     add = parser.add_argument
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     cores = len(os.sched_getaffinity(0))
-    add("names", nargs="*", metavar="PART", help="what to run (default: everything)")
+    daily = [part.name for part in parts if part.daily]
+    add("names", nargs="*", metavar="PART", help=f"what to run (default: {', '.join(daily)})")
+    add("--rest", action="store_true", help="run all that is not run by default")
     add("-j", "--jobs", type=int, default=max(2, cores), help="most parts at a time (default: cores, at least 2)")
     add(
         "--memory",
@@ -349,7 +381,9 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, root:
         print(table(done) if done else "nothing was run: make test")
         return 0
     by_name = {part.name: part for part in parts}
-    chosen = [by_name[name] for name in options.names] or list(parts)
+    if options.rest:
+        options.names = [part.name for part in parts if not part.daily]
+    chosen = [by_name[name] for name in options.names] or [part for part in parts if part.daily]
     try:
         make_environments(chosen)
         if options.foreground:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,8 @@ from openrlhf.trainer.ray import vllm_engine
 
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.front import EngineFront, SpecEngineMethods, plain_if_unlisted
-from spec_plugin.events import SelfTestReport, TargetInfo
+from spec_plugin.engine.sleep import PARTS, SleepState
+from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, SelfTestReport, TargetInfo
 from spec_plugin.logs import configure_logging
 from spec_plugin.session import SpecSession
 from spec_plugin_openrlhf.registration import undecorated
@@ -36,6 +38,7 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         from transformers import AutoTokenizer
 
         configure_logging()
+        self._spec_sleep = SleepState()
         target = replace(self.spec_target, max_num_seqs=_max_num_seqs(kwargs))
         tokenizer = AutoTokenizer.from_pretrained(kwargs["model"], trust_remote_code=kwargs["trust_remote_code"])
         self._spec_front = EngineFront(SpecSession(self.spec_config, target), tokenizer)
@@ -70,16 +73,38 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         """Largest batch of this engine."""
         return self._spec_front.session.target.max_num_seqs
 
+    async def sleep(self, level: int = 1) -> None:
+        """OpenRLHF's; it is known what sleeps."""
+        await super().sleep(level)
+        self._spec_sleep.slept()
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """OpenRLHF's; it is known what is back."""
+        await super().wake_up(tags)
+        self._spec_sleep.woke(tags)
+
+    def _spec_awake(self, *parts: str) -> AbstractAsyncContextManager[None]:
+        return self._spec_sleep.awake(parts, self.wake_up, self.sleep)
+
+    async def spec_refresh(self, refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
+        """The refresh of this engine; before the first rollout a colocated one is asleep."""
+        async with self._spec_awake("weights"):
+            return await super().spec_refresh(refresh, force, hold)
+
+    async def spec_settle(self, keep: bool) -> None:
+        """After a refresh with ``hold``."""
+        async with self._spec_awake("weights"):
+            await super().spec_settle(keep)
+
+    async def spec_state(self, moment: str) -> EngineState:
+        """What the workers hold."""
+        async with self._spec_awake("weights"):
+            return await super().spec_state(moment)
+
     async def spec_self_test(self, seconds: float) -> SelfTestReport:
-        """The self-test on this engine (law 2); a sleeping one is woken for it and sleeps again."""
-        asleep = await self.llm.is_sleeping()
-        if asleep:
-            await self.wake_up()
-        try:
+        """The self-test on this engine (law 2)."""
+        async with self._spec_awake(*PARTS):
             return await super().spec_self_test(seconds)
-        finally:
-            if asleep:
-                await self.sleep()
 
 
 def _max_num_seqs(kwargs: Mapping[str, Any]) -> int:

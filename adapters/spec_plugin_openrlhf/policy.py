@@ -14,9 +14,12 @@ from torch import Tensor
 
 from spec_plugin.config import SpecConfig
 from spec_plugin.events import LogprobBatch, TargetInfo, WeightSync
+from spec_plugin.harvest import PackedShards
+from spec_plugin.link import ActorsLink
 from spec_plugin.logs import configure_logging
 from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin.rollout import ActorsLink, RolloutControl, RolloutHarvest, run_blocking
+from spec_plugin.ranks import actor_group, is_first
+from spec_plugin.rollout import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.session import SpecSession
 from spec_plugin_openrlhf.engine import VERSION
 from spec_plugin_openrlhf.registration import undecorated
@@ -38,19 +41,18 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         """
         super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
         configure_logging()
-        world = torch.distributed.get_world_size()
         target = replace(
             self.spec_target,
             max_num_seqs=ray.get(vllm_engines[0].spec_max_num_seqs.remote()),
-            actor_group=torch.distributed.group.WORLD if world > 1 else None,
+            actor_group=actor_group(),
         )
         session = SpecSession(self.spec_config, target)
-        first = torch.distributed.get_rank() == 0
-        self._spec = RolloutControl(
-            session, ActorsLink(vllm_engines, self.spec_config.refresh_timeout_s) if first else None
-        )
+        link = ActorsLink(vllm_engines, self.spec_config.refresh_timeout_s) if is_first() else None
+        self._spec = RolloutControl(session, link)
         aux_layers = starting_draft(self.spec_config, target).config.aux_layers
-        self._spec_harvest = RolloutHarvest(self._spec, self._spec_model.model, aux_layers)
+        ring = strategy.ring_attn_group
+        shards = None if ring is None else PackedShards(ring)
+        self._spec_harvest = RolloutHarvest(self._spec, self._spec_model.model, aux_layers, shards)
         self._spec_sync = not strategy.args.train.async_enable
         resumed = int(self.checkpoint_states.get("global_step", 0))
         self._spec_next_version = resumed
@@ -99,6 +101,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         Raises:
             LogprobProvenanceError: if a log-prob is not the target's; nothing has entered the loss then.
         """
+        self._spec.agree()
         self._spec.session.check_logprobs(self._spec_batch())
         status: dict[str, Any] = super().fit(kl_ctl)
         self._spec.train_draft(self._spec.policy_version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,17 +22,25 @@ class AgentExecutor(ReplayExecutor):
     folder, reward_file = Path({folder!r}), {reward!r}
 '''
 SAMPLES = 8
+_TWO_RANKS = ("--actor.num_gpus_per_node", "2")
+#: name -> what it is, and OpenRLHF's flags
+SHAPES = {
+    "tp2": ("two tensor parallel ranks in the engine", ("--vllm.tensor_parallel_size", "2")),
+    "dp2": ("two ranks of the actor, two engines", (*_TWO_RANKS, "--vllm.num_engines", "2")),
+    "zero3": ("two ranks of the actor, ZeRO-3", (*_TWO_RANKS, "--ds.zero_stage", "3")),
+}
 
 
 class Driver(ConformanceDriver):
     """GRPO on one prompt with eight samples a step, so that a replayed run sees its rollouts in the same order."""
 
+    shapes: ClassVar = {name: what for name, (what, _) in SHAPES.items()}
     adapter_modules = ("spec_plugin_openrlhf", "spec_plugin.session")
     trainer_modules = ("spec_plugin_openrlhf_cpu.stock",)
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, shape: str | None = None) -> None:
         """Make policy, data and reward."""
-        super().__init__(root)
+        super().__init__(root, shape)
         root.mkdir(parents=True, exist_ok=True)
         self._target = tiny.make_target(root / "policy", torch.bfloat16)
         self._data = tiny.write_jsonl(root / "data.jsonl", 64)
@@ -51,6 +59,7 @@ class Driver(ConformanceDriver):
         flags += ["--rollout.micro_batch_size", "4", "--train.micro_batch_size", "4", "--rollout.max_new_tokens", "40"]
         flags += ["--data.max_samples", "64", "--actor.adam.lr", "1e-3", "--ckpt.path", str(self._checkpoints(run))]
         flags += ["--actor.lr_warmup_ratio", "0.0"]
+        flags += SHAPES[self.shape][1] if self.shape else ()
         if run.save_every:
             flags += ["--ckpt.save_steps", str(run.save_every)]
         if run.resume_from:
@@ -78,10 +87,21 @@ class Driver(ConformanceDriver):
                 return
 
     def policy(self, run: RunSettings, step: int) -> dict[str, Tensor]:
-        """From DeepSpeed's checkpoint."""
-        file = self._checkpoints(run) / "_actor" / f"global_step{step}" / "mp_rank_00_model_states.pt"
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)  # the run's own file
-        return {name: tensor for name, tensor in state["module"].items() if isinstance(tensor, Tensor)}
+        """From DeepSpeed's checkpoint; of ZeRO-3 each rank's part, as the optimizer has it."""
+        folder = self._checkpoints(run) / "_actor" / f"global_step{step}"
+        if self.shape == "zero3":
+            found: dict[str, Tensor] = {}
+            for file in sorted(folder.glob("*_optim_states.pt")):
+                groups = _load(file)["optimizer_state_dict"]["fp32_flat_groups"]
+                found |= {f"{file.name} {i}": tensor for i, tensor in enumerate(groups)}
+            return found
+        state = _load(folder / "mp_rank_00_model_states.pt")["module"]
+        return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def _load(file: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)  # the run's own file
+    return state
 
 
 def _word(value: Any) -> str:

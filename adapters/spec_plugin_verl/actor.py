@@ -12,7 +12,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import response_from_nested
 
 from spec_plugin.events import LogprobBatch
-from spec_plugin.harvest import response_at_the_end
+from spec_plugin.harvest import PackedShards, response_at_the_end
 from spec_plugin.rollout import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.runtime import RUNTIME
@@ -36,7 +36,9 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def attach(self, control: RolloutControl, aux_layers: tuple[int, ...]) -> None:
         """Start harvesting for this control's session."""
         self._session = control.session
-        self._harvest = RolloutHarvest(control, self.module.model, aux_layers)
+        model = self.module.get_base_model() if hasattr(self.module, "get_base_model") else self.module  # LoRA wraps it
+        shards = PackedShards(self.ulysses_parallel_group) if self.use_ulysses_sp else None
+        self._harvest = RolloutHarvest(control, model.model, aux_layers, shards)
 
     def infer_batch(self, data: Any, loss_function: Any = None) -> Any:
         """The log-prob pass: harvest on the way, then check the log-probs before verl gets them.
@@ -97,8 +99,9 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         if tu.get(data, key="update_lr_scheduler", default=False):
             assert RUNTIME.control is not None
             RUNTIME.control.train_draft(RUNTIME.policy_version)
-            if self.is_mp_src_rank_with_outputs():
-                # verl flattens every metric over data-parallel ranks and micro-batches, so each must be a list
+            if RUNTIME.control.link is not None:
+                # verl averages over the ranks that report; and it flattens every metric over data-parallel ranks and
+                # micro-batches, so each must be a list
                 output["metrics"].update({name: [value] for name, value in session.metrics().items()})
         return output
 

@@ -5,34 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import ray
 import torch
-import zmq
 from torch import Tensor
 from verl.workers.rollout.utils import ensure_async_iterator
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from spec_plugin import SpecConfigError
-from spec_plugin.events import DraftRefresh, RefreshReport, WeightSync
+from spec_plugin.events import WeightSync
+from spec_plugin.link import ActorsLink
 from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin.rollout import ActorsLink, RolloutControl
+from spec_plugin.ranks import actor_group, is_first
+from spec_plugin.rollout import RolloutControl
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 from spec_plugin_verl.runtime import RUNTIME
-
-
-class TimedSender(BucketedWeightSender):  # type: ignore[misc]
-    """verl's sender, which gives up when the receiver does not answer; verl's own waits for ever."""
-
-    def __init__(self, zmq_handle: str, bucket_size_mb: int, use_shm: bool, timeout_s: float) -> None:
-        super().__init__(zmq_handle=zmq_handle, bucket_size_mb=bucket_size_mb, use_shm=use_shm)
-        self._timeout_ms = int(timeout_s * 1e3)
-
-    def _init_socket(self) -> None:
-        super()._init_socket()
-        for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
-            self.socket.setsockopt(option, self._timeout_ms)
-        self.socket.setsockopt(zmq.LINGER, 0)
 
 
 class PolicyTap:
@@ -57,36 +44,17 @@ class PolicyTap:
 
 
 class VerlLink(ActorsLink):
-    """The one engine replica of this actor process; the draft goes over verl's own weight transport."""
+    """All replicas of the run, found by the names that verl gives their servers; of one across nodes, the first node's."""
 
-    def __init__(self, adapter: SpecServerAdapter, timeout_s: float) -> None:
+    def __init__(self, prefix: str, replicas: int, timeout_s: float) -> None:
         super().__init__((), timeout_s)
-        self._adapter = adapter
+        self._names = [f"{prefix}server_{i}_0" for i in range(replicas)]
 
     def engines(self) -> Sequence[Any]:
-        """verl's handle, which exists once the server has started."""
-        self._adapter._ensure_server_handle()
-        return (self._adapter.server_handle,)
-
-    async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
-        """Send the draft over verl's own transport and have the engine install it, all or nothing."""
-        adapter = self._adapter
-        largest = max(t.nbytes for t in refresh.tensors.values())
-        total = sum(t.nbytes for t in refresh.tensors.values())
-        limit = adapter.config.checkpoint_engine.update_weights_bucket_megabytes << 20
-        bucket_mb = (max(largest, min(total, limit)) >> 20) + 1
-        future = self.engines()[0].spec_receive.remote(
-            use_shm=adapter.use_shm,
-            version=refresh.draft_version,
-            digest=refresh.digest,
-            names=list(refresh.tensors),
-            force=force,
-            timeout_s=self.timeout_s,
-        )
-        sender = TimedSender(f"{adapter.zmq_handle}.draft", bucket_mb, adapter.use_shm, self.timeout_s)
-        await sender.async_send_weights(iter(refresh.tensors.items()))
-        report: RefreshReport = await future
-        return report
+        """The servers, which exist once verl has started them."""
+        if not self._engines:
+            self._engines = [ray.get_actor(name) for name in self._names]
+        return self._engines
 
 
 class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
@@ -107,17 +75,20 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
                 "trainer.v1.trainer_mode=sync; set these, or leave the flag out"
             )
         engine = RUNTIME.engine
-        if getattr(engine, "ulysses_sequence_parallel_size", 1) > 1:
-            raise SpecConfigError(
-                "spec-plugin does not support sequence parallel actors yet: set "
-                "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1, or leave the flag out"
-            )
-        group = torch.distributed.group.WORLD if torch.distributed.get_world_size() > 1 else None
-        target = read_target(config, model_config, _dtype_name(engine), group)
+        target = read_target(config, model_config, _dtype_name(engine), actor_group())
         self._dtype = getattr(torch, target.dtype)
-        self._control = RolloutControl(SpecSession(spec, target), VerlLink(self, spec.refresh_timeout_s))
+        self._control = RolloutControl(
+            SpecSession(spec, target), self._link(spec.refresh_timeout_s) if is_first() else None
+        )
+        self._syncs = 0
         RUNTIME.control = self._control
         engine.attach(self._control, starting_draft(spec, target).config.aux_layers)
+
+    def _link(self, timeout_s: float) -> VerlLink:
+        config = self.config
+        size = config.tensor_model_parallel_size * config.data_parallel_size * config.pipeline_model_parallel_size
+        world = torch.distributed.get_world_size()
+        return VerlLink(self._get_server_name_prefix(), world // size, timeout_s)
 
     async def update_weights(
         self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
@@ -134,15 +105,23 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
             )
         tap = PolicyTap(weights, self._dtype)
         await super().update_weights(aiter(tap), global_steps=global_steps, wire_format=wire_format, **kwargs)
+        self._syncs += 1
+        await self._all_replicas(awake=False)
         version = self._control.policy_version + 1 if global_steps is None else global_steps
         await self._control.synced(tap.event(version))
         if not self.config.free_cache_engine:
             await self._control.begin()
 
+    async def _all_replicas(self, awake: bool) -> None:
+        """Each replica gets weights, and wakes up, at its own pace; the one that speaks to all of them waits for all."""
+        if isinstance(self._control.link, VerlLink):
+            await self._control.link.all("spec_synced", self._syncs, awake)
+
     async def resume(self, tags: list[str]) -> None:
         """verl's wake-up; once the KV cache is back the engine can generate."""
         await super().resume(tags)
         if "kv_cache" in tags and self._control.policy_version >= 0:
+            await self._all_replicas(awake=True)
             await self._control.begin()
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from spec_plugin.engine.capabilities import draft_buffers_survive_level_2
-from spec_plugin.engine.front import EngineFront, SpecEngineMethods
-from spec_plugin.events import RefreshReport
+from spec_plugin.engine.front import EngineFront, SpecEngineMethods, is_listed
+from spec_plugin.engine.scheduler import PLAIN
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 
@@ -18,6 +19,9 @@ EXTENSION = "spec_plugin_verl.worker.SpecWorker"
 
 class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
     """Ray actor that owns AsyncLLM; ``generate`` also keeps the phase's clock: verl's own is rounded up to 2 s."""
+
+    _spec_syncs = 0
+    _spec_awake = True
 
     def _validate_configs(self) -> None:
         super()._validate_configs()
@@ -39,10 +43,13 @@ class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
         level: int = super()._resolve_sleep_level()
         return level if draft_buffers_survive_level_2() else min(level, 1)
 
-    async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's generate, on the phase's clock."""
+    async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """verl's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts."""
+        theirs = {name: v for name, v in sampling_params.items() if name not in ("logprobs", "max_new_tokens")}
+        if not is_listed(theirs):
+            sampling_params = {**sampling_params, "extra_args": {**(theirs.get("extra_args") or {}), **PLAIN}}
         with self._spec_front.request() as request:
-            output = await super().generate(*args, **kwargs)
+            output = await super().generate(prompt_ids, sampling_params, *args, **kwargs)
             request.tokens = len(output.token_ids)
         return output
 
@@ -52,9 +59,25 @@ class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
         if self.node_rank == 0:
             self._spec_front.engine = self.engine
 
-    async def spec_receive(self, **kwargs: Any) -> RefreshReport:
-        """Have every worker receive, verify and install one draft; see ``SpecWorker.spec_receive_draft``."""
-        return await self._spec_front.install("spec_receive_draft", **kwargs)
+    async def set_global_steps(self, global_steps: int) -> None:
+        """verl's, called when the weights of a sync are in place."""
+        await super().set_global_steps(global_steps)
+        self._spec_syncs += 1
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """verl's; weights come back first, the KV cache last."""
+        await super().wake_up(tags)
+        self._spec_awake = tags is None or "kv_cache" in tags
+
+    async def sleep(self) -> None:
+        """verl's."""
+        self._spec_awake = False
+        await super().sleep()
+
+    async def spec_synced(self, syncs: int, awake: bool) -> None:
+        """Wait for the weights of the n-th sync; and, if ``awake``, until this replica can generate."""
+        while self._spec_syncs < syncs or (awake and not self._spec_awake):
+            await asyncio.sleep(0.01)
 
 
 class SpecReplica(vLLMReplica):  # type: ignore[misc]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
@@ -18,16 +19,60 @@ from spec_plugin_verl_cpu.run import SMALL, SPEC, VerlRun
 _QUICK = ("actor_rollout_ref.actor.optim.lr_warmup_steps=0",)  # the first update must move the policy
 
 
+_ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
+_TWO = ("trainer.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=2")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A deployment as people run it, on two processes of one machine."""
+
+    what: str
+    overrides: tuple[str, ...]
+    ranks: int = 1  # of the actor
+
+
+SHAPES = {
+    "tp2": Shape(
+        "two tensor parallel ranks in the engine, two FSDP2 ranks in the actor",
+        (
+            *_TWO,
+            f"{_ROLLOUT}.tensor_model_parallel_size=2",
+            f"++{_ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=mp",
+        ),
+        ranks=2,
+    ),
+    "dp2": Shape("two replicas of the engine, two FSDP2 ranks in the actor", _TWO, ranks=2),
+    "lora": Shape("LoRA, merged before each weight sync", (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora.merge=True")),
+    "packed": Shape(
+        "remove-padding, dynamic batch sizes, gradient checkpointing, offloading",
+        (
+            f"{_MODEL}.use_remove_padding=True",
+            f"{_MODEL}.enable_gradient_checkpointing=True",
+            f"{_ACTOR}.use_dynamic_bsz=True",
+            f"{_ACTOR}.ppo_max_token_len_per_gpu=512",
+            f"{_ROLLOUT}.log_prob_use_dynamic_bsz=True",
+            f"{_ROLLOUT}.log_prob_max_token_len_per_gpu=512",
+            f"{_ACTOR}.fsdp_config.param_offload=True",
+            f"{_ACTOR}.fsdp_config.optimizer_offload=True",
+        ),
+    ),
+}
+
+
 class Driver(ConformanceDriver):
     """GRPO on four prompts with four samples a step."""
+
+    shapes: ClassVar = {name: shape.what for name, shape in SHAPES.items()}
 
     metric_prefix = "actor/"
     adapter_modules = ("spec_plugin_verl", "spec_plugin.session")
     trainer_modules = ("verl", "verl.workers.rollout", "verl.workers.engine")
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, shape: str | None = None) -> None:
         """Make policy, data and reward."""
-        super().__init__(root)
+        super().__init__(root, shape)
+        self._shape = SHAPES[shape] if shape else Shape("", ())
         root.mkdir(parents=True, exist_ok=True)
         self._target = tiny.make_target(root / "policy")
         self._data = root / "data.parquet"
@@ -40,7 +85,7 @@ class Driver(ConformanceDriver):
         return self._target
 
     def _overrides(self, run: RunSettings) -> list[str]:
-        out = [*SMALL, *_QUICK]
+        out = [*SMALL, *_QUICK, *self._shape.overrides]
         if run.save_every:
             out.append(f"trainer.save_freq={run.save_every}")
         if run.resume_from:
@@ -75,10 +120,14 @@ class Driver(ConformanceDriver):
         yield from trainer.follow()
 
     def policy(self, run: RunSettings, step: int) -> dict[str, Tensor]:
-        """From verl's FSDP checkpoint of the one rank."""
-        file = run.out / "checkpoints" / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.pt"
-        state: dict[str, Any] = torch.load(file, weights_only=False)  # the run's own file
-        return {name: getattr(value, "_local_tensor", value) for name, value in state.items()}
+        """From verl's FSDP checkpoint, each rank's part under a name of its own."""
+        folder, ranks = run.out / "checkpoints" / f"global_step_{step}" / "actor", self._shape.ranks
+        parts: dict[str, Tensor] = {}
+        for rank in range(ranks):
+            file = folder / f"model_world_size_{ranks}_rank_{rank}.pt"
+            state: dict[str, Any] = torch.load(file, weights_only=False)  # the run's own file
+            parts |= {f"rank {rank}: {name}": getattr(value, "_local_tensor", value) for name, value in state.items()}
+        return parts
 
 
 def _row(index: int, text: str) -> dict[str, Any]:

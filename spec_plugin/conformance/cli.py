@@ -20,6 +20,7 @@ Examples:
 
 \b
   spec-plugin conformance verl
+  spec-plugin conformance verl --shape tp2        two tensor parallel ranks in the engine, two in the actor
   spec-plugin conformance verl -k "off_is_off or hooks_fire_in_order"
   spec-plugin conformance my_adapter.driver:Driver --keep /tmp/kit     look at logs and traces afterwards
   spec-plugin conformance verl --badge conformance.md --junit conformance.xml
@@ -28,6 +29,7 @@ Examples:
 
 @click.command(help=_HELP)
 @click.argument("name")
+@click.option("--shape", help="Deployment shape of the runs, such as tp2; an unknown one lists those that NAME knows.")
 @click.option("--badge", type=click.Path(path_type=Path), help="Write a Markdown table for the adapter's README.")
 @click.option("--junit", type=click.Path(path_type=Path), help="Write JUnit XML for a CI.")
 @click.option(
@@ -36,7 +38,9 @@ Examples:
 @click.option(
     "--keep", type=click.Path(path_type=Path), help="Work in this folder, and keep logs, traces, checkpoints."
 )
-def conformance(name: str, badge: Path | None, junit: Path | None, expression: str | None, keep: Path | None) -> None:
+def conformance(
+    name: str, shape: str | None, badge: Path | None, junit: Path | None, expression: str | None, keep: Path | None
+) -> None:
     """Run the kit through pytest."""
     try:
         import pytest
@@ -48,6 +52,12 @@ def conformance(name: str, badge: Path | None, junit: Path | None, expression: s
     # the folder that we are called in may belong to a project with pytest settings of its own
     arguments += ["-o", "addopts=", "--noconftest", "-p", "no:cacheprovider", "--tb=short", "-q"]
     arguments += ["--rootdir", str(CHECKS_FILE.parent), "-W", "ignore:Module already imported so cannot be rewritten"]
-    for option, value in (("--badge", badge), ("--junitxml", junit), ("-k", expression), ("--keep", keep)):
+    for option, value in (
+        ("--shape", shape),
+        ("--badge", badge),
+        ("--junitxml", junit),
+        ("-k", expression),
+        ("--keep", keep),
+    ):
         arguments += [option, str(value)] if value else []
     sys.exit(pytest.main(arguments))

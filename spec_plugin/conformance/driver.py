@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -39,14 +39,21 @@ class ConformanceDriver(ABC):
     #: check name -> one sentence why this adapter cannot do that; reported as "refused". An asynchronous trainer
     #: refuses ``policy_versions_agree``: its sequences may be older than the policy that recomputes them.
     refused: Mapping[str, str] = {}
+    #: name of a deployment shape -> what it is; the checks are the same in each
+    shapes: ClassVar[Mapping[str, str]] = {}
     #: what a run of the trainer without the flag must not import
     adapter_modules: tuple[str, ...] = ()
     #: modules that such a run imports first
     trainer_modules: tuple[str, ...] = ()
 
-    def __init__(self, root: Path) -> None:
-        """Make the tiny policy and the data, in seconds, without a network."""
-        self.root = root
+    def __init__(self, root: Path, shape: str | None = None) -> None:
+        """Make the tiny policy and the data, in seconds, without a network.
+
+        Args:
+            root: everything that is written lies there.
+            shape: one of ``shapes``; None: the plainest. A driver that knows no shapes need not take it.
+        """
+        self.root, self.shape = root, shape
 
     @property
     @abstractmethod

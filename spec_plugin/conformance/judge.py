@@ -360,7 +360,9 @@ def response_lengths(packs: Sequence[Mapping[str, Any]], trace: Trace) -> list[s
     problems = []
     for pack in packs:
         version = pack["policy_version"]
-        batches = [e for e in of(trace, "spec_check_logprobs") if e["policy_version"] == version]
+        batches = [
+            e for e in trace if e["hook"] == "spec_check_logprobs" and e["policy_version"] == version
+        ]  # all ranks'
         known = {n for e in batches for n in e["response_lengths"]}
         for i, mask in enumerate(pack["masks"]):
             marked = sum(mask)

@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "NUMBA_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it wants a NUMA node for each tensor parallel rank
     # on a CPU vLLM would insist on a process for the one worker, which spins on a core while it waits
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -66,6 +67,20 @@ def load_driver(name: str) -> type[ConformanceDriver]:
     return found
 
 
+def shaped(driver: type[ConformanceDriver], name: str, shape: str | None) -> Callable[[Path], ConformanceDriver]:
+    """What makes the driver of this shape.
+
+    Raises:
+        pytest.UsageError: listing the shapes that it knows.
+    """
+    if shape is None:
+        return driver
+    if shape not in driver.shapes:
+        known = "; ".join(f"{known}: {what}" for known, what in driver.shapes.items()) or "it knows none"
+        raise pytest.UsageError(f"--shape {shape}: the driver of {name!r} has no such shape; {known}")
+    return functools.partial(driver, shape=shape)
+
+
 def _names(known: Iterable[str]) -> str:
     return ", ".join(sorted(known)) or "none"
 
@@ -74,6 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The kit's own options."""
     group = parser.getgroup("spec-plugin conformance")
     group.addoption("--adapter", metavar="NAME", help=f"entry point in group {DRIVER_GROUP}, or module:DriverClass")
+    group.addoption("--shape", metavar="SHAPE", help="deployment shape of the runs, one that the driver knows")
     group.addoption("--badge", metavar="FILE", help="write a Markdown table of what this adapter supports")
     group.addoption("--keep", metavar="DIR", help="run in this folder and keep what the trainer wrote")
 
@@ -92,7 +108,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--adapter is missing: an adapter's name (known: {known}) or module:DriverClass")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    config.pluginmanager.register(Kit(config, name, load_driver(name)), _KIT)
+    config.pluginmanager.register(Kit(config, name, load_driver(name), config.getoption("--shape")), _KIT)
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = [str(CHECKS_FILE)]
 
@@ -105,7 +121,7 @@ def evidence(request: pytest.FixtureRequest) -> Iterator[Evidence]:
     root = Path(keep).absolute() if keep else Path(tempfile.mkdtemp(prefix="spec-plugin-conformance-"))
     root.mkdir(parents=True, exist_ok=True)
     asked = {item.name for item in request.session.items}
-    kit.evidence = Evidence(kit.driver, root, _Bars(request.config), bool(asked & ABOUT_SELF_TEST))
+    kit.evidence = Evidence(kit.make_driver, root, _Bars(request.config), bool(asked & ABOUT_SELF_TEST))
     yield kit.evidence
     if not keep:
         shutil.rmtree(root, ignore_errors=True)
@@ -114,9 +130,10 @@ def evidence(request: pytest.FixtureRequest) -> Iterator[Evidence]:
 class Kit:
     """One session of the kit: collects the checks, shares the evidence, prints the report."""
 
-    def __init__(self, config: pytest.Config, name: str, driver: type[ConformanceDriver]) -> None:
+    def __init__(self, config: pytest.Config, name: str, driver: type[ConformanceDriver], shape: str | None) -> None:
         """Bind to the adapter."""
-        self._config, self._name, self.driver = config, name, driver
+        self._config, self._name, self.driver = config, name if shape is None else f"{name}, {shape}", driver
+        self.make_driver = shaped(driver, name, shape)
         self._rows: dict[str, Row] = {}
         self.evidence: Evidence | None = None
 

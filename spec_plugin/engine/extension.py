@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,14 +31,22 @@ from spec_plugin.engine.refresh import Staging
 from spec_plugin.errors import SpecConfigError
 
 
-@dataclass
-class _State:
-    """What this worker knows of the draft that it serves."""
+@dataclass(frozen=True)
+class _Served:
+    """A draft that this worker serves, or did."""
 
     version: int = refresh.NO_VERSION
     digest: str = ""
     fingerprint: int | None = None  # of the weights as they were installed, or first seen
+
+
+@dataclass
+class _State:
+    """What this worker knows of its drafts."""
+
+    served: _Served = field(default_factory=_Served)
     staging: Staging = field(default_factory=Staging)
+    previous: tuple[_Served, dict[str, Tensor]] | None = None  # held until ``spec_settle``
 
 
 class SpecWorkerExtension:
@@ -48,6 +57,7 @@ class SpecWorkerExtension:
     """
 
     model_runner: Any
+    vllm_config: Any
     _spec_state: _State
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SpecWorkerExtension:
@@ -75,24 +85,24 @@ class SpecWorkerExtension:
             ``problem``: why this draft cannot be refreshed, or None; ``draft_version``, ``digest``; ``patches``.
         """
         draft, runner = find_draft(self), type(self.model_runner).__name__
-        state = self._spec_state
+        served = self._spec_state.served
         info: dict[str, Any] = {
             "has_draft": draft is not None,
             "draft_class": type(draft).__name__ if draft is not None else None,
             "runner": f"{type(self.model_runner).__module__}.{runner}",
             "patches": [vars(status).copy() for status in patches.statuses()],
-            "draft_version": state.version,
-            "digest": state.digest,
+            "draft_version": served.version,
+            "digest": served.digest,
         }
         if draft is None:
             return {**info, "expected": {}, "optional": [], "shared": {}, "problem": "no draft model in this worker"}
         layout = self._spec_layout()
-        if state.fingerprint is None and layout.problem is None:
+        if served.fingerprint is None and layout.problem is None:
             self._spec_remember(layout)
         expected = {n: (s.shape, str(s.dtype).removeprefix("torch.")) for n, s in layout.slots.items()}
         return {
             **info,
-            "digest": state.digest,
+            "digest": self._spec_state.served.digest,
             "expected": expected,
             "optional": sorted(layout.optional),
             "shared": dict(layout.shared),
@@ -141,7 +151,7 @@ class SpecWorkerExtension:
         return len(staging.tensors)
 
     def spec_install(
-        self, version: int, digest: str, names: Iterable[str] | None = None, force: bool = False
+        self, version: int, digest: str, names: Iterable[str] | None = None, force: bool = False, hold: bool = False
     ) -> dict[str, Any]:
         """Swap the staged refresh in, all or nothing, on all tensor parallel ranks or on none.
 
@@ -150,6 +160,7 @@ class SpecWorkerExtension:
             digest: sha256 of all tensors as the sender has them (``draft_training.digest``).
             names: the names that the sender sent, if it wants them compared with what arrived.
             force: install although the version is not newer, e.g. after ``spec_lost_draft`` or on resume.
+            hold: keep the previous draft on the host until ``spec_settle``, for a run of several engines.
 
         Returns:
             ``installed``, ``draft_version`` and ``digest`` (of what is served now), ``milliseconds``, ``reason`` (empty
@@ -157,28 +168,45 @@ class SpecWorkerExtension:
         """
         started = time.perf_counter()
         state = self._spec_state
+        state.previous, before = None, state.served
+        backup: list[dict[str, Tensor]] = []
         try:
-            reason = self._spec_try_install(version, digest, names, force)
+            reason = self._spec_try_install(version, digest, names, force, backup.append)
         finally:
             state.staging = Staging()
         if reason is None:
             layout = self._spec_layout()
-            state.version, state.digest = version, digest
-            state.fingerprint = refresh.fingerprint(layout.parameters.values())
+            state.served = _Served(version, digest, refresh.fingerprint(layout.parameters.values()))
+            state.previous = (before, backup[0]) if hold else None
         return {
             "installed": reason is None,
-            "draft_version": state.version,
-            "digest": state.digest,
+            "draft_version": state.served.version,
+            "digest": state.served.digest,
             "milliseconds": 1e3 * (time.perf_counter() - started),
             "reason": reason or "",
         }
 
     def spec_install_file(
-        self, path: str, version: int, digest: str, names: Iterable[str], force: bool = False
+        self, path: str, version: int, digest: str, names: Iterable[str], force: bool = False, hold: bool = False
     ) -> dict[str, Any]:
-        """``spec_install`` of the tensors in a safetensors file that this node can read; see there."""
-        self.spec_receive(version, lambda on_bucket: on_bucket(list(load_file(path).items())))
-        return self.spec_install(version, digest, names=names, force=force)
+        """``spec_install`` of the tensors in a safetensors file that the first rank's node can read; see there."""
+        self.spec_receive(version, lambda on_bucket: on_bucket(list(_read_on_all_ranks(path).items())))
+        return self.spec_install(version, digest, names=names, force=force, hold=hold)
+
+    def spec_settle(self, keep: bool) -> None:
+        """After an install with ``hold``: let go of the previous draft, or go back to it if one was installed.
+
+        Raises:
+            RuntimeError: if the previous weights could not be put back; the draft must not be served.
+        """
+        state = self._spec_state
+        previous, state.previous = state.previous, None
+        if keep or previous is None:
+            return
+        draft: Any = find_draft(self)  # is there, or nothing had been installed
+        state.served, backup = previous
+        refresh.restore(self._spec_layout(), backup)
+        repack(draft)
 
     def spec_pause_draft(self, paused: bool) -> bool:
         """Leave the draft's forward pass out while no batch size speculates; True if this worker can.
@@ -206,13 +234,17 @@ class SpecWorkerExtension:
         return refresh.live_digest(self._spec_layout())
 
     def spec_audit(self) -> dict[str, Any]:
-        """Digests of what this worker really holds: ``target``, ``draft`` (see ``spec_live_digest``), ``draft_version``."""
+        """Digests of what this worker really holds: ``target``, ``draft`` (see ``spec_live_digest``), ``draft_version``.
+
+        Of a shard no digest of the whole can be made: it is that of the draft whose shards were read back when they were
+        installed, if they are still what they were then.
+        """
         layout = self._spec_layout()
         target = {name: p.detach() for name, p in self.model_runner.get_model().named_parameters() if p.numel()}
         return {
             "target": weights_digest({name: t.cpu() for name, t in target.items()}),
-            "draft": refresh.live_digest(layout) if layout.problem is None else "",
-            "draft_version": self._spec_state.version,
+            "draft": self._spec_held_digest(layout),
+            "draft_version": self._spec_state.served.version,
         }
 
     def spec_lost_draft(self) -> bool:
@@ -226,9 +258,16 @@ class SpecWorkerExtension:
         layout, state = self._spec_layout(), self._spec_state
         if layout.problem is not None:
             return True
-        if state.fingerprint is None:
+        if state.served.fingerprint is None:
             self._spec_remember(layout)
-        return refresh.fingerprint(layout.parameters.values()) != state.fingerprint
+        return refresh.fingerprint(layout.parameters.values()) != state.served.fingerprint
+
+    def _spec_held_digest(self, layout: Layout) -> str:
+        if layout.problem is not None:
+            return ""
+        if self.vllm_config.parallel_config.tensor_parallel_size == 1:
+            return refresh.live_digest(layout)
+        return "not what was installed" if self.spec_lost_draft() else self._spec_state.served.digest
 
     def _spec_layout(self) -> Layout:
         draft = find_draft(self)
@@ -237,10 +276,18 @@ class SpecWorkerExtension:
         return draft_layout(draft, self.model_runner.get_model())
 
     def _spec_remember(self, layout: Layout) -> None:
-        self._spec_state.fingerprint = refresh.fingerprint(layout.parameters.values())
-        self._spec_state.digest = refresh.live_digest(layout)
+        served = self._spec_state.served
+        seen = refresh.fingerprint(layout.parameters.values())
+        self._spec_state.served = _Served(served.version, refresh.live_digest(layout), seen)
 
-    def _spec_try_install(self, version: int, digest: str, names: Iterable[str] | None, force: bool) -> str | None:
+    def _spec_try_install(
+        self,
+        version: int,
+        digest: str,
+        names: Iterable[str] | None,
+        force: bool,
+        keep: Callable[[dict[str, Tensor]], None],
+    ) -> str | None:
         try:
             layout, reason = self._spec_check(version, digest, names, force)
         except Exception as error:  # other ranks wait for this one's verdict
@@ -249,15 +296,17 @@ class SpecWorkerExtension:
             return reason or "refused by another rank"
         draft: Any = find_draft(self)  # is there, or layout.problem had refused
         tensors = self._spec_state.staging.tensors
-        return refresh.swap(layout, tensors, draft.load_weights, agree=_all_ranks, settle=lambda: repack(draft))
+        return refresh.swap(
+            layout, tensors, draft.load_weights, agree=_all_ranks, settle=lambda: repack(draft), keep=keep
+        )
 
     def _spec_check(
         self, version: int, digest: str, names: Iterable[str] | None, force: bool
     ) -> tuple[Layout, str | None]:
         state, layout = self._spec_state, self._spec_layout()
-        if layout.problem is None and state.fingerprint is None:
+        if layout.problem is None and state.served.fingerprint is None:
             self._spec_remember(layout)
-        reason = refresh.check_staged(layout, state.staging, version, state.version, digest, force)
+        reason = refresh.check_staged(layout, state.staging, version, state.served.version, digest, force)
         if reason is None and names is not None and set(names) != state.staging.tensors.keys():
             reason = f"torn: sent but not arrived {sorted(set(names) - state.staging.tensors.keys())}"
         return layout, reason
@@ -273,6 +322,37 @@ def _all_ranks(ok: bool) -> bool:
     flag = torch.tensor([int(ok)])
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     return bool(flag.item())
+
+
+def _read_on_all_ranks(path: str) -> dict[str, Tensor]:
+    """The tensors of a file; where ranks sit on nodes that do not have it, the first rank reads and broadcasts.
+
+    Raises:
+        OSError: if it cannot be read; on every rank.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    tensors: dict[str, Tensor] = {}
+    if _all_ranks(Path(path).exists()):
+        tensors = load_file(path)
+        return tensors
+    group: Any = get_tp_group()
+    failure: str | None = None
+    if group.rank_in_group == 0:
+        try:
+            tensors = load_file(path)
+        except Exception as error:  # the other ranks wait for the broadcast
+            failure = f"{path} cannot be read by the first rank: {error}"
+    kinds = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+    failure, kinds = group.broadcast_object((failure, kinds), src=0)
+    if failure:
+        raise OSError(failure)
+    for name, shape, dtype in kinds:
+        if group.rank_in_group:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+        # bytes, since gloo does not carry every dtype
+        torch.distributed.broadcast(tensors[name].view(-1).view(torch.uint8), group.first_rank, group=group.cpu_group)
+    return tensors
 
 
 def _current_vllm_config() -> Any:

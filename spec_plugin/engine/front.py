@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,17 @@ class EngineFront:
             draft_version=first["draft_version"],
             digest=first["digest"],
             milliseconds=first["milliseconds"],
-            reason="; ".join(r["reason"] for r in reports if r["reason"]),
+            reason="; ".join(dict.fromkeys(r["reason"] for r in reports if r["reason"])),
         )
 
-    async def install_tensors(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
-        """Have every worker of this node install one draft, handed over in a file in memory (safetensors)."""
+    async def install_tensors(self, refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
+        """Have every worker install one draft, handed over in a file in memory (safetensors) that only this user can read.
+
+        Args:
+            refresh: the draft.
+            force: although its version is not newer.
+            hold: the previous draft, until ``settle``.
+        """
         memory = Path("/dev/shm")
         with tempfile.TemporaryDirectory(prefix="spec-plugin-", dir=memory if memory.is_dir() else None) as folder:
             file = Path(folder) / "draft.safetensors"
@@ -111,7 +118,12 @@ class EngineFront:
                 digest=refresh.digest,
                 names=list(refresh.tensors),
                 force=force,
+                hold=hold,
             )
+
+    async def settle(self, keep: bool) -> None:
+        """Every worker lets go of the draft before the last one, or goes back to it."""
+        await self.engine.collective_rpc("spec_settle", args=(keep,))
 
     async def set_schedule(self, schedule: Schedule) -> None:
         """k per batch size for the coming phase; a draft that no batch size uses is paused (needs a fresh prefix cache)."""
@@ -163,9 +175,13 @@ class EngineFront:
         )
 
     async def state(self, moment: str) -> EngineState:
-        """Digests of what the workers really hold (first worker's shard): reads all weights, for ``spec.audit`` only."""
-        found = (await self.engine.collective_rpc("spec_audit"))[0]
-        return EngineState(moment, self.policy_version, found["draft_version"], found["draft"], found["target"])
+        """Digests of what the workers really hold: reads all weights, for ``spec.audit`` only."""
+        found = await self.engine.collective_rpc("spec_audit")
+        versions = {f["draft_version"] for f in found}
+        if len(versions) > 1:
+            raise RuntimeError(f"the workers hold several versions of the draft: {sorted(versions)}")
+        draft, target = (_one_digest([f[name] for f in found]) for name in ("draft", "target"))
+        return EngineState(moment, self.policy_version, versions.pop(), draft, target)
 
     def reset_phase(self) -> None:
         """Counters and clock start anew; requests in flight go on counting."""
@@ -181,9 +197,13 @@ class SpecEngineMethods:
 
     _spec_front: EngineFront
 
-    async def spec_refresh(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
-        """Have the workers install one draft, all or nothing."""
-        return await self._spec_front.install_tensors(refresh, force)
+    async def spec_refresh(self, refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
+        """Have the workers install one draft, all or nothing; ``hold`` the previous one until ``spec_settle``."""
+        return await self._spec_front.install_tensors(refresh, force, hold)
+
+    async def spec_settle(self, keep: bool) -> None:
+        """After a refresh with ``hold``: keep it, or go back to the draft before."""
+        await self._spec_front.settle(keep)
 
     async def spec_set_schedule(self, schedule: Schedule) -> None:
         """k per batch size for the coming phase."""
@@ -206,6 +226,11 @@ class SpecEngineMethods:
         return await self._spec_front.state(moment)
 
 
+def _one_digest(parts: Sequence[str]) -> str:
+    """That of all workers, or one of theirs together, where each holds a part."""
+    return parts[0] if len(set(parts)) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
 class _Request:
     """What one request produced; the adapter fills it in."""
 
@@ -217,10 +242,17 @@ def plain_if_unlisted(sampling_params: SamplingParams) -> None:
     default = SamplingParams()
     names = [name for name in sampling_params.__struct_fields__ if not name.startswith("_")]
     changed = {n: getattr(sampling_params, n) for n in names if getattr(sampling_params, n) != getattr(default, n)}
-    try:
-        check_sampling(changed)
-    except SpecConfigError:
+    if not is_listed(changed):
         sampling_params.extra_args = {**(sampling_params.extra_args or {}), **PLAIN}
+
+
+def is_listed(sampling: Mapping[str, Any]) -> bool:
+    """Are these sampling options on the lossless allow-list."""
+    try:
+        check_sampling(dict(sampling))
+    except SpecConfigError:
+        return False
+    return True
 
 
 def _test_prompts(tokenizer: Any, vocab_size: int, seed: int) -> list[list[int]]:

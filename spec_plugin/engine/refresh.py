@@ -119,6 +119,7 @@ def swap(
     load: Callable[[list[tuple[str, Tensor]]], object],
     agree: Callable[[bool], bool] = bool,
     settle: Callable[[], object] = lambda: None,
+    keep: Callable[[dict[str, Tensor]], object] = lambda _backup: None,
 ) -> str | None:
     """Load ``tensors`` in place and verify them; on any failure put the previous weights back.
 
@@ -128,6 +129,7 @@ def swap(
         load: vLLM's ``load_weights`` of the draft.
         agree: takes "this rank succeeded", returns "all ranks did"; if not, every rank restores.
         settle: called after the weights have changed, for kernels that compute with packed copies of them.
+        keep: called with the previous weights, on the host, when the new ones are in place; see :func:`restore`.
 
     Returns:
         None when installed, else why the previous weights are back in place.
@@ -150,12 +152,19 @@ def swap(
             reason = reason or "another rank could not install it"
     finally:
         if reason is not None:
-            _restore(layout, backup)
+            restore(layout, backup)
             settle()
+    if reason is None:
+        keep(backup)
     return reason
 
 
-def _restore(layout: Layout, backup: Mapping[str, Tensor]) -> None:
+def restore(layout: Layout, backup: Mapping[str, Tensor]) -> None:
+    """Put weights back that ``swap`` gave to ``keep``.
+
+    Raises:
+        RuntimeError: if that fails; the draft must not be served.
+    """
     for name, parameter in layout.parameters.items():
         parameter.data.copy_(backup[name])
         if not same_bits(parameter.detach().cpu(), backup[name]):

@@ -214,4 +214,12 @@ def test_an_unknown_part_is_refused_and_make_names_only_known_ones(capsys: pytes
         parse(["lin"], PARTS)
     assert "unknown part 'lin'; known: lint" in capsys.readouterr().err
     named = re.findall(r"--foreground ([a-z -]+?)(?: --|$)", (ROOT / "Makefile").read_text(), re.M)
-    assert {name for names in named for name in names.split()} == {part.name for part in PARTS}
+    daily = {part.name for part in PARTS if part.daily}
+    assert {name for names in named for name in names.split()} == daily - {"shapes"}  # these by SHAPES=…
+
+
+def test_shapes_run_when_they_are_asked_for(tmp_path: Path) -> None:
+    parts = [Part("a", ("true",)), Part("rare", ("true",), daily=False)]
+    for options, ran in (([], {"a"}), (["--rest"], {"rare"}), (["rare"], {"rare"})):
+        done = check(tmp_path, parts, *options)
+        assert set(re.findall(r"^\| (\w+) +\| passed", done.stdout, re.M)) == ran, done.stdout

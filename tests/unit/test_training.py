@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pluggy
 import pytest
 import torch
 
 from draft_training import digest
-from spec_plugin import SpecConfig, SpecConfigError, SpecPluginError
+from spec_plugin import SpecConfig, SpecConfigError, SpecPluginError, hookspecs
 from spec_plugin.events import HiddenStates, TargetInfo, WeightSync
 from spec_plugin.methods.eagle3 import Eagle3Method
 from spec_plugin.training import DraftTraining
@@ -31,10 +33,13 @@ HF = {
 TARGET = TargetInfo(path="/nowhere", hf_config=HF, dtype="float32", max_num_seqs=4)
 
 
-def plugin(**options: object) -> DraftTraining:
-    made = DraftTraining()
-    made.spec_configure(SpecConfig(**options), TARGET)  # type: ignore[arg-type]
-    return made
+def plugin(**options: object) -> Any:
+    """The hooks of the draft trainer, alone in a manager."""
+    manager = pluggy.PluginManager("spec_plugin")
+    manager.add_hookspecs(hookspecs)
+    manager.register(DraftTraining())
+    manager.hook.spec_configure(config=SpecConfig(**options), target=TARGET)  # type: ignore[arg-type]
+    return manager.hook
 
 
 def sync(version: int = 0) -> WeightSync:
@@ -51,36 +56,36 @@ def hidden(tokens: torch.Tensor, version: int = 0) -> HiddenStates:
 
 def test_a_draft_is_born_trained_and_offered_at_the_next_sync() -> None:
     p = plugin(train_max_steps=3)
-    p.spec_weight_sync(sync(0))
-    born = p.spec_draft_weights(sync(0))
-    p.spec_target_forward(hidden(torch.arange(40) % V))
+    p.spec_weight_sync(event=sync(0))
+    born = p.spec_draft_weights(event=sync(0))
+    p.spec_target_forward(hidden=hidden(torch.arange(40) % V))
     p.spec_train_draft(step=1, seconds=30.0)
-    p.spec_weight_sync(sync(1))
-    trained = p.spec_draft_weights(sync(1))
+    p.spec_weight_sync(event=sync(1))
+    trained = p.spec_draft_weights(event=sync(1))
     assert born is not None and trained is not None
     assert (born.draft_version, trained.draft_version) == (0, 3)
     assert born.expected_acceptance is None and trained.expected_acceptance is not None
     assert trained.digest == digest(trained.tensors) != born.digest
-    assert p.spec_metrics()["spec/train_steps"] == 3
+    assert p.spec_metrics()[0]["spec/train_steps"] == 3
 
 
 def test_what_the_target_owns_is_never_offered() -> None:
     p = plugin()
-    p.spec_weight_sync(sync())
-    refresh = p.spec_draft_weights(sync())
+    p.spec_weight_sync(event=sync())
+    refresh = p.spec_draft_weights(event=sync())
     assert refresh is not None
     assert not [name for name in refresh.tensors if "embed" in name or "lm_head" in name]
 
 
 def test_a_new_pruned_draft_takes_the_tokens_that_the_policy_uses() -> None:
     p = plugin(draft_vocab_size=32, train_max_steps=1)
-    p.spec_weight_sync(sync())
+    p.spec_weight_sync(event=sync())
     used = torch.tensor([90, 91, 92, 93] * 10)
-    p.spec_target_forward(hidden(used))
+    p.spec_target_forward(hidden=hidden(used))
     p.spec_train_draft(step=1, seconds=30.0)
     event = sync(1)
-    p.spec_weight_sync(event)
-    refresh = p.spec_draft_weights(event)
+    p.spec_weight_sync(event=event)
+    refresh = p.spec_draft_weights(event=event)
     assert refresh is not None
     ids = torch.arange(32) + refresh.tensors["d2t"]
     assert {90, 91, 92, 93} <= set(ids.tolist())
@@ -90,30 +95,30 @@ def test_a_new_pruned_draft_takes_the_tokens_that_the_policy_uses() -> None:
 
 def test_a_resumed_run_continues_the_saved_draft(tmp_path: Path) -> None:
     p = plugin(train_max_steps=2)
-    p.spec_weight_sync(sync())
-    p.spec_target_forward(hidden(torch.arange(40)))
+    p.spec_weight_sync(event=sync())
+    p.spec_target_forward(hidden=hidden(torch.arange(40)))
     p.spec_train_draft(step=1, seconds=30.0)
-    p.spec_save(tmp_path)
+    p.spec_save(path=tmp_path)
     resumed = plugin()
-    resumed.spec_load(tmp_path)
-    resumed.spec_weight_sync(sync())
-    old, new = p.spec_draft_weights(sync()), resumed.spec_draft_weights(sync())
+    resumed.spec_load(path=tmp_path)
+    resumed.spec_weight_sync(event=sync())
+    old, new = p.spec_draft_weights(event=sync()), resumed.spec_draft_weights(event=sync())
     assert old is not None and new is not None
     assert (new.draft_version, new.digest) == (2, old.digest)
 
 
 def test_a_checkpoint_without_a_draft_starts_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     p = plugin()
-    p.spec_load(tmp_path)
+    p.spec_load(path=tmp_path)
     assert "no draft in the checkpoint" in caplog.text
-    p.spec_weight_sync(sync())
-    refresh = p.spec_draft_weights(sync())
+    p.spec_weight_sync(event=sync())
+    refresh = p.spec_draft_weights(event=sync())
     assert refresh is not None and refresh.draft_version == 0
 
 
 def test_a_sync_without_the_policys_embedding_is_named() -> None:
     with pytest.raises(SpecPluginError, match=r"model\.embed_tokens\.weight"):
-        plugin().spec_weight_sync(WeightSync(0, None, None))
+        plugin().spec_weight_sync(event=WeightSync(0, None, None))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from fake_driver import NEEDS_A_TRAINER
+from fake_driver import NEEDS_A_TRAINER, Driver
 
 from spec_plugin.conformance.checks import CHECKS
+from spec_plugin.conformance.plugin import shaped
 
 Done = subprocess.CompletedProcess[str]
 HERE = Path(__file__).parent
@@ -95,6 +97,17 @@ def test_an_unknown_adapter_is_an_error_that_says_what_to_name(tmp_path, warm_ru
     done = kit(warm_run, tmp_path, name)
     assert done.returncode == 4
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [({}, "the driver of 'mine' has no such shape; it knows none"), ({"wide": "much"}, "no such shape; wide: much")],
+)
+def test_an_unknown_shape_is_an_error_that_lists_the_known_ones(shapes, said):
+    driver = type("Mine", (Driver,), {"shapes": shapes})
+    with pytest.raises(pytest.UsageError, match=re.escape(said)):
+        shaped(driver, "mine", "tall")
+    assert shaped(driver, "mine", None) is driver
 
 
 def test_the_kit_is_not_imported_by_the_recorder(warm_run):

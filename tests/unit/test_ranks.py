@@ -1,0 +1,237 @@
+"""What actor ranks agree on, on two gloo processes; and the link's all or nothing over several engines."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import queue
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_training import TARGET, hidden, sync
+
+from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, OtherRankFailed, TrainSettings
+from spec_plugin import SpecConfig, builtins
+from spec_plugin.events import DraftRefresh, RefreshReport
+from spec_plugin.harvest import Harvester, PackedShards
+from spec_plugin.hookspecs import hookimpl
+from spec_plugin.link import ActorsLink
+from spec_plugin.ranks import is_first, on_any_rank, together
+from spec_plugin.rollout import RolloutControl
+from spec_plugin.session import SpecSession
+
+assert builtins  # imported once here, not in each forked rank
+WAIT = 120  # seconds; a rank that waits for the other one for ever fails the test
+
+
+def on_two_ranks(tmp_path: Any, work: Callable[[int], Any]) -> list[Any]:
+    """What ``work(rank)`` returns on each of two forked ranks of a gloo group."""
+    torch.optim.AdamW([torch.zeros(1)])  # what it imports at first use is imported once, not in each rank
+    context = multiprocessing.get_context("fork")
+    answers: Any = context.Queue()
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        try:
+            answers.put((rank, work(rank)))
+        except Exception as error:
+            answers.put((rank, error))
+        dist.barrier()
+        dist.destroy_process_group()
+
+    ranks = [context.Process(target=run, args=(rank,), daemon=True) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    try:
+        found = dict(answers.get(timeout=WAIT) for _ in ranks)
+    except queue.Empty:
+        pytest.fail("a rank waits for the other one")
+    finally:
+        for process in ranks:
+            process.join(10)
+            process.kill()
+    return [found[0], found[1]]
+
+
+def test_flags_are_set_if_they_are_on_any_rank(tmp_path):
+    found = on_two_ranks(tmp_path, lambda rank: (on_any_rank(rank == 1, False, True), is_first()))
+    assert found == [((True, False, True), True), ((True, False, True), False)]
+    assert on_any_rank(True, False) == (True, False) and is_first()  # alone
+
+
+def test_a_block_that_fails_on_one_rank_stops_both(tmp_path):
+    def work(rank: int) -> str:
+        with together("do this"):
+            pass
+        try:
+            with together("do that"):
+                if rank == 1:
+                    raise KeyError("here")
+        except Exception as error:
+            return type(error).__name__
+        return "went on"
+
+    assert on_two_ranks(tmp_path, work) == ["OtherRankFailed", "KeyError"]
+
+
+class Broken:
+    """A third party's plugin that raises in one hook on one rank, once."""
+
+    def __init__(self, hook: str, rank: int) -> None:
+        self._armed = dist.get_rank() == rank
+        self._hook = hook
+
+    def _at(self, hook: str) -> None:
+        if self._armed and hook == self._hook:
+            self._armed = False
+            raise RuntimeError("planted")
+
+    @hookimpl
+    def spec_train_draft(self) -> None:
+        self._at("spec_train_draft")
+
+    @hookimpl
+    def spec_weight_sync(self) -> None:
+        self._at("spec_weight_sync")
+
+    @hookimpl
+    def spec_target_forward(self) -> None:
+        self._at("spec_target_forward")
+
+
+def three_steps(rank: int, hook: str, where: int) -> list[Any]:
+    """Trainer steps of both ranks; after each, has speculation failed here, is it for another rank's sake, which draft."""
+    target = replace(TARGET, actor_group=dist.group.WORLD)
+    session = SpecSession(SpecConfig(train_max_steps=2), target)
+    session.manager.register(Broken(hook, where))
+    control = RolloutControl(session, None)
+    out = []
+    for version in range(3):
+        asyncio.run(control.synced(sync(version)))
+        control.agree()
+        session.target_forward(hidden(torch.arange(20) + 20 * rank, version))
+        control._slice_ended -= 60.0
+        control.train_draft(version)
+        (trainer,) = [p for p in session.manager.get_plugins() if type(p).__name__ == "DraftTraining"]
+        out.append((session.failed, session.follows, trainer._trainer.draft_version if trainer._trainer else -1))
+    return out
+
+
+CASES = [(hook, rank) for hook in ("spec_train_draft", "spec_weight_sync", "spec_target_forward") for rank in (0, 1)]
+
+
+def test_law_6_a_plugin_that_fails_on_one_rank_ends_speculation_on_both_and_nobody_waits(tmp_path):
+    def work(rank: int) -> list[Any]:
+        return [three_steps(rank, *case) for case in (*CASES, ("none", 0))]
+
+    *failing, healthy = zip(*on_two_ranks(tmp_path, work), strict=True)
+    for (_, where), (first, second) in zip(CASES, failing, strict=True):
+        assert [step[0] for step in first] == [step[0] for step in second] == [True] * 3
+        assert [rank[-1][1] for rank in (first, second)] == [where != 0, where != 1]
+        assert [step[2] for step in first] == [step[2] for step in second]  # one draft
+    assert healthy[0] == healthy[1] == [(False, False, 2), (False, False, 4), (False, False, 6)]
+
+
+def test_what_a_rank_cannot_do_alone_is_raised_on_the_other_one_too(tmp_path):
+    def work(rank: int) -> list[str]:
+        trainer = DraftTrainer(
+            DraftConfig.from_target(TARGET.hf_config),
+            TrainSettings(),
+            device="cpu",
+            seed=0,
+            process_group=dist.group.WORLD,
+        )
+        event = sync()
+        trainer.update_policy(event.embed, event.lm_head, 0)  # type: ignore[arg-type]
+        buffer = HiddenBuffer(1000, 1 << 30, 0)
+        if rank == 1:
+            buffer.sample = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))  # type: ignore[method-assign]
+        try:
+            trainer.train_slice(buffer, 60.0, 2)
+        except Exception as error:
+            return [type(error).__name__, str(error)]
+        return ["went on"]
+
+    first, second = on_two_ranks(tmp_path, work)
+    assert first[0] == "OtherRankFailed" and second == ["MemoryError", "no memory left"]
+    assert issubclass(OtherRankFailed, RuntimeError)
+
+
+def test_slices_of_a_packed_row_become_whole_documents_of_which_each_rank_keeps_its_own(tmp_path):
+    lengths, states = [5, 4, 6], torch.arange(16 * 3.0).view(1, 16, 3)  # 15 tokens and one of padding
+    ids = [torch.arange(n) + 10 * n for n in lengths]
+
+    def work(rank: int) -> Any:
+        layer, norm = torch.nn.Identity(), torch.nn.Identity()
+        decoder = torch.nn.Module()
+        decoder.layers, decoder.norm = torch.nn.ModuleList([layer]), norm
+        harvester = Harvester(decoder, [0], PackedShards(dist.group.WORLD))
+        with harvester.capture():
+            norm(layer(states[:, rank * 8 : rank * 8 + 8]) + 1)
+        found = harvester.take(ids, [torch.ones(n) for n in lengths], 0, 15)
+        assert found is not None and harvester.taken == 15
+        return found.lengths, found.input_ids.tolist(), found.aux.tolist(), found.last.tolist()
+
+    first, second = on_two_ranks(tmp_path, work)
+    rows = states[0, :15].tolist()
+    assert first[0] == (5, 6) and second[0] == (4,)
+    assert first[2] == rows[:5] + rows[9:] and second[2] == rows[5:9]
+    assert first[3] == [[x + 1 for x in row] for row in first[2]]
+    assert second[1] == ids[1].tolist()
+
+
+class Method:
+    """``actor.method.remote(…)``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    async def _call(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def remote(self, *args: Any) -> Any:
+        return self._call(*args)
+
+
+class Engine:
+    """A replica that keeps a version, and goes back when it is told to."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.version, self._before, self._refuses = 1, 1, refuses
+        self.held: list[bool] = []
+        self.spec_refresh, self.spec_settle = Method(self._refresh), Method(self._settle)
+
+    def _refresh(self, refresh: DraftRefresh, force: bool, hold: bool) -> RefreshReport:
+        self.held.append(hold)
+        self._before = self.version
+        if not self._refuses:
+            self.version = refresh.draft_version
+        return RefreshReport(not self._refuses, self.version, "digest", 1.0, "no memory" if self._refuses else "")
+
+    def _settle(self, keep: bool) -> None:
+        self.version = self.version if keep else self._before
+
+
+class Link(ActorsLink):
+    async def _stored(self, refresh: DraftRefresh) -> Any:
+        return refresh
+
+
+@pytest.mark.parametrize(("refusing", "left"), [((), 2), ((1,), 1), ((0, 1), 1)])
+def test_law_5_a_draft_that_one_replica_refuses_is_taken_back_by_all(refusing, left):
+    engines = [Engine(i in refusing) for i in range(3)]
+    report = asyncio.run(Link(engines, 5.0).install(DraftRefresh(2, 1, {}, "digest", None), force=False))
+    assert [e.version for e in engines] == [left] * 3 and all(e.held == [True] for e in engines)
+    assert report.installed == (not refusing)
+    assert report.reason == "; ".join(f"engine {i}: no memory" for i in refusing)
+
+
+def test_a_single_engine_holds_nothing_back():
+    engine = Engine()
+    asyncio.run(Link([engine], 5.0).install(DraftRefresh(2, 1, {}, "digest", None), force=False))
+    assert engine.held == [False] and engine.version == 2
