@@ -22,7 +22,6 @@ from draft_training.layouts import check_tensors
 from draft_training.loss import LossStats, ttt_loss
 from draft_training.model import Eagle3Draft
 
-
 POLICY_TENSORS_MISSING = "the policy's embedding and LM head are not known yet: call update_policy first"
 
 
