@@ -13,8 +13,10 @@ from verl.workers.utils.padding import response_from_nested
 
 from spec_plugin.events import LogprobBatch
 from spec_plugin.harvest import PackedShards, response_at_the_end
+from spec_plugin.link import ActorsLink
 from spec_plugin.rollout import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.session import SpecSession
+from spec_plugin.witness import witnessed
 from spec_plugin_verl.runtime import RUNTIME
 
 
@@ -75,18 +77,31 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         mask = data["response_mask"]
         recomputed = response_from_nested(log_probs, mask)
         rollout = data["rollout_log_probs"] if "rollout_log_probs" in data.keys() else None  # noqa: SIM118
-        session.check_logprobs(
-            LogprobBatch(
-                policy_version=RUNTIME.policy_version,
-                recomputed=_padded(recomputed),
-                rollout=None if rollout is None else _padded(rollout),
-                mask=_padded(mask).bool(),
-                rollout_versions=_rollout_versions(data),
-                speculating=RUNTIME.control is not None and RUNTIME.control.speculating,
-                rollout_in_loss=rollout_in_loss,
-            )
+        batch = LogprobBatch(
+            policy_version=RUNTIME.policy_version,
+            recomputed=_padded(recomputed),
+            rollout=None if rollout is None else _padded(rollout),
+            mask=_padded(mask).bool(),
+            rollout_versions=_rollout_versions(data),
+            speculating=RUNTIME.control is not None and RUNTIME.control.speculating,
+            rollout_in_loss=rollout_in_loss,
         )
+        session.check_logprobs(batch)
+        if rollout is None and (known := self._known(batch, data)) is not None:
+            session.check_logprobs(known)
         RUNTIME.checked_version = RUNTIME.policy_version
+
+    @staticmethod
+    def _known(batch: LogprobBatch, data: Any) -> LogprobBatch | None:
+        """What the engines kept aside (``calculate_log_probs=False``), of this rank's sequences; on the first rank only."""
+        assert RUNTIME.control is not None
+        link = RUNTIME.control.link
+        if not isinstance(link, ActorsLink):
+            return None
+        kept = [witness for engine in run_blocking(link.all("spec_witnesses")) for witness in engine]
+        documents, responses = data["input_ids"].unbind(), data["response_mask"].unbind()
+        starts = [len(d) - len(r) for d, r in zip(documents, responses, strict=True)]
+        return witnessed(batch, [d.cpu() for d in documents], starts, kept)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         """verl's own update; after the last mini-batch of a step, one slice of draft training and the metrics."""

@@ -21,6 +21,9 @@ from spec_plugin.session import SpecSession
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 from spec_plugin_verl.runtime import RUNTIME
 
+#: a replica that gets weights later than another one by this is not waited for
+_SYNC_TIMEOUT_S = 600.0
+
 
 class PolicyTap:
     """Passes the weight stream on and keeps copies, in the engine's dtype, of the two tensors that the draft shares."""
@@ -105,7 +108,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
             )
         tap = PolicyTap(weights, self._dtype)
         await super().update_weights(aiter(tap), global_steps=global_steps, wire_format=wire_format, **kwargs)
-        self._syncs += 1
+        self._syncs += global_steps is not None  # verl announces no other sync to its servers
         await self._all_replicas(awake=False)
         version = self._control.policy_version + 1 if global_steps is None else global_steps
         await self._control.synced(tap.event(version))
@@ -114,8 +117,12 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
 
     async def _all_replicas(self, awake: bool) -> None:
         """Each replica gets weights, and wakes up, at its own pace; the one that speaks to all of them waits for all."""
-        if isinstance(self._control.link, VerlLink):
-            await self._control.link.all("spec_synced", self._syncs, awake)
+        link, session = self._control.link, self._control.session
+        if isinstance(link, VerlLink) and not session.failed:
+            try:
+                await link.all("spec_synced", self._syncs, awake, timeout_s=_SYNC_TIMEOUT_S)
+            except Exception as error:  # law 6
+                session.fail("waiting for all replicas", error)
 
     async def resume(self, tags: list[str]) -> None:
         """verl's wake-up; once the KV cache is back the engine can generate."""

@@ -12,6 +12,7 @@ from spec_plugin.engine.capabilities import draft_buffers_survive_level_2
 from spec_plugin.engine.front import EngineFront, SpecEngineMethods, is_listed
 from spec_plugin.engine.scheduler import PLAIN
 from spec_plugin.session import SpecSession
+from spec_plugin.witness import Witness
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 
 EXTENSION = "spec_plugin_verl.worker.SpecWorker"
@@ -34,7 +35,7 @@ class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        given = {**engine_kwargs, "logprobs_mode": self.config.logprobs_mode}
+        given = {"logprobs_mode": self.config.logprobs_mode, **engine_kwargs}
         ours = self._spec_front.engine_arguments(given, EXTENSION)
         engine_kwargs.update({name: value for name, value in ours.items() if name != "worker_extension_cls"})
 
@@ -44,13 +45,22 @@ class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
         return level if draft_buffers_survive_level_2() else min(level, 1)
 
     async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """verl's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts."""
+        """verl's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts.
+
+        Log-probs are computed in any case; what the trainer did not ask for is kept aside, see ``spec_plugin.witness``.
+        """
+        hidden = not sampling_params.get("logprobs")
         theirs = {name: v for name, v in sampling_params.items() if name not in ("logprobs", "max_new_tokens")}
         if not is_listed(theirs):
             sampling_params = {**sampling_params, "extra_args": {**(theirs.get("extra_args") or {}), **PLAIN}}
+        sampling_params = {**sampling_params, "logprobs": True}
         with self._spec_front.request() as request:
             output = await super().generate(prompt_ids, sampling_params, *args, **kwargs)
             request.tokens = len(output.token_ids)
+        if hidden and output.log_probs is not None:
+            tokens = (*prompt_ids, *output.token_ids)
+            self._spec_front.witnesses.append(Witness(tuple(map(int, tokens)), tuple(output.log_probs)))
+            output.log_probs = None
         return output
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:

@@ -45,8 +45,9 @@ SHAPES = {
     "dp2": Shape("two replicas of the engine, two FSDP2 ranks in the actor", _TWO, ranks=2),
     "lora": Shape("LoRA, merged before each weight sync", (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora.merge=True")),
     "packed": Shape(
-        "remove-padding, dynamic batch sizes, gradient checkpointing, offloading",
+        "remove-padding, dynamic batch sizes, gradient checkpointing, offloading, log-probs that the trainer does not want",
         (
+            f"{_ROLLOUT}.calculate_log_probs=False",
             f"{_MODEL}.use_remove_padding=True",
             f"{_MODEL}.enable_gradient_checkpointing=True",
             f"{_ACTOR}.use_dynamic_bsz=True",

@@ -225,9 +225,12 @@ def logprobs(trace: Trace) -> list[str]:
     """In each step the guards saw the rollout's log-probs, and a fresh guard catches every planted error in them."""
     problems = []
     checked = of(trace, "spec_check_logprobs")
+    confirmed = {e["policy_version"] for e in checked if e["rollout"]}
     for e in checked:
         step = f"policy version {e['policy_version']}"
         if not e["rollout"]:
+            if e["policy_version"] in confirmed:
+                continue  # its rollout's log-probs were kept from the trainer, and came by themselves
             problems.append(f"{step}: no log-probs of the rollout to compare with")
             continue
         if not sum(e["response_lengths"]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from spec_plugin.engine.selftest import default_prompts, run_self_test
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
 from spec_plugin.session import SpecSession
+from spec_plugin.witness import KEPT, Witness
 
 _QUESTIONS = ("12+34=", "What is 7 times 8?", "Name three colours.", "987+654=")
 
@@ -185,6 +187,7 @@ class EngineFront:
 
     def reset_phase(self) -> None:
         """Counters and clock start anew; requests in flight go on counting."""
+        self.witnesses: deque[Witness] = deque(maxlen=KEPT)  # of requests whose log-probs the trainer did not ask for
         self._busy = 0.0
         self._busy_since = time.perf_counter()
         self._in_flight: int = getattr(self, "_in_flight", 0)
@@ -220,6 +223,10 @@ class SpecEngineMethods:
     async def spec_stats(self, policy_version: int) -> RolloutStats:
         """What happened since ``spec_start_phase``."""
         return await self._spec_front.stats(policy_version)
+
+    async def spec_witnesses(self) -> list[Witness]:
+        """Log-probs of this phase that the trainer did not ask for."""
+        return list(self._spec_front.witnesses)
 
     async def spec_state(self, moment: str) -> EngineState:
         """What the workers hold, for ``spec.audit``."""

@@ -1,0 +1,59 @@
+"""Log-probs that the engine reports and the trainer has not asked for: they are kept aside, and verify what they can.
+
+A trainer may be told to go without rollout log-probs. The samples must be verified all the same, so the engine is asked for
+log-probs, keeps those of the last few requests of each phase, and the trainer sees none of them. The first actor rank finds
+its own documents among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from spec_plugin.events import LogprobBatch
+
+#: requests of a phase that each engine keeps
+KEPT = 64
+
+
+@dataclass(frozen=True)
+class Witness:
+    """One request: a turn of a conversation is a prefix of the document that it became part of."""
+
+    tokens: tuple[int, ...]  # prompt and response
+    log_probs: tuple[float, ...]  # of the response, which ends ``tokens``
+
+
+def witnessed(
+    batch: LogprobBatch, documents: Sequence[Tensor], starts: Sequence[int], witnesses: Iterable[Witness]
+) -> LogprobBatch | None:
+    """The part of a batch that witnesses know: their log-probs as ``rollout``, under a mask of their tokens; None if none.
+
+    Args:
+        batch: without rollout log-probs.
+        documents: token ids of each whole sequence, [n_i].
+        starts: where the first column of ``batch`` lies in each document.
+        witnesses: of the same phase.
+    """
+    known = {witness.tokens: witness.log_probs for witness in witnesses}
+    lengths = sorted({len(tokens) for tokens in known})
+    rollout, seen = batch.recomputed.clone(), torch.zeros_like(batch.mask)
+    for row, (document, start) in enumerate(zip(documents, starts, strict=True)):
+        tokens = tuple(document.tolist())
+        for end in (n for n in lengths if n <= len(tokens)):
+            said = known.get(tokens[:end])
+            if said:
+                first = max(end - len(said), start)
+                columns = slice(first - start, end - start)
+                rollout[row, columns] = torch.tensor(said[len(said) - (end - first) :], dtype=rollout.dtype)
+                seen[row, columns] = True
+    mask = batch.mask & seen
+    rows = mask.any(-1)
+    if not bool(rows.any()):
+        return None
+    versions = None if batch.rollout_versions is None else batch.rollout_versions[rows]
+    recomputed, rollout, mask = (t[rows] for t in (batch.recomputed, rollout, mask))
+    return replace(batch, recomputed=recomputed, rollout=rollout, mask=mask, rollout_versions=versions)

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spec_plugin.errors import LogprobProvenanceError
+from spec_plugin.events import LogprobBatch
+from spec_plugin.witness import Witness, witnessed
+
+
+def batch(rows: int, columns: int) -> LogprobBatch:
+    recomputed = -torch.arange(1.0, rows * columns + 1).view(rows, columns) / 100
+    mask = torch.ones(rows, columns, dtype=torch.bool)
+    return LogprobBatch(3, recomputed, None, mask, torch.full((rows,), 3), speculating=True, rollout_in_loss=False)
+
+
+DOCUMENTS = [torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 2, 7, 8]), torch.tensor([9, 9, 9, 9])]
+STARTS = [2, 2, 1]
+
+
+def test_a_request_is_found_by_its_tokens_and_nothing_else_is_said():
+    found = witnessed(
+        batch(3, 3), DOCUMENTS, STARTS, [Witness((1, 2, 7, 8), (-0.5, -0.6)), Witness((1, 2, 3, 9), (-1.0,))]
+    )
+    assert found is not None and found.rollout is not None
+    assert found.recomputed.tolist() == batch(3, 3).recomputed[1:2].tolist()
+    assert found.mask.tolist() == [[True, True, False]] and found.rollout[0, :2].tolist() == pytest.approx([-0.5, -0.6])
+    assert found.rollout_versions is not None and found.rollout_versions.tolist() == [3] and found.speculating
+
+
+def test_the_turns_of_a_conversation_are_prefixes_of_its_document():
+    said = [Witness((1, 2, 3), (-0.1,)), Witness((1, 2, 3, 4, 5), (-0.2,))]  # 4 came from a tool
+    found = witnessed(batch(3, 3), DOCUMENTS, STARTS, said)
+    assert found is not None and found.rollout is not None
+    assert found.mask.tolist() == [[True, False, True]]
+    assert found.rollout[0, [0, 2]].tolist() == pytest.approx([-0.1, -0.2])
+
+
+def test_tokens_that_the_policy_did_not_sample_are_not_checked():
+    asked = batch(3, 3)
+    asked.mask[0, 1:] = False
+    found = witnessed(asked, DOCUMENTS, STARTS, [Witness((1, 2, 3, 4, 5), (-0.1, -0.2, -0.3))])
+    assert found is not None and found.mask.tolist() == [[True, False, False]]
+
+
+def test_a_response_that_began_before_the_first_column_is_cut():
+    found = witnessed(batch(3, 3), DOCUMENTS, STARTS, [Witness((9, 9, 9), (-0.1, -0.2, -0.3))])
+    assert found is not None and found.rollout is not None
+    assert found.mask.tolist() == [[True, True, False]] and found.rollout[0, :2].tolist() == pytest.approx([-0.2, -0.3])
+
+
+def test_without_a_witness_there_is_nothing_to_check():
+    assert witnessed(batch(3, 3), DOCUMENTS, STARTS, [Witness((5, 5), (-1.0,))]) is None
+    assert witnessed(batch(3, 3), DOCUMENTS, STARTS, []) is None
+
+
+def test_law_3_wrong_log_probs_are_caught_although_the_trainer_never_sees_them():
+    from test_provenance import guard
+
+    asked = batch(3, 3)
+    right = Witness((1, 2, 7, 8), tuple(asked.recomputed[1, :2].tolist()))
+    wrong = replace(right, log_probs=tuple(x - 2.0 for x in right.log_probs))
+    for witness, caught in ((right, False), (wrong, True)):
+        found = witnessed(asked, DOCUMENTS, STARTS, [witness])
+        assert found is not None
+        if caught:
+            with pytest.raises(LogprobProvenanceError):
+                guard().spec_check_logprobs(batch=found)
+        else:
+            guard().spec_check_logprobs(batch=found)
