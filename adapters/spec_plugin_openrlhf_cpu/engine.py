@@ -35,6 +35,13 @@ def install() -> None:
             landmarks=("default_max_num_seqs",),
         )
     shims.replace(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config",
+        _processes_instead_of_ray,
+        parameters=("self",),
+        landmarks=("distributed_executor_backend",),
+    )
+    shims.replace(
         WORKER,
         "WorkerWrap.init_process_group",
         _refuse_ray_collectives,
@@ -58,6 +65,15 @@ def _fewer_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
         return tokens, dict.fromkeys(UsageContext, int(os.environ[MAX_NUM_SEQS]))
 
     return get_batch_defaults
+
+
+def _processes_instead_of_ray(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.distributed_executor_backend == "ray":
+            self.distributed_executor_backend = "mp"
+        return original(self, *args, **kwargs)
+
+    return create_engine_config
 
 
 def _refuse_ray_collectives(original: Callable[..., Any]) -> Callable[..., Any]:
