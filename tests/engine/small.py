@@ -70,9 +70,8 @@ def start_engine(target: Path, draft: Path, **options: Any) -> Any:
         enable_prefix_caching=False,
         disable_log_stats=False,
         logprobs_mode="processed_logprobs",  # raw ones hide wrong sampling
-        worker_extension_cls=EXTENSION,
         speculative_config={"method": "eagle3", "model": str(draft), "num_speculative_tokens": 3},
-        **options,
+        **{"worker_extension_cls": EXTENSION, **options},
     )
 
 
