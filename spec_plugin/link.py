@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -38,8 +38,17 @@ class ActorsLink:
     The draft travels through Ray's object store, once for all engines, whatever carries the policy's weights.
     """
 
-    def __init__(self, engines: Sequence[Any], timeout_s: float) -> None:
-        self._engines, self.timeout_s = engines, timeout_s
+    def __init__(
+        self, engines: Sequence[Any], timeout_s: float, put: Callable[[DraftRefresh], Any] = lambda refresh: refresh
+    ) -> None:
+        """Bind to actors that run, or will run.
+
+        Args:
+            engines: their handles.
+            timeout_s: for each call, unless it says otherwise.
+            put: ``ray.put``; without it a draft is copied once for each engine.
+        """
+        self._engines, self.timeout_s, self._put = engines, timeout_s, put
 
     def engines(self) -> Sequence[Any]:
         """Handles of all engines of the run."""
@@ -61,17 +70,12 @@ class ActorsLink:
             RuntimeError: if an engine could not go back.
         """
         several = len(self.engines()) > 1
-        report = merge_refreshes(await self.all("spec_refresh", await self._stored(refresh), force, several))
+        # a GPU's memory does not travel
+        stored = self._put(replace(refresh, tensors={n: t.detach().cpu() for n, t in refresh.tensors.items()}))
+        report = merge_refreshes(await self.all("spec_refresh", stored, force, several))
         if several:  # each holds on to its previous draft until it is known what became of the others
             await self.all("spec_settle", report.installed)
         return report
-
-    async def _stored(self, refresh: DraftRefresh) -> Any:
-        """One copy in Ray's object store instead of one for each engine, without a GPU's memory in it."""
-        import ray
-
-        tensors = {name: tensor.detach().cpu() for name, tensor in refresh.tensors.items()}
-        return ray.put(replace(refresh, tensors=tensors))
 
     async def set_schedule(self, schedule: Schedule) -> None:
         """k per batch size."""

@@ -47,7 +47,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
             actor_group=actor_group(),
         )
         session = SpecSession(self.spec_config, target)
-        link = ActorsLink(vllm_engines, self.spec_config.refresh_timeout_s) if is_first() else None
+        link = ActorsLink(vllm_engines, self.spec_config.refresh_timeout_s, ray.put) if is_first() else None
         self._spec = RolloutControl(session, link)
         aux_layers = starting_draft(self.spec_config, target).config.aux_layers
         ring = strategy.ring_attn_group

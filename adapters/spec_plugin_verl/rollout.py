@@ -50,7 +50,7 @@ class VerlLink(ActorsLink):
     """All replicas of the run, found by the names that verl gives their servers; of one across nodes, the first node's."""
 
     def __init__(self, prefix: str, replicas: int, timeout_s: float) -> None:
-        super().__init__((), timeout_s)
+        super().__init__((), timeout_s, ray.put)
         self._names = [f"{prefix}server_{i}_0" for i in range(replicas)]
 
     def engines(self) -> Sequence[Any]:

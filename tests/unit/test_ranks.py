@@ -217,15 +217,10 @@ class Engine:
         self.version = self.version if keep else self._before
 
 
-class Link(ActorsLink):
-    async def _stored(self, refresh: DraftRefresh) -> Any:
-        return refresh
-
-
 @pytest.mark.parametrize(("refusing", "left"), [((), 2), ((1,), 1), ((0, 1), 1)])
 def test_law_5_a_draft_that_one_replica_refuses_is_taken_back_by_all(refusing, left):
     engines = [Engine(i in refusing) for i in range(3)]
-    report = asyncio.run(Link(engines, 5.0).install(DraftRefresh(2, 1, {}, "digest", None), force=False))
+    report = asyncio.run(ActorsLink(engines, 5.0).install(DraftRefresh(2, 1, {}, "digest", None), force=False))
     assert [e.version for e in engines] == [left] * 3 and all(e.held == [True] for e in engines)
     assert report.installed == (not refusing)
     assert report.reason == "; ".join(f"engine {i}: no memory" for i in refusing)
@@ -233,5 +228,5 @@ def test_law_5_a_draft_that_one_replica_refuses_is_taken_back_by_all(refusing, l
 
 def test_a_single_engine_holds_nothing_back():
     engine = Engine()
-    asyncio.run(Link([engine], 5.0).install(DraftRefresh(2, 1, {}, "digest", None), force=False))
+    asyncio.run(ActorsLink([engine], 5.0).install(DraftRefresh(2, 1, {}, "digest", None), force=False))
     assert engine.held == [False] and engine.version == 2
