@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,17 @@ def save(trainer: DraftTrainer, path: str | Path, extra: Mapping[str, Any]) -> s
     return weights
 
 
-def load(trainer: DraftTrainer, path: str | Path) -> dict[str, Any]:
-    """See ``DraftTrainer.load``."""
+@dataclass(frozen=True)
+class Saved:
+    """What ``save`` wrote, verified."""
+
+    about: dict[str, Any]  # trainer.json
+    weights: dict[str, Tensor]
+    own: dict[str, Tensor]  # see ``_own_tensors``
+
+
+def read(trainer: DraftTrainer, path: str | Path) -> Saved:
+    """Read what belongs to a trainer of this shape; see ``DraftTrainer.load`` for what is raised."""
     folder = settled_folder(path)
     about = read_json(folder / "trainer.json")
     if about.get("format") != FORMAT:
@@ -65,13 +74,18 @@ def load(trainer: DraftTrainer, path: str | Path) -> dict[str, Any]:
     for what, tensors, key in (("draft", weights, "draft_digest"), ("trainer.safetensors", own, "trainer_digest")):
         if digest(tensors) != about[key]:
             raise CheckpointError(f"{folder}: the digest of {what} does not match trainer.json; the checkpoint is torn")
-    trainer.install(weights)
-    _restore(trainer, own)
-    trainer.draft_version = int(about["draft_version"])
-    trainer.policy_version = int(about["policy_version"])
-    trainer.skipped = int(about["skipped"])
-    restored: dict[str, Any] = about["extra"]
-    return restored
+    return Saved(about, dict(weights), dict(own))
+
+
+def restore(trainer: DraftTrainer, saved: Saved) -> dict[str, Any]:
+    """Put it in place; the ``extra`` of ``save``."""
+    trainer.install(saved.weights)
+    _restore(trainer, saved.own)
+    trainer.draft_version = int(saved.about["draft_version"])
+    trainer.policy_version = int(saved.about["policy_version"])
+    trainer.skipped = int(saved.about["skipped"])
+    extra: dict[str, Any] = saved.about["extra"]
+    return extra
 
 
 def _own_tensors(trainer: DraftTrainer) -> dict[str, Tensor]:

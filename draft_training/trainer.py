@@ -252,9 +252,10 @@ class DraftTrainer:
         return state.save(self, path, extra or {})
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Restore what ``save`` wrote; training then goes on bit by bit as if it had not stopped. Call it on all ranks.
+        """Restore what ``save`` wrote; training then goes on bit by bit as if it had not stopped (collective).
 
-        The current settings stay in force. ``update_policy`` must follow before training.
+        Only the first rank reads: the others may sit on nodes that do not have the folder. The current settings stay in force.
+        ``update_policy`` must follow before training.
 
         Returns:
             The ``extra`` of ``save``.
@@ -262,8 +263,34 @@ class DraftTrainer:
         Raises:
             CheckpointError: if a file is missing, torn or not what its digest says; nothing has changed then.
             DraftConfigError: if the saved draft has another shape.
+            OtherRankFailed: if one of these was raised on the first rank.
         """
-        return state.load(self, path)
+        if self._group is None:
+            return state.restore(self, state.read(self, path))
+        saved: state.Saved | None = None
+        with self._one_for_all(torch.zeros(1, device=self.device)):
+            if dist.get_rank(self._group) == 0:
+                saved = state.read(self, path)
+        about: list[Any] = [saved and saved.about]
+        dist.broadcast_object_list(about, src=dist.get_global_rank(self._group, 0), group=self._group)
+        weights, own = (self._from_first(part) for part in ((saved.weights, saved.own) if saved else (None, None)))
+        return state.restore(self, state.Saved(about[0], weights, own))
+
+    def _from_first(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """The first rank's tensors, on the host of every rank; it alone has some (collective)."""
+        assert self._group is not None
+        source = dist.get_global_rank(self._group, 0)
+        kinds: list[Any] = [tensors and [(name, t.shape, t.dtype) for name, t in tensors.items()]]
+        dist.broadcast_object_list(kinds, src=source, group=self._group)
+        out = {}
+        for name, shape, dtype in kinds[0]:
+            if tensors is None:
+                moved = torch.empty(shape, dtype=dtype, device=self.device)
+            else:
+                moved = tensors[name].to(self.device, copy=True)
+            dist.broadcast(moved, src=source, group=self._group)
+            out[name] = moved.cpu()
+        return out
 
     def _step(self, sample: Callable[[], Sequence[Document]]) -> tuple[bool, LossStats, int] | None:
         """One optimizer step: (was it finite and taken, raw sums, tokens) over all ranks; None without positions.

@@ -16,7 +16,7 @@ from spec_plugin.errors import SpecPluginError
 from spec_plugin.events import DraftRefresh, HiddenStates, TargetInfo, WeightSync
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin.ranks import together
+from spec_plugin.ranks import is_first, on_any_rank, together
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,9 @@ class DraftTraining:
         self._buffer = HiddenBuffer(config.buffer_tokens, config.buffer_mb << 20, config.seed)
         if start.config.pruned and start.tensors is None:
             self._token_counts = torch.zeros(start.config.vocab_size, dtype=torch.int64)
-        if self._resume_from is not None:
-            trainer.load(self._resume_from)
+        (resumes,) = on_any_rank(is_first() and self._resume_from is not None)
+        if resumes:
+            trainer.load(self._resume_from or "")  # the first rank reads
             self._token_counts = None
         return trainer
 
@@ -158,9 +159,9 @@ class DraftTraining:
     def spec_load(self, path: Path) -> None:
         """Continue where ``spec_save`` left off, at the coming weight sync; a checkpoint without a draft starts a new one."""
         folder = path / "draft"
-        if not folder.exists():
+        if folder.exists():
+            self._resume_from = folder
+        elif is_first():  # another rank may sit on a node that has no folder
             logger.warning(
                 "spec-plugin: no draft in the checkpoint (%s): the run was saved without one, a new one starts", path
             )
-            return
-        self._resume_from = folder

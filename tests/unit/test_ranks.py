@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from test_training import TARGET, hidden, sync
 
-from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, OtherRankFailed, TrainSettings
+from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, OtherRankFailed, TrainSettings, digest
 from spec_plugin import SpecConfig, builtins
 from spec_plugin.events import DraftRefresh, RefreshReport
 from spec_plugin.harvest import Harvester, PackedShards
@@ -135,6 +135,41 @@ def test_law_6_a_plugin_that_fails_on_one_rank_ends_speculation_on_both_and_nobo
         assert [rank[-1][1] for rank in (first, second)] == [where != 0, where != 1]
         assert [step[2] for step in first] == [step[2] for step in second]  # one draft
     assert healthy[0] == healthy[1] == [(False, False, 2), (False, False, 4), (False, False, 6)]
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_resumed_draft_is_the_first_ranks_although_the_other_one_has_no_folder(tmp_path, torn):
+    here, nowhere = tmp_path / "here", tmp_path / "nowhere"
+
+    def session_of(rank: int) -> tuple[SpecSession, Any]:
+        session = SpecSession(SpecConfig(train_max_steps=2), replace(TARGET, actor_group=dist.group.WORLD))
+        (training,) = [p for p in session.manager.get_plugins() if type(p).__name__ == "DraftTraining"]
+        return session, training
+
+    def step(session: SpecSession, rank: int, version: int) -> None:
+        session.weight_sync(sync(version))
+        session.target_forward(hidden(torch.arange(20) + 20 * rank, version))
+        session.train_draft(version, 60.0)
+
+    def work(rank: int) -> list[Any]:
+        first, training = session_of(rank)
+        step(first, rank, 0)
+        if rank == 0:
+            first.save(here)
+            if torn:
+                (here / "draft" / "trainer.json").unlink()
+        dist.barrier()
+        second, resumed = session_of(rank)
+        second.load(here if rank == 0 else nowhere)
+        step(second, rank, 0)
+        state = resumed._trainer._optimizer.state if resumed._trainer else {}
+        moments = [float(s["exp_avg"].sum()) for s in state.values()]
+        drafts = [digest(t._trainer.engine_tensors()) for t in (training, resumed) if t._trainer]
+        return [second.failed, resumed._trainer and resumed._trainer.draft_version, drafts, moments]
+
+    first, second = on_two_ranks(tmp_path, work)
+    assert first == second
+    assert first[:2] == ([True, None] if torn else [False, 4])
 
 
 def test_what_a_rank_cannot_do_alone_is_raised_on_the_other_one_too(tmp_path):
