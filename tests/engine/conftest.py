@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ import torch
 from draft_training.checkpoint import save_draft
 from draft_training.config import DraftConfig
 from spec_plugin.conformance.forks import ForkServer
+
+# vLLM reads it once: without it tensor parallel ranks want a NUMA node each
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 #: what engines and the kit's runs import
 MODULES = (

@@ -139,7 +139,7 @@ def test_a_trainers_extension_may_stand_on_either_side(llm, first):
     config = llm.llm_engine.vllm_config
     with set_current_vllm_config(config):
         worker = type("Both", bases, {"__init__": lambda self, **kwargs: None})(vllm_config=config)
-    assert seen["vllm_config"] is config and worker._spec_state.version == -1
+    assert seen["vllm_config"] is config and worker._spec_state.served.version == -1
 
 
 def test_counters_are_cumulative(llm):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def pair(target: Path, draft: Path) -> Iterator[Any]:
     """An engine of two ranks, in processes of their own."""
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a NUMA node for each rank
     llm = small.start_engine(
         target,
         draft,

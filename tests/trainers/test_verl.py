@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ from spec_plugin_verl_cpu.run import SMALL, SPEC, VerlRun
 
 from examples.quickstart.data import build_data
 from examples.quickstart.policy import PolicySettings, build_policy
+from spec_plugin.conformance.forward import read_pack
 from spec_plugin.conformance.launch import RunFailed, StepMetrics
+from spec_plugin.conformance.recorder import read_trace
 
 pytestmark = pytest.mark.trainer
 
@@ -67,3 +71,43 @@ def test_self_test_stops_a_run_on_an_engine_that_samples_wrongly(stage: tuple[Pa
     with pytest.raises(RunFailed, match="LosslessError") as failed:
         run(stage, "unrepaired", 1, UNREPAIRED)
     assert "stopped after step 0" in str(failed.value)
+
+
+def test_turns_of_an_agent_and_validation_with_other_options_are_verified_too(
+    stage: tuple[Path, Path, Path, Path],
+) -> None:
+    """Two turns, the second with an option that runs without drafts; validation with truncated sampling and greedily."""
+    folder = stage[0] / "agents"
+    folder.mkdir()
+    loop = {"name": "two_turns", "_target_": "spec_plugin_verl_cpu.two_turns.TwoTurns"}
+    (folder / "agents.yaml").write_text(json.dumps([loop]))
+    records = folder / "records"
+    rollout = "actor_rollout_ref.rollout"
+    metrics = run(
+        stage,
+        "agents",
+        4,
+        f"{rollout}.agent.agent_loop_config_path={folder / 'agents.yaml'}",
+        f"{rollout}.agent.default_agent_loop=two_turns",
+        f"{rollout}.val_kwargs.top_p=0.7",
+        f"{rollout}.val_kwargs.temperature=0.5",
+        f"{rollout}.val_kwargs.do_sample=True",
+        "trainer.test_freq=2",
+        f"{SPEC}serve=always",
+        f"{SPEC}self_test=False",
+        f"{SPEC}train_share=0.5",
+        f'{SPEC}plugins=["spec_plugin.conformance.recorder:Recorder={records}"]',
+    )
+    assert [m["actor/spec/failed"] for m in metrics] == [0.0] * 4
+    assert metrics[-1]["actor/spec/acceptance_length"] > 1.2  # of the turns that draft
+    trace = read_trace(records)
+    checked = [e for e in trace if e["hook"] == "spec_check_logprobs"]
+    assert checked and not any(e["caught"]["unchanged"] for e in checked)
+    assert all(e["caught"]["another model"] and e["caught"]["the next token"] for e in checked)
+    tools = [mask for pack in map(read_pack, records.glob("*.safetensors")) for mask in pack.masks()["masks"]]
+    assert tools and all(_runs(mask) == [False, True, False, True] for mask in tools)
+
+
+def _runs(mask: list[bool]) -> list[bool]:
+    """The values of a mask, each run of equal ones once: prompt, answer, tool, answer."""
+    return [value for value, _ in itertools.groupby(mask)]

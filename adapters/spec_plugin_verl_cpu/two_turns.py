@@ -1,0 +1,48 @@
+"""An agent loop of two turns for verl: an answer, a word of a "tool", and another answer with options that cannot draft."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+
+TOOL = (40, 41, 42)  # tokens that the policy did not sample
+TURN = 12  # most tokens of a turn
+
+
+class TwoTurns(AgentLoopBase):  # type: ignore[misc]
+    """Named in a configuration file of ``rollout.agent.agent_loop_config_path``."""
+
+    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
+        """Sample, append the tool's tokens, sample again."""
+        prompt = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+        response: list[int] = []
+        mask: list[int] = []
+        logprobs: list[float] = []
+        turns: tuple[dict[str, Any], ...] = (
+            {},
+            {"stop": ["never said"]},
+        )  # the second is not on the lossless allow-list
+        for turn, more in enumerate(turns):
+            output = await self.server_manager.generate(
+                request_id=uuid4().hex,
+                prompt_ids=[*prompt, *response],
+                sampling_params={**sampling_params, "max_tokens": TURN, **more},
+            )
+            response += output.token_ids
+            mask += [1] * len(output.token_ids)
+            logprobs += output.log_probs or [0.0] * len(output.token_ids)
+            if turn == 0:
+                response, mask, logprobs = response + list(TOOL), mask + [0] * len(TOOL), logprobs + [0.0] * len(TOOL)
+        fields = {**output.extra_fields, "turn_scores": [], "tool_rewards": []}
+        metrics: dict[str, Any] = {"num_preempted": -1}
+        return AgentLoopOutput(
+            prompt_ids=list(prompt),
+            response_ids=response,
+            response_mask=mask,
+            response_logprobs=logprobs,
+            num_turns=4,
+            metrics=metrics,
+            extra_fields=fields,
+        )
