@@ -98,7 +98,11 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         link = RUNTIME.control.link
         if not isinstance(link, ActorsLink):
             return None
-        kept = [witness for engine in run_blocking(link.all("spec_witnesses")) for witness in engine]
+        try:
+            kept = [witness for engine in run_blocking(link.all("spec_witnesses")) for witness in engine]
+        except Exception as error:  # law 6
+            RUNTIME.control.session.fail("log-probs that the engines kept", error)
+            return None
         documents, responses = data["input_ids"].unbind(), data["response_mask"].unbind()
         starts = [len(d) - len(r) for d, r in zip(documents, responses, strict=True)]
         return witnessed(batch, [d.cpu() for d in documents], starts, kept)
