@@ -31,6 +31,11 @@ class TargetInfo:
     actor_dtype: str = "float32"  # dtype in which the actor recomputes log-probs
     actor_group: Any = None  # torch.distributed group of the data-parallel actors, None for a single one
 
+    @property
+    def truncated(self) -> bool:
+        """Do the rollouts sample from a truncated distribution: then the engine's log-probs are not comparable to the actor's."""
+        return self.sampling.get("top_p", 1.0) != 1.0 or self.sampling.get("top_k", -1) not in (-1, 0)
+
 
 @dataclass(frozen=True)
 class HiddenStates:

@@ -98,7 +98,7 @@ def _lossless(plan: Plan) -> Iterator[Objection]:
 
 def _truncated(plan: Plan) -> Iterator[Objection]:
     top_p, top_k = plan.target.sampling.get("top_p", 1.0), plan.target.sampling.get("top_k", -1)
-    if plan.rollout_in_loss and not (top_p == 1.0 and top_k in (-1, 0)):
+    if plan.rollout_in_loss and plan.target.truncated:
         yield Objection(
             "top_p, top_k",
             f"{top_p}, {top_k}",
@@ -192,8 +192,7 @@ def _verified(plan: Plan) -> Iterator[str]:
 
 
 def _not_verified(plan: Plan) -> Iterator[str]:
-    top_p, top_k = plan.target.sampling.get("top_p", 1.0), plan.target.sampling.get("top_k", -1)
-    if not (top_p == 1.0 and top_k in (-1, 0)):
+    if plan.target.truncated:
         yield "rollout log-probs of truncated sampling (top_p, top_k), beyond that they are finite"
     if not plan.spec.self_test:
         yield "the engine's samples (spec.self_test is off)"

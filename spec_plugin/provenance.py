@@ -211,8 +211,7 @@ class ProvenanceGuard:
     def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
         """Remember the dtypes; truncated sampling makes the engine's log-probs renormalised, hence not comparable."""
         self._config, self._target = config, target
-        sampling = target.sampling
-        self._comparable = sampling.get("top_p", 1.0) == 1.0 and sampling.get("top_k", -1) in (-1, 0)
+        self._comparable = not target.truncated
 
     @hookimpl
     def spec_check_logprobs(self, batch: LogprobBatch) -> None:
