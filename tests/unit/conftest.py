@@ -1,9 +1,10 @@
-"""An interpreter that has imported the heavy libraries once, for the tests that ask a process of its own."""
+"""Interpreters that have imported the heavy libraries once: for pytest-xdist's workers, and for tests that ask a process."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,8 @@ import pytest
 from spec_plugin.conformance.forks import ForkServer
 
 #: of third parties only, and not verl: what its import finds in the environment is itself asked
-MODULES = (
-    "torch.distributed",
-    "transformers.models.qwen3.modeling_qwen3",
+WORKERS = ("torch.distributed", "transformers.models.qwen3.modeling_qwen3", "pandas")
+PROCESSES = (
     "ray",
     "vllm.engine.arg_utils",
     "vllm.v1.core.sched.scheduler",
@@ -24,26 +24,43 @@ MODULES = (
     "tensordict",
     "hydra",
 )
-_SERVER = pytest.StashKey[ForkServer]()
+_SERVERS = pytest.StashKey[list[ForkServer]]()
 
 
-def _start(config: pytest.Config) -> str:
-    """The server's ``python``; else vLLM logs to its stdout."""
-    if _SERVER not in config.stash:
-        config.stash[_SERVER] = ForkServer(MODULES, {**os.environ, "VLLM_CONFIGURE_LOGGING": "0"})
-    return config.stash[_SERVER].python
+def _servers(config: pytest.Config) -> list[ForkServer]:
+    """One that has what workers import, and one that began as its fork and has the rest."""
+    if _SERVERS not in config.stash:
+        first = ForkServer(WORKERS)
+        quiet = {**os.environ, "VLLM_CONFIGURE_LOGGING": "0"}  # else vLLM logs to stdout
+        config.stash[_SERVERS] = [first, ForkServer(PROCESSES, quiet, first.python)]
+    return config.stash[_SERVERS]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist starts its workers
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Workers begin as forks of the first server."""
+    config = session.config
+    if getattr(config.option, "tx", None) and not hasattr(config, "workerinput"):
+        python = _servers(config)[0].python
+        config.option.tx = [f"{spec}//python={python}" if spec == "popen" else spec for spec in config.option.tx]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """pytest-xdist's: one server for all workers."""
-    node.workerinput["warm_python"] = _start(node.config)
+    """pytest-xdist's: what each worker is told."""
+    node.workerinput |= {"warm_python": _servers(node.config)[1].python, "python": sys.executable}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker's ``sys.executable`` is a cold interpreter, as without workers."""
+    if hasattr(config, "workerinput"):
+        sys.executable = config.workerinput["python"]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """The server ends with the session."""
-    if _SERVER in config.stash:
-        config.stash[_SERVER].close()
+    """The servers end with the session."""
+    for server in reversed(config.stash.get(_SERVERS, [])):
+        server.close()
 
 
 def _wants_one(item: pytest.Item) -> bool:
@@ -52,18 +69,18 @@ def _wants_one(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
-    """Start it, and let the tests that need it come last: by then it has imported, on another core."""
+    """Start them, and let the tests that need one come last: by then it has imported, on another core."""
     config = session.config
     if any(map(_wants_one, items)) and not config.option.collectonly and not hasattr(config, "workerinput"):
-        _start(config)
+        _servers(config)
     items.sort(key=_wants_one)
 
 
 @pytest.fixture(scope="session")
 def warm_run(pytestconfig: pytest.Config) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python with these arguments in a process that begins with ``MODULES`` imported, and with nothing of ours."""
+    """Runs Python with these arguments in a process that begins with all of that imported, and with nothing of ours."""
     workerinput = getattr(pytestconfig, "workerinput", None)
-    python = workerinput["warm_python"] if workerinput else _start(pytestconfig)
+    python = workerinput["warm_python"] if workerinput else _servers(pytestconfig)[1].python
 
     def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run([python, *arguments], capture_output=True, text=True, **options)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 from spec_plugin_verl_check import check as verl_check
 from spec_plugin_verl_check import compose, options
@@ -20,8 +22,16 @@ from spec_plugin.judgement import Model
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _yaml_in_c() -> Iterator[None]:
+    """verl's configuration is 30 files, and a dozen tests compose it: half of their time is PyYAML's scanner in Python."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        yield
+
+
 @pytest.fixture(scope="session")
-def stock() -> Any:
+def stock(_yaml_in_c: None) -> Any:
     """verl's own configuration, with vLLM: the parts that are asked, as a plain dict, since copies of the whole are slow."""
     whole = compose.compose_config([PATH, VLLM]).config
     parts = whole.actor_rollout_ref

@@ -29,10 +29,10 @@ def _model(rng, sharpness=2.5):
     return p / p.sum(1, keepdims=True)
 
 
-def _sample(rng, model, n):
-    """[n, M] sequences."""
+def _sample(rng, model, n, length=M):
+    """[n, length] sequences."""
     below, state, out = model.cumsum(1), np.full(n, V), []
-    for _ in range(M):
+    for _ in range(length):
         state = np.minimum((below[state] < rng.random((n, 1))).sum(1), V - 1)
         out.append(state)
     return np.stack(out, 1)
@@ -46,7 +46,10 @@ def _arms(rng, model, faulty, n=N):
 
 def _stated(rng, model, faulty, n=N * PROMPTS, top=20):
     """Sequences of ``faulty`` with the log-probs that ``model`` states for their tokens, first token left out."""
-    x = _sample(rng, faulty, n)
+    return _scored(model, _sample(rng, faulty, n), top)
+
+
+def _scored(model, x, top=20):
     p = model[x[:, :-1].ravel()]
     token = x[:, 1:].ravel()
     order = np.argsort(-p, 1)[:, :top]
@@ -124,12 +127,12 @@ def test_a_correct_engine_is_rejected_no_more_often_than_declared():
     rng, alpha, repetitions = np.random.default_rng(0), 0.05, 2000
     bound = alpha + 3 * math.sqrt(alpha * (1 - alpha) / repetitions)
     counts = logs = 0
-    for i in range(repetitions):
-        if i % 200 == 0:
-            model = _model(rng, sharpness=(1.0, 2.5, 5.0)[i // 200 % 3])
-        a, b = ([_sample(rng, model, 24)[:, :4].tolist() for _ in range(2)] for _ in range(2))
-        counts += two_sample(a, b, alpha).p_value <= alpha
-        logs += evidence(*_stated(rng, model, model, n=24), V).p_value <= alpha
+    for i in range(10):
+        model = _model(rng, sharpness=(1.0, 2.5, 5.0)[i % 3])
+        arms = _sample(rng, model, 200 * 4 * 24, 4).reshape(200, 2, 2, 24, 4).tolist()
+        counts += sum(two_sample(a, b, alpha).p_value <= alpha for a, b in arms)
+        samples = _sample(rng, model, 200 * 24).reshape(200, 24, M)
+        logs += sum(evidence(*_scored(model, x), V).p_value <= alpha for x in samples)
     print(f"\nrejected: counts {counts / repetitions:.4f}, log-probs {logs / repetitions:.4f}")
     assert counts / repetitions <= bound and logs / repetitions <= bound
 
@@ -137,10 +140,8 @@ def test_a_correct_engine_is_rejected_no_more_often_than_declared():
 def test_unequal_arms_are_valid_too():
     rng, alpha, repetitions = np.random.default_rng(1), 0.05, 500
     model = _model(rng)
-    hits = 0
-    for _ in range(repetitions):
-        a, b = [_sample(rng, model, 10).tolist()], [_sample(rng, model, 60).tolist()]
-        hits += two_sample(a, b, alpha).p_value <= alpha
+    few, many = (_sample(rng, model, repetitions * n).reshape(repetitions, 1, n, M).tolist() for n in (10, 60))
+    hits = sum(two_sample(a, b, alpha).p_value <= alpha for a, b in zip(few, many, strict=True))
     assert hits / repetitions <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / repetitions)
 
 

@@ -52,12 +52,13 @@ def is_fork() -> bool:
 class ForkServer:
     """One fork server; it ends with :meth:`close`, or with this process."""
 
-    def __init__(self, modules: Sequence[str], env: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str] = os.environ, python: str = "") -> None:
         """Start it; it imports while we go on.
 
         Args:
             modules: what it imports, in this order. They must start no threads.
             env: of the imports; each process has the environment of its own stand-in.
+            python: what runs it: this interpreter, or another server's ``python``, to import on top of what that one has.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
         self.python = str(self._folder / "python")
@@ -68,7 +69,13 @@ class ForkServer:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(64)
-            command = [sys.executable, str(_HERE / "server.py"), str(listener.fileno()), self.python, *modules]
+            command = [
+                python or sys.executable,
+                str(_HERE / "server.py"),
+                str(listener.fileno()),
+                self.python,
+                *modules,
+            ]
             self._process = subprocess.Popen(
                 command,
                 env={**env, "PYTHONUNBUFFERED": "1"},

@@ -37,11 +37,14 @@ def start(python: str, script: str) -> tuple[subprocess.Popen[str], int]:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process ends within five seconds."""
-    for _ in range(100):
-        if not Path(f"/proc/{pid}").exists():
+    """Whether a process ends within five seconds; when its entry goes is a matter of who inherited it."""
+    for _ in range(250):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
             return True
-        time.sleep(0.05)
+        time.sleep(0.02)
     return False
 
 
@@ -179,3 +182,13 @@ def test_where_an_import_fails_everything_starts_cold(capfd: pytest.CaptureFixtu
     server.close()
     assert (done.stdout.strip(), done.returncode) == ("False", 4)
     assert "No module named 'no_such_module'" in capfd.readouterr().err
+
+
+def test_a_server_may_begin_as_a_fork_of_another(server: ForkServer) -> None:
+    second = ForkServer(["wave"], python=server.python)
+    code = "import sys; print('json.tool' in sys.modules, 'wave' in sys.modules)"
+    process, pid = start(second.python, "import time\ntime.sleep(60)")
+    assert run(second.python, "-c", code).stdout.split() == ["True", "True"]
+    second.close()
+    assert process.wait(10) != 0 and gone(pid)
+    assert run(server.python, "-c", code).stdout.split() == ["True", "False"]
