@@ -112,7 +112,10 @@ class RolloutControl:
         report = await link.self_test(seconds)
         if report.out_of_time:
             logger.warning(
-                "spec-plugin: %g s were too few for the self-test, once more with %g s", seconds, 4 * seconds
+                "spec-plugin: %g s were too few for the self-test, once more with %g s\n%s",
+                seconds,
+                4 * seconds,
+                report.failures(),
             )
             report = await link.self_test(4 * seconds)
         if report.passed:

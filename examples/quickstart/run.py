@@ -52,7 +52,7 @@ console = Console(width=None if sys.stdout.isatty() else 110)
 @click.command(help=HELP, context_settings={"ignore_unknown_options": True, "max_content_width": 120})
 @click.option("--trainer", "name", default="verl", show_default=True, type=click.Choice(list(TRAINERS)))
 @click.option(
-    "--steps", default=10, show_default=True, type=click.IntRange(1), help="GRPO steps; with 30 the reward rises too."
+    "--steps", default=8, show_default=True, type=click.IntRange(1), help="GRPO steps; with 30 the reward rises too."
 )
 @click.option("--plain", is_flag=True, help="The same run without the plugin, for comparison.")
 @click.option("--fresh", is_flag=True, help="Teach the policy again instead of taking it from the cache.")

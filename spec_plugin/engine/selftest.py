@@ -53,8 +53,10 @@ Score = Callable[[list[list[int]]], list[list[float]]]
 GREEDY_TOKENS = 24
 SAMPLE_PROMPTS = 4  # few prompts, so that many samples share a context
 MOST_SAMPLES = 256  # per prompt and arm
-SCORED = 128  # (sequence, position) pairs scored per arm
-SAMPLES_UNTIL = 0.65  # share of the time after which no round of samples is begun; the rest is for the last checks
+SCORED = 128  # (sequence, position) pairs scored per arm, if there is time
+LEAST_SCORED = 32  # in any case
+SAMPLES_UNTIL = 0.55  # share of the time after which no round of samples is begun; the rest is for the last checks
+SCORED_UNTIL = 0.75  # and after which no more pairs are scored
 
 
 def default_prompts(
@@ -218,12 +220,19 @@ class _SelfTest:
         if not self.spec:
             return
         await self.engine.reset_prefix_cache()  # the recomputation must not read what speculation wrote
-        differences = {}
-        for name, arm in (("speculating", self.spec), ("plain", self.plain)):
-            pairs = spread(arm, SCORED)
-            work = [self._rescore(s, t) for s, t in pairs]
-            differences[name] = [d for d in await gather_or_cancel(work) if d is not None]
-        self.checks.append(logprob_check("logprobs", differences["speculating"], differences["plain"], self.tolerance))
+        pairs = list(zip(spread(self.spec, SCORED), spread(self.plain, SCORED), strict=False))
+        random.Random(0).shuffle(pairs)  # so that the first ones are spread too
+        spec: list[float | None] = []
+        plain: list[float | None] = []
+        while len(spec) < len(pairs):
+            if len(spec) >= LEAST_SCORED and time.perf_counter() > self.begin + SCORED_UNTIL * self.seconds:
+                break
+            some = pairs[len(spec) : len(spec) + max(1, self.probe.max_num_seqs // 2)]
+            found = await gather_or_cancel([self._rescore(s, t) for both in some for s, t in both])
+            spec += found[0::2]
+            plain += found[1::2]
+        known = [[d for d in arm if d is not None] for arm in (spec, plain)]
+        self.checks.append(logprob_check("logprobs", known[0], known[1], self.tolerance))
         if self.score is not None:
             both = [await self._by_trainer(arm, self.score) for arm in (self.spec[:8], self.plain[:8])]
             self.checks.append(logprob_check("logprobs: trainer", both[0], both[1], self.tolerance))
