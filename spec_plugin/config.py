@@ -66,11 +66,14 @@ class SpecConfig(BaseModel):
         1e-6, gt=0.0, le=0.05, description="chance that the self-test rejects a correct engine"
     )
     self_test_seconds: float = Field(
-        30.0, ge=1.0, le=600.0, description="time limit of the self-test, in seconds; a second try gets four times that"
+        30.0,
+        ge=1.0,
+        le=600.0,
+        description="seconds that the self-test takes; up to four times that where less would prove nothing",
     )
     on_self_test_failure: Literal["raise", "plain"] = Field(
         "raise",
-        description="raise: stop before the first rollout; plain: train on without speculation (as when time ran out twice)",
+        description="raise: stop before the first rollout; plain: train on without speculation (as when time ran out)",
     )
     logprob_tolerance: float | None = Field(
         None,

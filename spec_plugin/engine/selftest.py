@@ -36,6 +36,7 @@ from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.probe import Probe, calibrate, gather_or_cancel
 from spec_plugin.engine.scheduler import pause_idle_draft, schedule_state, set_schedule, take_steps
 from spec_plugin.engine.verdicts import (
+    LEAST_SAMPLES,
     Sampled,
     counts_check,
     evidence_check,
@@ -57,6 +58,7 @@ SCORED = 128  # (sequence, position) pairs scored per arm, if there is time
 LEAST_SCORED = 32  # in any case
 SAMPLES_UNTIL = 0.55  # share of the time after which no round of samples is begun; the rest is for the last checks
 SCORED_UNTIL = 0.75  # and after which no more pairs are scored
+CALIBRATED_FOR = 0.2  # share of the time in which batch sizes may be calibrated in any case
 
 
 def default_prompts(
@@ -82,6 +84,7 @@ async def run_self_test(
     vocab_size: int,
     alpha: float,
     seconds: float,
+    limit: float | None = None,
     score: Score | None = None,
     max_num_seqs: int,
 ) -> SelfTestReport:
@@ -94,11 +97,14 @@ async def run_self_test(
         k: tokens drafted per step while testing.
         vocab_size: of the target.
         alpha: chance of rejecting a correct engine.
-        seconds: hard limit for everything, break-even included.
+        seconds: in which as much is tested as fits, break-even included; where that is less than the least that proves
+            anything, the test takes longer.
+        limit: hard limit in seconds; none: ``seconds``.
         score: the trainer's own teacher-forced log-probs, used beside the engine's.
         max_num_seqs: the engine's.
     """
-    test = _SelfTest(engine, prompts, sampling, k, vocab_size, alpha, seconds, score, max_num_seqs)
+    limit = seconds if limit is None else limit
+    test = _SelfTest(engine, prompts, sampling, k, vocab_size, alpha, seconds, limit, score, max_num_seqs)
     return await test.run()
 
 
@@ -112,6 +118,7 @@ class _SelfTest:
         vocab_size: int,
         alpha: float,
         seconds: float,
+        limit: float,
         score: Score | None,
         max_num_seqs: int,
     ) -> None:
@@ -120,7 +127,7 @@ class _SelfTest:
         self.engine, self.prompts, self.k = engine, [list(p) for p in prompts], k
         self.vocab_size, self.alpha, self.score = vocab_size, alpha, score
         self.begin = time.perf_counter()
-        self.seconds = seconds
+        self.seconds, self.limit = seconds, limit
         self.probe = Probe(engine, sampling, max_num_seqs)
         self.tolerance = tolerance(engine.vllm_config.model_config.dtype)
         self.checks: list[Check] = []
@@ -148,11 +155,11 @@ class _SelfTest:
         return SelfTestReport(tuple(self.checks), time.perf_counter() - self.begin, self.steps)
 
     async def _guarded(self, name: str, stage: Callable[[], Awaitable[None]]) -> bool:
-        left = self.begin + self.seconds - time.perf_counter()
+        left = self.begin + self.limit - time.perf_counter()
         try:
             await asyncio.wait_for(stage(), max(0.01, left))
         except (asyncio.TimeoutError, TimeoutError):
-            reason, late = f"not finished within the time limit of {self.seconds:g} s", True
+            reason, late = f"not finished within the time limit of {self.limit:g} s", True
         except Exception as error:  # whatever it is, the engine is not proven
             reason, late = f"{type(error).__name__}: {error}", False
         else:
@@ -195,13 +202,14 @@ class _SelfTest:
             begin = time.perf_counter()
             await self._batch(chosen * repeat, tokens, logprobs=self.probe.top)
         now, until = time.perf_counter(), self.begin + SAMPLES_UNTIL * self.seconds
-        rounds = max(1, min(math.ceil(MOST_SAMPLES / repeat), int(0.8 * (until - now) / (now - begin))))
-        for _ in range(rounds):
+        least = math.ceil(LEAST_SAMPLES / (repeat * len(chosen)))
+        rounds = max(least, min(math.ceil(MOST_SAMPLES / repeat), int(0.8 * (until - now) / (now - begin))))
+        for i in range(rounds):
+            if i >= least and time.perf_counter() > until:
+                break
             spec, plain = await self._batch(chosen * repeat, tokens, logprobs=self.probe.top)
             self.spec += spec
             self.plain += plain
-            if time.perf_counter() > until:
-                break
         self.checks.append(finite_check(self.spec, self.plain))
         self.checks.append(counts_check(self.spec, self.plain, self.alpha / 2))
         if self._states_what_it_samples():
@@ -258,11 +266,12 @@ class _SelfTest:
         return [abs(a - b) for s, row in pairs for a, b in zip(s.logprobs.tolist(), row[-len(s.tokens) :], strict=True)]
 
     async def _calibrate(self, entries: int) -> None:
-        deadline = self.begin + 0.9 * self.seconds
+        now = time.perf_counter()
+        deadline = max(self.begin + 0.9 * self.seconds, now + CALIBRATED_FOR * self.seconds)
         work = calibrate(self.probe, self.prompts, self.k, entries, deadline)
         try:
             await take_steps(self.engine)  # those of the checks: another k for each half of a batch
-            await asyncio.wait_for(work, max(0.01, self.begin + self.seconds - time.perf_counter()))
+            await asyncio.wait_for(work, max(0.01, min(self.begin + self.limit, deadline + self.seconds) - now))
         except (asyncio.TimeoutError, TimeoutError):
             pass  # what was measured until here is kept
         except Exception as error:

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from live import MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
 
+from spec_plugin.engine.front import PATIENCE
 from spec_plugin.engine.scheduler import schedule_state, set_schedule
 from spec_plugin.engine.selftest import default_prompts, run_self_test, tolerance
 
@@ -33,9 +34,8 @@ def _test(live, seconds=SECONDS, **options):
         "seconds": seconds,
         "max_num_seqs": MAX_NUM_SEQS,
     }
-    report = live.run(run_self_test(live.engine, **{**arguments, **options}))
-    if report.out_of_time and seconds > 1:  # a busy machine: what the adapter does then
-        report = live.run(run_self_test(live.engine, **{**arguments, **options, "seconds": 4 * seconds}))
+    limit = PATIENCE * seconds if seconds > 1 else seconds
+    report = live.run(run_self_test(live.engine, limit=limit, **{**arguments, **options}))
     print(f"\npassed={report.passed} in {report.seconds:.1f} s, break-even {report.break_even}")
     for check in report.checks:
         print(f"  {'ok ' if check.passed else 'BAD'} {check.name}: {check.detail}")
