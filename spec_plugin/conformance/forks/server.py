@@ -25,6 +25,7 @@ import types
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_HANDLED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 _HIGH = 512  # our own files lie above, so that a process can have its own at the numbers that it was promised
 
 
@@ -77,8 +78,11 @@ class Server:
         if job is None:  # it went away, or became the real interpreter
             client.close()
             return None
+        # until the new process has let go of our handlers, a signal to it would have it stop the server's processes
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         server, pid = os.getpid(), os.fork()
         if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for file in files:
                 os.close(file)
             self.running[pid] = client
@@ -92,6 +96,7 @@ class Server:
         if os.getppid() != server:
             os._exit(1)
         self.leave(client)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         take_over(job, files)
         found: dict[str, Any] = job
         return found

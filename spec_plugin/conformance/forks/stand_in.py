@@ -71,6 +71,19 @@ def main() -> None:
     """Ask, wait, and end as the process ended; without a server, become the real interpreter."""
     python, address, *arguments = sys.argv[1:]
     program, files, pid = parsed(arguments), inherited(), 0
+    early: list[int] = []  # signals that came before the process was known: it may be running already
+
+    def signalled(number: int, _frame: object) -> None:
+        if pid:
+            forward(pid, number)
+        elif early:  # whoever signals twice does not want to wait for a server that imports
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        else:
+            early.append(number)
+
+    for number in _FORWARDED:
+        signal.signal(number, signalled)
     server = socket.socket(socket.AF_UNIX)
     with contextlib.suppress(OSError):
         if program is not None:
@@ -78,9 +91,13 @@ def main() -> None:
             pid = request(server, program, files)
     if not pid:
         server.close()
+        for number in _FORWARDED:
+            signal.signal(number, signal.SIG_DFL)
+        for missed in early:
+            os.kill(os.getpid(), missed)
         os.execv(python, [python, *arguments])
-    for number in _FORWARDED:
-        signal.signal(number, lambda received, frame: forward(pid, received))
+    for missed in early:
+        forward(pid, missed)
     for file in files:
         os.close(file)  # the process has them: whoever waits for their end must not wait for us
     answer = server.recv(8, socket.MSG_WAITALL)

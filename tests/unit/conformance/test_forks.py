@@ -133,6 +133,22 @@ def test_a_signal_reaches_the_process(server: ForkServer) -> None:
     assert process.wait(10) == 5 and gone(pid)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_is_not_lost_while_the_server_is_asked(tmp_path: Path, times: int) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(1.5)")
+    slow = ForkServer(["slow"], {**os.environ, "PYTHONPATH": str(tmp_path)})
+    code = "import time; time.sleep(60)"
+    process = subprocess.Popen([slow.python, "-c", code])
+    time.sleep(0.5)  # it has asked, and waits
+    for _ in range(times):
+        process.terminate()
+        time.sleep(0.1)
+    if times == 2:
+        assert process.poll() == -signal.SIGTERM
+    assert process.wait(20) == -signal.SIGTERM
+    slow.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_signal_to_the_group_reaches_what_the_process_started(server: ForkServer, number: int, leads: bool) -> None:
