@@ -83,7 +83,9 @@ class ActorsLink:
 
     async def self_test(self, seconds: float) -> SelfTestReport:
         """Every engine is tested, all at once."""
-        return merge_reports(await self.all("spec_self_test", seconds, timeout_s=4 * seconds + 300))
+        return merge_reports(
+            await self.all("spec_self_test", seconds, len(self.engines()), timeout_s=4 * seconds + 300)
+        )
 
     async def start_phase(self, policy_version: int) -> None:
         """Counters and clocks start anew."""

@@ -18,6 +18,7 @@ from spec_plugin.engine.verdicts import Sampled
 
 T = TypeVar("T")
 
+TOP = 20  # most likely tokens whose log-probs are asked for
 TOKENS = 25  # that each request of a calibration makes
 ROUNDS = 5  # of all kinds, at each batch size
 
@@ -49,7 +50,7 @@ class Probe:
         self.sampling = {k: v for k, v in sampling.items() if k not in ("seed", "stop_token_ids")}
         model = engine.vllm_config.model_config
         self.logprobs_mode: str = model.logprobs_mode
-        self.top = 20 if model.max_logprobs < 0 else min(20, model.max_logprobs)
+        self.top = TOP if model.max_logprobs < 0 else min(TOP, model.max_logprobs)
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._name = f"spec-self-test-{time.monotonic_ns()}"
         self._ids = itertools.count()

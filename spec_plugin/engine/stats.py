@@ -1,8 +1,9 @@
 """The mathematics of the start-up self-test: are two sets of sampled sequences draws from one and the same model?
 
 Speculative sampling is exact (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318), so a correct
-engine gives sequences with the *same distribution* with and without a draft. Two tests say how surely it does, both valid
-for every sample size (no asymptotics: at an error level of 1e-6 those cannot be trusted).
+engine gives sequences with the *same distribution* with and without a draft. Two tests say how surely it does, this one and
+``spec_plugin.engine.evidence``, both valid for every sample size (no asymptotics: at an error level of 1e-6 those cannot be
+trusted).
 
 ``two_sample`` compares token counts of the two arms. Under the null hypothesis the arm labels of one prompt's sequences are
 exchangeable given the pooled sequences, so in each context the count of a token in one arm is hypergeometric: Fisher's
@@ -12,11 +13,6 @@ alone: those whose smallest attainable p-value is below alpha / K (Tarone 1990).
 tested as one class. Besides, for each position, the exact form of Mantel and Haenszel's test (1959) adds up over all
 prefixes of all prompts how often the prefix's most frequent token follows: given everything before, these counts are
 independent hypergeometric variables, so the distribution of their sum is their convolution.
-
-``evidence`` compares one arm with log-probs known for each position: the likelihood ratio of a fixed mixture of
-alternatives (tempered, leaking into unlikely tokens, moved to the likeliest) to the stated distribution. Its expectation is
-<= 1 under the null, token by token, given everything before, so P(ratio >= 1 / alpha) <= alpha by Markov's inequality (an
-e-value; Grünwald, de Heide, Koolen 2024). It adds up many small deviations that no single context shows.
 """
 
 from __future__ import annotations
@@ -32,14 +28,6 @@ from numpy.typing import NDArray
 
 Tokens = Sequence[int]
 OTHER = -1  # stands for all tokens too rare to be tested alone
-TEMPERED = (0.5, 0.8, 1.25, 2.0)  # alternatives of ``evidence``: probabilities to this power, renormalised
-LEAKING = (0.01, 0.1)  # and: this share of the mass spread evenly over the vocabulary
-BOOSTED = (
-    0.02,
-    0.1,
-    0.3,
-)  # and: this share of the mass moved to the most likely token (a good draft, too often accepted)
-REST_FLOOR = 1e-5  # least mass granted to tokens outside the known top; covers float32 rounding of 1 - sum(top)
 
 
 @dataclass(frozen=True)
@@ -51,20 +39,6 @@ class TwoSample:
     sequences: int  # in both arms together
     detects: float  # difference in a token's probability that the most visited context would show
     worst: str  # the most deviant context, token and counts
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Outcome of ``evidence``."""
-
-    log_ratio: float  # natural log of the likelihood ratio; reject when >= log(1 / alpha)
-    tokens: int
-    alternative: str  # the alternative that fits best
-
-    @property
-    def p_value(self) -> float:
-        """An upper bound on the p-value."""
-        return min(1.0, math.exp(-self.log_ratio)) if self.log_ratio > 0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -226,37 +200,3 @@ def two_sample(
     return TwoSample(
         min(1.0, p_values[worst] * k), k, sequences, min(1.0, detects), f"{worst}, p={p_values[worst]:.1e}"
     )
-
-
-def evidence(
-    sampled: NDArray[np.float64], top: NDArray[np.float64], rank: NDArray[np.int64], vocab_size: int
-) -> Evidence:
-    """Likelihood ratio of fixed alternatives to the stated distribution; under the null, P(ratio >= 1/alpha) <= alpha.
-
-    Args:
-        sampled: [N] stated log-prob of the token that was sampled.
-        top: [N, n] stated log-probs of the n most likely tokens, -inf where a filter (top_k, top_p) removed one.
-        rank: [N] index of the sampled token among these n, -1 when it is none of them.
-        vocab_size: size of the vocabulary.
-    """
-    p, in_top = np.exp(top), rank >= 0
-    rest = np.maximum(1.0 - p.sum(axis=1), REST_FLOOR)  # [N] never less than its true mass, so the ratio errs downwards
-    log_ratios, names = [], []
-    for power in TEMPERED:
-        scale = np.log(np.power(p, power).sum(axis=1) + np.power(rest, power))
-        own = np.where(in_top, sampled, np.log(rest))
-        log_ratios.append(float(((power - 1.0) * own - scale).sum()))
-        names.append(f"temperature x{1 / power:g}")
-    for leak in LEAKING:
-        alive = np.isfinite(top).sum(axis=1)
-        own_p = np.where(in_top, np.exp(sampled), rest)
-        own_leak = np.where(in_top, 1.0 / vocab_size, (vocab_size - alive) / vocab_size)
-        log_ratios.append(float(np.log(1.0 - leak + leak * own_leak / own_p).sum()))
-        names.append(f"{leak:.0%} of the mass elsewhere")
-    for boost in BOOSTED:
-        log_ratios.append(float(np.log(1.0 - boost + boost * (rank == 0) / np.exp(top[:, 0])).sum()))
-        names.append(f"{boost:.0%} of the mass moved to the likeliest token")
-    logs = np.array(log_ratios)
-    peak = float(logs.max())
-    mixed = peak + math.log(float(np.exp(logs - peak).mean()))
-    return Evidence(mixed, len(sampled), names[int(logs.argmax())])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec_plugin.engine import stats
+from spec_plugin.engine.evidence import Stated, detectable, evidence
 from spec_plugin.events import Check
 
 LEAST_SAMPLES = 64  # sequences in each arm, below which the self-test fails for want of evidence
@@ -27,22 +29,55 @@ class Sampled:
     rank: NDArray[np.int64]  # [T] where the sampled token stands among them, -1 when it does not
 
 
-def greedy_check(spec: Sequence[Sampled], plain: Sequence[Sampled], tolerance: float) -> Check:
-    """At temperature 0 both arms give the same tokens, up to ties of at most ``tolerance`` nats at the first difference."""
+def greedy_check(spec: Sequence[Sampled], plain: Sequence[Sampled], limit: float) -> Check:
+    """At temperature 0 both arms give the same tokens, up to ties of at most ``limit`` nats at the first difference."""
     same, ties, wrong = 0, 0, []
     for s, p in zip(spec, plain, strict=True):
-        t = next((i for i, (a, b) in enumerate(zip(s.tokens, p.tokens, strict=True)) if a != b), None)
+        t = _parting(s, p)
         if t is None:
             same += 1
             continue
         found = np.flatnonzero(p.top_ids[t] == s.tokens[t])
-        gap = float(p.logprobs[t] - p.top[t, found[0]]) if found.size else float("inf")
-        if gap <= tolerance:
+        known = p.top[t][np.isfinite(p.top[t])]
+        lowest = float(known.min()) if known.size else -math.inf
+        gap = float(p.logprobs[t] - (p.top[t, found[0]] if found.size else lowest))  # else: that much at least
+        if gap <= limit:
             ties += 1
         else:
             wrong.append(f"prompt {s.prompt} position {t}: {s.tokens[t]} instead of {p.tokens[t]} (gap {gap:.3g} nats)")
     first = f"; first wrong: {wrong[0]}" if wrong else ""
-    return Check("greedy", not wrong, f"{same}/{len(spec)} identical, {ties} ties within {tolerance:.2g} nats{first}")
+    return Check("greedy", not wrong, f"{same}/{len(spec)} identical, {ties} ties within {limit:.2g} nats{first}")
+
+
+def greedy_limit(noise: Sequence[float], tolerance: float) -> float:
+    """Largest gap of a tie, where plain requests in batches of different shapes differ by ``noise``.
+
+    A correct engine's draft can only make the wrong token win if the noise of that place is larger than the gap. Noise beyond
+    seven times its root mean square has a chance of 3e-12 where it is normal; three times the largest of hundreds covers
+    heavier tails; the tolerance covers rounding that has not shown itself.
+    """
+    values = np.abs(np.array(noise, dtype=np.float64))
+    if not values.size:
+        return tolerance
+    return tolerance + max(7.0 * float(np.sqrt((values**2).mean())), 3.0 * float(values.max()))
+
+
+def greedy_noise(one: Sequence[Sampled], two: Sequence[Sampled]) -> list[float]:
+    """Differences, in nats, in how far the two best tokens are apart, between the same requests as long as they go together."""
+    out = []
+    for a, b in zip(one, two, strict=True):
+        t = _parting(a, b)
+        for i in range(len(a.tokens) if t is None else t + 1):
+            places = [np.flatnonzero(b.top_ids[i] == token) for token in a.top_ids[i, :2]]
+            if a.top.shape[1] >= 2 and all(p.size for p in places):
+                there = float(b.top[i, places[0][0]] - b.top[i, places[1][0]])
+                out.append(float(a.top[i, 0] - a.top[i, 1]) - there)
+    return out
+
+
+def _parting(a: Sampled, b: Sampled) -> int | None:
+    """First position at which two sequences differ."""
+    return next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), None)
 
 
 def finite_check(spec: Sequence[Sampled], plain: Sequence[Sampled]) -> Check:
@@ -83,20 +118,29 @@ def evidence_check(spec: Sequence[Sampled], plain: Sequence[Sampled], vocab_size
     When the *plain* arm does not either, the stated log-probs are not those of the sampler (an option that we do not know
     of): then this says nothing about speculation, and passes with a note.
     """
-    results = {}
+    stated = {}
     for name, arm in (("speculating", spec), ("plain", plain)):
-        sampled, rank = (np.concatenate([getattr(s, f)[1:] for s in arm]) for f in ("logprobs", "rank"))
-        top = np.concatenate([s.top[1:] for s in arm])
-        good = np.isfinite(sampled) & ~np.isnan(top).any(1)
-        results[name] = stats.evidence(sampled[good], top[good], rank[good], vocab_size)
-    r, base = results["speculating"], results["plain"]
-    detail = f"ln(ratio)={r.log_ratio:.1f} (rejects at {-np.log(alpha):.1f}) on {r.tokens} tokens; plain {base.log_ratio:.1f}"
+        stated[name] = _stated(arm, vocab_size)
+    r, base = (evidence(stated[name]) for name in ("speculating", "plain"))
+    detail = (
+        f"ln(ratio)={r.log_ratio:.1f} (rejects at {-np.log(alpha):.1f}) on {r.tokens} tokens; plain {base.log_ratio:.1f}; "
+        f"would show {detectable(stated['speculating'], alpha)}"
+    )
     if base.p_value <= alpha:
         return Check(
             "samples: log-probs", True, f"not applicable, plain requests deviate from their log-probs: {detail}"
         )
     passed = r.p_value > alpha
     return Check("samples: log-probs", passed, detail if passed else f"{detail}; looks like {r.alternative}")
+
+
+def _stated(arm: Sequence[Sampled], vocab_size: int) -> Stated:
+    """All tokens but each sequence's first, which comes from the prompt's own forward pass."""
+    sampled, rank, top, top_ids = (
+        np.concatenate([getattr(s, f)[1:] for s in arm]) for f in ("logprobs", "rank", "top", "top_ids")
+    )
+    good = np.isfinite(sampled) & ~np.isnan(top).any(1)
+    return Stated(sampled[good], top[good], top_ids[good], rank[good], vocab_size)
 
 
 def logprob_check(name: str, spec: Sequence[float], plain: Sequence[float], tolerance: float) -> Check:
