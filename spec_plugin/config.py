@@ -78,7 +78,13 @@ class SpecConfig(BaseModel):
     logprob_tolerance: float | None = Field(
         None,
         gt=0.0,
-        description="allowed mean |rollout - recomputed| log-prob; none: from the dtype and the run's own baseline",
+        description="fixed bound on a batch's mean |rollout - recomputed| log-prob; none: measured on the run's plain text",
+    )
+    control_share: float = Field(
+        0.02,
+        ge=0.0,
+        le=1.0,
+        description="share of the requests of which 64 tokens are sampled without drafts, to see what plain text shows; 0: none",
     )
     bypass_check_sequences: int = Field(
         8,

@@ -7,7 +7,7 @@ T response positions, k drafted tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `spec-plugin check` answers without torch, whose import alone takes seconds
@@ -150,6 +150,22 @@ class LogprobBatch:
     speculating: bool  # was speculation on in this rollout phase
     rollout_in_loss: bool  # do the rollout log-probs enter the loss (bypass_mode, rollout_is, rollout_rs)
     lag_allowed: bool = False  # asynchronous trainer: sequences may have been sampled by older policy versions
+    plain: Tensor | None = None  # [B, T] bool, True where the engine is known to have sampled without a draft
+
+    def of(self, rows: Tensor) -> LogprobBatch:
+        """Some of its sequences, by index or [B] mask."""
+
+        def some(values: Tensor | None) -> Any:
+            return None if values is None else values[rows]
+
+        return replace(
+            self,
+            recomputed=self.recomputed[rows],
+            rollout=some(self.rollout),
+            mask=self.mask[rows],
+            rollout_versions=some(self.rollout_versions),
+            plain=some(self.plain),
+        )
 
 
 @dataclass(frozen=True)

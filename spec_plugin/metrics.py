@@ -54,8 +54,17 @@ SCHEMA = (
     Metric("spec/train_ms", "ms", 0, 1e7, "time of that slice"),
     Metric("spec/train_steps", "", 0, 1e4, "optimizer steps in it"),
     Metric("spec/logprob_diff_mean", "nats", 0, 1, "mean of abs(rollout - recomputed) log-prob in this step"),
+    Metric("spec/logprob_diff_p9999", "nats", 0, 1e2, "99.99 % of its tokens differ by no more"),
     Metric("spec/logprob_diff_max", "nats", 0, 1e2, "largest difference of one token"),
-    Metric("spec/logprob_tolerance", "nats", 0, math.inf, "bound on the mean that was in force"),
+    Metric("spec/logprob_diff_plain", "nats", 0, 1, "median of the same mean in stretches of plain text, last phases"),
+    Metric(
+        "spec/logprob_far", "", 0, 1, "share of tokens further off than a correct run's ever are in one text of ten"
+    ),
+    Metric(
+        "spec/logprob_tolerance", "nats", 0, math.inf, "mean difference from which a stretch of text counts against it"
+    ),
+    Metric("spec/logprob_alarms", "", 0, 1e9, "phases without drafts that looked wrong since the run began"),
+    Metric("spec/provenance", "", 0, 1, "1 while the engine's log-probs are compared with the policy's"),
     Metric("spec/versions_known", "", 0, 1, "share of sequences whose policy version the trainer recorded"),
 )
 _PATTERNS = tuple((re.compile(re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(m.name))), m) for m in SCHEMA)

@@ -1,82 +1,83 @@
-"""The provenance guard: every log-prob that enters the loss is finite, and the target's, at the recorded version (law 3)."""
+"""The provenance guard: every log-prob that enters the loss is finite, and the target's, at the recorded version (law 3).
+
+Not finite, above zero, or of another policy version: the run stops at once. That the engine's log-probs are those of the
+target is a matter of degree, and judged by what the run itself shows: plain requests, of phases without drafts and of the
+control group (``spec.control``), say what two correct implementations of this model differ by; ``spec_plugin.agreement`` is
+how they are compared. What was not drafted is recorded and warned of, never a reason to stop: without the flag the run would
+be no better. A run stops when drafted text
+
+- is further off than three times (single tokens: ten times) the plain text of the last phases, at an error level of 1e-7 a
+  batch and test, *and* the plain requests of its own phase do not show the same; or is ten times (thirty times) as far off,
+  even though they do: such a jump is a wrong sync, not drift;
+- is further off than correct runs ever were, where there was no plain text yet;
+- or holds one sequence that is beyond anything that a correct run shows.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import os
+import random
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from torch import Tensor
 
+from spec_plugin.agreement import Spread, Verdict, Windows, compared, difference, judged, median, spread, windows
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import LogprobBatch, TargetInfo
 from spec_plugin.hookspecs import hookimpl
 
-#: Mean and single-token |rollout - recomputed| that two correct implementations of one model may show, by the coarser
-#: of their dtypes. Measured on real runs: float32 means of 1e-5..1e-4, bfloat16 means of 5e-3..2e-2.
-_MEAN_FLOOR = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 3e-2}
-_TOKEN_FLOOR = {"float32": 0.05, "float16": 1.0, "bfloat16": 3.0}
-_COARSENESS = ("float32", "float16", "bfloat16")
-#: A speculation-off step of the same run may raise the mean tolerance to this multiple of what it showed.
-_BASELINE_FACTOR = 3.0
-#: and never beyond this multiple of the dtype's floor: a run that drifts step by step must not carry its tolerance along.
-_BASELINE_CAP = 10.0
-#: Sequences are shorter than batches, so their means scatter more.
-_SEQUENCE_FACTOR = 5.0
+logger = logging.getLogger(__name__)
+
+#: chance that a batch of a correct run is refused, for each of the two statistics
+ERROR_LEVEL = 1e-7
+#: windows below which there is no evidence: of plain text, and of drafted text (they wait for those of the next batch)
+ENOUGH = 16
+#: phases with plain text that the run's own baseline reaches back, and windows that are kept of each
+PHASES, KEPT = 16, 256
+#: windows of the control group from which on it has a say, and versions that it may be old
+_CONTROL, _RECENT = 4, 16
+#: tokens from which on a single sequence can be beyond anything
+_LONG = 32
 #: log p <= 0; two roundings of a token with p = 1 may land just above.
 _ABOVE_ZERO = 1e-3
-#: Asynchronous training: each policy version between sampling and recomputation may add this multiple of the mean
-#: tolerance (0.3 nats a version in bfloat16). Log-probs of another model are further away than that.
+#: Asynchronous training: each policy version between sampling and recomputation may add this multiple of what two correct
+#: implementations show (0.3 nats a version in bfloat16). Log-probs of another model are further away than that.
 _LAG_FACTOR = 10.0
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """Bounds on |rollout - recomputed| log-prob, in nats."""
+class Bounds:
+    """For one statistic of a window, in nats: what is said of it where, and where not, the run has a baseline."""
 
-    mean: float  # over the batch
-    sequence: float  # mean over any one sequence
-    token: float  # any one token
-
-    def widened(self, lag: int) -> Tolerance:
-        """For sequences that a policy ``lag`` versions older sampled: the policy has really moved in between."""
-        if lag == 0:
-            return self
-        factor = _LAG_FACTOR * lag
-        return Tolerance(factor * self.mean, factor * self.sequence, math.inf)
-
-    @classmethod
-    def of(
-        cls, rollout_dtype: str, actor_dtype: str, baseline_mean: float = 0.0, fixed: float | None = None
-    ) -> Tolerance:
-        """From the coarser of the two dtypes and the mean that the run's own speculation-off steps showed.
-
-        Args:
-            rollout_dtype: dtype of the engine's weights.
-            actor_dtype: dtype in which the actor recomputes.
-            baseline_mean: largest batch mean seen with speculation off, 0.0 when none was.
-            fixed: the user's own bound on the mean; replaces both sources.
-        """
-        coarser = max(rollout_dtype, actor_dtype, key=_COARSENESS.index)
-        mean = fixed if fixed is not None else _from_baseline(_MEAN_FLOOR[coarser], baseline_mean)
-        scale = mean / _MEAN_FLOOR[coarser]
-        return cls(mean, _SEQUENCE_FACTOR * mean, _TOKEN_FLOOR[coarser] * max(1.0, scale))
+    least: float  # never more than rounding
+    most: float  # no correct run shows more, in most of its windows
+    factor: float = 1.0  # of the baseline: honest differences between plain and verifying steps
+    jump: float = 1.0  # of the baseline: no drift between two phases
 
 
-def _from_baseline(floor: float, baseline_mean: float) -> float:
-    return min(max(floor, _BASELINE_FACTOR * baseline_mean), _BASELINE_CAP * floor)
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How far rollout and recomputed log-probs of one batch differ, in nats."""
-
-    mean: float
-    max: float
-    worst_sequence: float
-    tokens: int
+#: By the coarser of the two dtypes, at temperature 1. Measured on real runs: float32 means of 5e-7 to 1e-4 (the largest token
+#: 20 times as far off), bfloat16 means of 5e-3 to 2e-2 and single tokens beyond 1; published bfloat16 means up to 4e-2.
+_MEANS = {
+    "float32": Bounds(1e-5, 2e-3, 3.0, 10.0),
+    "float16": Bounds(5e-4, 3e-2, 3.0, 10.0),
+    "bfloat16": Bounds(3e-3, 0.1, 3.0, 10.0),
+}
+_MAXIMA = {
+    "float32": Bounds(3e-4, 0.05, 10.0, 30.0),
+    "float16": Bounds(1e-2, 1.0, 10.0, 30.0),
+    "bfloat16": Bounds(0.1, 3.0, 10.0, 30.0),
+}
+_COARSENESS = ("float32", "float16", "bfloat16")
+#: a single sequence is beyond anything at this multiple of ``most``, and of the largest plain window
+_BEYOND, _BEYOND_PLAIN = 15.0, 30.0
 
 
 def check_finite(name: str, values: Tensor, mask: Tensor) -> None:
@@ -129,57 +130,26 @@ def by_version(batch: LogprobBatch) -> Iterator[tuple[int, LogprobBatch]]:
     unknown = batch.rollout_versions < 0
     lags = (batch.policy_version - batch.rollout_versions).masked_fill(unknown, 1)
     for lag in sorted(set(lags.tolist())):
-        rows = lags == lag
-        yield (
-            int(lag),
-            replace(
-                batch,
-                recomputed=batch.recomputed[rows],
-                rollout=batch.rollout[rows],
-                mask=batch.mask[rows],
-                rollout_versions=batch.rollout_versions[rows],
-            ),
-        )
+        yield int(lag), batch.of(lags == lag)
 
 
-def _difference(recomputed: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
-    """|rollout - recomputed| under the mask, else zero: a product would keep NaN from padding, and NaN > bound is False."""
-    return (rollout - recomputed).abs().masked_fill(~mask, 0.0)
+@dataclass(frozen=True)
+class _Phase:
+    """Plain text of one phase."""
+
+    version: int
+    plain: Windows
+    drafted: bool  # is it the control group's
 
 
-def agreement(recomputed: Tensor, rollout: Tensor, mask: Tensor) -> Agreement:
-    """Statistics of |rollout - recomputed| over the masked tokens; all inputs [B, T]."""
-    diff = _difference(recomputed, rollout, mask).double()
-    per_sequence = diff.sum(-1) / mask.sum(-1).clamp_min(1)
-    tokens = int(mask.sum())
-    if tokens == 0:
-        return Agreement(0.0, 0.0, 0.0, 0)
-    return Agreement(float(diff.sum() / tokens), float(diff.max()), float(per_sequence.max()), tokens)
+@dataclass(frozen=True)
+class _Found:
+    """What is wrong with a batch."""
 
-
-def check_agreement(batch: LogprobBatch, tolerance: Tolerance) -> Agreement:
-    """Refuse rollout log-probs that the recomputation at the same version does not confirm.
-
-    Raises:
-        LogprobProvenanceError: with the statistic that failed, its bound, and the first sequences, positions and values.
-    """
-    assert batch.rollout is not None
-    got = agreement(batch.recomputed, batch.rollout, batch.mask)
-    diff = _difference(batch.recomputed, batch.rollout, batch.mask)
-    mean_of = (diff.sum(-1) / batch.mask.sum(-1).clamp_min(1))[:, None].expand_as(diff)
-    for what, value, bound, where in (
-        ("mean difference over the batch", got.mean, tolerance.mean, diff > tolerance.mean),
-        ("mean difference of a sequence", got.worst_sequence, tolerance.sequence, mean_of > tolerance.sequence),
-        ("difference of a token", got.max, tolerance.token, diff > tolerance.token),
-    ):
-        if value > bound:
-            values = {"rollout": batch.rollout, "recomputed": batch.recomputed}
-            state = "on" if batch.speculating else "off"
-            raise LogprobProvenanceError(
-                f"rollout log-probs are not the target's at policy version {batch.policy_version}: {what} is "
-                f"{value:.3g}, allowed {bound:.3g} (speculation was {state}): {_show(where & batch.mask, values)}. {_ADVICE}"
-            )
-    return got
+    what: str
+    value: float
+    bound: float
+    where: Tensor  # [B, T] bool
 
 
 _ADVICE = (
@@ -199,19 +169,27 @@ def _show(bad: Tensor, values: dict[str, Tensor]) -> str:
 
 
 class ProvenanceGuard:
-    """Checks each batch; keeps the run's own speculation-off baseline for the tolerance."""
+    """Checks each batch, and keeps what the run's own plain requests show."""
 
     def __init__(self) -> None:
-        self._baseline = 0.0
+        self._history: deque[_Phase] = deque(maxlen=PHASES)
+        self._waiting = Windows()  # of drafted text, too few to be judged
+        self._rng = random.Random(0)
         self._comparable = True
-        self._last: Agreement | None = None
+        self._last: Spread | None = None
         self._versions_known = 0.0
+        self._alarms = 0
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
         """Remember the dtypes; truncated sampling makes the engine's log-probs renormalised, hence not comparable."""
         self._config, self._target = config, target
         self._comparable = not target.truncated
+        coarser = max(target.dtype, target.actor_dtype, key=_COARSENESS.index)
+        temperature = float(target.sampling.get("temperature", 1.0)) or 1.0
+        self._scale = 1.0 / temperature  # differences of logits are divided by it
+        self._bounds = {"mean": _MEANS[coarser], "largest": _MAXIMA[coarser]}
+        self._far = _MAXIMA[coarser].most * self._scale
 
     @hookimpl
     def spec_check_logprobs(self, batch: LogprobBatch) -> None:
@@ -228,11 +206,9 @@ class ProvenanceGuard:
             return
         check_finite("rollout", batch.rollout, batch.mask)
         if self._comparable:
+            self._last = spread(difference(batch.recomputed, batch.rollout, batch.mask), batch.mask, self._far)
             for lag, part in by_version(batch):
-                found = check_agreement(part, self._tolerance().widened(lag))
-                if lag == 0 and not batch.speculating:
-                    self._baseline = max(self._baseline, found.mean)
-            self._last = agreement(batch.recomputed, batch.rollout, batch.mask)
+                self._check(part, lag)
         elif batch.rollout_in_loss:
             raise LogprobProvenanceError(
                 f"rollout log-probs enter the loss, but with top_p={self._target.sampling.get('top_p')}, "
@@ -240,18 +216,164 @@ class ProvenanceGuard:
                 "verified against the actor's; set top_p=1.0 and top_k=-1, or turn bypass_mode, rollout_is and rollout_rs off"
             )
 
-    def _tolerance(self) -> Tolerance:
-        fixed = self._config.logprob_tolerance
-        return Tolerance.of(self._target.dtype, self._target.actor_dtype, self._baseline, fixed)
+    def _check(self, batch: LogprobBatch, lag: int) -> None:
+        """One part of a batch, all of it sampled so many versions ago."""
+        assert batch.rollout is not None
+        diff = difference(batch.recomputed, batch.rollout, batch.mask)
+        plain = batch.mask if not batch.speculating else batch.mask & _plain(batch)
+        drafted = batch.mask & ~plain
+        shown = windows(diff, plain, self._rng)
+        found = self._wrong(diff, drafted, self._control(shown, batch.policy_version), lag)
+        if found is not None:
+            raise LogprobProvenanceError(f"{_described(found, batch)}. {_ADVICE}")
+        if not batch.speculating:
+            fixed = self._config.logprob_tolerance is not None
+            found = self._over_fixed(diff, plain) if fixed else self._too_far(diff, plain, shown, Windows(), lag)
+            if found is not None:
+                self._warn(found, batch)
+        if lag == 0 and len(shown):
+            self._remember(_Phase(batch.policy_version, shown, batch.speculating))
+
+    def _control(self, now: Windows, version: int) -> Windows:
+        """What the control group shows in this phase; where its requests are too few, with those of the phases before."""
+        for phase in reversed(self._history):
+            if len(now) >= _CONTROL or phase.version < version - _RECENT:
+                break
+            now += phase.plain if phase.drafted else Windows()
+        return now
+
+    @property
+    def _past(self) -> Windows:
+        return sum((phase.plain for phase in self._history), Windows())
+
+    def _wrong(self, diff: Tensor, drafted: Tensor, control: Windows, lag: int) -> _Found | None:
+        if self._config.logprob_tolerance is not None:
+            return self._over_fixed(diff, drafted)
+        beyond = self._beyond(diff, drafted, lag)
+        if beyond is not None:
+            return beyond
+        self._waiting += windows(diff, drafted, self._rng)
+        if len(self._waiting) < ENOUGH:
+            return None
+        judged_now, self._waiting = self._waiting, Windows()
+        return self._too_far(diff, drafted, judged_now, control, lag)
+
+    def _over_fixed(self, diff: Tensor, mask: Tensor) -> _Found | None:
+        """The user's own bound on the mean."""
+        bound = self._config.logprob_tolerance
+        assert bound is not None
+        mean = spread(diff, mask, math.inf).mean
+        return _Found("the mean difference of the batch", mean, bound, mask & (diff > bound)) if mean > bound else None
+
+    def _too_far(self, diff: Tensor, mask: Tensor, found: Windows, control: Windows, lag: int) -> _Found | None:
+        """Too many windows further off than plain text is."""
+        history = self._past
+        for name, values, past, now in (
+            ("mean", found.means, history.means, control.means),
+            ("largest", found.maxima, history.maxima, control.maxima),
+        ):
+            bounds = self._bounds[name]
+            verdict = self._verdict(values, past, bounds, bounds.factor, lag)
+            if verdict.p_value > ERROR_LEVEL:
+                continue
+            same = len(now) >= _CONTROL and median(values) <= bounds.factor * median(now)
+            if same and self._verdict(values, past, bounds, bounds.jump, lag).p_value > ERROR_LEVEL:
+                continue  # drift: plain requests of the same phase show it, too
+            what = f"the {name} difference in {verdict.above} of {verdict.of} stretches of text"
+            return _Found(what, median(values), verdict.bound, mask & (diff > verdict.bound))
+        return None
+
+    def _verdict(
+        self, values: tuple[float, ...], past: tuple[float, ...], bounds: Bounds, factor: float, lag: int
+    ) -> Verdict:
+        if lag:  # the policy has really moved in between
+            return judged(values, _LAG_FACTOR * lag * bounds.most * self._scale)
+        if len(past) < ENOUGH:
+            return judged(values, bounds.most * self._scale)
+        return compared(values, past, factor, bounds.least * self._scale)
+
+    def _beyond(self, diff: Tensor, mask: Tensor, lag: int) -> _Found | None:
+        """A single sequence, far beyond anything that was ever seen."""
+        largest = max(self._past.means, default=0.0)
+        bound = max(_BEYOND * self._bounds["mean"].most * self._scale, _BEYOND_PLAIN * largest) * (
+            1 + _LAG_FACTOR * lag
+        )
+        lengths = mask.sum(-1)
+        means = diff.masked_fill(~mask, 0.0).sum(-1) / lengths.clamp_min(1)
+        rows = (lengths >= _LONG) & (means > bound)
+        if not bool(rows.any()):
+            return None
+        return _Found("the mean difference of a sequence", float(means[rows].max()), bound, mask & rows[:, None])
+
+    def _warn(self, found: _Found, batch: LogprobBatch) -> None:
+        self._alarms += 1
+        if self._alarms == 1:
+            logger.warning(
+                "spec-plugin: without drafts, too, %s. The run goes on, as it would without the flag; "
+                "later phases are counted in spec/logprob_alarms",
+                _described(found, batch),
+            )
+
+    def _remember(self, phase: _Phase) -> None:
+        plain = phase.plain
+        if self._history and self._history[-1].version == phase.version:
+            plain = self._history.pop().plain + plain
+        self._history.append(replace(phase, plain=Windows(plain.means[:KEPT], plain.maxima[:KEPT])))
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
-        """Mean and largest difference of the last batch, the bound that held, and the share of sequences with a known version."""
+        """Differences of the last batch, what plain text shows, and from where on a window counts against the run."""
         if self._last is None:
             return {}
-        return {
+        past = self._past
+        bound = self._config.logprob_tolerance or self._verdict((0.0,), past.means, self._bounds["mean"], 3.0, 0).bound
+        out = {
             "spec/logprob_diff_mean": self._last.mean,
+            "spec/logprob_diff_p9999": self._last.most,
             "spec/logprob_diff_max": self._last.max,
-            "spec/logprob_tolerance": self._tolerance().mean,
+            "spec/logprob_far": self._last.far,
+            "spec/logprob_tolerance": bound,
+            "spec/logprob_alarms": float(self._alarms),
             "spec/versions_known": self._versions_known,
         }
+        return out | ({"spec/logprob_diff_plain": median(past.means)} if len(past) else {})
+
+    @hookimpl
+    def spec_save(self, path: Path) -> None:
+        """What plain requests showed: a resumed run may begin with drafts."""
+        path.mkdir(parents=True, exist_ok=True)
+        phases = [asdict(phase) for phase in self._history]
+        partial = path / "provenance.json.partial"
+        partial.write_text(json.dumps({"of": self._kind(), "phases": phases}))
+        os.replace(partial, path / "provenance.json")
+
+    @hookimpl
+    def spec_load(self, path: Path) -> None:
+        """What they showed before, if dtypes and temperature are still the same."""
+        file = path / "provenance.json"
+        if not file.exists():
+            return
+        found = json.loads(file.read_text())
+        if found["of"] == self._kind():
+            for p in found["phases"]:
+                plain = Windows(tuple(p["plain"]["means"]), tuple(p["plain"]["maxima"]))
+                self._history.append(_Phase(int(p["version"]), plain, bool(p["drafted"])))
+
+    def _kind(self) -> list[str]:
+        return [self._target.dtype, self._target.actor_dtype, f"{self._scale:.6g}"]
+
+
+def _plain(batch: LogprobBatch) -> Tensor:
+    """[B, T] bool: tokens of a phase with drafts that were sampled without any."""
+    plain = batch.plain
+    return batch.mask.new_zeros(batch.mask.shape) if plain is None else plain
+
+
+def _described(found: _Found, batch: LogprobBatch) -> str:
+    assert batch.rollout is not None
+    values = {"rollout": batch.rollout, "recomputed": batch.recomputed}
+    state = "on" if batch.speculating else "off"
+    return (
+        f"rollout log-probs are not the target's at policy version {batch.policy_version}: {found.what} is beyond "
+        f"{found.bound:.3g} nats (there {found.value:.3g}; speculation was {state}): {_show(found.where, values)}"
+    )

@@ -31,20 +31,26 @@ class RolloutControl:
     ``finish`` at the first pass of the trainer over what was generated; on every rank, though only the first one has a link.
     """
 
-    def __init__(self, session: SpecSession, link: EngineLink | None) -> None:
+    def __init__(self, session: SpecSession, link: EngineLink | None, sleeps: bool = False) -> None:
         """Bind session and engines.
 
         Args:
             session: of this actor process.
             link: all engines of the run, on the first actor rank; None on the others, which train the same draft.
+            sleeps: have the engines no weights in memory at ``finish``.
         """
-        self.session, self.link = session, link
+        self.session, self.link, self._sleeps = session, link, sleeps
         self.policy_version = -1  # of the weights that the engines roll out with
         self.speculating = False  # was any k > 0 in the current phase; other ranks know it after ``agree``
         self._tested: int | None = None  # draft version of the last self-test
         self._running: int | None = None  # policy version of the phase in progress
         self._installed = -1  # draft version that the engines serve
         self._slice_ended = time.monotonic()
+        if session.unguarded and link is not None:
+            logger.warning(
+                "spec-plugin: %s: nobody checks that the log-probs that enter the loss are the policy's (law 3)",
+                session.unguarded,
+            )
 
     def agree(self) -> None:
         """Make all ranks know whether the phase drafted, and stop speculating together (collective)."""
@@ -145,7 +151,7 @@ class RolloutControl:
         self._slice_ended = time.monotonic()
 
     async def _audit(self, moment: str) -> None:
-        if not self.session.config.audit or self.link is None:
+        if not self.session.config.audit or self.link is None or (self._sleeps and moment == "rolled out"):
             return
         try:
             self.session.audit(await self.link.state(moment))

@@ -64,6 +64,13 @@ class SpecSession:
         """True once draft trouble has turned speculation off for good."""
         return self.failure is not None
 
+    @property
+    def unguarded(self) -> str:
+        """Why log-probs are not compared before they enter the loss (law 3); empty when they are."""
+        if not self.manager.has_plugin("provenance"):
+            return "the plugin provenance is blocked"
+        return "spec.logprob_tolerance=inf" if self.config.logprob_tolerance == math.inf else ""
+
     def fail(self, where: str, error: BaseException | str) -> None:
         """Turn speculation off for the rest of the run; only the first call warns, and only where the trouble is."""
         if isinstance(error, OtherRankFailed):
@@ -161,6 +168,7 @@ class SpecSession:
             part = self._guarded(f"metrics of plugin {implementation.plugin_name}", function)
             merged.update({name: value for name, value in (part or {}).items() if math.isfinite(value)})
         merged["spec/failed"] = float(self.failed)
+        merged["spec/provenance"] = float(not self.unguarded)
         return merged
 
     def save(self, path: Path) -> None:

@@ -54,6 +54,4 @@ def witnessed(
     rows = mask.any(-1)
     if not bool(rows.any()):
         return None
-    versions = None if batch.rollout_versions is None else batch.rollout_versions[rows]
-    recomputed, rollout, mask = (t[rows] for t in (batch.recomputed, rollout, mask))
-    return replace(batch, recomputed=recomputed, rollout=rollout, mask=mask, rollout_versions=versions)
+    return replace(batch, rollout=rollout, mask=mask).of(rows)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 from openrlhf.trainer.ray import vllm_engine
 
 from spec_plugin.config import SpecConfig
+from spec_plugin.engine.control import PLAIN_FROM
 from spec_plugin.engine.front import EngineFront, SpecEngineMethods, plain_if_unlisted
 from spec_plugin.engine.sleep import PARTS, SleepState
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, SelfTestReport, TargetInfo
@@ -21,6 +23,8 @@ from spec_plugin_openrlhf.registration import undecorated
 EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
 #: in the log of each response: the policy version that had begun to sample it
 VERSION = "rollout_policy_version"
+#: first plain tokens of the turns of the response under way
+_TURNS: ContextVar[list[int] | None] = ContextVar("turns", default=None)
 
 
 class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayActor, "RolloutRayActor")):  # type: ignore[misc]
@@ -28,6 +32,7 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
 
     spec_config: SpecConfig  # set by ``registration.install``
     spec_target: TargetInfo
+    _spec_paused = False
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # Ray awaits it
         """OpenRLHF's arguments, plus ours; ``args`` is empty there.
@@ -49,9 +54,16 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """OpenRLHF's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts."""
         plain_if_unlisted(sampling_params)
+        control = None if sampling_params.extra_args else self._spec_front.control()
+        if control is not None:
+            sampling_params = copy.copy(sampling_params)
+            sampling_params.extra_args = control.extra_args
         with self._spec_front.request() as request:
             output = await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
             request.tokens = len(output.outputs[0].token_ids)
+        turns = _TURNS.get()
+        if turns is not None:
+            turns.append(-1 if control is None else control.first)
         return output
 
     async def generate_responses(
@@ -62,11 +74,18 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             sampling_params = copy.deepcopy(sampling_params)
             sampling_params.logprobs = 0  # the sampled token's only
         version = float(self._spec_front.policy_version)
-        responses: list[dict[str, Any]] = await super().generate_responses(
-            prompt, label, sampling_params, *args, **kwargs
-        )
+        turns: list[int] = []
+        token = _TURNS.set(turns)
+        try:
+            responses: list[dict[str, Any]] = await super().generate_responses(
+                prompt, label, sampling_params, *args, **kwargs
+            )
+        finally:
+            _TURNS.reset(token)
+        # of several turns or responses it is not known which is which, but for the first turn of the only one
+        first = float(turns[0]) if turns and len(responses) == 1 else -1.0
         for response in responses:
-            response["extra_logs"] = {**(response.get("extra_logs") or {}), VERSION: version}
+            response["extra_logs"] = {**(response.get("extra_logs") or {}), VERSION: version, PLAIN_FROM: first}
         return responses
 
     async def spec_max_num_seqs(self) -> int:
@@ -101,10 +120,32 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         async with self._spec_awake("weights"):
             return await super().spec_state(moment)
 
-    async def spec_self_test(self, seconds: float) -> SelfTestReport:
+    async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
         """The self-test on this engine (law 2)."""
-        async with self._spec_awake(*PARTS):
-            return await super().spec_self_test(seconds)
+        async with self._spec_awake(*PARTS), self._spec_running():
+            return await super().spec_self_test(seconds, engines)
+
+    async def pause_generation(self) -> None:
+        """OpenRLHF's, around a weight sync with partial rollouts; it is known that nothing is scheduled."""
+        await super().pause_generation()
+        self._spec_paused = True
+
+    async def resume_generation(self) -> None:
+        """OpenRLHF's."""
+        self._spec_paused = False
+        await super().resume_generation()
+
+    @asynccontextmanager
+    async def _spec_running(self) -> AsyncIterator[None]:
+        """Within it requests are scheduled: a refresh is complete, and what was in flight goes on with the new weights."""
+        paused = self._spec_paused
+        if paused:
+            await self.resume_generation()
+        try:
+            yield
+        finally:
+            if paused:
+                await self.pause_generation()
 
 
 def _max_num_seqs(kwargs: Mapping[str, Any]) -> int:

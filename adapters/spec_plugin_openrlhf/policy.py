@@ -13,6 +13,7 @@ from openrlhf.trainer.ray import ppo_actor
 from torch import Tensor
 
 from spec_plugin.config import SpecConfig
+from spec_plugin.engine.control import PLAIN_FROM, plain_tokens
 from spec_plugin.events import LogprobBatch, TargetInfo, WeightSync
 from spec_plugin.harvest import PackedShards
 from spec_plugin.link import ActorsLink
@@ -113,15 +114,17 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         items = self.trainer.replay_buffer.items
         rollout = None if any(i.rollout_log_probs is None for i in items) else [i.rollout_log_probs for i in items]
         versions = [int(i.info[VERSION]) if VERSION in i.info else -1 for i in items]
+        mask = _padded([i.action_mask for i in items]).bool()
         return LogprobBatch(
             policy_version=self._spec.policy_version,
             recomputed=_padded([i.action_log_probs for i in items]),
             rollout=None if rollout is None else _padded(rollout),
-            mask=_padded([i.action_mask for i in items]).bool(),
+            mask=mask,
             rollout_versions=torch.tensor(versions),
             speculating=self._spec.speculating,
             rollout_in_loss=self.strategy.args.algo.advantage.is_correction_level != "off",
             lag_allowed=not self._spec_sync,
+            plain=plain_tokens(mask, [int(i.info[PLAIN_FROM]) if PLAIN_FROM in i.info else None for i in items]),
         )
 
     def broadcast_to_vllm(self) -> None:

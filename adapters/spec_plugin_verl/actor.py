@@ -11,6 +11,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import response_from_nested
 
+from spec_plugin.engine.control import PLAIN_FROM, plain_tokens
 from spec_plugin.events import LogprobBatch
 from spec_plugin.harvest import PackedShards, response_at_the_end
 from spec_plugin.link import ActorsLink
@@ -77,14 +78,16 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         mask = data["response_mask"]
         recomputed = response_from_nested(log_probs, mask)
         rollout = data["rollout_log_probs"] if "rollout_log_probs" in data.keys() else None  # noqa: SIM118
+        sampled = _padded(mask).bool()
         batch = LogprobBatch(
             policy_version=RUNTIME.policy_version,
             recomputed=_padded(recomputed),
             rollout=None if rollout is None else _padded(rollout),
-            mask=_padded(mask).bool(),
+            mask=sampled,
             rollout_versions=_rollout_versions(data),
             speculating=RUNTIME.control is not None and RUNTIME.control.speculating,
             rollout_in_loss=rollout_in_loss,
+            plain=plain_tokens(sampled, [extra.get(PLAIN_FROM) for extra in _extra_fields(data)]),
         )
         session.check_logprobs(batch)
         if rollout is None and (known := self._known(batch, data)) is not None:
@@ -169,11 +172,13 @@ def _padded(nested: Tensor) -> Tensor:
 
 def _rollout_versions(data: Any) -> Tensor | None:
     """Policy version that sampled each sequence; None where verl's batch does not tell."""
-    keys = set(data.keys())
-    if "extra_fields" in keys:
-        versions = [_range_of(extra) for extra in data["extra_fields"]]
-        return torch.tensor(versions, dtype=torch.int64)
-    return None
+    versions = [_range_of(extra) for extra in _extra_fields(data)]
+    return torch.tensor(versions, dtype=torch.int64) if versions else None
+
+
+def _extra_fields(data: Any) -> list[Any]:
+    """What verl's servers said beside each response; empty where verl's batch does not tell."""
+    return list(data["extra_fields"]) if "extra_fields" in data.keys() else []  # noqa: SIM118
 
 
 def _range_of(extra: Any) -> int:

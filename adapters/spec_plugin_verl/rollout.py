@@ -80,9 +80,8 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         engine = RUNTIME.engine
         target = read_target(config, model_config, _dtype_name(engine), actor_group())
         self._dtype = getattr(torch, target.dtype)
-        self._control = RolloutControl(
-            SpecSession(spec, target), self._link(spec.refresh_timeout_s) if is_first() else None
-        )
+        link = self._link(spec.refresh_timeout_s) if is_first() else None
+        self._control = RolloutControl(SpecSession(spec, target), link, sleeps=config.free_cache_engine)
         self._syncs = 0
         RUNTIME.control = self._control
         engine.attach(self._control, starting_draft(spec, target).config.aux_layers)
@@ -110,7 +109,8 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         await super().update_weights(aiter(tap), global_steps=global_steps, wire_format=wire_format, **kwargs)
         self._syncs += global_steps is not None  # verl announces no other sync to its servers
         await self._all_replicas(awake=False)
-        version = self._control.policy_version + 1 if global_steps is None else global_steps
+        # verl syncs without a step after a reward model had the cards, on the way to validation: the weights are the same
+        version = max(0, self._control.policy_version) if global_steps is None else global_steps
         await self._control.synced(tap.event(version))
         if not self.config.free_cache_engine:
             await self._control.begin()

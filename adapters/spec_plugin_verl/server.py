@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from spec_plugin.engine.capabilities import draft_buffers_survive_level_2
+from spec_plugin.engine.control import PLAIN_FROM
 from spec_plugin.engine.front import EngineFront, SpecEngineMethods, is_listed
 from spec_plugin.engine.scheduler import PLAIN
 from spec_plugin.session import SpecSession
@@ -40,9 +40,13 @@ class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
         engine_kwargs.update({name: value for name, value in ours.items() if name != "worker_extension_cls"})
 
     def _resolve_sleep_level(self) -> int:
-        """verl's level, which is 2; 1 where this vLLM would not restore the draft's buffers (its weights we refresh)."""
+        """verl's level, which is 2, but 1: level 2 drops the draft's buffers, too.
+
+        vLLM 0.24 restores the target's only (issue 52479); newer ones restore both, and were seen to fail when a graph of a
+        draft is replayed after that (issue 55013). Level 1 keeps the weights in the host's memory.
+        """
         level: int = super()._resolve_sleep_level()
-        return level if draft_buffers_survive_level_2() else min(level, 1)
+        return min(level, 1)
 
     async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """verl's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts.
@@ -51,12 +55,17 @@ class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
         """
         hidden = not sampling_params.get("logprobs")
         theirs = {name: v for name, v in sampling_params.items() if name not in ("logprobs", "max_new_tokens")}
-        if not is_listed(theirs):
-            sampling_params = {**sampling_params, "extra_args": {**(theirs.get("extra_args") or {}), **PLAIN}}
+        listed = is_listed(theirs)
+        control = self._spec_front.control() if listed else None
+        ours = PLAIN if not listed else control.extra_args if control else {}
+        if ours:
+            sampling_params = {**sampling_params, "extra_args": {**(theirs.get("extra_args") or {}), **ours}}
         sampling_params = {**sampling_params, "logprobs": True}
         with self._spec_front.request() as request:
             output = await super().generate(prompt_ids, sampling_params, *args, **kwargs)
             request.tokens = len(output.token_ids)
+        if control is not None:
+            output.extra_fields[PLAIN_FROM] = control.first
         if hidden and output.log_probs is not None:
             tokens = (*prompt_ids, *output.token_ids)
             self._spec_front.witnesses.append(Witness(tuple(map(int, tokens)), tuple(output.log_probs)))

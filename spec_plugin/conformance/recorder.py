@@ -30,11 +30,15 @@ from spec_plugin.events import (
 )
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin.provenance import ProvenanceGuard
+from spec_plugin.provenance import ENOUGH, ProvenanceGuard
 from spec_plugin.session import SESSIONS
 
 #: packs of hidden states that one process keeps
 PACKS = 8
+
+
+#: phases of plain text that a guard is shown before an error
+_AS_PLAIN = 5
 
 
 class Recorder:
@@ -121,18 +125,26 @@ class Recorder:
             rollout=batch.rollout is not None,
             rollout_versions=None if versions is None else versions.tolist(),
             speculating=batch.speculating,
-            caught={name: self._violates(mutant) for name, mutant in mutants(batch, self._vocab_size).items()},
+            caught={name: self._violates(mutant, batch) for name, mutant in mutants(batch, self._vocab_size).items()},
         )
 
     @property
     def _vocab_size(self) -> int:
         return int(self._target.hf_config["vocab_size"])
 
-    def _violates(self, batch: LogprobBatch) -> bool:
+    def _violates(self, batch: LogprobBatch, honest: LogprobBatch) -> bool:
+        """Does a guard that knows the honest batch as plain text refuse this one, as text of a phase with drafts.
+
+        Several times over: a handful of sequences is judged together with the next ones.
+        """
         guard = ProvenanceGuard()
         guard.spec_configure(config=self._config, target=self._target)
         try:
-            guard.spec_check_logprobs(batch=batch)
+            if batch is not honest:
+                for _ in range(_AS_PLAIN):
+                    guard.spec_check_logprobs(batch=replace(honest, speculating=False))
+            for _ in range(ENOUGH):
+                guard.spec_check_logprobs(batch=replace(batch, speculating=True, plain=None))
         except LogprobProvenanceError:
             return True
         return False

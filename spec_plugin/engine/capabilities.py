@@ -130,16 +130,6 @@ def _probe_sleep_mode() -> Capability:
     return Capability("sleep mode", ok, detail, "not needed")
 
 
-def draft_buffers_survive_level_2() -> bool:
-    """False where sleep level 2 restores only the target's buffers: the draft would wake without its RoPE table.
-
-    vLLM 0.29 saves both; 0.24, which verl pins, only the target's (vllm issue 52479).
-    """
-    from vllm.v1.worker.gpu_worker import Worker
-
-    return "draft" in inspect.getsource(Worker.sleep)
-
-
 def _probe_cpu_sampling() -> Capability:
     from spec_plugin.engine import cpu_compat
 

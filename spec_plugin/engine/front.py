@@ -14,8 +14,10 @@ from typing import Any
 from safetensors.torch import save_file
 from vllm import SamplingParams
 
+from spec_plugin.engine.control import Control, ControlGroup
 from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
+from spec_plugin.engine.probe import TOP
 from spec_plugin.engine.scheduler import PLAIN, SCHEDULER, pause_idle_draft, set_schedule, take_steps
 from spec_plugin.engine.selftest import default_prompts, run_self_test
 from spec_plugin.errors import SpecConfigError
@@ -41,6 +43,9 @@ class EngineFront:
         self.session, self.tokenizer = session, tokenizer
         self.engine: Any = None
         self.policy_version = -1  # of the weights that roll out, as the actor announced them
+        config = session.config
+        self._group = ControlGroup(config.control_share, config.k, config.seed)
+        self._drafting = False  # may anything be drafted in this phase
         self.reset_phase()
 
     def engine_arguments(self, given: Mapping[str, Any], extension: str) -> dict[str, Any]:
@@ -53,7 +58,7 @@ class EngineFront:
         Raises:
             SpecConfigError: if anything is not on the lossless allow-list, or set by the trainer too.
         """
-        target = self.session.target
+        target, most = self.session.target, int(given.get("max_logprobs") or TOP)
         config = self.session.speculative_config()
         check_speculative_config(config, device_type=target.device_type)
         check_sampling(dict(target.sampling))
@@ -68,6 +73,8 @@ class EngineFront:
             "scheduler_cls": SCHEDULER,
             "worker_extension_cls": extension,
             "disable_log_stats": False,  # vLLM counts acceptance only then
+            # the self-test tells ties by them; it is a limit, and only what a request asks for is computed
+            "max_logprobs": most if most < 0 else max(most, TOP),
         }
 
     @contextmanager
@@ -85,6 +92,11 @@ class EngineFront:
                 self._busy += time.perf_counter() - self._busy_since
         self._requests += 1
         self._tokens += request.tokens
+        self._group.ended(request.tokens)
+
+    def control(self) -> Control | None:
+        """Is the next request one of the control group: then the tokens that it samples without drafts."""
+        return self._group.draw() if self._drafting else None
 
     async def install(self, method: str, **kwargs: Any) -> RefreshReport:
         """Have every worker install one draft.
@@ -134,9 +146,15 @@ class EngineFront:
         await self.engine.reset_prefix_cache()
         await set_schedule(self.engine, schedule.table, schedule.break_even)
         await pause_idle_draft(self.engine, schedule.table)
+        self._drafting = any(schedule.table)
 
-    async def self_test(self, seconds: float) -> SelfTestReport:
-        """The start-up self-test on this engine (law 2); four times as long where less would prove nothing."""
+    async def self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
+        """The start-up self-test on this engine (law 2); four times as long where less would prove nothing.
+
+        Args:
+            seconds: that it takes.
+            engines: that are tested in this run, which share its chance of a false alarm.
+        """
         config, target = self.session.config, self.session.target
         vocab_size = int(target.hf_config["vocab_size"])
         if self.tokenizer is not None:
@@ -148,7 +166,7 @@ class EngineFront:
             sampling=dict(target.sampling),
             k=config.k,
             vocab_size=vocab_size,
-            alpha=config.self_test_alpha,
+            alpha=config.self_test_alpha / engines,
             seconds=seconds,
             limit=PATIENCE * seconds,
             max_num_seqs=target.max_num_seqs,
@@ -215,9 +233,9 @@ class SpecEngineMethods:
         """k per batch size for the coming phase."""
         await self._spec_front.set_schedule(schedule)
 
-    async def spec_self_test(self, seconds: float) -> SelfTestReport:
-        """The self-test on this engine (law 2), within a time limit."""
-        return await self._spec_front.self_test(seconds)
+    async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
+        """The self-test on this engine, one of so many (law 2)."""
+        return await self._spec_front.self_test(seconds, engines)
 
     async def spec_start_phase(self, policy_version: int) -> None:
         """A rollout phase begins."""

@@ -40,14 +40,18 @@ from spec_plugin.events import StepTiming
 
 #: value of the engine argument ``scheduler_cls``
 SCHEDULER = "spec_plugin.engine.scheduler.make_scheduler"
-#: value of ``SamplingParams.extra_args`` that keeps one request plain
+#: value of ``SamplingParams.extra_args`` that keeps one request plain; a list [from, to): only these tokens of the response
 PLAIN = {"spec_off": True}
 
 
 def is_plain(request: Any) -> bool:
-    """True when the request asked not to be speculated on."""
+    """True when the request asked not to be speculated on, at all or where it is now."""
     params = request.sampling_params
-    return bool(params is not None and params.extra_args and params.extra_args.get("spec_off"))
+    off = params.extra_args.get("spec_off") if params is not None and params.extra_args else None
+    if not isinstance(off, list):
+        return bool(off)
+    now: int = request.num_output_tokens + getattr(request, "num_output_placeholders", 0)
+    return bool(off[0] <= now < off[1])
 
 
 class _PlainRequests:

@@ -105,7 +105,8 @@ def step(session: SpecSession, version: int, folder: Path) -> dict[str, float]:
     session.target_forward(hidden)
     logprobs = torch.full((2, 4), -1.0)
     mask = torch.ones(2, 4, dtype=torch.bool)
-    session.check_logprobs(LogprobBatch(version, logprobs, logprobs.clone(), mask, None, True, False))
+    for speculating in (False, True):
+        session.check_logprobs(LogprobBatch(version, logprobs, logprobs.clone(), mask, None, speculating, False))
     session.train_draft(version, 0.2)
     session.save(folder)
     return session.metrics()

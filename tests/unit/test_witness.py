@@ -59,12 +59,13 @@ def test_without_a_witness_there_is_nothing_to_check():
 def test_law_3_wrong_log_probs_are_caught_although_the_trainer_never_sees_them():
     from test_provenance import guard
 
-    asked = batch(3, 3)
-    right = Witness((1, 2, 7, 8), tuple(asked.recomputed[1, :2].tolist()))
-    wrong = replace(right, log_probs=tuple(x - 2.0 for x in right.log_probs))
-    for witness, caught in ((right, False), (wrong, True)):
-        found = witnessed(asked, DOCUMENTS, STARTS, [witness])
-        assert found is not None
+    asked = batch(20, 9)
+    documents = [torch.tensor([1, i, *range(9)]) for i in range(20)]
+    right = [Witness(tuple(d.tolist()), tuple(r.tolist())) for d, r in zip(documents, asked.recomputed, strict=True)]
+    wrong = [replace(w, log_probs=tuple(x - 0.5 for x in w.log_probs)) for w in right]
+    for kept, caught in ((right[:16], False), (wrong[:16], True)):
+        found = witnessed(asked, documents, [2] * 20, kept)
+        assert found is not None and len(found.mask) == 16
         if caught:
             with pytest.raises(LogprobProvenanceError):
                 guard().spec_check_logprobs(batch=found)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spec_plugin.engine.control import TOKENS, Control, ControlGroup, plain_tokens
+
+scheduler = pytest.importorskip("spec_plugin.engine.scheduler")
+
+
+@pytest.mark.parametrize(("share", "members"), [(0.0, 0), (0.02, 20), (0.5, 500), (1.0, 1000)])
+def test_the_share_of_the_requests_is_in_it_evenly_spaced(share, members):
+    group = ControlGroup(share, 3, seed=1)
+    drawn = [group.draw() is not None for _ in range(1000)]
+    assert abs(sum(drawn) - members) <= 1
+    gaps = [j - i for i, j in zip(*[[n for n, d in enumerate(drawn) if d][k:] for k in (0, 1)], strict=False)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_stretches_lie_anywhere_in_a_response_of_mean_length():
+    group = ControlGroup(1.0, 3, seed=0)
+    assert {c.first for c in (group.draw() for _ in range(20)) if c} == {0}
+    for _ in range(200):
+        group.ended(5 * TOKENS + 10)
+    assert {c.first for c in (group.draw() for _ in range(200)) if c} == {TOKENS * i for i in range(5)}
+
+
+@pytest.mark.parametrize("first", [0, 128])
+def test_whatever_was_under_way_the_stretch_has_no_draft(first):
+    """Each step emits 1 to k + 1 tokens, and drafts are asked for with the tokens known then, and up to k + 1 in flight."""
+    k = 3
+    off = Control(first, k).extra_args
+    for offset in range(k + 1):
+        for in_flight in range(k + 2):
+            for position in range(first, first + TOKENS):
+                # the token at ``position`` was sampled in a step that began up to k tokens before it
+                known = max(0, position - offset - in_flight)
+                request = SimpleNamespace(
+                    sampling_params=SimpleNamespace(extra_args=off), num_output_tokens=known, num_output_placeholders=0
+                )
+                assert scheduler.is_plain(request)
+
+
+def test_placeholders_of_asynchronous_scheduling_count():
+    request = SimpleNamespace(
+        sampling_params=SimpleNamespace(extra_args={"spec_off": [10, 20]}),
+        num_output_tokens=8,
+        num_output_placeholders=2,
+    )
+    assert scheduler.is_plain(request)
+    request.num_output_placeholders = 1
+    assert not scheduler.is_plain(request)
+    request.sampling_params.extra_args = {"spec_off": True}
+    assert scheduler.is_plain(request)
+    request.sampling_params.extra_args = None
+    assert not scheduler.is_plain(request)
+
+
+def test_plain_tokens_are_counted_from_the_response():
+    mask = torch.zeros(4, 200, dtype=torch.bool)
+    mask[:3, 5:150] = True
+    plain = plain_tokens(mask, [64, None, -1, 0])
+    assert plain[0].nonzero().flatten().tolist() == list(range(69, 133))
+    assert not plain[1:].any()
