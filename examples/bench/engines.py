@@ -91,7 +91,7 @@ class Engine:
         """The same with a k for each batch size, and a guard."""
         core: Any = self.engine.engine_core
         core.engine_core.spec_set_schedule(list(schedule.table), list(schedule.break_even))
-        self.rpc("spec_pause_draft", not any(schedule.table))
+        self.pause_draft(not any(schedule.table))
 
     def take_steps(self) -> list[StepTiming]:
         """The engine's step log since the last call."""
@@ -113,7 +113,8 @@ class Engine:
 
     def pause_draft(self, paused: bool) -> None:
         """Leave the draft's forward pass out while k is 0, or run it again."""
-        self.rpc("spec_pause_draft", paused)
+        core: Any = self.engine.engine_core
+        core.engine_core.spec_pause(paused)
 
     def rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """What the first worker answers."""

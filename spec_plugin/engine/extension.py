@@ -215,10 +215,7 @@ class SpecWorkerExtension:
         every request starts and ends with k = 0, and reset the prefix cache before speculating again: the draft's KV
         cache has holes afterwards. Samples are the target's either way.
         """
-        if not hasattr(self.model_runner, "drafter"):
-            return False  # the V2 runner has its own way, see ``DraftModelSpeculator``
-        pause_draft(self.model_runner.drafter, paused)
-        return True
+        return pause_draft(self.model_runner, paused)
 
     def spec_discard(self) -> None:
         """Forget what was staged."""

@@ -1,17 +1,18 @@
 """Pausing the draft: one instance method of vLLM's proposer is wrapped, so that k = 0 costs no draft forward pass.
 
 ==========  ==========================================================================================================
-symbol      ``propose`` of the running proposer (the instance, not its class)
-reason      with k = 0 vLLM 0.29 runs the draft's first forward pass and throws its result away (it keeps the draft's KV
-            cache current for a later step of the same request); plain decoding was up to a fifth slower for it
-versions    checked on 0.29 (V1 runner, CPU)
-guard       ``PatchError`` if ``propose`` has lost the two arguments that the wrapper reads
+symbol      ``propose`` of the running proposer (the instance, not its class): the V1 model runner's ``drafter``, V2's ``speculator``
+reason      with k = 0 vLLM 0.29 runs the draft and throws its result away: on V1 the first forward pass (it keeps the draft's KV
+            cache current for a later step of the same request; plain decoding was up to a fifth slower for it), on V2 all of them
+versions    V1: checked on 0.29 (CPU). V2: wrapped on 0.29's own class in a unit test, never run, since it needs a GPU
+guard       ``PatchError`` if ``propose`` or the speculator have lost what the wrappers read
 ==========  ==========================================================================================================
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,20 +20,34 @@ from torch import Tensor
 
 from spec_plugin.errors import PatchError
 
-_READS = ("num_speculative_tokens", "common_attn_metadata")
+_V1_READS = ("num_speculative_tokens", "common_attn_metadata", "target_token_ids")
+_V2_READS = ("input_batch", "dummy_run")
 
 
-def pause_draft(proposer: Any, paused: bool) -> None:
-    """Wrap, or unwrap, the proposer of a V1 model runner; a call that asks for drafts is always served.
+def pause_draft(runner: Any, paused: bool) -> bool:
+    """Wrap, or unwrap, the proposer of a model runner; False if this runner has none that could be paused.
+
+    On V1 a call that asks for drafts is always served. On V2 none says how many it asks for, so pause only while k is 0
+    for every batch size.
 
     Raises:
-        PatchError: if ``propose`` no longer has the arguments that the wrapper reads.
+        PatchError: if ``propose`` no longer has what the wrapper reads.
     """
+    if hasattr(runner, "drafter"):
+        return _pause(runner.drafter, paused, _V1_READS, _idle_on_v1)
+    speculator = getattr(runner, "speculator", None)
+    if speculator is None:
+        return False
+    return _pause(speculator, paused, _V2_READS, _idle_on_v2)
+
+
+def _pause(proposer: Any, paused: bool, reads: tuple[str, ...], idle: Callable[..., Tensor | None]) -> bool:
     if not paused:
         vars(proposer).pop("propose", None)
-        return
+        return True
     original = type(proposer).propose.__get__(proposer)
-    missing = [name for name in _READS if name not in inspect.signature(original).parameters]
+    signature = inspect.signature(original)
+    missing = [name for name in reads if name not in signature.parameters]
     if missing:
         raise PatchError(
             f"{type(proposer).__name__}.propose has no argument {missing[0]!r}: the pause does not fit this vLLM; use one of "
@@ -40,11 +55,26 @@ def pause_draft(proposer: Any, paused: bool) -> None:
         )
 
     def propose(*args: Any, **kwargs: Any) -> Tensor:
-        k = kwargs.get("num_speculative_tokens")
-        if k == 0:
-            batch = kwargs["common_attn_metadata"].batch_size()
-            return torch.empty(batch, 0, dtype=torch.int64, device=kwargs["target_token_ids"].device)
+        nothing = idle(proposer, signature.bind(*args, **kwargs).arguments)
+        if nothing is not None:
+            return nothing
         drafted: Tensor = original(*args, **kwargs)
         return drafted
 
     proposer.propose = propose
+    return True
+
+
+def _idle_on_v1(_proposer: Any, arguments: Mapping[str, Any]) -> Tensor | None:
+    if arguments.get("num_speculative_tokens") != 0:
+        return None
+    batch = arguments["common_attn_metadata"].batch_size()
+    return torch.empty(batch, 0, dtype=torch.int64, device=arguments["target_token_ids"].device)
+
+
+def _idle_on_v2(speculator: Any, arguments: Mapping[str, Any]) -> Tensor | None:
+    if arguments.get("dummy_run"):  # ranks that keep step with each other, and warm-up
+        return None
+    # what was drafted last; nobody verifies it, since nothing is scheduled for drafts
+    drafted: Tensor = speculator.draft_tokens[: arguments["input_batch"].num_reqs]
+    return drafted

@@ -3,8 +3,8 @@
 This is one of the patches of ``spec_plugin.engine``:
 
 =============  =====================================================================================================
-symbol         ``EngineCore.spec_set_schedule``, ``spec_schedule_state`` and ``spec_take_steps`` (methods are *added*), and a
-               subclass of ``Scheduler`` or ``AsyncScheduler`` through the official option ``scheduler_cls``
+symbol         ``EngineCore.spec_set_schedule``, ``spec_schedule_state``, ``spec_pause`` and ``spec_take_steps`` (methods are
+               *added*), and a subclass of ``Scheduler`` or ``AsyncScheduler`` through the official option ``scheduler_cls``
 reason         vLLM fixes the number of drafted tokens at start-up; law 7 needs it to follow the measured break-even, and
                what the engine's steps take
 upstream       ``num_speculative_tokens_per_batch_size`` (dynamic speculative decoding) is static
@@ -58,6 +58,7 @@ class _PlainRequests:
     """Takes the drafted tokens away from plain requests, at the two places where vLLM hands them out."""
 
     requests: dict[str, Any]
+    dynamic_sd_lookup: list[int] | None
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:  # asynchronous scheduling: placeholders
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
@@ -66,6 +67,17 @@ class _PlainRequests:
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:  # synchronous scheduling: the drafts themselves
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
         self._clear_plain(draft_token_ids.req_ids)
+        self._keep_to_table(draft_token_ids.req_ids)
+
+    def _keep_to_table(self, request_ids: Any) -> None:
+        """The V2 model runner always drafts as much as it can; the table says how much of it is verified."""
+        if self.dynamic_sd_lookup is None or len(request_ids) >= len(self.dynamic_sd_lookup):
+            return
+        width = self.dynamic_sd_lookup[len(request_ids)]
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None and len(request.spec_token_ids) > width:
+                request.spec_token_ids = request.spec_token_ids[:width]
 
     def _clear_plain(self, request_ids: Any) -> None:
         for request_id in request_ids:
@@ -92,6 +104,7 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     EngineCore.spec_set_schedule = spec_set_schedule
     EngineCore.spec_schedule_state = spec_schedule_state
     EngineCore.spec_take_steps = spec_take_steps
+    EngineCore.spec_pause = spec_pause
     kind = SpecAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SpecScheduler
     return kind(vllm_config=vllm_config, **kwargs)
 
@@ -178,9 +191,15 @@ def spec_set_schedule(core: EngineCore, table: list[int], break_even: Sequence[f
             f"break_even must have {len(lookup)} entries, as the table has, or none; got {len(break_even)}"
         )
     lookup[:] = check_table(table, len(lookup), scheduler.num_spec_tokens)
-    pause = partial(core.model_executor.collective_rpc, "spec_pause_draft", args=(True,))
-    scheduler.guard = Guard(lookup, break_even, pause)
+    scheduler.guard = Guard(lookup, break_even, partial(spec_pause, core, True))
     return spec_schedule_state(core)
+
+
+def spec_pause(core: EngineCore, paused: bool) -> bool:
+    """(EngineCore utility) Leave the draft's forward pass out, or in again; True if it is left out in all workers."""
+    done = core.model_executor.collective_rpc("spec_pause_draft", args=(paused,))
+    core.scheduler.draft_paused = paused and all(done)
+    return bool(core.scheduler.draft_paused)
 
 
 def spec_take_steps(core: EngineCore) -> list[list[Any]]:
@@ -211,7 +230,7 @@ async def set_schedule(engine: AsyncLLM, table: Sequence[int], break_even: Seque
 
 async def pause_idle_draft(engine: AsyncLLM, table: Sequence[int]) -> None:
     """Leave the draft's forward pass out while the table is all zero (needs ``SpecWorkerExtension``; see ``engine.pause``)."""
-    await engine.collective_rpc("spec_pause_draft", args=(not any(table),))
+    await _call(engine, "spec_pause", not any(table))
 
 
 async def schedule_state(engine: AsyncLLM) -> dict[str, Any]:

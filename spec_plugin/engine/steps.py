@@ -28,19 +28,20 @@ class StepLog:
         self._steps: dict[Kind, int] = defaultdict(int)
         self._open: tuple[float, Kind] | None = None
 
-    def begin(self, output: Any, table: Sequence[int], now: float) -> None:
+    def begin(self, output: Any, table: Sequence[int], now: float, paused: bool = True) -> None:
         """A step begins: the one before it is complete.
 
         Args:
             output: vLLM's ``SchedulerOutput``.
-            table: k for each batch size; all zero: the draft's forward pass is left out.
+            table: k for each batch size.
             now: ``time.perf_counter()`` when ``schedule`` was called.
+            paused: is the draft's forward pass left out where no batch size drafts.
         """
         if self._open is not None:
             begun, kind = self._open
             self._seconds[kind].append(now - begun)
             self._steps[kind] += 1
-        kind_now = kind_of(output, table)
+        kind_now = kind_of(output, table, paused)
         self._open = None if kind_now is None else (now, kind_now)
 
     def interrupt(self) -> None:
@@ -57,12 +58,13 @@ class StepLog:
         return found
 
 
-def kind_of(output: Any, table: Sequence[int]) -> Kind | None:
+def kind_of(output: Any, table: Sequence[int], paused: bool = True) -> Kind | None:
     """What kind of decoding step this is; None if it is a mixed one.
 
     Args:
         output: vLLM's ``SchedulerOutput``.
         table: see ``StepLog.begin``.
+        paused: see there.
     """
     scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     if output.scheduled_new_reqs or not scheduled or len(scheduled) >= len(table):
@@ -70,13 +72,14 @@ def kind_of(output: Any, table: Sequence[int]) -> Kind | None:
     k = table[len(scheduled)]
     if any(n != k + 1 or len(drafted.get(r, ())) != k for r, n in scheduled.items()):
         return None
-    return len(scheduled), k, not any(table)
+    return len(scheduled), k, paused and not any(table)
 
 
 class TimedSteps:
     """Mixed into a scheduler of vLLM: keeps a ``StepLog``."""
 
     step_log: StepLog | None = None
+    draft_paused = False  # did all workers leave the draft out when they were last told to
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own, with the time noted."""
@@ -84,7 +87,7 @@ class TimedSteps:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self.step_log is None:
             self.step_log = StepLog()
-        self.step_log.begin(output, self.dynamic_sd_lookup or (), now)  # type: ignore[attr-defined]
+        self.step_log.begin(output, self.dynamic_sd_lookup or (), now, self.draft_paused)  # type: ignore[attr-defined]
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:

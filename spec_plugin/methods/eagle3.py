@@ -73,7 +73,7 @@ class Eagle3Method:
     def spec_speculative_config(self, config: SpecConfig, target: TargetInfo) -> dict[str, Any] | None:
         """vLLM's settings; the folder that it loads holds the draft in vLLM's own layout, whatever the user gave.
 
-        The table of k per batch size starts flat; it is what makes k changeable while the engine runs.
+        The table of k per batch size makes k changeable while the engine runs.
         """
         if config.method != "eagle3":
             return None
@@ -81,11 +81,21 @@ class Eagle3Method:
             "method": "eagle3",
             "model": str(_engine_folder(config, target)),
             "num_speculative_tokens": config.k,
-            "num_speculative_tokens_per_batch_size": [(1, target.max_num_seqs, config.k)],
+            "num_speculative_tokens_per_batch_size": _every_k(target.max_num_seqs, config.k),
             "draft_load_config": {"load_format": "auto"},
             "draft_sample_method": config.draft_sample_method,
             "rejection_sample_method": config.rejection_sample_method,
         }
+
+
+def _every_k(largest: int, k: int) -> list[tuple[int, int, int]]:
+    """vLLM's (from, to, k) for batch sizes, naming each k once: its V2 model runner captures graphs for these only.
+
+    What it says holds until the first schedule is set, which is before the first rollout.
+    """
+    smaller = min(k, largest - 1)  # so many batch sizes get one of their own, down to k = 0 for the largest
+    single = [(largest - i, largest - i, i) for i in range(smaller)]
+    return [(1, largest - smaller, k), *reversed(single)]
 
 
 def _engine_folder(config: SpecConfig, target: TargetInfo) -> Path:

@@ -12,7 +12,7 @@ from live import MAX_NUM_SEQS, K, live_engine, prompts
 
 from spec_plugin.engine import scheduler as scheduler_module
 from spec_plugin.engine.counters import read_spec_counters
-from spec_plugin.engine.scheduler import check_table, schedule_state, set_schedule, take_steps, verify
+from spec_plugin.engine.scheduler import check_table, pause_idle_draft, schedule_state, set_schedule, take_steps, verify
 from spec_plugin.errors import PatchError
 
 TABLE = [K] * (MAX_NUM_SEQS + 1)
@@ -104,14 +104,17 @@ def test_k_may_change_while_requests_run():
 def test_the_step_log_knows_what_kind_of_step_took_how_long():
     live = live_engine()
     nothing, mixed = [0] * len(TABLE), [0] + [K] * 4 + [0] * (len(TABLE) - 5)
-    for table, kind in ((TABLE, (8, K, False)), (nothing, (8, 0, True)), (mixed, (8, 0, False))):
+    cases = ((TABLE, (8, K, False)), (nothing, (8, 0, False)), (nothing, (8, 0, True)), (mixed, (8, 0, False)))
+    for table, kind in cases:
         live.run(set_schedule(live.engine, table))
+        live.run(pause_idle_draft(live.engine, [0] if kind[2] else TABLE))
         live.run(take_steps(live.engine))
         live.run(_generate(live.engine, f"timed-{kind}", tokens=24))
         steps = {(s.batch, s.k, s.paused): s for s in live.run(take_steps(live.engine))}
         assert 3 <= steps[kind].steps <= 24 and 1e-4 < steps[kind].seconds < 5
         assert live.run(take_steps(live.engine)) == ()
     live.run(set_schedule(live.engine, TABLE))
+    live.run(pause_idle_draft(live.engine, TABLE))
 
 
 @pytest.mark.engine
@@ -128,7 +131,7 @@ def test_law_7_a_draft_below_break_even_is_dropped_within_the_phase_and_greedy_o
     assert any(s.paused and s.k == 0 for s in steps)
     assert live.run(schedule_state(live.engine))["table"] == [0] * size
     live.run(set_schedule(live.engine, TABLE, [1.0] * size))  # less than any draft does
-    live.run(live.engine.collective_rpc("spec_pause_draft", args=(False,)))
+    live.run(pause_idle_draft(live.engine, TABLE))
     outputs, did = live.run(_generate(live.engine, "again", tokens=64))
     assert outputs == reference and did["drafts"] >= all_along["drafts"] - len(prompts())
     assert live.run(schedule_state(live.engine))["table"] == TABLE

@@ -1,0 +1,110 @@
+"""The pause on both of vLLM's model runners. V2 needs a GPU to run: here its own classes are asked, without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spec_plugin.engine.pause import pause_draft
+from spec_plugin.errors import PatchError
+
+pytest.importorskip("vllm")
+
+
+def a_speculator(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
+    """An EAGLE speculator of vLLM's V2 runner, whose ``propose`` notes that it ran; its signature stays."""
+    from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import AutoRegressiveSpeculator
+
+    calls: list[int] = []
+    original = AutoRegressiveSpeculator.propose
+
+    def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(input_batch.num_reqs)
+        return self.draft_tokens[: input_batch.num_reqs] + 1
+
+    propose.__signature__ = __import__("inspect").signature(original)  # type: ignore[attr-defined]
+    monkeypatch.setattr(AutoRegressiveSpeculator, "propose", propose)
+    kind = type("Speculator", (AutoRegressiveSpeculator,), {"load_draft_model": None})
+    speculator = object.__new__(kind)
+    speculator.draft_tokens = torch.arange(12).view(4, 3)
+    return speculator, calls
+
+
+def arguments(**more: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As vLLM's V2 runner calls ``propose``."""
+    return (SimpleNamespace(num_reqs=2), *[None] * 10), {"dp_sync": None, "mm_inputs": None} | more
+
+
+def test_a_paused_speculator_of_the_v2_runner_runs_no_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculator, calls = a_speculator(monkeypatch)
+    runner = SimpleNamespace(speculator=speculator)
+    positional, named = arguments()
+    assert speculator.propose(*positional, **named).tolist() == [[1, 2, 3], [4, 5, 6]] and calls == [2]
+    assert pause_draft(runner, True)
+    assert speculator.propose(*positional, **named).tolist() == [[0, 1, 2], [3, 4, 5]] and calls == [2]
+    positional, named = arguments(dummy_run=True)
+    speculator.propose(*positional, **named)
+    assert calls == [2, 2]  # warm-up is no rollout
+    assert pause_draft(runner, False) and "propose" not in vars(speculator)
+    speculator.propose(*positional, **named)
+    assert calls == [2, 2, 2]
+
+
+def test_the_v2_runner_has_what_the_pause_reads() -> None:
+    """Tells when vLLM has moved on: the speculator's own source hands out ``draft_tokens`` of ``num_reqs`` requests."""
+    import inspect
+
+    from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import AutoRegressiveSpeculator
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+    assert {"input_batch", "dummy_run"} <= set(inspect.signature(DraftModelSpeculator.propose).parameters)
+    assert "return self.draft_tokens[:num_reqs]" in inspect.getsource(AutoRegressiveSpeculator.propose)
+
+
+def test_a_runner_without_a_proposer_says_so() -> None:
+    assert not pause_draft(SimpleNamespace(), True)
+    assert not pause_draft(SimpleNamespace(speculator=None), True)
+
+
+@pytest.mark.parametrize("runner", ["drafter", "speculator"])
+def test_a_proposer_that_has_changed_is_named(runner: str) -> None:
+    class Changed:
+        def propose(self, something: int) -> None: ...
+
+    with pytest.raises(PatchError, match="has no argument"):
+        pause_draft(SimpleNamespace(**{runner: Changed()}), True)
+
+
+def test_the_table_holds_where_the_engine_drafts_more_than_it_says() -> None:
+    """The V2 runner under synchronous scheduling hands out as many placeholders as it can draft."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from spec_plugin.engine.scheduler import SpecScheduler
+
+    scheduler = object.__new__(SpecScheduler)
+    requests = {name: SimpleNamespace(spec_token_ids=[-1] * 3, sampling_params=None) for name in "abc"}
+    scheduler.requests, scheduler.dynamic_sd_lookup = requests, [3, 3, 3, 1, 0]
+    vanilla = Scheduler.update_draft_token_ids
+    try:
+        Scheduler.update_draft_token_ids = lambda self, drafts: None  # type: ignore[method-assign]
+        for names, width in (("abc", 1), ("ab", 1), ("abc", 1)):
+            scheduler.update_draft_token_ids(SimpleNamespace(req_ids=list(names)))
+            assert {len(requests[n].spec_token_ids) for n in names} == {width}
+    finally:
+        Scheduler.update_draft_token_ids = vanilla  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("largest", "k"), [(1, 3), (2, 3), (3, 3), (4, 3), (64, 3), (256, 8)])
+def test_the_first_table_names_every_k_so_that_each_has_its_graphs(largest: int, k: int) -> None:
+    from vllm.v1.spec_decode import dynamic
+
+    from spec_plugin.methods.eagle3 import _every_k
+
+    table = dynamic.utils.build_dynamic_sd_schedule_lookup(
+        _every_k(largest, k), vllm_max_batch_size=largest, vllm_num_speculative_tokens=k
+    )
+    assert len(table) == largest + 1 and table[1] == k
+    assert set(table[1:]) == set(range(k + 1)) or largest <= k
