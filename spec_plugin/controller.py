@@ -29,6 +29,8 @@ _BRAKE_BELOW, _BRAKE_AFTER = 0.97, 2
 _BRAKE_PHASES = 8
 #: What the newest plain phase weighs in the plain tokens per second.
 _NEWEST = 0.5
+#: tokens of a verification step below which a draft is dropped in a try while the timings contradict each other
+_BREAK_EVEN_UNKNOWN = 1.5
 _SHOWN_SIZES = (1, 8, 32)
 
 
@@ -114,7 +116,7 @@ class BreakEvenController:
     @hookimpl
     def spec_engine_ready(self, report: SelfTestReport) -> None:
         """Take over what was measured on the running engine."""
-        self.cost.observe(report.steps)
+        self.cost.observe(report.steps, calibration=True)
         if not self._load:  # nothing is known of the rollouts yet: they are as likely at each size that was measured
             self._load = {t.batch: float(t.batch) for t in report.steps}
 
@@ -201,6 +203,8 @@ class BreakEvenController:
             return ()
         if self._config.break_even is not None:
             return (self._config.break_even,) * len(table)
+        if self.cost.problem is not None:
+            return (_BREAK_EVEN_UNKNOWN,) * len(table)
         return plan.break_even_of(self.cost, table)
 
     def _choose(self) -> Plan:
@@ -211,7 +215,9 @@ class BreakEvenController:
             return plan.nothing(size)
         acceptance, curve = self.acceptance, self.acceptance_curve
         if config.break_even is None and self.cost.problem is not None:
-            return plan.nothing(size)
+            # what a try shows may solve it; without one nothing new would ever be timed
+            tried = acceptance is not None and self._undrafted >= _TRY_EVERY
+            return plan.fixed(config.k, size) if tried else plan.nothing(size)
         if acceptance is None or curve is None:
             # A draft that the user brought is tried out for one phase; a new one waits for its first training.
             return plan.fixed(config.k, size) if config.draft is not None and not self._tried else plan.nothing(size)

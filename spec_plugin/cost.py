@@ -1,8 +1,10 @@
 """The cost model of law 7: seconds of a decoding step by batch size and k, learned from the engine's own steps.
 
 A decoding step with b requests and k drafted tokens each runs one target forward over b * (k + 1) tokens and k draft
-forwards over b tokens. The model is their sum: a target part that never falls with the number of tokens, and a draft part
-that is linear in k and b. With the acceptance of each drafted position it predicts tokens per second, hence the speed-up
+forwards over b tokens. The model is their sum: a target part that never falls with the number of tokens, a part that is
+linear in the tokens of the KV cache, which attention reads once whatever k is, and a draft part that is linear in k and b.
+The start-up calibration knows short contexts only, and responses grow: what was measured at one context is carried over to
+the rollouts' by that second part. With the acceptance of each drafted position it predicts tokens per second, hence the speed-up
 for each k and the break-even. All functions are pure; the engine is nowhere near.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,6 +26,10 @@ _HUBER = 0.05  # relative residual from which an observation loses weight
 _SMOOTH = 1e-3  # weight of "neighbouring segments have the same slope", where nothing was measured between them
 #: a speculating step that is measured below this share of a plain one cannot be right
 _IMPLAUSIBLE = 0.5
+#: tokens by which contexts must differ before anything is said of what they cost; and by which factor
+_CONTEXTS, _CONTEXT_FACTOR = 64.0, 2.0
+#: what the newest phase weighs in the context of a batch size
+_NEWEST = 0.5
 
 
 def tokens_per_step(acceptance: Sequence[float], k: int) -> float:
@@ -75,20 +82,30 @@ class CostModel:
     """Seconds of a decoding step by batch size and k; ``observe`` what the engine measured, then ask."""
 
     def __init__(self) -> None:
-        self._cells: dict[tuple[int, int, bool], tuple[float, float]] = {}  # (batch, k, paused) -> seconds, steps
+        self._cells: dict[tuple[int, int, bool], _Cell] = {}  # by batch, k, paused
+        self._contexts: dict[int, float] = {}  # of the rollouts, by batch size
         self._fit: _Fit | None = None
 
-    def observe(self, timings: Sequence[StepTiming]) -> None:
-        """Learn from steps of the engine; what makes no sense (not finite, not positive) is left out."""
+    def observe(self, timings: Sequence[StepTiming], calibration: bool = False) -> None:
+        """Learn from steps of the engine; what makes no sense (not finite, not positive) is left out.
+
+        Args:
+            timings: the engine's step log.
+            calibration: these steps are no rollout's, and say nothing of how long contexts are there.
+        """
         before = dict(self._cells)
         for t in timings:
             if t.batch < 1 or t.k < 0 or t.steps < 1 or not (math.isfinite(t.seconds) and t.seconds > 0):
                 continue
             key = (t.batch, t.k, t.paused)
-            seconds, steps = self._cells.get(key, (0.0, 0.0))
-            steps = min(steps, _MEMORY_STEPS)
+            old = self._cells.get(key, _Cell(0.0, 0.0, 0.0))
+            steps = min(old.steps, _MEMORY_STEPS)
             total = steps + t.steps
-            self._cells[key] = (seconds * steps + t.seconds * t.steps) / total, total
+            seconds = (old.seconds * steps + t.seconds * t.steps) / total
+            self._cells[key] = _Cell(seconds, total, (old.context * steps + t.context * t.steps) / total)
+            if t.context > 0 and not calibration:
+                known = self._contexts.get(t.batch, t.context)
+                self._contexts[t.batch] = _NEWEST * t.context + (1 - _NEWEST) * known
         if self._cells != before:
             self._fit = None
 
@@ -100,7 +117,8 @@ class CostModel:
         if not plain or not speculating:
             return "no plain step was timed" if not plain else "no speculating step was timed"
         for batch, k, _ in speculating:
-            ratio = self._cells[batch, k, False][0] / self.seconds(batch, 0)
+            cell = self._cells[batch, k, False]
+            ratio = cell.seconds / self._at(batch, 0, True, cell.context)
             if not ratio > _IMPLAUSIBLE:
                 return (
                     f"a step with k={k} at batch size {batch} seems to take {ratio:.3g} of the time of a plain one: "
@@ -119,14 +137,26 @@ class CostModel:
         Raises:
             RuntimeError: if nothing was observed.
         """
-        paused = paused and k == 0
+        return self._at(batch, k, paused and k == 0, self.context(batch))
+
+    def context(self, batch: int) -> float:
+        """Tokens that a request has in the KV cache when so many run, as far as the rollouts have shown."""
+        if self._contexts:
+            return self._contexts[min(self._contexts, key=lambda b: abs(math.log(b / batch)))]
+        steps = sum(cell.steps for cell in self._cells.values())
+        return sum(cell.context * cell.steps for cell in self._cells.values()) / steps if steps else 0.0
+
+    def _at(self, batch: int, k: int, paused: bool, context: float) -> float:
         if self._fit is None:
             if not self._cells:
                 raise RuntimeError("the cost model has seen no step yet")
             self._fit = _Fit(self._cells)
-        fitted = self._fit.seconds(batch, k, paused)
-        seconds, steps = self._cells.get((batch, k, paused), (0.0, 0.0))
-        return (seconds * steps + fitted * _PRIOR_STEPS) / (steps + _PRIOR_STEPS)
+        fitted = self._fit.seconds(batch, k, paused, context)
+        cell = self._cells.get((batch, k, paused))
+        if cell is None:
+            return fitted
+        measured = cell.seconds * fitted / self._fit.seconds(batch, k, paused, cell.context)
+        return (measured * cell.steps + fitted * _PRIOR_STEPS) / (cell.steps + _PRIOR_STEPS)
 
     def speedup(self, batch: int, k: int, acceptance: Sequence[float]) -> float:
         """Predicted tokens per second with k against those of plain decoding with the draft paused."""
@@ -138,19 +168,31 @@ class CostModel:
         return self.seconds(batch, k, paused) / self.seconds(batch, 0, paused)
 
 
+@dataclass(frozen=True)
+class _Cell:
+    """What was measured of one kind of step."""
+
+    seconds: float
+    steps: float
+    context: float
+
+
 class _Fit:
     """A robust non-negative regression: monotone in tokens, linear in draft forwards; see the module's first lines."""
 
-    def __init__(self, cells: Mapping[tuple[int, int, bool], tuple[float, float]]) -> None:
+    def __init__(self, cells: Mapping[tuple[int, int, bool], _Cell]) -> None:
+        contexts = [cell.context for cell in cells.values()]
+        # else it could not be told from what a request costs, whatever its length
+        self._reads_context = max(contexts) > max(min(contexts) + _CONTEXTS, _CONTEXT_FACTOR * min(contexts))
         most = max(batch * (k + 1) for batch, k, _ in cells)
         # n tokens in one step never take longer than n steps of one, and a draft's forward pass no longer than the target's:
         # so timings that contradict each other cannot bring any step down to nothing
-        self._least = min(seconds / (batch * (2 * k + 1)) for (batch, k, _), (seconds, _) in cells.items())
+        self._least = min(cell.seconds / (batch * (2 * k + 1)) for (batch, k, _), cell in cells.items())
         self._knots = [2.0**i for i in range(math.ceil(math.log2(max(2, most))) + 1)]
         keys = list(cells)
-        rows = np.array([self._features(*key) for key in keys])
-        seconds = np.array([cells[key][0] for key in keys])
-        weights = np.sqrt(np.minimum([cells[key][1] for key in keys], _MEMORY_STEPS)) / seconds
+        rows = np.array([self._features(*key, cells[key].context) for key in keys])
+        seconds = np.array([cells[key].seconds for key in keys])
+        weights = np.sqrt(np.minimum([cells[key].steps for key in keys], _MEMORY_STEPS)) / seconds
         smooth = self._smoothness(rows.shape[1]) * float(np.abs(weights * seconds).max()) / float(seconds.min())
         robust = np.ones(len(keys))
         for _ in range(6):  # iteratively reweighted least squares with Huber's weights
@@ -162,15 +204,16 @@ class _Fit:
             if np.array_equal(robust, before):
                 break  # the next solution would be the same
 
-    def seconds(self, batch: int, k: int, paused: bool) -> float:
-        return max(self._least, float(np.dot(self._features(batch, k, paused), self._x)))
+    def seconds(self, batch: int, k: int, paused: bool, context: float) -> float:
+        return max(self._least, float(np.dot(self._features(batch, k, paused, context), self._x)))
 
-    def _features(self, batch: int, k: int, paused: bool) -> list[float]:
+    def _features(self, batch: int, k: int, paused: bool, context: float) -> list[float]:
         tokens = float(batch * (k + 1))
         ramps = [min(max(tokens - a, 0.0), b - a) for a, b in zip(self._knots, self._knots[1:], strict=False)]
         ramps[-1] += max(0.0, tokens - self._knots[-1])  # beyond all that was seen the last slope goes on
         first, more = float(not paused), float(max(0, k - 1))
-        return [1.0, *ramps, first, first * tokens, more, more * batch]
+        cached = batch * context if self._reads_context else 0.0
+        return [1.0, *ramps, first, first * tokens, more, more * batch, cached]
 
     def _smoothness(self, width: int) -> np.ndarray:
         segments = len(self._knots) - 1

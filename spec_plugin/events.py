@@ -116,6 +116,7 @@ class StepTiming:
     paused: bool  # with k = 0: was the draft's forward pass left out
     seconds: float  # median, from the start of one step to the start of the next
     steps: int
+    context: float = 0.0  # mean number of tokens that a request of such a step had in the KV cache; 0: not known
 
 
 @dataclass(frozen=True)

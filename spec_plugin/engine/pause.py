@@ -1,7 +1,7 @@
 """Pausing the draft: one instance method of vLLM's proposer is wrapped, so that k = 0 costs no draft forward pass.
 
 ==========  ==========================================================================================================
-symbol      ``propose`` of the running proposer (the instance, not its class): the V1 model runner's ``drafter``, V2's ``speculator``
+symbol      ``propose`` of the running proposer (the instance, not its class): V1's ``drafter``, V2's ``speculator``
 reason      with k = 0 vLLM 0.29 runs the draft and throws its result away: on V1 the first forward pass (it keeps the draft's KV
             cache current for a later step of the same request; plain decoding was up to a fifth slower for it), on V2 all of them
 versions    V1: checked on 0.29 (CPU). V2: wrapped on 0.29's own class in a unit test, never run, since it needs a GPU

@@ -205,7 +205,7 @@ def spec_pause(core: EngineCore, paused: bool) -> bool:
 def spec_take_steps(core: EngineCore) -> list[list[Any]]:
     """(EngineCore utility) The step log since the last call, as plain lists in the order of ``StepTiming``'s fields."""
     log = core.scheduler.step_log
-    return [] if log is None else [[t.batch, t.k, t.paused, t.seconds, t.steps] for t in log.take()]
+    return [] if log is None else [[t.batch, t.k, t.paused, t.seconds, t.steps, t.context] for t in log.take()]
 
 
 async def take_steps(engine: AsyncLLM) -> tuple[StepTiming, ...]:

@@ -24,9 +24,11 @@ class StepLog:
     """Durations of steps by kind, since the last ``take``."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
+        self._timed: dict[Kind, deque[tuple[float, float]]] = defaultdict(
+            lambda: deque(maxlen=_KEPT)
+        )  # seconds, context
         self._steps: dict[Kind, int] = defaultdict(int)
-        self._open: tuple[float, Kind] | None = None
+        self._open: tuple[float, Kind, float] | None = None
 
     def begin(self, output: Any, table: Sequence[int], now: float, paused: bool = True) -> None:
         """A step begins: the one before it is complete.
@@ -38,11 +40,11 @@ class StepLog:
             paused: is the draft's forward pass left out where no batch size drafts.
         """
         if self._open is not None:
-            begun, kind = self._open
-            self._seconds[kind].append(now - begun)
+            begun, kind, context = self._open
+            self._timed[kind].append((now - begun, context))
             self._steps[kind] += 1
         kind_now = kind_of(output, table, paused)
-        self._open = None if kind_now is None else (now, kind_now)
+        self._open = None if kind_now is None else (now, kind_now, context_of(output))
 
     def interrupt(self) -> None:
         """The engine may wait now: what follows is not the time of a step."""
@@ -50,10 +52,11 @@ class StepLog:
 
     def take(self) -> list[StepTiming]:
         """Everything since the last call, and a fresh start."""
-        found = [
-            StepTiming(*kind, statistics.median(seconds), self._steps[kind]) for kind, seconds in self._seconds.items()
-        ]
-        self._seconds.clear()
+        found = []
+        for kind, timed in self._timed.items():
+            seconds, contexts = zip(*timed, strict=True)
+            found.append(StepTiming(*kind, statistics.median(seconds), self._steps[kind], statistics.fmean(contexts)))
+        self._timed.clear()
         self._steps.clear()
         return found
 
@@ -73,6 +76,12 @@ def kind_of(output: Any, table: Sequence[int], paused: bool = True) -> Kind | No
     if any(n != k + 1 or len(drafted.get(r, ())) != k for r, n in scheduled.items()):
         return None
     return len(scheduled), k, paused and not any(table)
+
+
+def context_of(output: Any) -> float:
+    """Mean number of tokens that the requests of a decoding step have in the KV cache."""
+    computed = output.scheduled_cached_reqs.num_computed_tokens
+    return sum(computed) / len(computed) if computed else 0.0
 
 
 class TimedSteps:

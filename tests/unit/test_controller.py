@@ -196,6 +196,28 @@ def test_law_7_a_wrong_cost_model_leaves_the_run_at_plain_speed(factor):
     assert not on(c)
 
 
+def test_timings_that_contradict_each_other_do_not_lock_speculation_off():
+    """A try under the guard shows what drafting takes; nothing else would."""
+    c = controller()
+    wrong = tuple(
+        StepTiming(t.batch, t.k, t.paused, 9 * t.seconds if t.k == 0 else t.seconds, 10) for t in timed({8: 1.2})
+    )
+    c.spec_engine_ready(SelfTestReport((), 1.0, wrong))
+    refreshed(c, 3.9)
+    right = tuple(StepTiming(t.batch, t.k, t.paused, t.seconds, 100) for t in timed({8: 1.2}))
+    decisions = []
+    for _ in range(14):
+        schedule = c.spec_schedule(1)
+        decisions.append(any(schedule.table))
+        if decisions[-1]:
+            assert set(schedule.break_even) == {1.5} or c.cost.problem is None
+        truth = right if any(decisions) else wrong
+        steps = truth if decisions[-1] else tuple(t for t in truth if t.k == 0 and t.paused)
+        drafts = 1000 * decisions[-1]
+        c.spec_rollout_end(RolloutStats(1, 8, 1000, 10.0, drafts, K * drafts, round(2.5 * drafts), steps=steps))
+    assert decisions[:8] == [False] * 8 and decisions[8] and decisions[-1]
+
+
 def served(phases: int, plain: float) -> list[bool]:
     """Which phases drafted, at 80 tokens per second: a first plain one made 100, later ones this many."""
     c = controller({8: 1.2})

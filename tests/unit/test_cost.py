@@ -161,3 +161,64 @@ def test_the_solver_ends_where_columns_depend_on_each_other():
     b = np.array([1.0, 2.0, -1.0])
     x = non_negative_least_squares(a, b)
     assert (x >= 0).all() and np.linalg.norm(a @ x - b) == pytest.approx(np.linalg.norm(a @ nnls(a, b)[0] - b))
+
+
+# ---- contexts: the calibration knows short ones, and responses grow
+
+
+def with_attention(batch, k, paused, context):
+    """An 8B model on a GPU, about: 8 ms for the weights, 50 ns for each cached token of each request."""
+    return 0.008 + 2e-5 * batch * (k + 1) + (0.0 if paused else 5e-4 * max(1, k)) + 5e-8 * batch * context
+
+
+def at(context, kinds, batches=(1, 8, 32, 128), steps=50):
+    return [
+        StepTiming(b, k, paused, with_attention(b, k, paused, context), steps, context)
+        for b in batches
+        for k, paused in kinds
+    ]
+
+
+CALIBRATED = ((0, True), (1, False), (3, False))
+
+
+def test_long_rollouts_do_not_contradict_a_calibration_at_short_contexts():
+    """Plain steps of 128 requests at 8000 tokens take 60 ms where the calibration saw 10: the draft is not 6 times as fast."""
+    found = CostModel()
+    found.observe(at(30.0, CALIBRATED), calibration=True)
+    assert found.context(32) == pytest.approx(30.0)
+    for _ in range(3):
+        found.observe(at(8000.0, ((0, True),)))
+    assert found.problem is None
+    assert found.context(8) == pytest.approx(8000.0)
+    for batch in (1, 8, 32, 128):
+        for k in (1, 3):
+            truth = with_attention(batch, k, False, 8000.0) / with_attention(batch, 0, True, 8000.0)
+            assert found.break_even(batch, k) == pytest.approx(truth, rel=0.06)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_what_contexts_cost_is_learned_beside_all_else(noise):
+    rng, found = random.Random(3), CostModel()
+    found.observe(at(30.0, CALIBRATED), calibration=True)
+    for phase in range(6):
+        for context in (500.0, 2000.0, 6000.0):
+            noisy = [
+                StepTiming(t.batch, t.k, t.paused, t.seconds * rng.lognormvariate(0.0, noise), t.steps, t.context)
+                for t in at(context, CALIBRATED if phase else ((0, True),), batches=(1, 8, 32))
+            ]
+            found.observe(noisy)
+    context = found.context(32)
+    assert 500 < context < 6000
+    for k in (1, 3):
+        truth = with_attention(32, k, False, context) / with_attention(32, 0, True, context)
+        assert found.break_even(32, k) == pytest.approx(truth, rel=0.05 + noise)
+
+
+def test_without_contexts_that_differ_nothing_is_said_of_them():
+    plain, told = CostModel(), CostModel()
+    plain.observe(timings(compute_bound))
+    told.observe(
+        [StepTiming(t.batch, t.k, t.paused, t.seconds, t.steps, 40.0 + t.batch / 4) for t in timings(compute_bound)]
+    )
+    assert told.seconds(8, 2) == plain.seconds(8, 2)

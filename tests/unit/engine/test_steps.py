@@ -14,6 +14,7 @@ def output(batch=2, k=3, **changes):
         "num_scheduled_tokens": dict.fromkeys(requests, k + 1),
         "scheduled_spec_decode_tokens": {r: [7] * k for r in requests} if k else {},
         "scheduled_new_reqs": [],
+        "scheduled_cached_reqs": SimpleNamespace(num_computed_tokens=[100 * (i + 1) for i in range(batch)]),
     }
     return SimpleNamespace(**(fields | changes))
 
@@ -46,9 +47,9 @@ def test_a_step_lasts_until_the_next_one_begins():
     log = StepLog()
     for now in (0.0, 1.0, 3.0, 4.0):
         log.begin(output(), K3, now)
-    assert log.take() == [StepTiming(2, 3, False, 1.0, 3)]
+    assert log.take() == [StepTiming(2, 3, False, 1.0, 3, 150.0)]
     log.begin(output(), K3, 5.0)  # the step from 4.0 belongs to the new list
-    assert log.take() == [StepTiming(2, 3, False, 1.0, 1)]
+    assert log.take() == [StepTiming(2, 3, False, 1.0, 1, 150.0)]
 
 
 def test_time_without_requests_and_mixed_steps_is_not_counted():
@@ -58,4 +59,11 @@ def test_time_without_requests_and_mixed_steps_is_not_counted():
     log.begin(output(scheduled_new_reqs=["new"]), K3, 100.0)
     log.begin(output(k=0), PLAIN, 200.0)
     log.begin(output(k=0), PLAIN, 201.0)
-    assert log.take() == [StepTiming(2, 0, True, 1.0, 1)]
+    assert log.take() == [StepTiming(2, 0, True, 1.0, 1, 150.0)]
+
+
+def test_a_draft_that_no_worker_could_pause_is_not_called_paused():
+    log = StepLog()
+    for now in (0.0, 1.0):
+        log.begin(output(k=0), PLAIN, now, paused=False)
+    assert log.take() == [StepTiming(2, 0, False, 1.0, 1, 150.0)]
