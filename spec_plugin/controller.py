@@ -6,6 +6,7 @@ import logging
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from spec_plugin import plan
 from spec_plugin.config import SpecConfig
@@ -31,6 +32,8 @@ _BRAKE_PHASES = 8
 _NEWEST = 0.5
 #: tokens of a verification step below which a draft is dropped in a try while the timings contradict each other
 _BREAK_EVEN_UNKNOWN = 1.5
+#: bytes that the sampler may take on a card, outside of what vLLM has counted
+_SAMPLER_ROOM = 2 << 30
 _SHOWN_SIZES = (1, 8, 32)
 
 
@@ -189,6 +192,9 @@ class BreakEvenController:
     def spec_schedule(self, policy_version: int) -> Schedule:
         """k per batch size for the coming rollout phase, and what makes the engine drop the draft before its end."""
         chosen = self._choose()
+        if self._target.device_type == "cuda" and "vocab_size" in self._target.hf_config:
+            table = plan.within(chosen.table, int(self._target.hf_config["vocab_size"]), _SAMPLER_ROOM)
+            chosen = replace(chosen, table=table) if any(table) else plan.nothing(len(table) - 1)
         if chosen.table != self._plan.table and not self._fixed:
             known = "" if self.acceptance is None else f" (acceptance length {self.acceptance:.2f}"
             gain = f", predicted speed-up {chosen.speedup:.2f}x)" if chosen.speculates else ")"

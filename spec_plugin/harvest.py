@@ -88,18 +88,24 @@ class Harvester:
         self._last = output.detach()
 
     def take(
-        self, input_ids: Sequence[Tensor], loss_masks: Sequence[Tensor], policy_version: int, max_tokens: int
+        self,
+        input_ids: Sequence[Tensor],
+        loss_masks: Sequence[Tensor],
+        policy_version: int,
+        max_tokens: int,
+        cut_long: bool = False,
     ) -> HiddenStates | None:
-        """Pack what the last forward pass left, whole documents only, and let go of it.
+        """Pack what the last forward pass left, whole documents, and let go of it.
 
         Args:
             input_ids: token ids of each document, [n_i] int64, in the order of the batch.
             loss_masks: True where the policy sampled the token, [n_i] bool; see ``response_at_the_end``.
             policy_version: version of the weights that ran.
             max_tokens: documents that would exceed it are left out.
+            cut_long: where none is as short as that, take the last ``max_tokens`` of the first one.
 
         Returns:
-            The packed documents on the CPU, or None when not one fits.
+            The packed documents on the CPU, or None when there is none for this rank.
 
         Raises:
             RuntimeError: if no forward pass was captured, or its shape does not fit ``input_ids``.
@@ -112,7 +118,10 @@ class Harvester:
         self._aux, self._last = [None] * len(self._layers), None
         lengths = [len(ids) for ids in input_ids]
         fitting = _fitting(lengths, max_tokens)
-        self.taken = sum(lengths[i] for i in fitting)
+        cut = max(lengths, default=0)
+        if cut_long and not fitting and min(cut, max_tokens) > 0:
+            fitting, cut = [0], max_tokens
+        self.taken = sum(min(lengths[i], cut) for i in fitting)
         if self._shards is not None and fitting:
             whole, size, rank = self._shards.whole, self._shards.size, self._shards.rank
             fitting = [i for i in fitting if i % size == rank]
@@ -121,12 +130,13 @@ class Harvester:
             packed = [_select(s, lengths, fitting) for s in states]
         if not fitting:
             return None
+        packed = packed if len(fitting) > 1 else [s[-cut:] for s in packed]
         return HiddenStates(
-            input_ids=torch.cat([input_ids[i] for i in fitting]).cpu(),
+            input_ids=torch.cat([input_ids[i][-cut:] for i in fitting]).cpu(),
             aux=torch.cat(packed[:-1], dim=-1).cpu(),
             last=packed[-1].cpu(),
-            loss_mask=torch.cat([loss_masks[i] for i in fitting]).bool().cpu(),
-            lengths=tuple(lengths[i] for i in fitting),
+            loss_mask=torch.cat([loss_masks[i][-cut:] for i in fitting]).bool().cpu(),
+            lengths=tuple(min(lengths[i], cut) for i in fitting),
             policy_version=policy_version,
             milliseconds=(time.perf_counter() - began) * 1e3,
         )

@@ -14,6 +14,8 @@ from spec_plugin.events import StepTiming
 MARGIN = 1.05
 #: another k than the present one must be better by this factor
 _K_MARGIN = 1.05
+#: bytes of the V1 rejection sampler for each logit
+_SAMPLER_BYTES = 18
 #: batch sizes of a band that are looked at, about
 _SAMPLED = 8
 
@@ -39,6 +41,15 @@ def nothing(size: int) -> Plan:
 def fixed(k: int, size: int) -> Plan:
     """The same k for every batch size."""
     return Plan((0,) + (k,) * size, 1.0)
+
+
+def within(table: Sequence[int], vocab_size: int, room: int) -> tuple[int, ...]:
+    """A table with k cut to where the sampler's own tensors fit into ``room`` bytes.
+
+    vLLM's V1 rejection sampler with log-probs holds about 4.5 float32 tensors [batch * (k + 1), V] at once, which its memory
+    profile does not know of; the V2 runner works in pieces, and at such batch sizes there is little to gain anyway.
+    """
+    return tuple(min(k, max(0, room // (max(1, b) * vocab_size * _SAMPLER_BYTES) - 1)) for b, k in enumerate(table))
 
 
 def threshold(k: int, acceptance: float, break_even: Mapping[int, float], serving: bool, size: int) -> Plan:

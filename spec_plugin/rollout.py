@@ -200,7 +200,9 @@ class RolloutHarvest:
         with self._harvester.capture():
             yield
         try:
-            hidden = self._harvester.take(*documents(), self._control.policy_version, self._left)
+            # a document longer than the whole budget would be harvested in no step
+            untouched = self._left == self._ranks * session.config.harvest_tokens
+            hidden = self._harvester.take(*documents(), self._control.policy_version, self._left, cut_long=untouched)
         except Exception as error:  # law 6: a failed harvest costs speculation, not the run
             session.fail("harvest", error)
             return

@@ -62,6 +62,7 @@ MOST_SAMPLES = 256  # per prompt and arm
 MOST_CHEAP_SAMPLES, CHEAP_S = 1024, 7.5  # and so many, as far as they take no more seconds than that
 SCORED = 128  # (sequence, position) pairs scored per arm, if there is time
 LEAST_SCORED = 32  # in any case
+MOST_AT_ONCE = 256  # requests: the sampler's memory, with the log-probs of all of them, is nobody's budget
 SAMPLES_UNTIL = 0.55  # share of the time after which no round of samples is begun; the rest is for the last checks
 SCORED_UNTIL = 0.75  # and after which no more pairs are scored
 CALIBRATED_FOR = 0.2  # share of the time in which batch sizes may be calibrated in any case
@@ -134,7 +135,7 @@ class _SelfTest:
         self.vocab_size, self.alpha, self.score = vocab_size, alpha, score
         self.begin = time.perf_counter()
         self.seconds, self.limit = seconds, limit
-        self.probe = Probe(engine, sampling, max_num_seqs)
+        self.probe = Probe(engine, sampling, min(max_num_seqs, MOST_AT_ONCE))
         self.tolerance = tolerance(engine.vllm_config.model_config.dtype)
         self.checks: list[Check] = []
         self.steps: tuple[StepTiming, ...] = ()

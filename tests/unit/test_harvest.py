@@ -49,12 +49,12 @@ def run_packed(model, documents):
     return model(input_ids=torch.cat(documents)[None], position_ids=positions, use_cache=False)
 
 
-def harvest(model, documents, run=run_padded, max_tokens=1000):
+def harvest(model, documents, run=run_padded, max_tokens=1000, **options):
     harvester = Harvester(model.model, AUX)
     with harvester.capture():
         run(model, documents)
     return harvester.take(
-        documents, responses_at_the_end(documents, RESPONSES), policy_version=5, max_tokens=max_tokens
+        documents, responses_at_the_end(documents, RESPONSES), policy_version=5, max_tokens=max_tokens, **options
     )
 
 
@@ -123,6 +123,20 @@ def test_the_budget_is_respected_and_documents_are_never_cut(model, documents, b
     hidden = harvest(model, documents, max_tokens=budget)
     assert hidden.lengths == kept
     assert len(hidden.input_ids) == len(hidden.aux) == len(hidden.last) == len(hidden.loss_mask) == sum(kept) <= budget
+
+
+@pytest.mark.parametrize("run", [run_padded, run_packed])
+def test_of_documents_that_are_all_too_long_the_end_of_the_first_is_taken_where_that_is_asked_for(
+    model, documents, run
+):
+    whole = harvest(model, documents, run)
+    cut = harvest(model, documents, run, max_tokens=3, cut_long=True)
+    n = len(documents[0])
+    assert cut.lengths == (3,) and cut.input_ids.tolist() == documents[0][-3:].tolist()
+    for name in ("aux", "last", "loss_mask"):
+        assert torch.equal(getattr(cut, name), getattr(whole, name)[n - 3 : n]), name
+    assert harvest(model, documents, run, max_tokens=0, cut_long=True) is None
+    assert harvest(model, documents, run, max_tokens=10, cut_long=True).lengths == (7,)
 
 
 def test_nothing_that_fits_is_none(model, documents):
