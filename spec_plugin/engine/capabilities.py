@@ -94,6 +94,19 @@ def _probe_dynamic_schedule() -> Capability:
     )
 
 
+def _probe_model_runner() -> Capability:
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type == "cpu":
+        return Capability("model runner", True, "V1, without graphs (vLLM's CPU build has no other)", "")
+    if "dynamic speculative decoding" in inspect.getsource(VllmConfig):
+        return Capability("model runner", True, "V1 with piecewise graphs: V2 takes no k that changes in this vLLM", "")
+    return Capability(
+        "model runner", True, "V2 where vLLM chooses it, with full graphs for each k; else V1, piecewise", ""
+    )
+
+
 def _probe_scheduler_factory() -> Capability:
     from vllm.config import SchedulerConfig
 
@@ -146,6 +159,7 @@ _PROBES = (
     _probe_platform,
     _probe_draft_accessor,
     _probe_dynamic_schedule,
+    _probe_model_runner,
     _probe_scheduler_factory,
     _probe_draft_load_config,
     _probe_rejection_methods,
