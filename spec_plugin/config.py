@@ -52,7 +52,12 @@ class SpecConfig(BaseModel):
     train: bool = Field(True, description="train the draft online from harvested hidden states")
     train_share: float = Field(0.10, ge=0.0, le=0.5, description="share of a step's time for draft training")
     train_max_steps: int = Field(64, ge=1, le=10_000, description="most draft optimizer steps per trainer step")
-    train_tokens: int = Field(1024, ge=32, le=1_048_576, description="tokens per draft optimizer step")
+    train_tokens: int | None = Field(
+        None,
+        ge=32,
+        le=1_048_576,
+        description="tokens per draft optimizer step, and the longest context it trains; none: 8192 on a card, 1024 on a CPU",
+    )
     lr: float = Field(1e-3, gt=0.0, le=1.0, description="learning rate of the draft's own AdamW")
     grad_clip: float = Field(1.0, gt=0.0, description="norm at which the draft's own gradients are clipped")
     ttt_steps: int = Field(3, ge=1, le=8, description="unrolled steps of EAGLE-3's training-time test")

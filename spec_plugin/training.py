@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,17 @@ from spec_plugin.methods.eagle3 import starting_draft
 from spec_plugin.ranks import is_first, on_any_rank, together
 
 logger = logging.getLogger(__name__)
+
+
+#: tokens per draft optimizer step, by device type: a window also bounds the context that the draft's attention learns
+_TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=1024)
+
+
+def _device(target: TargetInfo, embed: Tensor) -> torch.device:
+    """Where the draft is trained: on the actor's card, wherever its weights lay when they were sent."""
+    if target.device_type == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return embed.device
 
 
 class DraftTraining:
@@ -60,17 +72,18 @@ class DraftTraining:
         config = self._config
         with together("make the draft"):
             start = starting_draft(config, self._target)
+        device = _device(self._target, event.embed)
         settings = TrainSettings(
             lr=config.lr,
             grad_clip=config.grad_clip,
             ttt_steps=config.ttt_steps,
-            tokens_per_step=config.train_tokens,
+            tokens_per_step=config.train_tokens or _TRAIN_TOKENS[device.type],
             replay_share=config.replay_share,
         )
         trainer = DraftTrainer(
             start.config,
             settings,
-            device=event.embed.device,
+            device=device,
             seed=config.seed,
             process_group=self._target.actor_group,
             tensors=start.tensors,
