@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +12,7 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
+from spec_plugin.methods.served import served_folder
 
 if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
     from torch import Tensor
@@ -99,16 +97,12 @@ def _every_k(largest: int, k: int) -> list[tuple[int, int, int]]:
 
 
 def _engine_folder(config: SpecConfig, target: TargetInfo) -> Path:
-    """Write the starting draft into a folder of this process; nobody else's files are ever loaded."""
+    """The starting draft, as the engine loads it."""
     import torch
 
-    from draft_training import DraftTrainer, TrainSettings, save_draft
+    from draft_training import DraftTrainer, TrainSettings
 
     start = starting_draft(config, target)
     dtype = getattr(torch, target.dtype)
     trainer = DraftTrainer(start.config, TrainSettings(), device="cpu", seed=config.seed, tensors=start.tensors)
-    tensors = trainer.engine_tensors(dtype)
-    folder = Path(tempfile.mkdtemp(prefix="spec-plugin-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    save_draft(folder / "draft", start.config, tensors)
-    return folder / "draft"
+    return served_folder(start.config, trainer.engine_tensors(dtype))

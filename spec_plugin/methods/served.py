@@ -1,0 +1,90 @@
+"""The folder from which the engine loads the starting draft: one name for one draft, from run to run.
+
+vLLM's compile cache is keyed by the draft's path, among other things (0.29 ``ModelConfig.compute_hash``, by way of
+``SpeculativeConfig``): in a folder with a random name the engine would compile everything again at each start. So drafts lie
+beside that cache, in folders named after what is in them, written by us and read back before they are used again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draft_training.config import DraftConfig
+
+if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+#: drafts that stay, and seconds for which one that was used stays in any case
+_KEPT, _FRESH = 4, 86_400.0
+
+
+def served_folder(config: DraftConfig, tensors: Mapping[str, Tensor]) -> Path:
+    """A folder with this draft in vLLM's own layout; nobody else's files are ever loaded.
+
+    Where the cache cannot be used (not writable, or others may write to it) it is a folder of this process.
+    """
+    from draft_training import digest, save_draft
+
+    of = digest(tensors)
+    name = hashlib.sha256(f"{json.dumps(config.to_hf(), sort_keys=True)}{of}".encode()).hexdigest()[:24]
+    try:
+        root = cache_root()
+        folder = root / name
+        if not _holds(folder, of):
+            save_draft(folder, config, tensors)
+        os.utime(folder)
+        _prune(root, folder)
+    except OSError as error:
+        logger.info("spec-plugin: the draft's folder cannot be kept for the next run: %s", error)
+        folder = Path(tempfile.mkdtemp(prefix="spec-plugin-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        folder = folder / "draft"
+        save_draft(folder, config, tensors)
+    return folder
+
+
+def cache_root() -> Path:
+    """Where drafts are kept: beside vLLM's own caches.
+
+    Raises:
+        OSError: if the folder cannot be made, or is not this user's alone.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = Path(os.environ.get("VLLM_CACHE_ROOT") or Path(home) / "vllm") / "spec_plugin"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = root.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022 or root.is_symlink():
+        raise PermissionError(f"{root} is not this user's alone")
+    return root
+
+
+def _holds(folder: Path, digest_of: str) -> bool:
+    """Is this draft there, complete and unchanged."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from draft_training import digest
+
+    try:
+        return (folder / "config.json").is_file() and digest(load_file(folder / "model.safetensors")) == digest_of
+    except (OSError, SafetensorError):
+        return False
+
+
+def _prune(root: Path, used: Path) -> None:
+    others = sorted((f for f in root.iterdir() if f != used), key=lambda f: f.stat().st_mtime, reverse=True)
+    for old in others[_KEPT - 1 :]:
+        if old.stat().st_mtime < time.time() - _FRESH:
+            shutil.rmtree(old, ignore_errors=True)
