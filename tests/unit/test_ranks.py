@@ -16,7 +16,7 @@ from test_training import TARGET, hidden, sync
 
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, OtherRankFailed, TrainSettings, digest
 from spec_plugin import SpecConfig, builtins
-from spec_plugin.events import DraftRefresh, RefreshReport
+from spec_plugin.events import DraftRefresh, RefreshReport, SelfTestReport
 from spec_plugin.harvest import Harvester, PackedShards
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.link import ActorsLink
@@ -265,3 +265,17 @@ def test_a_single_engine_holds_nothing_back():
     engine = Engine()
     asyncio.run(ActorsLink([engine], 5.0).install(DraftRefresh(2, 1, {}, "digest", None), force=False))
     assert engine.held == [False] and engine.version == 2
+
+
+def test_all_engines_of_a_run_share_the_chance_of_a_false_alarm() -> None:
+    told: list[tuple[float, int]] = []
+
+    class Engine:
+        class spec_self_test:
+            @staticmethod
+            async def remote(seconds: float, engines: int) -> SelfTestReport:
+                told.append((seconds, engines))
+                return SelfTestReport((), 1.0)
+
+    asyncio.run(ActorsLink([Engine(), Engine(), Engine()], 5.0).self_test(30.0))
+    assert told == [(30.0, 3)] * 3
