@@ -2,7 +2,7 @@
 
 Not finite, above zero, or of another policy version: the run stops at once. That the engine's log-probs are those of the
 target is a matter of degree, and judged by what the run itself shows: plain requests, of phases without drafts and of the
-control group (``spec.control``), say what two correct implementations of this model differ by; ``spec_plugin.agreement`` is
+control group (``spec.control_share``), say what two correct implementations of this model differ by; ``spec_plugin.agreement`` is
 how they are compared. What was not drafted is recorded and warned of, never a reason to stop: without the flag the run would
 be no better. A run stops when drafted text
 

@@ -12,7 +12,7 @@ from typing import Any
 from openrlhf.trainer.ray import vllm_engine
 
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine.control import PLAIN_FROM
+from spec_plugin.engine.control import PLAIN_FROM, PLAIN_UNTIL
 from spec_plugin.engine.front import EngineFront, SpecEngineMethods, plain_if_unlisted
 from spec_plugin.engine.sleep import PARTS, SleepState
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, SelfTestReport, TargetInfo
@@ -23,8 +23,8 @@ from spec_plugin_openrlhf.registration import undecorated
 EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
 #: in the log of each response: the policy version that had begun to sample it
 VERSION = "rollout_policy_version"
-#: first plain tokens of the turns of the response under way
-_TURNS: ContextVar[list[int] | None] = ContextVar("turns", default=None)
+#: what the control group has of the turns of the response under way
+_TURNS: ContextVar[list[dict[str, int]] | None] = ContextVar("turns", default=None)
 
 
 class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayActor, "RolloutRayActor")):  # type: ignore[misc]
@@ -63,7 +63,7 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             request.tokens = len(output.outputs[0].token_ids)
         turns = _TURNS.get()
         if turns is not None:
-            turns.append(-1 if control is None else control.first)
+            turns.append({} if control is None else control.span(len(prompt_token_ids), request.tokens))
         return output
 
     async def generate_responses(
@@ -74,7 +74,7 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             sampling_params = copy.deepcopy(sampling_params)
             sampling_params.logprobs = 0  # the sampled token's only
         version = float(self._spec_front.policy_version)
-        turns: list[int] = []
+        turns: list[dict[str, int]] = []
         token = _TURNS.set(turns)
         try:
             responses: list[dict[str, Any]] = await super().generate_responses(
@@ -82,10 +82,12 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             )
         finally:
             _TURNS.reset(token)
-        # of several turns or responses it is not known which is which, but for the first turn of the only one
-        first = float(turns[0]) if turns and len(responses) == 1 else -1.0
+        # of several responses it is not known which is which
+        spans = [span for span in turns if span] if len(responses) == 1 else []
+        span = spans[0] if spans else {}
+        ours = {VERSION: version, **{name: float(span.get(name, -1)) for name in (PLAIN_FROM, PLAIN_UNTIL)}}
         for response in responses:
-            response["extra_logs"] = {**(response.get("extra_logs") or {}), VERSION: version, PLAIN_FROM: first}
+            response["extra_logs"] = {**(response.get("extra_logs") or {}), **ours}
         return responses
 
     async def spec_max_num_seqs(self) -> int:

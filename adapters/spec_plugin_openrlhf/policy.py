@@ -13,7 +13,7 @@ from openrlhf.trainer.ray import ppo_actor
 from torch import Tensor
 
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine.control import PLAIN_FROM, plain_tokens
+from spec_plugin.engine.control import plain_tokens
 from spec_plugin.events import LogprobBatch, TargetInfo, WeightSync
 from spec_plugin.harvest import PackedShards
 from spec_plugin.link import ActorsLink
@@ -124,7 +124,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
             speculating=self._spec.speculating,
             rollout_in_loss=self.strategy.args.algo.advantage.is_correction_level != "off",
             lag_allowed=not self._spec_sync,
-            plain=plain_tokens(mask, [int(i.info[PLAIN_FROM]) if PLAIN_FROM in i.info else None for i in items]),
+            plain=plain_tokens(mask, [i.info for i in items], [1] * len(items)),
         )
 
     def broadcast_to_vllm(self) -> None:

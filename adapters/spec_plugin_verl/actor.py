@@ -11,7 +11,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import response_from_nested
 
-from spec_plugin.engine.control import PLAIN_FROM, plain_tokens
+from spec_plugin.engine.control import plain_tokens
 from spec_plugin.events import LogprobBatch
 from spec_plugin.harvest import PackedShards, response_at_the_end
 from spec_plugin.link import ActorsLink
@@ -87,7 +87,7 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             rollout_versions=_rollout_versions(data),
             speculating=RUNTIME.control is not None and RUNTIME.control.speculating,
             rollout_in_loss=rollout_in_loss,
-            plain=plain_tokens(sampled, [extra.get(PLAIN_FROM) for extra in _extra_fields(data)]),
+            plain=plain_tokens(sampled, _extra_fields(data), _starts(data)),
         )
         session.check_logprobs(batch)
         if rollout is None and (known := self._known(batch, data)) is not None:
@@ -106,9 +106,7 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         except Exception as error:  # law 6
             RUNTIME.control.session.fail("log-probs that the engines kept", error)
             return None
-        documents, responses = data["input_ids"].unbind(), data["response_mask"].unbind()
-        starts = [len(d) - len(r) for d, r in zip(documents, responses, strict=True)]
-        return witnessed(batch, [d.cpu() for d in documents], starts, kept)
+        return witnessed(batch, [d.cpu() for d in data["input_ids"].unbind()], _starts(data), kept)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         """verl's own update; after the last mini-batch of a step, one slice of draft training and the metrics."""
@@ -168,6 +166,12 @@ def _padded(nested: Tensor) -> Tensor:
     """[B, T] on the CPU, zero-padded, from a jagged tensor."""
     dense: Tensor = nested.to_padded_tensor(0) if nested.is_nested else nested
     return dense.detach().cpu()
+
+
+def _starts(data: Any) -> list[int]:
+    """Where the response begins in each document."""
+    documents, responses = data["input_ids"].unbind(), data["response_mask"].unbind()
+    return [len(d) - len(r) for d, r in zip(documents, responses, strict=True)]
 
 
 def _rollout_versions(data: Any) -> Tensor | None:

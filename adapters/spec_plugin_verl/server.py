@@ -8,7 +8,6 @@ from typing import Any
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from spec_plugin.engine.control import PLAIN_FROM
 from spec_plugin.engine.front import EngineFront, SpecEngineMethods, is_listed
 from spec_plugin.engine.scheduler import PLAIN
 from spec_plugin.session import SpecSession
@@ -65,7 +64,7 @@ class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
             output = await super().generate(prompt_ids, sampling_params, *args, **kwargs)
             request.tokens = len(output.token_ids)
         if control is not None:
-            output.extra_fields[PLAIN_FROM] = control.first
+            output.extra_fields.update(control.span(len(prompt_ids), request.tokens))
         if hidden and output.log_probs is not None:
             tokens = (*prompt_ids, *output.token_ids)
             self._spec_front.witnesses.append(Witness(tuple(map(int, tokens)), tuple(output.log_probs)))

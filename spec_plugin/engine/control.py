@@ -8,17 +8,17 @@ drafted for would be the last of its phase; anywhere in the response, since diff
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 #: tokens of a stretch
 TOKENS = 64
-#: the name under which adapters hand ``Control.first`` on, beside a response
-PLAIN_FROM = "spec_plain_from"
+#: the names under which adapters hand ``Control.span`` on, beside a response
+PLAIN_FROM, PLAIN_UNTIL = "spec_plain_from", "spec_plain_until"
 #: what the newest response weighs in the mean length
 _NEWEST = 0.05
 
@@ -35,6 +35,18 @@ class Control:
         """For ``SamplingParams``. Wider than the stretch: drafts under way when it begins, or ends, are none of it."""
         slack = 2 * (self.k + 1)
         return {"spec_off": [max(0, self.first - slack), self.first + TOKENS + slack]}
+
+    def span(self, prompt: int, tokens: int) -> dict[str, int]:
+        """Its first token and the one after its last, counted from the prompt's first; nothing if the response was too short.
+
+        Positions in the whole document are the same whichever turn of a conversation this was.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            tokens: of its response.
+        """
+        until = min(tokens, self.first + TOKENS)
+        return {PLAIN_FROM: prompt + self.first, PLAIN_UNTIL: prompt + until} if until > self.first else {}
 
 
 class ControlGroup:
@@ -67,16 +79,17 @@ class ControlGroup:
         self._length += (tokens - self._length) * (_NEWEST if self._length else 1.0)
 
 
-def plain_tokens(mask: Tensor, firsts: Sequence[int | None]) -> Tensor:
+def plain_tokens(mask: Tensor, said: Sequence[Mapping[str, Any]], starts: Sequence[int]) -> Tensor:
     """Which tokens of a batch the control group sampled without drafts, [B, T] bool.
 
     Args:
-        mask: [B, T] bool; the first True of a row is the response's first token.
-        firsts: ``Control.first`` of each sequence, None or negative for those that are not in the group.
+        mask: [B, T] bool.
+        said: what was handed on beside each sequence, ``Control.span`` of one of its turns among it.
+        starts: where the first column lies in each document.
     """
     plain = mask.new_zeros(mask.shape)
-    for row, first in enumerate(firsts):
-        if first is not None and first >= 0 and bool(mask[row].any()):
-            begin = int(mask[row].int().argmax()) + int(first)
-            plain[row, begin : begin + TOKENS] = True
+    for row, (beside, start) in enumerate(zip(said, starts, strict=False)):
+        first, until = (int(-1 if (v := beside.get(name)) is None else v) for name in (PLAIN_FROM, PLAIN_UNTIL))
+        if 0 <= first < until:
+            plain[row, max(0, first - start) : max(0, until - start)] = True
     return plain

@@ -60,8 +60,13 @@ def test_bypassed_logprobs_are_verified_and_a_pruned_draft_is_refreshed(
     """In processes as a user has them: each imports for itself, and the engine's worker is one of its own."""
     monkeypatch.setattr(verl_run, "MODULES", ())
     more = ("algorithm.rollout_correction.bypass_mode=True", OWN_WORKER)
-    metrics = run(stage, "bypass", 2, f"{SPEC}serve=always", f"{SPEC}draft_vocab_size=64", *more)
+    ours = (f"{SPEC}serve=always", f"{SPEC}draft_vocab_size=64", f"{SPEC}control_share=0.5")
+    metrics = run(stage, "bypass", 2, *ours, *more)
     assert all(0 < m["actor/spec/logprob_diff_mean"] < 1e-3 for m in metrics)
+    assert all(
+        0 < m["actor/spec/logprob_diff_plain"] < 1e-3 for m in metrics
+    )  # no phase was plain: of the control group
+    assert all(m["actor/spec/logprob_tolerance"] < 1e-3 for m in metrics)
     assert metrics[-1]["actor/spec/harvest_tokens"] > 0 and metrics[-1]["actor/spec/failed"] == 0
     assert metrics[-1]["actor/spec/draft_version"] > 0 and metrics[-1]["actor/spec/refresh_refused"] == 0
 

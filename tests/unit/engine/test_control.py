@@ -58,9 +58,21 @@ def test_placeholders_of_asynchronous_scheduling_count():
     assert not scheduler.is_plain(request)
 
 
-def test_plain_tokens_are_counted_from_the_response():
+def test_plain_tokens_are_found_by_their_place_in_the_document():
     mask = torch.zeros(4, 200, dtype=torch.bool)
-    mask[:3, 5:150] = True
-    plain = plain_tokens(mask, [64, None, -1, 0])
-    assert plain[0].nonzero().flatten().tolist() == list(range(69, 133))
+    said = [
+        Control(64, 3).span(30, 145),
+        {},
+        {"spec_plain_from": -1.0, "spec_plain_until": -1.0},
+        Control(64, 3).span(9, 64),
+    ]
+    plain = plain_tokens(mask, said, [30, 30, 1, 9])
+    assert plain[0].nonzero().flatten().tolist() == list(range(64, 128))
     assert not plain[1:].any()
+    assert plain_tokens(mask[:1], said[:1], [1])[0].nonzero().flatten().tolist() == list(range(93, 157))
+    assert plain_tokens(mask[:1], said[:1], [100])[0].nonzero().flatten().tolist() == list(range(58))
+
+
+def test_a_turn_that_ended_early_says_nothing_of_the_next_one():
+    assert Control(64, 3).span(10, 100) == {"spec_plain_from": 74, "spec_plain_until": 110}
+    assert Control(64, 3).span(10, 64) == {}
