@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -23,8 +23,10 @@ from spec_plugin_openrlhf.registration import undecorated
 EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
 #: in the log of each response: the policy version that had begun to sample it
 VERSION = "rollout_policy_version"
-#: what the control group has of the turns of the response under way
-_TURNS: ContextVar[list[dict[str, int]] | None] = ContextVar("turns", default=None)
+#: tokens of a request and of what it sampled, and what of them is the control group's
+Turn = tuple[tuple[int, ...], dict[str, int]]
+#: the turns of the responses to one prompt, under way
+_TURNS: ContextVar[list[Turn] | None] = ContextVar("turns", default=None)
 
 
 class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayActor, "RolloutRayActor")):  # type: ignore[misc]
@@ -63,7 +65,8 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             request.tokens = len(output.outputs[0].token_ids)
         turns = _TURNS.get()
         if turns is not None:
-            turns.append({} if control is None else control.span(len(prompt_token_ids), request.tokens))
+            document = (*prompt_token_ids, *output.outputs[0].token_ids)
+            turns.append((document, {} if control is None else control.span(len(prompt_token_ids), request.tokens)))
         return output
 
     async def generate_responses(
@@ -74,7 +77,7 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             sampling_params = copy.deepcopy(sampling_params)
             sampling_params.logprobs = 0  # the sampled token's only
         version = float(self._spec_front.policy_version)
-        turns: list[dict[str, int]] = []
+        turns: list[Turn] = []
         token = _TURNS.set(turns)
         try:
             responses: list[dict[str, Any]] = await super().generate_responses(
@@ -82,11 +85,9 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             )
         finally:
             _TURNS.reset(token)
-        # of several responses it is not known which is which
-        spans = [span for span in turns if span] if len(responses) == 1 else []
-        span = spans[0] if spans else {}
-        ours = {VERSION: version, **{name: float(span.get(name, -1)) for name in (PLAIN_FROM, PLAIN_UNTIL)}}
         for response in responses:
+            span = span_of(response["observation_tokens"], turns)
+            ours = {VERSION: version, **{name: float(span.get(name, -1)) for name in (PLAIN_FROM, PLAIN_UNTIL)}}
             response["extra_logs"] = {**(response.get("extra_logs") or {}), **ours}
         return responses
 
@@ -148,6 +149,13 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         finally:
             if paused:
                 await self.pause_generation()
+
+
+def span_of(document: Sequence[int], turns: Sequence[Turn]) -> dict[str, int]:
+    """The control group's stretch in a document: of the one turn that begins it; none where two sampled the same."""
+    mine = [span for tokens, span in turns if tuple(document[: len(tokens)]) == tokens]
+    spans = [span for span in mine if span]
+    return spans[0] if len(mine) == len(spans) == 1 else {}
 
 
 def _max_num_seqs(kwargs: Mapping[str, Any]) -> int:

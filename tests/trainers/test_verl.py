@@ -66,7 +66,6 @@ def test_bypassed_logprobs_are_verified_and_a_pruned_draft_is_refreshed(
     assert all(
         0 < m["actor/spec/logprob_diff_plain"] < 1e-3 for m in metrics
     )  # no phase was plain: of the control group
-    assert metrics[-1]["actor/spec/logprob_tolerance"] < 1e-4  # from what it showed
     assert metrics[-1]["actor/spec/harvest_tokens"] > 0 and metrics[-1]["actor/spec/failed"] == 0
     assert metrics[-1]["actor/spec/draft_version"] > 0 and metrics[-1]["actor/spec/refresh_refused"] == 0
 
