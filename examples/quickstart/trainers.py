@@ -15,7 +15,8 @@ from examples.quickstart.data import build_data, build_openrlhf_data
 from examples.quickstart.policy import PolicySettings
 
 REWARD = Path(__file__).resolve().with_name("reward.py")
-PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 16, 4
+PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 12, 4
+MICRO_BATCH = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT // 2
 #: A CPU computes tokens one after the other: already at 32 requests at once, each drafted token costs what a plain one does.
 #: With 8, a step costs what it costs to go through the layers, as on a GPU.
 MAX_NUM_SEQS = 8
@@ -50,14 +51,28 @@ class Trainer:
 def _verl(start: Start) -> VerlRun:
     train, val = build_data(start.data, start.settings)
     rollout = "actor_rollout_ref.rollout"
-    ours = (f"{rollout}.n={SAMPLES_PER_PROMPT}", f"{rollout}.max_num_seqs={MAX_NUM_SEQS}")
+    actor = "actor_rollout_ref.actor"
+    ours = (
+        f"data.train_batch_size={PROMPTS_PER_STEP}",
+        f"{actor}.ppo_mini_batch_size={PROMPTS_PER_STEP}",
+        f"{actor}.ppo_micro_batch_size_per_gpu={MICRO_BATCH}",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu={MICRO_BATCH}",
+        f"{rollout}.n={SAMPLES_PER_PROMPT}",
+        f"{rollout}.max_num_seqs={MAX_NUM_SEQS}",
+    )
     overrides = (*ours, *start.overrides)
     return VerlRun(start.policy, train, val, REWARD, start.out, start.steps, start.plain, overrides)
 
 
 def _openrlhf(start: Start) -> OpenRLHFRun:
     data = build_openrlhf_data(start.data, start.settings, max(1024, PROMPTS_PER_STEP * start.steps))
-    overrides = ("--rollout.n_samples_per_prompt", str(SAMPLES_PER_PROMPT), *start.overrides)
+    ours = {
+        "rollout.batch_size": PROMPTS_PER_STEP,
+        "rollout.n_samples_per_prompt": SAMPLES_PER_PROMPT,
+        "rollout.micro_batch_size": MICRO_BATCH,
+        "train.micro_batch_size": MICRO_BATCH,
+    }
+    overrides = (*(word for name, n in ours.items() for word in (f"--{name}", str(n))), *start.overrides)
     return OpenRLHFRun(start.policy, data, REWARD, start.out, start.steps, start.plain, overrides, MAX_NUM_SEQS)
 
 
