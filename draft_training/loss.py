@@ -67,6 +67,17 @@ class LossStats:
         return float(1.0 + self.accepted.sum() / self.rounds) if float(self.rounds) else 1.0
 
     @property
+    def chances(self) -> tuple[float, ...]:
+        """[J] chance that each drafted token is accepted, given those before it, from the replay; shorter where none came."""
+        out, reached = [], float(self.rounds)
+        for accepted in self.accepted.tolist():
+            if not reached:
+                break
+            out.append(accepted / reached)
+            reached = accepted
+        return tuple(out)
+
+    @property
     def chained_acceptance(self) -> float:
         """``1 + a1 + a1*a2 + ...`` of the mean acceptance probabilities at temperature 1: smoother, but biased."""
         total, product = 1.0, 1.0

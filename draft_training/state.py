@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 
+logger = logging.getLogger(__name__)
+
 
 def save(trainer: DraftTrainer, path: str | Path, extra: Mapping[str, Any]) -> str:
     """See ``DraftTrainer.save``."""
@@ -41,6 +44,7 @@ def save(trainer: DraftTrainer, path: str | Path, extra: Mapping[str, Any]) -> s
             "draft_version": trainer.draft_version,
             "policy_version": trainer.policy_version,
             "skipped": trainer.skipped,
+            "unroll": trainer.unroll.state_dict(),
             "settings": asdict(trainer.settings),
             "draft_digest": weights,
             "trainer_digest": digest(own),
@@ -84,17 +88,14 @@ def restore(trainer: DraftTrainer, saved: Saved) -> dict[str, Any]:
     trainer.draft_version = int(saved.about["draft_version"])
     trainer.policy_version = int(saved.about["policy_version"])
     trainer.skipped = int(saved.about["skipped"])
+    trainer.unroll.load_state_dict(saved.about.get("unroll", {}))  # none in checkpoints of an earlier version
     extra: dict[str, Any] = saved.about["extra"]
     return extra
 
 
 def _own_tensors(trainer: DraftTrainer) -> dict[str, Tensor]:
     """Optimizer state as ``<kind>.<parameter>``, the random stream and the base rows of a trained head."""
-    tensors = {
-        f"{kind}.{name}": value
-        for name, parameter in trainer._trained.items()
-        for kind, value in trainer._optimizer.state.get(parameter, {}).items()
-    }
+    tensors = trainer._optimizer.state()
     tensors["generator"] = trainer._generator.get_state()
     if trainer._head_base is not None:
         tensors["head_base"] = trainer._head_base
@@ -105,11 +106,9 @@ def _restore(trainer: DraftTrainer, tensors: Mapping[str, Tensor]) -> None:
     trainer._generator.set_state(tensors["generator"])
     base = tensors.get("head_base")
     trainer._head_base = None if base is None else base.to(trainer.device)
-    trainer._optimizer.state.clear()
-    for name, parameter in trainer._trained.items():
-        if f"exp_avg.{name}" in tensors:
-            trainer._optimizer.state[parameter] = {
-                "step": tensors[f"step.{name}"].clone(),
-                "exp_avg": tensors[f"exp_avg.{name}"].to(parameter.device, copy=True),
-                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter.device, copy=True),
-            }
+    if foreign := trainer._optimizer.restore(tensors):
+        logger.warning(
+            "the checkpoint holds another optimizer's state (AdamW's, of an earlier version) for %d of the draft's matrices: "
+            "they keep their weights and begin with Muon afresh",
+            len(foreign),
+        )

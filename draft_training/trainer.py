@@ -21,6 +21,8 @@ from draft_training.errors import OtherRankFailed
 from draft_training.layouts import check_tensors
 from draft_training.loss import LossStats, ttt_loss
 from draft_training.model import Eagle3Draft
+from draft_training.optimizer import DraftOptimizer
+from draft_training.unroll import Unroll
 
 POLICY_TENSORS_MISSING = "the policy's embedding and LM head are not known yet: call update_policy first"
 
@@ -29,15 +31,21 @@ POLICY_TENSORS_MISSING = "the policy's embedding and LM head are not known yet: 
 class TrainSettings:
     """How the draft is trained."""
 
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
+    lr: float = 6e-2  # highest of matrices: size of an update's singular values, see Muon
+    vector_lr: float = 1e-3  # of norms and a trained head (AdamW)
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
     weight_decay: float = 0.0
     grad_clip: float = 1.0  # norm of the draft's own gradients
-    ttt_steps: int = 3  # unrolled steps of the training-time test; the engine's k
+    ttt_steps: int = 3  # most unrolled steps of the training-time test; the engine's k
+    first_steps: int = 3  # unrolled by a newborn draft, until it reaches further
     ttt_decay: float = 1.0  # weight of step j in the loss is ttt_decay ** j
-    tokens_per_step: int = 1024  # per optimizer step and rank
+    tokens_per_step: int = 1024  # per optimizer step and rank, while no more than first_steps are unrolled
     replay_share: float = 0.25  # share of older policy versions in a step
-    warmup_steps: int = 20  # linear, then constant: online training has no end to decay towards
+    warmup_steps: int = 10  # linear
+    decay_steps: float = 30.0  # steps from which a newborn draft's rates fall as 1 / sqrt
+    lr_floor: float = (
+        0.25  # share of the rates that is kept for ever, since online training has no end to decay towards
+    )
     train_head: bool = False  # pruned vocabulary only: train the head instead of following the policy's rows
 
 
@@ -51,7 +59,8 @@ class SliceReport:
     acceptance_length: float  # see LossStats.acceptance_length; 1.0 when nothing was measured
     agreement: tuple[float, ...]  # [J] share of positions where the draft's greedy token is the target's argmax
     acceptance: tuple[float, ...]  # [J] mean target probability of the draft's greedy token
-    rounds: int  # replayed decoding rounds behind acceptance_length
+    chances: tuple[float, ...]  # [J] chance that each drafted token is accepted, given those before it; () when unknown
+    rounds: int  # replayed decoding rounds behind acceptance_length and chances
     skipped: int  # steps given up because loss or gradients were not finite
     seconds: float
 
@@ -97,12 +106,15 @@ class DraftTrainer:
         self.draft_version = 0  # optimizer steps taken
         self.policy_version = -1  # of the last update_policy
         self.skipped = 0  # steps given up so far
+        self.rate_scale = 1.0  # a further factor of the learning rates, for training that has an end
         self._group = process_group
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
         self._embed: Tensor | None = None
         self._lm_head: Tensor | None = None
         self._head_base: Tensor | None = None  # [Vd, H] policy rows that a trained head started from
         self._step_seconds: float | None = None
+        self._newborn = tensors is None
+        self.unroll = Unroll(settings.first_steps, settings.ttt_steps, grown=not self._newborn)
         with self._own_modes():
             with self._one_for_all(torch.zeros(1, device=self.device)):
                 self.draft = Eagle3Draft(config, device=self.device, dtype=dtype)
@@ -113,8 +125,12 @@ class DraftTrainer:
                     self.install(tensors)
             self._broadcast()
             self._trained = {n: p for n, p in self.draft.named_parameters() if p.requires_grad}
-            self._optimizer = torch.optim.AdamW(
-                self._trained.values(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+            self._optimizer = DraftOptimizer(
+                self._trained,
+                lr=settings.lr,
+                vector_lr=settings.vector_lr,
+                betas=settings.betas,
+                weight_decay=settings.weight_decay,
             )
 
     def install(self, tensors: Mapping[str, Tensor]) -> None:
@@ -172,7 +188,7 @@ class DraftTrainer:
             order = counts.argsort(descending=True, stable=True)
             self.draft.set_vocabulary(order[: self.config.draft_vocab_size])
             self._head_base = None
-            self._optimizer.state.pop(self.draft.lm_head.weight, None)
+            self._optimizer.forget(self.draft.lm_head.weight)
             if self._lm_head is not None:
                 self._follow_policy()
 
@@ -187,16 +203,19 @@ class DraftTrainer:
             RuntimeError: before the first ``update_policy``.
         """
         began, steps, skipped, tokens = time.perf_counter(), 0, 0, 0
-        total = LossStats.zeros(self.settings.ttt_steps, self.device)
+        total = LossStats.zeros(self.unroll.steps, self.device)
         with self._own_modes():
             while steps + skipped < max_steps and not self._any(self._would_overrun(began, seconds)):
                 step_began = time.perf_counter()
-                outcome = self._step(lambda: buffer.sample(self.settings.tokens_per_step, self.settings.replay_share))
+                outcome = self._step(lambda: buffer.sample(self._tokens, self.settings.replay_share))
                 if outcome is None:
                     break
                 finite, stats, step_tokens = outcome
                 steps, skipped, tokens = steps + finite, skipped + (not finite), tokens + step_tokens
-                total = total + stats if finite else total
+                if finite:
+                    # what was measured with another unroll is no mean with this one
+                    total = stats if stats.count.shape != total.count.shape else total + stats
+                    self.unroll.observe(stats)
                 self._measured(time.perf_counter() - step_began)
             if not steps + skipped and self._step_seconds is not None and seconds > 0:
                 self._step_seconds /= 2
@@ -298,7 +317,7 @@ class DraftTrainer:
         What fails on one rank alone, memory above all, is raised on all of them at the next sum: nobody waits for it.
         """
         embed, lm_head = self._policy()
-        steps = self.settings.ttt_steps
+        steps = self.unroll.steps
         batch: PackedBatch | None = None
         sizes = torch.zeros(steps + 1, dtype=torch.float64, device=self.device)
         with self._one_for_all(sizes) as summed:
@@ -308,7 +327,7 @@ class DraftTrainer:
         if not float(summed[0]):
             return None
         sums = LossStats.zeros(steps, self.device).pack()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         with self._one_for_all(sums) as found:
             if batch is not None:
                 decay, counts = self.settings.ttt_decay, summed[:steps]
@@ -317,7 +336,7 @@ class DraftTrainer:
                 sums.copy_(stats.pack())
         stats = LossStats.unpack(found)
         finite = self._apply_gradients(bool(torch.isfinite(stats.kl).all()))
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         return finite, stats, int(summed[steps])
 
     @contextmanager
@@ -347,12 +366,26 @@ class DraftTrainer:
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip)
         if not finite or not bool(torch.isfinite(norm)):
             return False
-        warm = min(1.0, (self.draft_version + 1) / max(1, self.settings.warmup_steps))
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.settings.lr * warm
-        self._optimizer.step()
+        self._optimizer.step(self._rate(self.draft_version) * self.rate_scale)
         self.draft_version += 1
         return True
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of an optimizer step: its positions, unrolled, stay as many, and so its memory and its time."""
+        settings = self.settings
+        return settings.tokens_per_step * min(settings.first_steps, self.unroll.steps) // self.unroll.steps
+
+    def _rate(self, step: int) -> float:
+        """Factor of the full learning rates at an optimizer step.
+
+        After a linear warm-up a newborn draft's falls as one over the root of the steps; a draft that was trained before
+        has nothing to gain from large steps, and much to lose. The policy never stops moving, so the factor stays at its floor.
+        """
+        settings = self.settings
+        warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
+        young = (1 + step / settings.decay_steps) ** -0.5 if self._newborn else 0.0
+        return warm * max(settings.lr_floor, young)
 
     def _follow_policy(self) -> None:
         """Give a pruned head the policy's rows; a trained one keeps what it learned on top of its old rows."""
@@ -416,6 +449,7 @@ class DraftTrainer:
             acceptance_length=stats.acceptance_length,
             agreement=stats.mean(stats.agreement),
             acceptance=stats.mean(stats.probability),
+            chances=stats.chances,
             rounds=int(stats.rounds),
             skipped=skipped,
             seconds=seconds,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -18,7 +19,7 @@ from spec_plugin.check import to_text as judgement_to_text
 from spec_plugin.config import SpecConfig, describe_range, options_table
 from spec_plugin.conformance.cli import conformance
 from spec_plugin.doctor import Finding, Section, examine, hook_summaries, to_json, works
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.errors import SpecConfigError, SpecPluginError
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "bold red")}
 _HELP = """Lossless speculative rollouts for RL trainers on vLLM.
@@ -40,6 +41,7 @@ Examples:
 \b
   spec-plugin check verl -- <arguments>             would this run be accepted, and what would it do?
   spec-plugin doctor --target ~/models/Qwen3-8B     is everything here that a run needs?
+  spec-plugin train --target DIR --prompts FILE --out DRAFT    a draft before the run
   spec-plugin options                               all options, defaults and bounds
   spec-plugin conformance verl                      does the adapter keep the contract?
 """
@@ -100,6 +102,62 @@ def check(trainer: str, arguments: tuple[str, ...], model_config: Path | None, a
         raise click.ClickException(str(error)) from error
     click.echo(judgement_to_json(judgement) if as_json else "\n".join(judgement_to_text(judgement)))
     sys.exit(0 if judgement.accepted else 1)
+
+
+_TRAIN_HELP = """Train a draft for a policy before a run, from the policy's own rollouts.
+
+A run needs none: its draft is born and trained inside it. A draft that was trained before speculates from the first step.
+
+\b
+  spec-plugin train --target DIR --prompts train.parquet --out DRAFT
+  spec-plugin train --target DIR --rollouts runs/rollouts/ --out DRAFT      what verl has dumped, or your own .jsonl
+
+\b
+What happens:
+  1. vLLM samples --responses responses to the prompts (or they are read: --rollouts).
+  2. Hidden states are harvested from the policy's forward passes, and the draft is trained on them, with the code of the
+     trainers.
+  3. vLLM serves the draft on prompts that it was not trained on. Predicted and measured acceptance are printed.
+
+Then in the run: spec.draft=DRAFT. Killed? The same command goes on where it was. --prompts is a .json list, .jsonl or
+.parquet of texts (taken as they are), chat messages, or rows with a "prompt". --rollouts takes rows with "prompt" and
+"response", or a folder of verl's trainer.rollout_data_dir (which lacks special tokens).
+"""
+
+
+@main.command(help=_TRAIN_HELP, context_settings={"show_default": True})
+@click.option("--target", type=click.Path(path_type=Path), required=True, help="Folder of the policy's checkpoint.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the draft; must not exist.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to sample from.")
+@click.option("--rollouts", type=click.Path(path_type=Path), multiple=True, help="File or folder; may be repeated.")
+@click.option("--responses", default=1024, type=click.IntRange(16), help="Rollouts to sample.")
+@click.option("--tokens", default=512, type=click.IntRange(8), help="Most tokens of a response.")
+@click.option("--temperature", default=1.0, type=click.FloatRange(0.0, min_open=True), help="As in the run to come.")
+@click.option("--steps", default=800, type=click.IntRange(1), help="Optimizer steps.")
+@click.option("--k", default=8, type=click.IntRange(1, 16), help="Most tokens to draft in the run to come.")
+@click.option("--draft", help="Draft checkpoint to start from; default: a new one.")
+@click.option(
+    "--draft-vocab-size", type=click.IntRange(32), help="Prune the draft's vocabulary to the most frequent tokens."
+)
+@click.option("--train-tokens", type=click.IntRange(32), help="Tokens of an optimizer step; default: as in a run.")
+@click.option(
+    "--gpu-memory-utilization", default=0.85, type=click.FloatRange(0.05, 1.0), help="vLLM's, while it samples."
+)
+@click.option("--seed", default=0, help="Of sampling and training.")
+def train(**options: Any) -> None:
+    """Train a draft offline; the help text is ``_TRAIN_HELP``."""
+    from spec_plugin.pretrain import PretrainSettings, pretrain
+
+    try:
+        outcome = pretrain(PretrainSettings(**options))
+    except SpecPluginError as error:
+        raise click.ClickException(str(error)) from error
+    for name, chances in (("predicted", outcome.predicted), ("measured", outcome.measured)):
+        lengths = ", ".join(
+            f"k={k}: {outcome.length(chances, k):.2f}" for k in sorted({1, min(3, outcome.k), outcome.k})
+        )
+        click.echo(f"tokens a step, {name}: {lengths}")
+    click.echo(f"the draft is in {outcome.draft}; in a run: spec.draft={outcome.draft.absolute()}")
 
 
 def _print_report(sections: list[Section]) -> None:

@@ -17,7 +17,7 @@ class SpecConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=())
 
     method: str = Field("eagle3", description="drafting method; the name of a method plugin")
-    k: int = Field(3, ge=1, le=16, description="tokens drafted per target forward")
+    k: int = Field(8, ge=1, le=16, description="most tokens drafted per target forward; how many pay is measured")
     draft: str | None = Field(
         None,
         description="folder of a draft checkpoint to start from (vLLM, EAGLE or speculators layout); none: a new one",
@@ -58,9 +58,19 @@ class SpecConfig(BaseModel):
         le=1_048_576,
         description="tokens per draft optimizer step, and the longest context it trains; none: 8192 on a card, 1024 on a CPU",
     )
-    lr: float = Field(1e-3, gt=0.0, le=1.0, description="learning rate of the draft's own AdamW")
+    lr: float = Field(
+        6e-2,
+        gt=0.0,
+        le=1.0,
+        description="highest learning rate of the draft's own Muon; no need to change it with the model's size",
+    )
     grad_clip: float = Field(1.0, gt=0.0, description="norm at which the draft's own gradients are clipped")
-    ttt_steps: int = Field(3, ge=1, le=8, description="unrolled steps of EAGLE-3's training-time test")
+    ttt_steps: int | None = Field(
+        None,
+        ge=1,
+        le=16,
+        description="most unrolled steps of EAGLE-3's training-time test, reached as acceptance grows; none: k",
+    )
     buffer_tokens: int = Field(65_536, ge=256, description="most harvested tokens kept per actor process")
     buffer_mb: int = Field(1024, ge=1, description="most MiB of harvested hidden states kept per actor process")
     harvest_tokens: int = Field(16_384, ge=32, description="most tokens harvested per trainer step and actor process")

@@ -24,6 +24,8 @@ _MIN_DRAFTS = 64
 _MISALIGNED = 0.5
 #: A draft that is not served is tried in one phase in so many; the engine's guard ends the try when it fails.
 _TRY_EVERY = 8
+#: most tokens drafted in such a try: enough to see whether the draft is any good
+_TRY_K = 3
 #: Whole phases that generate fewer tokens per second than plain ones did, by this factor and so often in a row, are suspect.
 _BRAKE_BELOW, _BRAKE_AFTER = 0.97, 2
 #: Phases without drafts after that; doubled each time it happens again.
@@ -92,9 +94,10 @@ class BreakEvenController:
         self._fixed = False
         self.cost = CostModel()
         self.brake = Brake()
-        self._predicted: float | None = None
-        self._served_prediction: float | None = None
+        self._predicted: tuple[float, ...] = ()  # chance of each position; empty: no prediction
+        self._served_prediction: tuple[float, ...] = ()
         self._measured: tuple[float, ...] | None = None  # chance of each position, in the last phase
+        self._deepest: tuple[float, ...] = ()  # the same, beyond that one's largest k from phases before it
         self._tried = False
         self._correction = 1.0
         self._warned = False
@@ -127,7 +130,7 @@ class BreakEvenController:
     def spec_refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         """A draft that was not installed predicts nothing."""
         if report.installed:
-            self._predicted = refresh.expected_acceptance
+            self._predicted = refresh.expected_chances
 
     @hookimpl
     def spec_rollout_end(self, stats: RolloutStats) -> None:
@@ -137,7 +140,8 @@ class BreakEvenController:
         self._undrafted = 0 if drafted else self._undrafted + 1
         enough = stats.drafts >= _MIN_DRAFTS and stats.acceptance_length is not None
         self._measured = _acceptance_of(stats) if enough else None
-        if enough:
+        if self._measured is not None:
+            self._deepest = (*self._measured, *self._deepest[len(self._measured) :])
             self._tried = True
             self._compare(stats)
         self._dropped = drafted and any(s.paused for s in stats.steps)
@@ -156,11 +160,14 @@ class BreakEvenController:
             )
 
     def _compare(self, stats: RolloutStats) -> None:
-        """Prediction and engine, where enough was drafted at the k that was predicted for."""
-        if self._served_prediction is None or self._served_prediction <= 1.2 or self._measured is None:
+        """Prediction and engine, where enough was drafted, as far as both have looked."""
+        if self._measured is None:
             return
-        found = tokens_per_step(self._measured, self._config.k)
-        ratio = (found - 1.0) / (self._served_prediction - 1.0)
+        width = min(len(self._served_prediction), len(self._measured))
+        predicted, found = tokens_per_step(self._served_prediction, width), tokens_per_step(self._measured, width)
+        if predicted <= 1.2:
+            return
+        ratio = (found - 1.0) / (predicted - 1.0)
         # trust is lost at once and comes back by halves: a draft that training praises in vain is tried once
         self._correction = max(0.0, min(1.0, ratio, 0.5 * self._correction + 0.5 * ratio))
         if ratio < _MISALIGNED and not self._warned:
@@ -169,24 +176,29 @@ class BreakEvenController:
                 "spec-plugin: the engine accepts %.2f tokens per step where draft training predicted %.2f; "
                 "if this stays, draft and engine disagree about layers, norms or positions",
                 found,
-                self._served_prediction,
+                predicted,
             )
 
     @property
     def acceptance(self) -> float | None:
         """Best knowledge of the acceptance length at ``spec.k`` of the draft that the engine serves now."""
-        if self._measured is not None:
-            return tokens_per_step(self._measured, self._config.k)
-        if self._predicted is not None:
-            return 1.0 + (self._predicted - 1.0) * self._correction
-        return None
+        curve = self.acceptance_curve
+        return None if curve is None else tokens_per_step(curve, self._config.k)
 
     @property
     def acceptance_curve(self) -> tuple[float, ...] | None:
-        """The same by position: the chance that each is accepted, given those before it."""
+        """The same by position: the chance that each is accepted, given those before it; beyond its end the last one holds.
+
+        Beyond the largest k of the last phase, what training predicts or an earlier phase has shown; else the engine finds
+        out. Beyond what training unrolls nothing is promised before it was drafted.
+        """
         if self._measured is not None:
-            return self._measured
-        return None if self.acceptance is None else (constant_acceptance(self.acceptance, self._config.k),)
+            deeper = self._predicted if len(self._predicted) > len(self._measured) else self._deepest
+            return (*self._measured, *deeper[len(self._measured) :])
+        if not self._predicted:
+            return None
+        first, *more = self._predicted  # the whole gain is in proportion to the first chance
+        return (first * self._correction, *more, 0.0)
 
     @hookimpl
     def spec_schedule(self, policy_version: int) -> Schedule:
@@ -201,7 +213,7 @@ class BreakEvenController:
             said = plan.describe(chosen.table) + (known + gain if known else "")
             logger.info("spec-plugin: policy version %d: %s", policy_version, said)
         self._plan = chosen
-        self._served_prediction = self._predicted if chosen.speculates else None
+        self._served_prediction = self._predicted if chosen.speculates else ()
         return Schedule(chosen.table, self._break_even(chosen.table))
 
     def _break_even(self, table: Sequence[int]) -> tuple[float, ...]:
@@ -223,14 +235,17 @@ class BreakEvenController:
         if config.break_even is None and self.cost.problem is not None:
             # what a try shows may solve it; without one nothing new would ever be timed
             tried = acceptance is not None and self._undrafted >= _TRY_EVERY
-            return plan.fixed(config.k, size) if tried else plan.nothing(size)
+            return self._try() if tried else plan.nothing(size)
         if acceptance is None or curve is None:
             # A draft that the user brought is tried out for one phase; a new one waits for its first training.
-            return plan.fixed(config.k, size) if config.draft is not None and not self._tried else plan.nothing(size)
+            return self._try() if config.draft is not None and not self._tried else plan.nothing(size)
         if config.break_even is not None:
             return plan.threshold(config.k, acceptance, {size: config.break_even}, self._plan.speculates, size)
         chosen = plan.best(self.cost, curve, self._load, self._plan.table, config.k)
-        return plan.fixed(config.k, size) if not chosen.speculates and self._undrafted >= _TRY_EVERY else chosen
+        return self._try() if not chosen.speculates and self._undrafted >= _TRY_EVERY else chosen
+
+    def _try(self) -> Plan:
+        return plan.fixed(min(_TRY_K, self._config.k), self._target.max_num_seqs)
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
@@ -256,7 +271,7 @@ def _acceptance_of(stats: RolloutStats) -> tuple[float, ...]:
     if not stats.accepted_per_pos:  # an engine that counts no positions
         assert stats.acceptance_length is not None
         k = max(1, round(stats.draft_tokens / stats.drafts))
-        return (constant_acceptance(stats.acceptance_length, k),)
+        return (constant_acceptance(stats.acceptance_length, k),) * k
     raw = conditional_acceptance(stats.accepted_per_pos, stats.drafts)
     width = len(stats.accepted_per_pos)
     drafted = [float(sum(s.batch * s.steps for s in stats.steps if s.k > i)) for i in range(width)]

@@ -72,7 +72,9 @@ class DraftRefresh:
     policy_version: int
     tensors: Mapping[str, Tensor]  # names of the draft checkpoint; never a tensor that the target owns
     digest: str  # sha256 over names, dtypes, shapes and bytes, see ``draft_training.digest``
-    expected_acceptance: float | None = None  # acceptance length that training predicts for these weights
+    #: the chance of each drafted token to be accepted, given those before it, that training predicts for these weights, as far
+    #: as it unrolls; empty: no prediction
+    expected_chances: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

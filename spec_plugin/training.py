@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 #: tokens per draft optimizer step, by device type: a window also bounds the context that the draft's attention learns
-_TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=1024)
+TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=1024)
 
 
 def _device(target: TargetInfo, embed: Tensor) -> torch.device:
@@ -76,8 +76,8 @@ class DraftTraining:
         settings = TrainSettings(
             lr=config.lr,
             grad_clip=config.grad_clip,
-            ttt_steps=config.ttt_steps,
-            tokens_per_step=config.train_tokens or _TRAIN_TOKENS[device.type],
+            ttt_steps=config.ttt_steps or config.k,
+            tokens_per_step=config.train_tokens or TRAIN_TOKENS[device.type],
             replay_share=config.replay_share,
         )
         trainer = DraftTrainer(
@@ -146,19 +146,20 @@ class DraftTraining:
             policy_version=event.policy_version,
             tensors=tensors,
             digest=digest(tensors),
-            expected_acceptance=self._slice.acceptance_length if self._slice and self._slice.steps else None,
+            expected_chances=self._slice.chances if self._slice and self._slice.steps else (),
         )
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
         """Loss, predicted acceptance and cost of the last slice."""
-        if self._slice is None or self._buffer is None:
+        if self._slice is None or self._buffer is None or self._trainer is None:
             return {}
         return {
             "spec/draft_loss": self._slice.loss,
             "spec/expected_acceptance": self._slice.acceptance_length,
             "spec/train_ms": self._slice.seconds * 1e3,
             "spec/train_steps": float(self._slice.steps),
+            "spec/train_unroll": float(self._trainer.unroll.steps),
             "spec/buffer_tokens": float(self._buffer.stats().tokens),
         }
 

@@ -22,8 +22,9 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from draft_training.optimizer import Muon
 from spec_plugin.conformance.tiny import END, PAD, byte_tokenizer, tiny_config
 
 SPECIAL_TOKENS = (END, PAD, "<|system|>", "<|user|>", "<|assistant|>")
@@ -167,47 +168,13 @@ def teaching_batches(
         )
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al., 2024) in float32.
-
-    torch's own orthogonalises in bfloat16: on a CPU without instructions for that, teaching takes ten minutes instead of two.
-    """
-
-    def __init__(self, params: Iterable[torch.Tensor], lr: float, weight_decay: float, momentum: float) -> None:
-        """As torch's; each parameter is a matrix [A, B]."""
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Move each matrix along its orthogonalised Nesterov momentum."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                average = self.state[p].setdefault("average", torch.zeros_like(p))
-                average.lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalised(p.grad.lerp(average, group["momentum"]))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
-
-
-def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix [A, B] with singular values near 1 in their place: five Newton-Schulz steps with Muon's coefficients."""
-    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x if matrix.shape[0] <= matrix.shape[1] else x.T
-
-
-def build_optimizers(model: Qwen3ForCausalLM, settings: PolicySettings) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: PreTrainedModel, settings: PolicySettings) -> list[torch.optim.Optimizer]:
     """Muon for the matrices, which learns this task in a fifth of AdamW's steps, and AdamW for the rest."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     return [
-        Muon(matrices, lr=settings.matrix_lr, weight_decay=0.01, momentum=0.95),
+        Muon(matrices, settings.matrix_lr, weight_decay=0.01),
         torch.optim.AdamW(rest, lr=settings.lr, weight_decay=0.0, betas=(0.9, 0.95)),
     ]
 
@@ -217,13 +184,15 @@ def lr_factor(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / 20) * (1 - 0.95 * step / steps)
 
 
-def teach(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: PolicySettings, show: bool = True
+def taught(
+    model: PreTrainedModel,
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    settings: PolicySettings,
+    show: bool = True,
 ) -> float:
-    """Train on the careless examples, deterministically; returns the last loss in nats per token."""
+    """Train on batches of (input ids [B, L], labels [B, L]), deterministically; returns the last loss in nats per token."""
     optimizers = build_optimizers(model, settings)
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: lr_factor(step, settings.steps)) for o in optimizers]
-    batches = teaching_batches(settings, tokenizer)
     loss = torch.tensor(float("nan"))
     columns = (TextColumn("teaching the policy"), BarColumn(), TextColumn("loss {task.fields[loss]}"))
     with one_thread(), Progress(*columns, TimeRemainingColumn(), disable=not show) as progress:
@@ -267,7 +236,7 @@ def build_policy(out: Path, settings: PolicySettings = PolicySettings(), show: b
         return out
     tokenizer = build_tokenizer(settings.vocab_size)
     model = build_model(settings, tokenizer)
-    loss = teach(model, tokenizer, settings, show)
+    loss = taught(model, teaching_batches(settings, tokenizer), settings, show)
     if settings.silent_layers:
         model = deepen(model, settings.silent_layers)
     partial = out.with_name(f"{out.name}.partial")

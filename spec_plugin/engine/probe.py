@@ -91,7 +91,7 @@ def _read(index: int, output: Any, n: int) -> Sampled:
 
 
 async def calibrate(probe: Probe, prompts: Sequence[Sequence[int]], k: int, entries: int, deadline: float) -> None:
-    """Have the engine decode at several batch sizes with 0, 1 and k drafted tokens: its step log tells what that takes.
+    """Have the engine decode at several batch sizes with 0, 1, 3 and k drafted tokens: its step log tells what that takes.
 
     The kinds take turns, so that a busy moment of the machine meets all of them. With 0 the draft is paused, as it is when
     no batch size speculates. Smallest batch first.
@@ -110,7 +110,7 @@ async def calibrate(probe: Probe, prompts: Sequence[Sequence[int]], k: int, entr
         if begin + 2 * cost > deadline:
             return
         for _ in range(ROUNDS):
-            for width in dict.fromkeys((0, 1, k)):
+            for width in dict.fromkeys((0, 1, min(3, k), k)):
                 table = [width] * entries
                 await set_schedule(probe.engine, table)
                 await pause_idle_draft(probe.engine, table)

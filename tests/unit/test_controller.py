@@ -6,6 +6,7 @@ import pytest
 
 from spec_plugin import SpecConfig
 from spec_plugin.controller import BreakEvenController
+from spec_plugin.cost import constant_acceptance
 from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, StepTiming, TargetInfo
 from spec_plugin.plan import threshold
 
@@ -14,6 +15,7 @@ K, SEQS = 3, 8
 
 def controller(measured: dict[int, float] | None = None, /, **options: object) -> BreakEvenController:
     out = BreakEvenController()
+    options = {"k": K} | options
     out.spec_configure(SpecConfig.parse(options), TargetInfo(path="", hf_config={}, dtype="float32", max_num_seqs=SEQS))
     if measured is not None:
         out.spec_engine_ready(SelfTestReport((), 1.0, timed(measured)))
@@ -28,7 +30,11 @@ def timed(break_even: dict[int, float]) -> tuple[StepTiming, ...]:
 
 
 def refreshed(c: BreakEvenController, expected: float | None, installed: bool = True) -> None:
-    c.spec_refreshed(DraftRefresh(1, 1, {}, "", expected), RefreshReport(installed, 1, "", 1.0))
+    promised(c, () if expected is None else (constant_acceptance(expected, K),) * K, installed)
+
+
+def promised(c: BreakEvenController, chances: tuple[float, ...], installed: bool = True) -> None:
+    c.spec_refreshed(DraftRefresh(1, 1, {}, "", chances), RefreshReport(installed, 1, "", 1.0))
 
 
 def rolled_out(c: BreakEvenController, acceptance: float | None, drafts: int = 1000) -> None:
@@ -296,6 +302,54 @@ def test_later_positions_that_a_smaller_k_never_drafted_are_not_held_against_the
     c.spec_rollout_end(RolloutStats(1, 8, 1000, 1.0, 320, 0, 304, (256, 32, 16), steps=steps))
     # 0.8 of the first positions; of the second ones, which a quarter of the drafts had, 32 of 64; of the third 16 of 32
     assert c.acceptance_curve == pytest.approx((0.8, 0.5, 0.5))
+
+
+def drafted(c: BreakEvenController, k: int, chance: float) -> None:
+    """A phase of 1000 verification steps at batch size 8, whose drafted tokens are all accepted with this chance."""
+    accepted = [round(1000 * chance ** (i + 1)) for i in range(k)]
+    steps = (StepTiming(8, k, False, 1.2, 125),)
+    c.spec_rollout_end(RolloutStats(1, 8, 1000, 1.0, 1000, 1000 * k, sum(accepted), tuple(accepted), steps=steps))
+
+
+def test_nothing_is_promised_beyond_what_training_unrolls_and_the_engine_finds_out():
+    c = controller({8: 1.2}, k=8)
+    promised(c, (0.9, 0.9))
+    assert c.acceptance == pytest.approx(1 + 0.9 + 0.81)
+    on(c)
+    drafted(c, 2, 0.9)
+    assert c.acceptance == pytest.approx(sum(0.9**i for i in range(9)), rel=0.01)  # worth a look
+
+
+def test_what_training_knows_of_later_positions_stays_known_while_a_smaller_k_is_drafted():
+    c = controller({8: 1.2}, k=8)
+    promised(c, (0.9, 0.9, 0.9, 0.2))
+    on(c)
+    drafted(c, 2, 0.8)
+    assert c.acceptance_curve == pytest.approx((0.8, 0.8, 0.9, 0.2))
+
+
+def test_what_an_earlier_phase_showed_of_later_positions_is_not_forgotten():
+    """Else a frozen draft would be drafted too far in every second phase."""
+    c = controller({8: 1.2}, k=8, draft="/some/draft", train=False)
+    on(c)
+    drafted(c, 4, 0.5)
+    drafted(c, 2, 0.8)
+    assert c.acceptance_curve == pytest.approx((0.8, 0.8, 0.5, 0.5), abs=0.01)
+
+
+def test_a_draft_that_is_tried_is_not_drafted_as_far_as_a_good_one():
+    assert controller({8: 2.0}, k=8, draft="/some/draft").spec_schedule(0).table == (0,) + (3,) * SEQS
+
+
+def test_a_prediction_is_compared_with_the_engine_as_far_as_both_have_looked(caplog):
+    caplog.set_level(logging.WARNING, logger="spec_plugin")
+    c = controller({8: 1.2}, k=8)
+    promised(c, (0.9,) * 8)
+    on(c)
+    drafted(c, 2, 0.9)  # of 8 positions two were drafted, and these keep the promise
+    promised(c, (0.9,) * 8)
+    on(c)
+    assert not caplog.records
 
 
 def test_the_fixed_controller_drafts_as_many_tokens_as_were_asked_for():

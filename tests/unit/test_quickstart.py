@@ -25,7 +25,6 @@ from spec_plugin_verl_cpu import run as verl  # noqa: E402
 from examples.quickstart import report  # noqa: E402
 from examples.quickstart.data import build_data, build_openrlhf_data  # noqa: E402
 from examples.quickstart.policy import (  # noqa: E402
-    Muon,
     PolicySettings,
     build_model,
     build_policy,
@@ -417,19 +416,3 @@ def test_help_teaches_the_flag_and_make_lists_its_targets(
     assert verl.PLUGIN_FLAG in text and openrlhf.PLUGIN_FLAG in text and "--plain" in text
     targets = subprocess.run(["make", "-s", "-C", str(ROOT), "help"], text=True, capture_output=True, check=True).stdout
     assert {"quickstart", "test", "lint"} <= set(targets.split())
-
-
-@pytest.mark.parametrize("shape", [(24, 16), (16, 24)])
-def test_our_muon_takes_the_steps_of_torchs_but_for_the_rounding_of_its_bfloat16(shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    start, gradients = torch.randn(shape), torch.randn(3, *shape)
-    results = []
-    for optimizer_class in (Muon, torch.optim.Muon):
-        p = torch.nn.Parameter(start.clone())
-        optimizer = optimizer_class([p], lr=0.1, weight_decay=0.01, momentum=0.95)
-        for gradient in gradients:
-            p.grad = gradient.clone()
-            optimizer.step()
-        results.append(p.detach() - start)
-    ours, torchs = results
-    assert (ours - torchs).norm() < 0.02 * torchs.norm()

@@ -162,8 +162,8 @@ def test_a_resumed_draft_is_the_first_ranks_although_the_other_one_has_no_folder
         second, resumed = session_of(rank)
         second.load(here if rank == 0 else nowhere)
         step(second, rank, 0)
-        state = resumed._trainer._optimizer.state if resumed._trainer else {}
-        moments = [float(s["exp_avg"].sum()) for s in state.values()]
+        state = resumed._trainer._optimizer.state() if resumed._trainer else {}
+        moments = {name: float(value.sum()) for name, value in state.items()}
         drafts = [digest(t._trainer.engine_tensors()) for t in (training, resumed) if t._trainer]
         return [second.failed, resumed._trainer and resumed._trainer.draft_version, drafts, moments]
 

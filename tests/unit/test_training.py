@@ -64,7 +64,7 @@ def test_a_draft_is_born_trained_and_offered_at_the_next_sync() -> None:
     trained = p.spec_draft_weights(event=sync(1))
     assert born is not None and trained is not None
     assert (born.draft_version, trained.draft_version) == (0, 3)
-    assert born.expected_acceptance is None and trained.expected_acceptance is not None
+    assert born.expected_chances == () and trained.expected_chances
     assert trained.digest == digest(trained.tensors) != born.digest
     assert p.spec_metrics()[0]["spec/train_steps"] == 3
 
