@@ -39,7 +39,8 @@ module ``flash_attn`` (only if it is not installed)          OpenRLHF imports it
 ============================================================ ========================================================
 
 vLLM imports this package in each of its processes, chosen or not (entry point group ``vllm.general_plugins``): nothing
-heavy is imported here. What does not work on a CPU: an EMA model (``--train.enable_ema``), sleep modes, CUDA IPC
+heavy is imported here. ``--vllm.enable_sleep`` works as ``spec_plugin.conformance.sleeping`` says, and ranks wait as
+``spec_plugin.conformance.waiting`` does. What does not work on a CPU: an EMA model (``--train.enable_ema``), CUDA IPC
 (``--train.colocate_all`` with ``--vllm.sync_backend nccl``), ring attention, and entropy logging without a C++ compiler.
 """
 

@@ -27,6 +27,10 @@ _TWO_RANKS = ("--actor.num_gpus_per_node", "2")
 SHAPES = {
     "tp2": ("two tensor parallel ranks in the engine", ("--vllm.tensor_parallel_size", "2")),
     "dp2": ("two ranks of the actor, two engines", (*_TWO_RANKS, "--vllm.num_engines", "2")),
+    "sleep": (
+        "actor and engine on one card; the engine sleeps meanwhile, with garbage in the memory that a card would free",
+        ("--train.colocate_all", "--vllm.enable_sleep"),
+    ),
     "zero3": ("two ranks of the actor, ZeRO-3", (*_TWO_RANKS, "--ds.zero_stage", "3")),
 }
 

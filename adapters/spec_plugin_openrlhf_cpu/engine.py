@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from spec_plugin.conformance.sleeping import sleep_on_cpu
 from spec_plugin.conformance.waiting import sleep_while_waiting
 from spec_plugin.engine import cpu_compat, patches
 from spec_plugin_openrlhf_cpu import MAX_NUM_SEQS, shims
@@ -23,6 +24,7 @@ def install() -> None:
     """
     shims.install()
     sleep_while_waiting()
+    sleep_on_cpu()
     for patch in cpu_compat.CPU_PATCHES:
         if patch.name == "live_weights":
             patches.apply(patch)

@@ -43,6 +43,10 @@ SHAPES = {
         ranks=2,
     ),
     "dp2": Shape("two replicas of the engine, two FSDP2 ranks in the actor", _TWO, ranks=2),
+    "sleep": Shape(
+        "the engine sleeps while the actor trains, with garbage in the memory that a card would free",
+        (f"{_ROLLOUT}.free_cache_engine=True", f"++{_ROLLOUT}.enable_sleep_mode=True"),
+    ),
     "lora": Shape("LoRA, merged before each weight sync", (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora.merge=True")),
     "packed": Shape(
         "remove-padding, dynamic batch sizes, gradient checkpointing, offloading, log-probs that the trainer does not want",

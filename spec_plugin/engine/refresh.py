@@ -137,7 +137,10 @@ def swap(
     Raises:
         RuntimeError: if the previous weights could not be put back either; the draft must not be served.
     """
+    unsent = _unsent(layout, tensors)
+    tensors = {**unsent, **tensors}
     backup = {name: p.detach().to("cpu", copy=True) for name, p in layout.parameters.items()}
+    backup |= {layout.slots[name].parameter: tensor for name, tensor in unsent.items()}
     addresses = {name: p.data_ptr() for name, p in layout.parameters.items()}
     reason: str | None = "interrupted"
     try:
@@ -157,6 +160,13 @@ def swap(
     if reason is None:
         keep(backup)
     return reason
+
+
+def _unsent(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What vLLM serves and no trainer sends: the map of an unpruned vocabulary, all zero, which sleep level 2 drops."""
+    sent = {layout.canonical(name) for name in tensors}
+    slots = [layout.slots[name] for name in sorted(layout.optional - sent) if name in layout.slots]
+    return {slot.name: torch.zeros(slot.shape, dtype=slot.dtype) for slot in slots}
 
 
 def restore(layout: Layout, backup: Mapping[str, Tensor]) -> None:

@@ -30,7 +30,10 @@ class SleepState:
         wake_up: Callable[[list[str]], Awaitable[object]],
         sleep: Callable[[], Awaitable[object]],
     ) -> AsyncIterator[None]:
-        """Wake these parts for the block. vLLM can only put all of them to sleep: what was awake is woken again.
+        """Wake these parts for the block; afterwards the engine is as it was before.
+
+        vLLM can only put all of them to sleep, and does nothing where one is asleep already (0.29 ``Executor.sleep``): the
+        weights would stay in the memory that the trainer needs. So all of it is woken first, and what was awake again last.
 
         Args:
             parts: of ``PARTS``.
@@ -45,6 +48,8 @@ class SleepState:
             yield
         finally:
             if missing:
+                if rest := [part for part in PARTS if part in self.asleep]:
+                    await wake_up(rest)
                 await sleep()
                 if again := [part for part in PARTS if part not in before]:
                     await wake_up(again)

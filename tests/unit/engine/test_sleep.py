@@ -8,7 +8,7 @@ from spec_plugin.engine.sleep import SleepState
 
 
 class Engine:
-    """vLLM's: sleeps as a whole, wakes in parts; work on a part that sleeps would crash it."""
+    """vLLM's: sleeps as a whole and only when all of it is awake, wakes in parts."""
 
     def __init__(self, awake: tuple[str, ...]) -> None:
         self.state = SleepState()
@@ -21,6 +21,7 @@ class Engine:
         self.state.woke(parts)
 
     async def sleep(self) -> None:
+        assert not self.state.asleep, "vLLM would do nothing: a part of it sleeps"
         self.calls.append("sleep")
         self.state.slept()
 
@@ -28,7 +29,7 @@ class Engine:
 @pytest.mark.parametrize(
     ("awake", "needed", "calls"),
     [
-        ((), ("weights",), [["weights"], "sleep"]),
+        ((), ("weights",), [["weights"], ["kv_cache"], "sleep"]),
         ((), ("weights", "kv_cache"), [["weights", "kv_cache"], "sleep"]),
         (("weights",), ("weights",), []),
         (("weights",), ("weights", "kv_cache"), [["kv_cache"], "sleep", ["weights"]]),  # during a weight sync
