@@ -1,0 +1,74 @@
+"""verl's own classes with ours on top, in a process in which verl is on a CPU; engines, transport and actor left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not (find_spec("verl") and find_spec("vllm")), reason="needs verl and vLLM")
+
+SCRIPT = """
+    import asyncio, json, os
+    from types import SimpleNamespace
+
+    os.environ.update(VERL_USE_EXTERNAL_MODULES="spec_plugin_verl_cpu", VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda")
+    import torch
+    from spec_plugin_verl.rollout import SpecServerAdapter
+    from spec_plugin_verl.server import SpecHttpServer
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+    from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+    found = {}
+
+    server = object.__new__(SpecHttpServer)
+    server.config, server.model_config = SimpleNamespace(mtp=None), SimpleNamespace(lora_rank=0, lora={})
+    found["verl's sleep level"] = vLLMHttpServer._resolve_sleep_level(server)
+    found["sleep level"] = server._resolve_sleep_level()
+
+    class Control:
+        policy_version, link, session = -1, None, None
+
+        async def synced(self, event):
+            self.policy_version = event.policy_version
+
+    async def transport(self, weights, **more):
+        async for _ in weights:
+            pass
+
+    ServerAdapter.update_weights = transport
+    found["versions"] = []
+    for steps in ([None, 0, None, 1, 2, None], [7, None, 8]):
+        adapter = object.__new__(SpecServerAdapter)
+        adapter.config = SimpleNamespace(free_cache_engine=True)
+        adapter._dtype, adapter._syncs, adapter._control = torch.float32, 0, Control()
+        seen = []
+        for step in steps:
+            weights = iter([("model.embed_tokens.weight", torch.zeros(2, 2))])
+            asyncio.run(adapter.update_weights(weights, global_steps=step))
+            seen.append(adapter._control.policy_version)
+        found["versions"].append(seen)
+    print("FOUND", json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(warm_run) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+    done = warm_run("-c", textwrap.dedent(SCRIPT), env=environment, timeout=300)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, done.stdout + done.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("FOUND "))
+
+
+def test_the_weights_stay_in_the_hosts_memory_while_verls_engine_sleeps(found):
+    assert (found["verl's sleep level"], found["sleep level"]) == (2, 1)
+
+
+def test_a_weight_sync_without_a_step_is_of_the_same_policy(found):
+    """verl's, on the way to validation, after a reward model had the cards; its servers go on naming the step before."""
+    assert found["versions"] == [[0, 0, 0, 1, 2, 2], [7, 7, 8]]
