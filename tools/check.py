@@ -84,9 +84,11 @@ PARTS = (
     Part("kit-minimal", (f"{PYTEST} {KEEPS}",), ("verl",), 4),
     Part(
         "trainers-openrlhf",
-        (f"{OPENRLHF}/python -m pytest tests/trainers/test_openrlhf.py -m trainer",),
+        (
+            f"{OPENRLHF}/python -m pytest tests/trainers/test_openrlhf.py tests/trainers/test_openrlhf_engine.py -m trainer",
+        ),
         ("openrlhf",),
-        1,
+        3,
     ),
     Part(
         "shapes",
