@@ -26,6 +26,7 @@ class TargetInfo:
     data_parallel: int = 1  # engine data parallel size of one replica
     max_num_seqs: int = 256
     max_model_len: int | None = None
+    load_format: str = "auto"  # how the engine comes by the target's first weights; "dummy": the trainer sends them
     engine_options: Mapping[str, Any] = field(default_factory=dict)  # the trainer's own engine arguments
     sampling: Mapping[str, Any] = field(default_factory=dict)  # the rollout's sampling options
     actor_dtype: str = "float32"  # dtype in which the actor recomputes log-probs

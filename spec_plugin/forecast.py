@@ -14,7 +14,7 @@ from spec_plugin.engine.lossless import check_engine_options, check_sampling, ch
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.judgement import Judgement, Model, Objection
-from spec_plugin.methods.eagle3 import starting_draft
+from spec_plugin.methods.eagle3 import starting_draft, unloadable
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MEBIBYTE = 1 << 20
@@ -56,6 +56,7 @@ def judge(plan: Plan) -> Judgement:
     else:
         try:
             draft = starting_draft(plan.spec, plan.target).config
+            objections += _about_vocabulary(plan, draft)
         except SpecConfigError as error:
             objections.append(_about_draft(plan, str(error)))
     if draft is not None and (family := plan.target.hf_config.get("model_type")) not in FAMILIES:
@@ -115,6 +116,13 @@ def _about_draft(plan: Plan, message: str) -> Objection:
         instead = f"take a dense target ({', '.join(FAMILIES)})"
         return Objection(plan.model_option, plan.model.name, f"model family {family}", message, instead)
     return Objection(plan.model_option, plan.model.name, "a draft for this model", message, "change what is named")
+
+
+def _about_vocabulary(plan: Plan, draft: DraftConfig) -> Iterator[Objection]:
+    device_type = "cpu" if without_accelerator() else "cuda"
+    if found := unloadable(draft, plan.target.load_format, device_type):
+        why, _, instead = found.rpartition(": ")
+        yield Objection("", "", "a pruned draft vocabulary under load_format=dummy", why, instead)
 
 
 def _facts(plan: Plan, draft: DraftConfig | None) -> Iterator[tuple[str, str]]:

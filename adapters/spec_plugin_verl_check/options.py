@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spec_plugin.config import SpecConfig
+from spec_plugin.engine.sources import source_of
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.judgement import Objection, unsupported
@@ -102,6 +101,7 @@ def target_info(rollout: Any, path: str, hf_config: Mapping[str, Any], **known: 
         data_parallel=rollout.data_parallel_size,
         max_num_seqs=arguments["max_num_seqs"],
         max_model_len=arguments["max_model_len"],
+        load_format=str(engine_kwargs(rollout).get("load_format", rollout.load_format)),
         sampling={
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
@@ -236,18 +236,11 @@ def missing_for_adapters() -> str:
     Both are read as text: importing them takes half a minute.
     """
     symbol = "get_unstacked_mapper"
-    uses = _source("verl", "utils/vllm/utils.py")
-    has = _source("vllm", "model_executor/models/utils.py")
+    uses = source_of("verl", "utils/vllm/utils.py")
+    has = source_of("vllm", "model_executor/models/utils.py")
     if symbol in uses and has and symbol not in has:
         return f"its first weight sync needs vLLM's WeightsMapper.{symbol}, which the installed vLLM lacks"
     return ""
-
-
-def _source(package: str, file: str) -> str:
-    spec = find_spec(package)
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    path = Path(folders[0]) / file if folders else None
-    return path.read_text() if path and path.is_file() else ""
 
 
 def _run(config: Any) -> Iterator[Objection]:

@@ -12,6 +12,8 @@ from typing import Any, get_args
 
 from torch import nn
 
+from spec_plugin.engine.sources import drops_a_drafts_own_head, v2_takes_every_k
+
 
 @dataclass(frozen=True)
 class Capability:
@@ -95,12 +97,11 @@ def _probe_dynamic_schedule() -> Capability:
 
 
 def _probe_model_runner() -> Capability:
-    from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 
     if current_platform.device_type == "cpu":
         return Capability("model runner", True, "V1, without graphs (vLLM's CPU build has no other)", "")
-    if "dynamic speculative decoding" in inspect.getsource(VllmConfig):
+    if not v2_takes_every_k():
         return Capability("model runner", True, "V1 with piecewise graphs: V2 takes no k that changes in this vLLM", "")
     return Capability(
         "model runner", True, "V2 where vLLM chooses it, with full graphs for each k; else V1, piecewise", ""
@@ -117,9 +118,16 @@ def _probe_scheduler_factory() -> Capability:
 
 
 def _probe_draft_load_config() -> Capability:
-    ok = "draft_load_config" in speculative_fields()
-    fix = "with load_format=dummy the draft starts random: refresh it before the first rollout"
-    return Capability("draft load config", ok, "SpeculativeConfig.draft_load_config", fix)
+    from vllm.platforms import current_platform
+
+    if "draft_load_config" not in speculative_fields():
+        fix = "with load_format=dummy the draft starts random: refresh it before the first rollout"
+        return Capability("draft load config", False, "SpeculativeConfig.draft_load_config", fix)
+    if drops_a_drafts_own_head("dummy", current_platform.device_type):
+        detail = "SpeculativeConfig.draft_load_config, which the V2 model runner does not read"
+        fix = "a draft with a pruned vocabulary needs load_format=auto, verl's own is dummy, or VLLM_USE_V2_MODEL_RUNNER=0"
+        return Capability("draft load config", False, detail, fix)
+    return Capability("draft load config", True, "SpeculativeConfig.draft_load_config", "")
 
 
 def _probe_rejection_methods() -> Capability:

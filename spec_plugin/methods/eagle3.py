@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from draft_training.config import DraftConfig, DraftConfigError, validate_draft
 from spec_plugin.config import SpecConfig
+from spec_plugin.engine.sources import drops_a_drafts_own_head
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
@@ -54,6 +55,24 @@ def _given_draft(folder: str, target: TargetInfo) -> Start:
     return Start(draft_config, tensors)
 
 
+def unloadable(draft: DraftConfig, load_format: str, device_type: str) -> str | None:
+    """Why the installed vLLM would not serve this draft's own head, and what to set; None if it would.
+
+    Args:
+        draft: that the run starts from.
+        load_format: of the engine.
+        device_type: of the engine.
+    """
+    if not draft.pruned or not drops_a_drafts_own_head(load_format, device_type):
+        return None
+    return (
+        f"a draft with a pruned vocabulary ({draft.draft_vocab_size} of {draft.vocab_size} tokens) under "
+        f"load_format={load_format}: the installed vLLM's V2 model runner then leaves the draft's file unread and takes the "
+        "target's head for the draft's own, so every refresh would be refused: set the engine's load_format to auto, or "
+        "VLLM_USE_V2_MODEL_RUNNER=0 in its environment, or leave draft_vocab_size out"
+    )
+
+
 class Eagle3Method:
     """Serves an EAGLE-3 draft in vLLM."""
 
@@ -65,7 +84,9 @@ class Eagle3Method:
             SpecConfigError: naming the option.
         """
         if config.method == "eagle3":
-            starting_draft(config, target)
+            draft = starting_draft(config, target).config
+            if found := unloadable(draft, target.load_format, target.device_type):
+                raise SpecConfigError(found)
 
     @hookimpl
     def spec_speculative_config(self, config: SpecConfig, target: TargetInfo) -> dict[str, Any] | None:

@@ -258,7 +258,19 @@ def test_verls_dataclasses_get_the_same_objections_and_the_run_raises_them(
 
 def test_adapters_need_a_symbol_of_vllm_that_is_looked_for_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = {"verl": "mapper.get_unstacked_mapper()", "vllm": "class WeightsMapper: ..."}
-    monkeypatch.setattr(options, "_source", lambda package, file: sources[package])
+    monkeypatch.setattr(options, "source_of", lambda package, file: sources[package])
     assert "get_unstacked_mapper" in options.missing_for_adapters()
     sources["vllm"] = "def get_unstacked_mapper(self): ..."
     assert options.missing_for_adapters() == ""
+
+
+@needs_verl
+@pytest.mark.parametrize(("load_format", "accepted"), [("dummy", False), ("auto", True)])
+def test_a_pruned_vocabulary_that_the_engine_would_not_load(
+    monkeypatch: pytest.MonkeyPatch, load_format: str, accepted: bool
+) -> None:
+    """verl's own load_format is dummy, and the installed vLLM's V2 runner loads drafts like that, too."""
+    monkeypatch.setattr("spec_plugin.forecast.without_accelerator", lambda: False)
+    found = verl_check([PATH, VLLM, f"{SPEC}draft_vocab_size=1024", f"{ROLLOUT}load_format={load_format}"], a_qwen3)
+    said = " ".join(map(str, found.objections))
+    assert found.accepted == accepted and ("set the engine's load_format to auto" in said) != accepted
