@@ -55,6 +55,8 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """OpenRLHF's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts."""
+        names = ("temperature", "top_p", "top_k")
+        await self._spec_front.arrives({name: getattr(sampling_params, name) for name in names})
         plain_if_unlisted(sampling_params)
         control = None if sampling_params.extra_args else self._spec_front.control()
         if control is not None:

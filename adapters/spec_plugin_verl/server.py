@@ -52,6 +52,7 @@ class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
 
         Log-probs are computed in any case; what the trainer did not ask for is kept aside, see ``spec_plugin.witness``.
         """
+        await self._spec_front.arrives(sampling_params)
         hidden = not sampling_params.get("logprobs")
         theirs = {name: v for name, v in sampling_params.items() if name not in ("logprobs", "max_new_tokens")}
         listed = is_listed(theirs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 import tempfile
 import time
 from collections import deque
@@ -25,6 +27,8 @@ from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.witness import KEPT, Witness
 
+logger = logging.getLogger(__name__)
+
 #: the self-test's hard limit, as a multiple of the time that it should take
 PATIENCE = 4
 _QUESTIONS = ("12+34=", "What is 7 times 8?", "Name three colours.", "987+654=")
@@ -45,7 +49,10 @@ class EngineFront:
         self.policy_version = -1  # of the weights that roll out, as the actor announced them
         config = session.config
         self._group = ControlGroup(config.control_share, config.k, config.seed)
-        self._drafting = False  # may anything be drafted in this phase
+        self._schedule: Schedule | None = None  # of this phase
+        self._order = asyncio.Lock()
+        self._validated = False  # were there requests of another sampling since the phase began
+        self._rollouts_began = False  # and rollouts
         self.reset_phase()
 
     def engine_arguments(self, given: Mapping[str, Any], extension: str) -> dict[str, Any]:
@@ -96,7 +103,37 @@ class EngineFront:
 
     def control(self) -> Control | None:
         """Is the next request one of the control group: then the tokens that it samples without drafts."""
-        return self._group.draw() if self._drafting else None
+        return self._group.draw() if self._schedule is not None and any(self._schedule.table) else None
+
+    async def arrives(self, sampling: Mapping[str, Any]) -> None:
+        """Before each request: where validation came first, the rollouts after it begin a phase of their own.
+
+        Validation shares the weights with the rollouts after it, and no more: it is told by its sampling. What it accepted,
+        took and lost says nothing of them, and a draft that the guard has dropped in it is theirs again. Validation that
+        samples as the rollouts do is a sample of them, and is counted as such.
+
+        Args:
+            sampling: the request's temperature, top_p and top_k.
+        """
+        if self._rollouts_began:
+            return
+        async with self._order:
+            if _like(sampling) != _like(self.session.target.sampling):
+                self._validated = True
+                return
+            if self._validated and not self._in_flight and not self._rollouts_began:
+                await self._begin_anew()
+            self._rollouts_began = True
+
+    async def _begin_anew(self) -> None:
+        try:
+            if self._schedule is not None:
+                await self.set_schedule(self._schedule)
+            await take_steps(self.engine)
+        except Exception as error:  # law 6: the rollouts are sampled either way
+            logger.warning("spec-plugin: validation is counted as part of the rollouts after it: %s", error)
+            return
+        self.reset_phase()
 
     async def install(self, method: str, **kwargs: Any) -> RefreshReport:
         """Have every worker install one draft.
@@ -146,7 +183,7 @@ class EngineFront:
         await self.engine.reset_prefix_cache()
         await set_schedule(self.engine, schedule.table, schedule.break_even)
         await pause_idle_draft(self.engine, schedule.table)
-        self._drafting = any(schedule.table)
+        self._schedule = schedule
 
     async def self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
         """The start-up self-test on this engine (law 2); four times as long where less would prove nothing.
@@ -213,6 +250,9 @@ class EngineFront:
         self._busy_since = time.perf_counter()
         self._in_flight: int = getattr(self, "_in_flight", 0)
         self._requests = self._tokens = 0
+        self._validated = self._rollouts_began = (
+            False  # requests of another sampling, and rollouts, since the phase began
+        )
         self._counters = read_spec_counters()
 
 
@@ -263,6 +303,12 @@ class _Request:
     """What one request produced; the adapter fills it in."""
 
     tokens = 0
+
+
+def _like(sampling: Mapping[str, Any]) -> tuple[float, float, int]:
+    """What validation is told by, with vLLM's defaults; neither 0 nor -1 limits the number of tokens."""
+    given = (sampling.get("temperature", 1.0), sampling.get("top_p", 1.0), sampling.get("top_k", 0))
+    return float(given[0]), float(given[1]), max(0, int(given[2]))
 
 
 def plain_if_unlisted(sampling_params: SamplingParams) -> None:

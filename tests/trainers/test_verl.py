@@ -104,6 +104,8 @@ def test_turns_of_an_agent_and_validation_with_other_options_are_verified_too(
     assert [m["actor/spec/failed"] for m in metrics] == [0.0] * 4
     assert metrics[-1]["actor/spec/acceptance_length"] > 1.2  # of the turns that draft
     trace = read_trace(records)
+    phases = [e for e in trace if e["hook"] == "spec_rollout_end"]
+    assert [e["requests"] for e in phases] == [2 * 4 * 4] * 4, "two turns of each rollout, and no validation"
     checked = [e for e in trace if e["hook"] == "spec_check_logprobs"]
     assert checked and not any(e["caught"]["unchanged"] for e in checked)
     assert all(e["caught"]["another model"] and e["caught"]["the next token"] for e in checked)

@@ -7,7 +7,7 @@ pytest.importorskip("vllm")
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.tiny import tiny_config
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.events import TargetInfo
+from spec_plugin.events import Schedule, TargetInfo
 from spec_plugin.plugins import create_manager
 from spec_plugin.session import SpecSession
 
@@ -32,5 +32,5 @@ def test_all_log_probs_stay_all(front):
 def test_nobody_is_in_the_control_group_while_nothing_is_drafted(front):
     front._group._share = 1.0
     assert front.control() is None
-    front._drafting = True
+    front._schedule = Schedule((3,) * 9)
     assert front.control() is not None
