@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from draft_training import state
 from draft_training.batch import Document, PackedBatch, pack
 from draft_training.buffer import HiddenBuffer
+from draft_training.card import Rest, fast_products
 from draft_training.config import DraftConfig, DraftConfigError
 from draft_training.errors import OtherRankFailed
 from draft_training.layouts import check_tensors
@@ -43,9 +44,8 @@ class TrainSettings:
     replay_share: float = 0.25  # share of older policy versions in a step
     warmup_steps: int = 10  # linear
     decay_steps: float = 30.0  # steps from which a newborn draft's rates fall as 1 / sqrt
-    lr_floor: float = (
-        0.25  # share of the rates that is kept for ever, since online training has no end to decay towards
-    )
+    lr_floor: float = 0.25  # share of the rates that is kept for ever: online training has no end to decay towards
+    offload: bool = False  # optimizer state and the policy's copies lie in the host's memory between slices
     train_head: bool = False  # pruned vocabulary only: train the head instead of following the policy's rows
 
 
@@ -133,6 +133,13 @@ class DraftTrainer:
                 weight_decay=settings.weight_decay,
             )
 
+        self._rest = Rest(self.device, self._only_for_slices) if settings.offload else None
+
+    def _only_for_slices(self) -> Iterator[Tensor]:
+        """What is needed in slices only: the optimizer's state and the policy's tensors."""
+        yield from self._optimizer.state().values()
+        yield from (t for t in (self._embed, self._lm_head) if t is not None)
+
     def install(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the draft's weights, converting their dtype; the optimizer's state is kept.
 
@@ -204,7 +211,7 @@ class DraftTrainer:
         """
         began, steps, skipped, tokens = time.perf_counter(), 0, 0, 0
         total = LossStats.zeros(self.unroll.steps, self.device)
-        with self._own_modes():
+        with self._own_modes(), self._on_device():
             while steps + skipped < max_steps and not self._any(self._would_overrun(began, seconds)):
                 step_began = time.perf_counter()
                 outcome = self._step(lambda: buffer.sample(self._tokens, self.settings.replay_share))
@@ -234,8 +241,8 @@ class DraftTrainer:
         """
         began, unrolled = time.perf_counter(), steps or self.settings.ttt_steps
         total = LossStats.zeros(unrolled, self.device)
-        embed, lm_head = self._policy()
-        with self._own_modes(), torch.no_grad():
+        with self._own_modes(), self._on_device(), torch.no_grad():
+            embed, lm_head = self._policy()
             for part in _portions(documents, self.settings.tokens_per_step):
                 batch = pack(part, self.device)
                 total = total + ttt_loss(self.draft, batch, embed, lm_head, steps=unrolled)[1]
@@ -394,7 +401,7 @@ class DraftTrainer:
             self.draft.refresh_head(self._lm_head)
             return
         weight = self.draft.lm_head.weight
-        rows = self._lm_head[self.draft.vocabulary()].to(weight.dtype)
+        rows = self._lm_head[self.draft.vocabulary().to(self._lm_head.device)].to(weight)
         weight.copy_(rows if self._head_base is None else weight + (rows - self._head_base))
         self._head_base = rows
 
@@ -438,8 +445,13 @@ class DraftTrainer:
     @contextmanager
     def _own_modes(self) -> Iterator[None]:
         """Gradients on, inference mode and autocast off, whatever the caller is in; all restored afterwards."""
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
+        autocast = torch.autocast(self.device.type, enabled=False)
+        with torch.inference_mode(False), torch.enable_grad(), autocast, fast_products(self.device):
             yield
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Everything that a slice works with, where it works."""
+        return nullcontext() if self._rest is None else self._rest.awake()
 
     def _report(self, stats: LossStats, steps: int, tokens: int, skipped: int, seconds: float) -> SliceReport:
         return SliceReport(

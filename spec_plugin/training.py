@@ -79,6 +79,7 @@ class DraftTraining:
             ttt_steps=config.ttt_steps or config.k,
             tokens_per_step=config.train_tokens or TRAIN_TOKENS[device.type],
             replay_share=config.replay_share,
+            offload=device.type == "cuda",
         )
         trainer = DraftTrainer(
             start.config,

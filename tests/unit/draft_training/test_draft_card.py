@@ -1,0 +1,90 @@
+"""Training beside a policy on a card, with this CPU's memory in the place of the card's: what rests, and that no bit changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from draft_helpers import make_document, make_policy
+from test_draft_trainer import SETTINGS, make_buffer, make_trainer, weights
+
+from draft_training import DraftTrainer, digest
+from draft_training.card import Rest, fast_products
+
+OFFLOADED = replace(SETTINGS, offload=True)
+
+
+def test_what_rests_is_moved_and_comes_back_bit_by_bit():
+    tensor, counter = torch.randn(5, 3), torch.tensor(7.0)
+    bits, place = tensor.clone(), tensor.data_ptr()
+    rest = Rest(torch.device("cpu"), lambda: [tensor, tensor, counter])
+    with rest.awake():
+        assert tensor.data_ptr() == place
+    host = tensor.data_ptr()
+    assert host != place and torch.equal(tensor, bits)
+    tensor[0] = 1.0  # while it rests, as a new policy does
+    with rest.awake():
+        assert tensor.data_ptr() not in (host, 0) and torch.equal(tensor[0], torch.ones(3))
+        tensor[1] = 2.0
+    assert tensor.data_ptr() == host, "the host's memory is allocated once"
+    assert torch.equal(tensor[:2], torch.tensor([[1.0] * 3, [2.0] * 3])) and torch.equal(tensor[2:], bits[2:])
+
+
+def test_it_rests_again_after_a_failure():
+    tensor = torch.randn(4)
+    rest = Rest(torch.device("cpu"), lambda: [tensor])
+    with rest.awake():
+        pass
+    host = tensor.data_ptr()
+    with pytest.raises(RuntimeError, match="out of memory"), rest.awake():
+        raise RuntimeError("out of memory")
+    assert tensor.data_ptr() == host
+
+
+def places(trainer: DraftTrainer) -> list[int]:
+    return [t.data_ptr() for t in trainer._only_for_slices() if t.numel() > 1]
+
+
+@pytest.mark.parametrize("kind", ["tiny", "pruned", "trained head"])
+def test_training_with_and_without_offloading_gives_the_same_bits(kind, request, tmp_path):
+    config = request.getfixturevalue("pruned" if kind == "trained head" else kind)
+    settings = replace(OFFLOADED, train_head=kind == "trained head")
+    found = []
+    for offload in (False, True):
+        t, buffer = make_trainer(config, replace(settings, offload=offload)), make_buffer()
+        t.train_slice(buffer, 60, 3)
+        resting = places(t)
+        t.update_policy(*make_policy(seed=8), 2)  # while it rests
+        t.evaluate([make_document(20, 5)])
+        t.save(tmp_path / f"{kind}-{offload}")
+        t.train_slice(buffer, 60, 2)
+        assert (places(t) == resting) or not offload, "the same host memory again"
+        again = make_trainer(config, replace(settings, offload=offload))
+        again.load(tmp_path / f"{kind}-{offload}")
+        again.update_policy(*make_policy(seed=8), 2)
+        again.train_slice(make_buffer(seed=1), 60, 2)
+        state = {str(i): tensor for i, tensor in enumerate(t._only_for_slices())}
+        found.append((weights(t), digest(state), weights(again)))
+    assert found[0] == found[1]
+
+
+def test_everything_that_only_slices_need_rests_between_them(tiny):
+    t = make_trainer(tiny, OFFLOADED)
+    t.train_slice(make_buffer(), 60, 1)
+    matrices = sum(p.dim() > 1 for p in t.draft.parameters())
+    assert t._rest is not None and all(t._rest._rests(x) for x in t._rest._each())
+    assert len(t._rest._each()) >= matrices + 2
+
+
+def test_products_are_rounded_on_a_card_only_and_only_in_the_block():
+    switch = torch.backends.cuda.matmul
+    before = switch.fp32_precision
+    with fast_products(torch.device("cuda")):
+        assert switch.fp32_precision == "tf32"
+    assert switch.fp32_precision == before
+    with pytest.raises(KeyError), fast_products(torch.device("cuda")):
+        raise KeyError
+    assert switch.fp32_precision == before
+    with fast_products(torch.device("cpu")):
+        assert switch.fp32_precision == before
