@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from draft_training.config import DraftConfig, DraftConfigError, Rope, validate_draft
     from draft_training.errors import OtherRankFailed
     from draft_training.loss import LossStats, ttt_loss
+    from draft_training.memory import TrainingMemory, training_memory
     from draft_training.model import Eagle3Draft
     from draft_training.trainer import DraftTrainer, SliceReport, TrainSettings
 
@@ -30,10 +31,12 @@ __all__ = [
     "Rope",
     "SliceReport",
     "TrainSettings",
+    "TrainingMemory",
     "digest",
     "load_draft",
     "pack",
     "save_draft",
+    "training_memory",
     "ttt_loss",
     "validate_draft",
 ]
@@ -46,6 +49,7 @@ _HOMES = {
     "config": ("DraftConfig", "DraftConfigError", "Rope", "validate_draft"),
     "errors": ("OtherRankFailed",),
     "loss": ("LossStats", "ttt_loss"),
+    "memory": ("TrainingMemory", "training_memory"),
     "model": ("Eagle3Draft",),
     "trainer": ("DraftTrainer", "SliceReport", "TrainSettings"),
 }

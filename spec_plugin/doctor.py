@@ -332,6 +332,7 @@ def examine_checkpoints(target: Path | None, draft: Path | None) -> tuple[Findin
             findings.append(Finding("target", "fail", str(error), "--target: the policy's folder with its config.json"))
         else:
             findings.append(examine_target(hf_config, new_draft=draft is None))
+            findings += examine_memory(hf_config)
     if draft is not None and (target is None or hf_config is not None):
         findings.append(examine_draft(draft, hf_config))
     return tuple(findings)
@@ -364,6 +365,28 @@ def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True) -> Find
             f"use a target with head_dim >= {_CPU_HEAD_DIM}, or a GPU",
         )
     return Finding("target", "ok", f"a draft would use the input of layers {', '.join(map(str, made.aux_layers))}")
+
+
+def examine_memory(hf_config: Mapping[str, Any]) -> list[Finding]:
+    """What training a new draft for this target takes beside the actor, with default options; nothing where none can be made.
+
+    Args:
+        hf_config: the target's config.json.
+    """
+    from draft_training import DraftConfig, DraftConfigError, TrainSettings, training_memory
+    from spec_plugin.training import TRAIN_TOKENS
+
+    try:
+        made = DraftConfig.from_target(hf_config)
+    except (DraftConfigError, KeyError):
+        return []
+    device, steps = "cpu" if _on_cpu() else "cuda", TrainSettings.first_steps  # further ones come with fewer tokens
+    tokens, tied = TRAIN_TOKENS[device], bool(hf_config.get("tie_word_embeddings"))
+    found = training_memory(made, tokens, steps, 4 if device == "cpu" else 2, tied)
+    always, slices, peak = (f"{size / 2**30:.2f} GiB" for size in (found.weights, found.slices, found.peak))
+    where = "always" if device == "cpu" else "on the card in slices of training, in host memory between them"
+    detail = f"weights {always}; optimizer and copies of the policy's embedding and head {slices}, {where}"
+    return [Finding("draft training", "ok", f"{detail}; at most {peak} in a step of {tokens} tokens, by counting")]
 
 
 def _on_cpu() -> bool:

@@ -152,10 +152,13 @@ def _actor_memory(plan: Plan, draft: DraftConfig) -> str:
         return f"{_size(weights)} of weights; it is not trained"
     per_token = (len(draft.aux_layers) + 1) * draft.hidden_size * plan.actor_bytes
     buffer = min(plan.spec.buffer_mb, plan.spec.buffer_tokens * per_token / _MEBIBYTE)
+    tensors = 1 if plan.target.hf_config.get("tie_word_embeddings") else 2
+    policy = tensors * draft.vocab_size * draft.hidden_size * plan.actor_bytes / _MEBIBYTE
     return (
         f"{draft.parameters / 1e6:.0f}M parameters on every rank: {_size(weights)} of weights, {_size(weights)} of "
-        f"gradients while it trains, {_size(2 * weights)} of optimizer state (float32), and up to {_size(buffer)} of "
-        "harvested hidden states in host memory"
+        f"gradients while it trains, {_size(weights)} of optimizer state (float32), {_size(policy)} of copies of the "
+        f"policy's embedding and head (a card's host keeps these two between slices), and up to {_size(buffer)} of "
+        "harvested hidden states in host memory; spec-plugin doctor --target counts a step of training, too"
     )
 
 

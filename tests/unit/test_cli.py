@@ -185,6 +185,24 @@ def test_small_heads_fail_on_a_cpu_only(monkeypatch):
         assert examine_target(TARGET | {"head_dim": 16, "num_attention_heads": 2}).state == state
 
 
+def test_the_doctor_says_what_training_a_draft_takes_and_where_it_lies(monkeypatch):
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 32_768, "num_attention_heads": 16}
+    found = {}
+    for on_cpu in (True, False):
+        monkeypatch.setattr(doctor, "_on_cpu", lambda value=on_cpu: value)
+        (finding,) = doctor.examine_memory(TARGET | shape)
+        found[on_cpu] = finding.detail
+    assert "in a step of 1024 tokens" in found[True] and "always" in found[True]
+    assert "in a step of 8192 tokens" in found[False] and "in host memory between them" in found[False]
+    made = DraftConfig.from_target(TARGET | shape)
+    of_slices = 8 * made.parameters + 2 * 2 * 32_768 * 1024  # a card keeps the policy's tensors in bfloat16
+    assert (
+        f"weights {4 * made.parameters / 2**30:.2f} GiB" in found[False]
+        and f"{of_slices / 2**30:.2f} GiB" in found[False]
+    )
+    assert doctor.examine_memory({"model_type": "unheard of"}) == []
+
+
 def test_what_libraries_print_while_they_are_examined_is_not_in_the_json(monkeypatch):
     def talkative(target, draft):
         logging.StreamHandler(sys.stdout).emit(logging.makeLogRecord({"msg": "a handler made meanwhile"}))

@@ -1,0 +1,77 @@
+"""How much memory training a draft takes, counted without doing it; a bound for the peak, see ``training_memory``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draft_training.config import DraftConfig
+from draft_training.loss import CHUNK_ELEMENTS
+from draft_training.model import Eagle3Draft
+
+#: vocabulary-sized temporaries of the loss that are alive at once: a chunk's own, and the teacher's of the one before
+_TEMPORARIES = 8
+#: norms of the draft, [H] each: AdamW keeps two numbers for each of theirs, Muon one for each of a matrix's
+_NORMS = 4
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes on the device where the draft is trained."""
+
+    weights: int  # always there
+    slices: int  # optimizer state and copies of the policy's tensors: needed in slices only
+    step: int  # gradients, activations and temporaries: at most, while a step runs
+
+    @property
+    def peak(self) -> int:
+        """In a slice."""
+        return self.weights + self.slices + self.step
+
+
+def training_memory(config: DraftConfig, tokens: int, steps: int, policy_bytes: int, tied: bool) -> TrainingMemory:
+    """Count what training this draft takes, in float32.
+
+    The step's activations are those that autograd keeps, of a run on tensors without memory; temporaries are bounded.
+
+    Args:
+        config: the draft's shape.
+        tokens: of one optimizer step, all of one document.
+        steps: that the draft is unrolled.
+        policy_bytes: of one number of the policy's embedding and LM head as the trainer keeps them.
+        tied: are these two one tensor.
+    """
+    weights = 4 * config.parameters
+    policy = (1 if tied else 2) * config.vocab_size * config.hidden_size * policy_bytes
+    hidden = 2 * 4 * steps * tokens * config.hidden_size  # what the head sees, and its gradient
+    batch = (len(config.aux_layers) + 1) * config.hidden_size * tokens * policy_bytes
+    vocabulary = 4 * min(CHUNK_ELEMENTS, tokens * config.vocab_size)
+    step = weights + _activations(config, tokens, steps) + hidden + batch + _TEMPORARIES * vocabulary
+    head = 4 * config.hidden_size * config.draft_vocab_size if config.pruned else 0  # the policy's rows: nothing is kept
+    optimizer = weights - head + 4 * _NORMS * config.hidden_size
+    return TrainingMemory(weights, optimizer + policy, step)
+
+
+def _activations(config: DraftConfig, tokens: int, steps: int) -> int:
+    """Bytes that autograd keeps of the unrolled draft."""
+    draft = Eagle3Draft(config, device="meta")
+    aux = torch.empty(tokens, len(config.aux_layers) * config.hidden_size, device="meta")
+    embed = torch.empty(config.vocab_size, config.hidden_size, device="meta")
+    next_ids = torch.empty(steps, tokens, dtype=torch.int64, device="meta")
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        kept += draft.unroll(aux, next_ids, (tokens,), embed, steps)
+    counted_elsewhere = {_place(t) for t in (*draft.parameters(), aux, embed)}
+    return sum({_place(t): t.untyped_storage().nbytes() for t in kept if _place(t) not in counted_elsewhere}.values())
+
+
+def _place(tensor: Tensor) -> int:
+    place: int = tensor.untyped_storage()._cdata
+    return place
