@@ -36,7 +36,7 @@ _TRAINERS: Mapping[str, Mapping[str, str]] = {
     "verl": {
         "verl": "pip install 'verl>=0.9,<0.10'",
         "tensordict": "pip install tensordict==0.10.0",
-        "TransferQueue": "pip install --no-deps TransferQueue==0.1.11",
+        "TransferQueue": "pip install --no-deps 'TransferQueue>=0.1.10'",
     },
     "openrlhf": {
         "openrlhf": "pip install 'openrlhf>=0.11,<0.12'",
