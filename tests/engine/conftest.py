@@ -31,6 +31,12 @@ MODULES = (
 )
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of the shared engine come first: an engine that starts takes the counters of those before it away."""
+    items.sort(key=lambda item: "llm" not in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm_python() -> Iterator[str]:
     """Path of an interpreter that has imported ``MODULES``; vLLM's engine cores are started with it too."""
