@@ -195,7 +195,10 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git here
+        return None
     return done.stdout.strip() or None
 
 
@@ -248,12 +251,13 @@ def write_results(name: str, settings: Mapping[str, Any], results: Any, where: M
     stamp = where["date"].replace("-", "").replace(":", "")[:15]
     file = out / f"{name}-{stamp}.json"
     content = {"benchmark": name, "environment": where, "settings": settings, "results": results}
-    file.write_text(json.dumps(content, indent=1, default=_plain) + "\n")
+    file.write_text(json.dumps(content, indent=1, default=plain) + "\n")
     console.print(f"numbers: {file}", soft_wrap=True, markup=False)
     return file
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """For ``json``: dataclasses become dicts, anything else that it does not know its text."""
     if hasattr(value, "__dataclass_fields__"):
         return asdict(value)
     return str(value)

@@ -50,6 +50,7 @@ class Regime:
     name: str
     lengths: tuple[int, ...]  # tokens of each request of a round
     draft: str = "good"  # "good", "cold" or "drifts"
+    promised: float = 3.8  # acceptance length that training predicts for it
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,13 @@ def main(**options: Any) -> None:
     out, cuda_graphs = options.pop("out"), options.pop("cuda_graphs")
     common.prepare_process(options["threads"])
     device = common.pick_device(options["device"])
-    target = options["target"] or workload.default_target()
+    small = target = options["target"] or workload.default_target()
+    trained = draft = prepare_draft(small, {**options, "dtype": "float32"}, device)
     cells: list[Cell] = []
     for dtype in options["dtypes"]:
         if options["shape"] is not None:
-            target = large.embedded_target(workload.default_target(), large.SHAPES[options["shape"]], dtype)
-        trained_in = "float32" if options["shape"] is None else dtype
-        draft = prepare_draft(target, {**options, "dtype": trained_in}, device)
+            target = large.embedded_target(small, large.SHAPES[options["shape"]], dtype)
+            draft = large.embedded_draft(trained, small, target, dtype)
         found = measure_dtype(target, draft, dtype, not cuda_graphs, options)
         report(found)
         cells += found
@@ -119,7 +120,7 @@ def regimes(options: dict[str, Any]) -> list[Regime]:
     rng, tokens = random.Random(0), options["tokens"]
     tail = tuple(min(4 * tokens, 8 + int(rng.expovariate(1.5 / tokens))) for _ in range(64))
     found = [Regime(f"batch {b}", (tokens,) * b) for b in options["batches"]]
-    found += [Regime("tail", tail), Regime("cold draft", (tokens,) * 8, "cold")]
+    found += [Regime("tail", tail), Regime("cold draft", (tokens,) * 8, "cold", 3.5)]
     found += [Regime("sudden drift", (tokens,) * 4, "drifts")]
     return [r for r in found if options["only"] in r.name]
 
@@ -134,8 +135,8 @@ def measure_dtype(target: Path, draft: Path, dtype: str, eager: bool, options: d
     settings = EngineSettings(dtype=dtype, max_num_seqs=max(64, *options["batches"]), eager=eager)
     say(f"starting two engines in {dtype}")
     kinds: tuple[Kind, Kind] = ("plain" if common.pick_device(options["device"]) == "cuda" else "live", "flag")
-    begun = [Remote(options["threads"], kind, served, settings, draft, options["k"]) for kind in kinds]
-    live, flag = (engine.wait() for engine in begun)
+    # one after the other: each measures how much of a card's memory is free
+    live, flag = (Remote(options["threads"], kind, served, settings, draft, options["k"]).wait() for kind in kinds)
     calibration = calibrate(flag, target, options)
     cells = []
     for regime in regimes(options):
@@ -218,10 +219,8 @@ class Bench:
         return timing
 
     def _controlled(self, index: int) -> Timing:
-        promised = {"cold": 3.5}.get(self.regime.draft, 3.8)
-        self.controller.spec_refreshed(
-            DraftRefresh(index, index, {}, "", promised), RefreshReport(True, index, "", 0.0)
-        )
+        refresh = DraftRefresh(index, index, {}, "", self.regime.promised)
+        self.controller.spec_refreshed(refresh, RefreshReport(True, index, "", 0.0))
         schedule = self.controller.spec_schedule(index)
         self.chosen.append(_short(schedule.table, max(1, len(self.regime.lengths))))
         self.flag.set_schedule(schedule)

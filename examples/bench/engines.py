@@ -6,10 +6,12 @@ Engines that are compared live in a process each (``Remote``): in one process, e
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,11 +27,13 @@ from vllm.sampling_params import RequestOutputKind
 
 from draft_training import digest
 from examples.bench.common import Seconds, now, prepare_process, spread
+from spec_plugin.config import SpecConfig
 from spec_plugin.engine.counters import read_spec_counters
-from spec_plugin.engine.scheduler import SCHEDULER
-from spec_plugin.events import Schedule, StepTiming
+from spec_plugin.engine.front import EngineFront
+from spec_plugin.events import Schedule, StepTiming, TargetInfo
+from spec_plugin.session import SpecSession
 
-Kind = Literal["plain", "live", "flag"]
+Kind = Literal["plain", "live", "stock", "flag"]
 EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
 
 
@@ -42,6 +46,7 @@ class EngineSettings:
     max_model_len: int = 512
     memory_share: float = 0.4  # of a GPU, for each engine
     eager: bool = True  # CUDA graphs off; on a CPU there are none
+    more: Mapping[str, Any] = field(default_factory=dict)  # engine arguments; they win
 
 
 @dataclass
@@ -78,8 +83,9 @@ class Timing:
 class Engine:
     """One engine that is stepped by hand."""
 
-    def __init__(self, llm: LLM) -> None:
-        self.llm, self.engine = llm, llm.llm_engine
+    def __init__(self, llm: LLM, seconds: float = 0.0) -> None:
+        """Take an engine that took so many seconds to start."""
+        self.llm, self.engine, self.start_seconds = llm, llm.llm_engine, seconds
         self.max_num_seqs: int = self.engine.vllm_config.scheduler_config.max_num_seqs
         self._requests = 0
 
@@ -115,6 +121,14 @@ class Engine:
         """Leave the draft's forward pass out while k is 0, or run it again."""
         core: Any = self.engine.engine_core
         core.engine_core.spec_pause(paused)
+
+    def sleep(self, level: int) -> None:
+        """Give the card's memory back; a CPU build ignores it."""
+        self.llm.sleep(level=level)
+
+    def wake_up(self, tag: str) -> None:
+        """Take it again, for ``weights`` or for the ``kv_cache``."""
+        self.llm.wake_up(tags=[tag])
 
     def rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """What the first worker answers."""
@@ -178,26 +192,52 @@ def build(kind: Kind, target: Path, settings: EngineSettings, draft: Path | None
 
     Args:
         kind: ``plain`` is vLLM as it is without spec-plugin. ``live`` is that with weights that can change, which every
-            trainer needs: vLLM's CPU build packs them away otherwise. ``flag`` is vLLM as the flag starts it: draft,
-            worker extension, control channel.
+            trainer needs: vLLM's CPU build packs them away otherwise. ``stock`` is vLLM's own speculation with a k that
+            cannot change, without anything of spec-plugin. ``flag`` is vLLM as the flag starts it: draft, worker
+            extension, control channel.
         target: folder.
         settings: shared by the engines of a comparison.
-        draft: folder; for ``flag``.
-        k: most tokens to draft; for ``flag``.
+        draft: folder; for ``stock`` and ``flag``.
+        k: most tokens to draft; for these.
     """
-    options = {} if kind == "plain" else {"worker_extension_cls": EXTENSION}
-    if kind == "flag":
-        options["scheduler_cls"] = SCHEDULER
-        options["speculative_config"] = {
-            "method": "eagle3",
-            "model": str(draft),
-            "num_speculative_tokens": k,
-            "num_speculative_tokens_per_batch_size": [(1, settings.max_num_seqs, k)],
-            "draft_load_config": {"load_format": "auto"},
-            "draft_sample_method": "greedy",
-            "rejection_sample_method": "standard",
-        }
-    return Engine(LLM(model=str(target), **options, **_options(settings)))
+    options: dict[str, Any] = {"live": {"worker_extension_cls": EXTENSION}}.get(kind, {})
+    if kind == "stock":
+        options = {"speculative_config": {"method": "eagle3", "model": str(draft), "num_speculative_tokens": k}}
+    elif kind == "flag":
+        front = flag_front(describe(target, settings.dtype, settings.max_num_seqs), draft, k)
+        options = front.engine_arguments(engine_options(settings), EXTENSION)
+    began = time.perf_counter()
+    llm = LLM(model=str(target), **{**engine_options(settings), **options, **settings.more})
+    return Engine(llm, time.perf_counter() - began)
+
+
+def describe(target: Path, dtype: str, max_num_seqs: int, sampling: Mapping[str, Any] | None = None) -> TargetInfo:
+    """What an adapter would tell the plugins of such an engine.
+
+    Args:
+        target: folder.
+        dtype: of the engine.
+        max_num_seqs: of the engine.
+        sampling: options of the rollouts.
+    """
+    from vllm.platforms import current_platform
+
+    config = json.loads((target / "config.json").read_text())
+    return TargetInfo(
+        path=str(target),
+        hf_config=config,
+        dtype=dtype,
+        device_type=current_platform.device_type,
+        max_num_seqs=max_num_seqs,
+        sampling=sampling or {},
+        actor_dtype=dtype,
+    )
+
+
+def flag_front(target: TargetInfo, draft: Path | None, k: int, tokenizer: Any = None) -> EngineFront:
+    """The object that an adapter's engine process has with the flag on."""
+    config = SpecConfig.parse({"k": k, "draft": None if draft is None else str(draft)})
+    return EngineFront(SpecSession(config, target), tokenizer)
 
 
 class Remote:
@@ -214,6 +254,7 @@ class Remote:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, threads, args), daemon=True)
         self._process.start()
+        self.start_seconds = 0.0  # that the engine itself took, known after ``wait``
 
     def wait(self) -> Remote:
         """Until it is ready.
@@ -221,8 +262,12 @@ class Remote:
         Raises:
             RuntimeError: if it could not start, with the traceback of its process.
         """
-        self._answer()
+        self.start_seconds = self._answer()
         return self
+
+    def rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """See ``Engine.rpc``."""
+        return self._ask("rpc", method, *args, **kwargs)
 
     def run(self, prompts: Sequence[Sequence[int]], temperature: float, tokens: int | Sequence[int]) -> Timing:
         """See ``Engine.run``."""
@@ -246,6 +291,14 @@ class Remote:
         """See ``Engine.install``."""
         self._ask("install", file, version)
 
+    def sleep(self, level: int) -> None:
+        """See ``Engine.sleep``."""
+        self._ask("sleep", level)
+
+    def wake_up(self, tag: str) -> None:
+        """See ``Engine.wake_up``."""
+        self._ask("wake_up", tag)
+
     def pause_draft(self, paused: bool) -> None:
         """See ``Engine.pause_draft``."""
         self._ask("pause_draft", paused)
@@ -255,8 +308,8 @@ class Remote:
         self._process.terminate()
         self._process.join()
 
-    def _ask(self, method: str, *args: Any) -> Any:
-        self._pipe.send((method, args))
+    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self._pipe.send((method, args, kwargs))
         return self._answer()
 
     def _answer(self) -> Any:
@@ -274,17 +327,18 @@ def _serve(pipe: Any, threads: int | None, args: Any) -> None:
     try:
         prepare_process(threads)
         engine = build(*args)
-        pipe.send((True, None))
+        pipe.send((True, engine.start_seconds))
         while True:
-            method, given = pipe.recv()
-            pipe.send((True, getattr(engine, method)(*given)))
+            method, given, named = pipe.recv()
+            pipe.send((True, getattr(engine, method)(*given, **named)))
     except EOFError:
         return
     except Exception:
         pipe.send((False, traceback.format_exc()))
 
 
-def _options(settings: EngineSettings) -> dict[str, Any]:
+def engine_options(settings: EngineSettings) -> dict[str, Any]:
+    """Engine arguments that do not depend on the kind of engine."""
     return {
         "skip_tokenizer_init": True,
         "dtype": settings.dtype,

@@ -15,20 +15,25 @@ Why the logits are the same, for a small hidden size h in a large H, small heads
   in the large group of their key head.
 - Tokens that the small vocabulary does not have: one dimension of the residual stream is the same small number at every
   position, and their rows of the head have a large negative number there.
+
+The small one's EAGLE-3 draft is embedded likewise, in the draft that the large shape would get: it reads the same layers, whose
+inputs are the small ones', and uses the large embedding and head. It has no norm on its queries, so their projection is scaled.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from draft_training import DraftConfig, load_draft, save_draft
 from examples.bench import workload
 from examples.bench.common import CACHE, say
 
@@ -55,15 +60,16 @@ SHAPES = {
 }
 
 
-def embedded_target(small: Path, shape: Shape, dtype: str) -> Path:
+def embedded_target(small: Path, shape: Shape, dtype: str, cache: Path | None = None) -> Path:
     """The small policy in the large shape, from the cache where it is.
 
     Args:
         small: folder of a Qwen3 that is not larger than ``shape`` in any way.
         shape: of the result.
         dtype: "bfloat16" or "float32".
+        cache: folder of the results; none: that of all benchmarks.
     """
-    out = CACHE / f"large-{workload.digest_of(small, {**asdict(shape), 'dtype': dtype, 'how': 1})}"
+    out = (cache or CACHE) / f"large-{workload.digest_of(small, {**asdict(shape), 'dtype': dtype, 'how': 1})}"
     if out.exists():
         return out
     say(f"embedding the policy in {shape.num_hidden_layers} layers of {shape.hidden_size}")
@@ -82,6 +88,91 @@ def embedded_target(small: Path, shape: Shape, dtype: str) -> Path:
     AutoTokenizer.from_pretrained(small).save_pretrained(partial)
     partial.rename(out)
     return out
+
+
+def embedded_draft(draft: Path, small: Path, target: Path, dtype: str, cache: Path | None = None) -> Path:
+    """The small policy's draft, for the small policy in the large shape; from the cache where it is.
+
+    Args:
+        draft: folder of an EAGLE-3 draft of ``small``, of full vocabulary.
+        small: folder of the small policy.
+        target: folder that ``embedded_target`` made of it.
+        dtype: of the draft.
+        cache: folder of the results; none: that of all benchmarks.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    out = (cache or CACHE) / f"large-draft-{workload.digest_of(draft, {'for': target.name, 'dtype': dtype, 'how': 1})}"
+    if out.exists():
+        return out
+    say("embedding the draft in the large shape")
+    hf = AutoConfig.from_pretrained(target).to_dict()
+    config, tensors = load_draft(draft, AutoConfig.from_pretrained(small).to_dict())
+    if config.pruned or config.norm_before_residual:
+        raise ValueError(
+            f"the draft {draft} is of another kind: only one of full vocabulary, as we train it, is embedded"
+        )
+    shape = Shape(**{field.name: hf[field.name] for field in fields(Shape)})
+    made = DraftConfig.from_target(hf, aux_layers=config.aux_layers)
+    partial = workload.partial_folder(out)
+    save_draft(partial, made, embedded_draft_tensors(tensors, config, shape, getattr(torch, dtype)))
+    partial.rename(out)
+    return out
+
+
+def embedded_draft_tensors(
+    small: Mapping[str, Tensor], config: DraftConfig, shape: Shape, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of a small draft in a large one's, by checkpoint name.
+
+    Args:
+        small: of a draft with ``config``, unpruned.
+        config: the small draft's.
+        shape: of the large target.
+        dtype: of the result.
+    """
+    h, H, m, M = config.hidden_size, shape.hidden_size, config.intermediate_size, shape.intermediate_size
+    place = Embedding(_as_model(config), shape)
+    aux, heads = len(config.aux_layers), shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    both = torch.cat([torch.arange(h), H + torch.arange(h)])  # of the embedding and of the hidden state
+    states = torch.cat([i * H + torch.arange(h) for i in range(aux)])
+    rows: dict[str, tuple[int, int, Any, Any, float]] = {  # [large, large], rows, columns, times
+        "fc": (H, aux * H, slice(h), states, 1.0),
+        "midlayer.self_attn.q_proj": (heads, 2 * H, place.queries, both, 1.0 / place.head_scale),
+        "midlayer.self_attn.k_proj": (keys, 2 * H, place.keys, both, 1.0),
+        "midlayer.self_attn.v_proj": (keys, 2 * H, place.keys, both, 1.0),
+        "midlayer.self_attn.o_proj": (H, heads, slice(h), place.queries, 1.0),
+        "midlayer.mlp.gate_proj": (M, H, slice(m), slice(h), 1.0),
+        "midlayer.mlp.up_proj": (M, H, slice(m), slice(h), 1.0),
+        "midlayer.mlp.down_proj": (H, M, slice(h), slice(m), 1.0),
+    }
+    out = {}
+    for name, value in small.items():
+        layer = name.removesuffix(".weight")
+        if layer in rows:
+            height, width, at, columns, scale = rows[layer]
+            out[name] = torch.zeros(height, width, dtype=dtype)
+            _put(out[name], at, columns, scale * value)
+        else:  # norms
+            out[name] = torch.ones(H, dtype=dtype)
+            out[name][:h] = place.norm_scale * value
+    out["fc.weight"][h, h] = 1.0  # the constant goes through, and silences the same tokens
+    return out
+
+
+def _as_model(config: DraftConfig) -> Any:
+    return SimpleNamespace(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        tie_word_embeddings=False,
+    )
 
 
 def empty_model(config: Any, dtype: str) -> Any:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from draft_training import DraftConfig, DraftTrainer, TrainSettings, load_draft, save_draft
 from examples.bench import large
 from spec_plugin.conformance import tiny
 
@@ -66,3 +67,49 @@ def test_what_does_not_fit_is_named(both):
     model = AutoModelForCausalLM.from_pretrained(both[0])
     with pytest.raises(ValueError, match="hidden size, query heads of a key head"):
         large.Embedding(model.config, large.Shape(hidden_size=64, num_attention_heads=8, num_key_value_heads=8))
+
+
+@pytest.fixture(scope="module")
+def drafts(both, tmp_path_factory):
+    """A small draft that is sure of what it says, and the same in the large shape."""
+    folder = tmp_path_factory.mktemp("drafts")
+    hf = AutoModelForCausalLM.from_pretrained(both[0]).config.to_dict()
+    config = DraftConfig.from_target(hf, aux_layers=(1, 2, 3))
+    trainer = DraftTrainer(config, TrainSettings(), device="cpu", seed=3)
+    with torch.no_grad():
+        for name, value in trainer.draft.named_parameters():
+            value.uniform_(0.5, 1.5) if "norm" in name else value.mul_(8)
+    save_draft(folder / "draft", config, trainer.engine_tensors())
+    patch = pytest.MonkeyPatch()
+    patch.setattr(large, "CACHE", folder)
+    yield folder / "draft", large.embedded_draft(folder / "draft", *both, "float32")
+    patch.undo()
+
+
+def drafted(target, draft, ids, steps):
+    """Logits [steps, N, V] that the draft computes from the target's hidden states."""
+    model = AutoModelForCausalLM.from_pretrained(target)
+    config, tensors = load_draft(draft)
+    trainer = DraftTrainer(config, TrainSettings(), device="cpu", seed=0, tensors=tensors)
+    with torch.no_grad():
+        states = model(ids[None], output_hidden_states=True).hidden_states
+        aux = torch.cat([states[layer][0] for layer in config.aux_layers], dim=-1)
+        following = torch.stack([ids.roll(-1 - j) for j in range(steps)])
+        embed, head = model.get_input_embeddings().weight, model.lm_head.weight
+        found = trainer.draft.unroll(aux, following, (len(ids),), embed, steps)
+        return torch.stack([normed @ head.T for normed in found])
+
+
+def test_the_large_draft_computes_what_the_small_one_does_in_every_step(both, drafts):
+    ids = torch.randint(0, tiny.VOCAB, (40,), generator=torch.Generator().manual_seed(2))
+    small, big = (drafted(target, draft, ids, steps=3) for target, draft in zip(both, drafts, strict=True))
+    assert small.std() > 0.1 and big.shape[-1] == 400
+    assert torch.allclose(big[..., : tiny.VOCAB], small, atol=5e-4 * float(small.abs().max()))
+    assert big[..., tiny.VOCAB :].max() < small.min(-1).values.max()
+
+
+def test_the_large_draft_has_the_shape_of_one_for_the_large_target_and_reads_the_same_layers(both, drafts):
+    hf = AutoModelForCausalLM.from_pretrained(both[1]).config.to_dict()
+    config, tensors = load_draft(drafts[1], hf)
+    assert config == DraftConfig.from_target(hf, aux_layers=(1, 2, 3))
+    assert sum(t.numel() for t in tensors.values()) == config.parameters
