@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env verl-env quickstart test times lint format unit engine-test trainer-test conformance bench clean
+.PHONY: help env verl-env quickstart test times lint format unit engine-test trainer-test conformance bench bench-card clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
@@ -66,6 +66,9 @@ trainer-test:  ## tests with real trainers (minutes)
 
 bench: verl-env  ## benchmarks under examples/bench, for an idle machine and a long break; ARGS="--only overheads" …
 	$(PY) examples/bench/run_all.py $(ARGS)
+
+bench-card: verl-env  ## what the flag costs and gains on one GPU, in parts; without one a rehearsal at a tiny shape; ARGS="--part start" …
+	$(PY) examples/bench/card.py $(ARGS)
 
 clean:  ## remove caches and runs; the environment stays (rm -r .envs)
 	rm -rf .cache runs outputs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -1,0 +1,207 @@
+"""One GPU, five questions: what the flag costs and gains there, how exact its engine is, and how much memory it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
+
+from examples.bench import common  # noqa: E402
+from examples.bench.card_parts import record as records  # noqa: E402
+from examples.bench.card_parts import report  # noqa: E402
+from examples.bench.card_parts.record import Record  # noqa: E402
+from examples.bench.common import say  # noqa: E402
+
+#: in the order in which they are run: the most wanted number comes early
+PARTS = ("start", "rollouts", "tolerances", "sleep", "memory")
+#: seconds before the hard limit, after which a part begins nothing new
+MARGIN = 30.0
+
+HELP = """Measure one GPU, in parts. Needs torch, transformers, vLLM and this repository; no trainer, no network.
+
+\b
+  start       runner, CUDA graphs and start-up of the engine with the flag and without; ms of a step at several batch sizes, for
+              k = 0, 1, 3, 7, without the flag, and with vLLM's own speculation (a k that cannot change)
+  rollouts    tokens per second without drafts, with each fixed k and under the controller, in turn
+  tolerances  greedy text, drafted and plain, in several batch shapes; log-probs of engine and HF; what our guards say
+  sleep       sleep, wake-up and refresh, again and again: is the draft whole, is the text the same
+  memory      the most memory at large batches, a slice of draft training, the phases of a refresh
+
+\b
+Each part has a process and a time limit of its own; OUT/<part>.json is written anew after every row, so that a part that
+is ended keeps what it has. A part that fails leaves the others going. At the end OUT/card.md has tables of all parts that
+have run there, in whatever call, and OUT/card.png a picture.
+
+\b
+The model is a small trained one embedded exactly in the shape of Qwen3-8B (large.py), and so is its draft: text that a draft
+can learn, at the cost of a large model. The small ones are made on the first call, in minutes, on any machine:
+  python examples/bench/card.py --prepare --small DIR     # here; then carry DIR to the machine with the card
+  python examples/bench/card.py --small DIR --work /dev/shm/card --out OUT --part start --part rollouts
+The large ones take 17 GB in --work, and stay there for the next call.
+
+Without a card, everything runs at a tiny shape: a rehearsal, whose numbers say nothing about a GPU.
+"""
+
+
+@click.command(help=HELP, context_settings={"max_content_width": 130, "show_default": True})
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice(PARTS), help="Run this one; may be repeated. [default: all]"
+)
+@click.option("--minutes", default=10.0, type=click.FloatRange(min=0.01), help="Hard limit of each part.")
+@click.option("--shape", type=click.Choice(["8b", "tiny"]), help="Of the model. [default: 8b on a card, else tiny]")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="[default: bfloat16 on a card, else float32]")
+@click.option("--k", default=3, type=click.IntRange(1, 7), help="Most tokens drafted, but in part start.")
+@click.option("--eager", is_flag=True, help="No CUDA graphs, nothing compiled; a CPU has it so.")
+@click.option(
+    "--small", type=click.Path(path_type=Path), default=common.CACHE / "card-small", help="Folder of the small pair."
+)
+@click.option(
+    "--work", type=click.Path(path_type=Path), default=common.CACHE / "card-large", help="Folder of the large pair."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=common.RESULTS / "card", help="Folder of JSON, table, picture."
+)
+@click.option("--commit", help="Of these sources, where they are no git repository.")
+@click.option("--threads", type=int, help="Compute threads of each process; default: all cores.")
+@click.option("--prepare", is_flag=True, help="Only make the small pair and the large one.")
+@click.option("--report", "only_report", is_flag=True, help="Only write table and picture of what OUT holds.")
+def main(parts: tuple[str, ...], out: Path, prepare: bool, only_report: bool, **options: Any) -> None:
+    """Run the parts one after the other; the exit status is 1 if one of them is not done."""
+    done = True
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a part is ended on the way out
+    if not only_report:
+        where = records.machine(options.pop("commit"))
+        settings = settings_of(options, where)
+        chosen = ("models",) if prepare else ("models", *(p for p in PARTS if not parts or p in parts))
+        done = run_parts(chosen, settings, where, out)
+    table = report.write(out, PARTS)
+    click.echo(table.read_text())
+    click.echo(f"table: {table}")
+    sys.exit(0 if done else 1)
+
+
+def settings_of(options: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
+    """The options with what follows from them and from the machine."""
+    cuda = where["card"] is not None
+    seconds = 60.0 * options["minutes"]
+    chosen = {
+        "cuda": cuda,
+        "shape": options["shape"] or ("8b" if cuda else "tiny"),
+        "dtype": options["dtype"] or ("bfloat16" if cuda else "float32"),
+        "eager": options["eager"] or not cuda,
+        "hard_seconds": seconds,
+        "soft_seconds": max(0.5 * seconds, seconds - MARGIN),
+        "small": str(options["small"].absolute()),
+        "work": str(options["work"].absolute()),
+    }
+    return {**options, **chosen}
+
+
+def command_of(record: Record) -> list[str]:
+    """The process that runs a part."""
+    return [sys.executable, "-m", "examples.bench.card_parts", str(record.file.absolute())]
+
+
+def run_parts(
+    parts: Sequence[str],
+    settings: dict[str, Any],
+    where: dict[str, Any],
+    out: Path,
+    command: Callable[[Record], Sequence[str]] = command_of,
+) -> bool:
+    """Each part in a process of its own, up to its limit; True if all are done.
+
+    Args:
+        parts: names; where the first, which makes the models, fails, the others are not begun.
+        settings: from :func:`settings_of`.
+        where: from ``record.machine``.
+        out: folder of the records.
+        command: of each process.
+    """
+    ended = []
+    for part in parts:
+        click.secho(f"\n== {part}", bold=True)
+        folder = Path(settings["work"]) if part == "models" else out
+        record = records.begin(folder / f"{part}.json", part, settings, where)
+        status = run_part(record, command(record))
+        ended.append(status == "done")
+        if part == "models" and not ended[-1]:
+            break
+    return all(ended)
+
+
+def run_part(record: Record, command: Sequence[str]) -> str:
+    """One part in a process of its own; whatever becomes of that, the record says so.
+
+    Args:
+        record: as it begins.
+        command: of the process.
+
+    Returns:
+        ``done``, ``failed`` or ``ended`` (at its limit).
+    """
+    began, limit = time.monotonic(), record.settings["hard_seconds"]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        preexec_fn=os.setpgrp,  # engines have processes of their own: all are ended together
+    )
+    status, why = "ended", "from outside; the rows until then are here"
+    try:
+        process.wait(limit)
+        status, why = "failed", f"the process of this part ended with status {process.returncode}, before it was done"
+    except subprocess.TimeoutExpired:
+        why = f"at its limit of {limit / 60:g} minutes; the rows until then are here"
+    finally:
+        _end(process)
+        status = _conclude(record.file, status, why, time.monotonic() - began)
+    return status
+
+
+def _conclude(file: Path, status: str, why: str, seconds: float) -> str:
+    """What became of a part: what it said itself, else what was seen."""
+    found = records.resume(file)
+    found.content["seconds"] = round(seconds, 1)
+    if found.content["status"] == "running":
+        found.content.update(status=status, why=why)
+    found.save()
+    say(f"{found.content['part']}: {found.content['status']} after {seconds:.0f} s, {len(found.content['rows'])} rows")
+    return str(found.content["status"])
+
+
+def environment() -> dict[str, str]:
+    """Of a part: this repository is found, nobody is asked over a network, and vLLM takes what is installed."""
+    paths = [str(ROOT), str(ROOT / "adapters"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    defaults = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+if __name__ == "__main__":
+    main()

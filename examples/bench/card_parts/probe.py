@@ -1,0 +1,139 @@
+"""Worker extensions of the benchmark: what a worker is, what it keeps on the card, and what each phase of a refresh takes."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from draft_training import digest as weights_digest
+from spec_plugin.engine import refresh
+from spec_plugin.engine.capabilities import find_draft
+from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin.engine.layout import draft_layout
+
+PROBE = f"{__name__}.Probe"
+FLAG_PROBE = f"{__name__}.FlagProbe"
+MIB = 2.0**20
+DRAFT_IDS = "draft_id_to_target_id"
+
+
+class Probe:
+    """For an engine without the flag; all names begin with ``bench_``, since vLLM refuses those that its worker has."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def bench_facts(self) -> dict[str, Any]:
+        """Which model runner, scheduling and CUDA graphs this engine came to use."""
+        from vllm.compilation.counter import compilation_counter
+
+        compilation, runner = self.vllm_config.compilation_config, type(self.model_runner)
+        return {
+            "runner": "V2" if ".worker.gpu." in f"{runner.__module__}." else "V1",
+            "runner_class": f"{runner.__module__}.{runner.__name__}",
+            "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", str(compilation.cudagraph_mode)),
+            "graph_sizes": len(compilation.cudagraph_capture_sizes or ()),
+            "graphs_captured": compilation_counter.num_cudagraph_captured,
+            "async_scheduling": bool(self.vllm_config.scheduler_config.async_scheduling),
+        }
+
+    def bench_memory(self, reset: bool = False) -> dict[str, float]:
+        """MiB that this process holds and held at most; on a card of its allocator, else of the host.
+
+        Args:
+            reset: begin to look for the most from here on (a host's most never falls).
+        """
+        if not torch.cuda.is_available():
+            return {"now": host_mib(), "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        found = {
+            "now": torch.cuda.memory_allocated() / MIB,
+            "peak": torch.cuda.max_memory_allocated() / MIB,
+            "reserved_peak": torch.cuda.max_memory_reserved() / MIB,
+            "card_used": (total - free) / MIB,
+        }
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return found
+
+    def bench_keep_target(self) -> int:
+        """Copy the target's weights to the host, for ``bench_restore_target``; how many there are."""
+        model = self.model_runner.get_model()
+        self._bench_kept = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
+        return len(self._bench_kept)
+
+    def bench_restore_target(self) -> None:
+        """Copy them back in place, as a weight sync does."""
+        for name, p in self.model_runner.get_model().named_parameters():
+            p.data.copy_(self._bench_kept[name])
+
+    def bench_draft_tensors(self) -> dict[str, dict[str, Any]]:
+        """Of each parameter and buffer of the draft that is its own: shape, numbers that are not zero, checksum."""
+        draft = find_draft(self)
+        if draft is None:
+            return {}
+        theirs = {p.data_ptr() for p in self.model_runner.get_model().parameters()}
+        named: list[tuple[str, Tensor]] = [*draft.named_parameters(), *draft.named_buffers()]
+        return {name: _described(t) for name, t in named if t.data_ptr() not in theirs}
+
+
+class FlagProbe(SpecWorkerExtension, Probe):
+    """For an engine with the flag."""
+
+    def bench_refresh_phases(self, path: str) -> dict[str, float]:
+        """Milliseconds of what a refresh from a file does in the worker, one thing after the other.
+
+        The draft in the file must be the one that is served: it is loaded once more.
+        """
+        draft: Any = find_draft(self)
+        layout = draft_layout(draft, self.model_runner.get_model())
+        spent: dict[str, float] = {}
+        tensors = _timed(spent, "read file", lambda: load_file(path))
+        staging = refresh.Staging(1)
+        _timed(spent, "stage on the host", lambda: staging.add(list(tensors.items())))
+        served = _timed(spent, "sha256", lambda: weights_digest(staging.tensors))
+        problem = _timed(spent, "check, with sha256", lambda: refresh.check_staged(layout, staging, 1, 0, served))
+        if problem:
+            raise RuntimeError(f"the draft in {path} is refused: {problem}")
+        _timed(spent, "back up", lambda: {n: p.detach().to("cpu", copy=True) for n, p in layout.parameters.items()})
+        _timed(spent, "load", lambda: draft.load_weights([(n, t) for n, t in staging.tensors.items()]))
+        different = _timed(spent, "read back", lambda: refresh.mismatch(layout, staging.tensors))
+        if different:
+            raise RuntimeError(f"the draft in {path} was not loaded: {different}")
+        _timed(spent, "fingerprint", lambda: refresh.fingerprint(layout.parameters.values()))
+        return spent
+
+
+def host_mib() -> float:
+    """Resident memory of this process."""
+    with open("/proc/self/statm") as stream:
+        return int(stream.read().split()[1]) * resource.getpagesize() / MIB
+
+
+def _timed(spent: dict[str, float], name: str, call: Callable[[], Any]) -> Any:
+    began = time.perf_counter()
+    result = call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    spent[name] = 1e3 * (time.perf_counter() - began)
+    return result
+
+
+def _described(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "shape": list(tensor.shape),
+        "nonzero": int((tensor != 0).sum()),
+        "checksum": f"{refresh.fingerprint([tensor]):x}",
+    }
+
+
+def names_of(described: dict[str, dict[str, Any]], ending: str) -> Sequence[str]:
+    """The tensors of that name, in whatever module."""
+    return [name for name in described if name.split(".")[-1] == ending]

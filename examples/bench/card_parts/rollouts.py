@@ -1,0 +1,51 @@
+"""Part 2: rollouts without drafts, with each fixed k and under the controller, round by round in turn."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from examples.bench import control
+from examples.bench.card_parts.record import Record
+from examples.bench.card_parts.setup import Models, sizes_of
+from examples.bench.control import Bench, Regime
+from examples.bench.engines import EngineSettings, Kind, Remote
+
+
+def measure(record: Record, models: Models) -> None:
+    """Two engines; a row for each regime as soon as it is measured."""
+    sizes, settings = sizes_of(record), record.settings
+    options: dict[str, Any] = {
+        "batches": sizes.rollout_batches,
+        "tokens": sizes.tokens,
+        "rounds": sizes.rounds,
+        "temperature": 1.0,
+        "k": settings["k"],
+        "file": None,
+        "only": "",
+    }
+    asked = EngineSettings(
+        dtype=settings["dtype"], max_num_seqs=max(64, *sizes.rollout_batches), eager=settings["eager"]
+    )
+    kinds: tuple[Kind, Kind] = ("plain" if settings["cuda"] else "live", "flag")
+    live, flag = (
+        Remote(settings["threads"], kind, models.target, asked, models.draft, settings["k"]).wait() for kind in kinds
+    )
+    calibration = control.calibrate(flag, models.target, options)
+    for step in calibration.steps:
+        record.row(kind="calibration", **asdict(step))
+    for name, regime in _regimes(options, models.promised):
+        if not record.enough_for(20.0, regime.name):
+            continue
+        drafts = {"good": getattr(models, name)}
+        bench = Bench(regime, settings["dtype"], live, flag, models.target, drafts, calibration, options)
+        record.row(kind="rollouts", draft=name, k=settings["k"], **asdict(bench.measure()))
+    live.close()
+    flag.close()
+
+
+def _regimes(options: dict[str, Any], promised: float) -> list[tuple[str, Regime]]:
+    """Those of ``control`` whose draft stays what it is; first with the good one, then with the mediocre one."""
+    steady = [regime for regime in control.regimes(options) if regime.draft == "good"]
+    weaker = [replace(regime, name=f"{regime.name}, mediocre draft", promised=promised) for regime in steady]
+    return [("draft", regime) for regime in steady] + [("mediocre", regime) for regime in weaker]

@@ -1,0 +1,152 @@
+"""What the parts run on: the sizes of each shape, the small policy with its draft, and both in the large shape."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.bench import large, workload
+from examples.bench.card_parts.record import Record
+from examples.bench.common import say
+
+#: drafted tokens that the small drafts are trained for
+UNROLLED = 7
+#: optimizer steps of each of them: one that is nearly always right, and one as good as those of real policies
+DRAFTS = {"draft": 300, "mediocre": 40}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much each part does."""
+
+    shape: str  # of ``large.SHAPES``
+    dtype: str  # of engine and draft
+    tokens: int  # per request of a timed round
+    rounds: int
+    step_batches: tuple[int, ...]
+    step_widths: tuple[int, ...]  # k
+    rollout_batches: tuple[int, ...]
+    seeds: int  # prompts of the greedy comparison
+    scored: int  # tokens of each arm that are compared with HF
+    lengths: tuple[int, ...]  # of the compared responses
+    self_test_seconds: float
+    sleeps: int
+    sleep_requests: int
+    peak_batches: tuple[int, ...]
+    train_tokens: tuple[int, ...]
+    train_steps: int
+
+
+SIZES = {
+    "8b": Sizes(
+        shape="8b",
+        dtype="bfloat16",
+        tokens=48,
+        rounds=4,
+        step_batches=(1, 8, 32, 128),
+        step_widths=(0, 1, 3, 7),
+        rollout_batches=(1, 4, 16, 64, 256),
+        seeds=200,
+        scored=250_000,
+        lengths=(16, 48, 128, 256),
+        self_test_seconds=30.0,
+        sleeps=20,
+        sleep_requests=64,
+        peak_batches=(256, 1024),
+        train_tokens=(1024, 8192),
+        train_steps=6,
+    ),
+    "tiny": Sizes(
+        shape="small",
+        dtype="float32",
+        tokens=24,
+        rounds=2,
+        step_batches=(1, 8),
+        step_widths=(0, 1, 3, 7),
+        rollout_batches=(1, 4),
+        seeds=24,
+        scored=2_000,
+        lengths=(8, 24, 48),
+        self_test_seconds=20.0,
+        sleeps=3,
+        sleep_requests=8,
+        peak_batches=(8, 32),
+        train_tokens=(256, 1024),
+        train_steps=3,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Models:
+    """Folders of what the engines serve."""
+
+    small: Path  # policy
+    target: Path  # in the large shape
+    draft: Path  # of the target, nearly always right
+    mediocre: Path  # another
+    promised: float  # acceptance length that training predicts for that one, ``UNROLLED`` drafted
+
+
+def sizes_of(record: Record) -> Sizes:
+    """Those of the shape that was asked for."""
+    return SIZES[record.settings["shape"]]
+
+
+def small_models(folder: Path, device: str) -> dict[str, Path]:
+    """The small policy and its trained drafts, in a folder that can be carried to another machine.
+
+    Args:
+        folder: with ``policy`` and ``DRAFTS`` in it; made on the first call, which takes minutes.
+        device: where the drafts are trained.
+    """
+    found = {name: folder / name for name in ("policy", *DRAFTS)}
+    if not all(path.exists() for path in found.values()):
+        target = workload.default_target()
+        _copy(target, found["policy"])
+        for name, steps in DRAFTS.items():
+            settings = workload.DraftSettings(k=UNROLLED, steps=steps)
+            made = workload.trained_draft(
+                target, lambda count: workload.addition_prompts(target, count, seed=1), settings, device
+            )
+            _copy(made.path, found[name])
+            say(f"{name}: acceptance length on held-out text, {UNROLLED} drafted: {made.expected_acceptance:.2f}")
+    return found
+
+
+def _copy(source: Path, folder: Path) -> None:
+    partial = workload.partial_folder(folder)
+    shutil.copytree(source, partial, dirs_exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def models(record: Record, device: str) -> Models:
+    """Policy and drafts in the large shape, made on the first call."""
+    sizes, settings = sizes_of(record), record.settings
+    small = small_models(Path(settings["small"]), device)
+    work, shape, dtype = Path(settings["work"]), large.SHAPES[sizes.shape], settings["dtype"]
+    work.mkdir(parents=True, exist_ok=True)
+    target = large.embedded_target(small["policy"], shape, dtype, work)
+    drafts = {name: large.embedded_draft(small[name], small["policy"], target, dtype, work) for name in DRAFTS}
+    promised = json.loads((small["mediocre"] / "bench.json").read_text())["expected_acceptance"]
+    return Models(small["policy"], target, drafts["draft"], drafts["mediocre"], promised)
+
+
+def mixed_prompts(small: Path, count: int, seed: int) -> list[list[int]]:
+    """Questions, of whose answers the policy is sure, and in every other place noise, where it is not.
+
+    Args:
+        small: folder of the small policy.
+        count: of prompts.
+        seed: other seeds give other prompts.
+    """
+    asked = workload.addition_prompts(small, (count + 1) // 2, seed)
+    rng = random.Random(seed)
+    known = sorted({token for prompt in asked for token in prompt})
+    noise = [[rng.choice(known) for _ in range(16)] for _ in range(count // 2)]
+    mixed = [prompt for pair in zip(asked, noise, strict=False) for prompt in pair]
+    return (mixed + asked[len(noise) :])[:count]
