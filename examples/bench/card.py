@@ -76,7 +76,10 @@ Without a card, everything runs at a tiny shape: a rehearsal, whose numbers say 
 @click.option("--threads", type=int, help="Compute threads of each process; default: all cores.")
 @click.option("--prepare", is_flag=True, help="Only make the small pair and the large one.")
 @click.option("--report", "only_report", is_flag=True, help="Only write table and picture of what OUT holds.")
-def main(parts: tuple[str, ...], out: Path, prepare: bool, only_report: bool, **options: Any) -> None:
+@click.option("--merge", type=click.Path(path_type=Path), help="Also write all records of OUT into this JSON.")
+def main(
+    parts: tuple[str, ...], out: Path, prepare: bool, only_report: bool, merge: Path | None, **options: Any
+) -> None:
     """Run the parts one after the other; the exit status is 1 if one of them is not done."""
     done = True
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a part is ended on the way out
@@ -88,6 +91,8 @@ def main(parts: tuple[str, ...], out: Path, prepare: bool, only_report: bool, **
     table = report.write(out, PARTS)
     click.echo(table.read_text())
     click.echo(f"table: {table}")
+    if merge is not None:
+        report.merge(out, PARTS, merge)
     sys.exit(0 if done else 1)
 
 

@@ -134,6 +134,14 @@ class Engine:
         """What the first worker answers."""
         return self.llm.collective_rpc(method, args=args, kwargs=kwargs)[0]
 
+    def _settle(self) -> None:
+        """Take the batches back that asynchronous scheduling began for requests that had then ended."""
+        core: Any = self.engine.engine_core
+        for _ in range(8):  # two would do
+            if not core.engine_core.batch_queue:
+                return
+            self.engine.step()
+
     def run(
         self,
         prompts: Sequence[Sequence[int]],
@@ -166,6 +174,7 @@ class Engine:
             if between is not None and self.engine.has_unfinished_requests():
                 between()
         timing.total = now() - began
+        self._settle()
         after = read_spec_counters()
         timing.drafts, timing.accepted = (after[n] - before[n] for n in ("drafts", "accepted_tokens"))
         earlier = before["accepted_per_pos"] or [0] * len(after["accepted_per_pos"])

@@ -182,7 +182,8 @@ def test_a_card_gets_the_large_shape_and_a_cpu_the_tiny_one(tmp_path) -> None:
 def test_help_teaches_and_an_unknown_part_is_refused() -> None:
     runner = CliRunner()
     help_text = runner.invoke(card.main, ["--help"]).output
-    assert all(part in help_text for part in card.PARTS) and "--minutes" in help_text
+    assert all(f"\n    {part} " in help_text for part in card.PARTS)
+    assert "Each part has a process and a time limit of its own" in help_text and "--prepare --small DIR" in help_text
     refused = runner.invoke(card.main, ["--part", "speed"])
     assert refused.exit_code == 2 and "'speed' is not one of" in refused.output
 
@@ -205,26 +206,44 @@ def test_tables_are_made_of_what_there_is(tmp_path) -> None:
     assert "no claim" in text and "| 8 | off | 2 (1-3) |" in text and "ended after" in text
 
 
+def test_the_records_of_all_parts_go_into_one_file(tmp_path) -> None:
+    begun(tmp_path).row(kind="step", n=1)
+    report.merge(tmp_path, card.PARTS, tmp_path / "all.json")
+    (part,) = json.loads((tmp_path / "all.json").read_text())["parts"]
+    assert part["part"] == "start" and part["rows"] == [{"kind": "step", "n": 1}]
+    assert str(tmp_path) not in (tmp_path / "all.json").read_text()
+
+
+def test_the_rehearsal_in_this_repository_is_said_to_be_no_claim_and_has_all_parts() -> None:
+    folder = ROOT / "examples" / "bench" / "results"
+    parts = json.loads((folder / "card-cpu-tiny.json").read_text())["parts"]
+    assert [part["part"] for part in parts] == list(card.PARTS)
+    assert all("no claim" in part["claim"] and part["status"] in ("done", "ended") and part["rows"] for part in parts)
+    assert (folder / "card-cpu-tiny.md").read_text().startswith("**This is a rehearsal on a CPU")
+
+
 # ---------------------------------------------------------------------------------------------------- numbers
 
 
-def sampled(tokens: list[int], gap: float = 1.0) -> Sampled:
+def sampled(tokens: list[int], gap: float = 1.0, best: float = -0.5) -> Sampled:
     """Each place has its own token as the best, and token 9 so many nats below."""
-    top = np.array([[-0.5, -0.5 - gap]] * len(tokens))
+    top = np.array([[best, best - gap]] * len(tokens))
     ids = np.array([[token, 9] for token in tokens])
     return Sampled(0, tuple(tokens), top[:, 0], top, ids, np.zeros(len(tokens), dtype=np.int64))
 
 
 def test_the_gap_is_taken_where_two_texts_part() -> None:
     base = [sampled([1, 2, 3], 0.25), sampled([1, 2, 3])]
-    assert compare.gaps_at_parting([sampled([1, 9, 9]), sampled([1, 2, 3])], base) == [0.25]
+    assert compare.gaps_at_parting([sampled([1, 9, 9], best=-0.1), sampled([1, 2, 3])], base) == [0.25]
     assert compare.gaps_at_parting([sampled([1, 2, 3])] * 2, base) == []
 
 
 def test_drafted_text_is_compared_with_plain_text_and_plain_with_plain() -> None:
     arms = {"plain 8": [sampled([1, 2])], "drafted 8": [sampled([1, 9])], "plain 2": [sampled([1, 2])]}
+    arms["drafted 2"] = [sampled([1, 2])]
     rows = {(row["of"], row["against"]): row for row in compare.compare_greedy(arms, torch.bfloat16)}
-    assert set(rows) == {("drafted 8", "plain 8"), ("plain 2", "plain 8"), ("drafted 8", "plain 2")}
+    pairs = {(of, base) for of in ("drafted 8", "drafted 2") for base in ("plain 8", "plain 2")}
+    assert set(rows) == {*pairs, ("plain 2", "plain 8")}
     wrong = rows["drafted 8", "plain 8"]
     assert wrong["gaps"] == [1.0] and wrong["beyond_fixed"] == 1 and not wrong["self_test_would_pass"]
     assert rows["plain 2", "plain 8"]["identical"] == 1 and rows["plain 2", "plain 8"]["self_test_would_pass"]

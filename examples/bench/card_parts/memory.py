@@ -120,13 +120,19 @@ def _timed(spent: dict[str, float], name: str, device: str, call: Callable[[], A
 def _training(record: Record, models: Models) -> None:
     sizes = sizes_of(record)
     cuda: bool = record.settings["cuda"]
+    each: dict[str, float] = {}  # precision -> seconds of a token, as last measured
     for tokens in sizes.train_tokens:
         for name in PRECISIONS:
             if name == "TF32" and not cuda:
                 continue
-            if record.enough_for(20.0, f"draft training, {tokens} tokens, {name}"):
+            expected = (
+                1.5 * tokens * each.get(name, 0.0) * (1 + sizes.train_steps)
+            )  # bfloat16 takes minutes on some CPUs
+            if record.enough_for(20.0 + expected, f"draft training, {tokens} tokens, {name}"):
                 try:
-                    record.row(kind="training", tokens=tokens, precision=name, **_slice(record, models, tokens, name))
+                    found = _slice(record, models, tokens, name)
+                    each[name] = found["seconds"].median / tokens
+                    record.row(kind="training", tokens=tokens, precision=name, **found)
                 except torch.OutOfMemoryError as error:
                     record.row(kind="training", tokens=tokens, precision=name, out_of_memory=str(error)[:300])
                 gc.collect()

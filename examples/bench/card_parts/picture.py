@@ -36,6 +36,9 @@ def _steps(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
         style = {"color": "black", "lw": 2} if arm == "off" else {"ls": "--"} if arm.startswith("stock") else {}
         axes.plot(*zip(*points, strict=True), marker="o", ms=4, label=arm, **style)
     axes.set(xscale="log", yscale="log", xlabel="requests", ylabel="ms of a decoding step", title="Steps")
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    axes.set_xticks(batches, list(map(str, batches)))
+    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
     if rows:
         axes.legend(fontsize=8)
 
@@ -52,5 +55,6 @@ def _rollouts(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     axes.axhline(1.0, color="gray", lw=0.8, ls=":")
     axes.set_xticks(range(len(rows)), [row["regime"].replace(", ", "\n") for row in rows], fontsize=7, rotation=30)
     axes.set(ylabel="rollout speed (without the flag: 1)", title="Rollouts")
+    axes.margins(y=0.15)  # for the legend
     if rows:
         axes.legend(fontsize=8, ncols=len(arms))

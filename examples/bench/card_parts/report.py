@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def write(out: Path, parts: Iterable[str]) -> Path:
     Returns:
         The file with the tables.
     """
-    found = [resume(out / f"{part}.json").content for part in parts if (out / f"{part}.json").exists()]
+    found = _found(out, parts)
     file = out / "card.md"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n".join(_lines(found)) + "\n")
@@ -34,6 +35,24 @@ def write(out: Path, parts: Iterable[str]) -> Path:
         return file
     draw({content["part"]: content for content in found}, out / "card.png")
     return file
+
+
+def merge(out: Path, parts: Iterable[str], file: Path) -> None:
+    """Write the records of all parts that have run into one JSON, without the paths of that machine.
+
+    Args:
+        out: folder of the records.
+        parts: names, in order.
+        file: of the result.
+    """
+    found = _found(out, parts)
+    for content in found:
+        content["settings"] = {name: v for name, v in content["settings"].items() if name not in ("small", "work")}
+    file.write_text(json.dumps({"benchmark": "card", "parts": found}, indent=1) + "\n")
+
+
+def _found(out: Path, parts: Iterable[str]) -> list[Content]:
+    return [resume(out / f"{part}.json").content for part in parts if (out / f"{part}.json").exists()]
 
 
 def _lines(found: Sequence[Content]) -> Iterable[str]:
