@@ -39,8 +39,11 @@ def draft_tensors(config: DraftConfig, seed: int, dtype: torch.dtype = torch.flo
 
 
 def good_tensors(config: DraftConfig) -> dict[str, torch.Tensor]:
-    """The draft that knows :func:`make_target`: attends to the current token and hands its embedding to the head."""
-    h = config.hidden_size
+    """The draft that knows :func:`make_target`: attends to the current token and hands its embedding to the head.
+
+    With one key-value head for two query heads it hands over the first half, which tells the tokens apart, too.
+    """
+    h, kv = config.hidden_size, config.num_kv_heads * config.head_dim
     current = torch.cat([torch.eye(h), torch.zeros(h, h)], dim=1)  # [H, 2H], reads the embedding, not the hidden state
     replace = torch.cat([torch.eye(h), -torch.eye(h)], dim=1)  # and takes the previous token's out of the residual
     tensors = {name: torch.zeros(shape) for name, shape in expected_shapes(config).items()}
@@ -48,9 +51,10 @@ def good_tensors(config: DraftConfig) -> dict[str, torch.Tensor]:
         if name.endswith("norm.weight"):
             tensors[name] = torch.ones_like(tensors[name])
     tensors["midlayer.self_attn.q_proj.weight"] = 2 * current
-    tensors["midlayer.self_attn.k_proj.weight"] = 2 * current
-    tensors["midlayer.self_attn.v_proj.weight"] = replace
+    tensors["midlayer.self_attn.k_proj.weight"] = 2 * current[:kv]
+    tensors["midlayer.self_attn.v_proj.weight"] = replace[:kv]
     tensors["midlayer.self_attn.o_proj.weight"] = torch.eye(h)
+    tensors["midlayer.self_attn.o_proj.weight"][kv:] = 0
     return tensors
 
 
