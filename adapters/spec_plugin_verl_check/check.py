@@ -142,6 +142,7 @@ def _shapes(config: Any) -> tuple[str, ...]:
     used = {
         "tp2": size > 1,
         "dp2": ranks // slices > 1,
+        "nodes2": isinstance(config.trainer.nnodes, int) and config.trainer.nnodes > 1,
         "sp2": slices > 1,
         "lora": options.lora(model) == "merged",
         "packed": bool(model.use_remove_padding),

@@ -25,21 +25,23 @@ _TWO = ("trainer.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=2")
 
 @dataclass(frozen=True)
 class Shape:
-    """A deployment as people run it, on two processes of one machine."""
+    """A deployment as people run it, in two processes of one machine."""
 
     what: str
     overrides: tuple[str, ...]
     ranks: int = 1  # of the actor
+    nodes: int = 1  # of Ray
 
+
+_TP = (
+    f"{_ROLLOUT}.tensor_model_parallel_size=2",
+    f"++{_ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=mp",
+)
 
 SHAPES = {
     "tp2": Shape(
         "two tensor parallel ranks in the engine, two FSDP2 ranks in the actor",
-        (
-            *_TWO,
-            f"{_ROLLOUT}.tensor_model_parallel_size=2",
-            f"++{_ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=mp",
-        ),
+        (*_TWO, *_TP),
         ranks=2,
     ),
     "dp2": Shape("two replicas of the engine, two FSDP2 ranks in the actor", _TWO, ranks=2),
@@ -47,6 +49,7 @@ SHAPES = {
         "the engine sleeps while the actor trains, with garbage in the memory that a card would free",
         (f"{_ROLLOUT}.free_cache_engine=True", f"++{_ROLLOUT}.enable_sleep_mode=True"),
     ),
+    "nodes2": Shape("two Ray nodes: one replica of the engine and one FSDP2 rank on each", (), ranks=2, nodes=2),
     "lora": Shape("LoRA, merged before each weight sync", (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora.merge=True")),
     "packed": Shape(
         "remove-padding, dynamic batch sizes, gradient checkpointing, offloading, log-probs that the trainer does not want",
@@ -121,6 +124,7 @@ class Driver(ConformanceDriver):
             run.steps,
             plain=not run.enabled,
             overrides=tuple(self._overrides(run)),
+            nodes=self._shape.nodes,
         )
         yield from trainer.follow()
 

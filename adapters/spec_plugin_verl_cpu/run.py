@@ -29,6 +29,11 @@ MODULES = (
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
     "verl.workers.engine_workers",
 )
+#: for a run on several Ray nodes: who joins a cluster must not say what it is made of
+_JOIN = tuple(
+    f"++ray_kwargs.ray_init.{name}=null"
+    for name in ("num_cpus", "num_gpus", "include_dashboard", "object_store_memory")
+)
 #: overrides for runs whose steps take a second
 SMALL = (
     "data.train_batch_size=4",
@@ -52,6 +57,7 @@ class VerlRun:
     steps: int
     plain: bool = False  # without the plugin's flag
     overrides: tuple[str, ...] = ()  # Hydra overrides, applied last
+    nodes: int = 1  # Ray nodes, all on this machine
 
     @property
     def metrics_file(self) -> Path:
@@ -65,7 +71,8 @@ class VerlRun:
 
     def launch(self, base: Mapping[str, str] = os.environ) -> Launch:
         """What to start, with ``base`` as the environment that it inherits."""
-        command = (sys.executable, "-m", "verl.trainer.main_ppo", *arguments(self))
+        on_nodes = ("spec_plugin_verl_cpu.nodes", str(self.nodes)) if self.nodes > 1 else ()
+        command = (sys.executable, "-m", *on_nodes, "verl.trainer.main_ppo", *arguments(self))
         return Launch(command, environment(self, base), self.out, self.steps, "verl", MODULES)
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
@@ -107,7 +114,7 @@ def arguments(run: VerlRun) -> list[str]:
         f"reward.custom_reward_function.path={run.reward_file}",
         'trainer.logger=["console","file"]',
         "trainer.n_gpus_per_node=1",
-        "trainer.nnodes=1",
+        f"trainer.nnodes={run.nodes}",
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
@@ -145,7 +152,8 @@ def arguments(run: VerlRun) -> list[str]:
         "+ray_kwargs.ray_init.object_store_memory=1000000000",
     ]
     flag = [] if run.plain else [PLUGIN_FLAG]
-    return [*grpo, *single_precision, *small_machine, *flag, *run.overrides]
+    joined = _JOIN if run.nodes > 1 else ()
+    return [*grpo, *single_precision, *small_machine, *joined, *flag, *run.overrides]
 
 
 def environment(run: VerlRun, base: Mapping[str, str]) -> dict[str, str]:
