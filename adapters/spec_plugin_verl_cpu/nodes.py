@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from pathlib import Path
 
+from ray._private.utils import get_ray_address_file
 from ray.cluster_utils import Cluster
 
 #: what each node has; Ray chooses the ports
@@ -19,6 +21,8 @@ def main() -> None:
     """Start the nodes, and run the module as a driver on them."""
     count, module, *arguments = sys.argv[1:]
     cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    # else any other run that starts here would join, or fail to join when we are gone
+    Path(get_ray_address_file(None)).unlink(missing_ok=True)
     for _ in range(int(count) - 1):
         cluster.add_node(**NODE)
     print(f"Started a local Ray instance of {count} nodes", flush=True)  # `launch.ray_failed_to_start` reads it
