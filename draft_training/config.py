@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-FAMILIES = ("qwen3", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+#: the family's attention window where config.json does not say; the others have none
+_WINDOWS = {"mistral": 4096}
 ROPE_TYPES = ("default", "linear", "llama3")
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -160,7 +162,7 @@ class DraftConfig:
         """The draft for a target.
 
         Args:
-            hf_config: the target's config.json as a dict; dense Qwen3, Qwen2 or Llama.
+            hf_config: the target's config.json as a dict; dense Qwen3, Qwen2, Llama or Mistral.
             draft_vocab_size: size of a pruned vocabulary; None: the target's own.
             aux_layers: target layers whose input feeds the draft; None: vLLM's (2, L // 2, L - 3).
             intermediate_size: of the draft's MLP; None: the target's.
@@ -177,6 +179,11 @@ class DraftConfig:
         missing = [key for key in _NEEDED if hf_config.get(key) is None]
         if missing:
             raise DraftConfigError(f"the target's config.json lacks {', '.join(missing)}; give the whole config.json")
+        if window := _window(hf_config):
+            raise DraftConfigError(
+                f"sliding_window={window}: the target attends to the last {window} tokens only, and the draft to all; use a "
+                "target whose config.json says sliding_window=null (Mistral 0.2 and later), or another method"
+            )
         layers = int(hf_config["num_hidden_layers"])
         heads, kv_heads, head_dim = _heads(hf_config)
         return cls(
@@ -310,6 +317,14 @@ def _within(ids: Sequence[int], layers: int) -> tuple[int, ...]:
             f"aux_layers={list(ids)}: the target has layers 0 to {layers - 1}; choose ids among them"
         )
     return tuple(int(i) for i in ids)
+
+
+def _window(hf: Mapping[str, Any]) -> int | None:
+    """The attention window of some layers of a target; None: each attends to the whole text."""
+    family = str(hf.get("model_type"))
+    if family.startswith("qwen"):
+        return hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    return hf.get("sliding_window", _WINDOWS[family]) if family in _WINDOWS else None
 
 
 def _heads(hf: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -99,7 +99,7 @@ def _judge(config: Any, before: list[Objection], find: FindModel) -> Judgement:
             model=looked_up,
             model_option=_MODEL,
             shape=_shape(config),
-            shapes=_shapes(config),
+            shapes=_shapes(config, (looked_up.config or {}).get("model_type")),
             eager=bool(arguments["enforce_eager"]),
             graphs=options.graph_mode(rollout),
             rollout_in_loss=bypass or any(correction.get(name) for name in ("rollout_is", "rollout_rs")),
@@ -136,7 +136,7 @@ def _shape(config: Any) -> str:
     return f"{words[0]}; {engines} of {size or '?'} ranks each"
 
 
-def _shapes(config: Any) -> tuple[str, ...]:
+def _shapes(config: Any, family: Any) -> tuple[str, ...]:
     ranks, size = _sizes(config)
     model, slices = config.actor_rollout_ref.model, _sequence_parallel(config)
     used = {
@@ -146,6 +146,7 @@ def _shapes(config: Any) -> tuple[str, ...]:
         "sp2": slices > 1,
         "lora": options.lora(model) == "merged",
         "packed": bool(model.use_remove_padding),
+        "mistral": family == "mistral",
     }
     return tuple(name for name, uses in used.items() if uses)
 

@@ -31,6 +31,7 @@ class Shape:
     overrides: tuple[str, ...]
     ranks: int = 1  # of the actor
     nodes: int = 1  # of Ray
+    family: str = "qwen3"  # of the policy
 
 
 _TP = (
@@ -65,6 +66,7 @@ SHAPES = {
             f"{_ACTOR}.fsdp_config.optimizer_offload=True",
         ),
     ),
+    "mistral": Shape("a Mistral policy", (), family="mistral"),
 }
 
 
@@ -82,7 +84,7 @@ class Driver(ConformanceDriver):
         super().__init__(root, shape)
         self._shape = SHAPES[shape] if shape else Shape("", ())
         root.mkdir(parents=True, exist_ok=True)
-        self._target = tiny.make_target(root / "policy")
+        self._target = tiny.make_target(root / "policy", family=self._shape.family)
         self._data = root / "data.parquet"
         pd.DataFrame([_row(i, text) for i, text in enumerate(tiny.prompts(64))]).to_parquet(self._data)
         self._reward = tiny.write_reward(root)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 VOCAB, HIDDEN, STEP = 320, 64, 37
 END, PAD = "<|im_end|>", "<|pad|>"  # verl asks any Qwen tokenizer for <|im_end|>
@@ -28,8 +28,13 @@ def reward_func(queries, prompts, labels):
 '''
 
 
-def tiny_config(**changes: Any) -> Qwen3Config:
-    """A Qwen3 of 0.3M parameters that EAGLE-3 and vLLM on a CPU accept, with changes."""
+def tiny_config(family: str = "qwen3", **changes: Any) -> PretrainedConfig:
+    """A policy of 0.3M parameters that EAGLE-3 and vLLM on a CPU accept, with changes.
+
+    Args:
+        family: its ``model_type``.
+        changes: to the settings here.
+    """
     settings = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -44,22 +49,24 @@ def tiny_config(**changes: Any) -> Qwen3Config:
         "pad_token_id": 1,
         "bos_token_id": None,
     }
-    return Qwen3Config(**(settings | changes))
+    if family == "mistral":
+        settings["sliding_window"] = None  # as released since 0.2; left out it would be 4096
+    return AutoConfig.for_model(family, **(settings | changes))
 
 
 def make_target(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """A random Qwen3 that says, six times in seven, the current token + 37: sharp, and easy to draft for.
+    """A random policy that says, six times in seven, the current token + 37: sharp, and easy to draft for.
 
     Args:
         folder: what is there already stays.
         dtype: of the weights.
-        changes: to ``tiny_config``; vocabulary and hidden size stay.
+        changes: to ``tiny_config``, its family among them; vocabulary and hidden size stay.
     """
     if (folder / "config.json").exists():
         return folder
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(tiny_config(**changes))
+        model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=torch.float32)
         embed = torch.nn.functional.normalize(torch.randn(VOCAB, HIDDEN), dim=-1)
     model.model.embed_tokens.weight.data = embed * 8
     model.lm_head.weight.data = embed.roll(STEP, 0).clone()  # row i + 37 points where token i does

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import small
-import torch
 
 from draft_training.checkpoint import save_draft
 from draft_training.config import DraftConfig
@@ -71,14 +70,4 @@ def llm(target: Path, draft: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def greedy_reference(target: Path) -> list[list[int]]:
-    """What the target says greedily, according to transformers: no vLLM, no speculation."""
-    from transformers import Qwen3ForCausalLM
-
-    model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    outputs = []
-    for prompt in small.PROMPTS:
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            out = model.generate(ids, max_new_tokens=small.TOKENS, do_sample=False, eos_token_id=None)
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
+    return small.reference(target)

@@ -18,9 +18,23 @@ PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(6 + i)] for i in range(6)]
 TOKENS = 24
 
 
-def make_target(folder: Path) -> Path:
-    """A random Qwen3 of 8 layers that, with probability 0.85, says the current token + 37: sharp, and easy to draft for."""
-    return tiny.make_target(folder, num_key_value_heads=2)
+def make_target(folder: Path, family: str = "qwen3") -> Path:
+    """A random policy of 8 layers that, with probability 0.85, says the current token + 37: sharp, and easy to draft for."""
+    return tiny.make_target(folder, num_key_value_heads=2, family=family)
+
+
+def reference(target: Path) -> list[list[int]]:
+    """What the target says greedily, according to transformers: no vLLM, no speculation."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    outputs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            out = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
 
 
 def draft_config(target: Path, draft_vocab_size: int | None = None) -> DraftConfig:
@@ -58,25 +72,29 @@ def good_tensors(config: DraftConfig) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def engine_options(draft: Path) -> dict[str, Any]:
+    """Of every engine here, in words that JSON has too."""
+    return {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "logprobs_mode": "processed_logprobs",  # raw ones hide wrong sampling
+        "speculative_config": {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 3},
+        "worker_extension_cls": EXTENSION,
+    }
+
+
 def start_engine(target: Path, draft: Path, **options: Any) -> Any:
     """An engine in this process, so that tests reach its worker and can step it by hand."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM
 
-    return LLM(
-        model=str(target),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=16,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        logprobs_mode="processed_logprobs",  # raw ones hide wrong sampling
-        speculative_config={"method": "eagle3", "model": str(draft), "num_speculative_tokens": 3},
-        **{"worker_extension_cls": EXTENSION, **options},
-    )
+    return LLM(model=str(target), **{**engine_options(draft), **options})
 
 
 def generate(llm: Any, temperature: float = 0.0, tokens: int = TOKENS, **options: Any) -> list[Any]:

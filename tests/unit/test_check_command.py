@@ -171,13 +171,13 @@ def test_a_draft_that_is_given_is_looked_at_and_makes_up_for_the_family(tmp_path
         "num_attention_heads": 2,
         "head_dim": 32,
     }
-    target = small | {"num_key_value_heads": 1, "num_hidden_layers": 8, "model_type": "mistral"}
+    target = small | {"num_key_value_heads": 1, "num_hidden_layers": 8, "model_type": "seed_oss"}
     config = DraftConfig.from_target(target | {"model_type": "qwen3"})
     trainer = DraftTrainer(config, TrainSettings(), device="cpu", seed=0)
     save_draft(tmp_path / "draft", config, trainer.engine_tensors(torch.float32))
     flags = (*GOOD, "--spec.draft", str(tmp_path / "draft"))
     found = openrlhf.check(flags, lambda name: Model(name, target, "x"))
-    assert found.accepted and any("mistral" in note for note in found.notes), found.objections
+    assert found.accepted and any("seed_oss" in note for note in found.notes), found.objections
     found = openrlhf.check(flags, lambda name: Model(name, target | {"hidden_size": 32}, "x"))
     assert [o.reason for o in found.objections] == ["a draft for this model"] and "hidden_size=64" in str(
         found.objections[0]

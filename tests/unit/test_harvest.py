@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from draft_training.config import FAMILIES
 from spec_plugin.harvest import Harvester, responses_at_the_end
 
 AUX = (1, 3, 4)
@@ -12,20 +13,14 @@ LENGTHS = (7, 4, 9)
 RESPONSES = (3, 2, 5)
 H, V = 32, 61
 
-FAMILIES = {
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
-    "llama": (LlamaForCausalLM, LlamaConfig),
-}
 
-
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(params=FAMILIES)
 def model(request):
-    model_class, config_class = FAMILIES[request.param]
     sizes = {"hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 6, "vocab_size": V, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
     torch.manual_seed(0)
-    model = model_class(config_class(**sizes, **heads, attn_implementation="sdpa", tie_word_embeddings=False))
+    options = {"attn_implementation": "sdpa", "tie_word_embeddings": False, "sliding_window": None}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **sizes, **heads, **options))
     torch.nn.init.uniform_(model.model.norm.weight, 0.5, 2.0)  # so that before and after the final norm differ
     return model.eval()
 

@@ -26,12 +26,30 @@ def test_a_target_without_head_dim_gets_hidden_over_heads():
     assert (config.head_dim, config.num_kv_heads) == (4, 4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
 def test_dense_families_are_accepted(family):
-    assert DraftConfig.from_target(target(model_type=family)).aux_layers == (2, 4, 5)
+    assert DraftConfig.from_target(target(model_type=family, sliding_window=None)).aux_layers == (2, 4, 5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", None])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "mistral", "sliding_window": 512},
+        {"model_type": "mistral"},  # 4096 is what transformers takes then
+        {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True},
+    ],
+)
+def test_a_target_with_an_attention_window_is_refused(changes):
+    with pytest.raises(DraftConfigError, match=f"sliding_window={changes.get('sliding_window', 4096)}"):
+        DraftConfig.from_target(target(**changes))
+
+
+def test_a_window_that_is_not_used_is_none():
+    for changes in ({"model_type": "qwen2", "use_sliding_window": False}, {"model_type": "llama"}):
+        assert DraftConfig.from_target(target(sliding_window=512, **changes)).num_heads
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "seed_oss", None])
 def test_other_families_are_refused_by_name(family):
     with pytest.raises(DraftConfigError, match=f"model_type={family!r}"):
         DraftConfig.from_target(target(model_type=family))
