@@ -52,7 +52,7 @@ MINIMAL = "tests/engine/test_conformance_minimal.py"
 KEEPS = f"{MINIMAL}::test_the_minimal_adapter_keeps_the_contract"
 STARTS_VERL = frozenset({"verl"})
 #: deployment shapes of the kit's drivers; all checks of one take 5 to 15 minutes
-SHAPES = {"verl": ("tp2", "dp2", "nodes2", "lora", "packed", "mistral"), "openrlhf": ("tp2", "dp2", "zero3")}
+SHAPES = {"verl": ("tp2", "dp2", "nodes2", "lora", "packed", "mistral"), "openrlhf": ("tp2", "dp2", "zero3", "job")}
 #: the checks of a shape that need one short run and no self-test
 QUICK = '"installed or untouched or arrives or hidden or learns"'
 

@@ -32,6 +32,7 @@ SHAPES = {
         ("--train.colocate_all", "--vllm.enable_sleep"),
     ),
     "zero3": ("two ranks of the actor, ZeRO-3", (*_TWO_RANKS, "--ds.zero_stage", "3")),
+    "job": ("one rank, one engine, by `ray job submit`", ()),
 }
 
 
@@ -83,7 +84,14 @@ class Driver(ConformanceDriver):
     def launch(self, run: RunSettings) -> Generator[tuple[int, dict[str, float]], None, None]:
         """One run of ``openrlhf.cli.train_ppo_ray``; killed after its last step, as its data would last longer."""
         trainer = OpenRLHFRun(
-            self._target, self._data, self._reward, run.out, run.steps, not run.enabled, tuple(self._flags(run))
+            self._target,
+            self._data,
+            self._reward,
+            run.out,
+            run.steps,
+            plain=not run.enabled,
+            overrides=tuple(self._flags(run)),
+            submitted=self.shape == "job",
         )
         for step, metrics in trainer.follow():
             yield step, metrics

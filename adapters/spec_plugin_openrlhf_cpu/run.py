@@ -42,6 +42,7 @@ class OpenRLHFRun:
     plain: bool = False  # without the plugin
     overrides: tuple[str, ...] = ()  # flags and their values, in place of those below
     max_num_seqs: int | None = None  # most requests that the engine runs at once; OpenRLHF has no flag for it
+    submitted: bool = False  # as a job, to a Ray cluster that runs already
 
     @property
     def log_file(self) -> Path:
@@ -56,8 +57,10 @@ class OpenRLHFRun:
     def launch(self, base: Mapping[str, str] = os.environ) -> Launch:
         """What to start, with ``base`` as the environment that it inherits."""
         module = PLAIN_MODULE if self.plain else PLUGIN_MODULE
-        command = (sys.executable, "-m", "spec_plugin_openrlhf_cpu", module, *arguments(self))
-        return Launch(command, environment(self, base), self.out, self.steps, "openrlhf", MODULES)
+        how = "spec_plugin_openrlhf_cpu.job" if self.submitted else "spec_plugin_openrlhf_cpu"
+        command = (sys.executable, "-m", how, module, *arguments(self))
+        modules = () if self.submitted else MODULES  # a fork server knows of one job only
+        return Launch(command, environment(self, base), self.out, self.steps, "openrlhf", modules)
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
         """Run it; see :func:`spec_plugin.conformance.launch.follow`."""

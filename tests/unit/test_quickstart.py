@@ -188,6 +188,17 @@ def test_verls_overrides_come_last_so_that_they_win(tmp_path: Path) -> None:
     assert verl.arguments(verl_run(tmp_path, overrides=("data.seed=7",)))[-1] == "data.seed=7"
 
 
+def test_a_run_on_nodes_joins_the_cluster_that_it_starts_and_one_run_as_a_job_starts_cold(tmp_path: Path) -> None:
+    run = verl_run(tmp_path, nodes=2)
+    joined = verl.arguments(run)
+    assert "trainer.nnodes=2" in joined
+    for name in ("num_cpus", "num_gpus", "object_store_memory"):  # Ray refuses these of who joins a cluster
+        assert [w for w in joined if f"ray_init.{name}=" in w][-1].endswith("=null")
+    assert run.launch({}).command[2:5] == ("spec_plugin_verl_cpu.nodes", "2", "verl.trainer.main_ppo")
+    job = openrlhf_run(tmp_path, submitted=True).launch({})
+    assert job.command[2] == "spec_plugin_openrlhf_cpu.job" and not job.modules
+
+
 def test_openrlhfs_overrides_replace_a_flag_and_what_follows_from_it(tmp_path: Path) -> None:
     overrides = ("--rollout.batch_size", "4", "--actor.adam.lr=1e-3", "--actor.adam.betas", "0.9", "0.99")
     words = openrlhf.arguments(openrlhf_run(tmp_path, overrides=overrides))
