@@ -49,7 +49,9 @@ def training_memory(config: DraftConfig, tokens: int, steps: int, policy_bytes: 
     batch = (len(config.aux_layers) + 1) * config.hidden_size * tokens * policy_bytes
     vocabulary = 4 * min(CHUNK_ELEMENTS, tokens * config.vocab_size)
     step = weights + _activations(config, tokens, steps) + hidden + batch + _TEMPORARIES * vocabulary
-    head = 4 * config.hidden_size * config.draft_vocab_size if config.pruned else 0  # the policy's rows: nothing is kept
+    head = (
+        4 * config.hidden_size * config.draft_vocab_size if config.pruned else 0
+    )  # the policy's rows: nothing is kept
     optimizer = weights - head + 4 * _NORMS * config.hidden_size
     return TrainingMemory(weights, optimizer + policy, step)
 

@@ -45,8 +45,7 @@ class DraftSettings:
     tokens: int = 64  # most sampled tokens per rollout
     temperature: float = 1.0
     steps: int = 300  # optimizer steps
-    k: int = 3  # unrolled steps
-    lr: float = 2e-3
+    k: int = 8  # most unrolled steps
     tokens_per_step: int = 1024
     dtype: str = "float32"
     seed: int = 0
@@ -177,7 +176,7 @@ def _train(out: Path, target: Path, prompts: Prompts, settings: DraftSettings, d
         held_out, training = documents[: len(documents) // 10], documents[len(documents) // 10 :]
         trainer = DraftTrainer(
             config,
-            TrainSettings(lr=settings.lr, ttt_steps=settings.k, tokens_per_step=settings.tokens_per_step),
+            TrainSettings(ttt_steps=settings.k, tokens_per_step=settings.tokens_per_step),
             device=device,
             seed=settings.seed,
         )

@@ -54,7 +54,7 @@ def test_a_default_run_is_accepted_and_told_what_it_would_do() -> None:
     assert "up to 5 tokens" in found.facts["method"] and found.facts["shape"].startswith("8 fsdp actor ranks; 4 vllm")
     assert (
         "268M parameters" in found.facts["draft on the actor"]
-        and "2.0 GiB of optimizer" in found.facts["draft on the actor"]
+        and "1.0 GiB of optimizer" in found.facts["draft on the actor"]
     )
     assert (
         "512 MiB" in found.facts["draft in the engine"] and "split over 2 ranks" in found.facts["draft in the engine"]
