@@ -51,6 +51,13 @@ class SpecConfig(BaseModel):
 
     train: bool = Field(True, description="train the draft online from harvested hidden states")
     train_share: float = Field(0.10, ge=0.0, le=0.5, description="share of a step's time for draft training")
+    head_start: float = Field(
+        1.0,
+        ge=0.0,
+        le=10.0,
+        description="time beyond train_share for a newborn draft before it is first served, in rollouts, "
+        "where it is predicted to pay back within three steps; 0: none",
+    )
     train_max_steps: int = Field(64, ge=1, le=10_000, description="most draft optimizer steps per trainer step")
     train_tokens: int | None = Field(
         None,

@@ -34,6 +34,8 @@ _BRAKE_PHASES = 8
 _NEWEST = 0.5
 #: tokens of a verification step below which a draft is dropped in a try while the timings contradict each other
 _BREAK_EVEN_UNKNOWN = 1.5
+#: chance of each token of a draft that has learnt for a step or two, and steps within which its head start must pay back
+_HOPED_CHANCE, _PAYS_BACK_WITHIN = 0.7, 3
 #: bytes that the sampler may take on a card, outside of what vLLM has counted
 _SAMPLER_ROOM = 2 << 30
 _SHOWN_SIZES = (1, 8, 32)
@@ -106,6 +108,9 @@ class BreakEvenController:
         self._plan = plan.nothing(0)
         self._realised: float | None = None
         self._dropped = False  # was the draft, within the last phase
+        self._newborn: bool | None = None  # not known before the first refresh
+        self._plain_seconds = 0.0  # of the last phase without drafts
+        self._granted = self._head_start = 0.0  # seconds of head start, in all and for the last slice
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
@@ -129,6 +134,8 @@ class BreakEvenController:
     @hookimpl
     def spec_refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         """A draft that was not installed predicts nothing."""
+        if self._newborn is None:
+            self._newborn = refresh.draft_version == 0  # a resumed one is not
         if report.installed:
             self._predicted = refresh.expected_chances
 
@@ -138,6 +145,8 @@ class BreakEvenController:
         self.cost.observe(stats.steps)
         drafted = stats.drafts > 0
         self._undrafted = 0 if drafted else self._undrafted + 1
+        if not drafted:
+            self._plain_seconds = stats.seconds
         enough = stats.drafts >= _MIN_DRAFTS and stats.acceptance_length is not None
         self._measured = _acceptance_of(stats) if enough else None
         if self._measured is not None:
@@ -248,11 +257,37 @@ class BreakEvenController:
         return plan.fixed(min(_TRY_K, self._config.k), self._target.max_num_seqs)
 
     @hookimpl
+    def spec_head_start(self, step: int) -> float | None:
+        """More time for a newborn draft, as long as nothing is drafted: each step without it costs what it would save.
+
+        What it would save is what the cost model says of a draft that has learnt for one step; where not even that would be
+        faster than plain decoding, or where it is good enough already, nothing is granted.
+        """
+        self._head_start = 0.0
+        config = self._config
+        wanted = self._newborn and config.draft is None and config.serve == "auto" and not self._fixed
+        if not wanted or self._tried or self._plain_seconds <= 0.0 or not self._load or self.cost.problem is not None:
+            return None
+        nothing = plan.nothing(self._target.max_num_seqs).table
+        if (
+            self.acceptance_curve
+            and plan.best(self.cost, self.acceptance_curve, self._load, nothing, config.k).speculates
+        ):
+            return None
+        hoped = plan.best(self.cost, (_HOPED_CHANCE,), self._load, nothing, config.k).speedup
+        saved = self._plain_seconds * (1.0 - 1.0 / hoped)
+        left = config.head_start * self._plain_seconds - self._granted
+        self._head_start = max(0.0, min(left, _PAYS_BACK_WITHIN * saved))
+        self._granted += self._head_start
+        return self._head_start
+
+    @hookimpl
     def spec_metrics(self) -> dict[str, float]:
         """What was chosen, what it is expected to do, and what it did."""
         table, size = self._plan.table, len(self._plan.table) - 1
         trusted = self.cost.problem is None  # looks at every cell
         out = {"spec/on": float(self._plan.speculates), "spec/dropped": float(self._dropped)}
+        out["spec/head_start_ms"] = self._head_start * 1e3
         sizes = [b for b in (*_SHOWN_SIZES, size) if 0 < b <= size]
         out.update({f"spec/k_b{b}": float(table[b]) for b in sizes})
         if self._config.break_even is not None and size:

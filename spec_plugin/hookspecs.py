@@ -94,6 +94,14 @@ def spec_check_logprobs(batch: LogprobBatch) -> None:
     """
 
 
+@hookspec(firstresult=True)
+def spec_head_start(step: int) -> float | None:
+    """(A) Before ``spec_train_draft``: seconds that this slice may take beyond ``train_share``, or None for none.
+
+    Asked on every rank; the largest answer holds for all, since only the first one knows what the engines do.
+    """
+
+
 @hookspec
 def spec_train_draft(step: int, seconds: float) -> None:
     """(A) The trainer's own update is done: one slice of draft training, of at most ``seconds`` wall-clock seconds."""

@@ -53,6 +53,9 @@ SCHEMA = (
     Metric("spec/draft_loss", "nats", 0, 1e4, "loss of the last slice of draft training"),
     Metric("spec/train_ms", "ms", 0, 1e7, "time of that slice"),
     Metric("spec/train_steps", "", 0, 1e4, "optimizer steps in it"),
+    Metric(
+        "spec/head_start_ms", "ms", 0, 1e7, "time that the last slice was allowed beyond train_share, see head_start"
+    ),
     Metric("spec/train_unroll", "", 1, 16, "drafted tokens that it unrolls; grows up to k as acceptance does"),
     Metric("spec/logprob_diff_mean", "nats", 0, 1, "mean of abs(rollout - recomputed) log-prob in this step"),
     Metric("spec/logprob_diff_p9999", "nats", 0, 1e2, "99.99 % of its tokens differ by no more"),

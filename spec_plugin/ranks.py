@@ -35,6 +35,16 @@ def on_any_rank(*flags: bool) -> tuple[bool, ...]:
     return tuple(map(any, zip(*found, strict=True)))
 
 
+def most_of_any_rank(value: float) -> float:
+    """The largest of all ranks' values (collective)."""
+    group = actor_group()
+    if group is None:
+        return value
+    found: list[float] = [0.0] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return max(found)
+
+
 @contextmanager
 def together(what: str) -> Iterator[None]:
     """Go on behind the block only if every rank came through it (collective).

@@ -17,7 +17,7 @@ from spec_plugin.errors import LosslessError
 from spec_plugin.events import WeightSync
 from spec_plugin.harvest import Harvester, SequenceShards
 from spec_plugin.link import EngineLink
-from spec_plugin.ranks import on_any_rank
+from spec_plugin.ranks import most_of_any_rank, on_any_rank
 from spec_plugin.session import SpecSession
 
 logger = logging.getLogger(__name__)
@@ -142,12 +142,13 @@ class RolloutControl:
         await self._audit("rolled out")
 
     def train_draft(self, step: int) -> None:
-        """One slice of draft training, bounded to ``train_share`` of the whole step (collective)."""
+        """One slice of draft training, bounded to ``train_share`` of the whole step, and a head start (collective)."""
         session = self.session
         self.agree()
+        head_start = most_of_any_rank(session.head_start(step)) if session.config.head_start else 0.0
         began = time.monotonic()
         share = session.config.train_share
-        session.train_draft(step, share / (1.0 - share) * (began - self._slice_ended))
+        session.train_draft(step, share / (1.0 - share) * (began - self._slice_ended) + head_start)
         self._slice_ended = time.monotonic()
 
     async def _audit(self, moment: str) -> None:

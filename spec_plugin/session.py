@@ -128,6 +128,12 @@ class SpecSession:
         """
         self.manager.hook.spec_check_logprobs(batch=batch)
 
+    def head_start(self, step: int) -> float:
+        """Seconds that the coming slice may take beyond its share; 0 after a failure."""
+        fire = self.manager.hook.spec_head_start
+        granted = None if self.failed else self._guarded("head start", lambda: fire(step=step))
+        return 0.0 if granted is None else float(granted)
+
     def train_draft(self, step: int, seconds: float) -> None:
         """Run one slice of draft training of at most ``seconds``."""
         if not self.failed:
