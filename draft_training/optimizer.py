@@ -87,7 +87,7 @@ class DraftOptimizer:
             lr: Muon's.
             vector_lr: AdamW's.
             betas: AdamW's.
-            weight_decay: of both.
+            weight_decay: Muon's; norms and a head that was taken over from the policy keep their size.
         """
         self._parameters = dict(parameters)
         matrices = [p for name, p in parameters.items() if p.ndim == 2 and name != "lm_head.weight"]
@@ -97,7 +97,7 @@ class DraftOptimizer:
         if matrices:
             self._parts.append((Muon(matrices, lr, weight_decay=weight_decay), lr))
         if rest:
-            adam = torch.optim.AdamW(rest, lr=vector_lr, betas=betas, weight_decay=weight_decay)
+            adam = torch.optim.AdamW(rest, lr=vector_lr, betas=betas, weight_decay=0.0)
             self._parts.append((adam, vector_lr))
 
     def zero_grad(self) -> None:

@@ -32,10 +32,10 @@ POLICY_TENSORS_MISSING = "the policy's embedding and LM head are not known yet: 
 class TrainSettings:
     """How the draft is trained."""
 
-    lr: float = 6e-2  # highest of matrices: size of an update's singular values, see Muon
+    lr: float = 0.1  # highest of matrices: size of an update's singular values, see Muon
     vector_lr: float = 1e-3  # of norms and a trained head (AdamW)
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
-    weight_decay: float = 0.0
+    weight_decay: float = 0.5  # of matrices, as a share of lr: what a policy that moves asks for
     grad_clip: float = 1.0  # norm of the draft's own gradients
     ttt_steps: int = 3  # most unrolled steps of the training-time test; the engine's k
     first_steps: int = 3  # unrolled by a newborn draft, until it reaches further
@@ -44,7 +44,7 @@ class TrainSettings:
     replay_share: float = 0.25  # share of older policy versions in a step
     warmup_steps: int = 10  # linear
     decay_steps: float = 30.0  # steps from which a newborn draft's rates fall as 1 / sqrt
-    lr_floor: float = 0.25  # share of the rates that is kept for ever: online training has no end to decay towards
+    lr_floor: float = 0.15  # share of the rates that is kept for ever: online training has no end to decay towards
     offload: bool = False  # optimizer state and the policy's copies lie in the host's memory between slices
     train_head: bool = False  # pruned vocabulary only: train the head instead of following the policy's rows
 

@@ -58,15 +58,15 @@ class SpecConfig(BaseModel):
         description="time beyond train_share for a newborn draft before it is first served, in rollouts, "
         "where it is predicted to pay back within three steps; 0: none",
     )
-    train_max_steps: int = Field(64, ge=1, le=10_000, description="most draft optimizer steps per trainer step")
+    train_max_steps: int = Field(128, ge=1, le=10_000, description="most draft optimizer steps per trainer step")
     train_tokens: int | None = Field(
         None,
         ge=32,
         le=1_048_576,
-        description="tokens per draft optimizer step, and the longest context it trains; none: 8192 on a card, 1024 on a CPU",
+        description="tokens per draft optimizer step, and the longest context it trains; none: 8192 on a card, 512 on a CPU",
     )
     lr: float = Field(
-        6e-2,
+        0.1,
         gt=0.0,
         le=1.0,
         description="highest learning rate of the draft's own Muon; no need to change it with the model's size",

@@ -144,8 +144,9 @@ class RolloutControl:
     def train_draft(self, step: int) -> None:
         """One slice of draft training, bounded to ``train_share`` of the whole step, and a head start (collective)."""
         session = self.session
-        self.agree()
-        head_start = most_of_any_rank(session.head_start(step)) if session.config.head_start else 0.0
+        wanted = session.head_start(step) if session.config.head_start else 0.0
+        self.agree()  # behind it: who failed there takes no part in the slice
+        head_start = most_of_any_rank(wanted) if session.config.head_start else 0.0
         began = time.monotonic()
         share = session.config.train_share
         session.train_draft(step, share / (1.0 - share) * (began - self._slice_ended) + head_start)

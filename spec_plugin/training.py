@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 #: tokens per draft optimizer step, by device type: a window also bounds the context that the draft's attention learns
-TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=1024)
+TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=512)
 
 
 def _device(target: TargetInfo, embed: Tensor) -> torch.device:

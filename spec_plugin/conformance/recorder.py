@@ -150,6 +150,11 @@ class Recorder:
         return False
 
     @hookimpl
+    def spec_head_start(self, step: int) -> None:
+        """Asked before each slice; the answer is somebody else's."""
+        self._write("spec_head_start", step=step)
+
+    @hookimpl
     def spec_train_draft(self, step: int, seconds: float) -> None:
         """The slice that the draft gets."""
         self._write("spec_train_draft", step=step, seconds=seconds)

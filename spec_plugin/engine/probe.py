@@ -19,8 +19,8 @@ from spec_plugin.engine.verdicts import Sampled
 T = TypeVar("T")
 
 TOP = 20  # most likely tokens whose log-probs are asked for
-TOKENS = 25  # that each request of a calibration makes
-ROUNDS = 5  # of all kinds, at each batch size
+TOKENS = 17  # that each request of a calibration makes
+ROUNDS = 3  # of all kinds, at each batch size
 
 
 async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -94,7 +94,7 @@ async def calibrate(probe: Probe, prompts: Sequence[Sequence[int]], k: int, entr
     """Have the engine decode at several batch sizes with 0, 1, 3 and k drafted tokens: its step log tells what that takes.
 
     The kinds take turns, so that a busy moment of the machine meets all of them. With 0 the draft is paused, as it is when
-    no batch size speculates. Smallest batch first.
+    no batch size speculates. Smallest and fullest batch first: between them a model can guess, beyond them it cannot.
 
     Args:
         probe: the engine.
@@ -105,7 +105,8 @@ async def calibrate(probe: Probe, prompts: Sequence[Sequence[int]], k: int, entr
     """
     largest, cost = probe.max_num_seqs, 0.0
     params = probe.params(TOKENS, plain=False, output_kind=RequestOutputKind.FINAL_ONLY)
-    for batch in sorted({b for b in (1, 8, 32) if b <= largest} | {min(largest, 128)}):
+    full = min(largest, 128)
+    for batch in dict.fromkeys((1, full, *(b for b in (8, 32) if b < full))):
         begin = time.perf_counter()
         if begin + 2 * cost > deadline:
             return

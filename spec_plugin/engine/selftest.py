@@ -65,7 +65,7 @@ LEAST_SCORED = 32  # in any case
 MOST_AT_ONCE = 256  # requests: the sampler's memory, with the log-probs of all of them, is nobody's budget
 SAMPLES_UNTIL = 0.55  # share of the time after which no round of samples is begun; the rest is for the last checks
 SCORED_UNTIL = 0.75  # and after which no more pairs are scored
-CALIBRATED_FOR = 0.2  # share of the time in which batch sizes may be calibrated in any case
+CALIBRATED_FOR = 0.4  # share of the time in which batch sizes may be calibrated in any case
 
 
 def default_prompts(

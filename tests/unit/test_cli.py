@@ -192,7 +192,7 @@ def test_the_doctor_says_what_training_a_draft_takes_and_where_it_lies(monkeypat
         monkeypatch.setattr(doctor, "_on_cpu", lambda value=on_cpu: value)
         (finding,) = doctor.examine_memory(TARGET | shape)
         found[on_cpu] = finding.detail
-    assert "in a step of 1024 tokens" in found[True] and "always" in found[True]
+    assert "in a step of 512 tokens" in found[True] and "always" in found[True]
     assert "in a step of 8192 tokens" in found[False] and "in host memory between them" in found[False]
     made = DraftConfig.from_target(TARGET | shape)
     of_slices = 4 * made.parameters + 2 * 2 * 32_768 * 1024  # a card keeps the policy's tensors in bfloat16

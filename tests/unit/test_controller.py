@@ -170,7 +170,7 @@ def test_a_break_even_that_the_user_set_is_not_replaced_by_the_measured_one():
     c = controller({1: 1.1, 8: 1.1}, break_even=3.0)
     refreshed(c, 2.9)
     assert not on(c)
-    nothing = dict.fromkeys(("spec/on", "spec/dropped", "spec/k_b1", "spec/k_b8"), 0.0)
+    nothing = dict.fromkeys(("spec/on", "spec/head_start_ms", "spec/dropped", "spec/k_b1", "spec/k_b8"), 0.0)
     assert c.spec_metrics() == nothing | {f"spec/break_even_b{SEQS}": 3.0}
 
 
@@ -350,6 +350,56 @@ def test_a_prediction_is_compared_with_the_engine_as_far_as_both_have_looked(cap
     promised(c, (0.9,) * 8)
     on(c)
     assert not caplog.records
+
+
+def born(seconds: float = 10.0, version: int = 0, **options: object) -> BreakEvenController:
+    """After a first phase without drafts, of so many seconds; drafting pays from 1.2 tokens a step."""
+    c = controller({8: 1.2}, **options)
+    c.spec_refreshed(DraftRefresh(version, 0, {}, "", ()), RefreshReport(True, 0, "", 1.0))
+    c.spec_schedule(0)
+    c.spec_rollout_end(RolloutStats(0, 8, 1000, seconds, 0, 0, 0, steps=(StepTiming(8, 0, True, 1.0, 125),)))
+    return c
+
+
+def test_a_newborn_draft_may_learn_for_longer_once_and_no_longer_than_a_rollout():
+    c = born()
+    assert c.spec_head_start(1) == pytest.approx(
+        10.0
+    )  # at 2.5 tokens a step the rollout would take half: 15 s in 3 steps
+    assert c.spec_metrics()["spec/head_start_ms"] == pytest.approx(10_000)
+    assert c.spec_head_start(2) == 0.0, "all that was granted"
+    assert c.spec_metrics()["spec/head_start_ms"] == 0.0
+
+
+def test_no_more_is_granted_than_pays_back_within_three_steps():
+    c = born(head_start=10.0)
+    granted = c.spec_head_start(1)
+    assert granted is not None and 10.0 < granted < 3 * 10.0 * (1 - 1 / 2.53)
+
+
+def test_a_draft_that_cannot_pay_gets_no_head_start():
+    c = controller({8: 3.0})  # 0.7 a token is 2.5 tokens a step
+    c.spec_refreshed(DraftRefresh(0, 0, {}, "", ()), RefreshReport(True, 0, "", 1.0))
+    c.spec_rollout_end(RolloutStats(0, 8, 1000, 10.0, 0, 0, 0, steps=(StepTiming(8, 0, True, 1.0, 125),)))
+    assert c.spec_head_start(1) == 0.0
+
+
+def test_a_draft_that_is_good_enough_brought_resumed_or_not_asked_for_gets_no_head_start():
+    good = born()
+    promised(good, (0.9, 0.9, 0.9))
+    brought = born(draft="/some/draft")
+    for c in (good, brought, born(version=7), born(serve="always"), born(serve="never"), born(controller="fixed")):
+        assert c.spec_head_start(1) is None
+    assert controller({8: 1.2}).spec_head_start(1) is None, "nothing is known of the rollouts"
+
+
+def test_once_it_was_served_there_is_no_head_start_any_more():
+    c = born(head_start=10.0)
+    promised(c, (0.9, 0.9, 0.9))
+    on(c)
+    drafted(c, 2, 0.1)
+    promised(c, (0.1,))
+    assert c.spec_head_start(2) is None
 
 
 def test_the_fixed_controller_drafts_as_many_tokens_as_were_asked_for():

@@ -92,6 +92,10 @@ class Broken:
             raise RuntimeError("planted")
 
     @hookimpl
+    def spec_head_start(self) -> None:
+        self._at("spec_head_start")
+
+    @hookimpl
     def spec_train_draft(self) -> None:
         self._at("spec_train_draft")
 
@@ -122,7 +126,11 @@ def three_steps(rank: int, hook: str, where: int) -> list[Any]:
     return out
 
 
-CASES = [(hook, rank) for hook in ("spec_train_draft", "spec_weight_sync", "spec_target_forward") for rank in (0, 1)]
+CASES = [
+    (hook, rank)
+    for hook in ("spec_head_start", "spec_train_draft", "spec_weight_sync", "spec_target_forward")
+    for rank in (0, 1)
+]
 
 
 def test_law_6_a_plugin_that_fails_on_one_rank_ends_speculation_on_both_and_nobody_waits(tmp_path):

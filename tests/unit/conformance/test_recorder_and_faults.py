@@ -96,6 +96,7 @@ def drive(session: SpecSession, steps: int, drafts_when_failed: bool = False) ->
         ids = torch.arange(8)
         session.target_forward(HiddenStates(ids, torch.randn(8, 96), torch.randn(8, 32), ids > 3, (8,), version))
         session.check_logprobs(batch(version))
+        session.head_start(version)
         session.train_draft(version, 0.0)
         session.metrics()
 
