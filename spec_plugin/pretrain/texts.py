@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 #: where a prompt may be in a row, and a response: plain names first, then those of verl's rollout dumps
 _PROMPT, _RESPONSE = ("prompt", "input", "messages", "question"), ("response", "output", "completion")
+_EXPECTED = "expected a text, chat messages or token ids"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,10 @@ def _prompt_ids(entry: Any, tokenizer: Any, where: str) -> list[int]:
 def _ids(value: Any, tokenizer: Any, where: str) -> list[int]:
     if isinstance(value, str):
         return list(tokenizer(value, add_special_tokens=False).input_ids)
-    rows = list(value)
+    try:
+        rows = list(value)
+    except TypeError:
+        raise SpecConfigError(f"{where}: {_EXPECTED}, found {value!r:.80}") from None
     if rows and all(isinstance(row, Mapping) for row in rows):
         try:
             text = tokenizer.apply_chat_template(
@@ -131,4 +135,4 @@ def _ids(value: Any, tokenizer: Any, where: str) -> list[int]:
     try:
         return [int(token) for token in rows]
     except (TypeError, ValueError):
-        raise SpecConfigError(f"{where}: expected a text, chat messages or token ids, found {value!r:.80}") from None
+        raise SpecConfigError(f"{where}: {_EXPECTED}, found {value!r:.80}") from None

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_training import digest, load_draft
+from spec_plugin.config import SpecConfig
+from spec_plugin.conformance.tiny import make_target
+from spec_plugin.events import TargetInfo
+from spec_plugin.methods.eagle3 import starting_draft
+from spec_plugin.pretrain import PretrainSettings, loop
+from spec_plugin.pretrain.texts import Rollout
+
+STEPS = 40
+
+
+class Killed(Exception):
+    pass
+
+
+def rollouts(count: int) -> list[Rollout]:
+    """What the tiny policy says: the current token + 37."""
+    stream = random.Random(0)
+    out = []
+    for _ in range(count):
+        first = stream.randrange(320)
+        row = [(first + 37 * i) % 320 for i in range(24)]
+        out.append(Rollout(tuple(row[:4]), tuple(row[4 : 16 + stream.randrange(8)])))
+    return out
+
+
+def trained(folder: Path, target: Path, *, killed_after: int | None = None, monkeypatch: pytest.MonkeyPatch) -> str:
+    folder.mkdir(exist_ok=True)
+    info = TargetInfo(path=str(target), hf_config=json.loads((target / "config.json").read_text()), dtype="float32")
+    settings = PretrainSettings(target, folder / "out", steps=STEPS, k=4, train_tokens=256)
+    given = loop._Lesson.give
+    visits = []
+
+    def give(self: object, buffer: object, visit: int) -> None:
+        visits.append(visit)
+        if killed_after is not None and visit == killed_after:
+            raise Killed
+        given(self, buffer, visit)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_SAVE_EVERY", 0.0)
+        patch.setattr(loop._Lesson, "give", give)
+        start = starting_draft(SpecConfig.parse({}), info)
+        found = rollouts(80)
+        chances = loop.train(settings, info, start, found[16:], found[:16], folder, show=False)
+    assert len(chances) <= 4 and chances[0] > 0.5, "the held-out rollouts say the same"
+    return digest(load_draft(folder / "draft")[1])
+
+
+def test_a_killed_training_goes_on_to_the_very_same_draft(tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    target = make_target(tmp_path / "target")
+    whole = trained(tmp_path / "whole", target, monkeypatch=monkeypatch)
+    with pytest.raises(Killed):
+        trained(tmp_path / "halves", target, killed_after=3, monkeypatch=monkeypatch)
+    assert trained(tmp_path / "halves", target, monkeypatch=monkeypatch) == whole
