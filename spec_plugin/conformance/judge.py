@@ -28,8 +28,9 @@ _FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "spec_schedule": ("spec_engine_ready", "spec_schedule", "spec_rollout_start"),
     "spec_rollout_start": ("spec_rollout_end",),
     "spec_rollout_end": ("spec_target_forward", "spec_check_logprobs"),
-    "spec_target_forward": ("spec_target_forward", "spec_check_logprobs", "spec_train_draft"),
-    "spec_check_logprobs": ("spec_target_forward", "spec_check_logprobs", "spec_train_draft"),
+    "spec_target_forward": ("spec_target_forward", "spec_check_logprobs", "spec_head_start", "spec_train_draft"),
+    "spec_check_logprobs": ("spec_target_forward", "spec_check_logprobs", "spec_head_start", "spec_train_draft"),
+    "spec_head_start": ("spec_train_draft",),
     "spec_train_draft": ("spec_weight_sync",),
 }
 _CAUGHT = ("nan recomputed", "nan rollout", "another model", "the next token", "stale versions")

@@ -59,6 +59,7 @@ class Trace:
             rollout_versions=[version, version],
             caught={"unchanged": False, **caught},
         )
+        self.add("spec_head_start", step=version)
         self.add("spec_train_draft", step=version)
         self.add("spec_metrics", failure=None)
         self.add("spec_save", path="x")
