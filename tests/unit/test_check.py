@@ -31,6 +31,11 @@ sys.exit(main(sys.argv[1:], {parts!r}, Path({root!r})))
 """
 # Only one at a time can have the folder.
 ALONE = "sh -c 'mkdir taken && sleep 0.2 && rmdir taken'"
+#: waits for ten seconds at most for another one of its kind, and then gets in its way
+MEETING = (
+    "sh -c 'touch here-$$; for i in $(seq 100); do set -- here-*; [ $# = 2 ] && break; sleep 0.1; done; "
+    "[ $# = 2 ] && mkdir taken'"
+)
 VERL = frozenset({"verl"})
 
 
@@ -101,7 +106,7 @@ def test_parts_that_must_not_meet_run_one_after_the_other(tmp_path: Path, option
 
 
 def test_parts_with_a_tmp_of_their_own_may_meet(tmp_path: Path, namespace: None) -> None:
-    done = check(tmp_path, [Part(name, (ALONE,), tags=VERL) for name in "ab"], "--jobs", "2")
+    done = check(tmp_path, [Part(name, (MEETING,), tags=VERL) for name in "ab"], "--jobs", "2")
     assert done.returncode == 1 and "File exists" in done.stdout
 
 
