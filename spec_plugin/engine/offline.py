@@ -20,8 +20,6 @@ def sample(task: dict[str, Any]) -> None:
         task: ``target`` folder, ``prompts`` (token ids), ``out`` file, ``tokens`` (most of a response), ``temperature``,
             ``seed``, ``chunk`` (prompts between two writes) and ``engine`` options of vLLM.
     """
-    from vllm import SamplingParams
-
     done = lines_of(Path(task["out"]))
     prompts = task["prompts"][done:]
     if not prompts:
@@ -30,16 +28,8 @@ def sample(task: dict[str, Any]) -> None:
     with Path(task["out"]).open("a") as out:
         for begin in range(0, len(prompts), task["chunk"]):
             part = prompts[begin : begin + task["chunk"]]
-            params = [
-                SamplingParams(
-                    max_tokens=task["tokens"],
-                    temperature=task["temperature"],
-                    seed=task["seed"] + done + begin + i,
-                    detokenize=False,
-                )
-                for i in range(len(part))
-            ]
-            for prompt, ids in zip(part, _generate(llm, part, params), strict=True):
+            made = _generate(llm, part, task, first_seed=task["seed"] + done + begin)
+            for prompt, ids in zip(part, made, strict=True):
                 out.write(json.dumps({"prompt": prompt, "response": ids}) + "\n")
             out.flush()
 
@@ -50,8 +40,6 @@ def measure(task: dict[str, Any]) -> None:
     Args:
         task: as for ``sample``, and ``draft`` folder and ``k``.
     """
-    from vllm import SamplingParams
-
     from spec_plugin.engine.counters import read_spec_counters
     from spec_plugin.engine.scheduler import SCHEDULER
 
@@ -66,10 +54,7 @@ def measure(task: dict[str, Any]) -> None:
     }
     llm = _engine(task, speculative_config=speculative, scheduler_cls=SCHEDULER, disable_log_stats=False)
     before = read_spec_counters()
-    params = SamplingParams(
-        max_tokens=task["tokens"], temperature=task["temperature"], seed=task["seed"], detokenize=False
-    )
-    _generate(llm, task["prompts"], [params] * len(task["prompts"]))
+    _generate(llm, task["prompts"], task, first_seed=task["seed"] + (1 << 20))  # other samples than those trained on
     after = read_spec_counters()
     old = [*before["accepted_per_pos"], *[0] * task["k"]]
     per_pos = [a - b for a, b in zip(after["accepted_per_pos"], old, strict=False)]
@@ -103,8 +88,16 @@ def _engine(task: dict[str, Any], **options: Any) -> Any:
     )
 
 
-def _generate(llm: Any, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[list[int]]:
-    made = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], list(params), use_tqdm=False)
+def _generate(llm: Any, prompts: Sequence[Sequence[int]], task: dict[str, Any], first_seed: int) -> list[list[int]]:
+    """A response to each prompt, each with a seed of its own: with one for all, equal prompts would get equal responses."""
+    from vllm import SamplingParams
+
+    length, heat = task["tokens"], task["temperature"]
+    params = [
+        SamplingParams(max_tokens=length, temperature=heat, seed=first_seed + i, detokenize=False)
+        for i in range(len(prompts))
+    ]
+    made = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in made]
 
 
