@@ -113,6 +113,11 @@ class HiddenBuffer:
             drawn = [self._window(rest[0], tokens)]
         return drawn
 
+    def newest(self, tokens: int) -> list[Document]:
+        """Documents of the newest policy version, the last ones first, of at most ``tokens`` tokens together."""
+        version = self.newest_policy_version
+        return _fill([d for d in reversed(self._documents) if d.policy_version == version], tokens)[0]
+
     @property
     def newest_policy_version(self) -> int:
         """The highest policy version held, -1 when empty."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 #: tokens per draft optimizer step, by device type: a window also bounds the context that the draft's attention learns
 TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=512)
+#: newest tokens on which each rank judges the draft before it trains on them
+_JUDGED_TOKENS = 1024
 
 
 def _device(target: TargetInfo, embed: Tensor) -> torch.device:
@@ -40,6 +43,9 @@ class DraftTraining:
         self._trainer: DraftTrainer | None = None
         self._buffer: HiddenBuffer | None = None
         self._slice: SliceReport | None = None
+        #: of the draft as it was before the last slice, on text that is newer than all that it was trained on, by a policy
+        #: that has moved since: what the engine would have accepted. On text of the slice itself every draft looks good.
+        self._judged: SliceReport | None = None
         self._resume_from: Path | None = None
         self._token_counts: Tensor | None = None  # [V], while a new pruned draft waits for its vocabulary
 
@@ -134,7 +140,11 @@ class DraftTraining:
         if self._token_counts is not None:  # the first rollouts show which tokens this policy uses
             self._trainer.select_vocabulary(self._token_counts)
             self._token_counts = None
-        self._slice = self._trainer.train_slice(self._buffer, seconds, self._config.train_max_steps)
+        began = time.perf_counter()
+        if self._trainer.draft_version > 0 or self._config.draft is not None:
+            self._judged = self._trainer.evaluate(self._buffer.newest(_JUDGED_TOKENS), self._config.k)
+        left = seconds - (time.perf_counter() - began)
+        self._slice = self._trainer.train_slice(self._buffer, left, self._config.train_max_steps)
 
     @hookimpl
     def spec_draft_weights(self, event: WeightSync) -> DraftRefresh | None:
@@ -147,7 +157,7 @@ class DraftTraining:
             policy_version=event.policy_version,
             tensors=tensors,
             digest=digest(tensors),
-            expected_chances=self._slice.chances if self._slice and self._slice.steps else (),
+            expected_chances=self._judged.chances if self._judged else (),
         )
 
     @hookimpl
@@ -157,7 +167,7 @@ class DraftTraining:
             return {}
         return {
             "spec/draft_loss": self._slice.loss,
-            "spec/expected_acceptance": self._slice.acceptance_length,
+            "spec/expected_acceptance": self._judged.acceptance_length if self._judged else 1.0,
             "spec/train_ms": self._slice.seconds * 1e3,
             "spec/train_steps": float(self._slice.steps),
             "spec/train_unroll": float(self._trainer.unroll.steps),

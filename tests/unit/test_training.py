@@ -64,7 +64,11 @@ def test_a_draft_is_born_trained_and_offered_at_the_next_sync() -> None:
     trained = p.spec_draft_weights(event=sync(1))
     assert born is not None and trained is not None
     assert (born.draft_version, trained.draft_version) == (0, 3)
-    assert born.expected_chances == () and trained.expected_chances
+    assert born.expected_chances == trained.expected_chances == (), "nothing that it was not trained on has been seen"
+    p.spec_target_forward(hidden=hidden(torch.arange(40) % V, 1))
+    p.spec_train_draft(step=2, seconds=30.0)
+    again = p.spec_draft_weights(event=sync(1))
+    assert again is not None and again.expected_chances
     assert trained.digest == digest(trained.tensors) != born.digest
     assert p.spec_metrics()[0]["spec/train_steps"] == 3
 

@@ -130,3 +130,11 @@ def test_sampling_uses_its_own_random_stream_and_its_state_resumes_it():
 
 def test_an_empty_buffer_gives_nothing():
     assert buffer().sample(100, 0.5) == [] and buffer().newest_policy_version == -1
+
+
+def test_the_newest_are_those_of_the_newest_version_within_the_bound():
+    b = buffer()
+    for version, length in ((1, 10), (2, 11), (2, 12), (2, 13)):
+        b.add(make_document(length, length, version=version))
+    assert [len(d) for d in b.newest(26)] == [13, 12]
+    assert versions(b.newest(1000)) == [2, 2, 2] and buffer().newest(10) == []
