@@ -250,8 +250,9 @@ def replay(match: Tensor, valid: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     accepted, rounds = [0] * steps, 0
     if total:
         # anchor i's chain lies on the diagonal (j, i + j)
-        hit = torch.stack([F.pad(match[j, j:], (0, j)) for j in range(steps)]).cumprod(0).sum(0).tolist()
-        whole = torch.stack([F.pad(valid[j, j:], (0, j)) for j in range(steps)]).all(0)
+        shifts = [min(j, total) for j in range(steps)]
+        hit = torch.stack([F.pad(match[j, by:], (0, by)) for j, by in enumerate(shifts)]).cumprod(0).sum(0).tolist()
+        whole = torch.stack([F.pad(valid[j, by:], (0, by)) for j, by in enumerate(shifts)]).all(0)
         row_list = rows.tolist()
         whole_list = whole.tolist()
         i = 0

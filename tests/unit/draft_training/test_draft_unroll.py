@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from draft_training.loss import LossStats
+from draft_training.loss import LossStats, replay
 from draft_training.unroll import Unroll
 
 
@@ -59,3 +59,9 @@ def test_a_saved_one_goes_on_where_it_was():
     short = Unroll(3, 4)
     short.load_state_dict(a.state_dict())
     assert short.steps == 4, "within the present k"
+
+
+def test_more_unrolled_steps_than_sampled_tokens_replay_no_round():
+    short = torch.ones(8, 3, dtype=torch.bool)
+    accepted, rounds = replay(short, short, torch.arange(3))
+    assert float(rounds) == 0.0 and not accepted.any()
