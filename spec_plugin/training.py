@@ -36,6 +36,17 @@ def _device(target: TargetInfo, embed: Tensor) -> torch.device:
     return embed.device
 
 
+def documents_of(hidden: HiddenStates) -> list[Document]:
+    """The packed documents of a harvest, one by one; views of it."""
+    out, begin = [], 0
+    for n in hidden.lengths:
+        piece = slice(begin, begin + n)
+        begin += n
+        tensors = (hidden.input_ids[piece], hidden.aux[piece], hidden.last[piece], hidden.loss_mask[piece])
+        out.append(Document(*tensors, policy_version=hidden.policy_version))
+    return out
+
+
 class DraftTraining:
     """Trains an EAGLE-3 draft from what the trainer's own forward passes leave, on its own optimizer and random streams."""
 
@@ -112,19 +123,8 @@ class DraftTraining:
         if self._token_counts is not None:
             sampled = hidden.input_ids[hidden.loss_mask]
             self._token_counts += torch.bincount(sampled, minlength=self._token_counts.numel())
-        offset = 0
-        for n in hidden.lengths:
-            piece = slice(offset, offset + n)
-            offset += n
-            self._buffer.add(
-                Document(
-                    input_ids=hidden.input_ids[piece],
-                    aux=hidden.aux[piece],
-                    last=hidden.last[piece],
-                    loss_mask=hidden.loss_mask[piece],
-                    policy_version=hidden.policy_version,
-                )
-            )
+        for document in documents_of(hidden):
+            self._buffer.add(document)
 
     @hookimpl(wrapper=True)
     def spec_train_draft(self, step: int, seconds: float) -> Generator[None, Any, Any]:

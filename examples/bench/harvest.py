@@ -25,6 +25,7 @@ from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import Seconds, Spread, interleave, paired, say, show, spread, timed, verdict  # noqa: E402
 from spec_plugin.events import HiddenStates  # noqa: E402
 from spec_plugin.harvest import Harvester, responses_at_the_end  # noqa: E402
+from spec_plugin.training import documents_of  # noqa: E402
 
 HELP = """Measure what harvest adds to the log-prob pass that the trainer runs anyway.
 
@@ -121,7 +122,7 @@ def measure(name: str, model: Any, device: str, options: dict[str, Any]) -> Row:
     def with_harvest(_: int) -> tuple[Seconds, Seconds]:
         kept: list[HiddenStates] = []
         harvested = timed(lambda: kept.append(once(True)), device)
-        filled = timed(lambda: [buffer.add(d) for d in workload.split(kept[0])], device)
+        filled = timed(lambda: [buffer.add(d) for d in documents_of(kept[0])], device)
         return harvested, harvested + filled
 
     arms = {"plain": lambda _: timed(lambda: once(False), device), "harvest": with_harvest}

@@ -21,12 +21,12 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings, digest  # noqa: E402
 from examples.bench import common  # noqa: E402
 from examples.bench.common import show, track  # noqa: E402
-from examples.bench.workload import split  # noqa: E402
 from spec_plugin.config import SpecConfig  # noqa: E402
 from spec_plugin.conformance.tiny import tiny_config  # noqa: E402
 from spec_plugin.events import LogprobBatch, TargetInfo  # noqa: E402
 from spec_plugin.harvest import Harvester, responses_at_the_end  # noqa: E402
 from spec_plugin.provenance import ProvenanceGuard  # noqa: E402
+from spec_plugin.training import documents_of  # noqa: E402
 
 HELP = """Measure what harvest, draft training, refresh and provenance cost, at growing hidden size, vocabulary and length.
 
@@ -120,10 +120,10 @@ def measure(size: Size, rounds: int, device: str) -> Cost:
         harvester._aux, harvester._last = list(captured[0]), captured[1]  # the pass itself is the trainer's
         return harvester.take(ids, masks, 0, 1 << 30)
 
-    for document in split(harvest()):
+    for document in documents_of(harvest()):
         buffer.add(document)
     tensors = trainer.engine_tensors(torch.bfloat16)
-    buffered = sum(t.numel() * t.element_size() for d in split(harvest()) for t in (d.aux, d.last))
+    buffered = sum(t.numel() * t.element_size() for d in documents_of(harvest()) for t in (d.aux, d.last))
     return Cost(
         size,
         harvest=_ms(harvest, rounds, device),

@@ -26,8 +26,8 @@ from draft_training import (
 )
 from examples.bench.common import CACHE, say, track
 from examples.quickstart.policy import PolicySettings, cached_policy, one_thread, problem, question
-from spec_plugin.events import HiddenStates
 from spec_plugin.harvest import Harvester, responses_at_the_end
+from spec_plugin.training import documents_of
 
 #: the quickstart's policy without slips in its teaching examples: a policy that knows its task, as late in a run
 CAREFUL = PolicySettings(slip=0.0)
@@ -230,18 +230,7 @@ def harvest(model: Any, rows: Sequence[tuple[list[int], list[int]]], aux_layers:
         masks = responses_at_the_end(ids, [len(r) for _, r in part])
         hidden = harvester.take(ids, masks, policy_version=0, max_tokens=1 << 30)
         assert hidden is not None
-        documents += split(hidden)
-    return documents
-
-
-def split(hidden: HiddenStates) -> list[Document]:
-    """The packed documents of a harvest, one by one."""
-    documents, offset = [], 0
-    for n in hidden.lengths:
-        s = slice(offset, offset + n)
-        offset += n
-        tensors = (hidden.input_ids[s], hidden.aux[s], hidden.last[s], hidden.loss_mask[s])
-        documents.append(Document(*tensors, policy_version=hidden.policy_version))
+        documents += documents_of(hidden)
     return documents
 
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from draft_training import Document, DraftTrainer, HiddenBuffer, TrainSettings, save_draft
 from spec_plugin.config import SpecConfig
-from spec_plugin.events import HiddenStates, TargetInfo
+from spec_plugin.events import TargetInfo
 from spec_plugin.harvest import Harvester, responses_at_the_end
 from spec_plugin.methods.eagle3 import Start
 from spec_plugin.pretrain.texts import Rollout
-from spec_plugin.training import TRAIN_TOKENS
+from spec_plugin.training import TRAIN_TOKENS, documents_of
 
 if TYPE_CHECKING:
     from spec_plugin.pretrain.run import PretrainSettings
@@ -115,16 +115,7 @@ class _Lesson:
             self._model.model(input_ids=padded, attention_mask=mask, use_cache=False)
         masks = responses_at_the_end(ids, [len(r.response) for r in part])
         hidden = self._harvester.take(ids, masks, policy_version=0, max_tokens=1 << 62)
-        return [] if hidden is None else _documents(hidden)
-
-
-def _documents(hidden: HiddenStates) -> list[Document]:
-    out, begin = [], 0
-    for n in hidden.lengths:
-        s = slice(begin, begin + n)
-        begin += n
-        out.append(Document(hidden.input_ids[s], hidden.aux[s], hidden.last[s], hidden.loss_mask[s], 0))
-    return out
+        return [] if hidden is None else documents_of(hidden)
 
 
 def _trainer(

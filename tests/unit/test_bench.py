@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft  # noqa: E402
 from examples.bench import common, harvest, off_cost, refresh, run_all, speedup, workload  # noqa: E402
 from spec_plugin.events import HiddenStates  # noqa: E402
+from spec_plugin.training import documents_of  # noqa: E402
 
 HF = {
     "model_type": "qwen3",
@@ -112,7 +113,7 @@ def test_digest_of_a_cache_folder_follows_settings_and_files(tmp_path: Path) -> 
 def test_split_gives_back_the_documents_of_a_harvest() -> None:
     states = torch.arange(5.0)[:, None]
     hidden = HiddenStates(torch.arange(5), states.repeat(1, 3), states, torch.ones(5, dtype=torch.bool), (2, 3), 7)
-    documents = workload.split(hidden)
+    documents = documents_of(hidden)
     assert [d.input_ids.tolist() for d in documents] == [[0, 1], [2, 3, 4]]
     assert documents[1].last[:, 0].tolist() == [2.0, 3.0, 4.0] and documents[1].policy_version == 7
 
