@@ -113,6 +113,21 @@ class HiddenBuffer:
             drawn = [self._window(rest[0], tokens)]
         return drawn
 
+    def take_newest(self, tokens: int) -> list[Document]:
+        """Take out ``newest(tokens)``, of several documents all but one at most; to be given back by ``give_back``."""
+        documents = self.newest(tokens)[: max(0, len(self._documents) - 1)]
+        taken = {id(d) for d in documents}
+        self._documents = deque(d for d in self._documents if id(d) not in taken)
+        self._tokens -= _total(documents)
+        self._bytes -= sum(d.nbytes for d in documents)
+        return documents
+
+    def give_back(self, documents: Sequence[Document]) -> None:
+        """Put back what ``take_newest`` took, as the newest; nothing is evicted, since it was within the bounds before."""
+        self._documents.extend(reversed(documents))
+        self._tokens += _total(documents)
+        self._bytes += sum(d.nbytes for d in documents)
+
     def newest(self, tokens: int) -> list[Document]:
         """Documents of the newest policy version, the last ones first, of at most ``tokens`` tokens together."""
         version = self.newest_policy_version

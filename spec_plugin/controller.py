@@ -250,11 +250,16 @@ class BreakEvenController:
             return self._try() if config.draft is not None and not self._tried else plan.nothing(size)
         if config.break_even is not None:
             return plan.threshold(config.k, acceptance, {size: config.break_even}, self._plan.speculates, size)
-        chosen = plan.best(self.cost, curve, self._load, self._plan.table, config.k)
+        # what training has only promised is put to the test with few tokens a step: the policy moves, the replay does not
+        chosen = plan.best(self.cost, curve, self._load, self._plan.table, config.k if self._tried else self._try_k)
         return self._try() if not chosen.speculates and self._undrafted >= _TRY_EVERY else chosen
 
     def _try(self) -> Plan:
-        return plan.fixed(min(_TRY_K, self._config.k), self._target.max_num_seqs)
+        return plan.fixed(self._try_k, self._target.max_num_seqs)
+
+    @property
+    def _try_k(self) -> int:
+        return min(_TRY_K, self._config.k)
 
     @hookimpl
     def spec_head_start(self, step: int) -> float | None:

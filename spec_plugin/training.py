@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=512)
 #: newest tokens on which each rank judges the draft before it trains on them
 _JUDGED_TOKENS = 1024
+#: share of the first text that a newborn draft is judged on, which it therefore does not train on in that slice
+_HELD_BACK = 0.125
 
 
 def _device(target: TargetInfo, embed: Tensor) -> torch.device:
@@ -141,10 +143,23 @@ class DraftTraining:
             self._trainer.select_vocabulary(self._token_counts)
             self._token_counts = None
         began = time.perf_counter()
-        if self._trainer.draft_version > 0 or self._config.draft is not None:
-            self._judged = self._trainer.evaluate(self._buffer.newest(_JUDGED_TOKENS), self._config.k)
+        unseen = self._trainer.draft_version == 0 and self._config.draft is None
+        if not unseen:
+            self._judge(self._buffer.newest(_JUDGED_TOKENS))
+        # a newborn draft has seen no text of before: some of the first is kept from it, so that it can be judged at once
+        tokens = min(_JUDGED_TOKENS, int(_HELD_BACK * self._buffer.stats().tokens)) if unseen else 0
+        held = self._buffer.take_newest(tokens)
         left = seconds - (time.perf_counter() - began)
         self._slice = self._trainer.train_slice(self._buffer, left, self._config.train_max_steps)
+        self._buffer.give_back(held)
+        if unseen and self._trainer.draft_version > 0:
+            self._judge(held)
+
+    def _judge(self, documents: Sequence[Document]) -> None:
+        """Replay the draft on text that it has not trained on (collective)."""
+        assert self._trainer is not None
+        found = self._trainer.evaluate(documents, self._config.k)
+        self._judged = found if found.rounds else self._judged
 
     @hookimpl
     def spec_draft_weights(self, event: WeightSync) -> DraftRefresh | None:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 TOP = 20  # most likely tokens whose log-probs are asked for
 TOKENS = 17  # that each request of a calibration makes
-ROUNDS = 3  # of all kinds, at each batch size
+ROUNDS = 3  # of all kinds and batch sizes
 
 
 async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -93,30 +93,32 @@ def _read(index: int, output: Any, n: int) -> Sampled:
 async def calibrate(probe: Probe, prompts: Sequence[Sequence[int]], k: int, entries: int, deadline: float) -> None:
     """Have the engine decode at several batch sizes with 0, 1, 3 and k drafted tokens: its step log tells what that takes.
 
-    The kinds take turns, so that a busy moment of the machine meets all of them. With 0 the draft is paused, as it is when
-    no batch size speculates. Smallest and fullest batch first: between them a model can guess, beyond them it cannot.
+    The kinds take turns, and so do the batch sizes, so that a busy moment of the machine meets all of them. With 0 the draft
+    is paused, as it is when no batch size speculates. Smallest and fullest batch first: between them a model can guess,
+    beyond them it cannot.
 
     Args:
         probe: the engine.
         prompts: short prompts.
         k: most tokens drafted per step.
         entries: length of the engine's schedule, max_num_seqs + 1.
-        deadline: ``time.perf_counter()`` after which no further batch size is begun.
+        deadline: ``time.perf_counter()`` after which no batch begins that would, by the one before, not end in time.
     """
-    largest, cost = probe.max_num_seqs, 0.0
     params = probe.params(TOKENS, plain=False, output_kind=RequestOutputKind.FINAL_ONLY)
-    full = min(largest, 128)
-    for batch in dict.fromkeys((1, full, *(b for b in (8, 32) if b < full))):
-        begin = time.perf_counter()
-        if begin + 2 * cost > deadline:
-            return
-        for _ in range(ROUNDS):
+    full = min(probe.max_num_seqs, 128)
+    took: dict[int, float] = {}  # seconds of all kinds once, by batch size
+    latest = 0.0
+    for _ in range(ROUNDS):
+        for batch in dict.fromkeys((1, full, *(b for b in (8, 32) if b < full))):
+            begin = time.perf_counter()
+            if begin + took.get(batch, latest) > deadline:
+                return
             for width in dict.fromkeys((0, 1, min(3, k), k)):
                 table = [width] * entries
                 await set_schedule(probe.engine, table)
                 await pause_idle_draft(probe.engine, table)
                 await gather_or_cancel([_run(probe, prompts[i % len(prompts)], params) for i in range(batch)])
-        cost = time.perf_counter() - begin
+            took[batch] = latest = time.perf_counter() - begin
 
 
 async def _run(probe: Probe, prompt: Sequence[int], params: SamplingParams) -> None:

@@ -93,6 +93,14 @@ def test_a_new_draft_waits_until_training_predicts_that_it_pays():
     assert on(c)
 
 
+def test_what_training_only_promises_is_put_to_the_test_with_few_tokens_a_step():
+    c = controller({8: 2.0}, k=8)
+    refreshed(c, 3.9)
+    assert max(c.spec_schedule(0).table) == 3
+    rolled_out(c, 3.8)
+    assert max(c.spec_schedule(1).table) > 3, "the engine has shown it"
+
+
 def test_a_draft_that_the_user_brought_is_tried_for_one_phase_and_then_judged():
     c = controller({8: 2.0}, draft="/some/draft")
     assert c.spec_schedule(0).table == (0,) + (K,) * SEQS

@@ -9,7 +9,7 @@ import pluggy
 import pytest
 import torch
 
-from draft_training import digest
+from draft_training import DraftTrainer, HiddenBuffer, digest
 from spec_plugin import SpecConfig, SpecConfigError, SpecPluginError, hookspecs
 from spec_plugin.events import HiddenStates, TargetInfo, WeightSync
 from spec_plugin.methods.eagle3 import Eagle3Method
@@ -64,13 +64,38 @@ def test_a_draft_is_born_trained_and_offered_at_the_next_sync() -> None:
     trained = p.spec_draft_weights(event=sync(1))
     assert born is not None and trained is not None
     assert (born.draft_version, trained.draft_version) == (0, 3)
-    assert born.expected_chances == trained.expected_chances == (), "nothing that it was not trained on has been seen"
+    assert born.expected_chances == trained.expected_chances == (), "two documents in all: none to hold back"
     p.spec_target_forward(hidden=hidden(torch.arange(40) % V, 1))
     p.spec_train_draft(step=2, seconds=30.0)
     again = p.spec_draft_weights(event=sync(1))
     assert again is not None and again.expected_chances
     assert trained.digest == digest(trained.tensors) != born.digest
     assert p.spec_metrics()[0]["spec/train_steps"] == 3
+
+
+def test_a_newborn_draft_is_judged_at_once_on_text_that_was_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = plugin(train_max_steps=2)
+    p.spec_weight_sync(event=sync(0))
+    seen: list[int] = []
+    train, evaluate = DraftTrainer.train_slice, DraftTrainer.evaluate
+
+    def trained(self: DraftTrainer, buffer: HiddenBuffer, *rest: Any) -> Any:
+        seen.append(len(buffer))
+        return train(self, buffer, *rest)
+
+    def judged(self: DraftTrainer, documents: Any, *rest: Any) -> Any:
+        seen.append(len(documents))
+        return evaluate(self, documents, *rest)
+
+    monkeypatch.setattr(DraftTrainer, "train_slice", trained)
+    monkeypatch.setattr(DraftTrainer, "evaluate", judged)
+    for _ in range(8):
+        p.spec_target_forward(hidden=hidden(torch.arange(40) % V))
+    p.spec_train_draft(step=1, seconds=30.0)
+    assert seen == [14, 2], "an eighth is held back from the first slice, and the draft is judged on it after that"
+    assert p.spec_draft_weights(event=sync(1)).expected_chances
+    p.spec_train_draft(step=2, seconds=30.0)
+    assert seen[2:] == [16, 16], "from then on what is new is unseen: judged first, all of it trained on"
 
 
 def test_what_the_target_owns_is_never_offered() -> None:

@@ -138,3 +138,20 @@ def test_the_newest_are_those_of_the_newest_version_within_the_bound():
         b.add(make_document(length, length, version=version))
     assert [len(d) for d in b.newest(26)] == [13, 12]
     assert versions(b.newest(1000)) == [2, 2, 2] and buffer().newest(10) == []
+
+
+def test_what_is_taken_out_for_a_while_comes_back_as_the_newest():
+    b = buffer()
+    for length in (12, 13, 14):
+        b.add(make_document(length, length, version=1))
+    before = b.stats()
+    taken = b.take_newest(20)
+    assert [len(d) for d in taken] == [14] and b.stats().tokens == 25 and len(b) == 2
+    b.give_back(taken)
+    assert b.stats() == before and [len(d) for d in b.newest(1000)] == [14, 13, 12]
+
+
+def test_something_is_left_to_learn_from():
+    b = buffer()
+    b.add(make_document(12, 12, version=1))
+    assert b.take_newest(1000) == [] and len(b) == 1
