@@ -251,7 +251,7 @@ class Bench:
         steps = {k: [t.step("wall") for t in runs[f"k={k}"]] for k in FIXED if k <= self.k}
         cost, median = self.everything, {k: spread(s).median for k, s in steps.items()}
         predicted, closed, realised = {}, {}, {}
-        for k in range(1, self.k + 1):
+        for k in (k for k in FIXED if 0 < k <= self.k):
             alpha = constant_acceptance(lengths[f"k={k}"], k)
             predicted[k] = lengths[f"k={k}"] * cost.seconds(batch, 0) / cost.seconds(batch, k)
             closed[k] = closed_form_speedup(alpha, k, max(0.0, median[k] / median[0] - 1) / k)
