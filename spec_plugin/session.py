@@ -26,7 +26,7 @@ from spec_plugin.events import (
     TargetInfo,
     WeightSync,
 )
-from spec_plugin.plugins import create_manager
+from spec_plugin.manager import create_manager
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from spec_plugin.arguments import ENABLE, read_config, split_arguments
+from spec_plugin.commands.forecast import Plan, judge
+from spec_plugin.commands.judgement import FindModel, Judgement, Model, Objection, find_model, split_launch, unsupported
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
-from spec_plugin.forecast import Plan, judge
-from spec_plugin.judgement import FindModel, Judgement, Model, Objection, find_model, split_launch, unsupported
 from spec_plugin_openrlhf import options
 
 #: modules that are this run, stock or with our launcher before it

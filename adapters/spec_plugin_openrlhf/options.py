@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from spec_plugin.commands.judgement import Objection, load_hf_config, refuse, unsupported
 from spec_plugin.events import TargetInfo
-from spec_plugin.judgement import Objection, load_hf_config, refuse, unsupported
 
 LEAVE_OUT = "leave out --spec.enable"
 MODEL = "--actor.model_name_or_path"

@@ -12,15 +12,15 @@ import torch
 from openrlhf.trainer.ray import ppo_actor
 from torch import Tensor
 
+from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
+from spec_plugin.actor.harvest import PackedShards
+from spec_plugin.actor.links import ActorsLink
+from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.control import plain_tokens
 from spec_plugin.events import LogprobBatch, TargetInfo, WeightSync
-from spec_plugin.harvest import PackedShards
-from spec_plugin.link import ActorsLink
 from spec_plugin.logs import configure_logging
-from spec_plugin.methods.eagle3 import starting_draft
 from spec_plugin.ranks import actor_group, is_first
-from spec_plugin.rollout import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.session import SpecSession
 from spec_plugin_openrlhf.engine import VERSION
 from spec_plugin_openrlhf.registration import undecorated

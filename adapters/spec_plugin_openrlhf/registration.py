@@ -21,8 +21,8 @@ from typing import Any
 import ray
 
 from spec_plugin.arguments import read_config
+from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.errors import PatchError
-from spec_plugin.methods.eagle3 import starting_draft
 from spec_plugin_openrlhf.options import read_target
 
 _NEEDS = {

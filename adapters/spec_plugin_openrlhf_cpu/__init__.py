@@ -34,7 +34,7 @@ module ``flash_attn`` (only if it is not installed)          OpenRLHF imports it
                                                              SPEC_PLUGIN_CPU_MAX_NUM_SEQS sets it, where it is given
 ``vllm…EngineArgs.create_engine_config``                     OpenRLHF runs tensor parallel engines through Ray, which
                                                              vLLM's CPU build does not; here processes of its own
-``vllm…dispatch_cpu_unquantized_gemm``                       see ``spec_plugin.engine.cpu_compat``: weight syncs need
+``vllm…dispatch_cpu_unquantized_gemm``                       see ``spec_plugin.engine.repairs.cpu_compat``: weight syncs need
                                                              the weights that vLLM's CPU build packs away
 ============================================================ ========================================================
 

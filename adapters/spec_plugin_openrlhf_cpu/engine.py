@@ -10,7 +10,7 @@ import torch
 
 from spec_plugin.conformance.sleeping import sleep_on_cpu
 from spec_plugin.conformance.waiting import sleep_while_waiting
-from spec_plugin.engine import cpu_compat, patches
+from spec_plugin.engine.repairs import cpu_compat, patches
 from spec_plugin_openrlhf_cpu import MAX_NUM_SEQS, shims
 
 WORKER = "openrlhf.trainer.ray.vllm_worker_wrap"

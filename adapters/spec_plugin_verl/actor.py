@@ -11,13 +11,13 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import response_from_nested
 
+from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
+from spec_plugin.actor.harvest import PackedShards, response_at_the_end
+from spec_plugin.actor.links import ActorsLink
+from spec_plugin.actor.witness import witnessed
 from spec_plugin.engine.control import plain_tokens
 from spec_plugin.events import LogprobBatch
-from spec_plugin.harvest import PackedShards, response_at_the_end
-from spec_plugin.link import ActorsLink
-from spec_plugin.rollout import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.session import SpecSession
-from spec_plugin.witness import witnessed
 from spec_plugin_verl.runtime import RUNTIME
 
 

@@ -12,11 +12,11 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from spec_plugin import SpecConfigError
+from spec_plugin.actor.control import RolloutControl
+from spec_plugin.actor.links import ActorsLink
+from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.events import WeightSync
-from spec_plugin.link import ActorsLink
-from spec_plugin.methods.eagle3 import starting_draft
 from spec_plugin.ranks import actor_group, is_first
-from spec_plugin.rollout import RolloutControl
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 from spec_plugin_verl.runtime import RUNTIME

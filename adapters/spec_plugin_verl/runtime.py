@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from spec_plugin.rollout import RolloutControl
+    from spec_plugin.actor.control import RolloutControl
     from spec_plugin_verl.actor import SpecFSDPEngine
 
 

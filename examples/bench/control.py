@@ -18,9 +18,9 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 from examples.bench import common, large, workload  # noqa: E402
 from examples.bench.common import Spread, interleave, paired, say, show, spread, verdict  # noqa: E402
 from examples.bench.speedup import prepare_draft  # noqa: E402
+from spec_plugin.builtin.break_even.controller import BreakEvenController  # noqa: E402
+from spec_plugin.builtin.break_even.cost import CostModel, closed_form_speedup, constant_acceptance  # noqa: E402
 from spec_plugin.config import SpecConfig  # noqa: E402
-from spec_plugin.controller import BreakEvenController  # noqa: E402
-from spec_plugin.cost import CostModel, closed_form_speedup, constant_acceptance  # noqa: E402
 from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, TargetInfo  # noqa: E402
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from vllm.sampling_params import RequestOutputKind
 from draft_training import digest
 from examples.bench.common import Seconds, now, prepare_process, spread
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.front import EngineFront
+from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.events import Schedule, StepTiming, TargetInfo
 from spec_plugin.session import SpecSession
 

@@ -26,8 +26,8 @@ from draft_training import (
 )
 from examples.bench.common import CACHE, say, track
 from examples.quickstart.policy import PolicySettings, cached_policy, one_thread, problem, question
-from spec_plugin.harvest import Harvester, responses_at_the_end
-from spec_plugin.training import documents_of
+from spec_plugin.actor.harvest import Harvester, responses_at_the_end
+from spec_plugin.builtin.trainer import documents_of
 
 #: the quickstart's policy without slips in its teaching examples: a policy that knows its task, as late in a run
 CAREFUL = PolicySettings(slip=0.0)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from spec_plugin.builtin.metrics import describe
 from spec_plugin.conformance.faults import PLANTED, TOUR
-from spec_plugin.metrics import describe
 
 Event = Mapping[str, Any]
 Trace = Sequence[Event]

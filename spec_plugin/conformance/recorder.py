@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from spec_plugin.builtin.methods.eagle3 import starting_draft
+from spec_plugin.builtin.provenance import ENOUGH, ProvenanceGuard
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import (
@@ -29,8 +31,6 @@ from spec_plugin.events import (
     WeightSync,
 )
 from spec_plugin.hookspecs import hookimpl
-from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin.provenance import ENOUGH, ProvenanceGuard
 from spec_plugin.session import SESSIONS
 
 #: packs of hidden states that one process keeps

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_plugin.engine.capabilities import find_draft
-from spec_plugin.engine.cpu_compat import repack
+from spec_plugin.engine.repairs.cpu_compat import repack
 from spec_plugin.errors import PatchError
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"

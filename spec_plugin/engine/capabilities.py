@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from spec_plugin.engine.sources import drops_a_drafts_own_head, v2_takes_every_k
+from spec_plugin.sources import drops_a_drafts_own_head, v2_takes_every_k
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _probe_sleep_mode() -> Capability:
 
 
 def _probe_cpu_sampling() -> Capability:
-    from spec_plugin.engine import cpu_compat
+    from spec_plugin.engine.repairs import cpu_compat
 
     if not cpu_compat.on_cpu():
         return Capability("sampling kernels", True, "not the CPU build", "")

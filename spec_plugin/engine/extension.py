@@ -21,13 +21,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_training import digest as weights_digest
-from spec_plugin.engine import patches, refresh
 from spec_plugin.engine.capabilities import find_draft
-from spec_plugin.engine.cpu_compat import apply_cpu_patches, repack
-from spec_plugin.engine.layout import Layout, draft_layout
 from spec_plugin.engine.lossless import check_running_config
-from spec_plugin.engine.pause import pause_draft
-from spec_plugin.engine.refresh import Staging
+from spec_plugin.engine.refresh import swap as refresh
+from spec_plugin.engine.refresh.layout import Layout, draft_layout
+from spec_plugin.engine.refresh.swap import Staging
+from spec_plugin.engine.repairs import patches
+from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, repack
+from spec_plugin.engine.schedule.pause import pause_draft
 from spec_plugin.errors import SpecConfigError
 
 

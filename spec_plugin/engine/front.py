@@ -16,16 +16,16 @@ from typing import Any
 from safetensors.torch import save_file
 from vllm import SamplingParams
 
+from spec_plugin.actor.witness import KEPT, Witness
 from spec_plugin.engine.control import Control, ControlGroup
-from spec_plugin.engine.counters import read_spec_counters
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
-from spec_plugin.engine.probe import TOP
-from spec_plugin.engine.scheduler import PLAIN, SCHEDULER, pause_idle_draft, set_schedule, take_steps
-from spec_plugin.engine.selftest import default_prompts, run_self_test
+from spec_plugin.engine.schedule.counters import read_spec_counters
+from spec_plugin.engine.schedule.scheduler import PLAIN, SCHEDULER, pause_idle_draft, set_schedule, take_steps
+from spec_plugin.engine.selftest.probe import TOP
+from spec_plugin.engine.selftest.test import default_prompts, run_self_test
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
 from spec_plugin.session import SpecSession
-from spec_plugin.witness import KEPT, Witness
 
 logger = logging.getLogger(__name__)
 

@@ -40,8 +40,8 @@ def measure(task: dict[str, Any]) -> None:
     Args:
         task: as for ``sample``, and ``draft`` folder and ``k``.
     """
-    from spec_plugin.engine.counters import read_spec_counters
-    from spec_plugin.engine.scheduler import SCHEDULER
+    from spec_plugin.engine.schedule.counters import read_spec_counters
+    from spec_plugin.engine.schedule.scheduler import SCHEDULER
 
     speculative = {
         "method": "eagle3",

@@ -96,7 +96,7 @@ class LiveEngine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from spec_plugin.engine.scheduler import SCHEDULER
+        from spec_plugin.engine.schedule.scheduler import SCHEDULER
 
         target, draft = models()
         settings = {

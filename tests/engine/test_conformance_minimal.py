@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 def kit(python: str, driver: str, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [python, "-m", "spec_plugin.cli", "conformance", driver, *more],
+        [python, "-m", "spec_plugin.commands.cli", "conformance", driver, *more],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "COLUMNS": "160"},
         cwd=ROOT,
         capture_output=True,

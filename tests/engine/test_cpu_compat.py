@@ -14,7 +14,7 @@ import pytest
 import small
 import torch
 
-from spec_plugin.engine import cpu_compat, patches
+from spec_plugin.engine.repairs import cpu_compat, patches
 
 pytestmark = pytest.mark.engine
 
@@ -143,7 +143,7 @@ def test_a_trainers_extension_may_stand_on_either_side(llm, first):
 
 
 def test_counters_are_cumulative(llm):
-    from spec_plugin.engine.counters import read_spec_counters
+    from spec_plugin.engine.schedule.counters import read_spec_counters
 
     before = read_spec_counters()
     small.greedy(llm)

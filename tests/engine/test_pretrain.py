@@ -27,7 +27,7 @@ def command(tmp_path: Path) -> list[str]:
         str(tmp_path / "draft"),
     ]
     amounts = ["--responses", "192", "--tokens", "24", "--steps", "96", "--k", "4", "--train-tokens", "256"]
-    return [sys.executable, "-m", "spec_plugin.cli", "train", *inputs, *amounts]
+    return [sys.executable, "-m", "spec_plugin.commands.cli", "train", *inputs, *amounts]
 
 
 def test_a_draft_is_trained_before_a_run_and_goes_on_after_a_kill(tmp_path):

@@ -10,7 +10,7 @@ import small
 import torch
 
 from draft_training import digest
-from spec_plugin.engine.counters import read_spec_counters
+from spec_plugin.engine.schedule.counters import read_spec_counters
 
 pytestmark = pytest.mark.engine
 

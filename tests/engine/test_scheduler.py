@@ -10,9 +10,16 @@ pytest.importorskip("vllm")
 
 from live import MAX_NUM_SEQS, K, live_engine, prompts
 
-from spec_plugin.engine import scheduler as scheduler_module
-from spec_plugin.engine.counters import read_spec_counters
-from spec_plugin.engine.scheduler import check_table, pause_idle_draft, schedule_state, set_schedule, take_steps, verify
+from spec_plugin.engine.schedule import scheduler as scheduler_module
+from spec_plugin.engine.schedule.counters import read_spec_counters
+from spec_plugin.engine.schedule.scheduler import (
+    check_table,
+    pause_idle_draft,
+    schedule_state,
+    set_schedule,
+    take_steps,
+    verify,
+)
 from spec_plugin.errors import PatchError
 
 TABLE = [K] * (MAX_NUM_SEQS + 1)

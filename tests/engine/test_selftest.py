@@ -14,8 +14,8 @@ pytest.importorskip("vllm")
 from live import MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
 
 from spec_plugin.engine.front import PATIENCE
-from spec_plugin.engine.scheduler import schedule_state, set_schedule
-from spec_plugin.engine.selftest import default_prompts, run_self_test, tolerance
+from spec_plugin.engine.schedule.scheduler import schedule_state, set_schedule
+from spec_plugin.engine.selftest.test import default_prompts, run_self_test, tolerance
 
 pytestmark = pytest.mark.engine
 SECONDS = 30.0

@@ -13,9 +13,9 @@ import torch
 from spec_plugin_openrlhf_cpu import setup_worker
 
 from draft_training import DraftTrainer, TrainSettings, digest
+from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.config import SpecConfig
 from spec_plugin.events import DraftRefresh, SelfTestReport, TargetInfo
-from spec_plugin.methods.eagle3 import starting_draft
 
 SECONDS = 10.0  # of a self-test
 

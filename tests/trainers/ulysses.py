@@ -36,10 +36,10 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
 from spec_plugin import SpecConfig
+from spec_plugin.actor.control import RolloutControl
 from spec_plugin.events import HiddenStates, TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.ranks import actor_group
-from spec_plugin.rollout import RolloutControl
 from spec_plugin.session import SpecSession
 
 RANKS, AUX = 2, (2, 4, 5)

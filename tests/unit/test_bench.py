@@ -16,8 +16,8 @@ sys.path.insert(0, str(ROOT))
 
 from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft  # noqa: E402
 from examples.bench import common, harvest, off_cost, refresh, run_all, speedup, workload  # noqa: E402
+from spec_plugin.builtin.trainer import documents_of  # noqa: E402
 from spec_plugin.events import HiddenStates  # noqa: E402
-from spec_plugin.training import documents_of  # noqa: E402
 
 HF = {
     "model_type": "qwen3",

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from examples.bench import card  # noqa: E402
 from examples.bench.card_parts import __main__ as child  # noqa: E402
 from examples.bench.card_parts import compare, record, report, score, setup  # noqa: E402
-from spec_plugin.engine.verdicts import Sampled  # noqa: E402
+from spec_plugin.engine.selftest.verdicts import Sampled  # noqa: E402
 from spec_plugin.events import TargetInfo  # noqa: E402
 
 WHERE = {"card": None, "card_memory": None, "cpu": "some", "versions": {}, "date": "today", "commit": "c"}

@@ -18,9 +18,9 @@ from spec_plugin_verl_check import check as verl_check
 
 from draft_training import DraftConfig, DraftTrainer, Eagle3Draft, TrainSettings, save_draft
 from spec_plugin import SpecConfigError
-from spec_plugin.check import find_check
-from spec_plugin.cli import main
-from spec_plugin.judgement import Model, find_model, refuse, split_launch
+from spec_plugin.commands.check import find_check
+from spec_plugin.commands.cli import main
+from spec_plugin.commands.judgement import Model, find_model, refuse, split_launch
 
 needs_verl = pytest.mark.skipif(not (find_spec("verl") and find_spec("hydra")), reason="reads verl's own configuration")
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +126,7 @@ def test_openrlhfs_flags_are_read_from_its_source(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
 def test_a_model_that_is_not_here_is_said_to_be_unseen_and_the_rest_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spec_plugin.judgement._in_hub_cache", lambda name: None)
+    monkeypatch.setattr("spec_plugin.commands.judgement._in_hub_cache", lambda name: None)
     found = openrlhf.check([*GOOD, "--ds.load_in_4bit"])
     assert [o.reason for o in found.objections] == ["a 4-bit policy"]
     assert "Qwen/Qwen3-8B" in found.unseen[0] and "--model-config" in found.unseen[0]

@@ -17,7 +17,7 @@ from spec_plugin_verl_check import compose, options
 from test_check_command import MODEL, PATH, ROLLOUT, SPEC, VLLM, a_qwen3, needs_verl
 
 from spec_plugin import SpecConfigError
-from spec_plugin.judgement import Model
+from spec_plugin.commands.judgement import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -270,7 +270,7 @@ def test_a_pruned_vocabulary_that_the_engine_would_not_load(
     monkeypatch: pytest.MonkeyPatch, load_format: str, accepted: bool
 ) -> None:
     """verl's own load_format is dummy, and the installed vLLM's V2 runner loads drafts like that, too."""
-    monkeypatch.setattr("spec_plugin.forecast.without_accelerator", lambda: False)
+    monkeypatch.setattr("spec_plugin.commands.forecast.without_accelerator", lambda: False)
     found = verl_check([PATH, VLLM, f"{SPEC}draft_vocab_size=1024", f"{ROLLOUT}load_format={load_format}"], a_qwen3)
     said = " ".join(map(str, found.objections))
     assert found.accepted == accepted and ("set the engine's load_format to auto" in said) != accepted

@@ -12,10 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft
-from spec_plugin import SpecConfig, doctor, hookspecs
-from spec_plugin.cli import main
+from spec_plugin import SpecConfig, hookspecs
+from spec_plugin.commands import doctor
+from spec_plugin.commands.cli import main
+from spec_plugin.commands.doctor import Finding, Section, examine_draft, examine_target, hook_summaries, works
 from spec_plugin.config import options_table
-from spec_plugin.doctor import Finding, Section, examine_draft, examine_target, hook_summaries, works
 from spec_plugin.engine.capabilities import Capability
 
 TARGET = {
@@ -130,7 +131,7 @@ def test_a_missing_capability_fails_only_where_the_adapter_cannot_do_without(mon
 
 
 def test_a_patch_that_no_longer_fits_is_a_failure_with_its_text(monkeypatch):
-    from spec_plugin.engine import cpu_compat
+    from spec_plugin.engine.repairs import cpu_compat
     from spec_plugin.errors import PatchError
 
     def refuse():
@@ -209,7 +210,7 @@ def test_what_libraries_print_while_they_are_examined_is_not_in_the_json(monkeyp
         print("a library")
         return []
 
-    monkeypatch.setattr("spec_plugin.cli.examine", talkative)
+    monkeypatch.setattr("spec_plugin.commands.cli.examine", talkative)
     assert json.loads(invoke("doctor", "--json").stdout)["works"]
 
 
@@ -218,7 +219,7 @@ def test_in_a_complete_environment_everything_is_found_through_verls_own_registr
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VERL_")}
     command = [
         "-m",
-        "spec_plugin.cli",
+        "spec_plugin.commands.cli",
         "doctor",
         "--json",
         "--target",

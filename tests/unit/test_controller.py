@@ -5,10 +5,10 @@ import logging
 import pytest
 
 from spec_plugin import SpecConfig
-from spec_plugin.controller import BreakEvenController
-from spec_plugin.cost import constant_acceptance
+from spec_plugin.builtin.break_even.controller import BreakEvenController
+from spec_plugin.builtin.break_even.cost import constant_acceptance
+from spec_plugin.builtin.break_even.plan import threshold
 from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, StepTiming, TargetInfo
-from spec_plugin.plan import threshold
 
 K, SEQS = 3, 8
 

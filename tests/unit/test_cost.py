@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from spec_plugin.cost import (
+from spec_plugin.builtin.break_even.cost import (
     CostModel,
     closed_form_speedup,
     conditional_acceptance,

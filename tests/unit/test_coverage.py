@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from draft_training import DraftConfig, DraftConfigError  # noqa: E402
 from draft_training.config import FAMILIES  # noqa: E402
 from examples.bench import coverage  # noqa: E402
-from spec_plugin.judgement import Judgement, Model, Objection  # noqa: E402
+from spec_plugin.commands.judgement import Judgement, Model, Objection  # noqa: E402
 
 TRAINERS = {"verl": "verl_examples.jsonl", "openrlhf": "openrlhf_scripts.jsonl"}
 

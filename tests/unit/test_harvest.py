@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_training.config import FAMILIES
-from spec_plugin.harvest import Harvester, responses_at_the_end
+from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 
 AUX = (1, 3, 4)
 LENGTHS = (7, 4, 9)

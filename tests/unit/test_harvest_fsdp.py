@@ -15,8 +15,8 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 from spec_plugin.events import HiddenStates
-from spec_plugin.harvest import Harvester, responses_at_the_end
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "vocab_size": 61, "head_dim": 32}
 

@@ -53,9 +53,9 @@ SCRIPT = """
         if entry_point.name.startswith("spec_plugin"):
             entry_point.load()()
     ours += [n for n in sys.modules if n.startswith(("spec_plugin.engine", "draft_training")) or n == "spec_plugin_verl"]
-    for module in ("spec_plugin", "spec_plugin.session", "spec_plugin.plugins", "spec_plugin.builtins", "spec_plugin.cli",
-                   "spec_plugin.engine.cpu_compat", "spec_plugin.engine.extension", "spec_plugin.engine.scheduler",
-                   "spec_plugin.engine.selftest", "spec_plugin.engine.lossless"):
+    rooms = ("session", "manager", "builtin.registry", "commands.cli", "engine.repairs.cpu_compat", "engine.extension",
+             "engine.schedule.scheduler", "engine.selftest.test", "engine.lossless")
+    for module in ("spec_plugin", *(f"spec_plugin.{room}" for room in rooms)):
         importlib.import_module(module)
     after = snapshot()
     changed = [name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)
@@ -112,7 +112,7 @@ def test_law_1_verls_cpu_switches_are_not_the_flag(warm_run):
 def test_law_1_the_core_imports_no_trainer_no_engine_and_no_torch_by_itself():
     output = run("""
         import sys
-        import spec_plugin, spec_plugin.cli, spec_plugin.plugins
+        import spec_plugin, spec_plugin.commands.cli, spec_plugin.manager
         print([m for m in ("torch", "vllm", "verl", "ray", "spec_plugin_verl") if m in sys.modules])
     """)
     assert output.strip() == "[]"

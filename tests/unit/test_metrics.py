@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from spec_plugin.builtin.metrics import SCHEMA, MetricsSink, describe
 from spec_plugin.events import DraftRefresh, HiddenStates, RefreshReport, RolloutStats
-from spec_plugin.metrics import SCHEMA, MetricsSink, describe
 
 
 def harvested(tokens: int, milliseconds: float) -> HiddenStates:

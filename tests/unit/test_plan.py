@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from test_cost import compute_bound, memory_bound, model
 
-from spec_plugin import plan
+from spec_plugin.builtin.break_even import plan
 from spec_plugin.events import StepTiming
 
 SIZE, K = 64, 3

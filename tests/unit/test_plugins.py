@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from spec_plugin import SpecConfigError, hookimpl, plugins
+from spec_plugin import SpecConfigError, hookimpl
+from spec_plugin import manager as plugins
 from spec_plugin.events import RolloutStats
-from spec_plugin.plugins import ENTRY_POINT_GROUP, create_manager
+from spec_plugin.manager import ENTRY_POINT_GROUP, create_manager
 
 BUILT_IN = ("eagle3", "trainer", "provenance", "controller", "metrics")
 README = Path(__file__).resolve().parents[2] / "README.md"

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from draft_training import digest, load_draft
+from spec_plugin.builtin.methods.eagle3 import starting_draft
+from spec_plugin.commands.train import PretrainSettings, loop
+from spec_plugin.commands.train.texts import Rollout
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.tiny import make_target
 from spec_plugin.events import TargetInfo
-from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin.pretrain import PretrainSettings, loop
-from spec_plugin.pretrain.texts import Rollout
 
 STEPS = 40
 

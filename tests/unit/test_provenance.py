@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
+from spec_plugin.builtin.provenance import ProvenanceGuard
 from spec_plugin.events import LogprobBatch, TargetInfo
-from spec_plugin.provenance import ProvenanceGuard
 
 B, T, V = 16, 24, 40
 VERSION = 7

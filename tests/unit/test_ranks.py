@@ -15,13 +15,14 @@ import torch.distributed as dist
 from test_training import TARGET, hidden, sync
 
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, OtherRankFailed, TrainSettings, digest
-from spec_plugin import SpecConfig, builtins
+from spec_plugin import SpecConfig
+from spec_plugin.actor.control import RolloutControl
+from spec_plugin.actor.harvest import Harvester, PackedShards
+from spec_plugin.actor.links import ActorsLink
+from spec_plugin.builtin import registry as builtins
 from spec_plugin.events import DraftRefresh, RefreshReport, SelfTestReport
-from spec_plugin.harvest import Harvester, PackedShards
 from spec_plugin.hookspecs import hookimpl
-from spec_plugin.link import ActorsLink
 from spec_plugin.ranks import is_first, on_any_rank, together
-from spec_plugin.rollout import RolloutControl
 from spec_plugin.session import SpecSession
 
 assert builtins  # imported once here, not in each forked rank

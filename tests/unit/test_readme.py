@@ -31,7 +31,7 @@ def test_every_make_command_that_is_named_exists(name):
 
 
 def test_every_spec_plugin_command_that_is_named_exists():
-    from spec_plugin.cli import main
+    from spec_plugin.commands.cli import main
 
     named = set(re.findall(r"(?:^|`)spec-plugin ([a-z]+)", "\n".join(TEXTS.values()), re.M))
     assert {"doctor", "options", "hooks"} <= named <= set(main.commands)

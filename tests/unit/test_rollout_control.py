@@ -9,9 +9,9 @@ import pytest
 from test_training import TARGET, sync
 
 from spec_plugin import SpecConfig
+from spec_plugin.actor.control import RolloutControl
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport
-from spec_plugin.plugins import create_manager
-from spec_plugin.rollout import RolloutControl
+from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
 
 

@@ -1,6 +1,6 @@
 """What follows from a self-test: a fault stops the run, want of time only costs speculation."""
 
-from spec_plugin.engine.verdicts import counts_check
+from spec_plugin.engine.selftest.verdicts import counts_check
 from spec_plugin.events import Check, SelfTestReport, StepTiming
 
 FINE = Check("greedy", True, "8/8")

@@ -9,9 +9,9 @@ import re
 import numpy as np
 import pytest
 
-from spec_plugin.engine.evidence import Stated, detectable, evidence
-from spec_plugin.engine.stats import fisher_exact, mantel_haenszel_exact, smallest_p, tarone, two_sample
-from spec_plugin.engine.verdicts import (
+from spec_plugin.engine.selftest.evidence import Stated, detectable, evidence
+from spec_plugin.engine.selftest.stats import fisher_exact, mantel_haenszel_exact, smallest_p, tarone, two_sample
+from spec_plugin.engine.selftest.verdicts import (
     Sampled,
     counts_check,
     evidence_check,

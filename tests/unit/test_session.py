@@ -24,7 +24,7 @@ from spec_plugin.events import (
     TargetInfo,
     WeightSync,
 )
-from spec_plugin.plugins import create_manager
+from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
 
 H, V, SEQS = 32, 64, 4

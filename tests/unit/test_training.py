@@ -11,9 +11,9 @@ import torch
 
 from draft_training import DraftTrainer, HiddenBuffer, digest
 from spec_plugin import SpecConfig, SpecConfigError, SpecPluginError, hookspecs
+from spec_plugin.builtin.methods.eagle3 import Eagle3Method
+from spec_plugin.builtin.trainer import DraftTraining
 from spec_plugin.events import HiddenStates, TargetInfo, WeightSync
-from spec_plugin.methods.eagle3 import Eagle3Method
-from spec_plugin.training import DraftTraining
 
 V, H, LAYERS = 96, 64, 8
 HF = {

@@ -6,7 +6,7 @@ from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 from minimal_adapter.loop import Trainer
 
-from spec_plugin.rollout import run_blocking
+from spec_plugin.actor.control import run_blocking
 
 CAUGHT_BY = "target_arrives_before_the_draft"
 

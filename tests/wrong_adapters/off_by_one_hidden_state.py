@@ -7,8 +7,8 @@ from typing import Any
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 
-from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin.rollout import RolloutHarvest
+from spec_plugin.actor.control import RolloutHarvest
+from spec_plugin.builtin.methods.eagle3 import starting_draft
 
 CAUGHT_BY = "hidden_states_equal_a_plain_forward"
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from spec_plugin.builtin.provenance import ProvenanceGuard
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine.selftest import tolerance
-from spec_plugin.engine.verdicts import Sampled, greedy_check, greedy_limit, greedy_noise
+from spec_plugin.engine.selftest.test import tolerance
+from spec_plugin.engine.selftest.verdicts import Sampled, greedy_check, greedy_limit, greedy_noise
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import LogprobBatch, TargetInfo
-from spec_plugin.provenance import ProvenanceGuard
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
 #: sequences of a batch that a guard is shown

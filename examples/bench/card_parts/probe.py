@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_training import digest as weights_digest
-from spec_plugin.engine import refresh
 from spec_plugin.engine.capabilities import find_draft
 from spec_plugin.engine.extension import SpecWorkerExtension
-from spec_plugin.engine.layout import draft_layout
+from spec_plugin.engine.refresh import swap as refresh
+from spec_plugin.engine.refresh.layout import draft_layout
 
 PROBE = f"{__name__}.Probe"
 FLAG_PROBE = f"{__name__}.FlagProbe"

@@ -22,8 +22,8 @@ from examples.bench.card_parts.score import Scorer
 from examples.bench.card_parts.setup import Models, Sizes, mixed_prompts, sizes_of
 from examples.bench.engines import EXTENSION, EngineSettings, describe, engine_options, flag_front
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.probe import Probe, gather_or_cancel
-from spec_plugin.engine.verdicts import Sampled
+from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
+from spec_plugin.engine.selftest.verdicts import Sampled
 from spec_plugin.events import Schedule
 
 TEMPERATURES = (1.0, 0.6)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from minimal_adapter.loop import Engine, Rollouts, Settings, Trainer, padded
 from spec_plugin import SpecConfig, events
+from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
+from spec_plugin.actor.harvest import responses_at_the_end
+from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.harvest import responses_at_the_end
-from spec_plugin.methods.eagle3 import starting_draft
-from spec_plugin.rollout import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.session import SpecSession
 
 T = TypeVar("T")

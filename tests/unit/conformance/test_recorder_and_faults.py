@@ -18,7 +18,7 @@ from spec_plugin.events import (
     SelfTestReport,
     WeightSync,
 )
-from spec_plugin.plugins import create_manager
+from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
 
 

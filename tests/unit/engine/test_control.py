@@ -7,7 +7,7 @@ import torch
 
 from spec_plugin.engine.control import TOKENS, Control, ControlGroup, plain_tokens
 
-scheduler = pytest.importorskip("spec_plugin.engine.scheduler")
+scheduler = pytest.importorskip("spec_plugin.engine.schedule.scheduler")
 
 
 @pytest.mark.parametrize(("share", "members"), [(0.0, 0), (0.02, 20), (0.5, 500), (1.0, 1000)])

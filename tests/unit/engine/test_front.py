@@ -8,7 +8,7 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.tiny import tiny_config
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.events import Schedule, TargetInfo
-from spec_plugin.plugins import create_manager
+from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
 
 

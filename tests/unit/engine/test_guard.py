@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from spec_plugin.engine.guard import Guard
+from spec_plugin.engine.schedule.guard import Guard
 
 SIZE = 32
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from spec_plugin.engine.cpu_compat import live_gemm, weights_are_dead
+from spec_plugin.engine.repairs.cpu_compat import live_gemm, weights_are_dead
 
 
 def packing(layer, remove_weight):

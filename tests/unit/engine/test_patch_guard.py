@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from spec_plugin.engine import patches
-from spec_plugin.engine.patches import Guard, Patch
+from spec_plugin.engine.repairs import patches
+from spec_plugin.engine.repairs.patches import Guard, Patch
 from spec_plugin.errors import PatchError
 
 SOURCE = '''

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_plugin.engine.pause import pause_draft
+from spec_plugin.engine.schedule.pause import pause_draft
 from spec_plugin.errors import PatchError
 
 pytest.importorskip("vllm")
@@ -82,7 +82,7 @@ def test_the_table_holds_where_the_engine_drafts_more_than_it_says() -> None:
     """The V2 runner under synchronous scheduling hands out as many placeholders as it can draft."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from spec_plugin.engine.scheduler import SpecScheduler
+    from spec_plugin.engine.schedule.scheduler import SpecScheduler
 
     scheduler = object.__new__(SpecScheduler)
     requests = {name: SimpleNamespace(spec_token_ids=[-1] * 3, sampling_params=None) for name in "abc"}
@@ -101,7 +101,7 @@ def test_the_table_holds_where_the_engine_drafts_more_than_it_says() -> None:
 def test_the_first_table_names_every_k_so_that_each_has_its_graphs(largest: int, k: int) -> None:
     from vllm.v1.spec_decode import dynamic
 
-    from spec_plugin.methods.eagle3 import _every_k
+    from spec_plugin.builtin.methods.eagle3 import _every_k
 
     table = dynamic.utils.build_dynamic_sd_schedule_lookup(
         _every_k(largest, k), vllm_max_batch_size=largest, vllm_num_speculative_tokens=k

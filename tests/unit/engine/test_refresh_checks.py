@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from draft_training import digest
-from spec_plugin.engine import refresh
-from spec_plugin.engine.layout import Layout, draft_layout
-from spec_plugin.engine.refresh import Staging
+from spec_plugin.engine.refresh import swap as refresh
+from spec_plugin.engine.refresh.layout import Layout, draft_layout
+from spec_plugin.engine.refresh.swap import Staging
 
 H, V, HEADS, KV, D, I = 16, 40, 4, 2, 4, 24
 

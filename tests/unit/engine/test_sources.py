@@ -7,11 +7,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from spec_plugin import SpecConfig, SpecConfigError
+from spec_plugin import SpecConfig, SpecConfigError, sources
+from spec_plugin.builtin.methods.eagle3 import Eagle3Method
 from spec_plugin.conformance.tiny import tiny_config
-from spec_plugin.engine import sources
 from spec_plugin.events import TargetInfo
-from spec_plugin.methods.eagle3 import Eagle3Method
 
 LOADER, CONFIG = "v1/worker/gpu/spec_decode/eagle/utils.py", "config/vllm.py"
 IN_0_29 = """

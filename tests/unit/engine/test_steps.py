@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spec_plugin.engine.steps import StepLog, kind_of
+from spec_plugin.engine.schedule.steps import StepLog, kind_of
 from spec_plugin.events import StepTiming
 
 

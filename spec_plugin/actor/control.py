@@ -1,0 +1,237 @@
+"""RolloutControl: what an adapter's actor process does around each rollout phase, the same for every trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from spec_plugin.actor.harvest import Harvester, SequenceShards
+from spec_plugin.actor.links import EngineLink
+from spec_plugin.errors import LosslessError
+from spec_plugin.events import WeightSync
+from spec_plugin.ranks import most_of_any_rank, on_any_rank
+from spec_plugin.session import SpecSession
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class RolloutControl:
+    """Refresh after each weight sync, self-test, schedule, and the counters of each phase.
+
+    The adapter calls ``synced`` when target weights have reached the engines, ``begin`` when generation may start, and
+    ``finish`` at the first pass of the trainer over what was generated; on every rank, though only the first one has a link.
+    """
+
+    def __init__(self, session: SpecSession, link: EngineLink | None, sleeps: bool = False) -> None:
+        """Bind session and engines.
+
+        Args:
+            session: of this actor process.
+            link: all engines of the run, on the first actor rank; None on the others, which train the same draft.
+            sleeps: have the engines no weights in memory at ``finish``.
+        """
+        self.session, self.link, self._sleeps = session, link, sleeps
+        self.policy_version = -1  # of the weights that the engines roll out with
+        self.speculating = False  # was any k > 0 in the current phase; other ranks know it after ``agree``
+        self._tested: int | None = None  # draft version of the last self-test
+        self._running: int | None = None  # policy version of the phase in progress
+        self._installed = -1  # draft version that the engines serve
+        self._slice_ended = time.monotonic()
+        if session.unguarded and link is not None:
+            logger.warning(
+                "spec-plugin: %s: nobody checks that the log-probs that enter the loss are the policy's (law 3)",
+                session.unguarded,
+            )
+
+    def agree(self) -> None:
+        """Make all ranks know whether the phase drafted, and stop speculating together (collective)."""
+        session = self.session
+        drafted = self.speculating and self.link is not None
+        self.speculating, failed = on_any_rank(drafted, session.failed and not session.follows)
+        session.follow("another rank: its own warning says why" if failed else None)
+
+    async def synced(self, event: WeightSync) -> None:
+        """Target weights of this version have reached the engines: refresh the draft at the same safe point (collective)."""
+        self.policy_version = event.policy_version
+        await self._audit("synced")
+        self.agree()
+        refresh = self.session.weight_sync(event)
+        if refresh is None or self.link is None:
+            return
+        began = time.perf_counter()
+        try:
+            # the same version again: after sleep, or an untrained draft
+            report = await self.link.install(refresh, force=refresh.draft_version == self._installed)
+        except Exception as error:  # law 6
+            self.session.fail("refresh", error)
+            return
+        self._installed = report.draft_version
+        self.session.refreshed(refresh, replace(report, milliseconds=(time.perf_counter() - began) * 1e3))
+        await self._audit("refreshed")
+
+    async def begin(self) -> None:
+        """Self-test before the first rollout, and once more before a trained draft is first served; then set k.
+
+        Raises:
+            LosslessError: if the engine does not sample from the target.
+        """
+        session, link = self.session, self.link
+        if link is None:
+            session.rollout_start(self.policy_version)
+            return
+        if self._tested is None:
+            await self._self_test(link)
+            self._slice_ended = time.monotonic()  # start-up is no part of the first step
+        schedule = session.schedule(self.policy_version)
+        if schedule is not None and any(schedule.table) and self._tested == 0 < self._installed:
+            # a newborn draft is never right, so only now can the sampler's accepting half be seen at work
+            began = time.monotonic()
+            await self._self_test(link)
+            self._slice_ended += time.monotonic() - began  # the draft's share is one of the step, not of the test
+            schedule = session.schedule(self.policy_version)
+        if schedule is not None:
+            try:
+                await link.set_schedule(schedule)
+            except Exception as error:  # law 6
+                session.fail("schedule", error)
+            self.speculating = any(schedule.table)
+        await link.start_phase(self.policy_version)
+        await self._audit("rollout")
+        session.rollout_start(self.policy_version)
+        self._running = self.policy_version
+
+    async def _self_test(self, link: EngineLink) -> None:
+        session = self.session
+        self._tested = max(0, self._installed)
+        if not session.config.self_test or session.failed:
+            return
+        report = await link.self_test(session.config.self_test_seconds)
+        if report.passed:
+            lines = "".join(f"\n  {check.name}: {check.detail}" for check in report.checks)
+            logger.info("spec-plugin: the self-test passed in %.1f s%s", report.seconds, lines)
+            session.engine_ready(report)
+            return
+        message = (
+            f"the start-up self-test failed after {report.seconds:.1f} s, speculation is not used:\n{report.failures()}\n"
+            "`spec-plugin doctor` shows which patches and capabilities this engine has"
+        )
+        if session.config.on_self_test_failure == "raise" and not report.out_of_time:
+            raise LosslessError(message)
+        session.fail("self-test", message)
+
+    async def finish(self) -> None:
+        """Collect what the engines did in the phase; later calls do nothing until the next ``begin``."""
+        if self._running is None or self.link is None:
+            return
+        version, self._running = self._running, None
+        try:
+            stats = await self.link.stats(version)
+        except Exception as error:  # law 6
+            self.session.fail("rollout statistics", error)
+            return
+        self.session.rollout_end(stats)
+        await self._audit("rolled out")
+
+    def train_draft(self, step: int) -> None:
+        """One slice of draft training, bounded to ``train_share`` of the whole step, and a head start (collective)."""
+        session = self.session
+        wanted = session.head_start(step) if session.config.head_start else 0.0
+        self.agree()  # behind it: who failed there takes no part in the slice
+        head_start = most_of_any_rank(wanted) if session.config.head_start else 0.0
+        began = time.monotonic()
+        share = session.config.train_share
+        session.train_draft(step, share / (1.0 - share) * (began - self._slice_ended) + head_start)
+        self._slice_ended = time.monotonic()
+
+    async def _audit(self, moment: str) -> None:
+        if not self.session.config.audit or self.link is None or (self._sleeps and moment == "rolled out"):
+            return
+        try:
+            self.session.audit(await self.link.state(moment))
+        except Exception as error:  # law 6
+            self.session.fail("audit", error)
+
+
+class RolloutHarvest:
+    """The harvest of one actor process: a budget of tokens for each rollout phase, and law 6 around it."""
+
+    def __init__(
+        self,
+        control: RolloutControl,
+        decoder: nn.Module,
+        aux_layers: Sequence[int],
+        shards: SequenceShards | None = None,
+    ) -> None:
+        """Bind to what ``Harvester`` binds to; nothing is captured before ``open``."""
+        self._control, self._harvester = control, Harvester(decoder, aux_layers, shards)
+        self._ranks = 1 if shards is None else shards.size
+        self._left = 0  # tokens that may still be harvested, by all ranks that share the documents
+
+    def open(self) -> None:
+        """Allow ``harvest_tokens`` tokens from here on; none if no draft is trained, or none is to be (collective)."""
+        self._control.agree()
+        session = self._control.session
+        self._left = self._ranks * session.config.harvest_tokens if session.config.train and not session.failed else 0
+
+    def close(self) -> None:
+        """Capture nothing until the next ``open``."""
+        self._left = 0
+
+    @contextmanager
+    def capture(self, documents: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Iterator[None]:
+        """Capture the forward pass inside the block and hand it to the session, while there is budget.
+
+        Where ranks share their documents each of them goes on to the end of the budget, whatever fails on one of them.
+
+        Args:
+            documents: called after the pass, for the ``input_ids`` and ``loss_masks`` of ``Harvester.take``.
+        """
+        session = self._control.session
+        if self._left <= 0 or (session.failed and self._ranks == 1):
+            yield
+            return
+        with self._harvester.capture():
+            yield
+        try:
+            # a document longer than the whole budget would be harvested in no step
+            untouched = self._left == self._ranks * session.config.harvest_tokens
+            hidden = self._harvester.take(*documents(), self._control.policy_version, self._left, cut_long=untouched)
+        except Exception as error:  # law 6: a failed harvest costs speculation, not the run
+            session.fail("harvest", error)
+            return
+        finally:
+            self._left -= self._harvester.taken
+        if hidden is not None:
+            session.target_forward(hidden)
+
+
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine from a synchronous function, also under a running event loop (in a thread of its own then)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            result.append(asyncio.run(work))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]

@@ -1,0 +1,1 @@
+"""The built-in plugins: drafting methods, draft trainer, provenance guard, break-even controller, metrics."""

@@ -1,0 +1,326 @@
+"""Break-even control: how many tokens to draft at each batch size, from what the engine's own steps take (law 7)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spec_plugin.builtin.break_even import plan
+from spec_plugin.builtin.break_even.cost import CostModel, conditional_acceptance, constant_acceptance, tokens_per_step
+from spec_plugin.builtin.break_even.plan import Plan
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, Schedule, SelfTestReport, TargetInfo
+from spec_plugin.hookspecs import hookimpl
+
+logger = logging.getLogger(__name__)
+
+#: Verification steps below which a rollout phase says nothing about acceptance.
+_MIN_DRAFTS = 64
+#: Engine and training disagree about acceptance beyond this ratio of the gain only when they are misaligned.
+_MISALIGNED = 0.5
+#: A draft that is not served is tried in one phase in so many; the engine's guard ends the try when it fails.
+_TRY_EVERY = 8
+#: most tokens drafted in such a try: enough to see whether the draft is any good
+_TRY_K = 3
+#: Whole phases that generate fewer tokens per second than plain ones did, by this factor and so often in a row, are suspect.
+_BRAKE_BELOW, _BRAKE_AFTER = 0.97, 2
+#: Phases without drafts after that; doubled each time it happens again.
+_BRAKE_PHASES = 8
+#: What the newest plain phase weighs in the plain tokens per second.
+_NEWEST = 0.5
+#: tokens of a verification step below which a draft is dropped in a try while the timings contradict each other
+_BREAK_EVEN_UNKNOWN = 1.5
+#: chance of each token of a draft that has learnt for a step or two, and steps within which its head start must pay back
+_HOPED_CHANCE, _PAYS_BACK_WITHIN = 0.7, 3
+#: bytes that the sampler may take on a card, outside of what vLLM has counted
+_SAMPLER_ROOM = 2 << 30
+_SHOWN_SIZES = (1, 8, 32)
+
+
+class Brake:
+    """The one judge that does not believe the cost model: tokens per second of whole phases, with drafts and without.
+
+    The last plain phase may be long ago, and its responses shorter or its batches fuller. So phases with drafts that are
+    slower than it was raise a suspicion only; the next phase is plain and decides.
+    """
+
+    def __init__(self) -> None:
+        self._plain: float | None = None  # tokens per second
+        self._slower: list[float] = []  # the same of the suspect phases
+        self._pause = _BRAKE_PHASES
+        self._left = 0  # phases without drafts still to come
+
+    @property
+    def on(self) -> bool:
+        """True while nothing may be drafted."""
+        return self._left > 0 or self._suspicious
+
+    @property
+    def _suspicious(self) -> bool:
+        return len(self._slower) >= _BRAKE_AFTER
+
+    def rolled_out(self, rate: float, drafted: bool) -> bool:
+        """Take note of a phase; True if this is what pulls the brake."""
+        if self._left > 0:
+            self._left -= 1
+        if not (math.isfinite(rate) and rate > 0):
+            return False
+        if drafted:
+            slower = self._plain is not None and rate < _BRAKE_BELOW * self._plain
+            self._slower = [*self._slower, rate] if slower else []
+            return False
+        if not self._suspicious:
+            self._plain = rate if self._plain is None else _NEWEST * rate + (1 - _NEWEST) * self._plain
+            return False
+        guilty = statistics.fmean(self._slower) < _BRAKE_BELOW * rate
+        self._plain, self._slower = rate, []
+        if guilty:
+            self._left, self._pause = self._pause, 2 * self._pause
+        return guilty
+
+
+class BreakEvenController:
+    """Chooses k for each batch size before each rollout phase; as a batch drains, the engine moves through the table.
+
+    While speculation is on, the acceptance is the engine's own. While it is off, it is what draft training predicts,
+    corrected by how far prediction and engine were apart when last compared, and now and then it is tried to compare them
+    again. A draft that is served in vain is dropped within the phase, see ``spec_plugin.engine.schedule.guard``.
+    """
+
+    def __init__(self) -> None:
+        self._config = SpecConfig.parse({})
+        self._fixed = False
+        self.cost = CostModel()
+        self.brake = Brake()
+        self._predicted: tuple[float, ...] = ()  # chance of each position; empty: no prediction
+        self._served_prediction: tuple[float, ...] = ()
+        self._measured: tuple[float, ...] | None = None  # chance of each position, in the last phase
+        self._deepest: tuple[float, ...] = ()  # the same, beyond that one's largest k from phases before it
+        self._tried = False
+        self._correction = 1.0
+        self._warned = False
+        self._undrafted = 0  # phases in a row
+        self._load: dict[int, float] = {}
+        self._plan = plan.nothing(0)
+        self._realised: float | None = None
+        self._dropped = False  # was the draft, within the last phase
+        self._newborn: bool | None = None  # not known before the first refresh
+        self._plain_seconds = 0.0  # of the last phase without drafts
+        self._granted = self._head_start = 0.0  # seconds of head start, in all and for the last slice
+
+    @hookimpl
+    def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
+        """A break-even that the user set holds for every batch size."""
+        self._config, self._target = config, target
+        self._plan = plan.nothing(target.max_num_seqs)
+        self._fixed = config.serve == "always" or (config.serve == "auto" and config.controller == "fixed")
+        if config.serve == "auto" and not self._fixed and config.break_even is None and not config.self_test:
+            raise SpecConfigError(
+                "spec.self_test=False leaves break-even unmeasured, so that spec.serve=auto could never decide to speculate: "
+                "set spec.break_even, or spec.serve=always or never"
+            )
+
+    @hookimpl
+    def spec_engine_ready(self, report: SelfTestReport) -> None:
+        """Take over what was measured on the running engine."""
+        self.cost.observe(report.steps, calibration=True)
+        if not self._load:  # nothing is known of the rollouts yet: they are as likely at each size that was measured
+            self._load = {t.batch: float(t.batch) for t in report.steps}
+
+    @hookimpl
+    def spec_refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
+        """A draft that was not installed predicts nothing."""
+        if self._newborn is None:
+            self._newborn = refresh.draft_version == 0  # a resumed one is not
+        if report.installed:
+            self._predicted = refresh.expected_chances
+
+    @hookimpl
+    def spec_rollout_end(self, stats: RolloutStats) -> None:
+        """Learn what steps cost, what is accepted, and whether it paid."""
+        self.cost.observe(stats.steps)
+        drafted = stats.drafts > 0
+        self._undrafted = 0 if drafted else self._undrafted + 1
+        if not drafted:
+            self._plain_seconds = stats.seconds
+        enough = stats.drafts >= _MIN_DRAFTS and stats.acceptance_length is not None
+        self._measured = _acceptance_of(stats) if enough else None
+        if self._measured is not None:
+            self._deepest = (*self._measured, *self._deepest[len(self._measured) :])
+            self._tried = True
+            self._compare(stats)
+        self._dropped = drafted and any(s.paused for s in stats.steps)
+        if self._dropped:
+            length, version = stats.acceptance_length, stats.policy_version
+            logger.info("spec-plugin: policy version %d: dropped the draft at acceptance length %.2f", version, length)
+            self._plan = plan.nothing(self._target.max_num_seqs)  # to be served again it must clear the margin
+        curve = self.acceptance_curve or (0.0,)
+        self._load = plan.load_of(stats.steps, curve) or self._load
+        if self.cost.problem is None:
+            self._realised = plan.realised_speedup(self.cost, stats.steps, curve) if drafted else None
+        if self.brake.rolled_out(stats.tokens / max(stats.seconds, 1e-9), drafted) and not self._fixed:
+            logger.warning(
+                "spec-plugin: whole rollouts were slower with drafts than without, whatever the cost model says: "
+                "no drafts for a while"
+            )
+
+    def _compare(self, stats: RolloutStats) -> None:
+        """Prediction and engine, where enough was drafted, as far as both have looked."""
+        if self._measured is None:
+            return
+        width = min(len(self._served_prediction), len(self._measured))
+        predicted, found = tokens_per_step(self._served_prediction, width), tokens_per_step(self._measured, width)
+        if predicted <= 1.2:
+            return
+        ratio = (found - 1.0) / (predicted - 1.0)
+        # trust is lost at once and comes back by halves: a draft that training praises in vain is tried once
+        self._correction = max(0.0, min(1.0, ratio, 0.5 * self._correction + 0.5 * ratio))
+        if ratio < _MISALIGNED and not self._warned:
+            self._warned = True
+            logger.warning(
+                "spec-plugin: the engine accepts %.2f tokens per step where draft training predicted %.2f; "
+                "if this stays, draft and engine disagree about layers, norms or positions",
+                found,
+                predicted,
+            )
+
+    @property
+    def acceptance(self) -> float | None:
+        """Best knowledge of the acceptance length at ``spec.k`` of the draft that the engine serves now."""
+        curve = self.acceptance_curve
+        return None if curve is None else tokens_per_step(curve, self._config.k)
+
+    @property
+    def acceptance_curve(self) -> tuple[float, ...] | None:
+        """The same by position: the chance that each is accepted, given those before it; beyond its end the last one holds.
+
+        Beyond the largest k of the last phase, what training predicts or an earlier phase has shown; else the engine finds
+        out. Beyond what training unrolls nothing is promised before it was drafted.
+        """
+        if self._measured is not None:
+            deeper = self._predicted if len(self._predicted) > len(self._measured) else self._deepest
+            return (*self._measured, *deeper[len(self._measured) :])
+        if not self._predicted:
+            return None
+        first, *more = self._predicted  # the whole gain is in proportion to the first chance
+        return (first * self._correction, *more, 0.0)
+
+    @hookimpl
+    def spec_schedule(self, policy_version: int) -> Schedule:
+        """k per batch size for the coming rollout phase, and what makes the engine drop the draft before its end."""
+        chosen = self._choose()
+        if self._target.device_type == "cuda" and "vocab_size" in self._target.hf_config:
+            table = plan.within(chosen.table, int(self._target.hf_config["vocab_size"]), _SAMPLER_ROOM)
+            chosen = replace(chosen, table=table) if any(table) else plan.nothing(len(table) - 1)
+        if chosen.table != self._plan.table and not self._fixed:
+            known = "" if self.acceptance is None else f" (acceptance length {self.acceptance:.2f}"
+            gain = f", predicted speed-up {chosen.speedup:.2f}x)" if chosen.speculates else ")"
+            said = plan.describe(chosen.table) + (known + gain if known else "")
+            logger.info("spec-plugin: policy version %d: %s", policy_version, said)
+        self._plan = chosen
+        self._served_prediction = self._predicted if chosen.speculates else ()
+        return Schedule(chosen.table, self._break_even(chosen.table))
+
+    def _break_even(self, table: Sequence[int]) -> tuple[float, ...]:
+        if self._fixed or not any(table):
+            return ()
+        if self._config.break_even is not None:
+            return (self._config.break_even,) * len(table)
+        if self.cost.problem is not None:
+            return (_BREAK_EVEN_UNKNOWN,) * len(table)
+        return plan.break_even_of(self.cost, table)
+
+    def _choose(self) -> Plan:
+        config, size = self._config, self._target.max_num_seqs
+        if self._fixed:
+            return plan.fixed(config.k, size)
+        if config.serve == "never" or self.brake.on:
+            return plan.nothing(size)
+        acceptance, curve = self.acceptance, self.acceptance_curve
+        if config.break_even is None and self.cost.problem is not None:
+            # what a try shows may solve it; without one nothing new would ever be timed
+            tried = acceptance is not None and self._undrafted >= _TRY_EVERY
+            return self._try() if tried else plan.nothing(size)
+        if acceptance is None or curve is None:
+            # A draft that the user brought is tried out for one phase; a new one waits for its first training.
+            return self._try() if config.draft is not None and not self._tried else plan.nothing(size)
+        if config.break_even is not None:
+            return plan.threshold(config.k, acceptance, {size: config.break_even}, self._plan.speculates, size)
+        # what training has only promised is put to the test with few tokens a step: the policy moves, the replay does not
+        chosen = plan.best(self.cost, curve, self._load, self._plan.table, config.k if self._tried else self._try_k)
+        return self._try() if not chosen.speculates and self._undrafted >= _TRY_EVERY else chosen
+
+    def _try(self) -> Plan:
+        return plan.fixed(self._try_k, self._target.max_num_seqs)
+
+    @property
+    def _try_k(self) -> int:
+        return min(_TRY_K, self._config.k)
+
+    @hookimpl
+    def spec_head_start(self, step: int) -> float | None:
+        """More time for a newborn draft, as long as nothing is drafted: each step without it costs what it would save.
+
+        What it would save is what the cost model says of a draft that has learnt for one step; where not even that would be
+        faster than plain decoding, or where it is good enough already, nothing is granted.
+        """
+        self._head_start = 0.0
+        config = self._config
+        wanted = self._newborn and config.draft is None and config.serve == "auto" and not self._fixed
+        if not wanted or self._tried or self._plain_seconds <= 0.0 or not self._load or self.cost.problem is not None:
+            return None
+        nothing = plan.nothing(self._target.max_num_seqs).table
+        if (
+            self.acceptance_curve
+            and plan.best(self.cost, self.acceptance_curve, self._load, nothing, config.k).speculates
+        ):
+            return None
+        hoped = plan.best(self.cost, (_HOPED_CHANCE,), self._load, nothing, config.k).speedup
+        saved = self._plain_seconds * (1.0 - 1.0 / hoped)
+        left = config.head_start * self._plain_seconds - self._granted
+        self._head_start = max(0.0, min(left, _PAYS_BACK_WITHIN * saved))
+        self._granted += self._head_start
+        return self._head_start
+
+    @hookimpl
+    def spec_metrics(self) -> dict[str, float]:
+        """What was chosen, what it is expected to do, and what it did."""
+        table, size = self._plan.table, len(self._plan.table) - 1
+        trusted = self.cost.problem is None  # looks at every cell
+        out = {"spec/on": float(self._plan.speculates), "spec/dropped": float(self._dropped)}
+        out["spec/head_start_ms"] = self._head_start * 1e3
+        sizes = [b for b in (*_SHOWN_SIZES, size) if 0 < b <= size]
+        out.update({f"spec/k_b{b}": float(table[b]) for b in sizes})
+        if self._config.break_even is not None and size:
+            out[f"spec/break_even_b{size}"] = self._config.break_even
+        elif trusted:
+            out.update({f"spec/break_even_b{b}": self.cost.break_even(b, self._config.k) for b in sizes})
+        if self._plan.speculates and trusted:
+            out["spec/speedup_predicted"] = self._plan.speedup
+        if self._realised is not None:
+            out["spec/speedup_realised"] = self._realised
+        return out
+
+
+def _acceptance_of(stats: RolloutStats) -> tuple[float, ...]:
+    """Chance of each position. Steps with a smaller k never drafted the later ones: the step log says how many did."""
+    if not stats.accepted_per_pos:  # an engine that counts no positions
+        assert stats.acceptance_length is not None
+        k = max(1, round(stats.draft_tokens / stats.drafts))
+        return (constant_acceptance(stats.acceptance_length, k),) * k
+    raw = conditional_acceptance(stats.accepted_per_pos, stats.drafts)
+    width = len(stats.accepted_per_pos)
+    drafted = [float(sum(s.batch * s.steps for s in stats.steps if s.k > i)) for i in range(width)]
+    if not drafted or drafted[0] <= 0:
+        return raw
+    out = []
+    for i, chance in enumerate(raw):
+        share = 1.0 if i == 0 else drafted[i] / drafted[i - 1] if drafted[i - 1] else 0.0
+        if share <= 0.0:
+            break  # never drafted: nothing is known, the last known chance is as good a guess as any
+        out.append(min(1.0, chance / share))
+    return tuple(out)

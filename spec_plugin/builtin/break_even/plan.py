@@ -1,0 +1,169 @@
+"""Which k for which batch size: pure functions from the cost model, the acceptance and the load to a table (law 7)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from spec_plugin.builtin.break_even.cost import CostModel, tokens_per_step
+from spec_plugin.events import StepTiming
+
+#: speculation is switched on above break-even by this factor, off below break-even: no flapping on noise
+MARGIN = 1.05
+#: another k than the present one must be better by this factor
+_K_MARGIN = 1.05
+#: bytes of the V1 rejection sampler for each logit
+_SAMPLER_BYTES = 18
+#: batch sizes of a band that are looked at, about
+_SAMPLED = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A table of k, and what it is expected to do to the phase."""
+
+    table: tuple[int, ...]  # k for batch sizes 0..max_num_seqs
+    speedup: float  # predicted decoding time of a plain phase / of this one
+
+    @property
+    def speculates(self) -> bool:
+        """True if any batch size drafts."""
+        return any(self.table)
+
+
+def nothing(size: int) -> Plan:
+    """Plain decoding."""
+    return Plan((0,) * (size + 1), 1.0)
+
+
+def fixed(k: int, size: int) -> Plan:
+    """The same k for every batch size."""
+    return Plan((0,) + (k,) * size, 1.0)
+
+
+def within(table: Sequence[int], vocab_size: int, room: int) -> tuple[int, ...]:
+    """A table with k cut to where the sampler's own tensors fit into ``room`` bytes.
+
+    vLLM's V1 rejection sampler with log-probs holds about 4.5 float32 tensors [batch * (k + 1), V] at once, which its memory
+    profile does not know of; the V2 runner works in pieces, and at such batch sizes there is little to gain anyway.
+    """
+    return tuple(min(k, max(0, room // (max(1, b) * vocab_size * _SAMPLER_BYTES) - 1)) for b, k in enumerate(table))
+
+
+def threshold(k: int, acceptance: float, break_even: Mapping[int, float], serving: bool, size: int) -> Plan:
+    """k for each batch size from an acceptance length and break-evens that somebody else determined.
+
+    A batch size between two given ones takes the larger one's break-even, one beyond all the last's.
+
+    Args:
+        k: tokens to draft where speculation pays.
+        acceptance: acceptance length of the draft, bonus token included.
+        break_even: batch size -> acceptance length at which speculation is as fast as plain decoding; not empty.
+        serving: was speculation on before; if not, it must clear a small margin.
+        size: largest batch size of the engine.
+    """
+    sizes = sorted(break_even)
+    margin = 1.0 if serving else MARGIN
+    table = [0]
+    for batch in range(1, size + 1):
+        known = sizes[min(bisect_left(sizes, batch), len(sizes) - 1)]
+        table.append(k if acceptance > break_even[known] * margin else 0)
+    return Plan(tuple(table), 1.0)
+
+
+def best(
+    cost: CostModel, acceptance: Sequence[float], load: Mapping[int, float], current: Sequence[int], k_max: int
+) -> Plan:
+    """The table with the most tokens per second, or plain decoding where the whole phase would gain nothing.
+
+    Each band of batch sizes gets its own best k. Where that is 0 the draft still runs its first forward pass (vLLM keeps its
+    KV cache current so), unless no batch size drafts at all: therefore the phase as a whole is compared with a paused draft,
+    over the batch sizes that the last phase went through.
+
+    Args:
+        cost: seconds of a step.
+        acceptance: chance of each position, see ``cost.tokens_per_step``.
+        load: batch size -> tokens that a phase generates at that size.
+        current: the table in force, of length max_num_seqs + 1.
+        k_max: most tokens to draft.
+    """
+    size = len(current) - 1
+    serving = any(current)
+    table = [0]
+    for band in bands(size):
+        table += [_best_k(cost, acceptance, band, current[band[-1]], k_max, serving)] * len(band)
+    if not any(table):
+        return nothing(size)
+    speedup = phase_speedup(cost, acceptance, load, table)
+    return Plan(tuple(table), speedup) if speedup > (1.0 if serving else MARGIN) else nothing(size)
+
+
+def bands(size: int) -> list[range]:
+    """Batch sizes that get the same k: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, …; the noise of single ones is averaged out."""
+    edges = sorted({e for i in range(size.bit_length() + 1) for e in (2**i, 3 * 2**i // 2) if e < size} | {size})
+    return [range(a + 1, b + 1) for a, b in pairwise([0, *edges])]
+
+
+def _best_k(cost: CostModel, acceptance: Sequence[float], band: range, current: int, k_max: int, serving: bool) -> int:
+    sizes = band[:: max(1, len(band) // _SAMPLED)]
+    seconds = [sum(cost.seconds(batch, k, paused=False) / batch for batch in sizes) for k in range(k_max + 1)]
+    rates = [tokens_per_step(acceptance, k) / s for k, s in enumerate(seconds)]
+    top = max(range(k_max + 1), key=rates.__getitem__)
+    return current if serving and rates[top] < _K_MARGIN * rates[current] else top
+
+
+def phase_speedup(
+    cost: CostModel, acceptance: Sequence[float], load: Mapping[int, float], table: Sequence[int]
+) -> float:
+    """Predicted decoding time with a paused draft / with this table, for a phase of this load."""
+    plain = drafting = 0.0
+    for batch, tokens in load.items():
+        k = table[min(batch, len(table) - 1)]
+        plain += tokens / batch * cost.seconds(batch, 0)
+        drafting += tokens / (batch * tokens_per_step(acceptance, k)) * cost.seconds(batch, k, paused=False)
+    return plain / drafting if drafting > 0 else 1.0
+
+
+def break_even_of(cost: CostModel, table: Sequence[int]) -> tuple[float, ...]:
+    """Tokens of a verification step from which drafting as the table says is faster than k = 0, by batch size.
+
+    Against a step that keeps the draft's KV cache current, not a paused draft: where a batch of this size drafts for the sake
+    of a later, smaller one, the phase as a whole has been compared by ``best``.
+    """
+    return (1.0, *(cost.break_even(batch, table[batch], paused=False) for batch in range(1, len(table))))
+
+
+def load_of(steps: Sequence[StepTiming], acceptance: Sequence[float]) -> dict[int, float]:
+    """Batch size -> tokens that a phase generated at that size, from its step log."""
+    load: dict[int, float] = {}
+    for s in steps:
+        load[s.batch] = load.get(s.batch, 0.0) + s.batch * s.steps * tokens_per_step(acceptance, s.k)
+    return load
+
+
+def realised_speedup(cost: CostModel, steps: Sequence[StepTiming], acceptance: Sequence[float]) -> float | None:
+    """Seconds that the phase's tokens would have taken plain / the seconds that its steps did take; None without steps."""
+    took = sum(s.seconds * s.steps for s in steps)
+    plain = sum(tokens / batch * cost.seconds(batch, 0) for batch, tokens in load_of(steps, acceptance).items())
+    return plain / took if took > 0 else None
+
+
+def describe(table: Sequence[int]) -> str:
+    """A table in words: ``k=3 for batch sizes 1-8, k=1 for 9-20, k=0 from 21``."""
+    if not any(table):
+        return "no drafts at any batch size"
+    parts: list[str] = []
+    begin = 1
+    for batch in range(2, len(table) + 1):
+        if batch == len(table) or table[batch] != table[begin]:
+            end = batch - 1
+            span = f"from {begin}" if batch == len(table) else str(begin) if begin == end else f"{begin}-{end}"
+            parts.append(f"k={table[begin]} for batch size {span}" if not parts else f"k={table[begin]} {_for(span)}")
+            begin = batch
+    return ", ".join(parts)
+
+
+def _for(span: str) -> str:
+    return span if span.startswith("from") else f"for {span}"

@@ -1,0 +1,20 @@
+"""The built-in plugins; they go through the same door as everybody else's."""
+
+from __future__ import annotations
+
+
+def built_in_plugins() -> dict[str, object]:
+    """Fresh instances by name, in registration order."""
+    from spec_plugin.builtin.break_even.controller import BreakEvenController
+    from spec_plugin.builtin.methods.eagle3 import Eagle3Method
+    from spec_plugin.builtin.metrics import MetricsSink
+    from spec_plugin.builtin.provenance import ProvenanceGuard
+    from spec_plugin.builtin.trainer import DraftTraining
+
+    return {
+        "eagle3": Eagle3Method(),
+        "trainer": DraftTraining(),
+        "provenance": ProvenanceGuard(),
+        "controller": BreakEvenController(),
+        "metrics": MetricsSink(),
+    }

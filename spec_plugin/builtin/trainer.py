@@ -1,0 +1,207 @@
+"""The draft trainer as a plugin: harvested states fill its buffer, each step gives it a slice of time, each sync its weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_training import Document, DraftTrainer, HiddenBuffer, SliceReport, TrainSettings, digest
+from spec_plugin.builtin.methods.eagle3 import starting_draft
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecPluginError
+from spec_plugin.events import DraftRefresh, HiddenStates, TargetInfo, WeightSync
+from spec_plugin.hookspecs import hookimpl
+from spec_plugin.ranks import is_first, on_any_rank, together
+
+logger = logging.getLogger(__name__)
+
+
+#: tokens per draft optimizer step, by device type: a window also bounds the context that the draft's attention learns
+TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=512)
+#: newest tokens on which each rank judges the draft before it trains on them
+_JUDGED_TOKENS = 1024
+#: share of the first text that a newborn draft is judged on, which it therefore does not train on in that slice
+_HELD_BACK = 0.125
+
+
+def _device(target: TargetInfo, embed: Tensor) -> torch.device:
+    """Where the draft is trained: on the actor's card, wherever its weights lay when they were sent."""
+    if target.device_type == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return embed.device
+
+
+def documents_of(hidden: HiddenStates) -> list[Document]:
+    """The packed documents of a harvest, one by one; views of it."""
+    out, begin = [], 0
+    for n in hidden.lengths:
+        piece = slice(begin, begin + n)
+        begin += n
+        tensors = (hidden.input_ids[piece], hidden.aux[piece], hidden.last[piece], hidden.loss_mask[piece])
+        out.append(Document(*tensors, policy_version=hidden.policy_version))
+    return out
+
+
+class DraftTraining:
+    """Trains an EAGLE-3 draft from what the trainer's own forward passes leave, on its own optimizer and random streams."""
+
+    def __init__(self) -> None:
+        self._trainer: DraftTrainer | None = None
+        self._buffer: HiddenBuffer | None = None
+        self._slice: SliceReport | None = None
+        #: of the draft as it was before the last slice, on text that is newer than all that it was trained on, by a policy
+        #: that has moved since: what the engine would have accepted. On text of the slice itself every draft looks good.
+        self._judged: SliceReport | None = None
+        self._resume_from: Path | None = None
+        self._token_counts: Tensor | None = None  # [V], while a new pruned draft waits for its vocabulary
+
+    @hookimpl
+    def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
+        """Remember; the model itself is built at the first weight sync, when the policy's embedding is known."""
+        self._config, self._target = config, target
+
+    @hookimpl(wrapper=True)
+    def spec_weight_sync(self, event: WeightSync) -> Generator[None, Any, Any]:
+        """The draft's embedding and head are the policy's: follow them, when all ranks' other plugins have."""
+        with together("take the weight sync"):
+            result = yield
+        if self._config.method == "eagle3":
+            self._follow(event)
+        return result
+
+    def _follow(self, event: WeightSync) -> None:
+        if event.embed is None or event.lm_head is None:
+            raise SpecPluginError(
+                "the weight sync carried no embedding or no LM head, and the draft needs the policy's; expected tensors "
+                "named model.embed_tokens.weight and lm_head.weight"
+            )
+        if self._trainer is None:
+            self._trainer = self._create(event)
+        self._trainer.update_policy(event.embed, event.lm_head, event.policy_version)
+
+    def _create(self, event: WeightSync) -> DraftTrainer:
+        assert event.embed is not None
+        config = self._config
+        with together("make the draft"):
+            start = starting_draft(config, self._target)
+        device = _device(self._target, event.embed)
+        settings = TrainSettings(
+            lr=config.lr,
+            grad_clip=config.grad_clip,
+            ttt_steps=config.ttt_steps or config.k,
+            tokens_per_step=config.train_tokens or TRAIN_TOKENS[device.type],
+            replay_share=config.replay_share,
+            offload=device.type == "cuda",
+        )
+        trainer = DraftTrainer(
+            start.config,
+            settings,
+            device=device,
+            seed=config.seed,
+            process_group=self._target.actor_group,
+            tensors=start.tensors,
+        )
+        self._buffer = HiddenBuffer(config.buffer_tokens, config.buffer_mb << 20, config.seed)
+        if start.config.pruned and start.tensors is None:
+            self._token_counts = torch.zeros(start.config.vocab_size, dtype=torch.int64)
+        (resumes,) = on_any_rank(is_first() and self._resume_from is not None)
+        if resumes:
+            trainer.load(self._resume_from or "")  # the first rank reads
+            self._token_counts = None
+        return trainer
+
+    @hookimpl
+    def spec_target_forward(self, hidden: HiddenStates) -> None:
+        """Cut the pack into documents; the buffer copies what it keeps."""
+        if self._buffer is None:
+            return
+        if self._token_counts is not None:
+            sampled = hidden.input_ids[hidden.loss_mask]
+            self._token_counts += torch.bincount(sampled, minlength=self._token_counts.numel())
+        for document in documents_of(hidden):
+            self._buffer.add(document)
+
+    @hookimpl(wrapper=True)
+    def spec_train_draft(self, step: int, seconds: float) -> Generator[None, Any, Any]:
+        """One slice of at most ``seconds``, when all ranks' other plugins are done."""
+        with together("train the draft"):
+            result = yield
+        self._train(seconds)
+        return result
+
+    def _train(self, seconds: float) -> None:
+        if self._trainer is None or self._buffer is None or not self._config.train or seconds <= 0:
+            return
+        if self._token_counts is not None:  # the first rollouts show which tokens this policy uses
+            self._trainer.select_vocabulary(self._token_counts)
+            self._token_counts = None
+        began = time.perf_counter()
+        unseen = self._trainer.draft_version == 0 and self._config.draft is None
+        if not unseen:
+            self._judge(self._buffer.newest(_JUDGED_TOKENS))
+        # a newborn draft has seen no text of before: some of the first is kept from it, so that it can be judged at once
+        tokens = min(_JUDGED_TOKENS, int(_HELD_BACK * self._buffer.stats().tokens)) if unseen else 0
+        held = self._buffer.take_newest(tokens)
+        left = seconds - (time.perf_counter() - began)
+        self._slice = self._trainer.train_slice(self._buffer, left, self._config.train_max_steps)
+        self._buffer.give_back(held)
+        if unseen and self._trainer.draft_version > 0:
+            self._judge(held)
+
+    def _judge(self, documents: Sequence[Document]) -> None:
+        """Replay the draft on text that it has not trained on (collective)."""
+        assert self._trainer is not None
+        found = self._trainer.evaluate(documents, self._config.k)
+        self._judged = found if found.rounds else self._judged
+
+    @hookimpl
+    def spec_draft_weights(self, event: WeightSync) -> DraftRefresh | None:
+        """The current draft, in the engine's dtype, without anything that the target owns."""
+        if self._trainer is None:
+            return None
+        tensors = self._trainer.engine_tensors(getattr(torch, self._target.dtype))
+        return DraftRefresh(
+            draft_version=self._trainer.draft_version,
+            policy_version=event.policy_version,
+            tensors=tensors,
+            digest=digest(tensors),
+            expected_chances=self._judged.chances if self._judged else (),
+        )
+
+    @hookimpl
+    def spec_metrics(self) -> dict[str, float]:
+        """Loss, predicted acceptance and cost of the last slice."""
+        if self._slice is None or self._buffer is None or self._trainer is None:
+            return {}
+        return {
+            "spec/draft_loss": self._slice.loss,
+            "spec/expected_acceptance": self._judged.acceptance_length if self._judged else 1.0,
+            "spec/train_ms": self._slice.seconds * 1e3,
+            "spec/train_steps": float(self._slice.steps),
+            "spec/train_unroll": float(self._trainer.unroll.steps),
+            "spec/buffer_tokens": float(self._buffer.stats().tokens),
+        }
+
+    @hookimpl
+    def spec_save(self, path: Path) -> None:
+        """Draft, optimizer, versions and random streams."""
+        if self._trainer is not None:
+            self._trainer.save(path / "draft")
+
+    @hookimpl
+    def spec_load(self, path: Path) -> None:
+        """Continue where ``spec_save`` left off, at the coming weight sync; a checkpoint without a draft starts a new one."""
+        folder = path / "draft"
+        if folder.exists():
+            self._resume_from = folder
+        elif is_first():  # another rank may sit on a node that has no folder
+            logger.warning(
+                "spec-plugin: no draft in the checkpoint (%s): the run was saved without one, a new one starts", path
+            )

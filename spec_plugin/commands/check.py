@@ -1,0 +1,91 @@
+"""``spec-plugin check``: would this run be accepted, and what would it do? Asks the trainer's adapter; starts nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from spec_plugin.commands.doctor import ADAPTER_GROUP
+from spec_plugin.commands.judgement import FindModel, Judgement, Model, find_model, read_json
+from spec_plugin.errors import SpecConfigError
+
+#: what an adapter offers: the run's arguments and a finder of models, to a judgement
+Check = Callable[[Sequence[str], FindModel], Judgement]
+
+
+def find_check(trainer: str) -> Check:
+    """The function ``check`` of a trainer's adapter.
+
+    It is in the module ``<adapter>_check``, for an adapter whose import is itself the flag, or else in ``<adapter>.check``.
+
+    Args:
+        trainer: name of the adapter's entry point in the group ``spec_plugin_adapters``.
+
+    Raises:
+        SpecConfigError: if there is no such adapter, or it offers none.
+    """
+    adapters = {ep.name: ep for ep in metadata.entry_points(group=ADAPTER_GROUP)}
+    if trainer not in adapters:
+        raise SpecConfigError(
+            f"no adapter is installed for {trainer!r}; there are: {', '.join(sorted(adapters)) or 'none'}"
+        )
+    package = adapters[trainer].module
+    beside = f"{package}_check"
+    module = beside if find_spec(beside) else f"{package}.check"
+    try:
+        found: Check = import_module(module).check
+    except (ImportError, AttributeError) as error:
+        raise SpecConfigError(f"the adapter for {trainer} offers no check here ({module}: {error})") from error
+    return found
+
+
+def model_from(file: Path) -> FindModel:
+    """A finder that takes this config.json for whatever model is asked for.
+
+    Raises:
+        SpecConfigError: if it cannot be read.
+    """
+    config = read_json(file)
+    return lambda name: Model(name, config, str(file))
+
+
+def check_run(trainer: str, arguments: Sequence[str], model_config: Path | None = None) -> Judgement:
+    """Judge one run.
+
+    Args:
+        trainer: ``verl``, ``openrlhf``, or another adapter's name.
+        arguments: those of the trainer.
+        model_config: a config.json that stands in for the model's own.
+
+    Raises:
+        SpecConfigError: if it cannot be judged at all.
+    """
+    return find_check(trainer)(arguments, model_from(model_config) if model_config else find_model)
+
+
+def to_json(judgement: Judgement) -> str:
+    """The judgement for programs."""
+    table = asdict(judgement) | {
+        "accepted": judgement.accepted,
+        "objections": [asdict(o) | {"sentence": str(o)} for o in judgement.objections],
+    }
+    return json.dumps(table, indent=1)
+
+
+def to_text(judgement: Judgement) -> Iterator[str]:
+    """The judgement for a person, line by line; the verdict comes last, where the eye is."""
+    for subject, text in judgement.facts.items():
+        yield f"  {subject:<20} {text}"
+    for title, lines in (("worth knowing", judgement.notes), ("could not be looked at", judgement.unseen)):
+        if lines:
+            yield title
+            yield from (f"  {line}" for line in lines)
+    if judgement.accepted:
+        yield f"accepted: this {judgement.trainer} run would start{' (as far as could be seen)' if judgement.unseen else ''}"
+        return
+    yield f"refused: {len(judgement.objections)} in the way of this {judgement.trainer} run"
+    yield from (f"  {number}. {objection}" for number, objection in enumerate(judgement.objections, 1))

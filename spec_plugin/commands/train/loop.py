@@ -1,0 +1,147 @@
+"""The training of ``spec-plugin train``: the trainers' own harvest, buffer and loop, over rollouts on disk."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import AutoModelForCausalLM
+
+from draft_training import Document, DraftTrainer, HiddenBuffer, TrainSettings, save_draft
+from spec_plugin.actor.harvest import Harvester, responses_at_the_end
+from spec_plugin.builtin.methods.eagle3 import Start
+from spec_plugin.builtin.trainer import TRAIN_TOKENS, documents_of
+from spec_plugin.commands.train.texts import Rollout
+from spec_plugin.config import SpecConfig
+from spec_plugin.events import TargetInfo
+
+if TYPE_CHECKING:
+    from spec_plugin.commands.train.run import PretrainSettings
+
+#: rollouts of one forward pass, and optimizer steps after it; a run takes about as many a step
+_BATCH, _STEPS = 32, 8
+#: share of the steps at the end in which the rates fall to zero: unlike a run, this has an end
+_COOLING = 0.2
+#: seconds between two checkpoints: what a kill costs at most
+_SAVE_EVERY = 30.0
+
+
+def train(
+    settings: PretrainSettings,
+    target: TargetInfo,
+    start: Start,
+    training: Sequence[Rollout],
+    held_out: Sequence[Rollout],
+    work: Path,
+    show: bool,
+) -> tuple[float, ...]:
+    """Train into ``work/draft``, going on behind the last checkpoint in ``work/trainer``.
+
+    Returns:
+        [k] the chance of each drafted token, given those before it, on the held-out rollouts.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, target.dtype) if device.type == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(settings.target, dtype=dtype).to(device).eval()
+    lesson = _Lesson(model, start.config.aux_layers, training)
+    trainer = _trainer(settings, start, device, model, training)
+    visits = math.ceil(settings.steps / _STEPS)
+    done = 0
+    buffer = _buffer(settings)
+    if (work / "trainer").exists():
+        extra = trainer.load(work / "trainer")
+        trainer.update_policy(*_heads(model), 0)
+        done = int(extra["visits"])
+        lesson.refill(buffer, done)
+        buffer.load_state_dict(extra["buffer"])
+    saved, acceptance = time.monotonic(), 1.0
+    with _bar(visits, done, show) as told:
+        for visit in range(done, visits):
+            lesson.give(buffer, visit)
+            trainer.rate_scale = min(1.0, (visits - visit) / max(1.0, _COOLING * visits))
+            report = trainer.train_slice(buffer, math.inf, min(_STEPS, settings.steps - visit * _STEPS))
+            acceptance = report.acceptance_length
+            told(visit + 1, f"{acceptance:.2f} of {trainer.unroll.steps + 1}")
+            if time.monotonic() - saved > _SAVE_EVERY:
+                trainer.save(work / "trainer", {"visits": visit + 1, "buffer": buffer.state_dict()})
+                saved = time.monotonic()
+    trainer.save(work / "trainer", {"visits": visits, "buffer": buffer.state_dict()})
+    chances = trainer.evaluate(_Lesson(model, start.config.aux_layers, held_out).all(), steps=settings.k).chances
+    save_draft(work / "draft", start.config, trainer.engine_tensors(getattr(torch, target.dtype)))
+    return chances
+
+
+class _Lesson:
+    """Rollouts, harvested when they are needed: hidden states take a thousand times the room of the text."""
+
+    def __init__(self, model: Any, aux_layers: Sequence[int], rollouts: Sequence[Rollout]) -> None:
+        self._model, self._harvester = model, Harvester(model.model, aux_layers)
+        # alike lengths together, so that little is padded
+        order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].prompt) + len(rollouts[i].response))
+        parts = [[rollouts[i] for i in order[at : at + _BATCH]] for at in range(0, len(order), _BATCH)]
+        stride = next(s for s in range(max(1, int(0.618 * len(parts))), len(parts) + 2) if math.gcd(s, len(parts)) == 1)
+        self._parts = [parts[i * stride % len(parts)] for i in range(len(parts))]  # short and long ones mixed
+
+    def give(self, buffer: HiddenBuffer, visit: int) -> None:
+        """Harvest the part that is due at this visit; the parts come round and round."""
+        for document in self._harvested(self._parts[visit % len(self._parts)]):
+            buffer.add(document)
+
+    def refill(self, buffer: HiddenBuffer, visits: int) -> None:
+        """What the buffer held after so many visits."""
+        tokens, first = 0, visits
+        while first > 0 and tokens < buffer.max_tokens:
+            first -= 1
+            tokens += sum(len(r.prompt) + len(r.response) for r in self._parts[first % len(self._parts)])
+        for visit in range(first, visits):
+            self.give(buffer, visit)
+
+    def all(self) -> list[Document]:
+        """Every rollout."""
+        return [document for part in self._parts for document in self._harvested(part)]
+
+    @torch.no_grad()
+    def _harvested(self, part: Sequence[Rollout]) -> list[Document]:
+        ids = [torch.tensor([*r.prompt, *r.response]) for r in part]
+        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self._model.device)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(padded.device)
+        with self._harvester.capture():
+            self._model.model(input_ids=padded, attention_mask=mask, use_cache=False)
+        masks = responses_at_the_end(ids, [len(r.response) for r in part])
+        hidden = self._harvester.take(ids, masks, policy_version=0, max_tokens=1 << 62)
+        return [] if hidden is None else documents_of(hidden)
+
+
+def _trainer(
+    settings: PretrainSettings, start: Start, device: torch.device, model: Any, training: Sequence[Rollout]
+) -> DraftTrainer:
+    how = TrainSettings(ttt_steps=settings.k, tokens_per_step=settings.train_tokens or TRAIN_TOKENS[device.type])
+    trainer = DraftTrainer(start.config, how, device=device, seed=settings.seed, tensors=start.tensors)
+    trainer.update_policy(*_heads(model), 0)
+    if start.config.pruned and start.tensors is None:
+        sampled = torch.tensor([token for r in training for token in r.response])
+        trainer.select_vocabulary(torch.bincount(sampled, minlength=start.config.vocab_size))
+    return trainer
+
+
+def _heads(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+
+
+def _buffer(settings: PretrainSettings) -> HiddenBuffer:
+    defaults = SpecConfig.parse({})
+    return HiddenBuffer(defaults.buffer_tokens, defaults.buffer_mb << 20, settings.seed)
+
+
+@contextmanager
+def _bar(visits: int, done: int, show: bool) -> Iterator[Any]:
+    columns = (TextColumn("training the draft"), BarColumn(), TextColumn("tokens a step {task.fields[length]}"))
+    with Progress(*columns, TimeRemainingColumn(), disable=not show) as progress:
+        bar = progress.add_task("train", total=visits, completed=done, length="–")
+        yield lambda visit, length: progress.update(bar, completed=visit, length=length)

@@ -1,0 +1,220 @@
+"""``spec-plugin train``: sample, harvest, train, measure; each part goes on where a killed one stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from spec_plugin.builtin.break_even.cost import conditional_acceptance, tokens_per_step
+from spec_plugin.builtin.methods.eagle3 import starting_draft
+from spec_plugin.commands.train.texts import Rollout, read_prompts, read_rollouts
+from spec_plugin.config import SpecConfig
+from spec_plugin.engine.offline import lines_of
+from spec_plugin.errors import SpecConfigError, SpecPluginError
+from spec_plugin.events import TargetInfo
+
+#: prompts sampled between two writes: what a kill costs at most
+_CHUNK = 64
+#: most rollouts that are kept from training, to predict and to measure acceptance on
+_HELD_OUT = 64
+
+
+@dataclass(frozen=True)
+class PretrainSettings:
+    """What to train a draft for, on what, and how long."""
+
+    target: Path
+    out: Path
+    prompts: Path | None = None  # sample from these
+    rollouts: tuple[Path, ...] = ()  # or take these
+    responses: int = 1024  # rollouts to sample; prompts repeat where there are fewer
+    tokens: int = 512  # most of a response
+    temperature: float = 1.0
+    steps: int = 800  # optimizer steps
+    k: int = 8
+    draft: str | None = None  # start from this one
+    draft_vocab_size: int | None = None
+    train_tokens: int | None = None  # of an optimizer step; None: as in a run
+    gpu_memory_utilization: float = 0.85
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A draft, and how many tokens a step of the engine makes with it."""
+
+    draft: Path
+    predicted: tuple[float, ...]  # [k] chance of each drafted token, given those before it, on rollouts not trained on
+    measured: tuple[float, ...]  # the same, by the engine, on samples of the same prompts
+    k: int
+
+    def length(self, chances: tuple[float, ...], k: int) -> float:
+        """Acceptance length at ``k``, bonus token included."""
+        return tokens_per_step(chances, k)
+
+
+def pretrain(settings: PretrainSettings, show: bool = True) -> Outcome:
+    """Train a draft; ``settings.out`` appears when it is whole.
+
+    What is done lies in ``<out>.work`` until then; the same call goes on with it.
+
+    Args:
+        settings: what to do.
+        show: draw progress bars.
+
+    Raises:
+        SpecConfigError: before anything is begun: what is wrong with the settings, and what to do.
+        SpecPluginError: if the engine's process failed.
+    """
+    _check(settings)
+    target = _target(settings)
+    start = starting_draft(_spec(settings), target)
+    work = _work_folder(settings)
+    rollouts = _rollouts(settings, work, show)
+    held_out = rollouts[: min(_HELD_OUT, max(1, len(rollouts) // 10))]
+    training = rollouts[len(held_out) :]
+
+    from spec_plugin.commands.train.loop import train  # torch, which takes seconds
+
+    predicted = train(settings, target, start, training, held_out, work, show)
+    measured = _measured(settings, work, held_out)
+    outcome = Outcome(settings.out, predicted, measured, settings.k)
+    _finish(settings, work, outcome, len(rollouts))
+    return outcome
+
+
+def _check(settings: PretrainSettings) -> None:
+    if bool(settings.prompts) == bool(settings.rollouts):
+        raise SpecConfigError("give either --prompts, to sample from, or --rollouts that are there already")
+    if not (settings.target / "config.json").is_file():
+        raise SpecConfigError(f"--target {settings.target}: no config.json there; give the policy's checkpoint folder")
+    if settings.out.exists():
+        raise SpecConfigError(f"--out {settings.out} exists; remove it, or give another folder")
+
+
+def _target(settings: PretrainSettings) -> TargetInfo:
+    hf = json.loads((settings.target / "config.json").read_text())
+    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    return TargetInfo(path=str(settings.target), hf_config=hf, dtype=dtype)
+
+
+def _spec(settings: PretrainSettings) -> SpecConfig:
+    return SpecConfig.parse(
+        {"k": settings.k, "draft": settings.draft, "draft_vocab_size": settings.draft_vocab_size}, prefix="--"
+    )
+
+
+def _work_folder(settings: PretrainSettings) -> Path:
+    """Where what is done so far lies; refuses what another call with other settings has left."""
+    work = settings.out.with_name(f"{settings.out.name}.work")
+    now = json.loads(json.dumps(asdict(settings), default=str))
+    told = work / "settings.json"
+    if told.exists():
+        before = json.loads(told.read_text())
+        other = [f"{key} ({before.get(key)!r}, now {now[key]!r})" for key in now if before.get(key) != now[key]]
+        if other:
+            raise SpecConfigError(
+                f"{work} holds unfinished work with other settings: {', '.join(other)}; give those again to go on, or "
+                "remove the folder to begin anew"
+            )
+    work.mkdir(parents=True, exist_ok=True)
+    told.write_text(json.dumps(now, indent=2))
+    return work
+
+
+def _rollouts(settings: PretrainSettings, work: Path, show: bool) -> list[Rollout]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(settings.target)
+    if settings.prompts is None:
+        return read_rollouts(settings.rollouts, tokenizer)
+    prompts = read_prompts(settings.prompts, tokenizer)
+    asked = [prompts[i % len(prompts)] for i in range(settings.responses)]
+    out = work / "rollouts.jsonl"
+    if lines_of(out) < len(asked):
+        task = _task(settings, asked, out) | {"chunk": _CHUNK}
+        _in_engine("sample", task, work, ("sampling from the policy", out, len(asked)) if show else None)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    return [Rollout(tuple(row["prompt"]), tuple(row["response"])) for row in rows]
+
+
+def _task(settings: PretrainSettings, prompts: list[list[int]], out: Path) -> dict[str, Any]:
+    engine = {
+        "seed": settings.seed,
+        "max_num_seqs": _CHUNK,
+        "max_model_len": max(map(len, prompts)) + settings.tokens + settings.k + 1,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "skip_tokenizer_init": True,
+    }
+    return {
+        "target": str(settings.target),
+        "prompts": prompts,
+        "out": str(out),
+        "tokens": settings.tokens,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+        "engine": engine,
+    }
+
+
+def _in_engine(do: str, task: dict[str, Any], work: Path, shown: tuple[str, Path, int] | None) -> None:
+    """Run a task in a process of its own, with a bar of the lines that it writes."""
+    file, log = work / f"{do}.json", work / f"{do}.log"
+    file.write_text(json.dumps({"do": do, **task}))
+    command = [sys.executable, "-m", "spec_plugin.engine.offline", str(file)]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ})
+        try:
+            _watch(process, shown)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    if process.returncode:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise SpecPluginError(f"the engine's process ended with {process.returncode}; the end of {log}:\n{tail}")
+
+
+def _watch(process: subprocess.Popen[bytes], shown: tuple[str, Path, int] | None) -> None:
+    label, file, total = shown or ("", Path(), 1)
+    columns = (TextColumn(label), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+    with Progress(*columns, disable=shown is None) as progress:
+        bar = progress.add_task(label, total=total)
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.5)
+            if shown is not None and file.exists():
+                progress.update(bar, completed=file.read_bytes().count(b"\n"))
+            if process.poll() is not None:
+                return
+
+
+def _measured(settings: PretrainSettings, work: Path, held_out: list[Rollout]) -> tuple[float, ...]:
+    """What the engine accepts of the draft on the prompts that were not trained on."""
+    out = work / "measured.json"
+    if not out.exists():
+        task = _task(settings, [list(r.prompt) for r in held_out], out)
+        _in_engine("measure", task | {"draft": str(work / "draft"), "k": settings.k}, work, None)
+    found = json.loads(out.read_text())
+    return conditional_acceptance(found["accepted_per_pos"], found["drafts"])
+
+
+def _finish(settings: PretrainSettings, work: Path, outcome: Outcome, rollouts: int) -> None:
+    about = {
+        "settings": json.loads((work / "settings.json").read_text()),
+        "rollouts": rollouts,
+        "predicted_chances": outcome.predicted,
+        "measured_chances": outcome.measured,
+    }
+    (work / "draft" / "training.json").write_text(json.dumps(about, indent=2))
+    (work / "draft").rename(settings.out)
+    shutil.rmtree(work)

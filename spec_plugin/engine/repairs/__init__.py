@@ -1,0 +1,1 @@
+"""Every patch of vLLM, each with its reason and its guard."""

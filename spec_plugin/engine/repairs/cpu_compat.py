@@ -1,0 +1,196 @@
+"""What vLLM's CPU build needs before speculative sampling is right and weights can change in a running engine."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spec_plugin.engine.repairs import patches
+from spec_plugin.engine.repairs.patches import Guard, Patch, PatchStatus
+from spec_plugin.errors import SpecConfigError
+
+
+def expand(
+    output: Tensor,  # [num_tokens] float32, int32 or int64; written here
+    input_val: Tensor,  # [batch], one value a request
+    cu_num_tokens: Tensor,  # [batch], running total of tokens
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """Write each request's value once for each of its tokens, ``replace_from`` becoming ``replace_to``."""
+    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1, dtype=torch.long))
+    values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
+    output.copy_(torch.repeat_interleave(values, counts, output_size=output.shape[0]))
+
+
+def expand_is_wrong(function: Callable[..., Any]) -> bool:
+    """True if ``function`` does not expand as the rejection sampler needs, in any dtype that it passes."""
+    cumulative = torch.tensor([3, 3, 5], dtype=torch.int32)  # the second request has no drafted token
+    for dtype, values, want in (
+        (torch.float32, [0.7, 9.0, 0.0], [0.7, 0.7, 0.7, 1.0, 1.0]),
+        (torch.int32, [5, 9, 0], [5, 5, 5, 1, 1]),
+        (torch.int64, [5, 9, 0], [5, 5, 5, 1, 1]),
+    ):
+        output = torch.full((5,), 77, dtype=dtype)
+        function(output, torch.tensor(values, dtype=dtype), cumulative, 0, 1, MAX_NUM_TOKENS=128)
+        if not torch.equal(output, torch.tensor(want, dtype=dtype)):
+            return True
+    return False
+
+
+def live_gemm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Linear layers that keep their Parameter beside the packed copy, at the price of the memory for both.
+
+    The packed copy is what makes decoding fast, and is made again when the layer is dispatched again: vLLM's
+    ``process_weights_after_loading`` does that (verl calls it after each weight sync), and so does :func:`repack`. Until
+    then, from the moment that a new weight is loaded, the layer computes with the Parameter itself: a trainer that only
+    calls ``load_weights`` gets slower layers, never old weights.
+    """
+
+    def dispatch_cpu_unquantized_gemm(layer: nn.Module, remove_weight: bool) -> None:
+        original(layer, False)
+        if hasattr(layer, "cpu_linear"):
+            _unpack_on_load(layer)
+
+    return dispatch_cpu_unquantized_gemm
+
+
+def _unpack_on_load(layer: Any) -> None:
+    """Let the loader of the layer's weight switch every layer that uses this weight to the Parameter itself."""
+    weight = layer.weight
+    if weight.is_meta:
+        return
+    if not hasattr(weight, "spec_layers"):
+        weight.spec_layers = []
+        place = "_weight_loader" if hasattr(weight, "_weight_loader") else "weight_loader"
+        load = getattr(weight, place, None) or _default_loader()
+
+        @functools.wraps(load)
+        def loader(*args: Any, **kwargs: Any) -> Any:
+            for user in weight.spec_layers:
+                user.cpu_linear = _plain_linear
+            return load(*args, **kwargs)
+
+        setattr(weight, place, loader)
+    if all(user is not layer for user in weight.spec_layers):
+        weight.spec_layers.append(layer)  # a tied weight has several
+
+
+def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, None if bias is None else bias.to(weight.dtype))  # one packing keeps the bias in float32
+
+
+def _default_loader() -> Callable[..., Any]:
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    return default_weight_loader  # type: ignore[no-any-return]
+
+
+def repack(model: nn.Module) -> None:
+    """Make every linear layer compute with its Parameter as it is now; does nothing where nothing is packed."""
+    packed = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
+    if packed:
+        utils = importlib.import_module("vllm.model_executor.layers.utils")
+        for layer in packed:
+            utils.dispatch_cpu_unquantized_gemm(layer, False)
+
+
+def weights_are_dead(function: Callable[..., Any]) -> bool:
+    """True if a linear layer prepared by ``function`` loses its weight, or does not follow a later load of it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layer: Any = nn.Linear(32, 32, bias=True, dtype=dtype).requires_grad_(False)
+        nn.init.ones_(layer.weight)
+        nn.init.ones_(layer.bias)
+        layer.weight.weight_loader = lambda parameter, loaded: parameter.data.copy_(loaded)
+        function(layer, True)
+        if layer.weight.numel() == 0:
+            return True
+        for value in (2.0, 3.0):
+            layer.weight.weight_loader(layer.weight, torch.full((32, 32), value))
+            for prepared_again in (False, True):
+                if prepared_again:
+                    function(layer, True)
+                got = layer.cpu_linear(torch.ones(1, 32, dtype=dtype), layer.weight, layer.bias)
+                if not torch.equal(got, torch.full_like(got, 32 * value + 1)):
+                    return True
+    return False
+
+
+CPU_PATCHES = (
+    Patch(
+        name="expand_kernel",
+        symbol="vllm.utils.cpu_triton_utils:expand_kernel.func",  # the wrapper that the runner copies into the sampler
+        moved_to=("vllm.v1.sample.rejection_sampler:expand_kernel._impl",),  # 0.32: registered before a worker is made
+        reason="the expanded temperature, top_p and top_k of speculating requests were never written: logits were divided "
+        "by uninitialised memory, log-probs were NaN and the samples were not the target's",
+        upstream="vllm issue 55005, PR 55006",
+        versions="0.24–0.32, run on 0.29.0, probed on 0.32.0, sources read of 0.24.0",
+        needed=expand_is_wrong,
+        replacement=lambda original: expand,
+        guard=Guard(
+            parameters=("output", "input_val", "cu_num_tokens", "replace_from", "replace_to", "MAX_NUM_TOKENS"),
+            landmarks=("torch.ops._C.expand_kernel_impl(", "_ensure_int64(output)"),
+        ),
+    ),
+    Patch(
+        name="live_weights",
+        symbol="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        reason="linear layers were packed once at load and their Parameter dropped: no later weight update could reach them",
+        upstream="by design upstream, no issue",
+        versions="0.24–0.32, run on 0.29.0, probed on 0.32.0, sources read of 0.24.0",
+        needed=weights_are_dead,
+        replacement=live_gemm,
+        guard=Guard(
+            parameters=("layer", "remove_weight"),
+            landmarks=("layer.cpu_linear = ", "if remove_weight:", "layer.weight.ndim != 2"),
+        ),
+    ),
+)
+
+
+def apply_cpu_patches(skip: Iterable[str] = ()) -> list[PatchStatus]:
+    """Apply every CPU patch that this process needs; nothing on another platform. Call before the model is loaded.
+
+    Args:
+        skip: names of patches to leave out (and to take back, if in force).
+
+    Raises:
+        SpecConfigError: if ``skip`` names no known patch.
+        PatchError: if a patch no longer fits the installed vLLM.
+    """
+    skipped = frozenset(skip)
+    known = [patch.name for patch in CPU_PATCHES]
+    if unknown := sorted(skipped.difference(known)):
+        raise SpecConfigError(f"additional_config.spec_plugin.skip_patches={unknown}: unknown; known: {known}")
+    if not on_cpu():
+        return []
+    return [
+        patches.skip(p, "left out by additional_config.spec_plugin.skip_patches")
+        if p.name in skipped
+        else patches.apply(p)
+        for p in CPU_PATCHES
+    ]
+
+
+def on_cpu() -> bool:
+    """True if vLLM runs on its CPU backend here."""
+    from vllm.platforms import current_platform  # resolving the platform is not free: only when asked
+
+    return bool(current_platform.is_cpu())
+
+
+def sampler_expands_right() -> bool:
+    """True if the rejection sampler that this process uses expands per-request values correctly, patched or not."""
+    from vllm.v1.sample import rejection_sampler
+
+    got = rejection_sampler.expand_batch_to_tokens(
+        torch.tensor([0.7, 0.0]), torch.tensor([3, 5], dtype=torch.int32), 5, replace_from=0, replace_to=1
+    )
+    return torch.equal(got, torch.tensor([0.7, 0.7, 0.7, 1.0, 1.0]))

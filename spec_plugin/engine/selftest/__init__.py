@@ -1,0 +1,1 @@
+"""The start-up self-test of a running engine, and the calibration of its steps."""

@@ -1,0 +1,126 @@
+"""Small experiments on a running engine: batches of requests under a deadline, and what one decoding step costs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from spec_plugin.engine.schedule.scheduler import PLAIN, pause_idle_draft, set_schedule
+from spec_plugin.engine.selftest.verdicts import Sampled
+
+T = TypeVar("T")
+
+TOP = 20  # most likely tokens whose log-probs are asked for
+TOKENS = 17  # that each request of a calibration makes
+ROUNDS = 3  # of all kinds and batch sizes
+
+
+async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all; when one fails, or we are cancelled, cancel the rest and wait until they have aborted their requests."""
+    tasks = [asyncio.ensure_future(w) for w in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Probe:
+    """Sends requests to one engine, each plain or speculating, and counts what speculation did."""
+
+    def __init__(self, engine: AsyncLLM, sampling: Mapping[str, Any], max_num_seqs: int) -> None:
+        """Keep what every request needs.
+
+        Args:
+            engine: the running engine; speculation's counters need ``disable_log_stats=False``.
+            sampling: the run's own ``temperature``, ``top_p``, ``top_k``, …; a seed is left out, samples must be independent,
+                and so are stop tokens, requests must be of equal length.
+            max_num_seqs: most requests in flight.
+        """
+        self.engine, self.max_num_seqs = engine, max_num_seqs
+        self.sampling = {k: v for k, v in sampling.items() if k not in ("seed", "stop_token_ids")}
+        model = engine.vllm_config.model_config
+        self.logprobs_mode: str = model.logprobs_mode
+        self.top = TOP if model.max_logprobs < 0 else min(TOP, model.max_logprobs)
+        self._slots = asyncio.Semaphore(max_num_seqs)
+        self._name = f"spec-self-test-{time.monotonic_ns()}"
+        self._ids = itertools.count()
+
+    def params(self, tokens: int, plain: bool, **options: Any) -> SamplingParams:
+        """Sampling parameters of a request of exactly ``tokens`` tokens."""
+        extra = {"extra_args": dict(PLAIN)} if plain else {}
+        merged = {"output_kind": RequestOutputKind.FINAL_ONLY, **self.sampling, **options, **extra}
+        return SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **merged)
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Any:
+        """vLLM's own stream of outputs for one request."""
+        request_id = f"{self._name}-{next(self._ids)}"
+        return self.engine.generate({"prompt_token_ids": list(prompt)}, params, request_id=request_id)
+
+    async def sample(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Sampled:
+        """Run one request to its end, waiting for a free slot first."""
+        async with self._slots:
+            async for output in self.stream(prompt, params):
+                last = output.outputs[0]
+        return _read(index, last, params.logprobs or 0)
+
+
+def _read(index: int, output: Any, n: int) -> Sampled:
+    length = len(output.token_ids)
+    logprobs, top = np.empty(length), np.full((length, n), -np.inf)
+    top_ids, rank = np.full((length, n), -1, dtype=np.int64), np.full(length, -1, dtype=np.int64)
+    for t, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        logprobs[t] = entry[token].logprob
+        # n + 1 entries: the n most likely and the sampled one, which was not among them. Order by id within a tie, so
+        # that nothing here depends on which token was sampled.
+        best = [(-v.logprob, i) for i, v in entry.items() if len(entry) <= n or i != token]
+        for r, (minus, i) in enumerate(sorted(best)):
+            top[t, r], top_ids[t, r] = -minus, i
+            if i == token:
+                rank[t] = r
+    return Sampled(index, tuple(output.token_ids), logprobs, top, top_ids, rank)
+
+
+async def calibrate(probe: Probe, prompts: Sequence[Sequence[int]], k: int, entries: int, deadline: float) -> None:
+    """Have the engine decode at several batch sizes with 0, 1, 3 and k drafted tokens: its step log tells what that takes.
+
+    The kinds take turns, and so do the batch sizes, so that a busy moment of the machine meets all of them. With 0 the draft
+    is paused, as it is when no batch size speculates. Smallest and fullest batch first: between them a model can guess,
+    beyond them it cannot.
+
+    Args:
+        probe: the engine.
+        prompts: short prompts.
+        k: most tokens drafted per step.
+        entries: length of the engine's schedule, max_num_seqs + 1.
+        deadline: ``time.perf_counter()`` after which no batch begins that would, by the one before, not end in time.
+    """
+    params = probe.params(TOKENS, plain=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    full = min(probe.max_num_seqs, 128)
+    took: dict[int, float] = {}  # seconds of all kinds once, by batch size
+    latest = 0.0
+    for _ in range(ROUNDS):
+        for batch in dict.fromkeys((1, full, *(b for b in (8, 32) if b < full))):
+            begin = time.perf_counter()
+            if begin + took.get(batch, latest) > deadline:
+                return
+            for width in dict.fromkeys((0, 1, min(3, k), k)):
+                table = [width] * entries
+                await set_schedule(probe.engine, table)
+                await pause_idle_draft(probe.engine, table)
+                await gather_or_cancel([_run(probe, prompts[i % len(prompts)], params) for i in range(batch)])
+            took[batch] = latest = time.perf_counter() - begin
+
+
+async def _run(probe: Probe, prompt: Sequence[int], params: SamplingParams) -> None:
+    async for _ in probe.stream(prompt, params):
+        pass

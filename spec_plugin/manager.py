@@ -1,0 +1,81 @@
+"""The plugin manager: built-ins first, then everybody else's entry points, through the same door."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+
+from spec_plugin import hookspecs
+from spec_plugin.errors import SpecConfigError
+
+ENTRY_POINT_GROUP = "spec_plugin"
+
+
+def create_manager(
+    block: Iterable[str] = (), extra: Iterable[str] = (), load_entry_points: bool = True
+) -> pluggy.PluginManager:
+    """A manager with fresh built-in plugins, and third parties' from the entry point group ``spec_plugin``.
+
+    A third party's plugin under the name of a blocked built-in one replaces it.
+
+    Args:
+        block: names of plugins that must not be registered.
+        extra: plugins without an entry point, ``module:attribute`` or ``module:Class=argument``.
+        load_entry_points: False leaves third parties' plugins out.
+
+    Raises:
+        SpecConfigError: if ``block`` names no known plugin, or a third party's plugin cannot be imported or is malformed.
+    """
+    from spec_plugin.builtin.registry import (
+        built_in_plugins,  # late: it imports torch, and `spec-plugin --help` should not
+    )
+
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    blocked, builtins = set(block), built_in_plugins()
+    foreign = {ep.name: ep for ep in entry_points(group=ENTRY_POINT_GROUP)} if load_entry_points else {}
+    if unknown := blocked - set(builtins) - set(foreign):
+        known = ", ".join(sorted({*builtins, *foreign}))
+        raise SpecConfigError(f"spec.block: no plugin named {', '.join(map(repr, sorted(unknown)))}; known: {known}")
+    for name, plugin in builtins.items():
+        if name not in blocked:
+            manager.register(plugin, name=name)
+    for name, ep in foreign.items():
+        if name not in blocked or name in builtins:
+            _register_entry_point(manager, ep)
+    for spec in extra:
+        _register_extra(manager, spec)
+    return manager
+
+
+def _register_extra(manager: pluggy.PluginManager, spec: str) -> None:
+    place, has_argument, argument = spec.partition("=")
+    try:
+        module, _, attribute = place.partition(":")
+        plugin: Any = importlib.import_module(module)
+        plugin = getattr(plugin, attribute) if attribute else plugin
+        if isinstance(plugin, type):
+            plugin = plugin(argument) if has_argument else plugin()
+        manager.register(plugin, name=place)
+        manager.check_pending()
+    except Exception as error:
+        raise SpecConfigError(
+            f"spec.plugins: {spec!r} cannot be registered: {type(error).__name__}: {error}; expected module:attribute, or "
+            "module:Class=argument"
+        ) from error
+
+
+def _register_entry_point(manager: pluggy.PluginManager, ep: EntryPoint) -> None:
+    try:
+        plugin = ep.load()
+        manager.register(plugin() if isinstance(plugin, type) else plugin, name=ep.name)
+        manager.check_pending()
+    except Exception as error:
+        raise SpecConfigError(
+            f"plugin {ep.name!r} ({ep.value}) cannot be registered: {error}. "
+            f"Fix or uninstall it, or leave it out with spec.block=[{ep.name}]"
+        ) from error

@@ -1,5 +1,0 @@
-"""A draft before the run: rollouts of the policy, harvested and trained on with the code of the trainers."""
-
-from spec_plugin.pretrain.run import Outcome, PretrainSettings, pretrain
-
-__all__ = ["Outcome", "PretrainSettings", "pretrain"]
