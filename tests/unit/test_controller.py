@@ -101,6 +101,14 @@ def test_what_training_only_promises_is_put_to_the_test_with_few_tokens_a_step()
     assert max(c.spec_schedule(1).table) > 3, "the engine has shown it"
 
 
+def test_a_phase_of_few_drafts_is_a_test_too():
+    c = controller({1: 2.0}, k=8)
+    promised(c, (0.97,) * 8)
+    assert max(c.spec_schedule(0).table) == 3
+    rolled_out(c, 3.9, drafts=8)
+    assert max(c.spec_schedule(1).table) > 3
+
+
 def test_a_draft_that_the_user_brought_is_tried_for_one_phase_and_then_judged():
     c = controller({8: 2.0}, draft="/some/draft")
     assert c.spec_schedule(0).table == (0,) + (K,) * SEQS

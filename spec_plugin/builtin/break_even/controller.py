@@ -147,11 +147,11 @@ class BreakEvenController:
         self._undrafted = 0 if drafted else self._undrafted + 1
         if not drafted:
             self._plain_seconds = stats.seconds
+        self._tried = self._tried or drafted  # too few drafts to measure are still some that the guard let pass
         enough = stats.drafts >= _MIN_DRAFTS and stats.acceptance_length is not None
         self._measured = _acceptance_of(stats) if enough else None
         if self._measured is not None:
             self._deepest = (*self._measured, *self._deepest[len(self._measured) :])
-            self._tried = True
             self._compare(stats)
         self._dropped = drafted and any(s.paused for s in stats.steps)
         if self._dropped:
