@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
+    import torch
+    from torch import Tensor
+
+    from draft_training.model import Eagle3Draft
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 #: the family's attention window where config.json does not say; the others have none
@@ -139,6 +146,30 @@ class DraftConfig:
     def pruned(self) -> bool:
         """True when the draft has a smaller vocabulary, and so an LM head of its own."""
         return self.draft_vocab_size != self.vocab_size
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> Eagle3Draft:
+        """The module, uninitialised."""
+        from draft_training.model import Eagle3Draft
+
+        return Eagle3Draft(self, device=device, dtype=dtype)
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """See ``layouts.check_tensors``."""
+        from draft_training.layouts import check_tensors
+
+        check_tensors(self, tensors)
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
+        """See ``checkpoint.write_draft``."""
+        from draft_training.checkpoint import write_draft
+
+        return write_draft(folder, self, tensors)
+
+    def read(self, folder: Path) -> tuple[DraftConfig, dict[str, Tensor]]:
+        """See ``checkpoint.load_draft``."""
+        from draft_training.checkpoint import load_draft
+
+        return load_draft(folder)
 
     @property
     def parameters(self) -> int:

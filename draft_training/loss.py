@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draft_training.batch import PackedBatch
-from draft_training.model import Eagle3Draft
+from draft_training.draft import Draft
 
 CHUNK_ELEMENTS = 1 << 24  # elements of one vocabulary-sized temporary: rows * V stays below it
 
@@ -88,7 +88,7 @@ class LossStats:
 
 
 def ttt_loss(
-    draft: Eagle3Draft,
+    draft: Draft,
     batch: PackedBatch,
     embed: Tensor,  # [V, H] the policy's input embedding
     lm_head: Tensor,  # [V, H] the policy's LM head
@@ -122,8 +122,7 @@ def ttt_loss(
     counts = batch.counts(steps) if counts is None else counts
     scale = decay ** torch.arange(steps, device=counts.device, dtype=torch.float64) / counts.clamp_min(1)
     hidden = _teacher_aligned(draft, batch, embed, steps)
-    ids = draft.vocabulary() if draft.config.pruned else None
-    head = draft.lm_head.weight if draft.config.pruned else lm_head.detach()
+    head, ids = draft.head(lm_head)
     head = head if torch.is_grad_enabled() else head.detach()
     loss, kl, probability, agreement, match = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden,
@@ -148,9 +147,9 @@ def ttt_loss(
     return loss, stats
 
 
-def _teacher_aligned(draft: Eagle3Draft, batch: PackedBatch, embed: Tensor, steps: int) -> Tensor:
+def _teacher_aligned(draft: Draft, batch: PackedBatch, embed: Tensor, steps: int) -> Tensor:
     """[J, R, H]: what step j predicts at teacher row r, i.e. its normed hidden state at the anchor r - 1 - j."""
-    states = draft.unroll(batch.aux.detach(), batch.next_ids(steps), batch.lengths, embed, steps)
+    states = draft.states(batch, embed, steps)
     return torch.stack([state[(batch.rows - 1 - j).clamp_min(0)] for j, state in enumerate(states)])
 
 

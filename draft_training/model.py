@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_training.attention import Attention
+from draft_training.batch import PackedBatch
 from draft_training.config import DraftConfig, Rope
 from draft_training.layers import Linear, RMSNorm
 
@@ -119,6 +120,14 @@ class Eagle3Draft(nn.Module):
         """Copy the policy's rows of the draft vocabulary into the pruned head (lm_head: [V, H])."""
         ids = self.vocabulary().to(lm_head.device)
         self.lm_head.weight.copy_(lm_head.detach()[ids])
+
+    def head(self, lm_head: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The policy's head [V, H]; of a pruned vocabulary its own [Vd, H], and the target id of each row."""
+        return (self.lm_head.weight, self.vocabulary()) if self.config.pruned else (lm_head.detach(), None)
+
+    def states(self, batch: PackedBatch, embed: Tensor, steps: int) -> Iterator[Tensor]:
+        """``unroll`` over a batch."""
+        return self.unroll(batch.aux.detach(), batch.next_ids(steps), batch.lengths, embed, steps)
 
     def unroll(
         self,

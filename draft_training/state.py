@@ -13,12 +13,10 @@ from torch import Tensor
 from draft_training.checkpoint import (
     CheckpointError,
     digest,
-    load_draft,
     read_json,
     read_tensors,
     replacing_folder,
     settled_folder,
-    write_draft,
     write_json,
     write_tensors,
 )
@@ -37,7 +35,7 @@ def save(trainer: DraftTrainer, path: str | Path, extra: Mapping[str, Any]) -> s
     own = _own_tensors(trainer)
     with replacing_folder(path) as folder:
         (folder / "draft").mkdir()
-        weights = write_draft(folder / "draft", trainer.config, trainer.engine_tensors())
+        weights = trainer.config.write(folder / "draft", trainer.engine_tensors())
         write_tensors(folder / "trainer.safetensors", own)
         about = {
             "format": FORMAT,
@@ -69,9 +67,9 @@ def read(trainer: DraftTrainer, path: str | Path) -> Saved:
     about = read_json(folder / "trainer.json")
     if about.get("format") != FORMAT:
         raise CheckpointError(f"{folder} has format {about.get('format')!r}, this version reads {FORMAT}")
-    config, weights = load_draft(folder / "draft")
+    config, weights = trainer.config.read(folder / "draft")
     if config != trainer.config:
-        ours, saved = asdict(trainer.config), asdict(config)
+        ours, saved = vars(trainer.config), vars(config)
         other = {k: (saved[k], ours[k]) for k in ours if saved[k] != ours[k]}
         raise DraftConfigError(f"the saved draft differs from this one in (saved, ours) {other}; use another folder")
     own = read_tensors(folder / "trainer.safetensors")

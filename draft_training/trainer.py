@@ -17,11 +17,10 @@ from draft_training import state
 from draft_training.batch import Document, PackedBatch, pack
 from draft_training.buffer import HiddenBuffer
 from draft_training.card import Rest, fast_products
-from draft_training.config import DraftConfig, DraftConfigError
+from draft_training.config import DraftConfigError
+from draft_training.draft import DraftShape
 from draft_training.errors import OtherRankFailed
-from draft_training.layouts import check_tensors
 from draft_training.loss import LossStats, ttt_loss
-from draft_training.model import Eagle3Draft
 from draft_training.optimizer import DraftOptimizer
 from draft_training.unroll import Unroll
 
@@ -75,7 +74,7 @@ class DraftTrainer:
 
     def __init__(
         self,
-        config: DraftConfig,
+        config: DraftShape,
         settings: TrainSettings,
         *,
         device: torch.device | str,
@@ -107,7 +106,7 @@ class DraftTrainer:
         self.policy_version = -1  # of the last update_policy
         self.skipped = 0  # steps given up so far
         self.rate_scale = 1.0  # a further factor of the learning rates, for training that has an end
-        self._group = process_group
+        self._group, self._dtype = process_group, dtype
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
         self._embed: Tensor | None = None
         self._lm_head: Tensor | None = None
@@ -117,7 +116,7 @@ class DraftTrainer:
         self.unroll = Unroll(settings.first_steps, settings.ttt_steps, grown=not self._newborn)
         with self._own_modes():
             with self._one_for_all(torch.zeros(1, device=self.device)):
-                self.draft = Eagle3Draft(config, device=self.device, dtype=dtype)
+                self.draft = config.build(self.device, dtype)
                 self.draft.reset_parameters(self._generator)
                 if config.pruned:
                     self.draft.lm_head.weight.requires_grad_(settings.train_head)
@@ -146,7 +145,7 @@ class DraftTrainer:
         Raises:
             DraftConfigError: if names or shapes do not match the config.
         """
-        check_tensors(self.config, tensors)
+        self.config.check(tensors)
         with torch.no_grad():
             for name, tensor in self.draft.state_dict().items():
                 tensor.copy_(tensors[name])
@@ -407,7 +406,7 @@ class DraftTrainer:
 
     def _copied(self, source: Tensor, old: Tensor | None) -> Tensor:
         """A detached copy on the trainer's device, into ``old`` where that fits."""
-        dtype = self.draft.fc.weight.dtype if self.device.type == "cpu" else source.dtype
+        dtype = self._dtype if self.device.type == "cpu" else source.dtype
         if old is not None and old.dtype == dtype:
             return old.copy_(source.detach())
         return source.detach().to(self.device, dtype, copy=True)

@@ -16,13 +16,13 @@ name with ``spec.block=[name]``; a plugin that registers under the name of a blo
 Which process calls what: ``A`` the actor process (draft training, harvest, log-prob checks), ``S`` the process that
 builds the engine. Failures: an exception turns speculation off and training goes on, except ``SpecConfigError``,
 ``LosslessError``, ``LogprobProvenanceError`` and ``PatchError``, which stop the run, and any exception from
-``spec_configure``, ``spec_speculative_config`` (nothing has started yet) and ``spec_check_logprobs`` (law 3).
+``spec_method``, ``spec_configure`` (nothing has started yet) and ``spec_check_logprobs`` (law 3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pluggy
 
@@ -42,26 +42,31 @@ if TYPE_CHECKING:
         TargetInfo,
         WeightSync,
     )
+    from spec_plugin.method import Method
 
 PROJECT = "spec_plugin"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
+@hookspec(firstresult=True)
+def spec_method(config: SpecConfig, target: TargetInfo) -> Method | None:
+    """(A, S) Before all else: how to draft, if ``config.method`` is yours; else None, which leaves it to the next plugin.
+
+    What vLLM is told must pass the lossless allow-list (``spec_plugin.engine.lossless``), whoever returned it. Called again
+    and again, also by ``spec-plugin check``: do nothing here that takes long, and write nothing.
+
+    Raises:
+        SpecConfigError: if this method cannot work with this target; say which option, its value, and what to set instead.
+    """
+
+
 @hookspec
-def spec_configure(config: SpecConfig, target: TargetInfo) -> None:
+def spec_configure(config: SpecConfig, target: TargetInfo, method: Method) -> None:
     """(A, S) The session starts. Validate, keep what you need, refuse early.
 
     Raises:
         SpecConfigError: if the run cannot work; say which option, its value, and what to set instead.
-    """
-
-
-@hookspec(firstresult=True)
-def spec_speculative_config(config: SpecConfig, target: TargetInfo) -> Mapping[str, Any] | None:
-    """(S) The engine is about to be built: return vLLM's ``speculative_config``, or None to leave it to the next plugin.
-
-    The result must pass the lossless allow-list (``spec_plugin.engine.lossless``), whoever returned it.
     """
 
 

@@ -10,7 +10,10 @@ from typing import Any
 import pluggy
 
 from spec_plugin import hookspecs
+from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import TargetInfo
+from spec_plugin.method import Method
 
 ENTRY_POINT_GROUP = "spec_plugin"
 
@@ -50,6 +53,22 @@ def create_manager(
     for spec in extra:
         _register_extra(manager, spec)
     return manager
+
+
+def built_in_method(config: SpecConfig, target: TargetInfo) -> Method | None:
+    """How a run with one of our own methods would draft; None: the method is a plugin's. Loads no torch.
+
+    Raises:
+        SpecConfigError: if the method cannot work with this target.
+    """
+    from spec_plugin.builtin.registry import built_in_methods
+
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    for name, plugin in built_in_methods().items():
+        manager.register(plugin, name=name)
+    found: Method | None = manager.hook.spec_method(config=config, target=target)
+    return found
 
 
 def _register_extra(manager: pluggy.PluginManager, spec: str) -> None:

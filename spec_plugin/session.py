@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from spec_plugin.events import (
     WeightSync,
 )
 from spec_plugin.manager import create_manager
+from spec_plugin.method import Method
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,14 +51,15 @@ class SpecSession:
             manager: for tests and embedders; by default built-ins and entry points, less ``config.block``.
 
         Raises:
-            SpecConfigError: if a plugin refuses this run.
+            SpecConfigError: if a plugin refuses this run, or none knows ``config.method``.
         """
         self.config, self.target = config, target
         self.manager = manager or create_manager(config.block, config.plugins)
+        self.method = method_of(config, target, self.manager)
         self.failure: str | None = None
         self.follows = False  # has speculation failed here only because it failed on another rank
         SESSIONS.add(self)
-        self.manager.hook.spec_configure(config=config, target=target)
+        self.manager.hook.spec_configure(config=config, target=target, method=self.method)
 
     @property
     def failed(self) -> bool:
@@ -86,22 +88,6 @@ class SpecSession:
         """What became of the other ranks: speculation is off here while it is off on one of them."""
         if self.failure is None or self.follows:
             self.failure, self.follows = failure, failure is not None
-
-    def speculative_config(self) -> dict[str, Any]:
-        """vLLM's ``speculative_config`` from the first method plugin that answers.
-
-        Raises:
-            SpecConfigError: if no method plugin knows ``config.method``.
-        """
-        found: Mapping[str, Any] | None = self.manager.hook.spec_speculative_config(
-            config=self.config, target=self.target
-        )
-        if found is None:
-            names = ", ".join(sorted(n for n, _ in self.manager.list_name_plugin()))
-            raise SpecConfigError(
-                f"spec.method={self.config.method!r}: no active plugin provides it; active plugins: {names}"
-            )
-        return dict(found)
 
     def engine_ready(self, report: SelfTestReport) -> None:
         """The self-test passed; hand its measurements on."""
@@ -194,3 +180,16 @@ class SpecSession:
         except Exception as error:  # law 6: draft trouble never stops training
             self.fail(where, error)
             return None
+
+
+def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginManager) -> Method:
+    """How the run drafts, from the first plugin that knows.
+
+    Raises:
+        SpecConfigError: if no plugin knows ``config.method``, or the one that does refuses this target.
+    """
+    found: Method | None = manager.hook.spec_method(config=config, target=target)
+    if found is None:
+        names = ", ".join(sorted(n for n, _ in manager.list_name_plugin()))
+        raise SpecConfigError(f"spec.method={config.method!r}: no active plugin provides it; active plugins: {names}")
+    return found

@@ -15,7 +15,6 @@ from torch import Tensor
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.actor.harvest import PackedShards
 from spec_plugin.actor.links import ActorsLink
-from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.control import plain_tokens
 from spec_plugin.events import LogprobBatch, TargetInfo, WeightSync
@@ -50,10 +49,9 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         session = SpecSession(self.spec_config, target)
         link = ActorsLink(vllm_engines, self.spec_config.refresh_timeout_s, ray.put) if is_first() else None
         self._spec = RolloutControl(session, link)
-        aux_layers = starting_draft(self.spec_config, target).config.aux_layers
         ring = strategy.ring_attn_group
         shards = None if ring is None else PackedShards(ring)
-        self._spec_harvest = RolloutHarvest(self._spec, self._spec_model.model, aux_layers, shards)
+        self._spec_harvest = RolloutHarvest(self._spec, lambda: self._spec_model.model, shards)
         self._spec_sync = not strategy.args.train.async_enable
         resumed = int(self.checkpoint_states.get("global_step", 0))
         self._spec_next_version = resumed

@@ -21,8 +21,9 @@ from typing import Any
 import ray
 
 from spec_plugin.arguments import read_config
-from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.errors import PatchError
+from spec_plugin.manager import create_manager
+from spec_plugin.session import method_of
 from spec_plugin_openrlhf.options import read_target
 
 _NEEDS = {
@@ -43,7 +44,7 @@ def install(theirs: Sequence[str], ours: Mapping[str, Any]) -> None:
         PatchError: if OpenRLHF's actors have changed.
     """
     config, target = read_config(dict(ours)), read_target(theirs)
-    starting_draft(config, target)
+    method_of(config, target, create_manager(config.block, config.plugins))  # refuses now what would fail later
 
     from openrlhf.trainer.ray import ppo_actor, vllm_engine
 

@@ -36,12 +36,12 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         if not self.engine_config.forward_only:
             RUNTIME.engine = self
 
-    def attach(self, control: RolloutControl, aux_layers: tuple[int, ...]) -> None:
+    def attach(self, control: RolloutControl) -> None:
         """Start harvesting for this control's session."""
         self._session = control.session
         model = self.module.get_base_model() if hasattr(self.module, "get_base_model") else self.module  # LoRA wraps it
         shards = PackedShards(self.ulysses_parallel_group) if self.use_ulysses_sp else None
-        self._harvest = RolloutHarvest(control, model.model, aux_layers, shards)
+        self._harvest = RolloutHarvest(control, lambda: model.model, shards)
 
     def infer_batch(self, data: Any, loss_function: Any = None) -> Any:
         """The log-prob pass: harvest on the way, then check the log-probs before verl gets them.

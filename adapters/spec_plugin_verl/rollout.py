@@ -14,7 +14,6 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from spec_plugin import SpecConfigError
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.links import ActorsLink
-from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.events import WeightSync
 from spec_plugin.ranks import actor_group, is_first
 from spec_plugin.session import SpecSession
@@ -84,7 +83,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         self._control = RolloutControl(SpecSession(spec, target), link, sleeps=config.free_cache_engine)
         self._syncs = 0
         RUNTIME.control = self._control
-        engine.attach(self._control, starting_draft(spec, target).config.aux_layers)
+        engine.attach(self._control)
 
     def _link(self, timeout_s: float) -> VerlLink:
         config = self.config

@@ -22,6 +22,7 @@ from spec_plugin.builtin.break_even.controller import BreakEvenController  # noq
 from spec_plugin.builtin.break_even.cost import CostModel, closed_form_speedup, constant_acceptance  # noqa: E402
 from spec_plugin.config import SpecConfig  # noqa: E402
 from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, TargetInfo  # noqa: E402
+from spec_plugin.method import Method  # noqa: E402
 
 if TYPE_CHECKING:
     from examples.bench.engines import Remote, Timing
@@ -185,7 +186,8 @@ class Bench:
         self.prompts = workload.prompts_of(target, options["file"], count * (options["rounds"] + 1), seed=99)
         self.controller = BreakEvenController()
         config = SpecConfig.parse({"k": self.k})
-        self.controller.spec_configure(config, TargetInfo("", {}, dtype, max_num_seqs=max(64, *options["batches"])))
+        seen = TargetInfo("", {}, dtype, max_num_seqs=max(64, *options["batches"]))
+        self.controller.spec_configure(config, seen, Method("bench", {}, ready=True))
         self.controller.spec_engine_ready(calibration)
         self.everything = CostModel()  # what a cost model predicts that has seen the steps of every arm
         self.chosen: list[str] = []

@@ -167,12 +167,18 @@ class RolloutHarvest:
     def __init__(
         self,
         control: RolloutControl,
-        decoder: nn.Module,
-        aux_layers: Sequence[int],
+        decoder: Callable[[], nn.Module],
         shards: SequenceShards | None = None,
     ) -> None:
-        """Bind to what ``Harvester`` binds to; nothing is captured before ``open``."""
-        self._control, self._harvester = control, Harvester(decoder, aux_layers, shards)
+        """Bind to what ``Harvester`` binds to, if the method harvests at all; nothing is captured before ``open``.
+
+        Args:
+            control: of this process.
+            decoder: the module with ``layers`` and ``norm``; not asked for where nothing is harvested.
+            shards: see ``Harvester``.
+        """
+        self._control, wanted = control, control.session.method.harvest
+        self._harvester = None if wanted is None else Harvester(decoder(), wanted, shards)
         self._ranks = 1 if shards is None else shards.size
         self._left = 0  # tokens that may still be harvested, by all ranks that share the documents
 
@@ -180,7 +186,8 @@ class RolloutHarvest:
         """Allow ``harvest_tokens`` tokens from here on; none if no draft is trained, or none is to be (collective)."""
         self._control.agree()
         session = self._control.session
-        self._left = self._ranks * session.config.harvest_tokens if session.config.train and not session.failed else 0
+        wanted = self._harvester is not None and session.config.train and not session.failed
+        self._left = self._ranks * session.config.harvest_tokens if wanted else 0
 
     def close(self) -> None:
         """Capture nothing until the next ``open``."""
@@ -196,20 +203,21 @@ class RolloutHarvest:
             documents: called after the pass, for the ``input_ids`` and ``loss_masks`` of ``Harvester.take``.
         """
         session = self._control.session
-        if self._left <= 0 or (session.failed and self._ranks == 1):
+        harvester = self._harvester
+        if harvester is None or self._left <= 0 or (session.failed and self._ranks == 1):
             yield
             return
-        with self._harvester.capture():
+        with harvester.capture():
             yield
         try:
             # a document longer than the whole budget would be harvested in no step
             untouched = self._left == self._ranks * session.config.harvest_tokens
-            hidden = self._harvester.take(*documents(), self._control.policy_version, self._left, cut_long=untouched)
+            hidden = harvester.take(*documents(), self._control.policy_version, self._left, cut_long=untouched)
         except Exception as error:  # law 6: a failed harvest costs speculation, not the run
             session.fail("harvest", error)
             return
         finally:
-            self._left -= self._harvester.taken
+            self._left -= harvester.taken
         if hidden is not None:
             session.target_forward(hidden)
 

@@ -51,7 +51,7 @@ class Harvester:
 
         Args:
             decoder: the module with ``layers`` and ``norm`` (``model.model`` of a Hugging Face causal LM).
-            aux_layers: ascending layer indices.
+            aux_layers: ascending layer indices; none: the last states alone.
             shards: if the decoder sees a part of each row only: then ``take`` is collective, and each rank keeps
                 every ``size``-th document.
         """
@@ -133,7 +133,7 @@ class Harvester:
         packed = packed if len(fitting) > 1 else [s[-cut:] for s in packed]
         return HiddenStates(
             input_ids=torch.cat([input_ids[i][-cut:] for i in fitting]).cpu(),
-            aux=torch.cat(packed[:-1], dim=-1).cpu(),
+            aux=torch.cat([packed[-1][:, :0], *packed[:-1]], dim=-1).cpu(),
             last=packed[-1].cpu(),
             loss_mask=torch.cat([loss_masks[i][-cut:] for i in fitting]).bool().cpu(),
             lengths=tuple(min(lengths[i], cut) for i in fitting),

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 
+def built_in_methods() -> dict[str, object]:
+    """Fresh drafting methods by name; they are judged without torch, whose import takes seconds."""
+    from spec_plugin.builtin.methods.eagle3 import Eagle3Method
+
+    return {"eagle3": Eagle3Method()}
+
+
 def built_in_plugins() -> dict[str, object]:
     """Fresh instances by name, in registration order."""
     from spec_plugin.builtin.break_even.controller import BreakEvenController
-    from spec_plugin.builtin.methods.eagle3 import Eagle3Method
     from spec_plugin.builtin.metrics import MetricsSink
     from spec_plugin.builtin.provenance import ProvenanceGuard
     from spec_plugin.builtin.trainer import DraftTraining
 
     return {
-        "eagle3": Eagle3Method(),
+        **built_in_methods(),
         "trainer": DraftTraining(),
         "provenance": ProvenanceGuard(),
         "controller": BreakEvenController(),

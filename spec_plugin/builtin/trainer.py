@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from draft_training import Document, DraftTrainer, HiddenBuffer, SliceReport, TrainSettings, digest
-from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecPluginError
 from spec_plugin.events import DraftRefresh, HiddenStates, TargetInfo, WeightSync
 from spec_plugin.hookspecs import hookimpl
+from spec_plugin.method import Method
 from spec_plugin.ranks import is_first, on_any_rank, together
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def documents_of(hidden: HiddenStates) -> list[Document]:
 
 
 class DraftTraining:
-    """Trains an EAGLE-3 draft from what the trainer's own forward passes leave, on its own optimizer and random streams."""
+    """Trains the method's draft from what the trainer's own forward passes leave, on its own optimizer and random streams."""
 
     def __init__(self) -> None:
         self._trainer: DraftTrainer | None = None
@@ -63,16 +63,16 @@ class DraftTraining:
         self._token_counts: Tensor | None = None  # [V], while a new pruned draft waits for its vocabulary
 
     @hookimpl
-    def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
+    def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
         """Remember; the model itself is built at the first weight sync, when the policy's embedding is known."""
-        self._config, self._target = config, target
+        self._config, self._target, self._method = config, target, method
 
     @hookimpl(wrapper=True)
     def spec_weight_sync(self, event: WeightSync) -> Generator[None, Any, Any]:
         """The draft's embedding and head are the policy's: follow them, when all ranks' other plugins have."""
         with together("take the weight sync"):
             result = yield
-        if self._config.method == "eagle3":
+        if self._method.draft is not None:
             self._follow(event)
         return result
 
@@ -88,9 +88,8 @@ class DraftTraining:
 
     def _create(self, event: WeightSync) -> DraftTrainer:
         assert event.embed is not None
-        config = self._config
-        with together("make the draft"):
-            start = starting_draft(config, self._target)
+        config, start = self._config, self._method.draft
+        assert start is not None
         device = _device(self._target, event.embed)
         settings = TrainSettings(
             lr=config.lr,
@@ -143,7 +142,7 @@ class DraftTraining:
             self._trainer.select_vocabulary(self._token_counts)
             self._token_counts = None
         began = time.perf_counter()
-        unseen = self._trainer.draft_version == 0 and self._config.draft is None
+        unseen = self._trainer.draft_version == 0 and self._method.newborn
         if not unseen:
             self._judge(self._buffer.newest(_JUDGED_TOKENS))
         # a newborn draft has seen no text of before: some of the first is kept from it, so that it can be judged at once

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from draft_training.config import FAMILIES, DraftConfig
-from spec_plugin.builtin.methods.eagle3 import starting_draft, unloadable
+from draft_training.config import FAMILIES
 from spec_plugin.commands.judgement import Judgement, Model, Objection
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
+from spec_plugin.manager import built_in_method
+from spec_plugin.method import Method
+
+if TYPE_CHECKING:
+    from draft_training.draft import DraftShape
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MEBIBYTE = 1 << 20
@@ -45,23 +49,25 @@ def judge(plan: Plan) -> Judgement:
     """The adapter's objections, those of the core, and what the run would do."""
     objections, unseen, notes = [*plan.objections, *_lossless(plan), *_truncated(plan)], [*plan.unseen], [*plan.notes]
     facts = {"model": f"{plan.model.name} ({plan.model.source})" if plan.model.config else plan.model.name}
-    draft: DraftConfig | None = None
-    if plan.spec.method != "eagle3":
-        unseen.append(f"method {plan.spec.method}: a plugin's, which was not asked")
-    elif plan.model.config is None:
+    method: Method | None = None
+    if plan.model.config is None:
         unseen.append(
-            f"model {plan.model.name}: {plan.model.source}, so whether a draft can be made for it, and how large, is not "
+            f"model {plan.model.name}: {plan.model.source}, so whether it can be drafted for, and at what size, is not "
             "known; --model-config FILE stands in for its config.json"
         )
     else:
         try:
-            draft = starting_draft(plan.spec, plan.target).config
-            objections += _about_vocabulary(plan, draft)
+            method = built_in_method(plan.spec, replace(plan.target, device_type=_device_type()))
+            if method is None:
+                unseen.append(f"method {plan.spec.method}: a plugin's, which was not asked")
+            else:
+                objections += _lossy_method(method)
         except SpecConfigError as error:
             objections.append(_about_draft(plan, str(error)))
+    draft = method.draft.config if method is not None and method.draft is not None else None
     if draft is not None and (family := plan.target.hf_config.get("model_type")) not in FAMILIES:
         notes.append(f"model family {family}: your draft fits it, but no run with such a target has been tried")
-    facts |= dict(_facts(plan, draft))
+    facts |= dict(_facts(plan, method))
     return Judgement(plan.trainer, tuple(objections), facts, tuple(notes), tuple(unseen), plan.shapes)
 
 
@@ -89,12 +95,17 @@ def _lossless(plan: Plan) -> Iterator[Objection]:
             check(option)
         except SpecConfigError as error:
             yield Objection("", "", f"a lossy option ({next(iter(option))})", str(error), "leave it out")
-    if plan.spec.method == "eagle3":
-        asked = {"method": "eagle3", "draft_sample_method": plan.spec.draft_sample_method}
-        try:
-            check_speculative_config(asked, "cpu" if without_accelerator() else "cuda")
-        except SpecConfigError as error:
-            yield Objection("", "", "a spec option", str(error), "set spec.draft_sample_method to greedy")
+
+
+def _lossy_method(method: Method) -> Iterator[Objection]:
+    try:
+        check_speculative_config(method.settings, _device_type())
+    except SpecConfigError as error:
+        yield Objection("", "", "a spec option", str(error), "set spec.draft_sample_method to greedy")
+
+
+def _device_type() -> str:
+    return "cpu" if without_accelerator() else "cuda"
 
 
 def _truncated(plan: Plan) -> Iterator[Objection]:
@@ -118,16 +129,10 @@ def _about_draft(plan: Plan, message: str) -> Objection:
     return Objection(plan.model_option, plan.model.name, "a draft for this model", message, "change what is named")
 
 
-def _about_vocabulary(plan: Plan, draft: DraftConfig) -> Iterator[Objection]:
-    device_type = "cpu" if without_accelerator() else "cuda"
-    if found := unloadable(draft, plan.target.load_format, device_type):
-        why, _, instead = found.rpartition(": ")
-        yield Objection("", "", "a pruned draft vocabulary under load_format=dummy", why, instead)
-
-
-def _facts(plan: Plan, draft: DraftConfig | None) -> Iterator[tuple[str, str]]:
+def _facts(plan: Plan, method: Method | None) -> Iterator[tuple[str, str]]:
     spec, target = plan.spec, plan.target
-    origin = f"the draft in {spec.draft}" if spec.draft else "a new draft"
+    draft = method.draft.config if method is not None and method.draft is not None else None
+    origin = f"the draft in {spec.draft}" if spec.draft else "a new draft" if draft is not None else "nothing to train"
     serving = {
         "auto": "drafting where it was measured to win, plain decoding elsewhere",
         "always": "drafting from the first step",
@@ -136,7 +141,8 @@ def _facts(plan: Plan, draft: DraftConfig | None) -> Iterator[tuple[str, str]]:
     yield "method", f"{spec.method} with {origin}, up to {spec.k} tokens a step; {serving[spec.serve]}"
     yield "shape", plan.shape
     if draft is not None:
-        yield "draft on the actor", _actor_memory(plan, draft)
+        assert method is not None
+        yield "draft on the actor", _actor_memory(plan, method, draft)
         yield "draft in the engine", _engine_memory(plan, draft)
     requests, length = target.max_num_seqs or "of vLLM", target.max_model_len or "of the model"
     yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
@@ -146,11 +152,11 @@ def _facts(plan: Plan, draft: DraftConfig | None) -> Iterator[tuple[str, str]]:
     yield "not verified", "; ".join(_not_verified(plan))
 
 
-def _actor_memory(plan: Plan, draft: DraftConfig) -> str:
+def _actor_memory(plan: Plan, method: Method, draft: DraftShape) -> str:
     weights = 4 * draft.parameters / _MEBIBYTE
     if not plan.spec.train:
         return f"{_size(weights)} of weights; it is not trained"
-    per_token = (len(draft.aux_layers) + 1) * draft.hidden_size * plan.actor_bytes
+    per_token = (len(method.harvest or ()) + 1) * draft.hidden_size * plan.actor_bytes
     buffer = min(plan.spec.buffer_mb, plan.spec.buffer_tokens * per_token / _MEBIBYTE)
     tensors = 1 if plan.target.hf_config.get("tie_word_embeddings") else 2
     policy = tensors * draft.vocab_size * draft.hidden_size * plan.actor_bytes / _MEBIBYTE
@@ -162,7 +168,7 @@ def _actor_memory(plan: Plan, draft: DraftConfig) -> str:
     )
 
 
-def _engine_memory(plan: Plan, draft: DraftConfig) -> str:
+def _engine_memory(plan: Plan, draft: DraftShape) -> str:
     weights = draft.parameters * _BYTES.get(plan.target.dtype, 2) / _MEBIBYTE
     layers = int(plan.target.hf_config["num_hidden_layers"])
     split = f", split over {plan.target.tensor_parallel} ranks" if plan.target.tensor_parallel > 1 else ""

@@ -18,9 +18,9 @@ Trace = Sequence[Event]
 
 #: which hook may follow which, in the session of an actor; metrics and save are judged apart
 _FOLLOWS: Mapping[str, tuple[str, ...]] = {
-    "spec_configure": ("spec_speculative_config", "spec_load", "spec_weight_sync"),
-    "spec_speculative_config": ("spec_load", "spec_weight_sync"),
-    "spec_load": ("spec_load", "spec_speculative_config", "spec_weight_sync"),
+    "spec_configure": ("spec_method", "spec_load", "spec_weight_sync"),
+    "spec_method": ("spec_load", "spec_weight_sync"),
+    "spec_load": ("spec_load", "spec_method", "spec_weight_sync"),
     "spec_weight_sync": ("spec_draft_weights",),
     "spec_draft_weights": ("spec_refreshed", "spec_weight_sync", "spec_engine_ready", "spec_schedule"),
     "spec_refreshed": ("spec_weight_sync", "spec_load", "spec_engine_ready", "spec_schedule"),
@@ -63,8 +63,8 @@ def _at_least(found: Sequence[object], count: int, what: str) -> list[str]:
 def activated(trace: Trace, metrics: Mapping[int, Mapping[str, float]], prefix: str) -> list[str]:
     """The flag builds a speculating engine, starts a session in the actor, drafts, and reaches the trainer's log."""
     problems = _at_least(trace, 1, "events")
-    if not any(e["hook"] == "spec_speculative_config" for e in trace):
-        problems.append("no process asked for a speculative config: the engine was built without the draft")
+    if not any(e["hook"] == "spec_method" for e in trace):
+        problems.append("no process asked the method what to tell the engine: it was built without the draft")
     if not actor(trace):
         problems.append("no process fired spec_rollout_start: no session runs where the policy trains")
     elif not any(e["drafts"] for e in of(trace, "spec_rollout_end")):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.builtin.provenance import ENOUGH, ProvenanceGuard
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
@@ -31,6 +30,7 @@ from spec_plugin.events import (
     WeightSync,
 )
 from spec_plugin.hookspecs import hookimpl
+from spec_plugin.method import Method
 from spec_plugin.session import SESSIONS
 
 #: packs of hidden states that one process keeps
@@ -61,8 +61,22 @@ class Recorder:
         with (self._folder / f"{os.getpid()}.jsonl").open("a") as file:
             file.write(json.dumps(line | what) + "\n")
 
+    @hookimpl(wrapper=True)
+    def spec_method(self) -> Generator[None, Method | None, Method | None]:
+        """Note when an engine is about to be built with it."""
+        method = yield
+        if method is None:
+            return None
+        original = method.model
+
+        def model() -> Path | str | None:
+            self._write("spec_method")
+            return original()
+
+        return replace(method, model=model)
+
     @hookimpl
-    def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
+    def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
         """The session starts."""
         self._config, self._target = config, target
         self._write(
@@ -71,13 +85,8 @@ class Recorder:
             k=config.k,
             dtype=target.dtype,
             actor_dtype=target.actor_dtype,
-            aux_layers=list(starting_draft(config, target).config.aux_layers),
+            aux_layers=list(method.harvest or ()),
         )
-
-    @hookimpl
-    def spec_speculative_config(self) -> None:
-        """This is the process that builds the engine."""
-        self._write("spec_speculative_config")
 
     @hookimpl
     def spec_engine_ready(self, report: SelfTestReport) -> None:

@@ -41,7 +41,7 @@ class EngineFront:
         """Start with an empty phase; set ``engine`` once it exists.
 
         Args:
-            session: the session of this process; it fires ``spec_speculative_config`` only.
+            session: the session of this process; it says how to draft.
             tokenizer: Hugging Face tokenizer of the target, or None (the self-test then asks random tokens only).
         """
         self.session, self.tokenizer = session, tokenizer
@@ -66,7 +66,7 @@ class EngineFront:
             SpecConfigError: if anything is not on the lossless allow-list, or set by the trainer too.
         """
         target, most = self.session.target, int(given.get("max_logprobs") or TOP)
-        config = self.session.speculative_config()
+        config = self.session.method.speculative_config()
         check_speculative_config(config, device_type=target.device_type)
         check_sampling(dict(target.sampling))
         check_engine_options(given)

@@ -38,25 +38,19 @@ def measure(task: dict[str, Any]) -> None:
     """Serve a draft on prompts and write what vLLM counted: ``drafts`` and ``accepted_per_pos``.
 
     Args:
-        task: as for ``sample``, and ``draft`` folder and ``k``.
+        task: as for ``sample``, and ``speculative``, vLLM's speculative_config; k is the same for every batch size.
     """
     from spec_plugin.engine.schedule.counters import read_spec_counters
     from spec_plugin.engine.schedule.scheduler import SCHEDULER
 
-    speculative = {
-        "method": "eagle3",
-        "model": task["draft"],
-        "num_speculative_tokens": task["k"],
-        "draft_load_config": {"load_format": "auto"},
-        "draft_sample_method": "greedy",
-        "rejection_sample_method": "standard",
-        "num_speculative_tokens_per_batch_size": [(1, task["engine"].get("max_num_seqs", 64), task["k"])],
-    }
+    k = task["speculative"]["num_speculative_tokens"]
+    always = {"num_speculative_tokens_per_batch_size": [(1, task["engine"].get("max_num_seqs", 64), k)]}
+    speculative = task["speculative"] | always
     llm = _engine(task, speculative_config=speculative, scheduler_cls=SCHEDULER, disable_log_stats=False)
     before = read_spec_counters()
     _generate(llm, task["prompts"], task, first_seed=task["seed"] + (1 << 20))  # other samples than those trained on
     after = read_spec_counters()
-    old = [*before["accepted_per_pos"], *[0] * task["k"]]
+    old = [*before["accepted_per_pos"], *[0] * k]
     per_pos = [a - b for a, b in zip(after["accepted_per_pos"], old, strict=False)]
     found = {"drafts": after["drafts"] - before["drafts"], "accepted_per_pos": per_pos}
     Path(task["out"]).write_text(json.dumps(found))

@@ -13,9 +13,9 @@ import torch
 from spec_plugin_openrlhf_cpu import setup_worker
 
 from draft_training import DraftTrainer, TrainSettings, digest
-from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.config import SpecConfig
 from spec_plugin.events import DraftRefresh, SelfTestReport, TargetInfo
+from spec_plugin.manager import built_in_method
 
 SECONDS = 10.0  # of a self-test
 
@@ -54,7 +54,8 @@ async def work(policy: str) -> dict[str, Any]:
         enable_sleep_mode=True,
     )
     await actor.sleep()  # create_vllm_engines does
-    draft = DraftTrainer(starting_draft(config, target).config, TrainSettings(), device="cpu", seed=1)
+    method = built_in_method(config, target)
+    draft = DraftTrainer(method.draft.config, TrainSettings(), device="cpu", seed=1)
     tensors = draft.engine_tensors(torch.bfloat16)
     found: dict[str, Any] = {"sent": digest(tensors)}
     report = await actor.spec_refresh(DraftRefresh(0, 0, tensors, digest(tensors)), False)

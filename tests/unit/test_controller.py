@@ -9,6 +9,7 @@ from spec_plugin.builtin.break_even.controller import BreakEvenController
 from spec_plugin.builtin.break_even.cost import constant_acceptance
 from spec_plugin.builtin.break_even.plan import threshold
 from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, StepTiming, TargetInfo
+from spec_plugin.method import Method, StartingDraft
 
 K, SEQS = 3, 8
 
@@ -16,7 +17,9 @@ K, SEQS = 3, 8
 def controller(measured: dict[int, float] | None = None, /, **options: object) -> BreakEvenController:
     out = BreakEvenController()
     options = {"k": K} | options
-    out.spec_configure(SpecConfig.parse(options), TargetInfo(path="", hf_config={}, dtype="float32", max_num_seqs=SEQS))
+    config, target = SpecConfig.parse(options), TargetInfo(path="", hf_config={}, dtype="float32", max_num_seqs=SEQS)
+    draft = StartingDraft(None, {} if config.draft else None)  # type: ignore[arg-type]
+    out.spec_configure(config, target, Method("mine", {}, draft=draft, ready=config.draft is not None))
     if measured is not None:
         out.spec_engine_ready(SelfTestReport((), 1.0, timed(measured)))
     return out

@@ -222,3 +222,15 @@ def test_without_contexts_that_differ_nothing_is_said_of_them():
         [StepTiming(t.batch, t.k, t.paused, t.seconds, t.steps, 40.0 + t.batch / 4) for t in timings(compute_bound)]
     )
     assert told.seconds(8, 2) == plain.seconds(8, 2)
+
+
+def test_one_phase_on_a_busy_machine_says_nothing_and_a_lasting_change_is_followed() -> None:
+    model = CostModel()
+    for _ in range(3):
+        model.observe([StepTiming(8, 0, True, 0.04, 30), StepTiming(8, 3, False, 0.08, 10)])
+    calm = model.seconds(8, 0)
+    model.observe([StepTiming(8, 0, True, 0.4, 30)])
+    assert model.seconds(8, 0) == pytest.approx(calm, rel=0.02)
+    for _ in range(4):
+        model.observe([StepTiming(8, 0, True, 0.06, 30), StepTiming(8, 3, False, 0.12, 10)])
+    assert model.seconds(8, 0) == pytest.approx(0.06, rel=0.05)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from draft_training import digest, load_draft
-from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.commands.train import PretrainSettings, loop
 from spec_plugin.commands.train.texts import Rollout
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.tiny import make_target
 from spec_plugin.events import TargetInfo
+from spec_plugin.manager import built_in_method
 
 STEPS = 40
 
@@ -49,9 +49,9 @@ def trained(folder: Path, target: Path, *, killed_after: int | None = None, monk
     with monkeypatch.context() as patch:
         patch.setattr(loop, "_SAVE_EVERY", 0.0)
         patch.setattr(loop._Lesson, "give", give)
-        start = starting_draft(SpecConfig.parse({}), info)
+        method = built_in_method(SpecConfig.parse({}), info)
         found = rollouts(80)
-        chances = loop.train(settings, info, start, found[16:], found[:16], folder, show=False)
+        chances = loop.train(settings, info, method, found[16:], found[:16], folder, show=False)
     assert len(chances) <= 4 and chances[0] > 0.5, "the held-out rollouts say the same"
     return digest(load_draft(folder / "draft")[1])
 

@@ -25,6 +25,7 @@ from spec_plugin.events import (
     WeightSync,
 )
 from spec_plugin.manager import create_manager
+from spec_plugin.method import Method
 from spec_plugin.session import SpecSession
 
 H, V, SEQS = 32, 64, 4
@@ -202,16 +203,18 @@ def test_a_plugin_may_refuse_the_run_when_the_session_starts():
 
 def test_a_method_that_no_plugin_provides_is_refused_with_the_active_plugins():
     with pytest.raises(SpecConfigError, match=r"spec.method='eagel3'.*eagle3"):
-        session_with(method="eagel3").speculative_config()
+        session_with(method="eagel3")
 
 
 def test_a_plugins_method_is_used_like_a_built_in_one():
-    class Ngram:
+    class Mine:
         @hookimpl
-        def spec_speculative_config(self, config):
-            return {"method": "ngram"} if config.method == "ngram" else None
+        def spec_method(self, config):
+            return Method("mine", {"method": "suffix"}, lambda: "/there") if config.method == "mine" else None
 
-    assert session_with(Ngram(), method="ngram").speculative_config() == {"method": "ngram"}
+    method = session_with(Mine(), method="mine").method
+    assert method.speculative_config() == {"method": "suffix", "model": "/there"}
+    assert method.draft is None and method.harvest is None and not method.newborn
 
 
 def test_metrics_of_all_plugins_are_merged(tmp_path):

@@ -14,6 +14,7 @@ from spec_plugin import SpecConfig, SpecConfigError, SpecPluginError, hookspecs
 from spec_plugin.builtin.methods.eagle3 import Eagle3Method
 from spec_plugin.builtin.trainer import DraftTraining
 from spec_plugin.events import HiddenStates, TargetInfo, WeightSync
+from spec_plugin.session import method_of
 
 V, H, LAYERS = 96, 64, 8
 HF = {
@@ -38,7 +39,9 @@ def plugin(**options: object) -> Any:
     manager = pluggy.PluginManager("spec_plugin")
     manager.add_hookspecs(hookspecs)
     manager.register(DraftTraining())
-    manager.hook.spec_configure(config=SpecConfig(**options), target=TARGET)  # type: ignore[arg-type]
+    manager.register(Eagle3Method())
+    config = SpecConfig(**options)  # type: ignore[arg-type]
+    manager.hook.spec_configure(config=config, target=TARGET, method=method_of(config, TARGET, manager))
     return manager.hook
 
 
@@ -164,4 +167,4 @@ def test_a_draft_that_cannot_work_is_refused_before_the_engine_starts(
 ) -> None:
     target = TargetInfo(path="/nowhere", hf_config={**HF, **hf}, dtype="float32")
     with pytest.raises(SpecConfigError, match=says):
-        Eagle3Method().spec_configure(SpecConfig(**options), target)  # type: ignore[arg-type]
+        Eagle3Method().spec_method(SpecConfig(**options), target)  # type: ignore[arg-type]

@@ -7,8 +7,7 @@ from typing import Any
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 
-from spec_plugin.actor.control import RolloutHarvest
-from spec_plugin.builtin.methods.eagle3 import starting_draft
+from spec_plugin.actor.harvest import Harvester
 
 CAUGHT_BY = "hidden_states_equal_a_plain_forward"
 
@@ -16,8 +15,9 @@ CAUGHT_BY = "hidden_states_equal_a_plain_forward"
 class Adapter(MinimalAdapter):
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
-        aux_layers = starting_draft(self.session.config, self.session.target).config.aux_layers
-        self.harvest = RolloutHarvest(self.control, self.policy.model, [layer + 1 for layer in aux_layers])
+        right = self.session.method.harvest
+        assert right is not None
+        self.harvest._harvester = Harvester(self.policy.model, [layer + 1 for layer in right])
 
 
 class Driver(driver.Driver):

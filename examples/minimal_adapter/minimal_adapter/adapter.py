@@ -21,7 +21,6 @@ from minimal_adapter.loop import Engine, Rollouts, Settings, Trainer, padded
 from spec_plugin import SpecConfig, events
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.actor.harvest import responses_at_the_end
-from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.session import SpecSession
 
@@ -50,8 +49,7 @@ class MinimalAdapter(Trainer):
         self.front = EngineFront(self.session, tokenizer=None)
         self.link = Link(self.front)
         self.control = RolloutControl(self.session, self.link)
-        aux_layers = starting_draft(config, target).config.aux_layers
-        self.harvest = RolloutHarvest(self.control, self.policy.model, aux_layers)
+        self.harvest = RolloutHarvest(self.control, lambda: self.policy.model)
 
     # ---- 2. the engine is built with a draft
 

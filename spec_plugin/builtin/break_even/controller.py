@@ -15,6 +15,7 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, Schedule, SelfTestReport, TargetInfo
 from spec_plugin.hookspecs import hookimpl
+from spec_plugin.method import Method
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +114,9 @@ class BreakEvenController:
         self._granted = self._head_start = 0.0  # seconds of head start, in all and for the last slice
 
     @hookimpl
-    def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
+    def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
         """A break-even that the user set holds for every batch size."""
-        self._config, self._target = config, target
+        self._config, self._target, self._method = config, target, method
         self._plan = plan.nothing(target.max_num_seqs)
         self._fixed = config.serve == "always" or (config.serve == "auto" and config.controller == "fixed")
         if config.serve == "auto" and not self._fixed and config.break_even is None and not config.self_test:
@@ -246,8 +247,8 @@ class BreakEvenController:
             tried = acceptance is not None and self._undrafted >= _TRY_EVERY
             return self._try() if tried else plan.nothing(size)
         if acceptance is None or curve is None:
-            # A draft that the user brought is tried out for one phase; a new one waits for its first training.
-            return self._try() if config.draft is not None and not self._tried else plan.nothing(size)
+            # A draft that knows something is tried out for one phase; a new one waits for its first training.
+            return self._try() if self._method.ready and not self._tried else plan.nothing(size)
         if config.break_even is not None:
             return plan.threshold(config.k, acceptance, {size: config.break_even}, self._plan.speculates, size)
         # what training has only promised is put to the test with few tokens a step: the policy moves, the replay does not
@@ -270,7 +271,7 @@ class BreakEvenController:
         """
         self._head_start = 0.0
         config = self._config
-        wanted = self._newborn and config.draft is None and config.serve == "auto" and not self._fixed
+        wanted = self._newborn and self._method.newborn and config.serve == "auto" and not self._fixed
         if not wanted or self._tried or self._plain_seconds <= 0.0 or not self._load or self.cost.problem is not None:
             return None
         nothing = plan.nothing(self._target.max_num_seqs).table

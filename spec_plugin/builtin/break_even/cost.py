@@ -20,8 +20,8 @@ from spec_plugin.events import StepTiming
 
 #: a measured cell counts against the fitted surface like this many steps
 _PRIOR_STEPS = 8
-#: what earlier phases measured fades: no cell's past weighs more than this many steps
-_MEMORY_STEPS = 64
+#: what earlier phases measured is forgotten when newer ones make so many steps, and are so many
+_MEMORY_STEPS, _MEMORY_PHASES = 64, 5
 _HUBER = 0.05  # relative residual from which an observation loses weight
 _SMOOTH = 1e-3  # weight of "neighbouring segments have the same slope", where nothing was measured between them
 #: a speculating step that is measured below this share of a plain one cannot be right
@@ -82,7 +82,10 @@ class CostModel:
     """Seconds of a decoding step by batch size and k; ``observe`` what the engine measured, then ask."""
 
     def __init__(self) -> None:
-        self._cells: dict[tuple[int, int, bool], _Cell] = {}  # by batch, k, paused
+        self._seen: dict[
+            tuple[int, int, bool], list[_Cell]
+        ] = {}  # by batch, k, paused: the latest phases, oldest first
+        self._cells: dict[tuple[int, int, bool], _Cell] = {}
         self._contexts: dict[int, float] = {}  # of the rollouts, by batch size
         self._fit: _Fit | None = None
 
@@ -98,11 +101,11 @@ class CostModel:
             if t.batch < 1 or t.k < 0 or t.steps < 1 or not (math.isfinite(t.seconds) and t.seconds > 0):
                 continue
             key = (t.batch, t.k, t.paused)
-            old = self._cells.get(key, _Cell(0.0, 0.0, 0.0))
-            steps = min(old.steps, _MEMORY_STEPS)
-            total = steps + t.steps
-            seconds = (old.seconds * steps + t.seconds * t.steps) / total
-            self._cells[key] = _Cell(seconds, total, (old.context * steps + t.context * t.steps) / total)
+            seen = self._seen.setdefault(key, [])
+            seen.append(_Cell(t.seconds, t.steps, t.context))
+            while len(seen) > _MEMORY_PHASES and sum(cell.steps for cell in seen[1:]) >= _MEMORY_STEPS:
+                del seen[0]
+            self._cells[key] = _together(seen)
             if t.context > 0 and not calibration:
                 known = self._contexts.get(t.batch, t.context)
                 self._contexts[t.batch] = _NEWEST * t.context + (1 - _NEWEST) * known
@@ -175,6 +178,22 @@ class _Cell:
     seconds: float
     steps: float
     context: float
+
+
+def _together(seen: Sequence[_Cell]) -> _Cell:
+    """What several phases measured: the median by steps, so that one phase on a busy machine says nothing; of two the mean."""
+    steps = sum(cell.steps for cell in seen)
+    context = sum(cell.context * cell.steps for cell in seen) / steps
+    if len(seen) < 3:
+        return _Cell(sum(cell.seconds * cell.steps for cell in seen) / steps, steps, context)
+    passed, ordered = 0.0, sorted(seen, key=lambda cell: cell.seconds)
+    for i, cell in enumerate(ordered):
+        passed += cell.steps
+        if passed > steps / 2:
+            return _Cell(cell.seconds, steps, context)
+        if passed == steps / 2:
+            return _Cell((cell.seconds + ordered[i + 1].seconds) / 2, steps, context)
+    raise AssertionError("no step was counted")
 
 
 class _Fit:

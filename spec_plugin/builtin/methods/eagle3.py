@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draft_training.config import DraftConfig, DraftConfigError, validate_draft
 from spec_plugin.builtin.methods.served import served_folder
@@ -13,38 +12,28 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
+from spec_plugin.method import Method, StartingDraft
 from spec_plugin.sources import drops_a_drafts_own_head
 
-if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
-    from torch import Tensor
+Tensors = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Start:
-    """The draft that a run starts from."""
-
-    config: DraftConfig
-    tensors: Mapping[str, Tensor] | None  # None: newborn, initialised by seed
-
-
-def starting_draft(config: SpecConfig, target: TargetInfo) -> Start:
-    """The user's draft checkpoint, checked against the target, or a new draft shaped after the target.
+def starting_draft(config: SpecConfig, target: TargetInfo) -> tuple[DraftConfig, Tensors | None]:
+    """The user's draft checkpoint, checked against the target, or a new draft shaped after the target, without tensors.
 
     Raises:
         SpecConfigError: if the checkpoint does not fit the target, or no draft can be made for it.
     """
     try:
-        if config.draft is None:
-            made = DraftConfig.from_target(
-                target.hf_config, draft_vocab_size=config.draft_vocab_size, aux_layers=config.aux_layers
-            )
-            return Start(made, None)
-        return _given_draft(config.draft, target)
+        if config.draft is not None:
+            return _given_draft(config.draft, target)
+        pruned, layers = config.draft_vocab_size, config.aux_layers
+        return DraftConfig.from_target(target.hf_config, draft_vocab_size=pruned, aux_layers=layers), None
     except DraftConfigError as error:
         raise SpecConfigError(str(error)) from error
 
 
-def _given_draft(folder: str, target: TargetInfo) -> Start:
+def _given_draft(folder: str, target: TargetInfo) -> tuple[DraftConfig, Tensors]:
     from draft_training.checkpoint import CheckpointError, load_draft
 
     try:
@@ -52,7 +41,7 @@ def _given_draft(folder: str, target: TargetInfo) -> Start:
     except (OSError, CheckpointError) as error:
         raise SpecConfigError(f"spec.draft={folder!r} cannot be read: {error}") from error
     validate_draft(draft_config, target.hf_config)
-    return Start(draft_config, tensors)
+    return draft_config, tensors
 
 
 def unloadable(draft: DraftConfig, load_format: str, device_type: str) -> str | None:
@@ -77,37 +66,39 @@ class Eagle3Method:
     """Serves an EAGLE-3 draft in vLLM."""
 
     @hookimpl
-    def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
-        """Refuse what cannot work before anything expensive starts.
+    def spec_method(self, config: SpecConfig, target: TargetInfo) -> Method | None:
+        """One decoder layer over the target's hidden states; born in the run, or the user's.
+
+        The folder that vLLM loads holds the draft in vLLM's own layout, whatever the user gave. The table of k per batch size
+        makes k changeable while the engine runs.
 
         Raises:
             SpecConfigError: naming the option.
         """
-        if config.method == "eagle3":
-            draft = starting_draft(config, target).config
-            if found := unloadable(draft, target.load_format, target.device_type):
-                raise SpecConfigError(found)
-
-    @hookimpl
-    def spec_speculative_config(self, config: SpecConfig, target: TargetInfo) -> dict[str, Any] | None:
-        """vLLM's settings; the folder that it loads holds the draft in vLLM's own layout, whatever the user gave.
-
-        The table of k per batch size makes k changeable while the engine runs.
-        """
         if config.method != "eagle3":
             return None
-        return {
-            "method": "eagle3",
-            "model": str(_engine_folder(config, target)),
-            "num_speculative_tokens": config.k,
-            "num_speculative_tokens_per_batch_size": _every_k(target.max_num_seqs, config.k),
-            "draft_load_config": {"load_format": "auto"},
-            "draft_sample_method": config.draft_sample_method,
-            "rejection_sample_method": config.rejection_sample_method,
-        }
+        shape, tensors = starting_draft(config, target)
+        draft = StartingDraft(shape, tensors)
+        if found := unloadable(shape, target.load_format, target.device_type):
+            raise SpecConfigError(found)
+        return Method(
+            name=config.method,
+            settings={
+                "method": "eagle3",
+                "num_speculative_tokens": config.k,
+                "num_speculative_tokens_per_batch_size": every_k(target.max_num_seqs, config.k),
+                "draft_load_config": {"load_format": "auto"},
+                "draft_sample_method": config.draft_sample_method,
+                "rejection_sample_method": config.rejection_sample_method,
+            },
+            model=lambda: _engine_folder(draft, config.seed, target.dtype),
+            harvest=shape.aux_layers,
+            draft=draft,
+            ready=config.draft is not None,
+        )
 
 
-def _every_k(largest: int, k: int) -> list[tuple[int, int, int]]:
+def every_k(largest: int, k: int) -> list[tuple[int, int, int]]:
     """vLLM's (from, to, k) for batch sizes, naming each k once: its V2 model runner captures graphs for these only.
 
     What it says holds until the first schedule is set, which is before the first rollout.
@@ -117,13 +108,11 @@ def _every_k(largest: int, k: int) -> list[tuple[int, int, int]]:
     return [(1, largest - smaller, k), *reversed(single)]
 
 
-def _engine_folder(config: SpecConfig, target: TargetInfo) -> Path:
+def _engine_folder(start: StartingDraft, seed: int, dtype: str) -> Path:
     """The starting draft, as the engine loads it."""
     import torch
 
     from draft_training import DraftTrainer, TrainSettings
 
-    start = starting_draft(config, target)
-    dtype = getattr(torch, target.dtype)
-    trainer = DraftTrainer(start.config, TrainSettings(), device="cpu", seed=config.seed, tensors=start.tensors)
-    return served_folder(start.config, trainer.engine_tensors(dtype))
+    trainer = DraftTrainer(start.config, TrainSettings(), device="cpu", seed=seed, tensors=start.tensors)
+    return served_folder(start.config, trainer.engine_tensors(getattr(torch, dtype)))

@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draft_training.config import DraftConfig
-
 if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
     from torch import Tensor
+
+    from draft_training.draft import DraftShape
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +30,13 @@ logger = logging.getLogger(__name__)
 _KEPT, _FRESH = 4, 86_400.0
 
 
-def served_folder(config: DraftConfig, tensors: Mapping[str, Tensor]) -> Path:
+def served_folder(config: DraftShape, tensors: Mapping[str, Tensor]) -> Path:
     """A folder with this draft in vLLM's own layout; nobody else's files are ever loaded.
 
     Where the cache cannot be used (not writable, or others may write to it) it is a folder of this process.
     """
-    from draft_training import digest, save_draft
+    from draft_training import digest
+    from draft_training.checkpoint import replacing_folder
 
     of = digest(tensors)
     name = hashlib.sha256(f"{json.dumps(config.to_hf(), sort_keys=True)}{of}".encode()).hexdigest()[:24]
@@ -43,15 +44,15 @@ def served_folder(config: DraftConfig, tensors: Mapping[str, Tensor]) -> Path:
         root = cache_root()
         folder = root / name
         if not _holds(folder, of):
-            save_draft(folder, config, tensors)
+            with replacing_folder(folder) as fresh:
+                config.write(fresh, tensors)
         os.utime(folder)
         _prune(root, folder)
     except OSError as error:
         logger.info("spec-plugin: the draft's folder cannot be kept for the next run: %s", error)
         folder = Path(tempfile.mkdtemp(prefix="spec-plugin-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        folder = folder / "draft"
-        save_draft(folder, config, tensors)
+        config.write(folder, tensors)
     return folder
 
 

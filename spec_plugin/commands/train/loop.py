@@ -13,13 +13,14 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM
 
-from draft_training import Document, DraftTrainer, HiddenBuffer, TrainSettings, save_draft
+from draft_training import Document, DraftTrainer, HiddenBuffer, TrainSettings
+from draft_training.checkpoint import replacing_folder
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end
-from spec_plugin.builtin.methods.eagle3 import Start
 from spec_plugin.builtin.trainer import TRAIN_TOKENS, documents_of
 from spec_plugin.commands.train.texts import Rollout
 from spec_plugin.config import SpecConfig
 from spec_plugin.events import TargetInfo
+from spec_plugin.method import Method, StartingDraft
 
 if TYPE_CHECKING:
     from spec_plugin.commands.train.run import PretrainSettings
@@ -35,7 +36,7 @@ _SAVE_EVERY = 30.0
 def train(
     settings: PretrainSettings,
     target: TargetInfo,
-    start: Start,
+    method: Method,
     training: Sequence[Rollout],
     held_out: Sequence[Rollout],
     work: Path,
@@ -49,7 +50,9 @@ def train(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, target.dtype) if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(settings.target, dtype=dtype).to(device).eval()
-    lesson = _Lesson(model, start.config.aux_layers, training)
+    start, layers = method.draft, method.harvest or ()
+    assert start is not None, method.name
+    lesson = _Lesson(model, layers, training)
     trainer = _trainer(settings, start, device, model, training)
     visits = math.ceil(settings.steps / _STEPS)
     done = 0
@@ -72,8 +75,9 @@ def train(
                 trainer.save(work / "trainer", {"visits": visit + 1, "buffer": buffer.state_dict()})
                 saved = time.monotonic()
     trainer.save(work / "trainer", {"visits": visits, "buffer": buffer.state_dict()})
-    chances = trainer.evaluate(_Lesson(model, start.config.aux_layers, held_out).all(), steps=settings.k).chances
-    save_draft(work / "draft", start.config, trainer.engine_tensors(getattr(torch, target.dtype)))
+    chances = trainer.evaluate(_Lesson(model, layers, held_out).all(), steps=settings.k).chances
+    with replacing_folder(work / "draft") as folder:
+        start.config.write(folder, trainer.engine_tensors(getattr(torch, target.dtype)))
     return chances
 
 
@@ -119,7 +123,7 @@ class _Lesson:
 
 
 def _trainer(
-    settings: PretrainSettings, start: Start, device: torch.device, model: Any, training: Sequence[Rollout]
+    settings: PretrainSettings, start: StartingDraft, device: torch.device, model: Any, training: Sequence[Rollout]
 ) -> DraftTrainer:
     how = TrainSettings(ttt_steps=settings.k, tokens_per_step=settings.train_tokens or TRAIN_TOKENS[device.type])
     trainer = DraftTrainer(start.config, how, device=device, seed=settings.seed, tensors=start.tensors)

@@ -15,12 +15,13 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spec_plugin.builtin.break_even.cost import conditional_acceptance, tokens_per_step
-from spec_plugin.builtin.methods.eagle3 import starting_draft
 from spec_plugin.commands.train.texts import Rollout, read_prompts, read_rollouts
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.offline import lines_of
 from spec_plugin.errors import SpecConfigError, SpecPluginError
 from spec_plugin.events import TargetInfo
+from spec_plugin.manager import built_in_method
+from spec_plugin.method import Method
 
 #: prompts sampled between two writes: what a kill costs at most
 _CHUNK = 64
@@ -77,7 +78,8 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> Outcome:
     """
     _check(settings)
     target = _target(settings)
-    start = starting_draft(_spec(settings), target)
+    method = built_in_method(_spec(settings), target)
+    assert method is not None, "the default one is ours"
     work = _work_folder(settings)
     rollouts = _rollouts(settings, work, show)
     held_out = rollouts[: min(_HELD_OUT, max(1, len(rollouts) // 10))]
@@ -85,8 +87,8 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> Outcome:
 
     from spec_plugin.commands.train.loop import train  # torch, which takes seconds
 
-    predicted = train(settings, target, start, training, held_out, work, show)
-    measured = _measured(settings, work, held_out)
+    predicted = train(settings, target, method, training, held_out, work, show)
+    measured = _measured(settings, work, held_out, method)
     outcome = Outcome(settings.out, predicted, measured, settings.k)
     _finish(settings, work, outcome, len(rollouts))
     return outcome
@@ -198,12 +200,13 @@ def _watch(process: subprocess.Popen[bytes], shown: tuple[str, Path, int] | None
                 return
 
 
-def _measured(settings: PretrainSettings, work: Path, held_out: list[Rollout]) -> tuple[float, ...]:
+def _measured(settings: PretrainSettings, work: Path, held_out: list[Rollout], method: Method) -> tuple[float, ...]:
     """What the engine accepts of the draft on the prompts that were not trained on."""
     out = work / "measured.json"
     if not out.exists():
         task = _task(settings, [list(r.prompt) for r in held_out], out)
-        _in_engine("measure", task | {"draft": str(work / "draft"), "k": settings.k}, work, None)
+        speculative = dict(method.settings) | {"model": str(work / "draft")}
+        _in_engine("measure", task | {"speculative": speculative}, work, None)
     found = json.loads(out.read_text())
     return conditional_acceptance(found["accepted_per_pos"], found["drafts"])
 

@@ -49,7 +49,7 @@ def test_activated():
 
 
 def test_an_engine_without_a_draft_is_seen():
-    one(judge.activated(Trace().drop("spec_speculative_config").events, metrics(), ""), "without the draft")
+    one(judge.activated(Trace().drop("spec_method").events, metrics(), ""), "without the draft")
 
 
 def test_an_actor_without_a_session_is_seen():

@@ -33,7 +33,7 @@ def recorder(folder) -> str:
 
 def test_every_hook_of_a_session_is_recorded_and_nothing_fails(tmp_path):
     session = session_of(recorder(tmp_path / "r"))
-    session.speculative_config()
+    session.method.speculative_config()
     step(session, 0, tmp_path / "a")
     assert not session.failed, session.failure
     session.audit(EngineState("synced", 0, 0, "d", "t"))

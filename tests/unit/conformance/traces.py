@@ -15,7 +15,7 @@ class Trace:
     def __init__(self, first_version: int = 0, steps: int = 4, draft: int = 0) -> None:
         self.events: list[Event] = []
         self.add("spec_configure", aux_layers=[2, 4, 5], actor_dtype="float32")
-        self.add("spec_speculative_config")
+        self.add("spec_method")
         if draft:
             self.add("spec_load", found=True, path="x")
         for version in range(first_version, first_version + steps):

@@ -36,7 +36,7 @@ def installed(monkeypatch):
 
 def configure(vocabulary: int | None, load_format: str = "dummy", device_type: str = "cuda") -> None:
     target = TargetInfo("", tiny_config().to_dict(), "bfloat16", device_type=device_type, load_format=load_format)
-    Eagle3Method().spec_configure(SpecConfig(draft_vocab_size=vocabulary), target)
+    Eagle3Method().spec_method(SpecConfig(draft_vocab_size=vocabulary), target)
 
 
 def test_a_head_that_would_be_dropped_is_refused_with_what_to_set(installed):

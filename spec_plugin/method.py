@@ -1,0 +1,48 @@
+"""What a drafting method is: the one thing that adapters, session and controller ask, whatever its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a method is judged without torch, whose import takes seconds
+    from torch import Tensor
+
+    from draft_training.draft import DraftShape
+
+
+@dataclass(frozen=True)
+class StartingDraft:
+    """The draft that a run trains, or keeps in step with the policy."""
+
+    config: DraftShape
+    tensors: Mapping[str, Tensor] | None = None  # None: newborn, initialised by seed
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a run drafts; what the hook ``spec_method`` returns."""
+
+    name: str
+    #: vLLM's ``speculative_config`` without ``model``; it must pass the lossless allow-list
+    settings: Mapping[str, Any]
+    #: called in the process that builds the engine, before it does: the folder that vLLM loads as ``model``
+    model: Callable[[], Path | str | None] = field(default=lambda: None)
+    #: what to harvest of the target's own forward passes: the layers whose incoming residual streams the draft reads, () for
+    #: the last states alone; None: nothing
+    harvest: tuple[int, ...] | None = None
+    draft: StartingDraft | None = None  # None: nothing is trained and nothing refreshed
+    ready: bool = False  # may it be served before anything was trained
+    ragged: bool = False  # proposes another number of tokens for each request, often none
+
+    @property
+    def newborn(self) -> bool:
+        """True where the draft begins knowing nothing."""
+        return self.draft is not None and self.draft.tensors is None
+
+    def speculative_config(self) -> dict[str, Any]:
+        """vLLM's ``speculative_config``; may write the draft's folder."""
+        model = self.model()
+        return dict(self.settings) | ({} if model is None else {"model": str(model)})
