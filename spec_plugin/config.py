@@ -16,7 +16,9 @@ class SpecConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=())
 
-    method: str = Field("eagle3", description="drafting method; the name of a method plugin")
+    method: str = Field(
+        "eagle3", description="drafting method: eagle3, ngram (looked up in the text itself), or a plugin's"
+    )
     k: int = Field(8, ge=1, le=16, description="most tokens drafted per target forward; how many pay is measured")
     draft: str | None = Field(
         None,

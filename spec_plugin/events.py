@@ -137,8 +137,18 @@ class RolloutStats:
     steps: tuple[StepTiming, ...] = ()  # of this phase
 
     @property
+    def forwards(self) -> int:
+        """Target forwards of single requests while k was above 0, with a draft or, of a method that often finds none, without."""
+        return max(self.drafts, sum(s.batch * s.steps for s in self.steps if s.k > 0))
+
+    @property
+    def tokens_per_forward(self) -> float | None:
+        """Mean tokens of ``forwards``, bonus token included; None when nothing was drafted."""
+        return 1.0 + self.accepted_tokens / self.forwards if self.drafts else None
+
+    @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens per target forward, bonus token included; None when nothing was drafted."""
+        """vLLM's: mean tokens per target forward *that had a draft*, bonus token included; None when nothing was drafted."""
         return 1.0 + self.accepted_tokens / self.drafts if self.drafts else None
 
 

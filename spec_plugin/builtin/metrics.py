@@ -33,6 +33,13 @@ SCHEMA = (
         17,
         "mean tokens per forward pass of the policy in the engine, bonus token included; 1.0 is no gain",
     ),
+    Metric(
+        "spec/tokens_per_forward",
+        "",
+        1,
+        17,
+        "the same with forward passes for which a look-up (ngram) found no draft, which vLLM's count leaves out",
+    ),
     Metric("spec/acceptance_pos_{i}", "", 0, 1, "share of verification steps that accepted drafted token i"),
     Metric("spec/expected_acceptance", "", 1, 17, "acceptance length that draft training predicts"),
     Metric("spec/break_even_b{size}", "", 0, 1e3, "acceptance length from which speculation pays at this batch size"),
@@ -96,6 +103,7 @@ class MetricsSink:
         kept["spec/generation_s"] = stats.seconds
         kept["spec/generation_tokens"] = float(stats.tokens)
         kept["spec/acceptance_length"] = stats.acceptance_length or 1.0
+        kept["spec/tokens_per_forward"] = stats.tokens_per_forward or 1.0
         for i, accepted in enumerate(stats.accepted_per_pos):
             kept[f"spec/acceptance_pos_{i}"] = accepted / stats.drafts if stats.drafts else 0.0
         self._values = kept

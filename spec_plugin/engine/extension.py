@@ -11,7 +11,7 @@ engine steps, so no request is aborted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_training import digest as weights_digest
+from spec_plugin.engine.additional import own_settings
 from spec_plugin.engine.capabilities import find_draft
 from spec_plugin.engine.lossless import check_running_config
 from spec_plugin.engine.refresh import swap as refresh
@@ -29,7 +30,6 @@ from spec_plugin.engine.refresh.swap import Staging
 from spec_plugin.engine.repairs import patches
 from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, repack
 from spec_plugin.engine.schedule.pause import pause_draft
-from spec_plugin.errors import SpecConfigError
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SpecWorkerExtension:
         vllm_config = kwargs.get("vllm_config") or _current_vllm_config()
         if vllm_config.speculative_config is not None:
             check_running_config(vllm_config.speculative_config, str(vllm_config.device_config.device_type))
-        apply_cpu_patches(skip=_skipped_patches(vllm_config))
+        apply_cpu_patches(skip=tuple(own_settings(vllm_config).get("skip_patches", ())))
         parent: Any = super().__new__
         worker: SpecWorkerExtension = parent(cls) if parent is object.__new__ else parent(cls, *args, **kwargs)
         worker._spec_state = _State()
@@ -358,12 +358,3 @@ def _current_vllm_config() -> Any:
     from vllm.config import get_current_vllm_config
 
     return get_current_vllm_config()
-
-
-def _skipped_patches(vllm_config: Any) -> tuple[str, ...]:
-    """``skip_patches`` of the engine's additional_config."""
-    additional = vllm_config.additional_config
-    options = additional.get("spec_plugin", {}) if isinstance(additional, Mapping) else {}
-    if unknown := sorted(set(options) - {"skip_patches"}):
-        raise SpecConfigError(f"additional_config.spec_plugin has unknown keys {unknown}; known: ['skip_patches']")
-    return tuple(options.get("skip_patches", ()))

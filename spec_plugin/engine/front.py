@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from vllm import SamplingParams
 
 from spec_plugin.actor.witness import KEPT, Witness
+from spec_plugin.engine.additional import with_own_settings
 from spec_plugin.engine.control import Control, ControlGroup
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.schedule.counters import read_spec_counters
@@ -66,7 +67,8 @@ class EngineFront:
             SpecConfigError: if anything is not on the lossless allow-list, or set by the trainer too.
         """
         target, most = self.session.target, int(given.get("max_logprobs") or TOP)
-        config = self.session.method.speculative_config()
+        method = self.session.method
+        config = method.speculative_config()
         check_speculative_config(config, device_type=target.device_type)
         check_sampling(dict(target.sampling))
         check_engine_options(given)
@@ -76,6 +78,7 @@ class EngineFront:
                     f"the engine option {name} is set, and spec-plugin sets it too: remove one of them"
                 )
         return {
+            **(with_own_settings(given, ragged=True) if method.ragged else {}),
             "speculative_config": config,
             "scheduler_cls": SCHEDULER,
             "worker_extension_cls": extension,

@@ -287,7 +287,7 @@ def test_a_draft_that_the_engine_dropped_is_told_and_not_served_again(caplog):
     assert on(c)
     steps = (StepTiming(8, K, False, 1.5, 10), StepTiming(8, 0, True, 1.0, 100))
     c.spec_rollout_end(RolloutStats(4, 8, 900, 115.0, 80, 240, 4, steps=steps))
-    assert "policy version 4: dropped the draft at acceptance length 1.05" in caplog.text
+    assert "policy version 4: dropped the draft at 1.05 tokens per forward" in caplog.text
     assert c.spec_metrics()["spec/dropped"] == 1.0
     refreshed(c, 3.5)
     assert not on(c)
@@ -438,3 +438,18 @@ def test_metrics_tell_what_was_chosen_expected_and_realised():
     found = c.spec_metrics()
     assert found["spec/k_b1"] == found["spec/k_b8"] == K and found["spec/break_even_b8"] == pytest.approx(1.2, rel=0.5)
     assert found["spec/speedup_predicted"] == pytest.approx(2.5, rel=0.1) and "spec/speedup_realised" in found
+
+
+def test_a_look_up_is_judged_by_all_forward_passes_not_by_those_that_had_a_draft():
+    """What n-gram shows on reasoning text: 2.2 by vLLM's count, 1.03 tokens per forward."""
+    c = BreakEvenController()
+    target = TargetInfo(path="", hf_config={}, dtype="float32", max_num_seqs=SEQS)
+    c.spec_configure(SpecConfig.parse({"k": K}), target, Method("lookup", {}, ready=True, ragged=True))
+    c.spec_engine_ready(SelfTestReport((), 1.0, timed({8: 1.2})))
+    assert on(c), "ready: tried before anything was trained"
+    drafts, accepted = 250, 300
+    steps = (StepTiming(8, K, False, 1.2, 1250),)
+    stats = RolloutStats(1, 8, 10_300, 1500.0, drafts, K * drafts, accepted, (150, 100, 50), steps)
+    assert stats.acceptance_length == 2.2 and stats.tokens_per_forward == 1.03
+    c.spec_rollout_end(stats)
+    assert not on(c)

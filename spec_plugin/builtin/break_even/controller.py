@@ -149,15 +149,15 @@ class BreakEvenController:
         if not drafted:
             self._plain_seconds = stats.seconds
         self._tried = self._tried or drafted  # too few drafts to measure are still some that the guard let pass
-        enough = stats.drafts >= _MIN_DRAFTS and stats.acceptance_length is not None
+        enough = drafted and stats.forwards >= _MIN_DRAFTS
         self._measured = _acceptance_of(stats) if enough else None
         if self._measured is not None:
             self._deepest = (*self._measured, *self._deepest[len(self._measured) :])
             self._compare(stats)
         self._dropped = drafted and any(s.paused for s in stats.steps)
         if self._dropped:
-            length, version = stats.acceptance_length, stats.policy_version
-            logger.info("spec-plugin: policy version %d: dropped the draft at acceptance length %.2f", version, length)
+            length, version = stats.tokens_per_forward, stats.policy_version
+            logger.info("spec-plugin: policy version %d: dropped the draft at %.2f tokens per forward", version, length)
             self._plan = plan.nothing(self._target.max_num_seqs)  # to be served again it must clear the margin
         curve = self.acceptance_curve or (0.0,)
         self._load = plan.load_of(stats.steps, curve) or self._load
@@ -313,7 +313,7 @@ def _acceptance_of(stats: RolloutStats) -> tuple[float, ...]:
         assert stats.acceptance_length is not None
         k = max(1, round(stats.draft_tokens / stats.drafts))
         return (constant_acceptance(stats.acceptance_length, k),) * k
-    raw = conditional_acceptance(stats.accepted_per_pos, stats.drafts)
+    raw = conditional_acceptance(stats.accepted_per_pos, stats.forwards)
     width = len(stats.accepted_per_pos)
     drafted = [float(sum(s.batch * s.steps for s in stats.steps if s.k > i)) for i in range(width)]
     if not drafted or drafted[0] <= 0:

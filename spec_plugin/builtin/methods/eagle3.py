@@ -8,6 +8,7 @@ from typing import Any
 
 from draft_training.config import DraftConfig, DraftConfigError, validate_draft
 from spec_plugin.builtin.methods.served import served_folder
+from spec_plugin.builtin.methods.tables import every_k
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
@@ -96,16 +97,6 @@ class Eagle3Method:
             draft=draft,
             ready=config.draft is not None,
         )
-
-
-def every_k(largest: int, k: int) -> list[tuple[int, int, int]]:
-    """vLLM's (from, to, k) for batch sizes, naming each k once: its V2 model runner captures graphs for these only.
-
-    What it says holds until the first schedule is set, which is before the first rollout.
-    """
-    smaller = min(k, largest - 1)  # so many batch sizes get one of their own, down to k = 0 for the largest
-    single = [(largest - i, largest - i, i) for i in range(smaller)]
-    return [(1, largest - smaller, k), *reversed(single)]
 
 
 def _engine_folder(start: StartingDraft, seed: int, dtype: str) -> Path:

@@ -68,6 +68,17 @@ class Guard:
             self._pause()
 
 
+def undrafted_beside_drafts(output: Any) -> int:
+    """Requests that decoded without a draft in a step in which others had one: they paid for it, and gained nothing.
+
+    Of a method that often finds none; where a model drafts for all, those without are plain because they must be.
+    """
+    drafted = output.scheduled_spec_decode_tokens
+    if not any(drafted.values()):
+        return 0
+    return sum(n == 1 and not drafted.get(r) for r, n in output.num_scheduled_tokens.items())
+
+
 class GuardedDrafts:
     """Mixed into a scheduler of vLLM: has a ``Guard`` look at what its verification steps make."""
 
@@ -78,6 +89,10 @@ class GuardedDrafts:
         """vLLM's own; afterwards the draft may be dropped."""
         self._batch = len(scheduler_output.num_scheduled_tokens)
         result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        log = getattr(self, "step_log", None)
+        if self.guard is not None and log is not None and log.ragged:
+            for _ in range(undrafted_beside_drafts(scheduler_output)):
+                self.guard.emitted(self._batch, 1)
         if self.guard is not None and self.guard.losing:
             self.guard.drop()
         return result

@@ -34,6 +34,8 @@ def pause_draft(runner: Any, paused: bool) -> bool:
         PatchError: if ``propose`` no longer has what the wrapper reads.
     """
     if hasattr(runner, "drafter"):
+        if not hasattr(runner.drafter, "model"):
+            return True  # a look-up: with k = 0 there is no forward pass to leave out
         return _pause(runner.drafter, paused, _V1_READS, _idle_on_v1)
     speculator = getattr(runner, "speculator", None)
     if speculator is None:

@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
+from spec_plugin.engine.additional import own_settings
 from spec_plugin.events import StepTiming
 
 _KEPT = 64  # latest steps of one kind; the median is theirs
@@ -29,6 +30,8 @@ class StepLog:
         )  # seconds, context
         self._steps: dict[Kind, int] = defaultdict(int)
         self._open: tuple[float, Kind, float] | None = None
+        #: does the method propose another number of tokens for each request
+        self.ragged = False
 
     def begin(self, output: Any, table: Sequence[int], now: float, paused: bool = True) -> None:
         """A step begins: the one before it is complete.
@@ -43,7 +46,7 @@ class StepLog:
             begun, kind, context = self._open
             self._timed[kind].append((now - begun, context))
             self._steps[kind] += 1
-        kind_now = kind_of(output, table, paused)
+        kind_now = kind_of(output, table, paused, self.ragged)
         self._open = None if kind_now is None else (now, kind_now, context_of(output))
 
     def interrupt(self) -> None:
@@ -55,25 +58,34 @@ class StepLog:
         found = []
         for kind, timed in self._timed.items():
             seconds, contexts = zip(*timed, strict=True)
-            found.append(StepTiming(*kind, statistics.median(seconds), self._steps[kind], statistics.fmean(contexts)))
+            middle = _trimmed_mean(seconds) if self.ragged and kind[1] else statistics.median(seconds)
+            found.append(StepTiming(*kind, middle, self._steps[kind], statistics.fmean(contexts)))
         self._timed.clear()
         self._steps.clear()
         return found
 
 
-def kind_of(output: Any, table: Sequence[int], paused: bool = True) -> Kind | None:
+def _trimmed_mean(seconds: Sequence[float]) -> float:
+    """Of steps that verify different numbers of tokens: the mean, without the longest eighth."""
+    kept = sorted(seconds)
+    return statistics.fmean(kept[: max(1, len(kept) - len(kept) // 8)])
+
+
+def kind_of(output: Any, table: Sequence[int], paused: bool = True, ragged: bool = False) -> Kind | None:
     """What kind of decoding step this is; None if it is a mixed one.
 
     Args:
         output: vLLM's ``SchedulerOutput``.
         table: see ``StepLog.begin``.
         paused: see there.
+        ragged: up to k tokens are proposed for each request, often none.
     """
     scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     if output.scheduled_new_reqs or not scheduled or len(scheduled) >= len(table):
         return None
     k = table[len(scheduled)]
-    if any(n != k + 1 or len(drafted.get(r, ())) != k for r, n in scheduled.items()):
+    widths = {r: len(drafted.get(r, ())) for r in scheduled}
+    if any(n != widths[r] + 1 or (widths[r] > k if ragged else widths[r] != k) for r, n in scheduled.items()):
         return None
     return len(scheduled), k, paused and not any(table)
 
@@ -96,6 +108,7 @@ class TimedSteps:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self.step_log is None:
             self.step_log = StepLog()
+            self.step_log.ragged = bool(own_settings(self.vllm_config).get("ragged"))  # type: ignore[attr-defined]
         self.step_log.begin(output, self.dynamic_sd_lookup or (), now, self.draft_paused)  # type: ignore[attr-defined]
         return output
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from spec_plugin.engine.schedule.guard import Guard
+from spec_plugin.engine.schedule.guard import Guard, undrafted_beside_drafts
 
 SIZE = 32
 
@@ -101,3 +102,13 @@ def test_law_7_each_drop_ends_drafting_at_some_batch_size():
                 before = sum(map(bool, table))
                 guard.drop()
                 assert sum(map(bool, table)) < before and not guard.losing
+
+
+def test_of_a_look_up_those_without_a_draft_are_counted_beside_those_with_one():
+    def output(drafted):
+        return SimpleNamespace(
+            num_scheduled_tokens={"a": 3, "b": 1, "c": 1, "d": 40}, scheduled_spec_decode_tokens=drafted
+        )
+
+    assert undrafted_beside_drafts(output({"a": [1, 2]})) == 2
+    assert undrafted_beside_drafts(output({})) == 0, "nobody paid for a draft"

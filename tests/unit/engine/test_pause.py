@@ -72,10 +72,18 @@ def test_a_runner_without_a_proposer_says_so() -> None:
 @pytest.mark.parametrize("runner", ["drafter", "speculator"])
 def test_a_proposer_that_has_changed_is_named(runner: str) -> None:
     class Changed:
+        model = None
+
         def propose(self, something: int) -> None: ...
 
     with pytest.raises(PatchError, match="has no argument"):
         pause_draft(SimpleNamespace(**{runner: Changed()}), True)
+
+
+def test_a_look_up_has_no_forward_pass_to_leave_out() -> None:
+    look_up = SimpleNamespace(propose=len)
+    assert pause_draft(SimpleNamespace(drafter=look_up), True)
+    assert look_up.propose is len
 
 
 def test_the_table_holds_where_the_engine_drafts_more_than_it_says() -> None:
@@ -101,10 +109,10 @@ def test_the_table_holds_where_the_engine_drafts_more_than_it_says() -> None:
 def test_the_first_table_names_every_k_so_that_each_has_its_graphs(largest: int, k: int) -> None:
     from vllm.v1.spec_decode import dynamic
 
-    from spec_plugin.builtin.methods.eagle3 import _every_k
+    from spec_plugin.builtin.methods.tables import every_k
 
     table = dynamic.utils.build_dynamic_sd_schedule_lookup(
-        _every_k(largest, k), vllm_max_batch_size=largest, vllm_num_speculative_tokens=k
+        every_k(largest, k), vllm_max_batch_size=largest, vllm_num_speculative_tokens=k
     )
     assert len(table) == largest + 1 and table[1] == k
     assert set(table[1:]) == set(range(k + 1)) or largest <= k

@@ -67,3 +67,28 @@ def test_a_draft_that_no_worker_could_pause_is_not_called_paused():
     for now in (0.0, 1.0):
         log.begin(output(k=0), PLAIN, now, paused=False)
     assert log.take() == [StepTiming(2, 0, False, 1.0, 1, 150.0)]
+
+
+def test_a_look_up_proposes_up_to_k_tokens_for_each_request_often_none():
+    some = output(
+        num_scheduled_tokens={"r0": 4, "r1": 1, "r2": 2},
+        scheduled_spec_decode_tokens={"r0": [7] * 3, "r2": [7]},
+        scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=[100] * 3),
+    )
+    assert kind_of(some, K3) is None
+    assert kind_of(some, K3, ragged=True) == (3, 3, False)
+    chunk = output(num_scheduled_tokens={"r0": 4, "r1": 17})
+    assert kind_of(chunk, K3, ragged=True) is None
+    assert kind_of(output(2, 4), K3, ragged=True) is None
+
+
+def test_uneven_steps_are_averaged_without_the_longest():
+    log = StepLog()
+    log.ragged = True
+    now = 0.0
+    for seconds in (1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 100.0):
+        log.begin(output(), K3, now)
+        now += seconds
+    log.begin(output(), K3, now)
+    (found,) = log.take()
+    assert found.seconds == pytest.approx(9 / 7)

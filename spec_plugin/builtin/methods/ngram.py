@@ -1,0 +1,45 @@
+"""The n-gram method: drafts are looked up in the request's own text, nothing is trained."""
+
+from __future__ import annotations
+
+from spec_plugin.builtin.methods.tables import every_k
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import TargetInfo
+from spec_plugin.hookspecs import hookimpl
+from spec_plugin.method import Method
+
+#: options that say something of a draft that is trained
+_OF_A_DRAFT = ("draft", "draft_vocab_size", "aux_layers")
+#: length of the end of the text that is looked up: from the longest down to the shortest
+LONGEST, SHORTEST = 4, 2
+
+
+class NgramMethod:
+    """Prompt lookup (Saxena, 2023): what followed the last few tokens the last time that they occurred is the draft.
+
+    It finds nothing for most requests of most steps. vLLM's acceptance length counts only those with a draft;
+    ``spec/tokens_per_forward`` counts all, and so do controller and guard.
+    """
+
+    @hookimpl
+    def spec_method(self, config: SpecConfig, target: TargetInfo) -> Method | None:
+        """Any target, any k; served from the first rollout, as long as it pays.
+
+        Raises:
+            SpecConfigError: if options of a draft are set.
+        """
+        if config.method != "ngram":
+            return None
+        for name in _OF_A_DRAFT:
+            if (value := getattr(config, name)) is not None:
+                raise SpecConfigError(f"spec.{name}={value!r}: the method ngram has no draft model; leave it out")
+        settings = {
+            "method": "ngram",
+            "num_speculative_tokens": config.k,
+            "num_speculative_tokens_per_batch_size": every_k(target.max_num_seqs, config.k),
+            "prompt_lookup_max": LONGEST,
+            "prompt_lookup_min": SHORTEST,
+            "rejection_sample_method": config.rejection_sample_method,
+        }
+        return Method("ngram", settings, ready=True, ragged=True)

@@ -1,0 +1,33 @@
+"""Our part of vLLM's ``additional_config``: what the engine's processes must know beyond vLLM's own settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spec_plugin.errors import SpecConfigError
+
+#: name -> what it is for
+KNOWN = {
+    "skip_patches": "CPU repairs to leave out",
+    "ragged": "the method proposes another number of tokens for each request",
+}
+
+
+def own_settings(vllm_config: Any) -> Mapping[str, Any]:
+    """What is under ``spec_plugin``.
+
+    Raises:
+        SpecConfigError: if a name is not known.
+    """
+    additional = vllm_config.additional_config
+    options: Mapping[str, Any] = additional.get("spec_plugin", {}) if isinstance(additional, Mapping) else {}
+    if unknown := sorted(set(options) - set(KNOWN)):
+        raise SpecConfigError(f"additional_config.spec_plugin has unknown keys {unknown}; known: {sorted(KNOWN)}")
+    return options
+
+
+def with_own_settings(given: Mapping[str, Any], **ours: Any) -> dict[str, Any]:
+    """The engine argument ``additional_config`` with these added to what the trainer gives."""
+    theirs = dict(given.get("additional_config") or {})
+    return {"additional_config": {**theirs, "spec_plugin": {**theirs.get("spec_plugin", {}), **ours}}}
