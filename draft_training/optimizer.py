@@ -11,6 +11,8 @@ from torch import Tensor
 #: Newton-Schulz coefficients of Muon: the steepest slope at zero for which five steps keep singular values within 0.7 to 1.2
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
+#: matrices whose rows are tokens
+_OF_TOKENS = ("lm_head.weight", "embed_tokens.weight")
 
 
 class Muon(torch.optim.Optimizer):
@@ -68,7 +70,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 class DraftOptimizer:
     """Muon for matrices, AdamW for norms and a trained head; one warm-up for both, and a state that can be saved.
 
-    The head's rows are tokens and their gradients nearly sparse: it takes AdamW, as is usual with Muon.
+    The rows of a head and of an embedding are tokens and their gradients nearly sparse: these take AdamW, as is usual with Muon.
     """
 
     def __init__(
@@ -83,14 +85,14 @@ class DraftOptimizer:
         """Create it.
 
         Args:
-            parameters: name to parameter; matrices but for ``lm_head.weight`` go to Muon.
+            parameters: name to parameter; matrices but for those whose rows are tokens go to Muon.
             lr: Muon's.
             vector_lr: AdamW's.
             betas: AdamW's.
             weight_decay: Muon's; norms and a head that was taken over from the policy keep their size.
         """
         self._parameters = dict(parameters)
-        matrices = [p for name, p in parameters.items() if p.ndim == 2 and name != "lm_head.weight"]
+        matrices = [p for name, p in parameters.items() if p.ndim == 2 and not name.endswith(_OF_TOKENS)]
         chosen = set(map(id, matrices))
         rest = [p for p in parameters.values() if id(p) not in chosen]
         self._parts: list[tuple[torch.optim.Optimizer, float]] = []

@@ -19,6 +19,7 @@ class StartingDraft:
 
     config: DraftShape
     tensors: Mapping[str, Tensor] | None = None  # None: newborn, initialised by seed
+    most_unrolled: int | None = None  # steps of the training-time test that teach anything; None: up to k
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 def built_in_methods() -> dict[str, object]:
     """Fresh drafting methods by name; they are judged without torch, whose import takes seconds."""
+    from spec_plugin.builtin.methods.draft_model import DraftModelMethod
     from spec_plugin.builtin.methods.eagle3 import Eagle3Method
     from spec_plugin.builtin.methods.ngram import NgramMethod
 
-    return {"eagle3": Eagle3Method(), "ngram": NgramMethod()}
+    return {"eagle3": Eagle3Method(), "draft_model": DraftModelMethod(), "ngram": NgramMethod()}
 
 
 def built_in_plugins() -> dict[str, object]:

@@ -94,7 +94,7 @@ class DraftTraining:
         settings = TrainSettings(
             lr=config.lr,
             grad_clip=config.grad_clip,
-            ttt_steps=config.ttt_steps or config.k,
+            ttt_steps=min(config.ttt_steps or config.k, start.most_unrolled or config.k),
             tokens_per_step=config.train_tokens or TRAIN_TOKENS[device.type],
             replay_share=config.replay_share,
             offload=device.type == "cuda",

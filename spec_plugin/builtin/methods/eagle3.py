@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from draft_training.config import DraftConfig, DraftConfigError, validate_draft
-from spec_plugin.builtin.methods.served import served_folder
+from spec_plugin.builtin.methods.served import starting_folder
 from spec_plugin.builtin.methods.tables import every_k
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
@@ -92,18 +91,8 @@ class Eagle3Method:
                 "draft_sample_method": config.draft_sample_method,
                 "rejection_sample_method": config.rejection_sample_method,
             },
-            model=lambda: _engine_folder(draft, config.seed, target.dtype),
+            model=lambda: starting_folder(draft, config.seed, target.dtype),
             harvest=shape.aux_layers,
             draft=draft,
             ready=config.draft is not None,
         )
-
-
-def _engine_folder(start: StartingDraft, seed: int, dtype: str) -> Path:
-    """The starting draft, as the engine loads it."""
-    import torch
-
-    from draft_training import DraftTrainer, TrainSettings
-
-    trainer = DraftTrainer(start.config, TrainSettings(), device="cpu", seed=seed, tensors=start.tensors)
-    return served_folder(start.config, trainer.engine_tensors(getattr(torch, dtype)))

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spec_plugin.method import StartingDraft
+
 if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
     from torch import Tensor
 
@@ -28,6 +30,16 @@ logger = logging.getLogger(__name__)
 
 #: drafts that stay, and seconds for which one that was used stays in any case
 _KEPT, _FRESH = 4, 86_400.0
+
+
+def starting_folder(start: StartingDraft, seed: int, dtype: str) -> Path:
+    """The starting draft, as the engine loads it."""
+    import torch
+
+    from draft_training import DraftTrainer, TrainSettings
+
+    trainer = DraftTrainer(start.config, TrainSettings(), device="cpu", seed=seed, tensors=start.tensors)
+    return served_folder(start.config, trainer.engine_tensors(getattr(torch, dtype)))
 
 
 def served_folder(config: DraftShape, tensors: Mapping[str, Tensor]) -> Path:

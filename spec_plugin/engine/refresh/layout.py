@@ -45,14 +45,14 @@ class Layout:
     slots: Mapping[str, Slot]  # checkpoint name -> place; only what the draft owns
     shared: Mapping[str, str]  # checkpoint name -> name of the target's parameter that the draft uses in its place
     optional: frozenset[str] = IGNORED
-    eagle3: bool = False
+    one_layer: bool = False
     vocab_size: int = 0  # of the target, for the range of d2t
     problem: str | None = None  # why this draft cannot be refreshed at all
     parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # the draft's own, by vLLM's names
 
     def canonical(self, name: str) -> str:
         """The spelling used here: vLLM reads both ``layers.0.`` and ``midlayer.`` for an EAGLE-3 draft's one layer."""
-        return name.replace("layers.0.", "midlayer.") if self.eagle3 else name
+        return name.replace("layers.0.", "midlayer.") if self.one_layer else name
 
     def live_tensors(self) -> dict[str, Tensor]:
         """Views of the required running weights under their checkpoint names (shards, if tensor parallel)."""
@@ -62,8 +62,9 @@ class Layout:
 def draft_layout(draft: nn.Module, target: nn.Module) -> Layout:
     """Read the layout off the running models, so that no file and no convention has to be trusted."""
     theirs = {_storage(p): name for name, p in target.named_parameters() if p.numel()}
-    eagle = hasattr(draft, "has_own_embed_tokens")  # EAGLE loaders add "model." to what they read
-    eagle3 = eagle and "Eagle3" in type(draft).__name__
+    # EAGLE loaders add "model." to what they read; vLLM's interface of targets declares the attribute, too, for any model
+    eagle = "has_own_embed_tokens" in vars(draft) or "Eagle" in type(draft).__name__
+    one_layer = eagle and hasattr(draft, "draft_id_to_target_id")
     config = getattr(draft, "config", None)
     slots: dict[str, Slot] = {}
     shared: dict[str, str] = {}
@@ -83,7 +84,7 @@ def draft_layout(draft: nn.Module, target: nn.Module) -> Layout:
                 continue
             storage = _storage(parameter)
             if storage in theirs:
-                shared[_checkpoint_name(qualified, eagle, eagle3)] = theirs[storage]
+                shared[_checkpoint_name(qualified, eagle, one_layer)] = theirs[storage]
                 continue
             if storage in seen:  # tied inside the draft: one name is enough
                 continue
@@ -92,27 +93,27 @@ def draft_layout(draft: nn.Module, target: nn.Module) -> Layout:
                 problem = f"{qualified} is {parameter.dtype}: a quantized draft cannot be refreshed"
             own[qualified] = parameter
             for slot in _slots(module, path, leaf, parameter):
-                name = _checkpoint_name(slot.name, eagle, eagle3)
+                name = _checkpoint_name(slot.name, eagle, one_layer)
                 slots[name] = Slot(**{**vars(slot), "name": name})
     vocab = int(getattr(config, "vocab_size", 0) or 0)
     pruned = int(getattr(config, "draft_vocab_size", 0) or vocab) != vocab
     optional = IGNORED if pruned else IGNORED | {"d2t"}
     if not slots and problem is None:
         problem = "the draft owns no parameter"
-    return Layout(slots, shared, optional, eagle3, vocab, problem, own)
+    return Layout(slots, shared, optional, one_layer, vocab, problem, own)
 
 
 def _storage(parameter: Tensor) -> int:
     return parameter.untyped_storage().data_ptr()
 
 
-def _checkpoint_name(name: str, eagle: bool, eagle3: bool) -> str:
+def _checkpoint_name(name: str, eagle: bool, one_layer: bool) -> str:
     if not eagle:
         return name
     name = name.removeprefix("model.")
     if name == "draft_id_to_target_id":
         return "d2t"
-    return name.replace("layers.0.", "midlayer.") if eagle3 else name
+    return name.replace("layers.0.", "midlayer.") if one_layer else name
 
 
 def _slots(module: nn.Module, path: str, leaf: str, parameter: Tensor) -> Iterator[Slot]:

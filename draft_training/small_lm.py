@@ -1,0 +1,170 @@
+"""A small causal language model as a draft: its shape, and the module, distilled from the target's last states alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draft_training.config import FAMILIES, DraftConfigError
+
+if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
+    import torch
+    from torch import Tensor
+
+    from draft_training.small_lm_module import SmallLm
+
+#: of a draft that is born in the run: its layers, its width as a share of the target's, and the least width
+_LAYERS, _WIDTH_SHARE, _LEAST_WIDTH = 2, 4, 64
+_HEAD_DIM = 32  # the least that vLLM's CPU attention takes
+
+
+@dataclass(frozen=True)
+class SmallLmShape:
+    """A dense causal LM of its own width, with the target's vocabulary."""
+
+    hidden_size: int  # H, the target's
+    hf: Mapping[str, Any]  # the draft's own config.json
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.hf["vocab_size"])
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """V: never pruned."""
+        return self.vocab_size
+
+    @property
+    def pruned(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def tied(self) -> bool:
+        """Are its embedding and its head one tensor."""
+        return bool(self.hf.get("tie_word_embeddings"))
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers it has, but for biases and norms of heads, which are few."""
+        h, heads = int(self.hf["hidden_size"]), int(self.hf["num_attention_heads"])
+        kv = int(self.hf.get("num_key_value_heads") or heads)
+        size = int(self.hf.get("head_dim") or h // heads)
+        layer = 2 * h * heads * size + 2 * h * kv * size + 3 * h * int(self.hf["intermediate_size"]) + 2 * h
+        return int(self.hf["num_hidden_layers"]) * layer + h + (1 if self.tied else 2) * self.vocab_size * h
+
+    @classmethod
+    def from_target(cls, target: Mapping[str, Any]) -> SmallLmShape:
+        """A newborn one: two Llama layers of a quarter of the target's width.
+
+        Raises:
+            KeyError: if the target's config.json lacks a size.
+        """
+        hidden = max(_LEAST_WIDTH, int(target["hidden_size"]) // _WIDTH_SHARE // _LEAST_WIDTH * _LEAST_WIDTH)
+        hf = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": int(target["vocab_size"]),
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": _LAYERS,
+            "num_attention_heads": hidden // _HEAD_DIM,
+            "num_key_value_heads": hidden // _HEAD_DIM,
+            "head_dim": _HEAD_DIM,
+            "max_position_embeddings": int(target["max_position_embeddings"]),
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        return cls(int(target["hidden_size"]), hf)
+
+    @classmethod
+    def from_folder(cls, folder: Path, target: Mapping[str, Any]) -> tuple[SmallLmShape, dict[str, Tensor]]:
+        """The user's, checked against the target.
+
+        Raises:
+            DraftConfigError: if it does not fit.
+            CheckpointError: if a file is missing or torn.
+        """
+        from draft_training.checkpoint import read_json
+
+        shape = cls(int(target["hidden_size"]), read_json(folder / "config.json"))
+        shape._fits(target)
+        return shape.read(folder)
+
+    def _fits(self, target: Mapping[str, Any]) -> None:
+        family = self.hf.get("model_type")
+        if family not in FAMILIES:
+            raise DraftConfigError(
+                f"model_type={family!r} cannot be a small draft yet; dense {', '.join(FAMILIES)} can"
+            )
+        if self.vocab_size != int(target["vocab_size"]):
+            raise DraftConfigError(
+                f"the draft's vocab_size={self.vocab_size} differs from the target's {target['vocab_size']}: it needs the "
+                "target's tokenizer, so take a smaller model of the same family"
+            )
+        longest = int(self.hf.get("max_position_embeddings") or 0)
+        if longest < int(target["max_position_embeddings"]):
+            raise DraftConfigError(
+                f"the draft's max_position_embeddings={longest} is below the target's {target['max_position_embeddings']}"
+            )
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> SmallLm:
+        """The module."""
+        from draft_training.small_lm_module import SmallLm
+
+        return SmallLm(self, device, dtype)
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ``DraftConfigError`` unless names and shapes are those of the model."""
+        import torch
+
+        expected = {name: tuple(t.shape) for name, t in self.build("meta", torch.float32).state_dict().items()}
+        found = {name: tuple(t.shape) for name, t in tensors.items()}
+        if wrong := sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)):
+            told = ", ".join(
+                f"{n}: {found.get(n, 'missing')}, expected {expected.get(n, 'nothing')}" for n in wrong[:3]
+            )
+            raise DraftConfigError(f"{len(wrong)} tensors do not fit the draft's config.json: {told}")
+
+    def to_hf(self) -> dict[str, Any]:
+        """config.json."""
+        return dict(self.hf)
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
+        """What vLLM and transformers load; returns the digest."""
+        from draft_training.checkpoint import digest, write_json, write_tensors
+
+        self.check(tensors)
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        write_json(folder / "config.json", {**self.hf, "torch_dtype": dtype})
+        write_tensors(folder / "model.safetensors", tensors)
+        return digest(tensors)
+
+    def read(self, folder: Path) -> tuple[SmallLmShape, dict[str, Tensor]]:
+        """A folder in the layout of transformers."""
+        from draft_training.checkpoint import CheckpointError, read_json, read_tensors
+
+        hf = {name: value for name, value in read_json(folder / "config.json").items() if name not in _DTYPES}
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{folder} holds no *.safetensors file")
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            tensors |= read_tensors(file)
+        shape = replace(self, hf=hf)
+        dropped = ("lm_head.weight",) if shape.tied else ()
+        tensors = {n: t for n, t in tensors.items() if n not in dropped and not n.endswith("inv_freq")}
+        shape.check(tensors)
+        return shape, tensors
+
+
+#: of the file, not of the shape
+_DTYPES = ("dtype", "torch_dtype")

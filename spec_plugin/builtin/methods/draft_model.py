@@ -1,0 +1,63 @@
+"""The draft_model method: a small language model with the target's tokenizer drafts, given or born in the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draft_training.config import DraftConfigError
+from draft_training.small_lm import SmallLmShape
+from spec_plugin.builtin.methods.served import starting_folder
+from spec_plugin.builtin.methods.tables import every_k
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import TargetInfo
+from spec_plugin.hookspecs import hookimpl
+from spec_plugin.method import Method, StartingDraft
+
+
+class DraftModelMethod:
+    """Distilled online from the policy's own samples (forward KL; DistillSpec, arXiv 2310.08461, section 3.2)."""
+
+    @hookimpl
+    def spec_method(self, config: SpecConfig, target: TargetInfo) -> Method | None:
+        """``spec.draft`` is the folder of a dense causal LM; without one a small one is born.
+
+        vLLM reads the draft's first weights as it reads the target's, so that under ``load_format=dummy`` they are noise:
+        the first weight sync sends them, trained or not.
+
+        Raises:
+            SpecConfigError: naming the option.
+        """
+        if config.method != "draft_model":
+            return None
+        for name in ("draft_vocab_size", "aux_layers"):
+            if (value := getattr(config, name)) is not None:
+                raise SpecConfigError(f"spec.{name}={value!r} has no meaning for the method draft_model; leave it out")
+        draft = _starting_draft(config, target)
+        settings = {
+            "method": "draft_model",
+            "num_speculative_tokens": config.k,
+            "num_speculative_tokens_per_batch_size": every_k(target.max_num_seqs, config.k),
+            "draft_sample_method": config.draft_sample_method,
+            "rejection_sample_method": config.rejection_sample_method,
+        }
+        return Method(
+            name=config.method,
+            settings=settings,
+            model=lambda: starting_folder(draft, config.seed, target.dtype),
+            harvest=(),
+            draft=draft,
+            ready=config.draft is not None,
+        )
+
+
+def _starting_draft(config: SpecConfig, target: TargetInfo) -> StartingDraft:
+    from draft_training.checkpoint import CheckpointError
+
+    try:
+        if config.draft is None:
+            return StartingDraft(SmallLmShape.from_target(target.hf_config), most_unrolled=1)
+        shape, tensors = SmallLmShape.from_folder(Path(config.draft), target.hf_config)
+        return StartingDraft(shape, tensors, most_unrolled=1)
+    except (DraftConfigError, CheckpointError, OSError, KeyError) as error:
+        raise SpecConfigError(f"spec.draft={config.draft!r} cannot draft for this target: {error}") from error
