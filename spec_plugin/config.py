@@ -17,12 +17,15 @@ class SpecConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=())
 
     method: str = Field(
-        "eagle3", description="drafting method: eagle3; draft_model (a small language model); ngram (looked up in the text); or a plugin's"
+        "eagle3",
+        description="drafting method: eagle3; draft_model (a small language model); ngram (looked up in the text); or a "
+        "plugin's",
     )
     k: int = Field(8, ge=1, le=16, description="most tokens drafted per target forward; how many pay is measured")
     draft: str | None = Field(
         None,
-        description="folder of a draft to start from (EAGLE-3 in vLLM's, EAGLE's or speculators' layout; a causal LM); none: a new one",
+        description="folder of a draft to start from (EAGLE-3 in vLLM's, EAGLE's or speculators' layout; a causal LM); none: a "
+        "new one",
     )
     draft_vocab_size: int | None = Field(
         None, ge=32, description="prune the draft's vocabulary to the most frequent tokens; none: the target's own"
