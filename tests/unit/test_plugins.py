@@ -13,7 +13,7 @@ from spec_plugin import manager as plugins
 from spec_plugin.events import RolloutStats
 from spec_plugin.manager import ENTRY_POINT_GROUP, create_manager
 
-BUILT_IN = ("eagle3", "trainer", "provenance", "controller", "metrics")
+BUILT_IN = ("eagle3", "draft_model", "ngram", "trainer", "provenance", "controller", "metrics")
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
