@@ -29,7 +29,7 @@ help:  ## list the targets
 env:  ## create or update .envs/$(TRAINER) (instant when it is current)
 	@$(MAKE_ENV) $(TRAINER)
 
-quickstart: env  ## a GRPO run on this CPU with speculative rollouts, about 7 minutes; TRAINER=openrlhf, ARGS="--steps 20 --plain" …
+quickstart: env  ## a GRPO run on this CPU with speculative rollouts, about 4 minutes; TRAINER=openrlhf, ARGS="--steps 20 --plain" …
 	@.envs/$(TRAINER)/bin/python examples/quickstart/run.py --trainer $(TRAINER) $(ARGS)
 
 verl-env:

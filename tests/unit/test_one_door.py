@@ -1,0 +1,29 @@
+"""No adapter, no controller and no part of the engine knows a drafting method by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from spec_plugin.builtin.registry import built_in_methods
+
+ROOT = Path(__file__).resolve().parents[2]
+#: rooms of the methods themselves; the list of them; and the allow-list of what vLLM may be told
+MAY_KNOW = ("builtin/methods/", "builtin/registry.py", "engine/lossless.py")
+#: words for people: what an option or a metric means
+FOR_PEOPLE = ("config.py", "hookspecs.py", "builtin/metrics.py")
+
+
+@pytest.mark.parametrize("name", built_in_methods())
+def test_a_methods_name_is_known_in_its_own_room_only(name: str) -> None:
+    word = re.compile(rf"(?<![\w]){re.escape(name)}(?!\w)", re.IGNORECASE)
+    files = [*(ROOT / "adapters").rglob("*.py"), *(ROOT / "spec_plugin").rglob("*.py")]
+    assert len(files) > 100
+    found = []
+    for file in files:
+        place = str(file.relative_to(ROOT)).removeprefix("spec_plugin/")
+        if not place.startswith(MAY_KNOW) and place not in FOR_PEOPLE and word.search(file.read_text()):
+            found.append(place)
+    assert not found
