@@ -18,11 +18,9 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 from examples.bench import common, large, workload  # noqa: E402
 from examples.bench.common import Spread, interleave, paired, say, show, spread, verdict  # noqa: E402
 from examples.bench.speedup import prepare_draft  # noqa: E402
-from spec_plugin.builtin.break_even.controller import BreakEvenController  # noqa: E402
+from examples.bench.steering import Steered, calibrate  # noqa: E402
 from spec_plugin.builtin.break_even.cost import CostModel, closed_form_speedup, constant_acceptance  # noqa: E402
-from spec_plugin.config import SpecConfig  # noqa: E402
-from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, TargetInfo  # noqa: E402
-from spec_plugin.method import Method  # noqa: E402
+from spec_plugin.events import SelfTestReport  # noqa: E402
 
 if TYPE_CHECKING:
     from examples.bench.engines import Remote, Timing
@@ -140,7 +138,8 @@ def measure_dtype(target: Path, draft: Path, dtype: str, eager: bool, options: d
     kinds: tuple[Kind, Kind] = ("plain" if common.pick_device(options["device"]) == "cuda" else "live", "flag")
     # one after the other: each measures how much of a card's memory is free
     live, flag = (Remote(options["threads"], kind, served, settings, draft, options["k"]).wait() for kind in kinds)
-    calibration = calibrate(flag, target, options)
+    sizes = sorted({1, 8, 32, 64, *options["batches"]})
+    calibration = calibrate(flag, workload.prompts_of(target, options["file"], sizes[-1], seed=5), sizes, options["k"])
     cells = []
     for regime in regimes(options):
         bench = Bench(regime, dtype, live, flag, target, {"good": draft, "cold": newborn}, calibration, options)
@@ -148,22 +147,6 @@ def measure_dtype(target: Path, draft: Path, dtype: str, eager: bool, options: d
     for engine in (live, flag):
         engine.close()
     return cells
-
-
-def calibrate(flag: Remote, target: Path, options: dict[str, Any]) -> SelfTestReport:
-    """What the self-test measures: steps at four batch sizes, without drafts, with one token, with three and with k."""
-    sizes = sorted({1, 8, 32, 64, *options["batches"]})
-    prompts = workload.prompts_of(target, options["file"], sizes[-1], seed=5)
-    flag.take_steps()
-    steps = []
-    for batch in sizes:
-        for repeat in range(3):
-            for k in dict.fromkeys((0, 1, min(3, options["k"]), options["k"])):
-                flag.set_k(k)
-                flag.run(prompts[:batch], 1.0, 2 + 10 * (k + 1))
-                found = flag.take_steps()
-                steps += found if repeat else []
-    return SelfTestReport((), 0.0, steps=tuple(steps))
 
 
 class Bench:
@@ -184,13 +167,10 @@ class Bench:
         self.drafts, self.options, self.k = drafts, options, options["k"]
         count = len(regime.lengths)
         self.prompts = workload.prompts_of(target, options["file"], count * (options["rounds"] + 1), seed=99)
-        self.controller = BreakEvenController()
-        config = SpecConfig.parse({"k": self.k})
-        seen = TargetInfo("", {}, dtype, max_num_seqs=max(64, *options["batches"]))
-        self.controller.spec_configure(config, seen, Method("bench", {}, ready=True))
-        self.controller.spec_engine_ready(calibration)
+        promised = (constant_acceptance(regime.promised, 3),) * self.k
+        seats = max(64, *options["batches"])
+        self.steered = Steered(flag, calibration, promised, k=self.k, max_num_seqs=seats, dtype=dtype)
         self.everything = CostModel()  # what a cost model predicts that has seen the steps of every arm
-        self.chosen: list[str] = []
         self.serving = ""
 
     def measure(self) -> Cell:
@@ -203,9 +183,11 @@ class Bench:
 
     def _run(self, engine: Remote, index: int) -> Timing:
         self._serve(index)
+        return engine.run(self._asked(index), self.options["temperature"], self.regime.lengths)
+
+    def _asked(self, index: int) -> workload.Prompts:
         count = len(self.regime.lengths)
-        prompts = self.prompts[index * count : (index + 1) * count]
-        return engine.run(prompts, self.options["temperature"], self.regime.lengths)
+        return self.prompts[index * count : (index + 1) * count]
 
     def _serve(self, index: int) -> None:
         """Install the draft of this round."""
@@ -223,26 +205,8 @@ class Bench:
         return timing
 
     def _controlled(self, index: int) -> Timing:
-        chance = constant_acceptance(self.regime.promised, 3)
-        refresh = DraftRefresh(index, index, {}, "", (chance,) * self.k)
-        self.controller.spec_refreshed(refresh, RefreshReport(True, index, "", 0.0))
-        schedule = self.controller.spec_schedule(index)
-        self.chosen.append(_short(schedule.table, max(1, len(self.regime.lengths))))
-        self.flag.set_schedule(schedule)
-        timing = self._run(self.flag, index)
-        stats = RolloutStats(
-            policy_version=index,
-            requests=len(self.regime.lengths),
-            tokens=sum(self.regime.lengths),
-            seconds=timing.total.wall,
-            drafts=timing.drafts,
-            accepted_tokens=timing.accepted,
-            accepted_per_pos=timing.per_pos,
-            steps=tuple(self.flag.take_steps()),
-        )
-        self.controller.spec_rollout_end(stats)
-        self.chosen[-1] += "!" * int(self.controller.spec_metrics()["spec/dropped"])
-        return timing
+        self._serve(index)
+        return self.steered.run(index, self._asked(index), self.options["temperature"], self.regime.lengths)
 
     def _cell(self, runs: dict[str, list[Timing]]) -> Cell:
         rates = {name: [t.rate("wall") for t in timings] for name, timings in runs.items()}
@@ -269,7 +233,7 @@ class Bench:
             against_best=paired(rates["controller"], fixed[best]),
             best=best,
             acceptance=lengths,
-            chosen=self.chosen,
+            chosen=self.steered.chosen,
             predicted=predicted,
             closed_form=closed,
             realised=realised,
@@ -279,11 +243,6 @@ class Bench:
 def _acceptance(timings: Sequence[Timing]) -> float:
     drafts = sum(t.drafts for t in timings)
     return 1 + sum(t.accepted for t in timings) / drafts if drafts else 1.0
-
-
-def _short(table: Sequence[int], batch: int) -> str:
-    """k at 1, at half of the batch and at the whole."""
-    return "/".join(str(table[b]) for b in dict.fromkeys((1, max(1, batch // 2), batch)))
 
 
 def report(cells: list[Cell]) -> None:

@@ -1,201 +1,313 @@
-"""How fast a newborn draft learns: the present optimizer against the one before it, while the policy stands still or moves."""
+"""How a draft starts, whether it trains along the run, and k: the paper's comparison at our scale, in one command."""
 
 from __future__ import annotations
 
+import math
+import random
+import shutil
 import sys
-import time
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
-from draft_training import Document, DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings  # noqa: E402
-from examples.bench import common, workload  # noqa: E402
-from examples.bench.common import say, show  # noqa: E402
+from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings, save_draft  # noqa: E402
+from examples.bench import common, starts, workload  # noqa: E402
+from examples.bench.common import interleave, paired, say, spread  # noqa: E402
+from examples.bench.comparison import ARMS, Arm, Replay, Served, conclusions, to_serve  # noqa: E402
+from examples.bench.learning_report import report, tell, write_picture  # noqa: E402
+from examples.bench.recorded import FIRST, LATER, Row, Step, record  # noqa: E402
+from examples.bench.steering import Steered, calibrate  # noqa: E402
 from examples.bench.subjects import Subject  # noqa: E402
+from spec_plugin.events import SelfTestReport  # noqa: E402
 
-HELP = """Learning curves of a newborn draft on a CPU, from rollouts that are recorded once.
+if TYPE_CHECKING:
+    from examples.bench.engines import Remote, Timing
+
+HELP = """Compare how a draft starts, whether it is trained along the run, and k: what NeMo RL's paper on speculative
+rollouts (arXiv 2604.26779) compares, on policies of a million parameters.
 
 \b
-A trainer step is 12 prompts with 4 samples each, harvested by the plugin's own code; then the draft trains (longer in the
-first step, its head start), and the draft is judged on rollouts that it has not seen:
-  still    the policy stays what it is; judged on rollouts of the same policy
-  moves    the policy takes a step of AdamW at 2e-4 after each trainer step, on its own samples with random advantages;
-           judged on the *next* step's rollouts, as an engine would serve it
-Arms: new (Muon, the defaults) and old (AdamW at 1e-3, unroll 3: the defaults before it), as many tokens in each step.
-Numbers are acceptance lengths, replayed on recorded samples (``LossStats.acceptance_length``), no engine and no time.
+For each --policy:
+  1. A GRPO-like run is recorded: --steps trainer steps of 12 prompts with 4 samples, after each of which the policy moves
+     (AdamW at 2e-4, random advantages: as far as in a run, in a direction of no interest).
+  2. Drafts start in three ways, the last two with the same number of optimizer steps (--start-steps) before the run:
+       newborn   untrained
+       other     on text that is not of the task (--other)
+       own       on the policy's own rollouts of the task, with other prompts than the run's
+     and are then frozen, or trained online on each step's rollouts: six arms. A newborn draft has a head start in the
+     first trainer step, as the plugin grants it.
+  3. Replay: at every step, the draft of the steps before it on the rollouts of this one, for each k: the acceptance length
+     that an engine would have had.
+  4. Engine: the policy of each step in --at, padded so that its forward pass costs what a larger model's does (--width),
+     in one vLLM engine with the flag. Each draft runs with no drafts, each fixed k, and under the plugin's controller, which
+     is told how the draft did on the rollouts of the step before. Requests are as long as the recorded answers, so the
+     batch drains. Speeds are ratios to no drafts, round by round.
+  5. Tables, a picture, and what follows from the numbers, with the cases where the expected order fails.
+
+A quick look at all of it: --policy add-96 --steps 2 --at 0 --at 2 --rounds 1 --width 0 --rollouts 32 --start-steps 10
 """
 
-PROMPTS, SAMPLES = 12, 4
-RATE = 2e-4  # of the policy
-#: tokens through the draft in the first trainer step, and in each later one
-FIRST, LATER = 64 * 1024, 6 * 1024
+
+@dataclass(frozen=True)
+class Options:
+    """How to run it; see --help."""
+
+    steps: int
+    at: tuple[int, ...]
+    ks: tuple[int, ...]
+    other: starts.Other
+    rollouts: int
+    start_steps: int
+    rounds: int
+    batch: int
+    tokens: int
+    width: int
+    threads: int | None
+
+    @property
+    def k(self) -> int:
+        """Most tokens drafted."""
+        return max(self.ks)
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a trainer step leaves: documents, and the policy's tensors [V, H]."""
+class Policy:
+    """A policy and how it samples: ``TASK-WIDTH``, or ``TASK-WIDTH@TEMPERATURE``."""
 
-    documents: list[Document]
-    embed: Tensor
-    head: Tensor
+    subject: Subject
+    temperature: float
 
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """Read a value of --policy.
 
-@dataclass(frozen=True)
-class Curve:
-    """Acceptance lengths at k=3 and k=8 after each trainer step."""
+        Raises:
+            click.BadParameter: if it is none.
+        """
+        name, _, temperature = text.partition("@")
+        task, _, width = name.partition("-")
+        if task not in starts.ALPHABETS or not width.isdigit() or int(width) % 32:
+            raise click.BadParameter(f"{text!r}: wanted is TASK-WIDTH[@TEMPERATURE], as sort-96@1.4; tasks: add, sort")
+        try:
+            return cls(Subject(task, int(width)), float(temperature or 1.0))  # type: ignore[arg-type]
+        except ValueError:
+            raise click.BadParameter(f"{text!r}: the temperature {temperature!r} is no number") from None
 
-    subject: str
-    policy: str  # "still" or "moves"
-    arm: str
-    k3: list[float]
-    k8: list[float]
-    cpu_seconds: float  # of training the draft
-
-    def reached(self, length: float) -> int | None:
-        """The first trainer step, from 1, after which k=3 makes so many tokens a step."""
-        return next((i + 1 for i, found in enumerate(self.k3) if found >= length), None)
-
-
-class AdamW:
-    """The optimizer before Muon, with the interface of ``DraftOptimizer`` that the trainer's steps use."""
-
-    def __init__(self, trainer: DraftTrainer) -> None:
-        self._adamw = torch.optim.AdamW(trainer._trained.values(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-        self._steps = 0
-
-    def zero_grad(self) -> None:
-        self._adamw.zero_grad()
-
-    def step(self, factor: float) -> None:
-        """Its own warm-up of 20 steps, then constant."""
-        self._steps += 1
-        for group in self._adamw.param_groups:
-            group["lr"] = 1e-3 * min(1.0, self._steps / 20)
-        self._adamw.step()
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return self.subject.name + f" at temperature {self.temperature:g}" * (self.temperature != 1.0)
 
 
 @click.command(help=HELP, context_settings={"max_content_width": 120, "show_default": True})
 @click.option(
-    "--subject", "names", multiple=True, default=("add-96", "add-128", "sort-96", "sort-128"), help="TASK-WIDTH."
+    "--policy",
+    "names",
+    multiple=True,
+    default=("add-128", "sort-96@1.4"),
+    help="TASK-WIDTH[@TEMPERATURE]; tasks: add (easy text), sort (hard text at a high temperature). May be repeated.",
 )
 @click.option("--steps", default=8, help="Trainer steps.")
-@click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of the JSON file.")
-def main(names: Sequence[str], steps: int, out: Path) -> None:
-    """Record, learn, report."""
-    common.prepare_process(1)
-    curves: list[Curve] = []
-    for name in names:
-        task, width = name.split("-")
-        subject = Subject(task, int(width))  # type: ignore[arg-type]
-        for policy in ("still", "moves"):
-            say(f"{name}, policy {policy}: {steps + 1} steps of rollouts")
-            config, recorded = record(subject, steps + 1, moves=policy == "moves")
-            for arm in ("new", "old"):
-                curves.append(learn(name, policy, arm, config, recorded))
-                say(f"{name}, {policy}, {arm}: k=3 {curves[-1].k3}, k=8 {curves[-1].k8}")
-    report(curves)
-    where = common.environment("cpu")
-    common.write_results("learning", {"subjects": names, "steps": steps}, [asdict(c) for c in curves], where, out)
+@click.option("--at", multiple=True, type=int, default=(0, 2, 4, 8), help="Serve at this step; may be repeated.")
+@click.option("--k", "ks", multiple=True, type=int, default=(1, 3, 5, 7), help="Tokens drafted; 3 must be one of them.")
+@click.option(
+    "--other",
+    type=click.Choice(("strings", "task")),
+    default="strings",
+    help="Text of the start on other text. strings: the policy's own answers to plain strings of the task's alphabet; "
+    "task: questions and answers of the other task, which the policy only reads.",
+)
+@click.option("--rollouts", default=256, help="Answers of the text before the run.")
+@click.option("--start-steps", default=160, help="Optimizer steps before the run.")
+@click.option("--rounds", default=3, help="Rounds that count; one more warms up.")
+@click.option("--batch", default=8, help="Requests at once.")
+@click.option("--tokens", default=48, help="Most tokens of a request; it ends where the recorded answer did.")
+@click.option("--width", default=32768, help="Units of the padded MLPs (32768: about 100M parameters); 0: not padded.")
+@click.option("--threads", type=int, help="Compute threads; default: all cores.")
+@click.option("--replay-only", is_flag=True, help="Start no engine.")
+@click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of JSON and PNG.")
+def main(names: Sequence[str], replay_only: bool, out: Path, **raw: Any) -> None:
+    """Record, learn, serve, report."""
+    options, policies = Options(**raw), [Policy.parse(name) for name in names]
+    if 3 not in options.ks:
+        raise click.BadParameter("3 must be one of them: it is what the others are compared with", param_hint="--k")
+    if beyond := [step for step in options.at if not 0 <= step <= options.steps]:
+        raise click.BadParameter(f"{beyond} is outside of a run of {options.steps} steps", param_hint="--at")
+    common.prepare_process(options.threads)
+    replays: list[Replay] = []
+    served: list[Served] = []
+    common.CACHE.mkdir(parents=True, exist_ok=True)
+    text_tokens: dict[str, dict[str, int]] = {}
+    for policy in policies:
+        with tempfile.TemporaryDirectory(prefix="learning-", dir=common.CACHE) as folder:
+            run = Run(policy, options, Path(folder))
+            replays += run.learn()
+            served += [] if replay_only else run.serve(replays)
+            text_tokens[policy.name] = run.text_tokens
+        report(policy.name, replays, served, options.ks)
+    said = {policy.name: conclusions(policy.name, replays, served) for policy in policies}
+    tell(said)
+    rows = {"replays": [asdict(r) for r in replays], "served": [asdict(s) for s in served], "conclusions": said}
+    settings = {**asdict(options), "policies": names, "text_tokens": text_tokens}
+    file = common.write_results("learning", settings, rows, common.environment("cpu"), out)
+    write_picture(replays, served, options.ks, file.with_suffix(".png"))
+    say(f"picture: {file.with_suffix('.png')}")
 
 
-def record(subject: Subject, steps: int, moves: bool) -> tuple[DraftConfig, list[Step]]:
-    """Rollouts of a policy, step by step."""
-    model = AutoModelForCausalLM.from_pretrained(subject.policy(), dtype=torch.float32).eval()
-    config = DraftConfig.from_target(model.config.to_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
-    prompts = subject.prompts(PROMPTS * steps, seed=11)
-    torch.manual_seed(1)
-    out = []
-    for step in range(steps):
-        asked = [p for p in prompts[step * PROMPTS : (step + 1) * PROMPTS] for _ in range(SAMPLES)]
-        rows = workload.sample(model, asked, workload.DraftSettings())
-        documents = [replace(d, policy_version=step) for d in workload.harvest(model, rows, config.aux_layers)]
-        tensors = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-        out.append(Step(documents, *(t.detach().clone() for t in tensors)))
-        if moves:
-            _move(model, optimizer, rows)
-    return config, out
+class Run:
+    """One policy's run, recorded in a folder: the policies and the drafts of the steps that are served."""
+
+    def __init__(self, policy: Policy, options: Options, folder: Path) -> None:
+        self.policy, self.options, self.folder = policy, options, folder
+        subject, temperature = policy.subject, policy.temperature
+        say(f"{policy.name}: recording {options.steps + 1} steps of rollouts")
+        keep = {step: folder / f"policy-{step}" for step in options.at}
+        self.config, self.recorded = record(subject, options.steps + 1, True, temperature, keep)
+        before = (options.rollouts, options.start_steps, options.k)
+        own = starts.start(subject, "own", temperature, *before)
+        other = starts.start(subject, options.other, temperature, *before)
+        self.tensors: dict[str, Mapping[str, Tensor] | None] = {
+            "newborn": None,
+            "own": own.tensors,
+            "other": other.tensors,
+        }
+        self.text_tokens = {"own": own.text_tokens, "other": other.text_tokens}
+
+    def learn(self) -> list[Replay]:
+        """Every arm along all steps."""
+        found: list[Replay] = []
+        for arm in ARMS:
+            along = learn(self.config, self.recorded, arm, self.tensors[arm.start], self.options)
+            for replay, tensors in along:
+                found.append(replace(replay, policy=self.policy.name))
+                if replay.step in self.options.at:
+                    save_draft(self._draft(arm, replay.step), self.config, tensors)
+            curve = " ".join(f"{r.lengths[3]:.2f}" for r in found[-len(self.recorded) :])
+            say(f"{self.policy.name}, {arm.name}: acceptance length at k=3, step by step: {curve}")
+        return found
+
+    def serve(self, replays: Sequence[Replay]) -> list[Served]:
+        """Every arm in an engine, at the chosen steps."""
+        promised = {(r.arm, r.step): r.promised for r in replays if r.policy == self.policy.name}
+        found: list[Served] = []
+        calibration: SelfTestReport | None = None
+        for step in sorted(set(self.options.at)):
+            with self._engine(step) as flag:
+                # a step costs what it did in the first engine: the policy has moved, its shape has not
+                calibration = calibration or self._calibrate(flag)
+                for arm, alike in to_serve(step, min(self.options.at)).items():
+                    (file,) = self._draft(arm, step).glob("*.safetensors")
+                    flag.install(file, version=1 + ARMS.index(arm))
+                    given, k, seats = arm.start != "newborn", self.options.k, self.options.batch
+                    steered = Steered(flag, calibration, promised[arm.name, step], k=k, max_num_seqs=seats, given=given)
+                    rows = self.recorded[step].rows
+                    cell = serve(flag, steered, rows, self.policy.temperature, self.options, f"step {step}, {arm.name}")
+                    found += [replace(cell, policy=self.policy.name, arm=a.name, step=step) for a in alike]
+        return found
+
+    def _draft(self, arm: Arm, step: int) -> Path:
+        return self.folder / f"{arm.name.replace(', ', '-')}-{step}"
+
+    @contextmanager
+    def _engine(self, step: int) -> Iterator[Remote]:
+        from examples.bench.engines import EngineSettings, Remote  # slow to import
+
+        options = self.options
+        padded = workload.padded_target(self.folder / f"policy-{step}", options.width, "float32")
+        settings = EngineSettings(max_num_seqs=options.batch)
+        say(f"{self.policy.name}: starting the engine of step {step}")
+        engine = Remote(options.threads, "flag", padded, settings, self._draft(Arm("own", False), step), options.k)
+        try:
+            yield engine.wait()
+        finally:
+            engine.close()
+            shutil.rmtree(padded)  # hundreds of megabytes that no other run will ask for
+
+    def _calibrate(self, flag: Remote) -> SelfTestReport:
+        say("calibrating")
+        batch = self.options.batch
+        prompts = self.policy.subject.prompts(batch, seed=5)
+        return calibrate(flag, prompts, sorted({1, max(1, batch // 2), batch}), self.options.k)
 
 
-def _move(model: Any, optimizer: torch.optim.Optimizer, rows: Sequence[tuple[list[int], list[int]]]) -> None:
-    """One step of policy gradient with random advantages: as far as a run moves, in a direction of no interest."""
-    ids = [torch.tensor(p + r) for p, r in rows]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    attention = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True)
-    logits = model(padded, attention_mask=attention).logits[:, :-1]
-    chosen = logits.log_softmax(-1).gather(2, padded[:, 1:, None])[..., 0]
-    mask = torch.zeros_like(chosen)
-    for i, (prompt, response) in enumerate(rows):
-        mask[i, len(prompt) - 1 : len(prompt) + len(response) - 1] = 1.0
-    advantages = torch.randn(len(rows), 1)
-    optimizer.zero_grad()
-    (-(advantages * chosen * mask).sum() / mask.sum()).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+def learn(
+    config: DraftConfig, recorded: Sequence[Step], arm: Arm, start: Mapping[str, Tensor] | None, options: Options
+) -> Iterator[tuple[Replay, dict[str, Tensor]]]:
+    """Take a draft along the recorded steps: judged on each before it trains on it, as in a trainer.
 
-
-def learn(subject: str, policy: str, arm: str, config: DraftConfig, recorded: Sequence[Step]) -> Curve:
-    """Train a draft along the recorded steps, judging it on the step to come."""
-    new = arm == "new"
-    settings = TrainSettings(ttt_steps=8 if new else 3, tokens_per_step=512 if new else 1024)
-    trainer = DraftTrainer(config, settings, device="cpu", seed=0)
-    if not new:
-        trainer._optimizer = AdamW(trainer)  # type: ignore[assignment]
+    Yields:
+        What an engine would serve at each step: its acceptance on the rollouts of this step, and its weights.
+    """
+    settings = TrainSettings(ttt_steps=options.k, tokens_per_step=starts.TOKENS)
+    trainer = DraftTrainer(config, settings, device="cpu", seed=0, tensors=start)
     buffer = HiddenBuffer(65_536, 1 << 40, seed=0)
-    k3, k8, seconds = [], [], 0.0
-    for i, (now, coming) in enumerate(pairwise(recorded)):
-        trainer.update_policy(now.embed, now.head, i)
+    promised: tuple[float, ...] = ()
+    for step, now in enumerate(recorded):
+        trainer.update_policy(now.embed, now.head, step)
+        found = {k: trainer.evaluate(now.documents, steps=k) for k in options.ks}
+        lengths = {k: round(r.acceptance_length, 3) for k, r in found.items()}
+        yield Replay("", arm.name, step, lengths, promised), trainer.engine_tensors()
+        promised = found[options.k].chances
+        if not arm.online:
+            continue
+        unseen = step == 0 and start is None
         for document in now.documents:
             buffer.add(document)
-        began = time.process_time()
-        trainer.train_slice(buffer, float("inf"), (FIRST if i == 0 else LATER) // settings.tokens_per_step)
-        seconds += time.process_time() - began
-        trainer.update_policy(coming.embed, coming.head, i + 1)
-        k3.append(round(trainer.evaluate(coming.documents, steps=3).acceptance_length, 2))
-        k8.append(round(trainer.evaluate(coming.documents, steps=8).acceptance_length, 2))
-    return Curve(subject, policy, arm, k3, k8, round(seconds, 1))
+        # as in the plugin, some of its first text is kept from a newborn draft, so that it can be judged at once
+        held = buffer.take_newest(int(0.125 * buffer.stats().tokens)) if unseen else []
+        trainer.train_slice(buffer, math.inf, (FIRST if unseen else LATER) // settings.tokens_per_step)
+        buffer.give_back(held)
+        if held:
+            promised = trainer.evaluate(held, steps=options.k).chances
 
 
-def report(curves: Sequence[Curve]) -> None:
-    """A row for each curve."""
-    columns = [
-        "policy",
-        "it",
-        "arm",
-        "k=3 after step 1",
-        "2",
-        "4",
-        "last",
-        "k=8 last",
-        "2.5 at step",
-        "3.3 at step",
-        "CPU s",
-    ]
-    rows = []
-    for c in curves:
-        at = [c.k3[min(i, len(c.k3)) - 1] for i in (1, 2, 4)] + [c.k3[-1], c.k8[-1]]
-        reached = [c.reached(length) for length in (2.5, 3.3)]
-        rows.append(
-            [
-                c.subject,
-                c.policy,
-                c.arm,
-                *(f"{x:.2f}" for x in at),
-                *(str(r or "–") for r in reached),
-                f"{c.cpu_seconds:.0f}",
-            ]
-        )
-    show("acceptance length of a newborn draft on rollouts to come", columns, rows)
+def serve(
+    flag: Remote, steered: Steered, rows: Sequence[Row], temperature: float, options: Options, label: str
+) -> Served:
+    """The installed draft with no drafts, each k, and under the controller, in turn."""
+    mixed = random.Random(0).sample(rows, len(rows))
+
+    def asked(index: int) -> tuple[workload.Prompts, list[int]]:
+        batch = [mixed[(index * options.batch + i) % len(mixed)] for i in range(options.batch)]
+        return [prompt for prompt, _ in batch], [min(options.tokens, len(response)) for _, response in batch]
+
+    def fixed(k: int, index: int) -> Timing:
+        prompts, lengths = asked(index)
+        flag.set_k(k)
+        return flag.run(prompts, temperature, lengths)
+
+    def controlled(index: int) -> Timing:
+        prompts, lengths = asked(index)
+        return steered.run(index, prompts, temperature, lengths)
+
+    arms: dict[str, Callable[[int], Timing]] = {f"k={k}": partial(fixed, k) for k in (0, *options.ks)}
+    arms["controller"] = controlled
+    runs = interleave(arms, options.rounds, 1, label)
+    rates = {name: [t.rate("wall") for t in timings] for name, timings in runs.items()}
+    return Served(
+        policy="",
+        arm="",
+        step=-1,
+        plain=spread(rates["k=0"]),
+        speed={name: paired(rates[name], rates["k=0"]) for name in arms if name != "k=0"},
+        lengths={name: round(_acceptance(timings), 3) for name, timings in runs.items() if name != "k=0"},
+        chosen=steered.chosen,
+    )
+
+
+def _acceptance(timings: Sequence[Timing]) -> float:
+    drafts = sum(t.drafts for t in timings)
+    return 1 + sum(t.accepted for t in timings) / drafts if drafts else 1.0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,98 @@
+"""An engine under the plugin's own controller: the calibration that it needs, and its decisions from phase to phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from spec_plugin.builtin.break_even.controller import BreakEvenController
+from spec_plugin.config import SpecConfig
+from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, TargetInfo
+from spec_plugin.method import Method
+
+if TYPE_CHECKING:
+    from examples.bench.engines import Remote, Timing
+    from examples.bench.workload import Prompts
+
+
+def calibrate(flag: Remote, prompts: Prompts, sizes: Sequence[int], k: int) -> SelfTestReport:
+    """What the self-test measures: steps at some batch sizes, without drafts, with one token, with three and with k.
+
+    Args:
+        flag: the engine, with any draft that proposes something.
+        prompts: as many as the largest size.
+        sizes: batch sizes.
+        k: most tokens drafted.
+    """
+    flag.take_steps()
+    steps = []
+    for batch in sizes:
+        for repeat in range(3):
+            for width in dict.fromkeys((0, 1, min(3, k), k)):
+                flag.set_k(width)
+                flag.run(prompts[:batch], 1.0, 2 + 10 * (width + 1))
+                found = flag.take_steps()
+                steps += found if repeat else []
+    return SelfTestReport((), 0.0, steps=tuple(steps))
+
+
+class Steered:
+    """One draft in one engine, with k chosen as in a trainer: from the calibration, a promise, then what each phase shows."""
+
+    def __init__(
+        self,
+        flag: Remote,
+        calibration: SelfTestReport,
+        promised: Sequence[float],
+        *,
+        k: int,
+        max_num_seqs: int,
+        dtype: str = "float32",
+        given: bool = False,
+    ) -> None:
+        """A controller of its own.
+
+        Args:
+            flag: the engine, with the draft installed.
+            calibration: see :func:`calibrate`.
+            promised: chance of each drafted token that training predicts; empty: none.
+            k: most tokens drafted.
+            max_num_seqs: of the engine.
+            dtype: of the engine.
+            given: the user brought the draft, which is then tried out where nothing is promised.
+        """
+        self._flag = flag
+        self._controller = BreakEvenController()
+        target = TargetInfo("", {}, dtype, max_num_seqs=max_num_seqs)
+        self._controller.spec_configure(SpecConfig.parse({"k": k}), target, Method("bench", {}, ready=given))
+        self._controller.spec_engine_ready(calibration)
+        refresh = DraftRefresh(0, 0, {}, "", tuple(promised))
+        self._controller.spec_refreshed(refresh, RefreshReport(True, 0, "", 0.0))
+        #: the table of each phase: k at batch size 1, at half of the batch and at all of it; a ! where the draft was dropped
+        self.chosen: list[str] = []
+
+    def run(self, phase: int, prompts: Prompts, temperature: float, lengths: Sequence[int]) -> Timing:
+        """A rollout phase; the engine has the draft already."""
+        schedule = self._controller.spec_schedule(phase)
+        self.chosen.append(_short(schedule.table, max(1, len(prompts))))
+        self._flag.set_schedule(schedule)
+        self._flag.take_steps()  # those of other arms
+        timing = self._flag.run(prompts, temperature, lengths)
+        stats = RolloutStats(
+            policy_version=phase,
+            requests=len(prompts),
+            tokens=sum(lengths),
+            seconds=timing.total.wall,
+            drafts=timing.drafts,
+            accepted_tokens=timing.accepted,
+            accepted_per_pos=timing.per_pos,
+            steps=tuple(self._flag.take_steps()),
+        )
+        self._controller.spec_rollout_end(stats)
+        self.chosen[-1] += "!" * int(self._controller.spec_metrics()["spec/dropped"])
+        return timing
+
+
+def _short(table: Sequence[int], batch: int) -> str:
+    """k at 1, at half of the batch and at the whole."""
+    return "/".join(str(table[b]) for b in dict.fromkeys((1, max(1, batch // 2), batch)))
