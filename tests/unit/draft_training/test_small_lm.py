@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from draft_training import Document, DraftConfigError, DraftTrainer, HiddenBuffer, TrainSettings, digest
+from draft_training import Document, DraftConfigError, DraftTrainer, HiddenBuffer, TrainSettings, digest, pack
 from draft_training.small_lm import SmallLmShape
 
 V, H = 48, 40
@@ -83,3 +84,25 @@ def test_a_draft_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, 
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(DraftConfigError, match=why):
         SmallLmShape.from_folder(file.parent, TARGET)
+
+
+def test_each_prediction_comes_from_the_state_of_the_token_before() -> None:
+    """Row t of step j predicts token t + 2 + j: the model must have read up to t + 1 + j, of this document only."""
+    trainer = trained(0)
+    documents = [document(1, teacher(), 9), document(5, teacher(), 14)]
+    with torch.no_grad():
+        states = list(trainer.draft.states(pack(documents), torch.empty(0), 3))
+        alone = trainer.draft.lm.model(documents[1].input_ids[None]).last_hidden_state[0]
+    for j, state in enumerate(states):
+        torch.testing.assert_close(state[9:][: 14 - 1 - j], alone[1 + j :])
+
+
+def test_a_tied_head_that_a_checkpoint_names_all_the_same_is_left_out(tmp_path: Path) -> None:
+    made = SmallLmShape.from_target(TARGET)
+    tied = SmallLmShape(H, {**made.hf, "tie_word_embeddings": True})
+    tensors = trained(0, tied).engine_tensors()
+    tied.write(tmp_path, tensors)
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
+    )
+    assert digest(tied.read(tmp_path)[1]) == digest(tensors)
