@@ -63,14 +63,33 @@ def test_ngram_is_exact_uneven_and_obeys_the_table(target: Path, greedy_referenc
     llm = engine_with(target, method_of(target, method="ngram"))
     set_k(llm, K)
     said, drafts, _ = counted(llm)
-    timed = [s for s in steps(llm) if s.k == K]
-    assert said == greedy_reference
-    forwards = sum(s.batch * s.steps for s in timed)
-    assert 0 < drafts < forwards, "most forward passes find nothing, and are timed all the same"
+    assert said == greedy_reference and drafts == 0, "the policy counts on in steps of 37: nothing occurs twice"
+
+    # half of the prompts have begun to repeat themselves, so their continuation is there to be looked up
+    chains = [[(9 * i + 37 * n) % small.VOCAB for n in range(20)] for i in range(6)]
+    prompts = [chain + chain[:4] if i % 2 else chain[:6] for i, chain in enumerate(chains)]
+    steps(llm)
+    before = read_spec_counters()
+    looked_up = greedy(llm, prompts)
+    after = read_spec_counters()
+    drafts, accepted = (after[n] - before[n] for n in ("drafts", "accepted_tokens"))
+    forwards = sum(s.batch * s.steps for s in steps(llm) if s.k == K)
+    assert 0 < drafts < forwards, "forward passes that found nothing are timed all the same"
+    assert accepted > drafts, "what is looked up is what the policy says"
+
     set_k(llm, 0)
-    said, drafts, _ = counted(llm)
-    assert said == greedy_reference and drafts == 0
+    before = read_spec_counters()
+    assert greedy(llm, prompts) == looked_up
+    assert read_spec_counters()["drafts"] == before["drafts"]
     assert {(s.k, s.paused) for s in steps(llm)} == {(0, True)}
+
+
+def greedy(llm: Any, prompts: list[list[int]], tokens: int = 16) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs]
 
 
 @pytest.mark.parametrize("tied", [False, True])
