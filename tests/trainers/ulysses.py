@@ -155,7 +155,8 @@ def work(rank: int, model: str, folder: str) -> None:
     session.manager.register(kept)
     RUNTIME.control = RolloutControl(session, None)
     RUNTIME.control.policy_version = 0
-    engine.attach(RUNTIME.control, AUX)
+    engine.attach(RUNTIME.control)
+    assert session.method.harvest == AUX
     torch.manual_seed(0)
     ids = [torch.randint(2, 300, (n,)) for n in LENGTHS]
     with engine.eval_mode(), torch.no_grad():
