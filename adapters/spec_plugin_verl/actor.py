@@ -14,10 +14,10 @@ from verl.workers.utils.padding import response_from_nested
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.actor.harvest import PackedShards, response_at_the_end
 from spec_plugin.actor.links import ActorsLink
-from spec_plugin.actor.witness import witnessed
 from spec_plugin.engine.control import plain_tokens
 from spec_plugin.events import LogprobBatch
 from spec_plugin.session import SpecSession
+from spec_plugin.witness import witnessed
 from spec_plugin_verl.runtime import RUNTIME
 
 

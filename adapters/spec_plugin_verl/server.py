@@ -8,10 +8,10 @@ from typing import Any
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from spec_plugin.actor.witness import Witness
 from spec_plugin.engine.front import EngineFront, SpecEngineMethods, is_listed
 from spec_plugin.engine.schedule.scheduler import PLAIN
 from spec_plugin.session import SpecSession
+from spec_plugin.witness import Witness
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 
 EXTENSION = "spec_plugin_verl.worker.SpecWorker"
@@ -50,7 +50,7 @@ class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
     async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """verl's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts.
 
-        Log-probs are computed in any case; what the trainer did not ask for is kept aside, see ``spec_plugin.actor.witness``.
+        Log-probs are computed in any case; what the trainer did not ask for is kept aside, see ``spec_plugin.witness``.
         """
         await self._spec_front.arrives(sampling_params)
         hidden = not sampling_params.get("logprobs")

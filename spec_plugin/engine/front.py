@@ -16,7 +16,6 @@ from typing import Any
 from safetensors.torch import save_file
 from vllm import SamplingParams
 
-from spec_plugin.actor.witness import KEPT, Witness
 from spec_plugin.engine.additional import with_own_settings
 from spec_plugin.engine.control import Control, ControlGroup
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
@@ -27,6 +26,7 @@ from spec_plugin.engine.selftest.test import default_prompts, run_self_test
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
 from spec_plugin.session import SpecSession
+from spec_plugin.witness import KEPT, Witness
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spec_plugin.actor.witness import Witness, witnessed
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import LogprobBatch
+from spec_plugin.witness import Witness, witnessed
 
 
 def batch(rows: int, columns: int) -> LogprobBatch:
