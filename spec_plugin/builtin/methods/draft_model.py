@@ -7,7 +7,7 @@ from pathlib import Path
 from draft_training.config import DraftConfigError
 from draft_training.small_lm import SmallLmShape
 from spec_plugin.builtin.methods.served import starting_folder
-from spec_plugin.builtin.methods.tables import every_k
+from spec_plugin.builtin.methods.tables import common_settings
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
@@ -36,10 +36,8 @@ class DraftModelMethod:
         draft = _starting_draft(config, target)
         settings = {
             "method": "draft_model",
-            "num_speculative_tokens": config.k,
-            "num_speculative_tokens_per_batch_size": every_k(target.max_num_seqs, config.k),
+            **common_settings(config, target),
             "draft_sample_method": config.draft_sample_method,
-            "rejection_sample_method": config.rejection_sample_method,
         }
         return Method(
             name=config.method,

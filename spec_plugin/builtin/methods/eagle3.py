@@ -7,7 +7,7 @@ from typing import Any
 
 from draft_training.config import DraftConfig, DraftConfigError, validate_draft
 from spec_plugin.builtin.methods.served import starting_folder
-from spec_plugin.builtin.methods.tables import every_k
+from spec_plugin.builtin.methods.tables import common_settings
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
@@ -85,11 +85,9 @@ class Eagle3Method:
             name=config.method,
             settings={
                 "method": "eagle3",
-                "num_speculative_tokens": config.k,
-                "num_speculative_tokens_per_batch_size": every_k(target.max_num_seqs, config.k),
+                **common_settings(config, target),
                 "draft_load_config": {"load_format": "auto"},
                 "draft_sample_method": config.draft_sample_method,
-                "rejection_sample_method": config.rejection_sample_method,
             },
             model=lambda: starting_folder(draft, config.seed, target.dtype),
             harvest=shape.aux_layers,

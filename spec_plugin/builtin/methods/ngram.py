@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spec_plugin.builtin.methods.tables import every_k
+from spec_plugin.builtin.methods.tables import common_settings
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
@@ -36,10 +36,8 @@ class NgramMethod:
                 raise SpecConfigError(f"spec.{name}={value!r}: the method ngram has no draft model; leave it out")
         settings = {
             "method": "ngram",
-            "num_speculative_tokens": config.k,
-            "num_speculative_tokens_per_batch_size": every_k(target.max_num_seqs, config.k),
+            **common_settings(config, target),
             "prompt_lookup_max": LONGEST,
             "prompt_lookup_min": SHORTEST,
-            "rejection_sample_method": config.rejection_sample_method,
         }
         return Method("ngram", settings, ready=True, ragged=True)
