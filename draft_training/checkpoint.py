@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +104,19 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     _sync(file)
 
 
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of one safetensors file, on the CPU.
+def read_tensors(file: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, on the CPU.
+
+    Args:
+        file: that holds them.
+        wanted: which of them, by name; the others are not read.
 
     Raises:
         CheckpointError: if it is missing or torn.
     """
     try:
         with safe_open(str(file), framework="pt", device="cpu") as f:
-            return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+            return {name: f.get_tensor(name) for name in f.keys() if wanted(name)}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 

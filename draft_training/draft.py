@@ -6,11 +6,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from draft_training.config import DraftConfigError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from draft_training.batch import PackedBatch
+
+
+def refuse_others(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raise ``DraftConfigError`` unless the names and shapes are the expected ones."""
+    wanted, given = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (expected, found))
+    if wrong := sorted(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n)):
+        told = ", ".join(f"{n}: {given.get(n, 'missing')}, expected {wanted.get(n, 'nothing')}" for n in wrong[:3])
+        raise DraftConfigError(f"{len(wrong)} tensors do not fit the draft's config.json: {told}")
 
 
 class DraftShape(Protocol):

@@ -126,13 +126,9 @@ class SmallLmShape:
         """Raise ``DraftConfigError`` unless names and shapes are those of the model."""
         import torch
 
-        expected = {name: tuple(t.shape) for name, t in self.build("meta", torch.float32).state_dict().items()}
-        found = {name: tuple(t.shape) for name, t in tensors.items()}
-        if wrong := sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)):
-            told = ", ".join(
-                f"{n}: {found.get(n, 'missing')}, expected {expected.get(n, 'nothing')}" for n in wrong[:3]
-            )
-            raise DraftConfigError(f"{len(wrong)} tensors do not fit the draft's config.json: {told}")
+        from draft_training.draft import refuse_others
+
+        refuse_others(self.build("meta", torch.float32).state_dict(), tensors)
 
     def to_hf(self) -> dict[str, Any]:
         """config.json."""

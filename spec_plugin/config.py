@@ -18,8 +18,9 @@ class SpecConfig(BaseModel):
 
     method: str = Field(
         "eagle3",
-        description="drafting method: eagle3; draft_model (a small language model); ngram (looked up in the text); or a "
-        "plugin's",
+        description="drafting method: eagle3; draft_model (a small language model); mtp (the target's own layer); suffix (what "
+        "was sampled before, kept over epochs); ngram (looked up in the text); frozen (any draft that vLLM loads, as it is); "
+        "auto (chosen from the target); or a plugin's",
     )
     k: int = Field(8, ge=1, le=16, description="most tokens drafted per target forward; how many pay is measured")
     draft: str | None = Field(
@@ -86,6 +87,9 @@ class SpecConfig(BaseModel):
     buffer_tokens: int = Field(65_536, ge=256, description="most harvested tokens kept per actor process")
     buffer_mb: int = Field(1024, ge=1, description="most MiB of harvested hidden states kept per actor process")
     harvest_tokens: int = Field(16_384, ge=32, description="most tokens harvested per trainer step and actor process")
+    memory_tokens: int = Field(
+        4_194_304, ge=1024, description="most tokens of rollouts that suffix remembers, in each engine"
+    )
     replay_share: float = Field(0.25, ge=0.0, le=0.9, description="share of older policy versions in a draft batch")
 
     self_test: bool = Field(True, description="statistical self-test on the engine before the first rollout")

@@ -135,6 +135,9 @@ class RolloutStats:
     accepted_tokens: int = 0
     accepted_per_pos: tuple[int, ...] = ()  # [k]
     steps: tuple[StepTiming, ...] = ()  # of this phase
+    #: of a method that can tell: what drafting would have accepted while k was 0
+    shadow_rounds: int = 0
+    shadow_per_pos: tuple[int, ...] = ()  # [k]
 
     @property
     def forwards(self) -> int:
@@ -145,6 +148,11 @@ class RolloutStats:
     def tokens_per_forward(self) -> float | None:
         """Mean tokens of ``forwards``, bonus token included; None when nothing was drafted."""
         return 1.0 + self.accepted_tokens / self.forwards if self.drafts else None
+
+    @property
+    def shadow_tokens_per_forward(self) -> float | None:
+        """What ``tokens_per_forward`` would have been while k was 0; None of a method that cannot tell."""
+        return 1.0 + sum(self.shadow_per_pos) / self.shadow_rounds if self.shadow_rounds else None
 
     @property
     def acceptance_length(self) -> float | None:

@@ -9,10 +9,10 @@ A plugin is any object (module, class instance) with functions named after these
         print(f"{stats.tokens} tokens, acceptance length {stats.acceptance_length}")
 
 Publish it under the entry point group ``spec_plugin``; it is found in every process of the trainer. A hook may take any
-subset of the arguments listed here. The built-in behaviour (methods ``eagle3``, ``draft_model``, ``ngram``, the draft
-trainer ``trainer``, the guard ``provenance``, the break-even ``controller`` and the sink ``metrics``) goes through the same
-door and can be blocked by name with ``spec.block=[name]``; a plugin that registers under the name of a blocked one
-replaces it.
+subset of the arguments listed here. The built-in behaviour (methods ``eagle3``, ``draft_model``, ``mtp``, ``suffix``,
+``ngram``, the draft trainer ``trainer``, the guard ``provenance``, the break-even ``controller`` and the sink ``metrics``)
+goes through the same door and can be blocked by name with ``spec.block=[name]``; a plugin that registers under the name of a
+blocked one replaces it.
 
 Which process calls what: ``A`` the actor process (draft training, harvest, log-prob checks), ``S`` the process that
 builds the engine. Failures: an exception turns speculation off and training goes on, except ``SpecConfigError``,
@@ -22,7 +22,7 @@ builds the engine. Failures: an exception turns speculation off and training goe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         WeightSync,
     )
     from spec_plugin.method import Method
+    from spec_plugin.rollouts import Rollout
 
 PROJECT = "spec_plugin"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -84,6 +85,16 @@ def spec_rollout_start(policy_version: int) -> None:
 @hookspec
 def spec_rollout_end(stats: RolloutStats) -> None:
     """(A) Generation of one step is complete; counters are differences over the phase."""
+
+
+@hookspec
+def spec_rollouts(rollouts: Sequence[Rollout]) -> None:
+    """(A) Of a method that ``remembers``, after ``spec_rollout_end``: what all engines sampled since the last time."""
+
+
+@hookspec(firstresult=True)
+def spec_recall() -> Sequence[Rollout] | None:
+    """(A) Of a method that ``remembers``, before the first rollout: what the engines, which are new, are to remember."""
 
 
 @hookspec

@@ -31,17 +31,29 @@ class Method:
     settings: Mapping[str, Any]
     #: called in the process that builds the engine, before it does: the folder that vLLM loads as ``model``
     model: Callable[[], Path | str | None] = field(default=lambda: None)
-    #: what to harvest of the target's own forward passes: the layers whose incoming residual streams the draft reads, () for
-    #: the last states alone; None: nothing
+    #: what to harvest of the target's own forward passes: the layers whose incoming residual streams the draft reads (their
+    #: number for the one that enters the final norm), () for the last states alone; None: nothing
     harvest: tuple[int, ...] | None = None
     draft: StartingDraft | None = None  # None: nothing is trained and nothing refreshed
     ready: bool = False  # may it be served before anything was trained
+    whole: bool = False  # drafts ``spec.k`` tokens or none: nothing between can be asked of it
     ragged: bool = False  # proposes another number of tokens for each request, often none
+    #: module:function, called with ``proposer_options`` in each worker before it makes its model runner
+    proposer: str | None = None
+    proposer_options: Mapping[str, Any] = field(default_factory=dict)  # plain values
+    #: does the proposer draft from rollouts: then ``spec_rollouts`` and ``spec_recall`` are fired, see there
+    remembers: bool = False
+    why: str = ""  # it was chosen, where the user left that open; in one line
 
     @property
     def newborn(self) -> bool:
         """True where the draft begins knowing nothing."""
         return self.draft is not None and self.draft.tensors is None
+
+    def worker_settings(self) -> dict[str, Any]:
+        """What the engine's processes must know of it."""
+        prepared = {"proposer": self.proposer, "proposer_options": dict(self.proposer_options)}
+        return ({"ragged": True} if self.ragged else {}) | (prepared if self.proposer else {})
 
     def speculative_config(self) -> dict[str, Any]:
         """vLLM's ``speculative_config``; may write the draft's folder."""

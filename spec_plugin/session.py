@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from spec_plugin.events import (
 )
 from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
+from spec_plugin.rollouts import Rollout
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -58,6 +59,8 @@ class SpecSession:
         self.method = method_of(config, target, self.manager)
         self.failure: str | None = None
         self.follows = False  # has speculation failed here only because it failed on another rank
+        if self.method.why:
+            logger.info("spec-plugin: spec.method=%s is %s: %s", config.method, self.method.name, self.method.why)
         SESSIONS.add(self)
         self.manager.hook.spec_configure(config=config, target=target, method=self.method)
 
@@ -100,6 +103,15 @@ class SpecSession:
     def rollout_end(self, stats: RolloutStats) -> None:
         """Generation of one step is complete."""
         self._guarded("rollout_end", lambda: self.manager.hook.spec_rollout_end(stats=stats))
+
+    def rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """Hand on what the engines sampled, of a method that remembers."""
+        self._guarded("rollouts", lambda: self.manager.hook.spec_rollouts(rollouts=rollouts))
+
+    def recall(self) -> Sequence[Rollout]:
+        """What engines that remember nothing are to be told."""
+        found: Sequence[Rollout] | None = self._guarded("recall", lambda: self.manager.hook.spec_recall())
+        return found or ()
 
     def target_forward(self, hidden: HiddenStates) -> None:
         """Hand harvested hidden states to the plugins; nothing happens after a failure."""

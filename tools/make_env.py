@@ -27,22 +27,23 @@ PYTHON = (3, 11)
 
 @dataclass(frozen=True)
 class Pins:
-    """The three kinds of lines in the pins file."""
+    """The four kinds of lines in the pins file."""
 
     normal: tuple[str, ...]
     no_deps: tuple[str, ...]  # installed without what they depend on
+    built: tuple[str, ...]  # from source, with the tools that are installed by then; where that fails the rest works
     never: tuple[str, ...]  # left out although others depend on them
 
     @classmethod
     def parse(cls, text: str) -> Pins:
-        """Sort the lines by the tag in their comment: none, ``--no-deps`` or ``never``."""
-        kinds: dict[str, list[str]] = {"normal": [], "no_deps": [], "never": []}
+        """Sort the lines by the tag in their comment: none, ``--no-deps``, ``build`` or ``never``."""
+        kinds: dict[str, list[str]] = {"normal": [], "no_deps": [], "built": [], "never": []}
         for line in text.splitlines():
             requirement, _, comment = (part.strip() for part in line.partition("#"))
             if not requirement:
                 continue
             tag = comment.split(":")[0].strip()
-            kinds[{"--no-deps": "no_deps", "never": "never"}.get(tag, "normal")].append(requirement)
+            kinds[{"--no-deps": "no_deps", "build": "built", "never": "never"}.get(tag, "normal")].append(requirement)
         return cls(*(tuple(lines) for lines in kinds.values()))
 
     @property
@@ -116,6 +117,13 @@ class Installer:
             run(*self.pip, "install", "-q", *self.sources, *what)
             run(*self.pip, "uninstall", "-q", "-y", *self.pins.never)
 
+    def builds(self, requirement: str) -> bool:
+        """Build and install one requirement from source; False if that fails."""
+        command = [*self.pip, "install", "-q", *([] if self.uses_uv else self.sources)]
+        command += ["--no-deps", "--no-build-isolation", requirement]
+        tools_first = {**os.environ, "PATH": f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+        return subprocess.run([str(c) for c in command], capture_output=True, env=tools_first).returncode == 0
+
 
 def digest(*parts: str | bytes) -> str:
     """A short digest that changes with any part."""
@@ -141,6 +149,12 @@ def create(folder: Path, pins: Pins) -> None:
         print(f"make_env: installing with {'uv' if installer.uses_uv else 'pip (uv cannot be had)'}", flush=True)
         installer.install(*pins.normal)
         installer.install("--no-deps", *pins.no_deps)
+        for requirement in pins.built:
+            if not installer.builds(requirement):
+                print(
+                    f"make_env: {requirement} cannot be built here (it is optional; it needs a C++20 compiler)",
+                    flush=True,
+                )
 
 
 def install_project(folder: Path) -> None:

@@ -32,6 +32,7 @@ class Shape:
     ranks: int = 1  # of the actor
     nodes: int = 1  # of Ray
     family: str = "qwen3"  # of the policy
+    mtp: bool = False  # has it a layer for multi-token prediction
 
 
 _TP = (
@@ -67,6 +68,7 @@ SHAPES = {
         ),
     ),
     "mistral": Shape("a Mistral policy", (), family="mistral"),
+    "mimo": Shape("a Qwen2 policy with a layer for multi-token prediction", (), family="qwen2", mtp=True),
 }
 
 
@@ -85,6 +87,8 @@ class Driver(ConformanceDriver):
         self._shape = SHAPES[shape] if shape else Shape("", ())
         root.mkdir(parents=True, exist_ok=True)
         self._target = tiny.make_target(root / "policy", family=self._shape.family)
+        if self._shape.mtp:
+            tiny.add_mtp_layer(self._target)
         self._data = root / "data.parquet"
         pd.DataFrame([_row(i, text) for i, text in enumerate(tiny.prompts(64))]).to_parquet(self._data)
         self._reward = tiny.write_reward(root)

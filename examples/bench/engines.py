@@ -196,7 +196,14 @@ def sampling(temperature: float, tokens: int) -> SamplingParams:
     )
 
 
-def build(kind: Kind, target: Path, settings: EngineSettings, draft: Path | None = None, k: int = 0) -> Engine:
+def build(
+    kind: Kind,
+    target: Path,
+    settings: EngineSettings,
+    draft: Path | None = None,
+    k: int = 0,
+    spec: Mapping[str, Any] | None = None,
+) -> Engine:
     """Start an engine in this process.
 
     Args:
@@ -208,12 +215,13 @@ def build(kind: Kind, target: Path, settings: EngineSettings, draft: Path | None
         settings: shared by the engines of a comparison.
         draft: folder; for ``stock`` and ``flag``.
         k: most tokens to draft; for these.
+        spec: further options of the plugin; for ``flag``.
     """
     options: dict[str, Any] = {"live": {"worker_extension_cls": EXTENSION}}.get(kind, {})
     if kind == "stock":
         options = {"speculative_config": {"method": "eagle3", "model": str(draft), "num_speculative_tokens": k}}
     elif kind == "flag":
-        front = flag_front(describe(target, settings.dtype, settings.max_num_seqs), draft, k)
+        front = flag_front(describe(target, settings.dtype, settings.max_num_seqs), draft, k, spec=spec)
         options = front.engine_arguments(engine_options(settings), EXTENSION)
     began = time.perf_counter()
     llm = LLM(model=str(target), **{**engine_options(settings), **options, **settings.more})
@@ -243,9 +251,11 @@ def describe(target: Path, dtype: str, max_num_seqs: int, sampling: Mapping[str,
     )
 
 
-def flag_front(target: TargetInfo, draft: Path | None, k: int, tokenizer: Any = None) -> EngineFront:
+def flag_front(
+    target: TargetInfo, draft: Path | None, k: int, tokenizer: Any = None, spec: Mapping[str, Any] | None = None
+) -> EngineFront:
     """The object that an adapter's engine process has with the flag on."""
-    config = SpecConfig.parse({"k": k, "draft": None if draft is None else str(draft)})
+    config = SpecConfig.parse({"k": k, "draft": None if draft is None else str(draft), **(spec or {})})
     return EngineFront(SpecSession(config, target), tokenizer)
 
 

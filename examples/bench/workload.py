@@ -28,6 +28,7 @@ from examples.bench.common import CACHE, say, track
 from examples.quickstart.policy import PolicySettings, cached_policy, one_thread, problem, question
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 from spec_plugin.builtin.trainer import documents_of
+from spec_plugin.method import Method, StartingDraft
 
 #: the quickstart's policy without slips in its teaching examples: a policy that knows its task, as late in a run
 CAREFUL = PolicySettings(slip=0.0)
@@ -138,19 +139,25 @@ def padded_target(target: Path, width: int, dtype: str) -> Path:
 
 
 def trained_draft(
-    target: Path, prompts: Callable[[int], Prompts], settings: DraftSettings, device: str
+    target: Path,
+    prompts: Callable[[int], Prompts],
+    settings: DraftSettings,
+    device: str,
+    method: Method | None = None,
 ) -> TrainedDraft:
-    """An EAGLE-3 draft for the target, trained by this project's own loop; from the cache where it is.
+    """A draft for the target, trained by this project's own loop; from the cache where it is.
 
     Args:
         target: folder of the (unpadded) target.
         prompts: count -> prompts to roll out.
         settings: how to roll out and train.
         device: where.
+        method: whose draft; none: EAGLE-3's.
     """
-    out = CACHE / f"draft-{digest_of(target, asdict(settings))}"
+    name = {} if method is None else {"method": method.name}
+    out = CACHE / f"draft-{digest_of(target, {**asdict(settings), **name})}"
     if not out.exists():
-        _train(out, target, prompts(settings.rollouts), settings, device)
+        _train(out, target, prompts(settings.rollouts), settings, device, method)
     about = json.loads((out / "bench.json").read_text())
     return TrainedDraft(out, about["expected_acceptance"], about["parameters"])
 
@@ -166,19 +173,26 @@ def newborn_draft(target: Path, dtype: str, width: int | None = None) -> Path:
     return out
 
 
-def _train(out: Path, target: Path, prompts: Prompts, settings: DraftSettings, device: str) -> None:
+def _train(
+    out: Path, target: Path, prompts: Prompts, settings: DraftSettings, device: str, method: Method | None
+) -> None:
     with one_thread():
         model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, settings.dtype)).to(device).eval()
         torch.manual_seed(settings.seed)
-        config = DraftConfig.from_target(json.loads((target / "config.json").read_text()))
+        eagle = DraftConfig.from_target(json.loads((target / "config.json").read_text()))
+        start = (method.draft if method else None) or StartingDraft(eagle)
+        config = start.config
         rows = sample(model, prompts, settings)
-        documents = harvest(model, rows, config.aux_layers)
+        documents = harvest(model, rows, eagle.aux_layers if method is None else method.harvest or ())
         held_out, training = documents[: len(documents) // 10], documents[len(documents) // 10 :]
         trainer = DraftTrainer(
             config,
-            TrainSettings(ttt_steps=settings.k, tokens_per_step=settings.tokens_per_step),
+            TrainSettings(
+                ttt_steps=min(settings.k, start.most_unrolled or settings.k), tokens_per_step=settings.tokens_per_step
+            ),
             device=device,
             seed=settings.seed,
+            tensors=start.tensors,
         )
         trainer.update_policy(model.get_input_embeddings().weight, model.get_output_embeddings().weight, 0)
         buffer = HiddenBuffer(1 << 30, 1 << 40, settings.seed)
@@ -191,7 +205,7 @@ def _train(out: Path, target: Path, prompts: Prompts, settings: DraftSettings, d
     say(f"acceptance length expected on held-out rollouts: {untrained:.2f} untrained, {expected:.2f} trained")
     tensors = trainer.engine_tensors(getattr(torch, settings.dtype))
     partial = partial_folder(out)
-    save_draft(partial, config, tensors)
+    config.write(partial, tensors)
     about = {"expected_acceptance": expected, "parameters": sum(t.numel() for t in tensors.values())}
     (partial / "bench.json").write_text(json.dumps({**about, "settings": asdict(settings)}))
     partial.rename(out)

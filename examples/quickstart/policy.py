@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from draft_training.optimizer import Muon
-from spec_plugin.conformance.tiny import END, PAD, byte_tokenizer, tiny_config
+from spec_plugin.conformance.tiny import END, PAD, add_mtp_layer, byte_tokenizer, tiny_config
 
 SPECIAL_TOKENS = (END, PAD, "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
@@ -50,6 +50,7 @@ class PolicySettings:
     layers: int = 8  # EAGLE-3 taps three different layers: fewer than 8 do not have them
     silent_layers: int = 0  # added between those once they are taught; see ``deepen``
     vocab_size: int = 320
+    family: str = "qwen3"  # or "mimo": a Qwen2 with a layer for multi-token prediction, which knows nothing yet
     seed: int = 0
 
     @property
@@ -106,9 +107,10 @@ def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_model(settings: PolicySettings, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 of that size, in float32. vLLM's CPU attention needs heads of 32 or more."""
+def build_model(settings: PolicySettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """An untrained policy of that size, in float32. vLLM's CPU attention needs heads of 32 or more."""
     config = tiny_config(
+        "qwen2" if settings.family == "mimo" else settings.family,
         vocab_size=settings.vocab_size,
         hidden_size=settings.hidden_size,
         intermediate_size=2 * settings.hidden_size,
@@ -121,10 +123,11 @@ def build_model(settings: PolicySettings, tokenizer: PreTrainedTokenizerFast) ->
         dtype="float32",
     )
     torch.manual_seed(settings.seed)
-    return Qwen3ForCausalLM(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
-def deepen(model: Qwen3ForCausalLM, silent: int) -> Qwen3ForCausalLM:
+def deepen(model: PreTrainedModel, silent: int) -> PreTrainedModel:
     """A model with so many more layers, spread between the given one's, that computes the same.
 
     The new layers' output projections are zero: they add nothing to the residual stream until training changes that.
@@ -132,7 +135,7 @@ def deepen(model: Qwen3ForCausalLM, silent: int) -> Qwen3ForCausalLM:
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = config.max_window_layers = model.config.num_hidden_layers + silent
     config.layer_types = ["full_attention"] * config.num_hidden_layers
-    deep = Qwen3ForCausalLM(config)
+    deep = type(model)(config)
     places = [i * config.num_hidden_layers // model.config.num_hidden_layers for i in range(len(model.model.layers))]
     with torch.no_grad():
         for layer in deep.model.layers:
@@ -243,6 +246,8 @@ def build_policy(out: Path, settings: PolicySettings = PolicySettings(), show: b
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    if settings.family == "mimo":
+        add_mtp_layer(partial, settings.seed)
     (partial / "settings.json").write_text(json.dumps({**asdict(settings), "last_loss": loss}, indent=2))
     partial.rename(out)
     return out

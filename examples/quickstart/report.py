@@ -44,6 +44,7 @@ COLUMNS = (
 )
 SPEC_METRICS = {  # the report's name -> the plugin's; in the JSON file, some in the table and the picture
     "acceptance_length": "spec/acceptance_length",
+    "tokens_per_forward": "spec/tokens_per_forward",
     "draft_loss": "spec/draft_loss",
     "speculating": "spec/on",
     "draft_training_ms": "spec/train_ms",

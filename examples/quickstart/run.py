@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ console = Console(width=None if sys.stdout.isatty() else 110)
     "--steps", default=8, show_default=True, type=click.IntRange(1), help="GRPO steps; with 30 the reward rises too."
 )
 @click.option("--plain", is_flag=True, help="The same run without the plugin, for comparison.")
+@click.option(
+    "--policy",
+    "family",
+    default="qwen3",
+    show_default=True,
+    type=click.Choice(["qwen3", "mimo"]),
+    help="mimo: a Qwen2 with a layer for multi-token prediction, for spec.method=mtp.",
+)
 @click.option("--fresh", is_flag=True, help="Teach the policy again instead of taking it from the cache.")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: runs/quickstart/TRAINER]"
@@ -62,11 +71,18 @@ console = Console(width=None if sys.stdout.isatty() else 110)
 @click.option("--cache", default=ROOT / ".cache" / "quickstart", type=click.Path(path_type=Path), hidden=True)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 def main(
-    name: str, steps: int, plain: bool, fresh: bool, out: Path | None, cache: Path, overrides: tuple[str, ...]
+    name: str,
+    steps: int,
+    plain: bool,
+    family: str,
+    fresh: bool,
+    out: Path | None,
+    cache: Path,
+    overrides: tuple[str, ...],
 ) -> None:
     """Build policy and data, run the trainer, report."""
     begin = time.monotonic()
-    trainer, settings = TRAINERS[name], QUICKSTART
+    trainer, settings = TRAINERS[name], replace(QUICKSTART, family=family)
     out = (out or Path("runs/quickstart") / name).absolute()
     disable_progress_bar()
     if fresh:

@@ -90,6 +90,7 @@ class RolloutControl:
             return
         if self._tested is None:
             await self._self_test(link)
+            await self._recall(link)
             self._slice_ended = time.monotonic()  # start-up is no part of the first step
         schedule = session.schedule(self.policy_version)
         if schedule is not None and any(schedule.table) and self._tested == 0 < self._installed:
@@ -108,6 +109,16 @@ class RolloutControl:
         await self._audit("rollout")
         session.rollout_start(self.policy_version)
         self._running = self.policy_version
+
+    async def _recall(self, link: EngineLink) -> None:
+        """What a run before this one has sampled."""
+        if not self.session.method.remembers or self.session.failed:
+            return
+        try:
+            if rollouts := self.session.recall():
+                await link.remember(rollouts)
+        except Exception as error:  # law 6
+            self.session.fail("recall", error)
 
     async def _self_test(self, link: EngineLink) -> None:
         session = self.session
@@ -133,12 +144,17 @@ class RolloutControl:
         if self._running is None or self.link is None:
             return
         version, self._running = self._running, None
+        remembers, rollouts = self.session.method.remembers and not self.session.failed, None
         try:
             stats = await self.link.stats(version)
+            if remembers:
+                rollouts = await self.link.share_rollouts()
         except Exception as error:  # law 6
             self.session.fail("rollout statistics", error)
             return
         self.session.rollout_end(stats)
+        if rollouts is not None:
+            self.session.rollouts(rollouts)
         await self._audit("rolled out")
 
     def train_draft(self, step: int) -> None:
@@ -177,7 +193,8 @@ class RolloutHarvest:
             decoder: the module with ``layers`` and ``norm``; not asked for where nothing is harvested.
             shards: see ``Harvester``.
         """
-        self._control, wanted = control, control.session.method.harvest
+        self._control, session = control, control.session
+        wanted = session.method.harvest if session.config.train else None
         self._harvester = None if wanted is None else Harvester(decoder(), wanted, shards)
         self._ranks = 1 if shards is None else shards.size
         self._left = 0  # tokens that may still be harvested, by all ranks that share the documents
@@ -186,7 +203,7 @@ class RolloutHarvest:
         """Allow ``harvest_tokens`` tokens from here on; none if no draft is trained, or none is to be (collective)."""
         self._control.agree()
         session = self._control.session
-        wanted = self._harvester is not None and session.config.train and not session.failed
+        wanted = self._harvester is not None and not session.failed
         self._left = self._ranks * session.config.harvest_tokens if wanted else 0
 
     def close(self) -> None:

@@ -51,7 +51,8 @@ class Harvester:
 
         Args:
             decoder: the module with ``layers`` and ``norm`` (``model.model`` of a Hugging Face causal LM).
-            aux_layers: ascending layer indices; none: the last states alone.
+            aux_layers: ascending layer indices; none: the last states alone. The number of layers is one more index: the
+                residual stream that enters the final norm.
             shards: if the decoder sees a part of each row only: then ``take`` is collective, and each rank keeps
                 every ``size``-th document.
         """
@@ -59,7 +60,7 @@ class Harvester:
         #: tokens of the documents that the last ``take`` chose, on all ranks that share them together
         self.taken = 0
         layers: Any = decoder.layers
-        self._layers: list[nn.Module] = [layers[i] for i in aux_layers]
+        self._layers: list[nn.Module] = [[*layers, decoder.norm][i] for i in aux_layers]
         self._norm: nn.Module = decoder.norm  # type: ignore[assignment]
         self._aux: list[Tensor | None] = [None] * len(self._layers)
         self._last: Tensor | None = None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Protocol
 
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
+from spec_plugin.rollouts import Rollout
 
 
 class EngineLink(Protocol):
@@ -28,6 +30,12 @@ class EngineLink(Protocol):
     async def stats(self, policy_version: int) -> RolloutStats:
         """``EngineFront.stats`` of every engine; see ``merge_stats``."""
 
+    async def share_rollouts(self) -> list[Rollout]:
+        """``EngineFront.take_rollouts`` of every engine; each is told what the others sampled."""
+
+    async def remember(self, rollouts: Sequence[Rollout]) -> None:
+        """``EngineFront.remember`` on every engine."""
+
     async def state(self, moment: str) -> EngineState:
         """``EngineFront.state`` of every engine; see ``merge_states``."""
 
@@ -39,14 +47,14 @@ class ActorsLink:
     """
 
     def __init__(
-        self, engines: Sequence[Any], timeout_s: float, put: Callable[[DraftRefresh], Any] = lambda refresh: refresh
+        self, engines: Sequence[Any], timeout_s: float, put: Callable[[Any], Any] = lambda value: value
     ) -> None:
         """Bind to actors that run, or will run.
 
         Args:
             engines: their handles.
             timeout_s: for each call, unless it says otherwise.
-            put: ``ray.put``; without it a draft is copied once for each engine.
+            put: ``ray.put``; without it what all get is copied once for each.
         """
         self._engines, self.timeout_s, self._put = engines, timeout_s, put
 
@@ -95,6 +103,18 @@ class ActorsLink:
         """What the engines did."""
         return merge_stats(await self.all("spec_stats", policy_version))
 
+    async def share_rollouts(self) -> list[Rollout]:
+        """What the engines sampled, which then all of them know."""
+        parts = await self.all("spec_take_rollouts")
+        others = [[r for j, part in enumerate(parts) if j != i for r in part] for i in range(len(parts))]
+        calls = [engine.spec_remember.remote(o) for engine, o in zip(self.engines(), others, strict=True) if o]
+        await asyncio.wait_for(asyncio.gather(*calls), self.timeout_s)
+        return [rollout for part in parts for rollout in part]
+
+    async def remember(self, rollouts: Sequence[Rollout]) -> None:
+        """Every engine drafts from these, too."""
+        await self.all("spec_remember", self._put(list(rollouts)))
+
     async def state(self, moment: str) -> EngineState:
         """What the engines hold."""
         return merge_states(await self.all("spec_state", moment))
@@ -102,8 +122,6 @@ class ActorsLink:
 
 def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
     """Several engines' phases as one: counts add up, the slowest decides the time."""
-    positions = max(len(p.accepted_per_pos) for p in parts)
-    per_pos = [sum(p.accepted_per_pos[i] for p in parts if i < len(p.accepted_per_pos)) for i in range(positions)]
     return RolloutStats(
         policy_version=parts[0].policy_version,
         requests=sum(p.requests for p in parts),
@@ -112,9 +130,15 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         drafts=sum(p.drafts for p in parts),
         draft_tokens=sum(p.draft_tokens for p in parts),
         accepted_tokens=sum(p.accepted_tokens for p in parts),
-        accepted_per_pos=tuple(per_pos),
+        accepted_per_pos=_sum_positions([p.accepted_per_pos for p in parts]),
         steps=tuple(s for p in parts for s in p.steps),
+        shadow_rounds=sum(p.shadow_rounds for p in parts),
+        shadow_per_pos=_sum_positions([p.shadow_per_pos for p in parts]),
     )
+
+
+def _sum_positions(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip_longest(*parts, fillvalue=0))
 
 
 def merge_reports(parts: Sequence[SelfTestReport]) -> SelfTestReport:

@@ -40,6 +40,13 @@ SCHEMA = (
         17,
         "the same with forward passes for which a look-up (ngram) found no draft, which vLLM's count leaves out",
     ),
+    Metric(
+        "spec/shadow_tokens_per_forward",
+        "",
+        1,
+        17,
+        "of suffix, while nothing is drafted: what tokens_per_forward would have been",
+    ),
     Metric("spec/acceptance_pos_{i}", "", 0, 1, "share of verification steps that accepted drafted token i"),
     Metric("spec/expected_acceptance", "", 1, 17, "acceptance length that draft training predicts"),
     Metric("spec/break_even_b{size}", "", 0, 1e3, "acceptance length from which speculation pays at this batch size"),
@@ -57,6 +64,7 @@ SCHEMA = (
     Metric("spec/harvest_ms", "ms", 0, 1e6, "time of copying hidden states in this step"),
     Metric("spec/harvest_tokens", "", 0, 1e12, "tokens harvested in this step"),
     Metric("spec/buffer_tokens", "", 0, 1e12, "harvested tokens that the buffer holds"),
+    Metric("spec/memory_tokens", "", 0, 1e12, "tokens of rollouts that suffix remembers"),
     Metric("spec/draft_loss", "nats", 0, 1e4, "loss of the last slice of draft training"),
     Metric("spec/train_ms", "ms", 0, 1e7, "time of that slice"),
     Metric("spec/train_steps", "", 0, 1e4, "optimizer steps in it"),
@@ -98,12 +106,14 @@ class MetricsSink:
     @hookimpl
     def spec_rollout_end(self, stats: RolloutStats) -> None:
         """Acceptance and speed of the finished rollout phase."""
-        kept = {k: v for k, v in self._values.items() if not k.startswith("spec/acceptance")}
+        kept = {k: v for k, v in self._values.items() if not k.startswith(("spec/acceptance", "spec/shadow"))}
         kept["spec/policy_version"] = float(stats.policy_version)
         kept["spec/generation_s"] = stats.seconds
         kept["spec/generation_tokens"] = float(stats.tokens)
         kept["spec/acceptance_length"] = stats.acceptance_length or 1.0
         kept["spec/tokens_per_forward"] = stats.tokens_per_forward or 1.0
+        if stats.shadow_tokens_per_forward is not None:
+            kept["spec/shadow_tokens_per_forward"] = stats.shadow_tokens_per_forward
         for i, accepted in enumerate(stats.accepted_per_pos):
             kept[f"spec/acceptance_pos_{i}"] = accepted / stats.drafts if stats.drafts else 0.0
         self._values = kept

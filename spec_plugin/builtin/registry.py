@@ -5,11 +5,30 @@ from __future__ import annotations
 
 def built_in_methods() -> dict[str, object]:
     """Fresh drafting methods by name; they are judged without torch, whose import takes seconds."""
+    from spec_plugin.builtin.methods.auto import AutoMethod
     from spec_plugin.builtin.methods.draft_model import DraftModelMethod
     from spec_plugin.builtin.methods.eagle3 import Eagle3Method
+    from spec_plugin.builtin.methods.frozen import FrozenMethod
+    from spec_plugin.builtin.methods.mtp import MtpMethod
     from spec_plugin.builtin.methods.ngram import NgramMethod
+    from spec_plugin.builtin.methods.suffix import SuffixMethod
 
-    return {"eagle3": Eagle3Method(), "draft_model": DraftModelMethod(), "ngram": NgramMethod()}
+    return {
+        "eagle3": Eagle3Method(),
+        "draft_model": DraftModelMethod(),
+        "mtp": MtpMethod(),
+        "suffix": SuffixMethod(),
+        "ngram": NgramMethod(),
+        "frozen": FrozenMethod(),
+        "auto": AutoMethod(),
+    }
+
+
+def optional_packages() -> dict[str, tuple[str, str]]:
+    """Distribution -> who needs it, and how to get it."""
+    from spec_plugin.builtin.methods.suffix import INSTALL
+
+    return {"arctic-inference": ("only spec.method=suffix needs it", INSTALL)}
 
 
 def built_in_plugins() -> dict[str, object]:

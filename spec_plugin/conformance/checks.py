@@ -53,7 +53,7 @@ def off_is_off(evidence: Evidence) -> None:
 
 def hooks_fire_in_order(evidence: Evidence) -> None:
     """The hooks fire in lifecycle order, and none is missing in any step."""
-    _judge(judge.order(evidence.finished("main").trace))
+    _judge(judge.order(evidence.finished("main").trace, evidence.harvests, evidence.remembers))
 
 
 def policy_versions_agree(evidence: Evidence) -> None:
@@ -63,11 +63,13 @@ def policy_versions_agree(evidence: Evidence) -> None:
 
 def installed_draft_is_the_published_one(evidence: Evidence) -> None:
     """The engine holds, bit for bit, the draft that was published last."""
+    evidence.needs_draft()
     _judge(judge.installed_draft(evidence.finished("main").trace))
 
 
 def target_is_untouched_by_a_refresh(evidence: Evidence) -> None:
     """A refresh changes no weight of the target."""
+    evidence.needs_draft()
     _judge(judge.target_untouched(evidence.finished("main").trace))
 
 
@@ -121,6 +123,7 @@ def violations_stop_the_run(evidence: Evidence) -> None:
 
 def hidden_states_equal_a_plain_forward(evidence: Evidence) -> None:
     """Harvested hidden states are those of a plain forward pass, token by token, and the response is marked."""
+    evidence.needs_draft()
     run = evidence.finished("main")
     packs = [pack for pack in run.packs if pack.policy_version == 0]
     if not packs:
@@ -132,14 +135,18 @@ def hidden_states_equal_a_plain_forward(evidence: Evidence) -> None:
 
 def draft_learns(evidence: Evidence) -> None:
     """The draft's version grows, its loss falls, and the engine refuses no refresh."""
+    evidence.needs_draft()
     run = evidence.finished("main")
     _judge(judge.learns(run.trace, run.metrics, evidence.prefix))
 
 
 def save_kill_resume(evidence: Evidence) -> None:
     """After kill and resume the draft goes on, bit for bit, from the trainer's checkpoint."""
+    if not evidence.remembers:
+        evidence.needs_draft()
     run = evidence.run("faults")
-    problems = judge.resumed(evidence.finished("main").trace, run.trace)
+    resumed = judge.recalled if evidence.remembers else judge.resumed
+    problems = resumed(evidence.finished("main").trace, run.trace)
     _judge([*problems, f"the resumed run stopped: {run.failure}"] if problems and run.failure else problems)
 
 

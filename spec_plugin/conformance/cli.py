@@ -21,6 +21,7 @@ Examples:
 \b
   spec-plugin conformance verl
   spec-plugin conformance verl --shape tp2        two tensor parallel ranks in the engine, two in the actor
+  spec-plugin conformance verl --spec method=draft_model       another option of the plugin, in every run with the flag
   spec-plugin conformance verl -k "off_is_off or hooks_fire_in_order"
   spec-plugin conformance my_adapter.driver:Driver --keep /tmp/kit     look at logs and traces afterwards
   spec-plugin conformance verl --badge conformance.md --junit conformance.xml
@@ -30,6 +31,9 @@ Examples:
 @click.command(help=_HELP)
 @click.argument("name")
 @click.option("--shape", help="Deployment shape of the runs, such as tp2; an unknown one lists those that NAME knows.")
+@click.option(
+    "--spec", "options", multiple=True, metavar="NAME=VALUE", help="An option of the plugin; may be repeated."
+)
 @click.option("--badge", type=click.Path(path_type=Path), help="Write a Markdown table for the adapter's README.")
 @click.option("--junit", type=click.Path(path_type=Path), help="Write JUnit XML for a CI.")
 @click.option(
@@ -39,7 +43,13 @@ Examples:
     "--keep", type=click.Path(path_type=Path), help="Work in this folder, and keep logs, traces, checkpoints."
 )
 def conformance(
-    name: str, shape: str | None, badge: Path | None, junit: Path | None, expression: str | None, keep: Path | None
+    name: str,
+    shape: str | None,
+    options: tuple[str, ...],
+    badge: Path | None,
+    junit: Path | None,
+    expression: str | None,
+    keep: Path | None,
 ) -> None:
     """Run the kit through pytest."""
     try:
@@ -60,4 +70,6 @@ def conformance(
         ("--keep", keep),
     ):
         arguments += [option, str(value)] if value else []
+    for option in options:
+        arguments += ["--spec", option]
     sys.exit(pytest.main(arguments))

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.driver import ConformanceDriver, RunFailed, RunSettings
 from spec_plugin.conformance.faults import STEPS, read_tour
 from spec_plugin.conformance.forward import Pack, read_pack
 from spec_plugin.conformance.recorder import read_trace
+from spec_plugin.events import TargetInfo
+from spec_plugin.manager import built_in_method
+from spec_plugin.method import Method
 
 #: of every run with the flag: draft from the first step, hash what the engine holds, and train the draft in slices that
 #: a number of steps ends, not the clock of a machine that may be busy
@@ -23,6 +29,8 @@ _OPTIONS = {"serve": "always", "audit": True, "train_share": 0.5, "train_max_ste
 _TRAIN_STEPS = 12
 #: name of the check that an adapter without checkpoints refuses
 RESUME = "save_kill_resume"
+#: before the reason of a check that is not for this adapter, or not for this method
+REFUSED = "refused: "
 #: names of the checks that look at the main run's self-test
 ABOUT_SELF_TEST = frozenset({"samples_are_the_targets", "activated_by_the_documented_flag", "hooks_fire_in_order"})
 #: step of the last checkpoint before the kill
@@ -79,6 +87,7 @@ class Evidence:
         root: Path,
         progress: Progress | None = None,
         self_test: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """Nothing runs yet.
 
@@ -87,7 +96,9 @@ class Evidence:
             root: folder for everything.
             progress: hears of runs and steps.
             self_test: does a check ask for the self-test of the main run, which takes most of a minute.
+            options: of the plugin, in all runs with the flag.
         """
+        self._asked = dict(options or {})
         self._self_test = self_test
         self._driver_class, self.root, self._progress = driver, root, progress or Progress()
         self._driver: ConformanceDriver | None = None
@@ -101,6 +112,32 @@ class Evidence:
             folder.mkdir(parents=True, exist_ok=True)
             self._driver = self._driver_class(folder)
         return self._driver
+
+    @cached_property
+    def method(self) -> Method | None:
+        """How the runs draft; None where that cannot be told here: a method that is not built in, a target of another kind."""
+        target = self.driver.target
+        if not (target / "config.json").exists():
+            return None
+        hf = json.loads((target / "config.json").read_text())
+        # as the trainers here do it: the policy is sent before it is used
+        info = TargetInfo(str(target), hf, "float32", load_format="dummy")
+        return built_in_method(SpecConfig.parse(self._asked), info)
+
+    def needs_draft(self) -> None:
+        """Skip a check that judges the draft's tensors, if the method has none."""
+        if self.method is not None and self.method.draft is None:
+            pytest.skip(f"{REFUSED}the method {self.method.name} has no draft to train or refresh")
+
+    @property
+    def harvests(self) -> bool:
+        """Does the method read hidden states."""
+        return self.method is None or self.method.harvest is not None
+
+    @property
+    def remembers(self) -> bool:
+        """Does it draft from rollouts."""
+        return self.method is not None and self.method.remembers
 
     @property
     def prefix(self) -> str:
@@ -153,7 +190,11 @@ class Evidence:
         self._launch("faults", settings)
 
     def _options(self, name: str) -> dict[str, Any]:
-        return {**_OPTIONS, "plugins": [f"spec_plugin.conformance.recorder:Recorder={self._records(name)}"]}
+        return {
+            **_OPTIONS,
+            **self._asked,
+            "plugins": [f"spec_plugin.conformance.recorder:Recorder={self._records(name)}"],
+        }
 
     def _out(self, name: str) -> Path:
         return self.root / "runs" / name

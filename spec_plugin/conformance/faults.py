@@ -9,6 +9,7 @@ from typing import Any
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import EngineState, HiddenStates, LogprobBatch, RolloutStats
 from spec_plugin.hookspecs import hookimpl
+from spec_plugin.method import Method
 from spec_plugin.session import SESSIONS, SpecSession
 
 #: the hooks that break, in this order; ``spec_save`` breaks when a checkpoint comes, wherever the tour is then
@@ -67,6 +68,13 @@ class FaultTour:
         self._broken, self._noticed = hook, hook == "spec_schedule"
         self._write("broken", hook=hook)
         raise RuntimeError(f"{hook} broken: {PLANTED}")
+
+    @hookimpl
+    def spec_configure(self, method: Method) -> None:
+        """Leave out what this method never fires."""
+        never = ["spec_refreshed"] * (method.draft is None) + ["spec_target_forward"] * (method.harvest is None)
+        self._pending = [hook for hook in self._pending if hook not in never]
+        self._write("begins", stops=self._pending)
 
     @hookimpl
     def spec_engine_ready(self) -> None:

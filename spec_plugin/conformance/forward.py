@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +65,16 @@ def plain_forward(
 
         return hook
 
+    places = [*model.model.layers, model.model.norm]
     for layer in aux_layers:
-        model.model.layers[layer].register_forward_pre_hook(keep(layer), with_kwargs=True)
+        places[layer].register_forward_pre_hook(keep(layer), with_kwargs=True)
     model.model.norm.register_forward_hook(lambda _m, _a, out: seen.__setitem__(-1, out[0]))
     out = []
     for ids in documents:
         with torch.no_grad():
             model(input_ids=ids[None], use_cache=False)
-        out.append((torch.cat([seen[layer] for layer in sorted(aux_layers)], dim=-1), seen[-1]))
+        aux = [seen[layer] for layer in sorted(aux_layers)]
+        out.append((torch.cat([seen[-1][:, :0], *aux], dim=-1), seen[-1]))
     return out
 
 
@@ -87,7 +90,9 @@ def compare(name: str, found: Tensor, expected: Tensor, tolerance: float, parts:
     """
     if found.shape != expected.shape:
         return [f"{name}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"]
-    problems = []
+    problems: list[str] = []
+    if not parts:
+        return problems
     for i, (a, b) in enumerate(zip(found.float().chunk(parts, -1), expected.float().chunk(parts, -1), strict=True)):
         what = name if parts == 1 else f"{name} {i}"
         error = _relative(a, b)
@@ -113,12 +118,15 @@ def other_layers(
 
     Residual streams change little from layer to layer, so that a coarse dtype's tolerance alone would let one through.
     """
-    problems, parts = [], len(aux_layers)
+    problems: list[str] = []
+    parts, layers = len(aux_layers), _layers(target)
     right = torch.cat([aux for aux, _ in expected])
-    if pack.aux.shape != right.shape:
+    if pack.aux.shape != right.shape or not parts:
         return []  # ``compare`` has said so
     own, found = (x.float().chunk(parts, -1) for x in (right, pack.aux))
     for step in (-1, 1):
+        if max(aux_layers) + step > layers:
+            continue  # behind the final norm there is no layer
         moved = plain_forward(target, documents, [layer + step for layer in aux_layers], pack.aux.dtype)
         others = torch.cat([aux for aux, _ in moved]).float().chunk(parts, -1)
         for i, layer in enumerate(aux_layers):
@@ -128,6 +136,10 @@ def other_layers(
                     f"{name} input of layer {layer}: {here:.3g} from its own, {there:.3g} from that of layer {layer + step}"
                 )
     return problems
+
+
+def _layers(target: Path) -> int:
+    return int(json.loads((target / "config.json").read_text())["num_hidden_layers"])
 
 
 def _relative(a: Tensor, b: Tensor) -> Tensor:

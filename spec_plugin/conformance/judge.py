@@ -22,12 +22,14 @@ _FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "spec_method": ("spec_load", "spec_weight_sync"),
     "spec_load": ("spec_load", "spec_method", "spec_weight_sync"),
     "spec_weight_sync": ("spec_draft_weights",),
-    "spec_draft_weights": ("spec_refreshed", "spec_weight_sync", "spec_engine_ready", "spec_schedule"),
-    "spec_refreshed": ("spec_weight_sync", "spec_load", "spec_engine_ready", "spec_schedule"),
-    "spec_engine_ready": ("spec_schedule",),
+    "spec_draft_weights": ("spec_refreshed", "spec_weight_sync", "spec_engine_ready", "spec_recall", "spec_schedule"),
+    "spec_refreshed": ("spec_weight_sync", "spec_load", "spec_engine_ready", "spec_recall", "spec_schedule"),
+    "spec_engine_ready": ("spec_recall", "spec_schedule"),
+    "spec_recall": ("spec_schedule",),
     "spec_schedule": ("spec_engine_ready", "spec_schedule", "spec_rollout_start"),
     "spec_rollout_start": ("spec_rollout_end",),
-    "spec_rollout_end": ("spec_target_forward", "spec_check_logprobs"),
+    "spec_rollout_end": ("spec_rollouts", "spec_target_forward", "spec_check_logprobs"),
+    "spec_rollouts": ("spec_target_forward", "spec_check_logprobs"),
     "spec_target_forward": ("spec_target_forward", "spec_check_logprobs", "spec_head_start", "spec_train_draft"),
     "spec_check_logprobs": ("spec_target_forward", "spec_check_logprobs", "spec_head_start", "spec_train_draft"),
     "spec_head_start": ("spec_train_draft",),
@@ -88,8 +90,14 @@ def off(trace: Trace, metrics: Mapping[int, Mapping[str, float]], imported: Sequ
     return problems
 
 
-def order(trace: Trace) -> list[str]:
-    """The hooks of the actor's session come in lifecycle order, none is missing in any step."""
+def order(trace: Trace, harvests: bool = True, remembers: bool = False) -> list[str]:
+    """The hooks of the actor's session come in lifecycle order, none is missing in any step.
+
+    Args:
+        trace: of the run.
+        harvests: does the method read hidden states.
+        remembers: does it draft from rollouts.
+    """
     events = [e for e in actor(trace) if e["hook"] != "spec_audit"]
     if not events:
         return ["no session fired spec_rollout_start"]
@@ -98,17 +106,19 @@ def order(trace: Trace) -> list[str]:
     for before, after in pairwise(line):
         if after not in _FOLLOWS[before]:
             problems.append(f"{after} came after {before}; expected {' or '.join(_FOLLOWS[before])}")
-    return problems + _each_step(events)
+    needed = ["spec_check_logprobs", "spec_train_draft", "spec_weight_sync"]
+    needed += ["spec_target_forward"] * harvests + ["spec_rollouts"] * remembers
+    return problems + _each_step(events, needed)
 
 
-def _each_step(events: Trace) -> list[str]:
+def _each_step(events: Trace, all_needed: Sequence[str]) -> list[str]:
     """From one rollout to the next: log-probs checked before the draft trains, states harvested, metrics asked once."""
     problems = []
     starts = [i for i, e in enumerate(events) if e["hook"] == "spec_rollout_start"]
     for begin, end in pairwise(starts):
         hooks = [e["hook"] for e in events[begin:end]]
         step = f"in the step of policy version {events[begin]['policy_version']}"
-        for needed in ("spec_target_forward", "spec_check_logprobs", "spec_train_draft", "spec_weight_sync"):
+        for needed in all_needed:
             if needed not in hooks:
                 problems.append(f"{step} {needed} is missing")
         if hooks.count("spec_metrics") != 1:
@@ -268,7 +278,8 @@ def stopped(tour: Trace, failure: str | None, trace: Trace) -> list[str]:
 def faults(tour: Trace) -> list[str]:
     """Each broken hook is followed by a phase that generates and drafts nothing, then by training, then by drafts again."""
     problems = []
-    for hook in (*TOUR, *(["spec_save"] if any(e.get("hook") == "spec_save" for e in tour) else [])):
+    stops = next((e["stops"] for e in tour if e["event"] == "begins"), TOUR)
+    for hook in (*stops, *(["spec_save"] if any(e.get("hook") == "spec_save" for e in tour) else [])):
         broken = next((i for i, e in enumerate(tour) if e["event"] == "broken" and e["hook"] == hook), None)
         if broken is None:
             problems.append(f"{hook} was never reached")
@@ -331,6 +342,17 @@ def resumed(first: Trace, second: Trace) -> list[str]:
     elif then[version] != digest:
         problems.append(f"draft {version} has other weights after resuming")
     return problems
+
+
+def recalled(first: Trace, second: Trace) -> list[str]:
+    """After kill and resume the engines are told, before the first rollout, what the first run had sampled and saved."""
+    if not sum(e["rollouts"] for e in of(first, "spec_rollouts")):
+        return ["the method was told of no rollout before the kill"]
+    told = [e for e in of(second, "spec_recall", "spec_rollout_start") if e["hook"] == "spec_recall"]
+    problems = [] if of(first, "spec_save") else ["spec_save was never fired before the kill"]
+    if not told:
+        return [*problems, "the resumed run never asked what to remember"]
+    return problems if told[0]["rollouts"] else [*problems, "the resumed run had nothing to remember"]
 
 
 def metric_values(metrics: Mapping[int, Mapping[str, float]], prefix: str) -> list[str]:

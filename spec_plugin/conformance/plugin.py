@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,12 +21,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.driver import DRIVER_GROUP, ConformanceDriver
-from spec_plugin.conformance.evidence import ABOUT_SELF_TEST, Evidence, Progress, Run
+from spec_plugin.conformance.evidence import ABOUT_SELF_TEST, REFUSED, Evidence, Progress, Run
+from spec_plugin.errors import SpecConfigError
 
 CHECKS_FILE = Path(__file__).with_name("checks.py")
 _STYLE = {"supported": "green", "refused": "yellow", "failed": "bold red"}
-_REFUSED = "refused: "
 _KIT = "spec_plugin_conformance_kit"
 
 
@@ -67,6 +69,28 @@ def load_driver(name: str) -> type[ConformanceDriver]:
     return found
 
 
+def options_of(words: Iterable[str]) -> dict[str, Any]:
+    """Options of the plugin by name; values are read as JSON where they are some.
+
+    Raises:
+        pytest.UsageError: for a word that is not NAME=VALUE, or an option that the plugin does not take.
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        name, sign, value = word.partition("=")
+        if not sign:
+            raise pytest.UsageError(f"--spec {word}: expected NAME=VALUE")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    try:
+        SpecConfig.parse(found, prefix="--spec ")
+    except SpecConfigError as error:
+        raise pytest.UsageError(str(error)) from None
+    return found
+
+
 def shaped(driver: type[ConformanceDriver], name: str, shape: str | None) -> Callable[[Path], ConformanceDriver]:
     """What makes the driver of this shape.
 
@@ -90,6 +114,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("spec-plugin conformance")
     group.addoption("--adapter", metavar="NAME", help=f"entry point in group {DRIVER_GROUP}, or module:DriverClass")
     group.addoption("--shape", metavar="SHAPE", help="deployment shape of the runs, one that the driver knows")
+    group.addoption(
+        "--spec",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the plugin, for all runs with it",
+    )
     group.addoption("--badge", metavar="FILE", help="write a Markdown table of what this adapter supports")
     group.addoption("--keep", metavar="DIR", help="run in this folder and keep what the trainer wrote")
 
@@ -108,7 +139,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--adapter is missing: an adapter's name (known: {known}) or module:DriverClass")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    config.pluginmanager.register(Kit(config, name, load_driver(name), config.getoption("--shape")), _KIT)
+    options = options_of(config.getoption("--spec"))
+    kit = Kit(config, name, load_driver(name), config.getoption("--shape"), options)
+    config.pluginmanager.register(kit, _KIT)
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = [str(CHECKS_FILE)]
 
@@ -121,7 +154,7 @@ def evidence(request: pytest.FixtureRequest) -> Iterator[Evidence]:
     root = Path(keep).absolute() if keep else Path(tempfile.mkdtemp(prefix="spec-plugin-conformance-"))
     root.mkdir(parents=True, exist_ok=True)
     asked = {item.name for item in request.session.items}
-    kit.evidence = Evidence(kit.make_driver, root, _Bars(request.config), bool(asked & ABOUT_SELF_TEST))
+    kit.evidence = Evidence(kit.make_driver, root, _Bars(request.config), bool(asked & ABOUT_SELF_TEST), kit.options)
     yield kit.evidence
     if not keep:
         shutil.rmtree(root, ignore_errors=True)
@@ -130,9 +163,17 @@ def evidence(request: pytest.FixtureRequest) -> Iterator[Evidence]:
 class Kit:
     """One session of the kit: collects the checks, shares the evidence, prints the report."""
 
-    def __init__(self, config: pytest.Config, name: str, driver: type[ConformanceDriver], shape: str | None) -> None:
+    def __init__(
+        self,
+        config: pytest.Config,
+        name: str,
+        driver: type[ConformanceDriver],
+        shape: str | None,
+        options: Mapping[str, Any],
+    ) -> None:
         """Bind to the adapter."""
-        self._config, self._name, self.driver = config, name if shape is None else f"{name}, {shape}", driver
+        words = [name, *([shape] if shape else []), *(f"{option}={value}" for option, value in options.items())]
+        self._config, self._name, self.driver, self.options = config, ", ".join(words), driver, options
         self.make_driver = shaped(driver, name, shape)
         self._rows: dict[str, Row] = {}
         self.evidence: Evidence | None = None
@@ -151,7 +192,7 @@ class Kit:
         for item in items:
             reason = self.driver.refused.get(item.name)
             if item.path == CHECKS_FILE and reason:
-                item.add_marker(pytest.mark.skip(reason=_REFUSED + reason))
+                item.add_marker(pytest.mark.skip(reason=REFUSED + reason))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -162,7 +203,7 @@ class Kit:
             row.seconds += report.duration
             if report.skipped and isinstance(report.longrepr, tuple):
                 reason = report.longrepr[2].removeprefix("Skipped: ")
-                row.state, row.reason = "refused", reason.removeprefix(_REFUSED)
+                row.state, row.reason = "refused", reason.removeprefix(REFUSED)
             elif report.failed:
                 row.state, row.reason = "failed", str(report.longrepr).strip()
         return report

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from spec_plugin.events import (
 )
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
+from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SESSIONS
 
 #: packs of hidden states that one process keeps
@@ -102,6 +103,18 @@ class Recorder:
     def spec_rollout_end(self, stats: RolloutStats) -> None:
         """A phase is complete."""
         self._write("spec_rollout_end", **asdict(stats))
+
+    @hookimpl
+    def spec_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """What a method that remembers is told."""
+        self._write("spec_rollouts", rollouts=len(rollouts), tokens=sum(len(r.response) // 4 for r in rollouts))
+
+    @hookimpl(wrapper=True)
+    def spec_recall(self) -> Generator[None, Sequence[Rollout] | None, Sequence[Rollout] | None]:
+        """What it tells engines that are new."""
+        rollouts = yield
+        self._write("spec_recall", rollouts=len(rollouts or ()))
+        return rollouts
 
     @hookimpl
     def spec_target_forward(self, hidden: HiddenStates) -> None:

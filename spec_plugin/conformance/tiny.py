@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+
+from draft_training.mtp import MtpShape
 
 VOCAB, HIDDEN, STEP = 320, 64, 37
 END, PAD = "<|im_end|>", "<|pad|>"  # verl asks any Qwen tokenizer for <|im_end|>
@@ -73,6 +76,22 @@ def make_target(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any
     model.to(dtype).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
+
+
+def add_mtp_layer(folder: Path, seed: int = 0) -> None:
+    """Make a saved Qwen2 a MiMo: the same model, and beside it a layer for multi-token prediction, initialised at random.
+
+    transformers goes on to read it as a Qwen2, and leaves the layer out, as trainers do with the released ones.
+    """
+    hf = json.loads((folder / "config.json").read_text())
+    if "num_nextn_predict_layers" in hf:
+        return
+    hf |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    layer = MtpShape.from_target(hf).build("cpu", torch.float32)
+    layer.reset_parameters(torch.Generator().manual_seed(seed))
+    own = {f"model.mtp_layers.0.{name}": p.detach() for name, p in layer.named_parameters()}
+    save_file(load_file(folder / "model.safetensors") | own, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf, indent=2))
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

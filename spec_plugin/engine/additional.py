@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from spec_plugin.errors import SpecConfigError
 KNOWN = {
     "skip_patches": "CPU repairs to leave out",
     "ragged": "the method proposes another number of tokens for each request",
+    "proposer": "module:function that readies vLLM's proposer in the worker, before there is a model runner",
+    "proposer_options": "its argument",
 }
 
 
@@ -25,6 +28,17 @@ def own_settings(vllm_config: Any) -> Mapping[str, Any]:
     if unknown := sorted(set(options) - set(KNOWN)):
         raise SpecConfigError(f"additional_config.spec_plugin has unknown keys {unknown}; known: {sorted(KNOWN)}")
     return options
+
+
+def prepare_proposer(settings: Mapping[str, Any]) -> None:
+    """Let the method ready vLLM's proposer, in a worker that has no model runner yet.
+
+    Raises:
+        PatchError: if vLLM's proposer is no longer what the method expects.
+    """
+    if (path := settings.get("proposer")) is not None:
+        module, _, name = path.partition(":")
+        getattr(importlib.import_module(module), name)(settings["proposer_options"])
 
 
 def with_own_settings(given: Mapping[str, Any], **ours: Any) -> dict[str, Any]:

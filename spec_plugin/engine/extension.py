@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_training import digest as weights_digest
-from spec_plugin.engine.additional import own_settings
+from spec_plugin.engine.additional import own_settings, prepare_proposer
 from spec_plugin.engine.capabilities import find_draft
 from spec_plugin.engine.lossless import check_running_config
 from spec_plugin.engine.refresh import swap as refresh
@@ -30,6 +30,7 @@ from spec_plugin.engine.refresh.swap import Staging
 from spec_plugin.engine.repairs import patches
 from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, repack
 from spec_plugin.engine.schedule.pause import pause_draft
+from spec_plugin.rollouts import Rollout
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class SpecWorkerExtension:
         if vllm_config.speculative_config is not None:
             check_running_config(vllm_config.speculative_config, str(vllm_config.device_config.device_type))
         apply_cpu_patches(skip=tuple(own_settings(vllm_config).get("skip_patches", ())))
+        prepare_proposer(own_settings(vllm_config))
         parent: Any = super().__new__
         worker: SpecWorkerExtension = parent(cls) if parent is object.__new__ else parent(cls, *args, **kwargs)
         worker._spec_state = _State()
@@ -217,6 +219,27 @@ class SpecWorkerExtension:
         cache has holes afterwards. Samples are the target's either way.
         """
         return pause_draft(self.model_runner, paused)
+
+    def spec_take_rollouts(self) -> list[tuple[bytes, bytes]]:
+        """(prompt, response) of what was sampled since the last call, as ``Rollout`` has them; between phases only."""
+        return [(rollout.prompt, rollout.response) for rollout in self._spec_memory().take()]
+
+    def spec_remember(self, rollouts: Sequence[tuple[bytes, bytes]]) -> None:
+        """Draft from these, too."""
+        self._spec_memory().remember(Rollout(*row) for row in rollouts)
+
+    def spec_forget_rollouts(self) -> None:
+        """Draft from nothing that was sampled before."""
+        self._spec_memory().forget()
+
+    def spec_take_shadow(self) -> tuple[int, list[int]]:
+        """What drafting would have accepted while k was 0: rounds, and how many of them each position."""
+        found: tuple[int, list[int]] = self._spec_memory().take_shadow()
+        return found
+
+    def _spec_memory(self) -> Any:
+        """What the method's ``proposer`` has put there, with these four methods."""
+        return self.model_runner.drafter.spec_memory
 
     def spec_discard(self) -> None:
         """Forget what was staged."""

@@ -25,6 +25,7 @@ from spec_plugin.engine.selftest.probe import TOP
 from spec_plugin.engine.selftest.test import default_prompts, run_self_test
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
+from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.witness import KEPT, Witness
 
@@ -78,7 +79,7 @@ class EngineFront:
                     f"the engine option {name} is set, and spec-plugin sets it too: remove one of them"
                 )
         return {
-            **(with_own_settings(given, ragged=True) if method.ragged else {}),
+            **(with_own_settings(given, **ours) if (ours := method.worker_settings()) else {}),
             "speculative_config": config,
             "scheduler_cls": SCHEDULER,
             "worker_extension_cls": extension,
@@ -210,7 +211,10 @@ class EngineFront:
             seconds=seconds,
             limit=PATIENCE * seconds,
             max_num_seqs=target.max_num_seqs,
+            whole=self.session.method.whole,
         )
+        if self.session.method.remembers:
+            await self.engine.collective_rpc("spec_forget_rollouts")  # the test's own questions
         self.reset_phase()
         return report
 
@@ -235,7 +239,21 @@ class EngineFront:
             accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
             accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
             steps=steps,
+            **(await self._shadow() if self.session.method.remembers else {}),
         )
+
+    async def _shadow(self) -> dict[str, Any]:
+        rounds, per_pos = (await self.engine.collective_rpc("spec_take_shadow"))[0]
+        return {"shadow_rounds": rounds, "shadow_per_pos": tuple(per_pos)}
+
+    async def take_rollouts(self) -> list[Rollout]:
+        """What a method that remembers has seen sampled since the last call; between phases."""
+        (first, *_) = await self.engine.collective_rpc("spec_take_rollouts")  # all ranks of an engine see the same
+        return [Rollout(*row) for row in first]
+
+    async def remember(self, rollouts: Sequence[Rollout]) -> None:
+        """Have every worker remember what others sampled."""
+        await self.engine.collective_rpc("spec_remember", args=([[r.prompt, r.response] for r in rollouts],))
 
     async def state(self, moment: str) -> EngineState:
         """Digests of what the workers really hold: reads all weights, for ``spec.audit`` only."""
@@ -287,6 +305,14 @@ class SpecEngineMethods:
     async def spec_stats(self, policy_version: int) -> RolloutStats:
         """What happened since ``spec_start_phase``."""
         return await self._spec_front.stats(policy_version)
+
+    async def spec_take_rollouts(self) -> list[Rollout]:
+        """What was sampled since the last call, of a method that remembers."""
+        return await self._spec_front.take_rollouts()
+
+    async def spec_remember(self, rollouts: Sequence[Rollout]) -> None:
+        """Remember what others sampled."""
+        await self._spec_front.remember(rollouts)
 
     async def spec_witnesses(self) -> list[Witness]:
         """Log-probs of this phase that the trainer did not ask for."""

@@ -72,7 +72,7 @@ def _load_config(v: Any) -> bool:
     )
 
 
-METHODS = ("eagle3", "eagle", "mtp", "draft_model", "ngram", "suffix")
+METHODS = ("eagle3", "eagle", "mtp", "draft_model", "ngram", "suffix", "dflash")
 _ANY_DRAFT = "any proposal is verified against the target, so this changes speed only"
 _INTERNAL = "vLLM fills it in itself"
 _UNTRIED = "exact in principle, but not tried with this package"
@@ -114,7 +114,7 @@ SPECULATIVE: Mapping[str, Rule] = {
     "disable_padded_drafter_batch": Rule(_false, "false", _UNTRIED),
     "use_local_argmax_reduction": Rule(_false, "false", _UNTRIED),
     "use_heterogeneous_vocab": Rule(_false, "false", _UNTRIED),
-    "parallel_drafting": Rule(_false, "false", _UNTRIED),
+    "parallel_drafting": Rule(_one_of(None, True, False), "true | false", _ANY_DRAFT),
     "synthetic_acceptance_rates": Rule(_none, "none", "accepts tokens by a fixed rate: not the target's samples"),
     "synthetic_acceptance_length": Rule(_none, "none", "accepts tokens by a fixed rate: not the target's samples"),
     "enable_adaptive_verification": Rule(

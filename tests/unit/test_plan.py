@@ -18,7 +18,7 @@ def mixed(batch, k, paused):
 
 def best(seconds, acceptance, load=None, current=(0,) * (SIZE + 1)):
     found = model(seconds, batches=(1, 2, 4, 8, 16, 32, 64))
-    return plan.best(found, acceptance, load or {8: 1.0}, current, K)
+    return plan.best(found, acceptance, load or {8: 1.0}, current, range(K + 1))
 
 
 def test_a_good_draft_is_used_everywhere_where_tokens_are_free():
@@ -78,7 +78,7 @@ def test_bands_cover_every_batch_size_once(size):
 
 def test_noise_of_single_batch_sizes_does_not_make_the_table_ragged():
     found = model(mixed, batches=range(1, 65), ks=(0, 1, 2, 3), noise=0.05)
-    table = plan.best(found, [0.7], {1: 10.0, 8: 10.0}, (0,) * (SIZE + 1), K).table
+    table = plan.best(found, [0.7], {1: 10.0, 8: 10.0}, (0,) * (SIZE + 1), range(K + 1)).table
     changes = sum(a != b for a, b in pairwise(table[1:]))
     assert table[1] == K and 1 <= changes <= 4
 
@@ -118,3 +118,10 @@ def test_k_is_cut_to_what_the_samplers_memory_allows():
     table = plan.within((0,) + (3,) * 1024, 152_000, 2 << 30)
     assert table[196] == 3 and table[197] == 2 and table[392] == 1 and table[393] == 0 and table[1024] == 0
     assert plan.within((0, 3, 1, 0), 1000, 2 << 30) == (0, 3, 1, 0)
+
+
+def test_a_draft_of_all_tokens_or_none_gets_no_k_between() -> None:
+    found, off = model(memory_bound(0.1), batches=(1, 2, 4, 8, 16, 32, 64)), (0,) * (SIZE + 1)
+    some = plan.best(found, [0.6, 0.1], {8: 1.0}, off, range(K + 1)).table
+    whole = plan.best(found, [0.6, 0.1], {8: 1.0}, off, (0, K)).table
+    assert 0 < max(some) < K and set(whole) <= {0, K}

@@ -13,7 +13,8 @@ from spec_plugin import manager as plugins
 from spec_plugin.events import RolloutStats
 from spec_plugin.manager import ENTRY_POINT_GROUP, create_manager
 
-BUILT_IN = ("eagle3", "draft_model", "ngram", "trainer", "provenance", "controller", "metrics")
+METHODS = ("eagle3", "draft_model", "mtp", "suffix", "ngram", "frozen", "auto")
+BUILT_IN = (*METHODS, "trainer", "provenance", "controller", "metrics")
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 

@@ -18,11 +18,12 @@ from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, OtherRankFai
 from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.harvest import Harvester, PackedShards
-from spec_plugin.actor.links import ActorsLink
+from spec_plugin.actor.links import ActorsLink, merge_stats
 from spec_plugin.builtin import registry as builtins
-from spec_plugin.events import DraftRefresh, RefreshReport, SelfTestReport
+from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.ranks import is_first, on_any_rank, together
+from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 
 assert builtins  # imported once here, not in each forked rank
@@ -288,3 +289,33 @@ def test_all_engines_of_a_run_share_the_chance_of_a_false_alarm() -> None:
 
     asyncio.run(ActorsLink([Engine(), Engine(), Engine()], 5.0).self_test(30.0))
     assert told == [(30.0, 3)] * 3
+
+
+def test_each_engine_is_told_what_the_others_sampled() -> None:
+    def rollout(i: int) -> Rollout:
+        return Rollout(bytes([i, 0, 0, 0]), b"")
+
+    class Engine:
+        def __init__(self, sampled: list[Rollout]) -> None:
+            self.told: list[Rollout] = []
+            self.spec_take_rollouts = Method(lambda: sampled)
+            self.spec_remember = Method(self.told.extend)
+
+    engines = [Engine([rollout(0), rollout(1)]), Engine([]), Engine([rollout(2)])]
+    link = ActorsLink(engines, 5.0)
+    assert asyncio.run(link.share_rollouts()) == [rollout(0), rollout(1), rollout(2)]
+    assert [e.told for e in engines] == [[rollout(2)], [rollout(0), rollout(1), rollout(2)], [rollout(0), rollout(1)]]
+    asyncio.run(link.remember([rollout(9)]))
+    assert all(e.told[-1] == rollout(9) for e in engines)
+
+
+def test_the_shadows_of_several_engines_add_up() -> None:
+    parts = [
+        RolloutStats(0, 1, 9, 1.0, shadow_rounds=10, shadow_per_pos=(5, 2)),
+        RolloutStats(0, 1, 9, 1.0),
+        RolloutStats(0, 1, 9, 1.0, shadow_rounds=20, shadow_per_pos=(6, 1)),
+    ]
+    merged = merge_stats(parts)
+    assert (merged.shadow_rounds, merged.shadow_per_pos) == (30, (11, 3))
+    assert merged.shadow_tokens_per_forward == 1 + 14 / 30
+    assert parts[1].shadow_tokens_per_forward is None

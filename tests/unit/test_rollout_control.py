@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from test_training import TARGET, sync
 from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport
+from spec_plugin.hookspecs import hookimpl
 from spec_plugin.manager import create_manager
+from spec_plugin.method import Method
+from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 
 
@@ -56,3 +60,80 @@ def test_nobody_reads_the_weights_of_an_engine_that_sleeps_by_then(sleeps):
     assert {"read weights: synced", "read weights: refreshed", "read weights: rollout"} < set(engines.calls)
     asyncio.run(control.finish())
     assert engines.calls[while_awake:] == ["stats"] + (["read weights: rolled out"] if not sleeps else [])
+
+
+class Remembering(Engines):
+    """The same, of a method that drafts from what was sampled before."""
+
+    def __init__(self, broken: str = "") -> None:
+        super().__init__()
+        self.broken, self.told = broken, []
+
+    async def share_rollouts(self) -> list[Rollout]:
+        self.calls.append("share rollouts")
+        if self.broken == "share":
+            raise RuntimeError("no answer")
+        return [Rollout(b"\1\0\0\0", b"\2\0\0\0")]
+
+    async def remember(self, rollouts: Sequence[Rollout]) -> None:
+        self.calls.append("remember")
+        if self.broken == "remember":
+            raise RuntimeError("no answer")
+        self.told += rollouts
+
+
+class Memory:
+    """A method without a draft, whose proposer remembers."""
+
+    def __init__(self, old: Sequence[Rollout] = ()) -> None:
+        self.old, self.heard = list(old), []
+
+    @hookimpl(tryfirst=True)
+    def spec_method(self) -> Method:
+        return Method("eagle3", {}, ready=True, ragged=True, remembers=True)
+
+    @hookimpl
+    def spec_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        self.heard += rollouts
+
+    @hookimpl
+    def spec_recall(self) -> Sequence[Rollout] | None:
+        return self.old or None
+
+
+def remembering(engines: Remembering, memory: Memory) -> RolloutControl:
+    manager = create_manager(load_entry_points=False)
+    manager.register(memory)
+    return RolloutControl(SpecSession(SpecConfig(), TARGET, manager), engines)
+
+
+def test_what_was_sampled_is_told_before_the_first_rollout_and_heard_after_each():
+    old = [Rollout(b"", b"\3\0\0\0")]
+    engines, memory = Remembering(), Memory(old)
+    control = remembering(engines, memory)
+    for version in range(2):
+        asyncio.run(control.synced(sync(version)))
+        asyncio.run(control.begin())
+        asyncio.run(control.finish())
+    phase = ["set schedule", "start phase", "stats", "share rollouts"]
+    assert engines.calls == ["self-test", "remember", *phase, *phase], "the self-test's own questions are no rollouts"
+    assert engines.told == old and len(memory.heard) == 2
+    assert not control.session.failed
+
+
+def test_a_new_run_has_nothing_to_tell():
+    engines = Remembering()
+    asyncio.run(remembering(engines, Memory()).begin())
+    assert "remember" not in engines.calls
+
+
+@pytest.mark.parametrize("broken", ["share", "remember"])
+def test_law_6_a_memory_that_breaks_costs_speculation_only(broken):
+    engines, memory = Remembering(broken), Memory([Rollout(b"", b"\3\0\0\0")])
+    control = remembering(engines, memory)
+    for version in range(2):
+        asyncio.run(control.synced(sync(version)))
+        asyncio.run(control.begin())
+        asyncio.run(control.finish())
+    assert control.session.failed and "no answer" in (control.session.failure or "")
+    assert engines.calls.count("share rollouts") == (1 if broken == "share" else 0), "nobody asks again"

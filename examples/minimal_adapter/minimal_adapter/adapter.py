@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from spec_plugin import SpecConfig, events
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.actor.harvest import responses_at_the_end
 from spec_plugin.engine.front import EngineFront
+from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 
 T = TypeVar("T")
@@ -182,6 +183,14 @@ class Link:
     async def stats(self, policy_version: int) -> events.RolloutStats:
         """Counters since then."""
         return await self._there(self.front.stats(policy_version))
+
+    async def share_rollouts(self) -> list[Rollout]:
+        """For methods that draft from what was sampled before."""
+        return await self._there(self.front.take_rollouts())
+
+    async def remember(self, rollouts: Sequence[Rollout]) -> None:
+        """What a run before this one sampled."""
+        await self._there(self.front.remember(rollouts))
 
     async def state(self, moment: str) -> events.EngineState:
         """Digests of what the worker holds, for ``--spec.audit true``."""

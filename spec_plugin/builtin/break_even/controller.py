@@ -148,6 +148,8 @@ class BreakEvenController:
         self._undrafted = 0 if drafted else self._undrafted + 1
         if not drafted:
             self._plain_seconds = stats.seconds
+            if stats.shadow_rounds >= _MIN_DRAFTS:  # the engine itself has seen what drafting would have done
+                self._predicted = conditional_acceptance(stats.shadow_per_pos, stats.shadow_rounds)
         self._tried = self._tried or drafted  # too few drafts to measure are still some that the guard let pass
         enough = drafted and stats.forwards >= _MIN_DRAFTS
         self._measured = _acceptance_of(stats) if enough else None
@@ -216,6 +218,7 @@ class BreakEvenController:
         chosen = self._choose()
         if self._target.device_type == "cuda" and "vocab_size" in self._target.hf_config:
             table = plan.within(chosen.table, int(self._target.hf_config["vocab_size"]), _SAMPLER_ROOM)
+            table = tuple(k * (k == self._config.k) for k in table) if self._method.whole else table
             chosen = replace(chosen, table=table) if any(table) else plan.nothing(len(table) - 1)
         if chosen.table != self._plan.table and not self._fixed:
             known = "" if self.acceptance is None else f" (acceptance length {self.acceptance:.2f}"
@@ -252,7 +255,9 @@ class BreakEvenController:
         if config.break_even is not None:
             return plan.threshold(config.k, acceptance, {size: config.break_even}, self._plan.speculates, size)
         # what training has only promised is put to the test with few tokens a step: the policy moves, the replay does not
-        chosen = plan.best(self.cost, curve, self._load, self._plan.table, config.k if self._tried else self._try_k)
+        chosen = plan.best(
+            self.cost, curve, self._load, self._plan.table, self._ks(config.k if self._tried else self._try_k)
+        )
         return self._try() if not chosen.speculates and self._undrafted >= _TRY_EVERY else chosen
 
     def _try(self) -> Plan:
@@ -260,7 +265,11 @@ class BreakEvenController:
 
     @property
     def _try_k(self) -> int:
-        return min(_TRY_K, self._config.k)
+        return self._config.k if self._method.whole else min(_TRY_K, self._config.k)
+
+    def _ks(self, most: int) -> Sequence[int]:
+        """What can be drafted."""
+        return (0, most) if self._method.whole else range(most + 1)
 
     @hookimpl
     def spec_head_start(self, step: int) -> float | None:
@@ -277,10 +286,10 @@ class BreakEvenController:
         nothing = plan.nothing(self._target.max_num_seqs).table
         if (
             self.acceptance_curve
-            and plan.best(self.cost, self.acceptance_curve, self._load, nothing, config.k).speculates
+            and plan.best(self.cost, self.acceptance_curve, self._load, nothing, self._ks(config.k)).speculates
         ):
             return None
-        hoped = plan.best(self.cost, (_HOPED_CHANCE,), self._load, nothing, config.k).speedup
+        hoped = plan.best(self.cost, (_HOPED_CHANCE,), self._load, nothing, self._ks(config.k)).speedup
         saved = self._plain_seconds * (1.0 - 1.0 / hoped)
         left = config.head_start * self._plain_seconds - self._granted
         self._head_start = max(0.0, min(left, _PAYS_BACK_WITHIN * saved))

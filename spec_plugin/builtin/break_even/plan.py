@@ -74,7 +74,7 @@ def threshold(k: int, acceptance: float, break_even: Mapping[int, float], servin
 
 
 def best(
-    cost: CostModel, acceptance: Sequence[float], load: Mapping[int, float], current: Sequence[int], k_max: int
+    cost: CostModel, acceptance: Sequence[float], load: Mapping[int, float], current: Sequence[int], ks: Sequence[int]
 ) -> Plan:
     """The table with the most tokens per second, or plain decoding where the whole phase would gain nothing.
 
@@ -87,13 +87,13 @@ def best(
         acceptance: chance of each position, see ``cost.tokens_per_step``.
         load: batch size -> tokens that a phase generates at that size.
         current: the table in force, of length max_num_seqs + 1.
-        k_max: most tokens to draft.
+        ks: what can be drafted, 0 among it.
     """
     size = len(current) - 1
     serving = any(current)
     table = [0]
     for band in bands(size):
-        table += [_best_k(cost, acceptance, band, current[band[-1]], k_max, serving)] * len(band)
+        table += [_best_k(cost, acceptance, band, current[band[-1]], ks, serving)] * len(band)
     if not any(table):
         return nothing(size)
     speedup = phase_speedup(cost, acceptance, load, table)
@@ -106,12 +106,14 @@ def bands(size: int) -> list[range]:
     return [range(a + 1, b + 1) for a, b in pairwise([0, *edges])]
 
 
-def _best_k(cost: CostModel, acceptance: Sequence[float], band: range, current: int, k_max: int, serving: bool) -> int:
+def _best_k(
+    cost: CostModel, acceptance: Sequence[float], band: range, current: int, ks: Sequence[int], serving: bool
+) -> int:
     sizes = band[:: max(1, len(band) // _SAMPLED)]
-    seconds = [sum(cost.seconds(batch, k, paused=False) / batch for batch in sizes) for k in range(k_max + 1)]
-    rates = [tokens_per_step(acceptance, k) / s for k, s in enumerate(seconds)]
-    top = max(range(k_max + 1), key=rates.__getitem__)
-    return current if serving and rates[top] < _K_MARGIN * rates[current] else top
+    seconds = {k: sum(cost.seconds(batch, k, paused=False) / batch for batch in sizes) for k in ks}
+    rates = {k: tokens_per_step(acceptance, k) / s for k, s in seconds.items()}
+    top = max(ks, key=rates.__getitem__)
+    return current if serving and rates[top] < _K_MARGIN * rates.get(current, 0.0) else top
 
 
 def phase_speedup(

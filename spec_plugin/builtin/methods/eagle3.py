@@ -77,7 +77,12 @@ class Eagle3Method:
         """
         if config.method != "eagle3":
             return None
-        shape, tensors = starting_draft(config, target)
+        try:
+            shape, tensors = starting_draft(config, target)
+        except SpecConfigError:
+            if config.draft is not None and not config.train:
+                return None  # one that cannot be trained may still be served as it is
+            raise
         draft = StartingDraft(shape, tensors)
         if found := unloadable(shape, target.load_format, target.device_type):
             raise SpecConfigError(found)

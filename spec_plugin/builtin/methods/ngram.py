@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from spec_plugin.builtin.methods.tables import common_settings
+from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_draft
 from spec_plugin.config import SpecConfig
-from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
 
-#: options that say something of a draft that is trained
-_OF_A_DRAFT = ("draft", "draft_vocab_size", "aux_layers")
 #: length of the end of the text that is looked up: from the longest down to the shortest
 LONGEST, SHORTEST = 4, 2
 
@@ -31,9 +28,7 @@ class NgramMethod:
         """
         if config.method != "ngram":
             return None
-        for name in _OF_A_DRAFT:
-            if (value := getattr(config, name)) is not None:
-                raise SpecConfigError(f"spec.{name}={value!r}: the method ngram has no draft model; leave it out")
+        refuse_options_of_a_draft(config)
         settings = {
             "method": "ngram",
             **common_settings(config, target),

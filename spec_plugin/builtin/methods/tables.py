@@ -5,16 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 
 
-def common_settings(config: SpecConfig, target: TargetInfo) -> dict[str, Any]:
-    """The part of vLLM's ``speculative_config`` that is the same for all; the table makes k changeable while it runs."""
+def common_settings(config: SpecConfig, target: TargetInfo, whole: bool = False) -> dict[str, Any]:
+    """The part of vLLM's ``speculative_config`` that is the same for all; the table makes k changeable while it runs.
+
+    Args:
+        config: the options.
+        target: the engine's.
+        whole: only 0 and ``spec.k`` can be drafted.
+    """
+    table = [(1, target.max_num_seqs, config.k)] if whole else every_k(target.max_num_seqs, config.k)
     return {
         "num_speculative_tokens": config.k,
-        "num_speculative_tokens_per_batch_size": every_k(target.max_num_seqs, config.k),
+        "num_speculative_tokens_per_batch_size": table,
         "rejection_sample_method": config.rejection_sample_method,
     }
+
+
+#: options that say something of a draft model
+_OF_A_DRAFT = ("draft", "draft_vocab_size", "aux_layers")
+
+
+def refuse_options_of_a_draft(config: SpecConfig) -> None:
+    """For a method without one.
+
+    Raises:
+        SpecConfigError: naming the first that is set.
+    """
+    for name in _OF_A_DRAFT:
+        if (value := getattr(config, name)) is not None:
+            raise SpecConfigError(f"spec.{name}={value!r}: the method {config.method} has no draft model; leave it out")
 
 
 def every_k(largest: int, k: int) -> list[tuple[int, int, int]]:

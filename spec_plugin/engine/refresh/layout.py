@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ def draft_layout(draft: nn.Module, target: nn.Module) -> Layout:
     # EAGLE loaders add "model." to what they read; vLLM's interface of targets declares the attribute, too, for any model
     eagle = "has_own_embed_tokens" in vars(draft) or "Eagle" in type(draft).__name__
     one_layer = eagle and hasattr(draft, "draft_id_to_target_id")
+    spelt = partial(_checkpoint_name, one_layer=one_layer) if eagle else _unmapped(draft)
     config = getattr(draft, "config", None)
     slots: dict[str, Slot] = {}
     shared: dict[str, str] = {}
@@ -84,7 +86,7 @@ def draft_layout(draft: nn.Module, target: nn.Module) -> Layout:
                 continue
             storage = _storage(parameter)
             if storage in theirs:
-                shared[_checkpoint_name(qualified, eagle, one_layer)] = theirs[storage]
+                shared[spelt(qualified)] = theirs[storage]
                 continue
             if storage in seen:  # tied inside the draft: one name is enough
                 continue
@@ -93,7 +95,7 @@ def draft_layout(draft: nn.Module, target: nn.Module) -> Layout:
                 problem = f"{qualified} is {parameter.dtype}: a quantized draft cannot be refreshed"
             own[qualified] = parameter
             for slot in _slots(module, path, leaf, parameter):
-                name = _checkpoint_name(slot.name, eagle, one_layer)
+                name = spelt(slot.name)
                 slots[name] = Slot(**{**vars(slot), "name": name})
     vocab = int(getattr(config, "vocab_size", 0) or 0)
     pruned = int(getattr(config, "draft_vocab_size", 0) or vocab) != vocab
@@ -107,9 +109,28 @@ def _storage(parameter: Tensor) -> int:
     return parameter.untyped_storage().data_ptr()
 
 
-def _checkpoint_name(name: str, eagle: bool, one_layer: bool) -> str:
-    if not eagle:
-        return name
+def _unmapped(draft: nn.Module) -> Callable[[str], str]:
+    """From running names to those of checkpoints, by the renaming that the draft's own loader applies (MTP drafts do)."""
+    mapper: Any = vars(draft).get("hf_to_vllm_mapper")
+    if mapper is None:
+        return str
+    renamings = (getattr(mapper, f"orig_to_new_{of}") for of in ("prefix", "substr"))
+    prefixes, parts = ({old: new for old, new in names.items() if new is not None} for names in renamings)
+    # less the stacking of q, k, v: slots are told apart already
+    forward = type(mapper)(orig_to_new_prefix=prefixes, orig_to_new_substr=parts)
+
+    def name_of(running: str) -> str:
+        name = next(
+            (old + running.removeprefix(new) for old, new in prefixes.items() if running.startswith(new)), running
+        )
+        for old, new in parts.items():
+            name = name.replace(new, old)
+        return name if forward._map_name(name) == running else running
+
+    return name_of
+
+
+def _checkpoint_name(name: str, one_layer: bool) -> str:
     name = name.removeprefix("model.")
     if name == "draft_id_to_target_id":
         return "d2t"

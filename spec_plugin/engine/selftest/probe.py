@@ -90,8 +90,10 @@ def _read(index: int, output: Any, n: int) -> Sampled:
     return Sampled(index, tuple(output.token_ids), logprobs, top, top_ids, rank)
 
 
-async def calibrate(probe: Probe, prompts: Sequence[Sequence[int]], k: int, entries: int, deadline: float) -> None:
-    """Have the engine decode at several batch sizes with 0, 1, 3 and k drafted tokens: its step log tells what that takes.
+async def calibrate(
+    probe: Probe, prompts: Sequence[Sequence[int]], ks: Sequence[int], entries: int, deadline: float
+) -> None:
+    """Have the engine decode at several batch sizes with so many drafted tokens: its step log tells what that takes.
 
     The kinds take turns, and so do the batch sizes, so that a busy moment of the machine meets all of them. With 0 the draft
     is paused, as it is when no batch size speculates. Smallest and fullest batch first: between them a model can guess,
@@ -100,7 +102,7 @@ async def calibrate(probe: Probe, prompts: Sequence[Sequence[int]], k: int, entr
     Args:
         probe: the engine.
         prompts: short prompts.
-        k: most tokens drafted per step.
+        ks: tokens drafted per step, 0 among them.
         entries: length of the engine's schedule, max_num_seqs + 1.
         deadline: ``time.perf_counter()`` after which no batch begins that would, by the one before, not end in time.
     """
@@ -113,7 +115,7 @@ async def calibrate(probe: Probe, prompts: Sequence[Sequence[int]], k: int, entr
             begin = time.perf_counter()
             if begin + took.get(batch, latest) > deadline:
                 return
-            for width in dict.fromkeys((0, 1, min(3, k), k)):
+            for width in ks:
                 table = [width] * entries
                 await set_schedule(probe.engine, table)
                 await pause_idle_draft(probe.engine, table)

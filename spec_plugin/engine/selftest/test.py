@@ -94,6 +94,7 @@ async def run_self_test(
     limit: float | None = None,
     score: Score | None = None,
     max_num_seqs: int,
+    whole: bool = False,
 ) -> SelfTestReport:
     """Test a running engine; never raises for what the engine does, every trouble is a failed check.
 
@@ -109,13 +110,17 @@ async def run_self_test(
         limit: hard limit in seconds; none: ``seconds``.
         score: the trainer's own teacher-forced log-probs, used beside the engine's.
         max_num_seqs: the engine's.
+        whole: can only 0 and k tokens be drafted.
     """
     limit = seconds if limit is None else limit
     test = _SelfTest(engine, prompts, sampling, k, vocab_size, alpha, seconds, limit, score, max_num_seqs)
+    test.timed = (0, k) if whole else tuple(dict.fromkeys((0, 1, min(3, k), k)))
     return await test.run()
 
 
 class _SelfTest:
+    timed: Sequence[int]  # tokens per step of which it is measured what they cost
+
     def __init__(
         self,
         engine: AsyncLLM,
@@ -297,7 +302,7 @@ class _SelfTest:
     async def _calibrate(self, entries: int) -> None:
         now = time.perf_counter()
         deadline = max(self.begin + 0.9 * self.seconds, now + CALIBRATED_FOR * self.seconds)
-        work = calibrate(self.probe, self.prompts, self.k, entries, deadline)
+        work = calibrate(self.probe, self.prompts, self.timed, entries, deadline)
         try:
             await take_steps(self.engine)  # those of the checks: another k for each half of a batch
             await asyncio.wait_for(work, max(0.01, min(self.begin + self.limit, deadline + self.seconds) - now))

@@ -321,3 +321,18 @@ def test_loss_masks():
     one(judge.response_lengths(masks("prrrrrr"), Trace().events), "6 tokens marked")
     one(judge.response_lengths(masks("prrrrrp"), Trace().events), "not the end")
     one(judge.response_lengths(masks("rrrrr"), Trace().events), "not the end")
+
+
+def remembered(hook: str, **what):
+    return {"hook": hook, "session": "a", "event": 0, **what}
+
+
+def test_a_memory_that_does_not_come_back_is_seen():
+    first = [remembered("spec_rollout_start"), remembered("spec_rollouts", rollouts=4), remembered("spec_save")]
+    second = [remembered("spec_recall", rollouts=4), remembered("spec_rollout_start")]
+    assert judge.recalled(first, second) == []
+    assert judge.recalled(first[:2], second) == ["spec_save was never fired before the kill"]
+    assert judge.recalled(first[:1], second) == ["the method was told of no rollout before the kill"]
+    assert judge.recalled(first, second[1:]) == ["the resumed run never asked what to remember"]
+    empty = [remembered("spec_recall", rollouts=0), remembered("spec_rollout_start")]
+    assert judge.recalled(first, empty) == ["the resumed run had nothing to remember"]

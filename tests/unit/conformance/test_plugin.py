@@ -114,3 +114,17 @@ def test_the_kit_is_not_imported_by_the_recorder(warm_run):
     code = "import sys, spec_plugin.conformance.recorder; print('pytest' in sys.modules)"
     done = warm_run("-c", code, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_options_of_the_plugin_are_read_and_judged_before_anything_runs():
+    from spec_plugin.conformance.plugin import options_of
+
+    assert options_of(["method=suffix", "k=4", "train=false"]) == {"method": "suffix", "k": 4, "train": False}
+    for words, said in (
+        (["k"], "expected NAME=VALUE"),
+        (["metod=x"], "did you mean --spec method"),
+        (["k=99"], "1 <= "),
+    ):
+        with pytest.raises(pytest.UsageError) as refused:
+            options_of(words)
+        assert said in str(refused.value) or "less than or equal" in str(refused.value)

@@ -19,6 +19,8 @@ from spec_plugin.events import (
     WeightSync,
 )
 from spec_plugin.manager import create_manager
+from spec_plugin.method import Method
+from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 
 
@@ -37,6 +39,8 @@ def test_every_hook_of_a_session_is_recorded_and_nothing_fails(tmp_path):
     step(session, 0, tmp_path / "a")
     assert not session.failed, session.failure
     session.audit(EngineState("synced", 0, 0, "d", "t"))
+    session.recall()
+    session.rollouts([Rollout(b"", b"\0\0\0\0")])
     trace = read_trace(tmp_path / "r")
     from spec_plugin import hookspecs
 
@@ -124,3 +128,12 @@ def test_saving_breaks_when_a_checkpoint_comes(tmp_path):
     tour.spec_rollout_end(stats=RolloutStats(0, 2, 10, 1.0, 9))
     session.save(tmp_path / "checkpoint")
     assert "spec_save broken" in str(session.failure)
+
+
+def test_a_method_without_a_draft_is_not_asked_for_what_it_never_fires(tmp_path):
+    tour = FaultTour(str(tmp_path))
+    tour.spec_configure(method=Method("looked up", {}, ready=True))
+    (begins,) = read_tour(tmp_path)
+    assert set(TOUR) - set(begins["stops"]) == {"spec_refreshed", "spec_target_forward"}
+    assert "spec_weight_sync was never reached" in judge.faults([begins])
+    assert not any("spec_refreshed" in problem for problem in judge.faults([begins]))

@@ -1,0 +1,149 @@
+"""Multi-token prediction: the layer that a target was trained with to predict one token more, as a draft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draft_training.config import DraftConfigError, Rope
+
+if TYPE_CHECKING:  # a draft is judged without torch, whose import takes seconds
+    import torch
+    from torch import Tensor
+
+    from draft_training.mtp_module import MtpLayer
+
+#: architectures (config.json) whose layer can be trained here
+TRAINED = ("MiMoForCausalLM",)
+#: of the layer's tensors in a checkpoint; the engine renames them when it reads them
+PREFIX = "model.mtp_layers.0."
+#: of the file, not of the shape
+_OF_THE_FILE = ("dtype", "torch_dtype", "transformers_version")
+
+
+@dataclass(frozen=True)
+class MtpShape:
+    """MiMo's layer (MiMo technical report, arXiv 2505.07608, section 2.2), as vLLM's ``mimo_mtp.py`` runs it.
+
+    It reads the residual stream that enters the target's final norm, and feeds its own output back for each further token.
+    """
+
+    hf: Mapping[str, Any]  # the target's config.json
+
+    @classmethod
+    def from_target(cls, hf: Mapping[str, Any]) -> MtpShape:
+        """That of a target.
+
+        Raises:
+            DraftConfigError: if it has no such layer, or one that cannot be trained here.
+        """
+        (architecture, *_) = hf.get("architectures") or ("none",)
+        if architecture not in TRAINED:
+            raise DraftConfigError(
+                f"the MTP layer of {architecture} cannot be trained yet, only that of {', '.join(TRAINED)}: set spec.train=false "
+                "to serve it as it is, or use another method"
+            )
+        if int(hf.get("num_nextn_predict_layers") or 0) != 1:
+            raise DraftConfigError(
+                f"num_nextn_predict_layers={hf.get('num_nextn_predict_layers')} in the target's config.json: one MTP layer can "
+                "be trained; use another method"
+            )
+        shape = cls({name: value for name, value in hf.items() if name not in _OF_THE_FILE})
+        Rope.from_hf(shape.hf)  # refuses what the layer does not know
+        return shape
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.hf["vocab_size"])
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """V: never pruned."""
+        return self.vocab_size
+
+    @property
+    def pruned(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the target's."""
+        return int(self.hf["hidden_size"])
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key and value heads, and the width of each."""
+        heads = int(self.hf["num_attention_heads"])
+        width = int(self.hf.get("head_dim") or self.hidden_size // heads)
+        return heads, int(self.hf.get("num_key_value_heads") or heads), width
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the layer has."""
+        h, (heads, kv, width) = self.hidden_size, self.heads
+        attention = (2 * h + 1) * heads * width + 2 * (h + 1) * kv * width
+        return 2 * h * h + attention + 3 * h * int(self.hf["intermediate_size"]) + 5 * h
+
+    def of_checkpoint(self, folder: Path) -> dict[str, Tensor] | None:
+        """The layer that the target's own checkpoint holds, by its names there; None if it holds none.
+
+        Raises:
+            DraftConfigError: if what it holds is not this layer.
+            CheckpointError: if a file cannot be read.
+        """
+        from draft_training.checkpoint import read_tensors
+
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            places = json.loads(index.read_text())["weight_map"]
+            files = sorted({folder / file for name, file in places.items() if name.startswith(PREFIX)})
+        else:
+            files = sorted(folder.glob("*.safetensors"))
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            tensors |= read_tensors(file, lambda name: name.startswith(PREFIX))
+        if not tensors:
+            return None
+        self.check(tensors)
+        return tensors
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> MtpLayer:
+        """The module."""
+        from draft_training.mtp_module import MtpLayer
+
+        return MtpLayer(self, device, dtype)
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ``DraftConfigError`` unless names and shapes are those of the layer."""
+        import torch
+
+        from draft_training.draft import refuse_others
+
+        refuse_others(self.build("meta", torch.float32).state_dict(), tensors)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The target's config.json."""
+        return dict(self.hf)
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
+        """The layer alone; returns the digest."""
+        from draft_training.checkpoint import digest, write_json, write_tensors
+
+        self.check(tensors)
+        write_json(folder / "config.json", self.to_hf())
+        write_tensors(folder / "model.safetensors", tensors)
+        return digest(tensors)
+
+    def read(self, folder: Path) -> tuple[MtpShape, dict[str, Tensor]]:
+        """What ``write`` wrote."""
+        from draft_training.checkpoint import read_json, read_tensors
+
+        shape = MtpShape.from_target(read_json(folder / "config.json"))
+        tensors = read_tensors(folder / "model.safetensors")
+        shape.check(tensors)
+        return shape, tensors

@@ -1,0 +1,94 @@
+"""MtpLayer: MiMo's layer in plain torch, the same maths as vLLM's ``mimo_mtp.py``, behind the interface of a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draft_training.attention import packed_attention, rotate
+from draft_training.batch import PackedBatch
+from draft_training.config import Rope
+from draft_training.layers import Linear, RMSNorm
+from draft_training.model import rotary
+from draft_training.mtp import PREFIX
+
+if TYPE_CHECKING:
+    from draft_training.mtp import MtpShape
+
+
+class MtpLayer(nn.Module):
+    """The policy's embedding and head come as arguments; parameters carry the names of checkpoints."""
+
+    def __init__(self, config: MtpShape, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.rope = config, Rope.from_hf(config.hf)
+        h, inner, eps = config.hidden_size, int(config.hf["intermediate_size"]), float(config.hf["rms_norm_eps"])
+        heads, kv, width = config.heads
+        with torch.device(device):
+            for name in ("token", "hidden", "input", "post_attention", "final"):
+                setattr(self, f"{name}_layernorm", RMSNorm(h, eps))
+            self.input_proj = Linear(2 * h, h)
+            self.self_attn, self.mlp = nn.Module(), nn.Module()
+            for name, outputs in (("q", heads * width), ("k", kv * width), ("v", kv * width)):
+                linear = Linear(h, outputs)
+                linear.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32))
+                setattr(self.self_attn, f"{name}_proj", linear)
+            self.self_attn.o_proj = Linear(heads * width, h)
+            self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj = (
+                Linear(h, inner),
+                Linear(h, inner),
+                Linear(inner, h),
+            )
+        self.to(device=device, dtype=dtype)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """By the names of checkpoints."""
+        tensors = super().state_dict(*args, **kwargs)
+        return {PREFIX + name: t for name, t in tensors.items()}
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator, std: float = 0.02) -> None:
+        """Matrices from ``generator`` (on the CPU, so that every device gets the same layer), norms one, biases zero."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                noise = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+                parameter.copy_(noise.normal_(0.0, std, generator=generator))
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    def head(self, lm_head: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The policy's, [V, H]."""
+        return lm_head.detach(), None
+
+    def states(self, batch: PackedBatch, embed: Tensor, steps: int) -> Iterator[Tensor]:
+        """The final norm's output [N, H] of each step, which is also what the next one reads, as in the engine."""
+        layer: Any = self
+        dtype = self.input_proj.weight.dtype
+        positions = torch.cat([torch.arange(n, device=embed.device) for n in batch.lengths])
+        hidden, next_ids = batch.aux.detach().to(dtype), batch.next_ids(steps)
+        past: list[tuple[Tensor, Tensor]] = []
+        for j in range(steps):
+            embeds = F.embedding(next_ids[j], embed.detach()).to(dtype)
+            embeds = embeds.masked_fill((positions + j == 0)[:, None], 0.0)  # vLLM: no token stands before the first
+            x = self.input_proj(torch.cat([layer.hidden_layernorm(hidden), layer.token_layernorm(embeds)], dim=-1))
+            x = x + self._attend(layer.input_layernorm(x), positions + j, batch.lengths, past)
+            normed = layer.post_attention_layernorm(x)
+            mlp = layer.mlp
+            hidden = layer.final_layernorm(x + mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed)))
+            yield hidden
+
+    def _attend(
+        self, x: Tensor, positions: Tensor, lengths: tuple[int, ...], past: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        attention: Any = self.self_attn
+        width, rows = self.config.heads[2], x.shape[0]
+        cos, sin = rotary(self.rope, width, positions, x.dtype)
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = (F.linear(x, part.weight, part.bias).view(rows, -1, width) for part in parts)
+        past.append((rotate(k, cos, sin), v))
+        out: Tensor = attention.o_proj(packed_attention(rotate(q, cos, sin), past, lengths).reshape(rows, -1))
+        return out

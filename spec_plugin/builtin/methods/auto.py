@@ -1,0 +1,74 @@
+"""The auto method: the choice among the others, at start, from the target and from what is installed.
+
+An engine cannot change its method while it runs: vLLM builds the proposer, the KV cache of the draft and the kind of scheduling
+(asynchronous or not) for one of them. So what is chosen here holds for the run, and its break-even decides step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spec_plugin.builtin.methods.draft_model import DraftModelMethod
+from spec_plugin.builtin.methods.eagle3 import Eagle3Method
+from spec_plugin.builtin.methods.frozen import FrozenMethod, kind_of
+from spec_plugin.builtin.methods.mtp import MtpMethod
+from spec_plugin.builtin.methods.ngram import NgramMethod
+from spec_plugin.builtin.methods.suffix import SuffixMethod
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import TargetInfo
+from spec_plugin.hookspecs import hookimpl
+from spec_plugin.method import Method
+
+_PLUGINS: dict[str, Any] = {
+    "mtp": MtpMethod(),
+    "eagle3": Eagle3Method(),
+    "draft_model": DraftModelMethod(),
+    "suffix": SuffixMethod(),
+    "ngram": NgramMethod(),
+    "frozen": FrozenMethod(),
+}
+
+
+class AutoMethod:
+    """A layer that the target brought knows something at once; a draft that learns fits every dense target; a look-up any."""
+
+    @hookimpl
+    def spec_method(self, config: SpecConfig, target: TargetInfo) -> Method | None:
+        """The first that can; ``Method.why`` says in one line why it, and why not those before it.
+
+        Raises:
+            SpecConfigError: if a draft was given that none takes.
+        """
+        if config.method != "auto":
+            return None
+        passed: list[str] = []
+        for name, why in self._in_order(config):
+            wanted = config.model_copy(update={"method": name})
+            try:
+                found: Method | None = _PLUGINS[name].spec_method(wanted, target)
+            except SpecConfigError as error:
+                if config.draft is not None:
+                    raise
+                passed.append(f"{name} cannot: {error}")
+                continue
+            if found is not None and (found.ready or (found.newborn and name != "mtp")):
+                return replace(found, why="; ".join([why, *passed]))
+            passed.append(f"{name} cannot: the target's layer knows nothing yet")
+        raise SpecConfigError("spec.method='auto': no method can draft for this target: " + "; ".join(passed))
+
+    @staticmethod
+    def _in_order(config: SpecConfig) -> Iterator[tuple[str, str]]:
+        if config.draft is not None:
+            kind, _ = kind_of(Path(config.draft))
+            own = kind in _PLUGINS and config.train
+            yield (kind if own else "frozen"), f"spec.draft is of the kind {kind}"
+            return
+        if config.train:
+            yield "mtp", "the target brings a layer for it, which knows something at once"
+            yield "eagle3", "a draft that learns along the run, born in it"
+        yield "suffix", "nothing to train, and prompts come back"
+        yield "ngram", "nothing to train"

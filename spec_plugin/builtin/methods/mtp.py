@@ -1,0 +1,75 @@
+"""The mtp method: the layer drafts that the target was trained with to predict one token more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draft_training.config import DraftConfigError
+from draft_training.mtp import TRAINED, MtpShape
+from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_draft
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import TargetInfo
+from spec_plugin.hookspecs import hookimpl
+from spec_plugin.method import Method, StartingDraft
+
+
+class MtpMethod:
+    """Multi-token prediction (Gloeckle et al., arXiv 2404.19737; as in DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    Trainers drop the layer when they load the policy, and no weight sync brings it: without a refresh it stays what it was
+    before the run. Here it is trained on, and sent with each sync.
+    """
+
+    @hookimpl
+    def spec_method(self, config: SpecConfig, target: TargetInfo) -> Method | None:
+        """A target that has such a layer; one that cannot be trained is served as it is, with ``spec.train=false``.
+
+        Raises:
+            SpecConfigError: naming the option, or what the target lacks.
+        """
+        if config.method != "mtp":
+            return None
+        refuse_options_of_a_draft(config)
+        settings = {
+            "method": "mtp",
+            **common_settings(config, target),
+            "draft_sample_method": config.draft_sample_method,
+        }
+        (architecture, *_) = target.hf_config.get("architectures") or ("none",)
+        if architecture not in TRAINED and not config.train:
+            return self._as_it_is(settings, target, architecture)
+        draft = self._starting_draft(target)
+        return Method(
+            name="mtp",
+            settings=settings,
+            harvest=(int(target.hf_config["num_hidden_layers"]),),
+            draft=draft,
+            ready=draft.tensors is not None,
+        )
+
+    @staticmethod
+    def _as_it_is(settings: dict[str, object], target: TargetInfo, architecture: str) -> Method:
+        if target.load_format == "dummy":
+            raise SpecConfigError(
+                f"spec.method='mtp' with load_format=dummy: the engine would draft with noise, since nothing can send it the MTP "
+                f"layer of {architecture}: set the engine's load_format to auto"
+            )
+        return Method(name="mtp", settings=settings, ready=True)
+
+    @staticmethod
+    def _starting_draft(target: TargetInfo) -> StartingDraft:
+        from draft_training.checkpoint import CheckpointError
+
+        try:
+            shape = MtpShape.from_target(target.hf_config)
+            tensors = shape.of_checkpoint(Path(target.path))
+        except (DraftConfigError, CheckpointError, OSError, KeyError) as error:
+            raise SpecConfigError(f"spec.method='mtp' cannot draft for this target: {error}") from error
+        if tensors is None and target.load_format != "dummy":
+            raise SpecConfigError(
+                f"spec.method='mtp': {target.path} holds no tensors named model.mtp_layers.0.…, which the engine wants: take a "
+                "checkpoint that has them (a trainer that loads and saves one drops them), or set the engine's "
+                "load_format=dummy for a new layer"
+            )
+        return StartingDraft(shape, tensors)

@@ -1,0 +1,145 @@
+"""The suffix method: drafts are what was sampled before, above all in answer to the same prompt in the last epoch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_draft
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import TargetInfo
+from spec_plugin.hookspecs import hookimpl
+from spec_plugin.method import Method
+from spec_plugin.rollouts import Latest, Rollout
+
+logger = logging.getLogger(__name__)
+
+#: vLLM takes the trees from there
+PACKAGE = "arctic_inference"
+INSTALL = (
+    "pip install 'nanobind==2.9.2' cmake, then pip install --no-deps --no-build-isolation 'arctic-inference==0.3.0' (half a "
+    "minute, with a C++20 compiler; with build isolation it would fetch a torch of its own)"
+)
+#: longest end of the text that is looked up, and longest draft
+_DEPTH = 24
+_FILE = "rollouts.safetensors"
+
+
+class SuffixMethod:
+    """SuffixDecoding (Oliaro et al., arXiv 2411.04975) with a tree for each prompt, kept over epochs and in checkpoints.
+
+    Nothing is trained. In the first epoch there is little to find; from the second on a rollout is drafted from those of the
+    same prompt in the epochs before. The first actor rank keeps what all engines have sampled, tells each what the others
+    have, and writes it into the checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._latest: Latest | None = None
+        self._rollouts: dict[int, Rollout] = {}
+        self._numbers, self._phase = count(), 0
+
+    @hookimpl
+    def spec_method(self, config: SpecConfig, target: TargetInfo) -> Method | None:
+        """Any target, any k; served from the first rollout, as long as it pays.
+
+        Raises:
+            SpecConfigError: if options of a draft are set, or the package with the trees is missing.
+        """
+        if config.method != "suffix":
+            return None
+        refuse_options_of_a_draft(config)
+        if importlib.util.find_spec(PACKAGE) is None:
+            raise SpecConfigError(f"spec.method='suffix' needs the package arctic-inference: {INSTALL}")
+        settings = {
+            "method": "suffix",
+            **common_settings(config, target),
+            "suffix_decoding_max_tree_depth": _DEPTH,
+            "suffix_decoding_max_cached_requests": 0,  # by vLLM's own cache, in the place of which ours is put
+        }
+        return Method(
+            "suffix",
+            settings,
+            ready=True,
+            ragged=True,
+            proposer="spec_plugin.engine.suffix.proposer:prepare",
+            proposer_options={"most_tokens": config.memory_tokens},
+            remembers=True,
+        )
+
+    @hookimpl
+    def spec_configure(self, config: SpecConfig) -> None:
+        """How much to remember."""
+        self._latest = Latest(config.memory_tokens)
+
+    @hookimpl
+    def spec_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """Keep the latest."""
+        self._phase += 1
+        for rollout in rollouts:
+            self._keep(rollout)
+
+    def _keep(self, rollout: Rollout) -> None:
+        assert self._latest is not None
+        number = next(self._numbers)
+        self._rollouts[number] = rollout
+        for _, old in self._latest.add(rollout.prompt, number, rollout.tokens, self._phase):
+            del self._rollouts[old]
+
+    @hookimpl
+    def spec_recall(self) -> Sequence[Rollout] | None:
+        """All of them."""
+        assert self._latest is not None
+        return [self._rollouts[number] for _, number in self._latest] if self._rollouts else None
+
+    @hookimpl
+    def spec_metrics(self) -> dict[str, float]:
+        """How much is remembered."""
+        return {"spec/memory_tokens": float(self._latest.tokens)} if self._latest and self._phase else {}
+
+    @hookimpl
+    def spec_save(self, path: Path) -> None:
+        """All of them, as one file that appears whole or not at all."""
+        if not self._phase:
+            return
+        from safetensors.numpy import save_file
+
+        kept = self.spec_recall() or ()
+        tokens = np.frombuffer(b"".join(part for r in kept for part in (r.prompt, r.response)), dtype=np.int32)
+        lengths = np.array([[len(r.prompt) // 4, len(r.response) // 4] for r in kept], dtype=np.int64).reshape(-1, 2)
+        path.mkdir(parents=True, exist_ok=True)
+        fresh = path / f".{_FILE}.{os.getpid()}"
+        save_file({"tokens": tokens.copy(), "lengths": lengths}, fresh, {"format": json.dumps({"version": 1})})
+        os.replace(fresh, path / _FILE)
+
+    @hookimpl
+    def spec_load(self, path: Path) -> None:
+        """What was saved; a file that cannot be read costs what was remembered, and no more."""
+        if self._latest is None or not (path / _FILE).exists():
+            return
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        try:
+            found = load_file(path / _FILE)
+            tokens, lengths = found["tokens"], found["lengths"]
+            if tokens.dtype != np.int32 or (lengths < 0).any() or lengths.sum() != len(tokens):
+                raise ValueError("the lengths do not add up")
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            logger.warning(
+                "spec-plugin: the remembered rollouts in %s cannot be read, so they are lost: %s", path, error
+            )
+            return
+        self._phase += 1
+        at = 0
+        for prompt, response in lengths.tolist():
+            middle, end = at + prompt, at + prompt + response
+            self._keep(Rollout(tokens[at:middle].tobytes(), tokens[middle:end].tobytes()))
+            at = end

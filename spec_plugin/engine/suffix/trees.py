@@ -1,0 +1,204 @@
+"""One suffix tree for each prompt, kept over epochs: what a policy answered last time is most of what it answers now.
+
+vLLM's own cache has a tree for each request, of its prompt alone, and one of all responses for all (SuffixDecoding, Oliaro et
+al., arXiv 2411.04975). In RL the same prompts come back each epoch, to a policy that has hardly moved. The samples of one
+group are no help to each other, since they are decoded side by side; those of the last epoch are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, KeysView, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spec_plugin.rollouts import Latest, Rollout
+
+Ids = NDArray[np.int32]
+
+#: of the end of the prompt: context for the first tokens of the response
+_TAIL = 12
+#: share of the tokens that the tree of all prompts together may hold, for prompts that are seen for the first time
+_SHARED = 1 / 16
+
+
+@dataclass
+class _Drafted:
+    """What vLLM's proposer reads of a proposal."""
+
+    token_ids: list[int]
+
+
+@dataclass
+class _Tree:
+    """The tree of one prompt, as long as it has sequences."""
+
+    tree: Any
+    sequences: int = 0
+
+
+@dataclass
+class _Active:
+    """A request that is sampled now."""
+
+    prompt: bytes
+    number: int  # of its sequence, in the tree of its prompt and in the one of all
+    response: list[int] = field(default_factory=list)
+    shadow: list[int] | None = None  # what would have been drafted in this round, if k were not 0
+    accepted: int = 0  # of it
+
+
+class PromptTrees:
+    """In the place of ``arctic_inference``'s ``SuffixDecodingCache``, with the part of its interface that vLLM calls.
+
+    While k is 0 it goes on learning, and counts what drafting would have accepted (``take_shadow``): a draft from a look-up
+    is accepted if and only if it is what was sampled, so the count is that of real rounds.
+    """
+
+    #: vLLM asks before a request starts whether its number is taken
+    cached_requests: tuple[Hashable, ...] = ()
+
+    def __init__(self, depth: int, width: int, most_tokens: int) -> None:
+        """Begin with no tree.
+
+        Args:
+            depth: longest end of the text that is looked up, and longest draft.
+            width: most tokens that the engine drafts.
+            most_tokens: of all rollouts that are kept; a tree takes some hundred bytes for each.
+        """
+        from arctic_inference.suffix_decoding import _C
+
+        self._native: Any = _C
+        self._depth, self._width = depth, width
+        self._most = most_tokens
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew; vLLM starts a request that is sampled now once more."""
+        self._latest = Latest(self._most)
+        self._trees: dict[bytes, _Tree] = {}
+        self._active: dict[Hashable, _Active] = {}
+        self._shared, self._in_shared = self._new_tree(), deque[tuple[int, int]]()
+        self._shared_tokens = self._numbers = self._phase = 0
+        self._fresh: list[Rollout] = []
+        self._rounds, self._would = 0, [0] * self._width
+
+    def _new_tree(self) -> Any:
+        return self._native.SuffixTree(self._depth)
+
+    @property
+    def active_requests(self) -> KeysView[Hashable]:
+        """Those that have started and not stopped."""
+        return self._active.keys()
+
+    def start_request(self, request: Hashable, prompt: Ids) -> None:
+        """A request samples its first token."""
+        key = np.ascontiguousarray(prompt, dtype=np.int32).tobytes()
+        self._active[request] = _Active(key, self._plant(key))
+
+    def add_active_response(self, request: Hashable, tokens: Sequence[int]) -> None:
+        """It has sampled these."""
+        active = self._active[request]
+        active.response += tokens
+        self._trees[active.prompt].tree.extend(active.number, tokens)
+        self._shared.extend(active.number, tokens)
+        for token in tokens:
+            self._compare(active, token)
+
+    def stop_request(self, request: Hashable) -> None:
+        """It is complete."""
+        active = self._active.pop(request)
+        rollout = Rollout(active.prompt, np.asarray(active.response, dtype=np.int32).tobytes())
+        self._fresh.append(rollout)
+        self._keep(rollout, active.number, self._phase)
+
+    def speculate(
+        self,
+        request: Hashable,
+        context: Ids,
+        max_spec_tokens: int,
+        max_spec_factor: float = 1.0,
+        min_token_prob: float = 0.1,
+    ) -> _Drafted:
+        """What probably follows: by the tree of its own prompt, or by the one of all prompts where that is surer.
+
+        Args:
+            request: that has started.
+            context: the end of its text.
+            max_spec_tokens: most tokens; 0: none, but what would have been drafted is compared with what comes.
+            max_spec_factor: most tokens for each that was matched.
+            min_token_prob: share of the occurrences that went on like this.
+        """
+        active = self._active[request]
+        if max_spec_tokens <= 0:
+            if active.shadow is None:
+                active.shadow = self._look_up(active, context, self._width, max_spec_factor, min_token_prob)
+                self._rounds += 1
+            return _Drafted([])
+        active.shadow, active.accepted = None, 0
+        return _Drafted(self._look_up(active, context, max_spec_tokens, max_spec_factor, min_token_prob))
+
+    def take_shadow(self) -> tuple[int, list[int]]:
+        """Rounds that drafting would have taken since the last call, and how many would have accepted each position."""
+        found = self._rounds, self._would
+        self._rounds, self._would = 0, [0] * self._width
+        return found
+
+    def take(self) -> list[Rollout]:
+        """What was sampled since the last call, and the beginning of another phase; nothing must be sampled now."""
+        for request in list(self._active):  # vLLM stops a request when the next one runs
+            self.stop_request(request)
+        self._phase += 1
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def remember(self, rollouts: Iterable[Rollout]) -> None:
+        """What other engines sampled in the phase that was taken last, or a run before this one."""
+        for rollout in rollouts:
+            number = self._plant(rollout.prompt)
+            response = np.frombuffer(rollout.response, dtype=np.int32).copy()  # the tree takes no read-only array
+            self._trees[rollout.prompt].tree.extend_ndarray(number, response)
+            self._shared.extend_ndarray(number, response)
+            self._keep(rollout, number, self._phase - 1)
+
+    def _plant(self, prompt: bytes) -> int:
+        """A new sequence in the tree of its prompt, and in the one of all; its number."""
+        self._numbers += 1
+        ids = np.frombuffer(prompt, dtype=np.int32)
+        mine = self._trees.setdefault(prompt, _Tree(self._new_tree()))
+        mine.sequences += 1
+        mine.tree.extend_ndarray(self._numbers, ids[-_TAIL:].copy())
+        self._shared.extend_ndarray(self._numbers, ids[-1:].copy())
+        return self._numbers
+
+    def _keep(self, rollout: Rollout, number: int, phase: int) -> None:
+        for prompt, old in self._latest.add(rollout.prompt, number, rollout.tokens, phase):
+            self._trees[prompt].tree.remove(old)
+            self._trees[prompt].sequences -= 1
+            if not self._trees[prompt].sequences:
+                del self._trees[prompt]
+        tokens = len(rollout.response) // 4
+        self._in_shared.append((number, tokens))
+        self._shared_tokens += tokens
+        while self._shared_tokens > _SHARED * self._most and self._in_shared:
+            old, tokens = self._in_shared.popleft()
+            self._shared.remove(old)
+            self._shared_tokens -= tokens
+
+    def _look_up(self, active: _Active, context: Ids, most: int, factor: float, least: float) -> list[int]:
+        ends = np.ascontiguousarray(context[-self._depth :], dtype=np.int32)
+        trees = (self._trees[active.prompt].tree, self._shared)
+        found = [tree.speculate_ndarray(ends, most, factor, 0.0, least, False) for tree in trees]
+        return list(max(found, key=lambda draft: draft.score).token_ids)  # the first of equals: its own prompt's
+
+    def _compare(self, active: _Active, token: int) -> None:
+        if active.shadow is None:
+            return
+        if active.accepted < len(active.shadow) and active.shadow[active.accepted] == token:
+            self._would[active.accepted] += 1
+            active.accepted += 1
+        else:  # the token that the target samples at the end of each round
+            active.shadow, active.accepted = None, 0

@@ -1,0 +1,102 @@
+"""Drafts that are served as they are: which kinds are told apart, and what each of them asks of the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from spec_plugin import SpecConfig, SpecConfigError
+from spec_plugin.builtin.break_even.controller import BreakEvenController
+from spec_plugin.engine.lossless import check_speculative_config
+from spec_plugin.events import RolloutStats, SelfTestReport, StepTiming, TargetInfo
+from spec_plugin.manager import create_manager
+from spec_plugin.method import Method
+from spec_plugin.session import method_of
+
+HF = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+KINDS = {
+    "eagle": ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "layers.0.mlp.up_proj.weight"]),
+    "eagle3": ({"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2}, ["fc.weight"]),
+    "dflash": ({"architectures": ["DFlashDraftModel"]}, ["fc.weight"]),
+    "draft_model": ({"architectures": ["GemmaForCausalLM"]}, ["model.embed_tokens.weight"]),
+    "parallel": ({"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2, "pard_token": 3}, ["fc.weight"]),
+}
+
+
+def draft(folder: Path, kind: str) -> str:
+    hf, names = KINDS[kind]
+    (folder / "config.json").write_text(json.dumps(hf))
+    save_file({name: torch.zeros(2) for name in names}, folder / "model.safetensors")
+    return str(folder)
+
+
+def method(folder: str, load_format: str = "auto", **options: Any) -> Method:
+    config = SpecConfig.parse({"draft": folder, "train": False, "k": 4, **options})
+    target = TargetInfo("m", HF, "float32", max_num_seqs=8, load_format=load_format)
+    return method_of(config, target, create_manager((), (), load_entry_points=False))
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_is_told_what_kind_it_is(tmp_path: Path, kind: str, named: bool) -> None:
+    found = method(draft(tmp_path, kind), **({"method": "frozen"} if named else {}))
+    told = found.speculative_config()
+    check_speculative_config(told, device_type="cpu")
+    assert told["method"] == ("eagle3" if kind == "parallel" else kind) and told["model"] == str(tmp_path)
+    assert bool(told.get("parallel_drafting")) == found.whole == (kind == "parallel")
+    assert {k for _, _, k in told["num_speculative_tokens_per_batch_size"]} == ({4} if found.whole else {0, 1, 2, 3, 4})
+    assert found.ready and found.harvest is None and found.draft is None
+
+
+def test_a_whole_model_is_not_made_noise_of(tmp_path: Path) -> None:
+    with pytest.raises(SpecConfigError, match=r"load_format to auto, or spec\.method=draft_model"):
+        method(draft(tmp_path, "draft_model"), load_format="dummy")
+
+
+def test_what_is_trained_is_not_frozen(tmp_path: Path) -> None:
+    with pytest.raises(SpecConfigError, match=r"spec\.train=false"):
+        method(draft(tmp_path, "eagle"), method="frozen", train=True)
+    with pytest.raises(SpecConfigError, match="only LlamaForCausalLMEagle3 drafts can be trained"):
+        method(draft(tmp_path, "eagle"), train=True)
+
+
+@pytest.mark.parametrize("broken", ["nothing", "config", "tensors", "unknown"])
+def test_what_is_no_draft_is_said_to_be_none(tmp_path: Path, broken: str) -> None:
+    draft(tmp_path, "eagle")
+    if broken == "nothing":
+        (tmp_path / "config.json").unlink()
+    elif broken == "config":
+        (tmp_path / "config.json").write_text("{")
+    elif broken == "tensors":
+        (tmp_path / "model.safetensors").write_text("{")
+    else:
+        save_file({"x": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(SpecConfigError, match="is no draft that is known" if broken == "unknown" else "cannot be read"):
+        method(str(tmp_path))
+
+
+def test_a_draft_of_all_tokens_or_none_is_tried_with_all() -> None:
+    controller = BreakEvenController()
+    target = TargetInfo("m", HF, "float32", max_num_seqs=8)
+    controller.spec_configure(SpecConfig.parse({"k": 5}), target, Method("frozen", {}, ready=True, whole=True))
+    steps = [StepTiming(b, k, k == 0, t, 100) for b in (1, 4, 8) for k, t in ((0, 0.010), (5, 0.012))]
+    controller.spec_engine_ready(SelfTestReport((), 1.0, tuple(steps)))
+    assert controller.spec_schedule(0).table == (0,) + (5,) * 8
+    stats = RolloutStats(0, 8, 800, 1.0, 200, 1000, 500, (180, 140, 100, 50, 30), tuple(steps))
+    controller.spec_rollout_end(stats)
+    assert set(controller.spec_schedule(1).table) == {0, 5}

@@ -1,0 +1,158 @@
+"""The layer for multi-token prediction: which targets have one, where it comes from, and what is sent to the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from draft_training import Document, DraftTrainer, HiddenBuffer, TrainSettings
+from draft_training.batch import pack
+from draft_training.mtp import MtpShape
+from spec_plugin import SpecConfig, SpecConfigError
+from spec_plugin.builtin.methods.mtp import MtpMethod
+from spec_plugin.engine.lossless import check_speculative_config
+from spec_plugin.events import TargetInfo
+from spec_plugin.method import Method
+
+HF = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "num_nextn_predict_layers": 1,
+}
+
+
+def layer_of(folder: Path, files: int = 1) -> dict[str, torch.Tensor]:
+    """A checkpoint with a random layer; its tensors, by their names there."""
+    shape = MtpShape.from_target(HF)
+    module = shape.build("cpu", torch.float32)
+    module.reset_parameters(torch.Generator().manual_seed(3))
+    named = {f"model.mtp_layers.0.{n}": p.detach().clone() for n, p in module.named_parameters()}
+    named["model.norm.weight"] = torch.ones(64)
+    names = sorted(named)
+    parts = [names[i::files] for i in range(files)]
+    places = {}
+    for i, part in enumerate(parts):
+        file = "model.safetensors" if files == 1 else f"model-{i}.safetensors"
+        save_file({n: named[n] for n in part}, folder / file)
+        places |= dict.fromkeys(part, file)
+    if files > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return module.state_dict()
+
+
+def method(path: Path | str = "m", hf: dict[str, Any] = HF, load_format: str = "auto", **options: Any) -> Method:
+    target = TargetInfo(str(path), hf, "float32", max_num_seqs=8, load_format=load_format)
+    found = MtpMethod().spec_method(SpecConfig.parse({"method": "mtp", **options}), target)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_the_checkpoints_own_layer_is_served_and_trained_on(tmp_path: Path, files: int) -> None:
+    expected = layer_of(tmp_path, files)
+    found = method(tmp_path)
+    check_speculative_config(found.speculative_config(), device_type="cpu")
+    assert "model" not in found.speculative_config(), "vLLM takes the target's own"
+    assert found.ready and not found.newborn and found.harvest == (5,), "what enters the norm behind the fifth layer"
+    assert found.draft is not None and found.draft.tensors is not None
+    assert found.draft.tensors.keys() == expected.keys()
+    assert all(torch.equal(expected[n], t) for n, t in found.draft.tensors.items())
+    assert "model.mtp_layers.0.self_attn.q_proj.bias" in expected and "model.mtp_layers.0.input_proj.weight" in expected
+    assert found.draft.config.parameters == sum(t.numel() for t in expected.values())
+
+
+def test_a_layer_that_is_not_there_is_born_where_the_trainer_sends_it(tmp_path: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    newborn = method(tmp_path, load_format="dummy")
+    assert newborn.newborn and not newborn.ready
+    with pytest.raises(SpecConfigError, match=r"holds no tensors named model\.mtp_layers"):
+        method(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_nextn_predict_layers": 3}, "one MTP layer can"),
+        ({"num_nextn_predict_layers": None}, "num_nextn_predict_layers=None"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM cannot be trained yet"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_at_once(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    layer_of(tmp_path)
+    with pytest.raises(SpecConfigError, match=said):
+        method(tmp_path, {**HF, **changes})
+
+
+def test_another_layer_than_config_json_says_is_refused(tmp_path: Path) -> None:
+    layer_of(tmp_path)
+    with pytest.raises(SpecConfigError, match=r"tensors do not fit .*expected \(64, 256\)"):
+        method(tmp_path, {**HF, "intermediate_size": 256})
+
+
+def test_others_are_served_as_they_are() -> None:
+    deepseek = {**HF, "architectures": ["DeepseekV3ForCausalLM"]}
+    found = method(hf=deepseek, train=False)
+    assert found.ready and found.harvest is None and found.draft is None
+    with pytest.raises(SpecConfigError, match="load_format to auto"):
+        method(hf=deepseek, train=False, load_format="dummy")
+
+
+def test_it_learns_what_a_policy_says_and_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
+    """A policy that counts: its state is the token's embedding, and what follows is the next embedding's neighbour."""
+    torch.manual_seed(0)
+    shape, vocab = MtpShape.from_target(HF), 96
+    embed = torch.nn.functional.normalize(torch.randn(vocab, 64), dim=1) * 8
+    following = (torch.arange(vocab) * 5 + 1) % vocab
+    buffer, documents = HiddenBuffer(1 << 20, 1 << 30, 0), []
+    for start in range(24):
+        ids = [start]
+        for _ in range(19):
+            ids.append(int(following[ids[-1]]))
+        states = embed[following[torch.tensor(ids)]]
+        documents.append(Document(torch.tensor(ids), states, states, torch.ones(20, dtype=torch.bool), 0))
+    for document in documents[4:]:
+        buffer.add(document)
+    trainer = DraftTrainer(shape, TrainSettings(ttt_steps=3), device="cpu", seed=0)
+    trainer.update_policy(embed, embed.clone(), 0)
+    before = trainer.evaluate(documents[:4], 3).acceptance_length
+    trainer.train_slice(buffer, float("inf"), 60)
+    after = trainer.evaluate(documents[:4], 3).acceptance_length
+    assert before < 1.5 and after > 3.0, (before, after)
+    trainer.save(tmp_path / "draft")
+    resumed = DraftTrainer(shape, TrainSettings(ttt_steps=3), device="cpu", seed=1)
+    resumed.update_policy(embed, embed.clone(), 0)
+    resumed.load(tmp_path / "draft")
+    assert resumed.draft_version == 60
+    ours, theirs = trainer.engine_tensors(), resumed.engine_tensors()
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_no_token_stands_before_the_first() -> None:
+    """vLLM clears the embedding of position 0: whatever token follows the first one changes nothing there."""
+    shape = MtpShape.from_target(HF)
+    layer = shape.build("cpu", torch.float32)
+    layer.reset_parameters(torch.Generator().manual_seed(0))
+    embed, states = torch.randn(96, 64), torch.randn(6, 64)
+
+    def rows(second: int, third: int) -> torch.Tensor:
+        ids = torch.tensor([3, second, third, 6, 7, 8])
+        document = Document(ids, states, states, torch.ones(6, dtype=torch.bool), 0)
+        (step,) = layer.states(pack([document]), embed, 1)
+        return step.detach()
+
+    assert torch.equal(rows(4, 5), rows(40, 5))
+    assert torch.equal(rows(4, 5)[0], rows(4, 50)[0]) and not torch.allclose(rows(4, 5)[1], rows(4, 50)[1])

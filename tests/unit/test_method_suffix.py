@@ -1,0 +1,223 @@
+"""Suffix decoding: what is refused, what the trainer remembers and saves, and the trees of the engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spec_plugin import SpecConfig, SpecConfigError
+from spec_plugin.builtin.break_even.controller import BreakEvenController
+from spec_plugin.builtin.methods import suffix
+from spec_plugin.builtin.methods.suffix import SuffixMethod
+from spec_plugin.engine.lossless import check_speculative_config
+from spec_plugin.events import RolloutStats, TargetInfo
+from spec_plugin.method import Method
+from spec_plugin.rollouts import Rollout
+
+TARGET = TargetInfo("m", {"vocab_size": 64}, "float32", max_num_seqs=16)
+needs_package = pytest.mark.skipif(
+    importlib.util.find_spec(suffix.PACKAGE) is None, reason=f"needs the package with the trees: {suffix.INSTALL}"
+)
+
+
+def ids(*tokens: int) -> bytes:
+    return np.array(tokens, dtype=np.int32).tobytes()
+
+
+def method(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Method:
+    monkeypatch.setattr(suffix.importlib.util, "find_spec", lambda name: object())
+    found = SuffixMethod().spec_method(SpecConfig.parse({"method": "suffix", **options}), TARGET)
+    assert found is not None
+    return found
+
+
+def plugin(**options: Any) -> SuffixMethod:
+    made = SuffixMethod()
+    made.spec_configure(SpecConfig.parse({"method": "suffix", **options}))
+    return made
+
+
+def test_what_the_engine_is_told_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = method(monkeypatch, k=6, memory_tokens=2048)
+    check_speculative_config(found.speculative_config(), device_type="cpu")
+    assert found.ready and found.ragged and found.remembers and found.harvest is None and found.draft is None
+    assert found.worker_settings()["proposer_options"] == {"most_tokens": 2048}
+
+
+def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SpecConfigError, match="arctic-inference: pip install"):
+        SuffixMethod().spec_method(SpecConfig.parse({"method": "suffix"}), TARGET)
+
+
+@pytest.mark.parametrize(("name", "value"), [("draft", "d"), ("draft_vocab_size", 64), ("aux_layers", (1, 2, 3))])
+def test_options_of_a_draft_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    with pytest.raises(SpecConfigError, match=rf"spec\.{name}.*suffix has no draft model"):
+        method(monkeypatch, **{name: value})
+
+
+def test_what_was_sampled_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
+    before = plugin()
+    assert before.spec_recall() is None and before.spec_metrics() == {}
+    before.spec_save(tmp_path / "early")
+    assert not (tmp_path / "early").exists(), "nothing was sampled yet"
+    first = [Rollout(ids(1, 2, 3), ids(4, 5)), Rollout(ids(7), ids()), Rollout(ids(1, 2, 3), ids(6))]
+    before.spec_rollouts(first)
+    before.spec_rollouts([Rollout(ids(9), ids(9, 9))])
+    before.spec_save(tmp_path)
+    assert [f.name for f in tmp_path.iterdir()] == ["rollouts.safetensors"]
+    after = plugin()
+    after.spec_load(tmp_path)
+    assert after.spec_recall() == before.spec_recall() == [first[1], first[0], first[2], Rollout(ids(9), ids(9, 9))]
+    assert after.spec_metrics() == before.spec_metrics() == {"spec/memory_tokens": 13.0}
+
+
+@pytest.mark.parametrize("broken", ["cut", "text", "lengths"])
+def test_a_broken_memory_is_lost_and_said_so(tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture) -> None:
+    saved = plugin()
+    saved.spec_rollouts([Rollout(ids(1, 2), ids(3))])
+    saved.spec_save(tmp_path)
+    (file,) = tmp_path.iterdir()
+    if broken == "cut":
+        file.write_bytes(file.read_bytes()[:-3])
+    elif broken == "text":
+        file.write_text("no tensors")
+    else:
+        from safetensors.numpy import save_file
+
+        lengths = np.array([[1, 7]], dtype=np.int64)
+        save_file({"tokens": np.arange(3, dtype=np.int32), "lengths": lengths}, file)
+    resumed = plugin()
+    resumed.spec_load(tmp_path)
+    assert resumed.spec_recall() is None
+    assert "cannot be read, so they are lost" in caplog.text
+    resumed.spec_rollouts([Rollout(ids(1, 2), ids(3))])
+    assert resumed.spec_recall() == [Rollout(ids(1, 2), ids(3))]
+
+
+def test_no_more_is_kept_than_asked() -> None:
+    small = plugin(memory_tokens=1024)
+    for phase in range(40):
+        small.spec_rollouts([Rollout(ids(phase), ids(*range(100)))])
+    assert small.spec_metrics()["spec/memory_tokens"] == 10 * 101
+    assert [r.prompt for r in small.spec_recall() or ()] == [ids(p) for p in range(30, 40)]
+
+
+def test_what_drafting_would_have_accepted_is_what_the_controller_expects() -> None:
+    controller = BreakEvenController()
+    controller.spec_configure(SpecConfig.parse({"method": "suffix"}), TARGET, Method("suffix", {}, ready=True))
+    shadow = RolloutStats(0, 10, 400, 1.0, shadow_rounds=100, shadow_per_pos=(80, 60, 60))
+    controller.spec_rollout_end(shadow)
+    assert controller.acceptance_curve == (0.8, 0.75, 1.0, 0.0)
+    few = RolloutStats(1, 10, 400, 1.0, shadow_rounds=10, shadow_per_pos=(1, 0, 0))
+    controller.spec_rollout_end(few)
+    assert controller.acceptance_curve == (0.8, 0.75, 1.0, 0.0), "ten rounds say nothing"
+
+
+def trees(most: int = 10_000, width: int = 4) -> Any:
+    from spec_plugin.engine.suffix.trees import PromptTrees
+
+    return PromptTrees(depth=24, width=width, most_tokens=most)
+
+
+def say(memory: Any, name: str, prompt: list[int], response: list[int], k: int) -> tuple[int, int]:
+    """Sample a response by verifying drafts, as the engine does; (rounds, accepted)."""
+    memory.start_request(name, np.array(prompt, dtype=np.int32))
+    at, rounds, accepted = 1, 0, 0
+    memory.add_active_response(name, response[:1])
+    while at < len(response):
+        context = np.array((prompt + response[:at])[-24:], dtype=np.int32)
+        draft = memory.speculate(name, context, max_spec_tokens=k).token_ids
+        assert len(draft) <= k
+        right = 0
+        while right < len(draft) and at + right < len(response) and draft[right] == response[at + right]:
+            right += 1
+        sampled = response[at : at + right + 1]
+        memory.add_active_response(name, sampled)
+        at, rounds, accepted = at + len(sampled), rounds + 1, accepted + right
+    return rounds, accepted
+
+
+@needs_package
+def test_a_prompt_that_comes_back_is_drafted_from_what_was_said_to_it() -> None:
+    rng, memory = random.Random(0), trees()
+    prompts = [[rng.randrange(64) for _ in range(10)] for _ in range(8)]
+    said = [[rng.randrange(64) for _ in range(40)] for _ in prompts]
+    first = [say(memory, f"0-{i}", p, s, k=4) for i, (p, s) in enumerate(zip(prompts, said, strict=True))]
+    taken = memory.take()
+    assert [(r.prompt, r.response) for r in taken] == [(ids(*p), ids(*s)) for p, s in zip(prompts, said, strict=True)]
+    assert memory.take() == []
+    second = [say(memory, f"1-{i}", p, s, k=4) for i, (p, s) in enumerate(zip(prompts, said, strict=True))]
+    assert sum(a for _, a in first) < 30 and sum(r for r, _ in second) <= 8 * 9, (first, second)
+
+
+@needs_package
+def test_other_engines_and_earlier_runs_are_as_good_as_its_own() -> None:
+    prompt, response = list(range(10)), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
+    memory = trees()
+    memory.remember([Rollout(ids(*prompt), ids(*response))])
+    rounds, accepted = say(memory, "r", prompt, response, k=4)
+    assert rounds == 4 and accepted == 12
+    memory.take()
+    memory.forget()
+    assert say(memory, "r", prompt, response, k=4)[1] < 6, "forgotten"
+
+
+@needs_package
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_shadow_counts_what_real_rounds_accept(width: int) -> None:
+    """With k = 0 the same text is walked through as it would have been with drafts: rounds and positions are the same."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(6) for _ in range(6)] for _ in range(6)]
+    said = [[rng.randrange(6) for _ in range(50)] for _ in prompts]
+    again = [[t if rng.random() < 0.8 else rng.randrange(6) for t in s] for s in said]
+    found = []
+    for k in (width, 0):
+        memory = trees(width=width)
+        memory.remember([Rollout(ids(*p), ids(*s)) for p, s in zip(prompts, said, strict=True)])
+        rounds = accepted = 0
+        for i, (p, s) in enumerate(zip(prompts, again, strict=True)):
+            r, a = say(memory, str(i), p, s, k)
+            rounds, accepted = rounds + r, accepted + a
+        shadow_rounds, per_pos = memory.take_shadow()
+        found.append((rounds, accepted) if k else (shadow_rounds, sum(per_pos)))
+        assert k == 0 or shadow_rounds == 0
+        assert memory.take_shadow() == (0, [0] * width)
+    assert found[0] == found[1]
+
+
+@needs_package
+def test_memory_is_bounded_and_trees_go_with_their_last_rollout() -> None:
+    memory, rng = trees(most=1000), random.Random(1)
+    for phase in range(30):
+        prompt = [rng.randrange(64) for _ in range(10)]
+        say(memory, f"r{phase}", prompt, [rng.randrange(64) for _ in range(50)], k=4)
+        memory.take()
+        assert len(memory._trees) <= 17 and memory._latest.tokens <= 1000
+        assert memory._shared_tokens <= 1000 / 16 + 50
+        assert memory._shared.num_seqs() <= 2
+    assert all(t.tree.num_seqs() == t.sequences == 1 for t in memory._trees.values())
+
+
+@needs_package
+def test_the_patch_refuses_a_proposer_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.spec_decode import suffix_decoding
+
+    from spec_plugin.engine.suffix.proposer import prepare
+    from spec_plugin.errors import PatchError
+
+    class Another:
+        def __init__(self, vllm_config: Any) -> None:
+            self.tree = vllm_config
+
+        def propose(self) -> None:
+            del self.tree
+
+    monkeypatch.setattr(suffix_decoding, "SuffixDecodingProposer", Another)
+    with pytest.raises(PatchError, match="does not fit this vLLM"):
+        prepare({})
