@@ -139,6 +139,10 @@ class DraftTrainer:
         yield from self._optimizer.state().values()
         yield from (t for t in (self._embed, self._lm_head) if t is not None)
 
+    def begin_short(self) -> None:
+        """Unroll as for a newborn draft: what was given turned out to know nothing."""
+        self.unroll = Unroll(self.settings.first_steps, self.settings.ttt_steps)
+
     def install(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the draft's weights, converting their dtype; the optimizer's state is kept.
 

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=512)
 #: newest tokens on which each rank judges the draft before it trains on them
 _JUDGED_TOKENS = 1024
+#: tokens a step below which a draft that was given is treated like a newborn one
+KNOWS_NOTHING = 1.2
 #: share of the first text that a newborn draft is judged on, which it therefore does not train on in that slice
 _HELD_BACK = 0.125
 
@@ -142,9 +144,13 @@ class DraftTraining:
             self._trainer.select_vocabulary(self._token_counts)
             self._token_counts = None
         began = time.perf_counter()
-        unseen = self._trainer.draft_version == 0 and self._method.newborn
-        if not unseen:
+        unseen = self._trainer.draft_version == 0
+        if not unseen or not self._method.newborn:
             self._judge(self._buffer.newest(_JUDGED_TOKENS))
+        if unseen and not self._method.newborn:
+            unseen = self._judged is not None and self._judged.acceptance_length < KNOWS_NOTHING
+            if unseen:  # such as a layer that was never trained
+                self._trainer.begin_short()
         # a newborn draft has seen no text of before: some of the first is kept from it, so that it can be judged at once
         tokens = min(_JUDGED_TOKENS, int(_HELD_BACK * self._buffer.stats().tokens)) if unseen else 0
         held = self._buffer.take_newest(tokens)

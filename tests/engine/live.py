@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import os
 import random
 import tempfile
@@ -15,8 +16,11 @@ from typing import Any
 
 import torch
 
+from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.tiny import VOCAB, tiny_config
 from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin.events import TargetInfo
+from spec_plugin.manager import built_in_method
 
 K, MAX_NUM_SEQS = 3, 32
 EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
@@ -90,7 +94,7 @@ class LiveEngine:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.engine = self.run(self._start(skip_patches, extension, options))
+        self.engine = self.run(self._start(skip_patches, extension, dict(options)))
 
     async def _start(self, skip_patches: tuple[str, ...], extension: str, options: dict[str, Any]) -> Any:
         from vllm import AsyncEngineArgs
@@ -105,6 +109,13 @@ class LiveEngine:
             "num_speculative_tokens": K,
             "num_speculative_tokens_per_batch_size": [(1, MAX_NUM_SEQS, K)],
         }
+        own: dict[str, Any] = {"skip_patches": list(skip_patches)}
+        if name := options.pop("method", None):  # as the plugin would start it
+            hf = json.loads((Path(target) / "config.json").read_text())
+            info = TargetInfo(target, hf, "float32", max_num_seqs=MAX_NUM_SEQS)
+            method = built_in_method(SpecConfig.parse({"method": name, "k": K}), info)
+            assert method is not None
+            settings, own = method.speculative_config(), own | method.worker_settings()
         arguments = AsyncEngineArgs(
             model=target,
             skip_tokenizer_init=True,
@@ -115,7 +126,7 @@ class LiveEngine:
             disable_log_stats=False,
             scheduler_cls=SCHEDULER,
             worker_extension_cls=extension,
-            additional_config={"spec_plugin": {"skip_patches": list(skip_patches)}},
+            additional_config={"spec_plugin": own},
             speculative_config=settings,
             **{"logprobs_mode": "processed_logprobs", **options},
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import math
 import random
@@ -11,8 +12,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from live import MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
+from live import EXTENSION, MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
 
+from spec_plugin.builtin.methods import suffix
 from spec_plugin.engine.front import PATIENCE
 from spec_plugin.engine.schedule.scheduler import schedule_state, set_schedule
 from spec_plugin.engine.selftest.test import default_prompts, run_self_test, tolerance
@@ -142,6 +144,18 @@ def test_a_sampler_that_takes_drafted_tokens_unasked_is_found():
     assert checks["finite"].passed and checks["logprobs"].passed, (
         "the log-probs are right, it is the samples that are not"
     )
+
+
+@pytest.mark.skipif(importlib.util.find_spec(suffix.PACKAGE) is None, reason=suffix.INSTALL)
+@pytest.mark.parametrize("extension", [EXTENSION, "live.LossyExtension"])
+def test_uneven_drafts_are_judged_by_the_same_rule(extension):
+    """Suffix decoding: drafts of another length for each request, without probabilities of their own."""
+    report, checks = _test(live_engine(extension=extension, method="suffix"), seconds=SECONDS)
+    assert "acceptance path exercised" in checks["speculation"].detail
+    if extension == EXTENSION:
+        assert report.passed, report.failures()
+    else:
+        assert not checks["samples: counts"].passed, "a quarter of the drafted tokens is taken unasked"
 
 
 def test_an_engine_that_is_gone_is_a_failed_check():

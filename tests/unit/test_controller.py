@@ -412,6 +412,16 @@ def test_a_draft_that_is_good_enough_brought_resumed_or_not_asked_for_gets_no_he
     assert controller({8: 1.2}).spec_head_start(1) is None, "nothing is known of the rollouts"
 
 
+@pytest.mark.parametrize(("acceptance", "granted"), [(1.02, True), (2.5, False)])
+def test_a_draft_that_was_brought_gets_one_if_its_try_shows_that_it_knows_nothing(acceptance, granted):
+    c = controller({8: 1.2}, draft="d")
+    c.spec_refreshed(DraftRefresh(0, 0, {}, "", ()), RefreshReport(True, 0, "", 1.0))
+    assert any(c.spec_schedule(0).table), "it is tried in the first phase"
+    assert c.spec_head_start(1) is None, "and until then believed to be good"
+    c.spec_rollout_end(phase(100.0, K, acceptance))
+    assert bool(c.spec_head_start(1)) == granted
+
+
 def test_once_it_was_served_there_is_no_head_start_any_more():
     c = born(head_start=10.0)
     promised(c, (0.9, 0.9, 0.9))

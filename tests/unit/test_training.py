@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pluggy
 import pytest
 import torch
 
-from draft_training import DraftTrainer, HiddenBuffer, digest
+from draft_training import DraftTrainer, HiddenBuffer, TrainSettings, digest
 from spec_plugin import SpecConfig, SpecConfigError, SpecPluginError, hookspecs
 from spec_plugin.builtin.methods.eagle3 import Eagle3Method
 from spec_plugin.builtin.trainer import DraftTraining
@@ -99,6 +100,28 @@ def test_a_newborn_draft_is_judged_at_once_on_text_that_was_held_back(monkeypatc
     assert p.spec_draft_weights(event=sync(1)).expected_chances
     p.spec_train_draft(step=2, seconds=30.0)
     assert seen[2:] == [16, 16], "from then on what is new is unseen: judged first, all of it trained on"
+
+
+def test_a_draft_that_was_given_and_knows_nothing_begins_like_a_newborn_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SpecConfig(train_max_steps=1)
+    method = Eagle3Method().spec_method(config, TARGET)
+    assert method is not None and method.draft is not None
+    random = DraftTrainer(method.draft.config, TrainSettings(), device="cpu", seed=5).engine_tensors()
+    p = DraftTraining()
+    given = dataclasses.replace(method, draft=dataclasses.replace(method.draft, tensors=random), ready=True)
+    p.spec_configure(config, TARGET, given)
+    for _ in p.spec_weight_sync(sync(0)):
+        pass
+    assert p._trainer.unroll.steps == p._config.k, "what was given is taken for trained"
+    for _ in range(8):
+        p.spec_target_forward(hidden=hidden(torch.arange(40) % V))
+    seen: list[int] = []
+    train = DraftTrainer.train_slice
+    monkeypatch.setattr(
+        DraftTrainer, "train_slice", lambda self, b, *rest: seen.append(len(b)) or train(self, b, *rest)
+    )
+    p._train(30.0)
+    assert p._trainer.unroll.steps == 3 and seen == [14], "an eighth is held back to judge it"
 
 
 def test_what_the_target_owns_is_never_offered() -> None:

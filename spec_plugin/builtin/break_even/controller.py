@@ -35,6 +35,8 @@ _BRAKE_PHASES = 8
 _NEWEST = 0.5
 #: tokens of a verification step below which a draft is dropped in a try while the timings contradict each other
 _BREAK_EVEN_UNKNOWN = 1.5
+#: tokens a step below which a draft that was given, and tried, is trained like a newborn one
+_KNOWS_NOTHING = 1.2
 #: chance of each token of a draft that has learnt for a step or two, and steps within which its head start must pay back
 _HOPED_CHANCE, _PAYS_BACK_WITHIN = 0.7, 3
 #: bytes that the sampler may take on a card, outside of what vLLM has counted
@@ -156,6 +158,8 @@ class BreakEvenController:
         if self._measured is not None:
             self._deepest = (*self._measured, *self._deepest[len(self._measured) :])
             self._compare(stats)
+            if self._useless(self._measured):
+                self._plain_seconds = stats.seconds  # of a phase as good as plain
         self._dropped = drafted and any(s.paused for s in stats.steps)
         if self._dropped:
             length, version = stats.tokens_per_forward, stats.policy_version
@@ -280,8 +284,8 @@ class BreakEvenController:
         """
         self._head_start = 0.0
         config = self._config
-        wanted = self._newborn and self._method.newborn and config.serve == "auto" and not self._fixed
-        if not wanted or self._tried or self._plain_seconds <= 0.0 or not self._load or self.cost.problem is not None:
+        wanted = self._newborn and config.serve == "auto" and not self._fixed
+        if not wanted or not self._knows_nothing or not self._load or self.cost.problem is not None:
             return None
         nothing = plan.nothing(self._target.max_num_seqs).table
         if (
@@ -295,6 +299,17 @@ class BreakEvenController:
         self._head_start = max(0.0, min(left, _PAYS_BACK_WITHIN * saved))
         self._granted += self._head_start
         return self._head_start
+
+    @property
+    def _knows_nothing(self) -> bool:
+        """Is the draft newborn and was never tried, or was it given, tried, and found to know nothing."""
+        if self._method.newborn:
+            return not self._tried and self._plain_seconds > 0.0
+        return bool(self._deepest) and self._useless(self._deepest) and self._plain_seconds > 0.0
+
+    @staticmethod
+    def _useless(chances: Sequence[float]) -> bool:
+        return tokens_per_step(chances, len(chances)) < _KNOWS_NOTHING
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:

@@ -110,7 +110,7 @@ def _storage(parameter: Tensor) -> int:
 
 
 def _unmapped(draft: nn.Module) -> Callable[[str], str]:
-    """From running names to those of checkpoints, by the renaming that the draft's own loader applies (MTP drafts do)."""
+    """From running names to those of checkpoints, by the renaming that some drafts' own loaders apply."""
     mapper: Any = vars(draft).get("hf_to_vllm_mapper")
     if mapper is None:
         return str
