@@ -53,6 +53,16 @@ KEEPS = f"{MINIMAL}::test_the_minimal_adapter_keeps_the_contract"
 STARTS_VERL = frozenset({"verl"})
 #: deployment shapes of the kit's drivers; all checks of one take 5 to 15 minutes
 SHAPES = {"verl": ("tp2", "dp2", "nodes2", "lora", "packed", "mistral"), "openrlhf": ("tp2", "dp2", "zero3", "job")}
+#: drafting methods beside the first one, and what the kit is told of each
+METHODS = {
+    "verl": {
+        "draft-model": "--spec method=draft_model",
+        "mtp": "--shape mimo --spec method=mtp",
+        "suffix": "--spec method=suffix",
+        "ngram": "--spec method=ngram",
+    },
+    "openrlhf": {"draft-model": "--spec method=draft_model", "suffix": "--spec method=suffix"},
+}
 #: the checks of a shape that need one short run and no self-test
 QUICK = '"installed or untouched or arrives or hidden or learns"'
 
@@ -99,15 +109,15 @@ PARTS = (
     ),
     *(
         Part(
-            f"{trainer}-{shape}",
-            (f".envs/{trainer}/bin/spec-plugin conformance {trainer} --shape {shape}",),
+            f"{trainer}-{name}",
+            (f".envs/{trainer}/bin/spec-plugin conformance {trainer} {options}",),
             (trainer,),
-            10,
+            10 if name in SHAPES[trainer] else 5,
             STARTS_VERL if trainer == "verl" else frozenset(),
             daily=False,
         )
-        for trainer, shapes in SHAPES.items()
-        for shape in shapes
+        for trainer in SHAPES
+        for name, options in ({shape: f"--shape {shape}" for shape in SHAPES[trainer]} | METHODS[trainer]).items()
     ),
 )
 

@@ -44,6 +44,7 @@ class RolloutControl:
         self.speculating = False  # was any k > 0 in the current phase; other ranks know it after ``agree``
         self._tested: int | None = None  # draft version of the last self-test
         self._running: int | None = None  # policy version of the phase in progress
+        self._recalled = False  # do the engines know what a run before this one has sampled
         self._installed = -1  # draft version that the engines serve
         self._slice_ended = time.monotonic()
         if session.unguarded and link is not None:
@@ -90,8 +91,9 @@ class RolloutControl:
             return
         if self._tested is None:
             await self._self_test(link)
-            await self._recall(link)
             self._slice_ended = time.monotonic()  # start-up is no part of the first step
+        if not self._recalled and not session.failed:
+            await self._recall(link)
         schedule = session.schedule(self.policy_version)
         if schedule is not None and any(schedule.table) and self._tested == 0 < self._installed:
             # a newborn draft is never right, so only now can the sampler's accepting half be seen at work
@@ -112,7 +114,8 @@ class RolloutControl:
 
     async def _recall(self, link: EngineLink) -> None:
         """What a run before this one has sampled."""
-        if not self.session.method.remembers or self.session.failed:
+        self._recalled = True
+        if not self.session.method.remembers:
             return
         try:
             if rollouts := self.session.recall():

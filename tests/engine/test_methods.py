@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import small
 import torch
+from safetensors.torch import save_file
 
 from draft_training import DraftTrainer, HiddenBuffer, TrainSettings, digest
 from spec_plugin import SpecConfig
@@ -208,3 +210,54 @@ def test_the_targets_own_layer_is_exact_refreshed_and_the_one_that_is_trained(tm
     torn = dict(list(trained.items())[1:])
     small.rpc(llm, "spec_stage", 2, list(torn.items()))
     assert "torn" in small.rpc(llm, "spec_install", 2, digest=digest(torn), names=list(torn))["reason"]
+
+
+_AUX = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "num_aux_hidden_states": 3, "target_hidden_size": 64}
+FROZEN = {
+    "EAGLE-1": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1},
+    "EAGLE-3 of two layers": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "draft_vocab_size": small.VOCAB,
+        **_AUX,
+    },
+    "P-EAGLE": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "draft_vocab_size": small.VOCAB,
+        "mask_token_id": 300,
+        "pard_token": 300,
+        **_AUX,
+    },
+    "DFlash": {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "dflash_config": {"target_layer_ids": [1, 3, 5], "mask_token_id": 300, "use_aux_hidden_state": True},
+        "block_size": 4,
+        "num_target_layers": 8,
+        "layer_types": ["full_attention"] * 2,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FROZEN)
+def test_a_frozen_draft_of_any_kind_is_exact_and_obeys_the_table(
+    kind: str, target: Path, greedy_reference: list[list[int]], tmp_path: Path
+) -> None:
+    """With random weights (vLLM's load_format=dummy), since it is vLLM that runs them: hardly a token is accepted."""
+    hf = json.loads((target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**hf, **FROZEN[kind]}))
+    save_file({"fc.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    method = method_of(target, method="frozen", draft=str(tmp_path), train=False)
+    told = method.speculative_config() | {"draft_load_config": {"load_format": "dummy"}}
+    llm = engine_with(target, dataclasses.replace(method, settings=told, model=lambda: None))
+    for k in (K, 0, K) if method.whole else (K, 1, 0, 2):
+        set_k(llm, k)
+        steps(llm)
+        said, drafts, _ = counted(llm)
+        assert said == greedy_reference, f"k={k}"
+        assert (drafts > 0) == (k > 0)
+        assert {s.k for s in steps(llm)} <= {k}
