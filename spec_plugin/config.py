@@ -88,7 +88,9 @@ class SpecConfig(BaseModel):
     buffer_mb: int = Field(1024, ge=1, description="most MiB of harvested hidden states kept per actor process")
     harvest_tokens: int = Field(16_384, ge=32, description="most tokens harvested per trainer step and actor process")
     memory_tokens: int = Field(
-        4_194_304, ge=1024, description="most tokens of rollouts that suffix remembers, in each engine"
+        4_194_304,
+        ge=1024,
+        description="most tokens of rollouts that suffix remembers, in each engine (about 310 bytes of memory each)",
     )
     replay_share: float = Field(0.25, ge=0.0, le=0.9, description="share of older policy versions in a draft batch")
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 #: phases of one prompt that are kept: the policy moves, and what it said longer ago is no longer what it says
 _VISITS = 2
+#: rollouts of one prompt and phase that are kept: the last to end, which are the longest, and the ones that others wait for
+_SAMPLES = 4
+#: phases after which a prompt that did not come back makes room for others
+_FORGOTTEN = 512
 
 
 @dataclass(frozen=True)
@@ -23,18 +27,32 @@ class Rollout:
         return (len(self.prompt) + len(self.response)) // 4
 
 
-class Latest:
-    """Which rollouts to keep: of each prompt those of its last phases, and of all prompts those that were used last."""
+@dataclass(frozen=True)
+class _Kept:
+    phase: int
+    number: int
+    tokens: int
 
-    def __init__(self, most_tokens: int, visits: int = _VISITS) -> None:
+
+class Latest:
+    """Which rollouts to keep: of each prompt some of its last phases, and no more of all prompts than there is room for.
+
+    Prompts come back epoch by epoch, in the same order. Where an epoch has more than there is room for, whoever kept the
+    prompts that were used last would always have dropped those that come next, and never find one. So a prompt that is kept
+    stays, and a new one finds no room, until one has not come back for long.
+    """
+
+    def __init__(self, most_tokens: int, visits: int = _VISITS, samples: int = _SAMPLES) -> None:
         """Begin with none.
 
         Args:
             most_tokens: of all rollouts, their prompts among them.
             visits: phases of one prompt.
+            samples: rollouts of one prompt and phase.
         """
-        self.most_tokens, self.tokens, self._visits = most_tokens, 0, visits
-        self._prompts: OrderedDict[bytes, list[tuple[int, int, int]]] = OrderedDict()  # phase, number, tokens
+        self.most_tokens, self.tokens = most_tokens, 0
+        self._visits, self._samples = visits, samples
+        self._prompts: OrderedDict[bytes, list[_Kept]] = OrderedDict()  # the one that was used longest ago first
 
     def add(self, prompt: bytes, number: int, tokens: int, phase: int) -> list[tuple[bytes, int]]:
         """Keep one more.
@@ -50,22 +68,32 @@ class Latest:
         """
         mine = self._prompts.setdefault(prompt, [])
         self._prompts.move_to_end(prompt)
-        mine.append((phase, number, tokens))
+        mine.append(_Kept(phase, number, tokens))
         self.tokens += tokens
-        kept = sorted({visit for visit, _, _ in mine})[-self._visits :]
-        dropped = [(prompt, rollout) for rollout in mine if rollout[0] not in kept]
-        mine[:] = [rollout for rollout in mine if rollout[0] in kept]
-        excess = self.tokens - sum(rollout[2] for _, rollout in dropped) - self.most_tokens
-        while excess > 0 and self._prompts:
-            oldest = next(iter(self._prompts))
-            rollout = self._prompts[oldest].pop(0)
-            if not self._prompts[oldest]:
-                del self._prompts[oldest]
-            dropped.append((oldest, rollout))
-            excess -= rollout[2]
-        self.tokens -= sum(rollout[2] for _, rollout in dropped)
-        return [(of, rollout[1]) for of, rollout in dropped]
+        phases = sorted({kept.phase for kept in mine})[-self._visits :]
+        now = [kept for kept in mine if kept.phase == phase]
+        surplus = {kept.number for kept in now[: -self._samples]}
+        dropped = [self._drop(prompt, k) for k in list(mine) if k.phase not in phases or k.number in surplus]
+        while self.tokens > self.most_tokens:
+            dropped.append(self._make_room(prompt, phase))
+        return dropped
+
+    def _make_room(self, prompt: bytes, phase: int) -> tuple[bytes, int]:
+        mine = self._prompts[prompt]
+        if mine[0].phase < phase:  # what it said before
+            return self._drop(prompt, mine[0])
+        oldest, kept = next(iter(self._prompts.items()))
+        if kept[-1].phase < phase - _FORGOTTEN:
+            return self._drop(oldest, kept[0])
+        return self._drop(prompt, mine[-1])
+
+    def _drop(self, prompt: bytes, kept: _Kept) -> tuple[bytes, int]:
+        self._prompts[prompt].remove(kept)
+        if not self._prompts[prompt]:
+            del self._prompts[prompt]
+        self.tokens -= kept.tokens
+        return prompt, kept.number
 
     def __iter__(self) -> Iterator[tuple[bytes, int]]:
         """Prompts and numbers, those used last at the end."""
-        return ((prompt, number) for prompt, kept in self._prompts.items() for _, number, _ in kept)
+        return ((prompt, kept.number) for prompt, all_kept in self._prompts.items() for kept in all_kept)

@@ -1,12 +1,14 @@
-"""Which rollouts are remembered: the last visits of each prompt, the prompts that were used last, and no more than asked."""
+"""Which rollouts are remembered: some of the last visits of each prompt, and of an epoch that is too long the same prompts."""
 
 from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spec_plugin import rollouts
 from spec_plugin.rollouts import Latest, Rollout
 
 
@@ -23,17 +25,35 @@ def test_the_last_two_visits_of_a_prompt_are_kept() -> None:
     assert [number for _, number in latest] == [10, 11, 20, 21] and latest.tokens == 20
 
 
-def test_the_prompt_that_was_used_longest_ago_goes_first() -> None:
+def test_of_a_large_group_the_last_to_end_are_kept() -> None:
+    latest = Latest(1000, samples=3)
+    dropped = [latest.add(b"p", number, 5, 0) for number in range(5)]
+    assert dropped == [[], [], [], [(b"p", 0)], [(b"p", 1)]]
+
+
+@pytest.mark.parametrize(("room", "found"), [(10, 10), (5, 5), (2, 2)])
+def test_of_an_epoch_that_is_too_long_some_prompts_are_always_found(room: int, found: int) -> None:
+    """Ten prompts in turn, one a phase: whoever keeps the latest finds none of them again."""
+    latest = Latest(5 * room)
+    prompts = [bytes([i]) for i in range(10)]
+    for phase in range(50):
+        known = {prompt for prompt, _ in latest}
+        if phase >= 10 and phase % 10 == 0:
+            assert len(known & set(prompts)) == found
+        latest.add(prompts[phase % 10], phase, 5, phase)
+        assert latest.tokens <= 5 * room
+    assert all(phase >= 40 for _, phase in latest), "what is kept of them is the newest"
+
+
+def test_a_prompt_that_does_not_come_back_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "_FORGOTTEN", 3)
     latest = Latest(10)
     latest.add(b"a", 0, 5, 0)
-    latest.add(b"b", 1, 5, 0)
-    latest.add(b"a", 2, 5, 1)
-    assert [number for _, number in latest] == [0, 2], "b was used longest ago"
-    assert latest.tokens == 10
-    assert latest.add(b"c", 3, 11, 2) == [(b"a", 0), (b"a", 2), (b"c", 3)], (
-        "one longer than all there may be is not kept"
-    )
-    assert latest.tokens == 0 and not list(latest)
+    latest.add(b"b", 1, 5, 2)
+    assert latest.add(b"c", 2, 5, 3) == [(b"c", 2)], "there is no room"
+    assert latest.add(b"c", 3, 5, 4) == [(b"a", 0)], "a is forgotten"
+    assert latest.add(b"d", 4, 11, 4) == [(b"d", 4)], "one longer than all there may be is not kept"
+    assert [number for _, number in latest] == [1, 3]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 60))
