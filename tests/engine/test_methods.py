@@ -249,6 +249,7 @@ def test_a_frozen_draft_of_any_kind_is_exact_and_obeys_the_table(
 ) -> None:
     """With random weights (vLLM's load_format=dummy), since it is vLLM that runs them: hardly a token is accepted."""
     hf = json.loads((target / "config.json").read_text())
+    hf = {name: value for name, value in hf.items() if name not in ("layer_types", "max_window_layers")}
     (tmp_path / "config.json").write_text(json.dumps({**hf, **FROZEN[kind]}))
     save_file({"fc.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     method = method_of(target, method="frozen", draft=str(tmp_path), train=False)
