@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +17,29 @@ if TYPE_CHECKING:
     from draft_training.small_lm import SmallLmShape
 
 
+@contextmanager
+def _own_streams() -> Iterator[None]:
+    """Leave torch's and Python's random streams, which are the trainer's, as they were.
+
+    transformers initialises a model from the one, though only ``reset_parameters`` counts here; and what it imports on the way
+    draws from the other.
+    """
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+
+
 class SmallLm(nn.Module):
     """Reads tokens only, so a single step of the unroll teaches all that there is; further ones repeat it, shifted."""
 
     def __init__(self, config: SmallLmShape, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        with torch.device(device):
+        place = "meta" if torch.device(device).type == "meta" else "cpu"
+        with _own_streams(), torch.device(place):
             self.lm: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_hf()), dtype=dtype)
         self.lm.to(device=device, dtype=dtype)
 

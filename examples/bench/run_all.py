@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("speedup", "control", "learning", "off_cost", "refresh", "harvest", "overheads")
+NAMES = ("speedup", "control", "methods", "learning", "off_cost", "refresh", "harvest", "overheads")
 
 HELP = """Run the benchmarks, each in a process of its own. OPTIONS after -- go to every one of them.
 
@@ -19,11 +19,12 @@ HELP = """Run the benchmarks, each in a process of its own. OPTIONS after -- go 
   off_cost   the flag on with speculation off, against a plain engine
   refresh    replacing the draft in a running engine
   control    the break-even controller against every fixed k
+  methods    every drafting method on one target, and in one GRPO run
   learning   how a draft starts, whether it trains along the run, and k
   overheads  harvest, training, refresh, provenance at growing sizes
   harvest    copying hidden states out of the log-prob pass
 What their numbers mean is in README.md beside this file. control alone took
-20 minutes on two cores with 5 rounds of 32 tokens. training.py, which compares whole runs of a trainer, and curves.py, the
+half an hour to an hour a dtype on two cores. training.py, which compares whole runs of a trainer, and curves.py, the
 learning curves of two optimizers, are run by themselves.
 """
 
@@ -52,6 +53,7 @@ def quick_options(name: str) -> tuple[str, ...]:
     """Options of one benchmark for a quick look."""
     few = {
         "refresh": ("--refreshes", "4"),
+        "methods": ("--rounds", "1", "--steps", "2", "--batch", "4"),
         "learning": ("--rounds", "1", "--steps", "2", "--at", "0", "--at", "2", "--start-steps", "40"),
     }
     return few.get(name, ("--rounds", "2"))
