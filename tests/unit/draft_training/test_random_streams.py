@@ -46,6 +46,7 @@ def test_a_draft_is_built_trained_and_judged_on_a_stream_of_its_own(kind: str, t
     buffer = HiddenBuffer(4096, 1 << 24, 0)
     for _ in range(4):
         buffer.add(document)
+    __import__("draft_training.small_lm_module")  # with transformers, which a trainer has imported long before
     before = streams()
     trainer = DraftTrainer(shape.from_target(HF), TrainSettings(), device="cpu", seed=0)
     assert streams() == before, "building it"
