@@ -132,13 +132,18 @@ def _about_draft(plan: Plan, message: str) -> Objection:
 def _facts(plan: Plan, method: Method | None) -> Iterator[tuple[str, str]]:
     spec, target = plan.spec, plan.target
     draft = method.draft.config if method is not None and method.draft is not None else None
-    origin = f"the draft in {spec.draft}" if spec.draft else "a new draft" if draft is not None else "nothing to train"
+    origin = "nothing to train"
+    if method is not None and method.draft is not None:
+        origin = "a new draft" if method.newborn else "the draft that the target brings"
+    if spec.draft:
+        origin = f"the draft in {spec.draft}"
     serving = {
         "auto": "drafting where it was measured to win, plain decoding elsewhere",
         "always": "drafting from the first step",
         "never": "the draft is trained and never served",
     }
-    yield "method", f"{spec.method} with {origin}, up to {spec.k} tokens a step; {serving[spec.serve]}"
+    name = f"{method.name} ({spec.method}: {method.why})" if method is not None and method.why else spec.method
+    yield "method", f"{name} with {origin}, up to {spec.k} tokens a step; {serving[spec.serve]}"
     yield "shape", plan.shape
     if draft is not None:
         assert method is not None

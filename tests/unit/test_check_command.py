@@ -83,6 +83,20 @@ def test_openrlhf_runs_that_are_accepted(flags: tuple[str, ...], shapes: tuple[s
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
 @pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("auto", "eagle3 (auto: a draft that learns along the run, born in it; mtp cannot: "),
+        ("draft_model", "draft_model with a new draft, up to 8 tokens a step"),
+        ("ngram", "ngram with nothing to train, up to 8 tokens a step"),
+    ],
+)
+def test_it_says_what_would_draft(method: str, said: str) -> None:
+    found = openrlhf.check([*GOOD, "--spec.method", method], a_qwen3)
+    assert found.accepted and said in found.facts["method"]
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
+@pytest.mark.parametrize(
     ("flags", "what", "instead"),
     [
         (("--vllm.num_engines", "0"), "rollouts without vLLM", "1 or more"),

@@ -1,0 +1,55 @@
+"""The comparison of methods: its reports, and the padded target that keeps its own layer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_training.mtp import PREFIX, MtpShape
+from examples.bench import methods, workload
+from examples.bench.common import Spread
+from spec_plugin.conformance import tiny
+
+
+def cell(method: str, batch: int, speedup: float) -> methods.Cell:
+    around = Spread(speedup, speedup - 0.1, speedup + 0.1, 3)
+    return methods.Cell(method, batch, 3, 2.5, 2.0, around, around)
+
+
+def test_table_and_picture_have_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("acceptance_length", "tokens_per_forward", "speculating", "speedup_realised", "draft_training_ms", "refresh_ms")
+    records = [{"step": float(i), **dict.fromkeys(names, 1.5)} for i in range(3)]
+    cells = [cell(m, b, 1.2) for m in ("suffix", "ngram") for b in (1, 8)]
+    methods.report_cells(cells)
+    methods.report_runs({"suffix": records})
+    shown = capsys.readouterr().out
+    assert "1.20 (1.10-1.30)" in shown and "1.50 1.50 1.50" in shown
+    methods.write_picture(cells, {"suffix": records}, tmp_path / "methods.png")
+    assert (tmp_path / "methods.png").stat().st_size > 10_000
+
+
+def test_a_padded_target_keeps_its_trained_layer(tmp_path: Path) -> None:
+    target = tiny.make_target(tmp_path / "target", family="qwen2", num_hidden_layers=2)
+    tiny.add_mtp_layer(target)
+    shape = MtpShape.from_target(json.loads((target / "config.json").read_text()))
+    trained = shape.build("cpu", torch.float32)
+    trained.reset_parameters(torch.Generator().manual_seed(9))
+    (tmp_path / "trained").mkdir()
+    shape.write(tmp_path / "trained", trained.state_dict())
+    padded = tmp_path / "padded"
+    padded.mkdir()
+    hf = json.loads((target / "config.json").read_text())
+    hf.pop("num_nextn_predict_layers")
+    (padded / "config.json").write_text(json.dumps({**hf, "intermediate_size": 512}))
+    state = {n: t for n, t in load_file(target / "model.safetensors").items() if not n.startswith(PREFIX)}
+    save_file(workload.pad_state(state, 512), padded / "model.safetensors")
+    out = methods.with_layer(padded, tmp_path / "trained", 512)
+    wide = MtpShape.from_target(json.loads((out / "config.json").read_text()))
+    layer = wide.of_checkpoint(out)
+    assert layer is not None, "which is checked against the wider shape"
+    assert torch.equal(layer[PREFIX + "input_proj.weight"], trained.state_dict()[PREFIX + "input_proj.weight"])
+    assert not layer[PREFIX + "mlp.down_proj.weight"][:, 128:].any()
