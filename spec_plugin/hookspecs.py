@@ -89,7 +89,7 @@ def spec_rollout_end(stats: RolloutStats) -> None:
 
 @hookspec
 def spec_rollouts(rollouts: Sequence[Rollout]) -> None:
-    """(A) Of a method that ``remembers``, after ``spec_rollout_end``: what all engines sampled since the last time."""
+    """(A) Of a method that ``remembers``, after ``spec_rollout_end``: what all engines sampled since the last time, and keep."""
 
 
 @hookspec(firstresult=True)

@@ -21,7 +21,14 @@ def cell(method: str, batch: int, speedup: float) -> methods.Cell:
 
 
 def test_table_and_picture_have_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ("acceptance_length", "tokens_per_forward", "speculating", "speedup_realised", "draft_training_ms", "refresh_ms")
+    names = (
+        "acceptance_length",
+        "tokens_per_forward",
+        "speculating",
+        "speedup_realised",
+        "draft_training_ms",
+        "refresh_ms",
+    )
     records = [{"step": float(i), **dict.fromkeys(names, 1.5)} for i in range(3)]
     cells = [cell(m, b, 1.2) for m in ("suffix", "ngram") for b in (1, 8)]
     methods.report_cells(cells)

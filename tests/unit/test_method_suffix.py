@@ -205,6 +205,22 @@ def test_memory_is_bounded_and_trees_go_with_their_last_rollout() -> None:
 
 
 @needs_package
+def test_no_more_is_handed_on_than_is_kept() -> None:
+    """A run whose speculation has failed takes nothing any more, and of a large group a few are enough."""
+    memory = trees(most=300)
+    for i in range(8):
+        say(memory, f"a{i}", [1, 2, 3], [i] * 20, k=4)
+        memory.stop_request(f"a{i}")
+    assert len(memory._fresh) == 4
+    for i in range(40):
+        say(memory, f"b{i}", [i], [i] * 50, k=4)
+        memory.stop_request(f"b{i}")
+    assert sum(r.tokens for r in memory._fresh.values()) <= 300
+    taken = memory.take()
+    assert [r.response for r in taken[:4]] == [ids(*[i] * 20) for i in range(4, 8)], "the last to end"
+
+
+@needs_package
 def test_the_patch_refuses_a_proposer_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.spec_decode import suffix_decoding
 

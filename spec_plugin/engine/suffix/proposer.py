@@ -4,7 +4,7 @@
 symbol      ``SuffixDecodingProposer.__init__`` and ``propose``, wrapped in the worker before it makes its model runner
 reason      vLLM 0.29 asserts that each step drafts the k that the engine was started with, so a table of k ends the engine;
             and its cache keeps what was sampled without telling whose prompt it answered
-versions    checked on 0.29 with arctic-inference 0.3.0 (CPU); 0.24 has the same class by reading its source only
+versions    checked on 0.29 with arctic-inference 0.3.0 (CPU), on no other
 guard       ``PatchError`` if they have lost the names that the wrappers read
 ==========  ==========================================================================================================
 """

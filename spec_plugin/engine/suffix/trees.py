@@ -83,7 +83,7 @@ class PromptTrees:
         self._active: dict[Hashable, _Active] = {}
         self._shared, self._in_shared = self._new_tree(), deque[tuple[int, int]]()
         self._shared_tokens = self._numbers = self._phase = 0
-        self._fresh: list[Rollout] = []
+        self._fresh: dict[int, Rollout] = {}  # of the present phase, by number; no more than are kept
         self._rounds, self._would = 0, [0] * self._width
 
     def _new_tree(self) -> Any:
@@ -112,7 +112,7 @@ class PromptTrees:
         """It is complete."""
         active = self._active.pop(request)
         rollout = Rollout(active.prompt, np.asarray(active.response, dtype=np.int32).tobytes())
-        self._fresh.append(rollout)
+        self._fresh[active.number] = rollout
         self._keep(rollout, active.number, self._phase)
 
     def speculate(
@@ -148,12 +148,12 @@ class PromptTrees:
         return found
 
     def take(self) -> list[Rollout]:
-        """What was sampled since the last call, and the beginning of another phase; nothing must be sampled now."""
+        """What was sampled since the last call and is kept, and the beginning of another phase; nothing is sampled now."""
         for request in list(self._active):  # vLLM stops a request when the next one runs
             self.stop_request(request)
         self._phase += 1
-        fresh, self._fresh = self._fresh, []
-        return fresh
+        fresh, self._fresh = self._fresh, {}
+        return list(fresh.values())
 
     def remember(self, rollouts: Iterable[Rollout]) -> None:
         """What other engines sampled in the phase that was taken last, or a run before this one."""
@@ -176,6 +176,7 @@ class PromptTrees:
 
     def _keep(self, rollout: Rollout, number: int, phase: int) -> None:
         for prompt, old in self._latest.add(rollout.prompt, number, rollout.tokens, phase):
+            self._fresh.pop(old, None)
             self._trees[prompt].tree.remove(old)
             self._trees[prompt].sequences -= 1
             if not self._trees[prompt].sequences:
