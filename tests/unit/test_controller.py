@@ -422,6 +422,18 @@ def test_a_draft_that_was_brought_gets_one_if_its_try_shows_that_it_knows_nothin
     assert bool(c.spec_head_start(1)) == granted
 
 
+@pytest.mark.parametrize(("acceptance", "speculates"), [(1.35, False), (3.0, True)])
+def test_a_small_gain_is_compared_with_a_plain_phase_before_it_is_believed(acceptance, speculates):
+    c = controller({8: 1.2}, draft="d")
+    c.spec_refreshed(DraftRefresh(0, 0, {}, "", ()), RefreshReport(True, 0, "", 1.0))
+    assert any(c.spec_schedule(0).table), "it is tried in the first phase"
+    c.spec_rollout_end(phase(100.0, K, acceptance))
+    assert any(c.spec_schedule(1).table) == speculates
+    if not speculates:
+        c.spec_rollout_end(phase(100.0))
+        assert c.brake.compares
+
+
 def test_once_it_was_served_there_is_no_head_start_any_more():
     c = born(head_start=10.0)
     promised(c, (0.9, 0.9, 0.9))

@@ -97,6 +97,6 @@ def test_a_draft_of_all_tokens_or_none_is_tried_with_all() -> None:
     steps = [StepTiming(b, k, k == 0, t, 100) for b in (1, 4, 8) for k, t in ((0, 0.010), (5, 0.012))]
     controller.spec_engine_ready(SelfTestReport((), 1.0, tuple(steps)))
     assert controller.spec_schedule(0).table == (0,) + (5,) * 8
-    stats = RolloutStats(0, 8, 800, 1.0, 200, 1000, 500, (180, 140, 100, 50, 30), tuple(steps))
+    stats = RolloutStats(0, 8, 800, 1.0, 1300, 6500, 3900, (1200, 1000, 800, 500, 400), tuple(steps))
     controller.spec_rollout_end(stats)
     assert set(controller.spec_schedule(1).table) == {0, 5}

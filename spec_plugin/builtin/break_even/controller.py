@@ -29,6 +29,8 @@ _TRY_EVERY = 8
 _TRY_K = 3
 #: Whole phases that generate fewer tokens per second than plain ones did, by this factor and so often in a row, are suspect.
 _BRAKE_BELOW, _BRAKE_AFTER = 0.97, 2
+#: predicted speed-up from which a run may go on without ever having seen a plain phase
+_SURE = 1.3
 #: Phases without drafts after that; doubled each time it happens again.
 _BRAKE_PHASES = 8
 #: What the newest plain phase weighs in the plain tokens per second.
@@ -61,6 +63,11 @@ class Brake:
     def on(self) -> bool:
         """True while nothing may be drafted."""
         return self._left > 0 or self._suspicious
+
+    @property
+    def compares(self) -> bool:
+        """Was there a plain phase yet."""
+        return self._plain is not None
 
     @property
     def _suspicious(self) -> bool:
@@ -262,6 +269,10 @@ class BreakEvenController:
         chosen = plan.best(
             self.cost, curve, self._load, self._plan.table, self._ks(config.k if self._tried else self._try_k)
         )
+        if self._method.ready and self._tried and not self.brake.compares and chosen.speedup < _SURE:
+            return plan.nothing(
+                size
+            )  # one plain phase: whoever drafts from the first one on leaves nothing to compare with
         return self._try() if not chosen.speculates and self._undrafted >= _TRY_EVERY else chosen
 
     def _try(self) -> Plan:
