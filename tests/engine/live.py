@@ -86,6 +86,12 @@ class LossyExtension(SpecWorkerExtension):
         return super().__new__(cls, *args, **kwargs)
 
 
+class AlwaysLossyExtension(LossyExtension):
+    """In all of them."""
+
+    SHARE = 1.0
+
+
 class LiveEngine:
     """An AsyncLLM on an event loop of its own, so that several test modules can share it."""
 
