@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from draft_training.batch import PackedBatch
 
 
-def refuse_others(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise ``DraftConfigError`` unless the names and shapes are the expected ones."""
+def refuse_others(shape: DraftShape, found: Mapping[str, Tensor]) -> None:
+    """Raise ``DraftConfigError`` unless names and shapes are those of the module that ``shape`` builds."""
+    import torch
+
+    expected = shape.build("meta", torch.float32).state_dict()
     wanted, given = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (expected, found))
     if wrong := sorted(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n)):
         told = ", ".join(f"{n}: {given.get(n, 'missing')}, expected {wanted.get(n, 'nothing')}" for n in wrong[:3])

@@ -31,3 +31,14 @@ class RMSNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
+    """Matrices from ``generator`` (on the CPU, so that every device gets the same draft), norms one, biases zero."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim > 1:
+            noise = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            parameter.copy_(noise.normal_(0.0, std, generator=generator))
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from draft_training.attention import packed_attention, rotate
 from draft_training.batch import PackedBatch
 from draft_training.config import Rope
-from draft_training.layers import Linear, RMSNorm
+from draft_training.layers import Linear, RMSNorm, initialise
 from draft_training.model import rotary
 from draft_training.mtp import PREFIX
 
@@ -50,15 +50,9 @@ class MtpLayer(nn.Module):
         tensors = super().state_dict(*args, **kwargs)
         return {PREFIX + name: t for name, t in tensors.items()}
 
-    @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Matrices from ``generator`` (on the CPU, so that every device gets the same layer), norms one, biases zero."""
-        for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:
-                noise = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                parameter.copy_(noise.normal_(0.0, std, generator=generator))
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """See ``layers.initialise``."""
+        initialise(self, generator)
 
     def head(self, lm_head: Tensor) -> tuple[Tensor, Tensor | None]:
         """The policy's, [V, H]."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_training.batch import PackedBatch
+from draft_training.layers import initialise
 
 if TYPE_CHECKING:
     from draft_training.small_lm import SmallLmShape
@@ -48,15 +49,9 @@ class SmallLm(nn.Module):
         tensors = self.lm.state_dict(*args, **kwargs)
         return {n: t for n, t in tensors.items() if not (self.config.tied and n == "lm_head.weight")}
 
-    @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Matrices from ``generator`` (on the CPU, so that every device gets the same draft), norms one, biases zero."""
-        for name, parameter in self.lm.named_parameters():
-            if parameter.ndim > 1:
-                noise = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                parameter.copy_(noise.normal_(0.0, std, generator=generator))
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """See ``layers.initialise``."""
+        initialise(self.lm, generator)
 
     def head(self, lm_head: Tensor) -> tuple[Tensor, Tensor | None]:
         """Its own, [V, h]."""

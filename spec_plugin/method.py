@@ -13,6 +13,10 @@ if TYPE_CHECKING:  # a method is judged without torch, whose import takes second
     from draft_training.draft import DraftShape
 
 
+#: tokens a step below which a draft that was given, and tried, is trained like a newborn one
+KNOWS_NOTHING = 1.2
+
+
 @dataclass(frozen=True)
 class StartingDraft:
     """The draft that a run trains, or keeps in step with the policy."""

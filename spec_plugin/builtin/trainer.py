@@ -17,7 +17,7 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecPluginError
 from spec_plugin.events import DraftRefresh, HiddenStates, TargetInfo, WeightSync
 from spec_plugin.hookspecs import hookimpl
-from spec_plugin.method import Method
+from spec_plugin.method import KNOWS_NOTHING, Method
 from spec_plugin.ranks import is_first, on_any_rank, together
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=512)
 #: newest tokens on which each rank judges the draft before it trains on them
 _JUDGED_TOKENS = 1024
-#: tokens a step below which a draft that was given is treated like a newborn one
-KNOWS_NOTHING = 1.2
 #: share of the first text that a newborn draft is judged on, which it therefore does not train on in that slice
 _HELD_BACK = 0.125
 

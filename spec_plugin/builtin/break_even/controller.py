@@ -15,7 +15,7 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, Schedule, SelfTestReport, TargetInfo
 from spec_plugin.hookspecs import hookimpl
-from spec_plugin.method import Method
+from spec_plugin.method import KNOWS_NOTHING, Method
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,6 @@ _BRAKE_PHASES = 8
 _NEWEST = 0.5
 #: tokens of a verification step below which a draft is dropped in a try while the timings contradict each other
 _BREAK_EVEN_UNKNOWN = 1.5
-#: tokens a step below which a draft that was given, and tried, is trained like a newborn one
-_KNOWS_NOTHING = 1.2
 #: chance of each token of a draft that has learnt for a step or two, and steps within which its head start must pay back
 _HOPED_CHANCE, _PAYS_BACK_WITHIN = 0.7, 3
 #: bytes that the sampler may take on a card, outside of what vLLM has counted
@@ -320,7 +318,7 @@ class BreakEvenController:
 
     @staticmethod
     def _useless(chances: Sequence[float]) -> bool:
-        return tokens_per_step(chances, len(chances)) < _KNOWS_NOTHING
+        return tokens_per_step(chances, len(chances)) < KNOWS_NOTHING
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
