@@ -127,6 +127,12 @@ class SpecConfig(BaseModel):
     refresh_timeout_s: float = Field(
         60.0, gt=0.0, description="seconds after which a refresh that does not answer is given up"
     )
+    gate_timeout_s: float = Field(
+        600.0,
+        gt=0.0,
+        description="seconds that engines apart from the trainer hold requests back after a weight sync, until the draft is in "
+        "and tested; then they roll out without drafts",
+    )
     seed: int = Field(0, ge=0, description="seed of the draft's own random streams")
     block: tuple[str, ...] = Field((), description="names of plugins to leave out")
     plugins: tuple[str, ...] = Field(

@@ -138,6 +138,8 @@ class RolloutStats:
     #: of a method that can tell: what drafting would have accepted while k was 0
     shadow_rounds: int = 0
     shadow_per_pos: tuple[int, ...] = ()  # [k]
+    #: were requests cut short, to go on under the next policy: the trainer is asynchronous
+    interrupted: bool = False
 
     @property
     def forwards(self) -> int:
@@ -168,11 +170,15 @@ class LogprobBatch:
     recomputed: Tensor  # [B, T] float, by the actor, teacher-forced
     rollout: Tensor | None  # [B, T] float, by the engine while sampling; None when the trainer did not ask for them
     mask: Tensor  # [B, T] bool, True where the policy sampled the token
-    rollout_versions: Tensor | None  # [B] int64 policy version that sampled each sequence, -1 unknown
+    rollout_versions: Tensor | None  # [B] int64 policy version that sampled each sequence's first token, -1 unknown
     speculating: bool  # was speculation on in this rollout phase
     rollout_in_loss: bool  # do the rollout log-probs enter the loss (bypass_mode, rollout_is, rollout_rs)
     lag_allowed: bool = False  # asynchronous trainer: sequences may have been sampled by older policy versions
     plain: Tensor | None = None  # [B, T] bool, True where the engine is known to have sampled without a draft
+    last_versions: Tensor | None = (
+        None  # [B] int64 policy version that sampled each last token; None: ``rollout_versions``
+    )
+    token_versions: Tensor | None = None  # [B, T] int64 what the engine itself says of each token, -1 unknown
 
     def of(self, rows: Tensor) -> LogprobBatch:
         """Some of its sequences, by index or [B] mask."""
@@ -187,6 +193,8 @@ class LogprobBatch:
             mask=self.mask[rows],
             rollout_versions=some(self.rollout_versions),
             plain=some(self.plain),
+            last_versions=some(self.last_versions),
+            token_versions=some(self.token_versions),
         )
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from draft_training import OtherRankFailed
+
+T = TypeVar("T")
 
 
 def actor_group() -> Any:
@@ -23,6 +25,16 @@ def actor_group() -> Any:
 def is_first() -> bool:
     """Is this the rank that holds the link to the engines, reports metrics and saves; true of a single one."""
     return actor_group() is None or dist.get_rank() == 0
+
+
+def of_first(value: T) -> T:
+    """The first rank's value, on every rank (collective)."""
+    group = actor_group()
+    if group is None:
+        return value
+    found = [value]
+    dist.broadcast_object_list(found, src=0, group=group)
+    return found[0]
 
 
 def on_any_rank(*flags: bool) -> tuple[bool, ...]:

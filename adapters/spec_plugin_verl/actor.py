@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
     _session: SpecSession | None = None
     _harvest: RolloutHarvest | None = None
+    _resumed: Path | None = None  # what a session that comes later is to load
 
     def initialize(self) -> None:
         """Build the model as verl does, and be found by the rollout adapter."""
@@ -42,6 +44,20 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         model = self.module.get_base_model() if hasattr(self.module, "get_base_model") else self.module  # LoRA wraps it
         shards = PackedShards(self.ulysses_parallel_group) if self.use_ulysses_sp else None
         self._harvest = RolloutHarvest(control, lambda: model.model, shards)
+        if self._resumed is not None:
+            control.session.load(self._resumed)
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's stream of weights; where no rollout adapter of ours reads it, its end begins a phase."""
+        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        if self.engine_config.forward_only or (RUNTIME.control is not None and RUNTIME.standalone is None):
+            return weights, peft_config
+        if RUNTIME.standalone is None:
+            from spec_plugin_verl.standalone import Standalone
+
+            RUNTIME.standalone = Standalone(self, dtype_name(self))
+            RUNTIME.control = RUNTIME.standalone.control
+        return RUNTIME.standalone.tap(weights), peft_config
 
     def infer_batch(self, data: Any, loss_function: Any = None) -> Any:
         """The log-prob pass: harvest on the way, then check the log-probs before verl gets them.
@@ -52,8 +68,7 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         session = self._session
         if session is None or self.engine_config.forward_only:
             return super().infer_batch(data, loss_function)
-        assert RUNTIME.control is not None
-        run_blocking(RUNTIME.control.finish())
+        RUNTIME.finish()
         output = self._harvesting_pass(data, loss_function)
         if "log_probs" in output["model_output"]:
             self._check(session, data, output["model_output"]["log_probs"], rollout_in_loss=False)
@@ -79,16 +94,24 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         recomputed = response_from_nested(log_probs, mask)
         rollout = data["rollout_log_probs"] if "rollout_log_probs" in data.keys() else None  # noqa: SIM118
         sampled = _padded(mask).bool()
+        assert RUNTIME.control is not None
+        first, last = _rollout_versions(data)
         batch = LogprobBatch(
             policy_version=RUNTIME.policy_version,
             recomputed=_padded(recomputed),
             rollout=None if rollout is None else _padded(rollout),
             mask=sampled,
-            rollout_versions=_rollout_versions(data),
-            speculating=RUNTIME.control is not None and RUNTIME.control.speculating,
+            rollout_versions=first,
+            last_versions=last,
+            speculating=RUNTIME.control.speculating,
             rollout_in_loss=rollout_in_loss,
             plain=plain_tokens(sampled, _extra_fields(data), _starts(data)),
         )
+        spans = RUNTIME.control.spans()
+        if RUNTIME.control.lags:
+            versions, plain = spans.of([d.cpu() for d in data["input_ids"].unbind()], _starts(data), sampled)
+            drafted = bool((sampled & ~plain).any())
+            batch = replace(batch, lag_allowed=True, speculating=drafted, token_versions=versions, plain=plain)
         session.check_logprobs(batch)
         if rollout is None and (known := self._known(batch, data)) is not None:
             session.check_logprobs(known)
@@ -130,8 +153,7 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
         Runs before the first update of the step, while the weights are still those that rolled out.
         """
-        assert RUNTIME.control is not None
-        run_blocking(RUNTIME.control.finish())
+        RUNTIME.finish()
         count = min(len(data), session.config.bypass_check_sequences)
         few = tu.index_select_tensor_dict(data, torch.arange(count))
         tu.assign_non_tensor(few, calculate_entropy=False, micro_batch_size_per_gpu=1, use_dynamic_bsz=False)
@@ -152,8 +174,9 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's checkpoint, and the plugins' where there is one."""
         super().load_checkpoint(local_path, *args, **kwargs)
+        self._resumed = Path(local_path) / "spec_plugin"
         if self._session is not None:
-            self._session.load(Path(local_path) / "spec_plugin")
+            self._session.load(self._resumed)
 
 
 def _documents(micro_batch: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -174,10 +197,13 @@ def _starts(data: Any) -> list[int]:
     return [len(d) - len(r) for d, r in zip(documents, responses, strict=True)]
 
 
-def _rollout_versions(data: Any) -> Tensor | None:
-    """Policy version that sampled each sequence; None where verl's batch does not tell."""
-    versions = [_range_of(extra) for extra in _extra_fields(data)]
-    return torch.tensor(versions, dtype=torch.int64) if versions else None
+def _rollout_versions(data: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Policy versions that sampled the first and the last token of each sequence; None where verl's batch does not tell."""
+    spans = [_span(extra) for extra in _extra_fields(data)]
+    if not spans or RUNTIME.policy_version < 0:  # in which case nobody knows what they ought to be
+        return None, None
+    first, last = torch.tensor(spans, dtype=torch.int64).unbind(1)
+    return first, last
 
 
 def _extra_fields(data: Any) -> list[Any]:
@@ -185,8 +211,11 @@ def _extra_fields(data: Any) -> list[Any]:
     return list(data["extra_fields"]) if "extra_fields" in data.keys() else []  # noqa: SIM118
 
 
-def _range_of(extra: Any) -> int:
+def _span(extra: Any) -> tuple[int, int]:
     low, high = extra.get("min_global_steps"), extra.get("max_global_steps")
-    if low is None or high is None:
-        return -1
-    return int(high if low == RUNTIME.policy_version else low)  # the one that differs, if one does
+    return (-1, -1) if low is None or high is None else (int(low), int(high))
+
+
+def dtype_name(engine: Any) -> str:
+    """Dtype of the actor's forward pass, as FSDP's mixed precision resolved it."""
+    return str(getattr(engine, "_autocast_dtype", torch.bfloat16)).removeprefix("torch.")

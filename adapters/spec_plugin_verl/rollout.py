@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 import torch
-from torch import Tensor
-from verl.workers.rollout.utils import ensure_async_iterator
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from spec_plugin import SpecConfigError
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.links import ActorsLink
-from spec_plugin.events import WeightSync
 from spec_plugin.ranks import actor_group, is_first
 from spec_plugin.session import SpecSession
+from spec_plugin_verl.actor import dtype_name
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 from spec_plugin_verl.runtime import RUNTIME
+from spec_plugin_verl.weights import PolicyTap
 
 #: a replica that gets weights later than another one by this is not waited for
 _SYNC_TIMEOUT_S = 600.0
-
-
-class PolicyTap:
-    """Passes the weight stream on and keeps copies, in the engine's dtype, of the two tensors that the draft shares."""
-
-    EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-    def __init__(self, weights: Any, dtype: torch.dtype) -> None:
-        self._weights, self._dtype = weights, dtype
-        self.kept: dict[str, Tensor] = {}
-
-    async def __aiter__(self) -> AsyncIterator[tuple[str, Tensor]]:
-        async for name, tensor in ensure_async_iterator(self._weights):
-            if name in (self.EMBED, self.HEAD):
-                self.kept[name] = tensor.detach().to(self._dtype, copy=True)
-            yield name, tensor
-
-    def event(self, policy_version: int) -> WeightSync:
-        """The weight sync that has just passed; a target with tied embeddings sends no head."""
-        embed = self.kept.get(self.EMBED)
-        return WeightSync(policy_version, embed, self.kept.get(self.HEAD, embed))
 
 
 class VerlLink(ActorsLink):
@@ -60,7 +38,10 @@ class VerlLink(ActorsLink):
 
 
 class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
-    """One per actor process (verl's hybrid mode: actor and rollout in one process)."""
+    """One per actor process (verl's hybrid modes: actor and rollout in one process).
+
+    Beside a standalone rollout there is none of ours: verl looks the class up in a process that does not import us.
+    """
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         """Parse the options and build the session, before any engine starts.
@@ -73,11 +54,18 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         spec = read_config(config)
         if RUNTIME.engine is None:
             raise SpecConfigError(
-                "spec-plugin found no FSDP actor in the rollout's process: it supports actor.strategy=fsdp or fsdp2 and "
-                "trainer.v1.trainer_mode=sync; set these, or leave the flag out"
+                "spec-plugin found no FSDP actor in the rollout's process: it supports actor.strategy=fsdp or fsdp2; set one "
+                "of them, or leave the flag out"
+            )
+        if (backend := config.checkpoint_engine.backend) != "naive":
+            raise SpecConfigError(
+                f"spec-plugin has not been shown to work with rollouts both beside the actor and apart from it "
+                f"(checkpoint_engine.backend={backend!r}): with trainer.v1.trainer_mode=separate_async set "
+                "actor_rollout_ref.hybrid_engine=False, with other modes actor_rollout_ref.rollout.checkpoint_engine.backend="
+                "naive; or leave the flag out"
             )
         engine = RUNTIME.engine
-        target = read_target(config, model_config, _dtype_name(engine), actor_group())
+        target = read_target(config, model_config, dtype_name(engine), actor_group())
         self._dtype = getattr(torch, target.dtype)
         link = self._link(spec.refresh_timeout_s) if is_first() else None
         self._control = RolloutControl(SpecSession(spec, target), link, sleeps=config.free_cache_engine)
@@ -129,8 +117,3 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         if "kv_cache" in tags and self._control.policy_version >= 0:
             await self._all_replicas(awake=True)
             await self._control.begin()
-
-
-def _dtype_name(engine: Any) -> str:
-    """Dtype of the actor's forward pass, as FSDP's mixed precision resolved it."""
-    return str(getattr(engine, "_autocast_dtype", torch.bfloat16)).removeprefix("torch.")

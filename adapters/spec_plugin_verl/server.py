@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from spec_plugin.engine.front import EngineFront, SpecEngineMethods, is_listed
+from spec_plugin.engine.front import EngineFront, is_listed
 from spec_plugin.engine.schedule.scheduler import PLAIN
 from spec_plugin.session import SpecSession
 from spec_plugin.witness import Witness
+from spec_plugin_verl.gate import Gate
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 
 EXTENSION = "spec_plugin_verl.worker.SpecWorker"
 
 
-class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
+class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
     """Ray actor that owns AsyncLLM; ``generate`` also keeps the phase's clock: verl's own is rounded up to 2 s."""
-
-    _spec_syncs = 0
-    _spec_awake = True
 
     def _validate_configs(self) -> None:
         super()._validate_configs()
@@ -52,6 +49,7 @@ class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
 
         Log-probs are computed in any case; what the trainer did not ask for is kept aside, see ``spec_plugin.witness``.
         """
+        await self.spec_admitted()
         await self._spec_front.arrives(sampling_params)
         hidden = not sampling_params.get("logprobs")
         theirs = {name: v for name, v in sampling_params.items() if name not in ("logprobs", "max_new_tokens")}
@@ -64,6 +62,7 @@ class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
         with self._spec_front.request() as request:
             output = await super().generate(prompt_ids, sampling_params, *args, **kwargs)
             request.tokens = len(output.token_ids)
+        self._spec_front.sampled(prompt_ids, output.token_ids, int(self.global_steps or 0), control)
         if control is not None:
             output.extra_fields.update(control.span(len(prompt_ids), request.tokens))
         if hidden and output.log_probs is not None:
@@ -77,26 +76,6 @@ class SpecHttpServer(SpecEngineMethods, vLLMHttpServer):  # type: ignore[misc]
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
             self._spec_front.engine = self.engine
-
-    async def set_global_steps(self, global_steps: int) -> None:
-        """verl's, called when the weights of a sync are in place."""
-        await super().set_global_steps(global_steps)
-        self._spec_syncs += 1
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """verl's; weights come back first, the KV cache last."""
-        await super().wake_up(tags)
-        self._spec_awake = tags is None or "kv_cache" in tags
-
-    async def sleep(self) -> None:
-        """verl's."""
-        self._spec_awake = False
-        await super().sleep()
-
-    async def spec_synced(self, syncs: int, awake: bool) -> None:
-        """Wait for the weights of the n-th sync; and, if ``awake``, until this replica can generate."""
-        while self._spec_syncs < syncs or (awake and not self._spec_awake):
-            await asyncio.sleep(0.01)
 
 
 class SpecReplica(vLLMReplica):  # type: ignore[misc]

@@ -58,7 +58,7 @@ def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
 
 
 def _about_module(module: str) -> Objection:
-    instead = "use verl.trainer.main_ppo with trainer.v1.trainer_mode=sync"
+    instead = f"use verl.trainer.main_ppo with trainer.v1.trainer_mode={' or '.join(options.MODES)}"
     if not has_module(module):
         why = f"verl {verl_version()} has no such module"
         return Objection("-m", module, not_taken(), why, instead, "verl")
@@ -129,7 +129,8 @@ def _sizes(config: Any) -> tuple[int, int]:
 def _shape(config: Any) -> str:
     ranks, size = _sizes(config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    words = [f"{ranks or '?'} {actor.strategy} actor ranks"]
+    mode = config.trainer.v1.trainer_mode
+    words = [("" if mode == options.MODES[0] else f"{mode}; ") + f"{ranks or '?'} {actor.strategy} actor ranks"]
     if (slices := _sequence_parallel(config)) > 1:
         words[0] += f", Ulysses over {slices}"
     engines = f"{ranks // size} {rollout.name} engines" if ranks and size else f"{rollout.name} engines"
@@ -147,6 +148,8 @@ def _shapes(config: Any, family: Any) -> tuple[str, ...]:
         "lora": options.lora(model) == "merged",
         "packed": bool(model.use_remove_padding),
         "mistral": family == "mistral",
+        "colocate": config.trainer.v1.trainer_mode == "colocate_async",
+        "separate": config.trainer.v1.trainer_mode == options.APART,
     }
     return tuple(name for name, uses in used.items() if uses)
 

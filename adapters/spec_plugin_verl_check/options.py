@@ -22,6 +22,9 @@ PREFIX = "+actor_rollout_ref.rollout.custom.spec."
 FLAG = "actor_rollout_ref.model.external_lib=spec_plugin_verl"
 LEAVE_OUT = f"leave out {FLAG}"
 STRATEGIES = ("fsdp", "fsdp2")
+#: of verl's trainer; the last one with engines in processes of their own
+MODES = ("sync", "colocate_async", "separate_async")
+APART = MODES[-1]
 DEVICES = ("cpu", "cuda")
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -185,8 +188,8 @@ def _engine(rollout: Any) -> Iterator[Objection]:
     if rollout.quantization is not None:
         yield no("quantization", rollout.quantization, "quantized rollouts", "set it to null")
     backend = rollout.checkpoint_engine.backend
-    if backend not in (None, "naive"):
-        yield no("checkpoint_engine.backend", backend, f"weight syncs by {backend}", "set it to naive")
+    if str(backend).startswith("delta"):
+        yield no("checkpoint_engine.backend", backend, f"weight syncs by {backend}", "set it to naive, or nccl")
     dtype = engine_arguments(rollout)["dtype"]
     if _DTYPES.get(dtype, dtype) not in _DTYPES.values():
         names = ", ".join(sorted(set(_DTYPES.values())))
@@ -254,10 +257,29 @@ def _run(config: Any) -> Iterator[Objection]:
         )
     if not config.trainer.use_v1:
         yield unsupported("trainer.use_v1", False, "verl's legacy trainer", "set it to True")
-    mode = config.trainer.v1.trainer_mode
-    if mode != "sync":
-        yield unsupported("trainer.v1.trainer_mode", mode, f"the trainer mode {mode}", "set it to sync")
-    if not config.actor_rollout_ref.hybrid_engine:
+    yield from _mode(config)
+
+
+def _mode(config: Any) -> Iterator[Objection]:
+    mode, hybrid = config.trainer.v1.trainer_mode, config.actor_rollout_ref.hybrid_engine
+    if mode not in MODES:
         yield unsupported(
-            "actor_rollout_ref.hybrid_engine", False, "rollouts outside of the actors' processes", "set it to True"
+            "trainer.v1.trainer_mode",
+            mode,
+            f"the trainer mode {mode}",
+            f"set it to {', '.join(MODES[:-1])} or {MODES[-1]}",
+        )
+    elif mode == APART and hybrid:
+        yield unsupported(
+            "actor_rollout_ref.hybrid_engine",
+            True,
+            "rollouts both beside the actors and apart from them",
+            f"set it to False, or another trainer.v1.trainer_mode than {APART}",
+        )
+    elif mode != APART and not hybrid:
+        yield unsupported(
+            "actor_rollout_ref.hybrid_engine",
+            False,
+            "rollouts outside of the actors' processes",
+            f"set it to True, or trainer.v1.trainer_mode={APART}",
         )

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 
-class FastPoll(ReplayBuffer):  # type: ignore[misc]
-    """verl's replay buffer with a short poll interval, in the prompts' order."""
+class _InOrder:
+    """Mixed into a replay buffer of verl: a short poll interval, and the prompts' order."""
+
+    prompt_global_steps: dict[str, dict[str, int]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "poll_interval": 0.02})
@@ -26,6 +28,13 @@ class FastPoll(ReplayBuffer):  # type: ignore[misc]
             uid, *numbers = key.split("_")  # session of the prompt, output of the session
             return place.get(uid, -1), *map(int, numbers)
 
-        return super()._materialize_batch(
-            partition_id, selected, {key: snapshot[key] for key in sorted(snapshot, key=order)}
-        )
+        ordered = {key: snapshot[key] for key in sorted(snapshot, key=order)}
+        return super()._materialize_batch(partition_id, selected, ordered)  # type: ignore[misc]
+
+
+class FastPoll(_InOrder, ReplayBuffer):  # type: ignore[misc]
+    """For ``trainer_mode=sync``."""
+
+
+class FastPollAsync(_InOrder, ReplayBufferAsync):  # type: ignore[misc]
+    """For the asynchronous modes."""

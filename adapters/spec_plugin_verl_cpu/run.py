@@ -163,5 +163,6 @@ def environment(run: VerlRun, base: Mapping[str, str]) -> dict[str, str]:
         "VERL_ENGINE_DEVICE": "cuda",
         "VERL_FILE_LOGGER_PATH": str(run.metrics_file),
     }
-    defaults = {**ENVIRONMENT, "VERL_USE_EXTERNAL_MODULES": "spec_plugin_verl_cpu", "HYDRA_FULL_ERROR": "1"}
+    quiet = {"VERL_LOGGING_LEVEL": "WARNING"}  # at INFO, separate_async of 0.9.1 dies of logger.info(…, flush=True)
+    defaults = {**ENVIRONMENT, **quiet, "VERL_USE_EXTERNAL_MODULES": "spec_plugin_verl_cpu", "HYDRA_FULL_ERROR": "1"}
     return {**defaults, **base, **forced}

@@ -17,8 +17,9 @@ from spec_plugin.actor.harvest import Harvester, SequenceShards
 from spec_plugin.actor.links import EngineLink
 from spec_plugin.errors import LosslessError
 from spec_plugin.events import WeightSync
-from spec_plugin.ranks import most_of_any_rank, on_any_rank
+from spec_plugin.ranks import most_of_any_rank, of_first, on_any_rank
 from spec_plugin.session import SpecSession
+from spec_plugin.spans import Span, Spans
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,15 +32,20 @@ class RolloutControl:
     ``finish`` at the first pass of the trainer over what was generated; on every rank, though only the first one has a link.
     """
 
-    def __init__(self, session: SpecSession, link: EngineLink | None, sleeps: bool = False) -> None:
+    def __init__(
+        self, session: SpecSession, link: EngineLink | None, sleeps: bool = False, overlaps: bool = False
+    ) -> None:
         """Bind session and engines.
 
         Args:
             session: of this actor process.
             link: all engines of the run, on the first actor rank; None on the others, which train the same draft.
             sleeps: have the engines no weights in memory at ``finish``.
+            overlaps: do the engines generate while the trainer trains; a phase then lasts until the next weight sync.
         """
-        self.session, self.link, self._sleeps = session, link, sleeps
+        self.session, self.link, self._sleeps, self._overlaps = session, link, sleeps or overlaps, overlaps
+        self.lags = overlaps  # may sequences be older than the policy that recomputes them; see ``agree``
+        self._spans = Spans()
         self.policy_version = -1  # of the weights that the engines roll out with
         self.speculating = False  # was any k > 0 in the current phase; other ranks know it after ``agree``
         self._tested: int | None = None  # draft version of the last self-test
@@ -57,11 +63,13 @@ class RolloutControl:
         """Make all ranks know whether the phase drafted, and stop speculating together (collective)."""
         session = self.session
         drafted = self.speculating and self.link is not None
-        self.speculating, failed = on_any_rank(drafted, session.failed and not session.follows)
+        self.speculating, self.lags, failed = on_any_rank(drafted, self.lags, session.failed and not session.follows)
         session.follow("another rank: its own warning says why" if failed else None)
 
     async def synced(self, event: WeightSync) -> None:
         """Target weights of this version have reached the engines: refresh the draft at the same safe point (collective)."""
+        if self._overlaps:
+            await self._end_phase()
         self.policy_version = event.policy_version
         await self._audit("synced")
         self.agree()
@@ -107,7 +115,10 @@ class RolloutControl:
             except Exception as error:  # law 6
                 session.fail("schedule", error)
             self.speculating = any(schedule.table)
-        await link.start_phase(self.policy_version)
+        try:
+            await link.start_phase(self.policy_version)
+        except Exception as error:  # law 6
+            session.fail("the phase's beginning", error)
         await self._audit("rollout")
         session.rollout_start(self.policy_version)
         self._running = self.policy_version
@@ -128,7 +139,11 @@ class RolloutControl:
         self._tested = max(0, self._installed)
         if not session.config.self_test or session.failed:
             return
-        report = await link.self_test(session.config.self_test_seconds)
+        try:
+            report = await link.self_test(session.config.self_test_seconds)
+        except Exception as error:  # law 6: nothing was found wrong, and nothing is proven
+            session.fail("self-test", error)
+            return
         if report.passed:
             lines = "".join(f"\n  {check.name}: {check.detail}" for check in report.checks)
             logger.info("spec-plugin: the self-test passed in %.1f s%s", report.seconds, lines)
@@ -143,7 +158,14 @@ class RolloutControl:
         session.fail("self-test", message)
 
     async def finish(self) -> None:
-        """Collect what the engines did in the phase; later calls do nothing until the next ``begin``."""
+        """Collect what the engines did in the phase; later calls do nothing until the next ``begin``.
+
+        Where phases overlap with training this one goes on, and ``synced`` collects.
+        """
+        if not self._overlaps:
+            await self._end_phase()
+
+    async def _end_phase(self) -> None:
         if self._running is None or self.link is None:
             return
         version, self._running = self._running, None
@@ -155,10 +177,23 @@ class RolloutControl:
         except Exception as error:  # law 6
             self.session.fail("rollout statistics", error)
             return
+        self.lags = self.lags or stats.interrupted
         self.session.rollout_end(stats)
         if rollouts is not None:
             self.session.rollouts(rollouts)
         await self._audit("rolled out")
+
+    def spans(self) -> Spans:
+        """What the engines have said of the text that they sampled (collective); nothing while no sequence can be cut short."""
+        if not self.lags:
+            return self._spans
+        found: list[Span] = []
+        try:
+            found = [] if self.link is None else run_blocking(self.link.spans())
+        except Exception as error:  # law 6
+            self.session.fail("what the engines say of their samples", error)
+        self._spans.add(of_first(found), self.policy_version)
+        return self._spans
 
     def train_draft(self, step: int) -> None:
         """One slice of draft training, bounded to ``train_share`` of the whole step, and a head start (collective)."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
 from spec_plugin.rollouts import Rollout
+from spec_plugin.spans import Span
 
 
 class EngineLink(Protocol):
@@ -35,6 +36,9 @@ class EngineLink(Protocol):
 
     async def remember(self, rollouts: Sequence[Rollout]) -> None:
         """``EngineFront.remember`` on every engine."""
+
+    async def spans(self) -> list[Span]:
+        """``EngineFront.take_spans`` of every engine."""
 
     async def state(self, moment: str) -> EngineState:
         """``EngineFront.state`` of every engine; see ``merge_states``."""
@@ -115,6 +119,10 @@ class ActorsLink:
         """Every engine drafts from these, too."""
         await self.all("spec_remember", self._put(list(rollouts)))
 
+    async def spans(self) -> list[Span]:
+        """What the engines sampled since the last call, stretch by stretch."""
+        return [span for part in await self.all("spec_take_spans") for span in part]
+
     async def state(self, moment: str) -> EngineState:
         """What the engines hold."""
         return merge_states(await self.all("spec_state", moment))
@@ -134,6 +142,7 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         steps=tuple(s for p in parts for s in p.steps),
         shadow_rounds=sum(p.shadow_rounds for p in parts),
         shadow_per_pos=_sum_positions([p.shadow_per_pos for p in parts]),
+        interrupted=any(p.interrupted for p in parts),
     )
 
 

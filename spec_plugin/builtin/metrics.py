@@ -58,6 +58,13 @@ SCHEMA = (
     Metric("spec/generation_s", "s", 0, 1e5, "time of the rollout phase in the engine"),
     Metric("spec/generation_tokens", "", 1, 1e12, "tokens that it generated"),
     Metric("spec/policy_version", "", 0, 1e9, "version of the policy that rolled out"),
+    Metric(
+        "spec/policy_lag",
+        "",
+        0,
+        1e9,
+        "policy versions between sampling and recomputation, mean of the step's tokens; 0 in synchronous training",
+    ),
     Metric("spec/draft_version", "", 0, 1e12, "version of the draft that the engine serves"),
     Metric("spec/refresh_ms", "ms", 0, 1e6, "time of the last refresh"),
     Metric("spec/refresh_refused", "", 0, 1e9, "refreshes that the engine refused since the run began"),

@@ -2,15 +2,19 @@
 
 Not finite, above zero, or of another policy version: the run stops at once. That the engine's log-probs are those of the
 target is a matter of degree, and judged by what the run itself shows: plain requests, of phases without drafts and of the
-control group (``spec.control_share``), say what two correct implementations of this model differ by;
-``spec_plugin.builtin.agreement`` is how they are compared. What was not drafted is recorded and warned of, never a reason to
-stop: without the flag the run would be no better. A run stops when drafted text
+control group (``spec.control_share``), say what two correct implementations of this model differ by
+(``spec_plugin.builtin.baseline``); ``spec_plugin.builtin.agreement`` is how they are compared. What was not drafted is recorded
+and warned of, never a reason to stop: without the flag the run would be no better. A run stops when drafted text
 
 - is further off than three times (single tokens: ten times) the plain text of the last phases, at an error level of 1e-7 a
   batch and test, *and* the plain requests of its own phase do not show the same; or is ten times (thirty times) as far off,
   even though they do: such a jump is a wrong sync, not drift;
 - is further off than correct runs ever were, where there was no plain text yet;
 - or holds one sequence that is beyond anything that a correct run shows.
+
+In asynchronous training tokens are judged by their lag, the policy versions between sampling and recomputation. Those without
+one as above. Those with one when they are both further off than three times the plain text of that lag in the last phases and
+than three times (ten times) that of their own batch; and, in any case, beyond 0.3 nats a version in bfloat16.
 """
 
 from __future__ import annotations
@@ -20,24 +24,15 @@ import logging
 import math
 import os
 import random
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
-from spec_plugin.builtin.agreement import (
-    Spread,
-    Verdict,
-    Windows,
-    compared,
-    difference,
-    judged,
-    median,
-    spread,
-    windows,
-)
+from spec_plugin.builtin.agreement import Spread, Windows, difference, median, spread, windows
+from spec_plugin.builtin.baseline import ENOUGH, Baseline
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import LogprobBatch, TargetInfo
@@ -45,49 +40,11 @@ from spec_plugin.hookspecs import hookimpl
 
 logger = logging.getLogger(__name__)
 
-#: chance that a batch of a correct run is refused, for each of the two statistics
-ERROR_LEVEL = 1e-7
-#: windows below which there is no evidence: of plain text, and of drafted text (they wait for those of the next batch)
-ENOUGH = 16
-#: phases with plain text that the run's own baseline reaches back, and windows that are kept of each
-PHASES, KEPT = 16, 256
-#: windows of the control group from which on it has a say, and versions that it may be old
-_CONTROL, _RECENT = 4, 16
 #: tokens from which on a single sequence can be beyond anything
 _LONG = 32
 #: log p <= 0; two roundings of a token with p = 1 may land just above.
 _ABOVE_ZERO = 1e-3
-#: Asynchronous training: each policy version between sampling and recomputation may add this multiple of what two correct
-#: implementations show (0.3 nats a version in bfloat16). Log-probs of another model are further away than that.
-_LAG_FACTOR = 10.0
 _SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """For one statistic of a window, in nats: what is said of it where, and where not, the run has a baseline."""
-
-    least: float  # never more than rounding
-    most: float  # no correct run shows more, in most of its windows
-    factor: float = 1.0  # of the baseline: honest differences between plain and verifying steps
-    jump: float = 1.0  # of the baseline: no drift between two phases
-
-
-#: By the coarser of the two dtypes, at temperature 1. Measured on real runs: float32 means of 5e-7 to 1e-4 (the largest token
-#: 20 times as far off), bfloat16 means of 5e-3 to 2e-2 and single tokens beyond 1; published bfloat16 means up to 4e-2.
-_MEANS = {
-    "float32": Bounds(1e-5, 2e-3, 3.0, 10.0),
-    "float16": Bounds(5e-4, 3e-2, 3.0, 10.0),
-    "bfloat16": Bounds(3e-3, 0.1, 3.0, 10.0),
-}
-_MAXIMA = {
-    "float32": Bounds(3e-4, 0.05, 10.0, 30.0),
-    "float16": Bounds(1e-2, 1.0, 10.0, 30.0),
-    "bfloat16": Bounds(0.1, 3.0, 10.0, 30.0),
-}
-_COARSENESS = ("float32", "float16", "bfloat16")
-#: a single sequence is beyond anything at this multiple of ``most``, and of the largest plain window
-_BEYOND, _BEYOND_PLAIN = 15.0, 30.0
 
 
 def check_finite(name: str, values: Tensor, mask: Tensor) -> None:
@@ -108,48 +65,55 @@ def check_finite(name: str, values: Tensor, mask: Tensor) -> None:
 
 
 def check_versions(batch: LogprobBatch) -> None:
-    """Refuse sequences that another policy version sampled than the one that recomputed them.
+    """Refuse sequences that another policy version sampled than the trainer may train on.
 
     Raises:
-        LogprobProvenanceError: naming the sequences and both versions.
+        LogprobProvenanceError: naming the sequences and the versions.
     """
-    if batch.rollout_versions is None:
+    first = batch.rollout_versions
+    if first is None:
         return
-    other = batch.rollout_versions > batch.policy_version if batch.lag_allowed else _lagging(batch)
-    wrong = other & (batch.rollout_versions >= 0)
-    if wrong.any():
-        rows = wrong.nonzero().flatten().tolist()
-        shown = ", ".join(f"sequence {i} by version {int(batch.rollout_versions[i])}" for i in rows[:_SHOWN])
-        raise LogprobProvenanceError(
-            f"{len(rows)} of {len(wrong)} sequences were not sampled by policy version {batch.policy_version}, which "
-            f"recomputed their log-probs: {shown}. This trainer was said to be synchronous"
-        )
+    known, now = first >= 0, batch.policy_version
+    last = first if batch.last_versions is None else batch.last_versions
+    if not batch.lag_allowed:
+        _refuse_versions(known & ((first != now) | (last != now)), batch, "This trainer was said to be synchronous")
+        return
+    _refuse_versions(known & ((last > now) | (last < first)), batch, "Nobody can have sampled with later weights")
+    if batch.token_versions is not None:
+        tokens = batch.token_versions
+        outside = (tokens >= 0) & batch.mask & ((tokens < first[:, None]) | (tokens > last[:, None]))
+        reason = "The engine that sampled them says other versions than the trainer"
+        _refuse_versions(known & outside.any(-1), batch, reason)
 
 
-def _lagging(batch: LogprobBatch) -> Tensor:
-    """[B] bool: sequences that another policy version sampled than the one that recomputed them."""
+def _refuse_versions(wrong: Tensor, batch: LogprobBatch, reason: str) -> None:
+    if not bool(wrong.any()):
+        return
     assert batch.rollout_versions is not None
-    return batch.rollout_versions != batch.policy_version
+    last = batch.rollout_versions if batch.last_versions is None else batch.last_versions
+    rows = wrong.nonzero().flatten().tolist()
+    spans = [(i, int(batch.rollout_versions[i]), int(last[i])) for i in rows[:_SHOWN]]
+    shown = ", ".join(f"sequence {i} by version {a}" + (f" to {b}" if b != a else "") for i, a, b in spans)
+    raise LogprobProvenanceError(
+        f"{len(rows)} of {len(wrong)} sequences were not sampled by policy version {batch.policy_version}, which "
+        f"recomputed their log-probs: {shown}. {reason}"
+    )
 
 
-def by_version(batch: LogprobBatch) -> Iterator[tuple[int, LogprobBatch]]:
-    """Split a batch by how many policy versions lie between sampling and recomputation; 0 first, unknown counts as 1."""
+def by_lag(batch: LogprobBatch) -> Iterator[tuple[int, LogprobBatch]]:
+    """Split a batch by how many policy versions lie between sampling and recomputation of a token; 0 first.
+
+    Where only the versions of a sequence's first and last token are known, the first one's counts; unknown counts as 1.
+    """
     if not batch.lag_allowed or batch.rollout_versions is None or batch.rollout is None:
         yield int(batch.lag_allowed), batch
         return
-    unknown = batch.rollout_versions < 0
-    lags = (batch.policy_version - batch.rollout_versions).masked_fill(unknown, 1)
-    for lag in sorted(set(lags.tolist())):
-        yield int(lag), batch.of(lags == lag)
-
-
-@dataclass(frozen=True)
-class _Phase:
-    """Plain text of one phase."""
-
-    version: int
-    plain: Windows
-    drafted: bool  # is it the control group's
+    versions = batch.rollout_versions[:, None].expand_as(batch.mask)
+    if batch.token_versions is not None:
+        versions = batch.token_versions.where(batch.token_versions >= 0, versions)
+    lags = (batch.policy_version - versions).masked_fill(versions < 0, 1)
+    for lag in sorted(set(lags[batch.mask].tolist())):
+        yield int(lag), replace(batch, mask=batch.mask & (lags == lag))
 
 
 @dataclass(frozen=True)
@@ -182,11 +146,11 @@ class ProvenanceGuard:
     """Checks each batch, and keeps what the run's own plain requests show."""
 
     def __init__(self) -> None:
-        self._history: deque[_Phase] = deque(maxlen=PHASES)
-        self._waiting = Windows()  # of drafted text, too few to be judged
+        self._waiting: dict[int, Windows] = defaultdict(Windows)  # of drafted text, too few to be judged, by lag
         self._rng = random.Random(0)
         self._comparable = True
         self._last: Spread | None = None
+        self._lag = 0.0  # mean, of the last batch's tokens
         self._versions_known = 0.0
         self._alarms = 0
 
@@ -195,11 +159,7 @@ class ProvenanceGuard:
         """Remember the dtypes; truncated sampling makes the engine's log-probs renormalised, hence not comparable."""
         self._config, self._target = config, target
         self._comparable = not target.truncated
-        coarser = max(target.dtype, target.actor_dtype, key=_COARSENESS.index)
-        temperature = float(target.sampling.get("temperature", 1.0)) or 1.0
-        self._scale = 1.0 / temperature  # differences of logits are divided by it
-        self._bounds = {"mean": _MEANS[coarser], "largest": _MAXIMA[coarser]}
-        self._far = _MAXIMA[coarser].most * self._scale
+        self._baseline = Baseline(target)
 
     @hookimpl
     def spec_check_logprobs(self, batch: LogprobBatch) -> None:
@@ -216,8 +176,12 @@ class ProvenanceGuard:
             return
         check_finite("rollout", batch.rollout, batch.mask)
         if self._comparable:
-            self._last = spread(difference(batch.recomputed, batch.rollout, batch.mask), batch.mask, self._far)
-            for lag, part in by_version(batch):
+            diff = difference(batch.recomputed, batch.rollout, batch.mask)
+            self._last = spread(diff, batch.mask, self._baseline.far)
+            parts = list(by_lag(batch))
+            tokens = sum(int(part.mask.sum()) for _, part in parts)
+            self._lag = sum(lag * int(part.mask.sum()) for lag, part in parts) / max(1, tokens)
+            for lag, part in parts:
                 self._check(part, lag)
         elif batch.rollout_in_loss:
             raise LogprobProvenanceError(
@@ -233,7 +197,7 @@ class ProvenanceGuard:
         plain = batch.mask if not batch.speculating else batch.mask & _plain(batch)
         drafted = batch.mask & ~plain
         shown = windows(diff, plain, self._rng)
-        found = self._wrong(diff, drafted, self._control(shown, batch.policy_version), lag)
+        found = self._wrong(diff, drafted, self._baseline.control(shown, batch.policy_version, lag), lag)
         if found is not None:
             raise LogprobProvenanceError(f"{_described(found, batch)}. {_ADVICE}")
         if not batch.speculating:
@@ -241,20 +205,8 @@ class ProvenanceGuard:
             found = self._over_fixed(diff, plain) if fixed else self._too_far(diff, plain, shown, Windows(), lag)
             if found is not None:
                 self._warn(found, batch)
-        if lag == 0 and len(shown):
-            self._remember(_Phase(batch.policy_version, shown, batch.speculating))
-
-    def _control(self, now: Windows, version: int) -> Windows:
-        """What the control group shows in this phase; where its requests are too few, with those of the phases before."""
-        for phase in reversed(self._history):
-            if len(now) >= _CONTROL or phase.version < version - _RECENT:
-                break
-            now += phase.plain if phase.drafted else Windows()
-        return now
-
-    @property
-    def _past(self) -> Windows:
-        return sum((phase.plain for phase in self._history), Windows())
+        if len(shown):
+            self._baseline.remember(batch.policy_version, lag, shown, batch.speculating)
 
     def _wrong(self, diff: Tensor, drafted: Tensor, control: Windows, lag: int) -> _Found | None:
         if self._config.logprob_tolerance is not None:
@@ -262,11 +214,10 @@ class ProvenanceGuard:
         beyond = self._beyond(diff, drafted, lag)
         if beyond is not None:
             return beyond
-        self._waiting += windows(diff, drafted, self._rng)
-        if len(self._waiting) < ENOUGH:
-            return None
-        judged_now, self._waiting = self._waiting, Windows()
-        return self._too_far(diff, drafted, judged_now, control, lag)
+        waiting = self._waiting[lag] + windows(diff, drafted, self._rng)
+        enough = len(waiting) >= ENOUGH
+        self._waiting[lag] = Windows() if enough else waiting
+        return self._too_far(diff, drafted, waiting, control, lag) if enough else None
 
     def _over_fixed(self, diff: Tensor, mask: Tensor) -> _Found | None:
         """The user's own bound on the mean."""
@@ -277,37 +228,14 @@ class ProvenanceGuard:
 
     def _too_far(self, diff: Tensor, mask: Tensor, found: Windows, control: Windows, lag: int) -> _Found | None:
         """Too many windows further off than plain text is."""
-        history = self._past
-        for name, values, past, now in (
-            ("mean", found.means, history.means, control.means),
-            ("largest", found.maxima, history.maxima, control.maxima),
-        ):
-            bounds = self._bounds[name]
-            verdict = self._verdict(values, past, bounds, bounds.factor, lag)
-            if verdict.p_value > ERROR_LEVEL:
-                continue
-            same = len(now) >= _CONTROL and median(values) <= bounds.factor * median(now)
-            if same and self._verdict(values, past, bounds, bounds.jump, lag).p_value > ERROR_LEVEL:
-                continue  # drift: plain requests of the same phase show it, too
-            what = f"the {name} difference in {verdict.above} of {verdict.of} stretches of text"
-            return _Found(what, median(values), verdict.bound, mask & (diff > verdict.bound))
-        return None
-
-    def _verdict(
-        self, values: tuple[float, ...], past: tuple[float, ...], bounds: Bounds, factor: float, lag: int
-    ) -> Verdict:
-        if lag:  # the policy has really moved in between
-            return judged(values, _LAG_FACTOR * lag * bounds.most * self._scale)
-        if len(past) < ENOUGH:
-            return judged(values, bounds.most * self._scale)
-        return compared(values, past, factor, bounds.least * self._scale)
+        excess = self._baseline.too_far(found, control, lag)
+        if excess is None:
+            return None
+        return _Found(excess.what, excess.value, excess.bound, mask & (diff > excess.bound))
 
     def _beyond(self, diff: Tensor, mask: Tensor, lag: int) -> _Found | None:
         """A single sequence, far beyond anything that was ever seen."""
-        largest = max(self._past.means, default=0.0)
-        bound = max(_BEYOND * self._bounds["mean"].most * self._scale, _BEYOND_PLAIN * largest) * (
-            1 + _LAG_FACTOR * lag
-        )
+        bound = self._baseline.beyond(lag)
         lengths = mask.sum(-1)
         means = diff.masked_fill(~mask, 0.0).sum(-1) / lengths.clamp_min(1)
         rows = (lengths >= _LONG) & (means > bound)
@@ -324,27 +252,21 @@ class ProvenanceGuard:
                 _described(found, batch),
             )
 
-    def _remember(self, phase: _Phase) -> None:
-        plain = phase.plain
-        if self._history and self._history[-1].version == phase.version:
-            plain = self._history.pop().plain + plain
-        self._history.append(replace(phase, plain=Windows(plain.means[:KEPT], plain.maxima[:KEPT])))
-
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
         """Differences of the last batch, what plain text shows, and from where on a window counts against the run."""
         if self._last is None:
             return {}
-        past = self._past
-        bound = self._config.logprob_tolerance or self._verdict((0.0,), past.means, self._bounds["mean"], 3.0, 0).bound
+        past = self._baseline.past(0)
         out = {
             "spec/logprob_diff_mean": self._last.mean,
             "spec/logprob_diff_p9999": self._last.most,
             "spec/logprob_diff_max": self._last.max,
             "spec/logprob_far": self._last.far,
-            "spec/logprob_tolerance": bound,
+            "spec/logprob_tolerance": self._config.logprob_tolerance or self._baseline.tolerance,
             "spec/logprob_alarms": float(self._alarms),
             "spec/versions_known": self._versions_known,
+            "spec/policy_lag": self._lag,
         }
         return out | ({"spec/logprob_diff_plain": median(past.means)} if len(past) else {})
 
@@ -352,9 +274,8 @@ class ProvenanceGuard:
     def spec_save(self, path: Path) -> None:
         """What plain requests showed: a resumed run may begin with drafts."""
         path.mkdir(parents=True, exist_ok=True)
-        phases = [asdict(phase) for phase in self._history]
         partial = path / "provenance.json.partial"
-        partial.write_text(json.dumps({"of": self._kind(), "phases": phases}))
+        partial.write_text(json.dumps({"of": self._baseline.kind, "phases": self._baseline.state()}))
         os.replace(partial, path / "provenance.json")
 
     @hookimpl
@@ -364,13 +285,8 @@ class ProvenanceGuard:
         if not file.exists():
             return
         found = json.loads(file.read_text())
-        if found["of"] == self._kind():
-            for p in found["phases"]:
-                plain = Windows(tuple(p["plain"]["means"]), tuple(p["plain"]["maxima"]))
-                self._history.append(_Phase(int(p["version"]), plain, bool(p["drafted"])))
-
-    def _kind(self) -> list[str]:
-        return [self._target.dtype, self._target.actor_dtype, f"{self._scale:.6g}"]
+        if found["of"] == self._baseline.kind:
+            self._baseline.restore(found["phases"])
 
 
 def _plain(batch: LogprobBatch) -> Tensor:

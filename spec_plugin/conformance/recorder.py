@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from spec_plugin.builtin.provenance import ENOUGH, ProvenanceGuard
+from spec_plugin.builtin.baseline import ENOUGH
+from spec_plugin.builtin.provenance import ProvenanceGuard
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import (

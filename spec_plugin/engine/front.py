@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from vllm import SamplingParams
 
 from spec_plugin.engine.additional import with_own_settings
-from spec_plugin.engine.control import Control, ControlGroup
+from spec_plugin.engine.control import PLAIN_FROM, PLAIN_UNTIL, Control, ControlGroup
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.engine.schedule.scheduler import PLAIN, SCHEDULER, pause_idle_draft, set_schedule, take_steps
@@ -27,6 +27,8 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
+from spec_plugin.spans import KEPT as SPANS
+from spec_plugin.spans import Span, span_of
 from spec_plugin.witness import KEPT, Witness
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,8 @@ class EngineFront:
         config = session.config
         self._group = ControlGroup(config.control_share, config.k, config.seed)
         self._schedule: Schedule | None = None  # of this phase
+        self.interrupted = False  # were requests ever cut short, to go on under the next policy; the adapter says so
+        self._spans: deque[Span] = deque(maxlen=SPANS)
         self._order = asyncio.Lock()
         self._validated = False  # were there requests of another sampling since the phase began
         self._rollouts_began = False  # and rollouts
@@ -107,7 +111,35 @@ class EngineFront:
 
     def control(self) -> Control | None:
         """Is the next request one of the control group: then the tokens that it samples without drafts."""
-        return self._group.draw() if self._schedule is not None and any(self._schedule.table) else None
+        return self._group.draw() if self.drafting else None
+
+    def sampled(self, prompt: Sequence[int], response: Sequence[int], version: int, control: Control | None) -> None:
+        """Keep what is known of a request that is complete, or of what one policy version sampled of it.
+
+        Args:
+            prompt: token ids that it began with.
+            response: token ids that it sampled.
+            version: policy version that did.
+            control: its stretch of the control group, if it has one.
+        """
+        if not response:
+            return
+        whole = (len(prompt), len(prompt) + len(response))
+        plain = whole if not self.drafting else (0, 0)
+        if control is not None and (said := control.span(len(prompt), len(response))):
+            plain = (said[PLAIN_FROM], said[PLAIN_UNTIL])
+        self._spans.append(span_of(prompt, response, version, plain))
+
+    def take_spans(self) -> list[Span]:
+        """What was kept since the last call."""
+        found = list(self._spans)
+        self._spans.clear()
+        return found
+
+    @property
+    def drafting(self) -> bool:
+        """Does any batch size of this phase draft."""
+        return self._schedule is not None and any(self._schedule.table)
 
     async def arrives(self, sampling: Mapping[str, Any]) -> None:
         """Before each request: where validation came first, the rollouts after it begin a phase of their own.
@@ -189,6 +221,16 @@ class EngineFront:
         await pause_idle_draft(self.engine, schedule.table)
         self._schedule = schedule
 
+    async def go_plain(self) -> None:
+        """Draft nothing until the next ``set_schedule``, whatever the actor would have said."""
+        await self.set_schedule(Schedule((0,) * (self.session.target.max_num_seqs + 1)))
+        self.reset_phase()
+
+    @property
+    def busy(self) -> bool:
+        """Are requests in flight."""
+        return self._in_flight > 0
+
     async def self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
         """The start-up self-test on this engine (law 2); four times as long where less would prove nothing.
 
@@ -239,6 +281,7 @@ class EngineFront:
             accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
             accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
             steps=steps,
+            interrupted=self.interrupted,
             **(await self._shadow() if self.session.method.remembers else {}),
         )
 
@@ -313,6 +356,10 @@ class SpecEngineMethods:
     async def spec_remember(self, rollouts: Sequence[Rollout]) -> None:
         """Remember what others sampled."""
         await self._spec_front.remember(rollouts)
+
+    async def spec_take_spans(self) -> list[Span]:
+        """What was sampled since the last call, stretch by stretch."""
+        return self._spec_front.take_spans()
 
     async def spec_witnesses(self) -> list[Witness]:
         """Log-probs of this phase that the trainer did not ask for."""

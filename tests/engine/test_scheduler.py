@@ -103,7 +103,7 @@ def test_k_may_change_while_requests_run():
         return reference, (await running)[0], changes
 
     reference, toggled, changes = live.run(toggle())
-    assert toggled == reference and changes > 3
+    assert toggled == reference and changes >= 3  # k of 0, 1 and 2, even where a step is slow
     live.run(set_schedule(live.engine, TABLE))
 
 

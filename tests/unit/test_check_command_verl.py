@@ -94,7 +94,12 @@ REFUSED = (
     ((f"{ROLLOUT}name", "sglang"), "rollouts by sglang", "set it to vllm"),
     (("actor_rollout_ref.actor.strategy", "megatron"), "megatron actors", "fsdp or fsdp2"),
     (("actor_rollout_ref.actor.strategy", "veomni"), "veomni actors", "fsdp or fsdp2"),
-    (("trainer.v1.trainer_mode", "colocate_async"), "trainer mode colocate_async", "set it to sync"),
+    (
+        ("trainer.v1.trainer_mode", "my_async"),
+        "trainer mode my_async",
+        "set it to sync, colocate_async or separate_async",
+    ),
+    (("trainer.v1.trainer_mode", "separate_async"), "both beside the actors and apart", "set it to False"),
     (("trainer.use_v1", False), "legacy trainer", "set it to True"),
     (("trainer.device", "npu"), "device npu", "cpu, cuda"),
     (("actor_rollout_ref.hybrid_engine", False), "outside of the actors' processes", "set it to True"),
@@ -104,7 +109,11 @@ REFUSED = (
     ((f"{ROLLOUT}disaggregation.enabled", True), "prefill-decode", "set it to False"),
     ((f"{ROLLOUT}quantization", "fp8"), "quantized rollouts", "set it to null"),
     ((f"{ROLLOUT}qat", {"enable": True}), "quantized rollouts", "qat.enable=False"),
-    ((f"{ROLLOUT}checkpoint_engine.backend", "delta_sharded"), "weight syncs by delta_sharded", "set it to naive"),
+    (
+        (f"{ROLLOUT}checkpoint_engine.backend", "delta_sharded"),
+        "weight syncs by delta_sharded",
+        "set it to naive, or nccl",
+    ),
     ((f"{ROLLOUT}dtype", "auto"), "dtypes that are not named", "bfloat16"),
     ((f"{ROLLOUT}tensor_model_parallel_size", "two"), "no whole number", "set one"),
     ((f"{MODEL}lora_rank", "many"), "no whole number", "set one"),
@@ -274,3 +283,20 @@ def test_a_pruned_vocabulary_that_the_engine_would_not_load(
     found = verl_check([PATH, VLLM, f"{SPEC}draft_vocab_size=1024", f"{ROLLOUT}load_format={load_format}"], a_qwen3)
     said = " ".join(map(str, found.objections))
     assert found.accepted == accepted and ("set the engine's load_format to auto" in said) != accepted
+
+
+@needs_verl
+@pytest.mark.parametrize(
+    "modes",
+    [
+        {"trainer.v1.trainer_mode": "colocate_async"},
+        {
+            "trainer.v1.trainer_mode": "separate_async",
+            "actor_rollout_ref.hybrid_engine": False,
+            f"{ROLLOUT}checkpoint_engine.backend": "nccl",
+        },
+    ],
+    ids=["colocate", "separate"],
+)
+def test_asynchronous_modes_are_taken(stock: Any, modes: dict[str, Any]) -> None:
+    assert not judged(stock, *modes.items())

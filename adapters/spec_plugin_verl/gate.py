@@ -1,0 +1,133 @@
+"""When a server of verl may roll out: after a weight sync not before the draft is in, and the engine tested.
+
+In verl's hybrid modes the actor process stands between sync and rollout, and nothing needs to wait. A *standalone* engine gets
+its weights from another machine, and verl opens its gate as soon as they are there; so the gate itself waits for the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from verl.workers.rollout.replica import RolloutMode
+
+from spec_plugin.engine.front import SpecEngineMethods
+from spec_plugin.errors import LosslessError, SpecConfigError
+from spec_plugin.events import SelfTestReport
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.01
+
+
+class Gate(SpecEngineMethods):
+    """Mixed into verl's server, before it: counts syncs, and holds requests back until the actor has begun the phase."""
+
+    engine: Any
+    global_steps: int | None
+    node_rank: int
+    rollout_mode: RolloutMode
+
+    _spec_syncs = 0
+    _spec_awake = True
+    _spec_described = False  # has an actor asked for the options
+    _spec_at_gate = False  # standalone: with the weights of a sync, awake, without a request
+    _spec_gone = 0  # syncs after which the actor let the requests in
+    _spec_problem = ""  # why the run must stop
+
+    async def spec_admitted(self) -> None:
+        """Where verl's gate is shut a request waits there; it is in flight, and drawn for the control group, only behind it."""
+        while self._submission_paused and not self._rejecting:  # type: ignore[attr-defined]
+            await self._resume_event.wait()  # type: ignore[attr-defined]
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """verl's, called when the weights of a sync are in place."""
+        await super().set_global_steps(global_steps)  # type: ignore[misc]
+        self._spec_syncs += 1
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """verl's; weights come back first, the KV cache last."""
+        await super().wake_up(tags)  # type: ignore[misc]
+        self._spec_awake = tags is None or "kv_cache" in tags
+
+    async def sleep(self) -> None:
+        """verl's."""
+        self._spec_awake = False
+        await super().sleep()  # type: ignore[misc]
+
+    async def spec_synced(self, syncs: int, awake: bool) -> None:
+        """Wait for the weights of the n-th sync; and, if ``awake``, until this replica can generate."""
+        while self._spec_syncs < syncs or (awake and not self._spec_awake):
+            await asyncio.sleep(_POLL_S)
+
+    async def abort_all_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's; only asynchronous trainers cut requests short, to have them go on under the next policy."""
+        self._spec_front.interrupted = True
+        return await super().abort_all_requests(*args, **kwargs)  # type: ignore[misc]
+
+    async def open_submission_gate(self) -> None:
+        """verl's; a standalone engine admits requests only when the actor has refreshed the draft and begun the phase.
+
+        Raises:
+            LosslessError: if the self-test found that an engine does not sample from the target.
+            SpecConfigError: if there is no actor that could say so.
+        """
+        if self.rollout_mode == RolloutMode.STANDALONE and self.node_rank == 0:
+            await self._spec_wait()
+        await super().open_submission_gate()  # type: ignore[misc]
+
+    async def _spec_wait(self) -> None:
+        if not self._spec_described:
+            raise SpecConfigError(
+                "spec-plugin found no actor of its own behind this rollout: it supports actor.strategy=fsdp or fsdp2; set "
+                "one of them, or leave the flag out"
+            )
+        limit = self._spec_front.session.config.gate_timeout_s
+        until = time.monotonic() + limit
+        self._spec_at_gate = True
+        while self._spec_gone < self._spec_syncs and time.monotonic() < until:
+            await asyncio.sleep(_POLL_S)
+        self._spec_at_gate = False
+        if self._spec_problem:
+            raise LosslessError(self._spec_problem)
+        if self._spec_gone < self._spec_syncs:
+            logger.warning(
+                "spec-plugin: %g s after the weight sync the actor has not said that the draft is in (spec.gate_timeout_s); "
+                "this engine rolls out without drafts until the next sync",
+                limit,
+            )
+            await self._spec_front.go_plain()
+
+    async def spec_description(self) -> tuple[Any, Any]:
+        """Options and target, for actors that see no rollout configuration."""
+        self._spec_described = True
+        return self._spec_front.session.config, self._spec_front.session.target
+
+    async def spec_at_gate(self, syncs: int) -> int:
+        """Wait until this engine has the weights of the n-th sync, is awake and admits no request yet; their version."""
+        while self._spec_syncs < syncs or not self._spec_at_gate:
+            await asyncio.sleep(_POLL_S)
+        return int(self.global_steps or 0)
+
+    async def spec_go(self, syncs: int, problem: str) -> None:
+        """The actor has begun the phase after its n-th sync, or the run must stop for this reason."""
+        self._spec_gone, self._spec_problem = syncs, problem
+
+    async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
+        """The self-test on this engine (law 2); one that is paused between two phases runs for it.
+
+        Raises:
+            RuntimeError: if requests are in flight: the gate has opened without us.
+        """
+        if self._spec_front.busy:
+            raise RuntimeError("the engine rolls out already")
+        paused = await self.engine.is_paused()
+        if paused:
+            await self.engine.resume_generation()
+        try:
+            return await super().spec_self_test(seconds, engines)
+        finally:
+            if paused:
+                await self.engine.pause_generation()

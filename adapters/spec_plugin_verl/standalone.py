@@ -1,0 +1,104 @@
+"""Actors whose engines live in processes of their own (``trainer_mode=separate_async``, ``hybrid_engine=False``).
+
+There verl builds an actor and no rollout adapter beside it: the weights leave through a checkpoint engine, and a worker beside
+the rollout takes them in. So the actor notices the end of its weight stream, waits in a thread until every server stands at its
+gate with these weights, refreshes and tests, and lets the requests in (``spec_plugin_verl.gate``). verl's driver waits for
+the gate, so nothing else runs in the actor meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import ray
+import torch
+from torch import Tensor
+
+from spec_plugin.actor.control import RolloutControl
+from spec_plugin.actor.links import ActorsLink
+from spec_plugin.errors import FATAL
+from spec_plugin.ranks import actor_group, is_first, of_first
+from spec_plugin.session import SpecSession
+from spec_plugin_verl.weights import PolicyTap
+
+if TYPE_CHECKING:
+    from spec_plugin_verl.actor import SpecFSDPEngine
+
+logger = logging.getLogger(__name__)
+
+#: names that verl gives the servers of the policy; of one across nodes, the first node's
+_SERVER = re.compile(r"vllm_server_\d+_0")
+#: seconds in which all servers must have the weights, and their memory back
+_SYNC_TIMEOUT_S = 600.0
+
+
+class Standalone:
+    """What one rank of such an actor does around each weight sync."""
+
+    def __init__(self, engine: SpecFSDPEngine, dtype_name: str) -> None:
+        """Take the options from the servers, which have started by now, and attach to the engine.
+
+        Raises:
+            SpecConfigError: if a plugin refuses this run.
+        """
+        servers = [ray.get_actor(name) for name in sorted(ray.util.list_named_actors()) if _SERVER.fullmatch(name)]
+        config, target = ray.get([server.spec_description.remote() for server in servers])[0]
+        target = replace(target, actor_dtype=dtype_name, actor_group=actor_group())
+        self._link = ActorsLink(servers, config.refresh_timeout_s, ray.put) if is_first() else None
+        self.control = RolloutControl(SpecSession(config, target), self._link, overlaps=True)
+        self._dtype = getattr(torch, target.dtype)
+        self._syncs = 0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        engine.attach(self.control)
+
+    def tap(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass the weight stream on; behind its end the next phase begins."""
+        self.wait()
+        tap = PolicyTap(weights, self._dtype)
+        yield from tap
+        self._syncs += 1
+        self._thread = threading.Thread(target=self._run, args=(tap,), name="spec-plugin sync", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Before anything that needs the state of the phase.
+
+        Raises:
+            LosslessError: if an engine does not sample from the target.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, tap: PolicyTap) -> None:
+        problem = ""
+        try:
+            asyncio.run(self._begin(tap))
+        except FATAL as error:
+            self._error, problem = error, str(error)
+        except Exception as error:  # law 6: the gate opens, and the next phase is plain
+            self.control.session.fail("the beginning of a phase", error)
+        if self._link is not None:
+            try:
+                asyncio.run(self._link.all("spec_go", self._syncs, problem))
+            except Exception as error:  # law 6: the gate has a time-out of its own
+                self.control.session.fail("opening the gate", error)
+
+    async def _begin(self, tap: PolicyTap) -> None:
+        version = -1  # unknown
+        if self._link is not None:
+            try:
+                version = max(await self._link.all("spec_at_gate", self._syncs, timeout_s=_SYNC_TIMEOUT_S))
+            except Exception as error:  # law 6; the ranks go on together
+                self.control.session.fail("waiting for the engines' weights", error)
+        await self.control.synced(tap.event(of_first(version)))
+        await self.control.begin()

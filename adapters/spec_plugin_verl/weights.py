@@ -1,0 +1,40 @@
+"""The policy's weights on their way to the engines, and what the draft needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.workers.rollout.utils import ensure_async_iterator
+
+from spec_plugin.events import WeightSync
+
+
+class PolicyTap:
+    """Passes the weight stream on and keeps copies, in the engine's dtype, of the two tensors that the draft shares."""
+
+    EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+    def __init__(self, weights: Any, dtype: torch.dtype) -> None:
+        self._weights, self._dtype = weights, dtype
+        self.kept: dict[str, Tensor] = {}
+
+    def _keep(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        if name in (self.EMBED, self.HEAD):
+            self.kept[name] = tensor.detach().to(self._dtype, copy=True)
+        return name, tensor
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights:
+            yield self._keep(name, tensor)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[str, Tensor]]:
+        async for name, tensor in ensure_async_iterator(self._weights):
+            yield self._keep(name, tensor)
+
+    def event(self, policy_version: int) -> WeightSync:
+        """The weight sync that has just passed; a target with tied embeddings sends no head."""
+        embed = self.kept.get(self.EMBED)
+        return WeightSync(policy_version, embed, self.kept.get(self.HEAD, embed))

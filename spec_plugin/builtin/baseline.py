@@ -1,0 +1,191 @@
+"""What two correct implementations of the policy differ by in this run, as its plain text shows, and what is beyond it.
+
+Log-probs that an engine sampled and an actor recomputed with the same weights differ by rounding. Where a trainer is
+asynchronous they may be one or more policy versions apart (the *lag*): the policy has moved in between, by how much differs from
+step to step, and plain and drafted text show it alike. So each lag has a history of its own, and text with a lag is only ever
+held against plain text of the same batch, beside a bound that is loose.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spec_plugin.builtin.agreement import Verdict, Windows, compared, judged, median
+from spec_plugin.events import TargetInfo
+
+#: chance that a batch of a correct run is refused, for each of the two statistics
+ERROR_LEVEL = 1e-7
+#: windows below which there is no evidence: of plain text, and of drafted text (they wait for those of the next batch)
+ENOUGH = 16
+#: phases with plain text that the run's own baseline reaches back, and windows that are kept of each
+PHASES, KEPT = 16, 256
+#: windows of the control group from which on it has a say, and versions that it may be old
+CONTROL, _RECENT = 4, 16
+#: Asynchronous training: each policy version between sampling and recomputation may add this multiple of what two correct
+#: implementations show (0.3 nats a version in bfloat16). Log-probs of another model are further away than that.
+LAG_FACTOR = 10.0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """For one statistic of a window, in nats: what is said of it where, and where not, the run has a baseline."""
+
+    least: float  # never more than rounding
+    most: float  # no correct run shows more, in most of its windows
+    factor: float = 1.0  # of the baseline: honest differences between plain and verifying steps
+    jump: float = 1.0  # of the baseline: no drift between two phases
+
+
+#: By the coarser of the two dtypes, at temperature 1. Measured on real runs: float32 means of 5e-7 to 1e-4 (the largest token
+#: 20 times as far off), bfloat16 means of 5e-3 to 2e-2 and single tokens beyond 1; published bfloat16 means up to 4e-2.
+_MEANS = {
+    "float32": Bounds(1e-5, 2e-3, 3.0, 10.0),
+    "float16": Bounds(5e-4, 3e-2, 3.0, 10.0),
+    "bfloat16": Bounds(3e-3, 0.1, 3.0, 10.0),
+}
+_MAXIMA = {
+    "float32": Bounds(3e-4, 0.05, 10.0, 30.0),
+    "float16": Bounds(1e-2, 1.0, 10.0, 30.0),
+    "bfloat16": Bounds(0.1, 3.0, 10.0, 30.0),
+}
+_COARSENESS = ("float32", "float16", "bfloat16")
+#: a single sequence is beyond anything at this multiple of ``most``, and of the largest plain window
+_BEYOND, _BEYOND_PLAIN = 15.0, 30.0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Plain text of one phase."""
+
+    version: int  # that recomputed it
+    plain: Windows
+    drafted: bool  # is it the control group's
+
+
+@dataclass(frozen=True)
+class Excess:
+    """Too many windows are too far off."""
+
+    what: str
+    value: float  # nats
+    bound: float
+
+
+class Baseline:
+    """What plain text has shown, by lag, and the tests that rest on it."""
+
+    def __init__(self, target: TargetInfo) -> None:
+        """Nothing is known yet.
+
+        Args:
+            target: its dtypes and its sampling temperature say what rounding can do.
+        """
+        coarser = max(target.dtype, target.actor_dtype, key=_COARSENESS.index)
+        temperature = float(target.sampling.get("temperature", 1.0)) or 1.0
+        self._scale = 1.0 / temperature  # differences of logits are divided by it
+        self._bounds = {"mean": _MEANS[coarser], "largest": _MAXIMA[coarser]}
+        self._phases: dict[int, deque[Phase]] = defaultdict(lambda: deque(maxlen=PHASES))
+        self.kind = [target.dtype, target.actor_dtype, f"{self._scale:.6g}"]  # what may be compared after a resume
+
+    @property
+    def far(self) -> float:
+        """Nats from which on a single token is far off."""
+        return self._bounds["largest"].most * self._scale
+
+    @property
+    def tolerance(self) -> float:
+        """Nats from which on the mean of a window counts against the run."""
+        return self._same_policy((0.0,), self.past(0).means, self._bounds["mean"], self._bounds["mean"].factor).bound
+
+    def past(self, lag: int) -> Windows:
+        """All that is remembered of plain text so many versions old."""
+        return sum((phase.plain for phase in self._phases.get(lag, ())), Windows())
+
+    def remember(self, version: int, lag: int, plain: Windows, drafted: bool) -> None:
+        """Plain text of a batch.
+
+        Args:
+            version: that recomputed it.
+            lag: versions between sampling and that.
+            plain: its windows.
+            drafted: was it the control group's.
+        """
+        phases = self._phases[lag]
+        if phases and phases[-1].version == version:
+            plain = phases.pop().plain + plain
+        phases.append(Phase(version, Windows(plain.means[:KEPT], plain.maxima[:KEPT]), drafted))
+
+    def control(self, now: Windows, version: int, lag: int) -> Windows:
+        """What the control group shows; where its requests are too few, with those of the phases before.
+
+        With a lag those of this batch only: how far the policy has moved is another thing in each step.
+        """
+        for phase in reversed(self._phases[0]) if lag == 0 else ():
+            if len(now) >= CONTROL or phase.version < version - _RECENT:
+                break
+            now += phase.plain if phase.drafted else Windows()
+        return now
+
+    def too_far(self, found: Windows, control: Windows, lag: int) -> Excess | None:
+        """Are too many windows further off than plain text is, and than the control group."""
+        history = self.past(lag)
+        for name, values, past, now in (
+            ("mean", found.means, history.means, control.means),
+            ("largest", found.maxima, history.maxima, control.maxima),
+        ):
+            bounds = self._bounds[name]
+            of = self._lagging(values, past, now, bounds, lag) if lag else self._agreeing(values, past, now, bounds)
+            if of is not None:
+                what = f"the {name} difference in {of.above} of {of.of} stretches of text"
+                return Excess(what, median(values), of.bound)
+        return None
+
+    def _agreeing(
+        self, values: tuple[float, ...], past: tuple[float, ...], now: tuple[float, ...], bounds: Bounds
+    ) -> Verdict | None:
+        """Sampled and recomputed by the same weights; None: nothing is wrong."""
+        verdict = self._same_policy(values, past, bounds, bounds.factor)
+        if verdict.p_value > ERROR_LEVEL:
+            return None
+        same = len(now) >= CONTROL and median(values) <= bounds.factor * median(now)
+        if same and self._same_policy(values, past, bounds, bounds.jump).p_value > ERROR_LEVEL:
+            return None  # drift: plain requests of the same phase show it, too
+        return verdict
+
+    def _same_policy(
+        self, values: tuple[float, ...], past: tuple[float, ...], bounds: Bounds, factor: float
+    ) -> Verdict:
+        if len(past) < ENOUGH:
+            return judged(values, bounds.most * self._scale)
+        return compared(values, past, factor, bounds.least * self._scale)
+
+    def _lagging(
+        self, values: tuple[float, ...], past: tuple[float, ...], now: tuple[float, ...], bounds: Bounds, lag: int
+    ) -> Verdict | None:
+        """The policy has really moved in between; None: nothing is wrong."""
+        loose = judged(values, LAG_FACTOR * lag * bounds.most * self._scale)
+        if loose.p_value <= ERROR_LEVEL:
+            return loose
+        if len(past) < ENOUGH or len(now) < CONTROL or median(values) <= bounds.factor * median(now):
+            return None
+        tight = compared(values, past, bounds.factor, bounds.least * self._scale)
+        return tight if tight.p_value <= ERROR_LEVEL else None
+
+    def beyond(self, lag: int) -> float:
+        """Nats: no sequence of a correct run has such a mean."""
+        largest = max(self.past(0).means, default=0.0)
+        most = max(_BEYOND * self._bounds["mean"].most * self._scale, _BEYOND_PLAIN * largest)
+        return most * (1 + LAG_FACTOR * lag)
+
+    def state(self) -> list[dict[str, Any]]:
+        """For JSON: the phases, oldest first."""
+        return [{"lag": lag, **asdict(phase)} for lag, phases in self._phases.items() for phase in phases]
+
+    def restore(self, state: Iterator[Mapping[str, Any]] | list[Mapping[str, Any]]) -> None:
+        """What ``state`` returned."""
+        for p in state:
+            plain = Windows(tuple(p["plain"]["means"]), tuple(p["plain"]["maxima"]))
+            self._phases[int(p.get("lag", 0))].append(Phase(int(p["version"]), plain, bool(p["drafted"])))

@@ -1,0 +1,62 @@
+"""Engines say what they sampled, trainers have documents: both meet by fingerprints."""
+
+from __future__ import annotations
+
+import torch
+
+from spec_plugin.spans import Spans, fingerprints, span_of
+
+PROMPT, FIRST, SECOND = [5, 6, 7], [8, 9], [10, 11, 12]
+DOCUMENT = torch.tensor([*PROMPT, *FIRST, *SECOND])
+MASK = torch.ones(1, 5, dtype=torch.bool)
+
+
+def known(*spans: object) -> Spans:
+    out = Spans()
+    out.add(spans, 9)
+    return out
+
+
+def test_a_response_that_was_cut_short_has_the_version_of_each_part():
+    cut = span_of(PROMPT, FIRST, 3)
+    rest = span_of([*PROMPT, *FIRST], SECOND, 4, (6, 7))
+    versions, plain = known(cut, rest).of([DOCUMENT], [3], MASK)
+    assert versions.tolist() == [[3, 3, 4, 4, 4]]
+    assert plain.tolist() == [[False, False, False, True, False]]
+
+
+def test_what_no_engine_has_said_is_unknown():
+    other = span_of(PROMPT, [8, 8], 3)
+    versions, plain = known(other).of([DOCUMENT], [3], MASK)
+    assert versions.tolist() == [[-1] * 5] and not plain.any()
+    versions, _ = known(span_of([*PROMPT, *FIRST], SECOND, 4)).of([DOCUMENT], [3], MASK)
+    assert versions.tolist() == [[-1, -1, 4, 4, 4]]
+
+
+def test_a_turn_of_a_conversation_is_found_in_the_middle_of_its_document():
+    document = torch.tensor([*PROMPT, *FIRST, 40, 41, *SECOND])
+    spans = known(span_of(PROMPT, FIRST, 2), span_of([*PROMPT, *FIRST, 40, 41], SECOND, 3))
+    versions, _ = spans.of([document], [3], torch.ones(1, 7, dtype=torch.bool))
+    assert versions.tolist() == [[2, 2, -1, -1, 3, 3, 3]]
+
+
+def test_every_token_and_its_place_count():
+    tokens = torch.arange(200).numpy()
+    seen = {int(fingerprints(tokens)[-1])}
+    for i in range(199):
+        swapped = tokens.copy()
+        swapped[[i, i + 1]] = swapped[[i + 1, i]]
+        changed = tokens.copy()
+        changed[i] += 1
+        seen |= {int(fingerprints(swapped)[-1]), int(fingerprints(changed)[-1])}
+    assert len(seen) == 1 + 2 * 199
+    assert fingerprints([])[-1] == 0 and fingerprints([0])[-1] != 0 != fingerprints([0, 0])[-1]
+    assert (fingerprints(tokens)[:50] == fingerprints(tokens[:49])).all()
+
+
+def test_what_nobody_will_ask_for_is_forgotten():
+    spans = known(span_of(PROMPT, FIRST, 3), span_of(PROMPT, SECOND, 60))
+    spans.add([], 3 + 64)
+    assert len(spans._known) == 2
+    spans.add([], 3 + 65)
+    assert [s.version for s in spans._known.values()] == [60]
