@@ -108,6 +108,7 @@ class Driver(ConformanceDriver):
         """Make policy, data and reward."""
         super().__init__(root, shape)
         self._shape = SHAPES[shape] if shape else Shape("", ())
+        self.asynchronous = self._shape.asynchronous
         root.mkdir(parents=True, exist_ok=True)
         self._target = tiny.make_target(root / "policy", family=self._shape.family)
         if self._shape.mtp:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from spec_plugin.conformance import judge
+from spec_plugin.conformance import judge, versions
 from spec_plugin.conformance.evidence import SAVED, Evidence
 from spec_plugin.conformance.forward import judge_packs
 
@@ -53,12 +53,13 @@ def off_is_off(evidence: Evidence) -> None:
 
 def hooks_fire_in_order(evidence: Evidence) -> None:
     """The hooks fire in lifecycle order, and none is missing in any step."""
-    _judge(judge.order(evidence.finished("main").trace, evidence.harvests, evidence.remembers))
+    how = evidence.harvests, evidence.remembers, evidence.driver.asynchronous
+    _judge(judge.order(evidence.finished("main").trace, *how))
 
 
 def policy_versions_agree(evidence: Evidence) -> None:
-    """Actor, engine and every sampled sequence agree on the policy version, which grows by one."""
-    _judge(judge.policy_versions(evidence.finished("main").trace))
+    """Actor, engine and every sampled sequence, or token of it, agree on the policy version, which grows by one."""
+    _judge(versions.policy_versions(evidence.finished("main").trace, evidence.driver.asynchronous))
 
 
 def installed_draft_is_the_published_one(evidence: Evidence) -> None:

@@ -36,8 +36,9 @@ class ConformanceDriver(ABC):
 
     #: prefix that the trainer's log puts before ``spec/…`` metrics
     metric_prefix = ""
-    #: check name -> one sentence why this adapter cannot do that; reported as "refused". An asynchronous trainer
-    #: refuses ``policy_versions_agree``: its sequences may be older than the policy that recomputes them.
+    #: may sequences be older than the policy that recomputes them; ``policy_versions_agree`` then judges spans and lags
+    asynchronous = False
+    #: check name -> one sentence why this adapter cannot do that; reported as "refused"
     refused: Mapping[str, str] = {}
     #: name of a deployment shape -> what it is; the checks are the same in each
     shapes: ClassVar[Mapping[str, str]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from spec_plugin.builtin.agreement import difference
 from spec_plugin.builtin.baseline import ENOUGH
-from spec_plugin.builtin.provenance import ProvenanceGuard
+from spec_plugin.builtin.provenance import ProvenanceGuard, by_lag
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import (
@@ -147,6 +149,10 @@ class Recorder:
             response_lengths=batch.mask.sum(-1).tolist(),
             rollout=batch.rollout is not None,
             rollout_versions=None if versions is None else versions.tolist(),
+            lag_allowed=batch.lag_allowed,
+            spans=spans_of(batch),
+            token_versions=versions_of_tokens(batch),
+            differences=differences(batch),
             speculating=batch.speculating,
             caught={name: self._violates(mutant, batch) for name, mutant in mutants(batch, self._vocab_size).items()},
         )
@@ -230,6 +236,31 @@ class Recorder:
     def spec_load(self, path: Path) -> None:
         """The trainer resumes."""
         self._write("spec_load", path=str(path), found=path.exists())
+
+
+def spans_of(batch: LogprobBatch) -> list[tuple[int, int]] | None:
+    """Policy versions of each sequence's first and last token, as the trainer says."""
+    first = batch.rollout_versions
+    if first is None:
+        return None
+    last = first if batch.last_versions is None else batch.last_versions
+    return list(zip(first.tolist(), last.tolist(), strict=True))
+
+
+def versions_of_tokens(batch: LogprobBatch) -> list[list[int]] | None:
+    """Policy versions of each sequence's tokens, in their order and each once in a row, as the engine says."""
+    if batch.token_versions is None:
+        return None
+    rows = [row[keep].tolist() for row, keep in zip(batch.token_versions, batch.mask, strict=True)]
+    return [[version for version, _ in itertools.groupby(row)] for row in rows]
+
+
+def differences(batch: LogprobBatch) -> dict[int, float]:
+    """Mean |rollout - recomputed| of the tokens of each lag, in nats."""
+    if batch.rollout is None:
+        return {}
+    diff = difference(batch.recomputed, batch.rollout, batch.mask)
+    return {lag: float(diff[part.mask].double().mean()) for lag, part in by_lag(batch) if part.mask.any()}
 
 
 def mutants(batch: LogprobBatch, vocab_size: int) -> dict[str, LogprobBatch]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from traces import Trace, metrics, tour
 
-from spec_plugin.conformance import judge
+from spec_plugin.conformance import judge, versions
 from spec_plugin.conformance.faults import PLANTED
 
 
@@ -17,7 +17,7 @@ def one(problems: list[str], text: str) -> None:
     "check",
     [
         judge.order,
-        judge.policy_versions,
+        versions.policy_versions,
         judge.installed_draft,
         judge.target_untouched,
         judge.target_first,
@@ -134,25 +134,25 @@ def test_a_version_that_stands_still_is_seen():
     for event in trace.events:
         if event.get("policy_version") == 2 and event["hook"] != "spec_audit":
             event["policy_version"] = 1
-    assert "expected steps of one" in judge.policy_versions(trace.events)[0]
+    assert "expected steps of one" in versions.policy_versions(trace.events)[0]
 
 
 def test_an_engine_with_another_version_is_seen():
     trace = Trace()
     trace.find("spec_audit", moment="rollout", policy_version=2)["policy_version"] = 1
-    one(judge.policy_versions(trace.events), "the engine (rollout) has policy version 1")
+    one(versions.policy_versions(trace.events), "the engine (rollout) has policy version 1")
 
 
 def test_a_sequence_of_another_version_is_seen():
     trace = Trace()
     trace.find("spec_check_logprobs", 2)["rollout_versions"] = [2, 1]
-    one(judge.policy_versions(trace.events), "were sampled by [1]")
+    one(versions.policy_versions(trace.events), "were sampled by [1]")
 
 
 def test_sequences_that_do_not_say_are_seen():
     trace = Trace()
     trace.find("spec_check_logprobs", 2)["rollout_versions"] = None
-    one(judge.policy_versions(trace.events), "no sequence of policy version 2")
+    one(versions.policy_versions(trace.events), "no sequence of policy version 2")
 
 
 # the engine's weights

@@ -1,0 +1,106 @@
+"""Versions in an asynchronous run: of spans, of tokens, and what the log-probs say of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from traces import Trace
+
+from spec_plugin.conformance import judge, versions
+
+
+class Lagging(Trace):
+    """Rollouts go on while the actor trains: every sequence began under the policy before, and ended under this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events[0]["dtype"] = "float32"
+        for event in self.events:
+            if event["hook"] == "spec_check_logprobs":
+                now = event["policy_version"]
+                spans = [(max(0, now - 1), now)] * 2
+                tokens = [sorted({first, last}) for first, last in spans]
+                lags = {"0": 2e-6, "1": 1e-3} if now else {"0": 2e-6}
+                event |= {"lag_allowed": True, "spans": spans, "token_versions": tokens, "differences": lags}
+
+    def overlapping(self) -> Lagging:
+        """The phase ends at the next weight sync."""
+        ends = [e for e in self.events if e["hook"] == "spec_rollout_end"]
+        for end in ends:
+            later = [e for e in self.events if e["event"] > end["event"] and e["hook"] == "spec_metrics"]
+            end["event"] = later[0]["event"] + 0.5
+        self.events = [e for e in self.events if e["hook"] != "spec_audit" or e["moment"] != "rolled out"]
+        return self
+
+    def check(self, version: int) -> dict[str, Any]:
+        return self.find("spec_check_logprobs", policy_version=version)
+
+
+def problems(trace: Trace) -> list[str]:
+    return versions.policy_versions(trace.events, asynchronous=True)
+
+
+def test_a_right_run_passes():
+    assert problems(Lagging()) == []
+    assert judge.order(Lagging().overlapping().events, asynchronous=True) == []
+    assert judge.order(Lagging().overlapping().events) != []
+
+
+def test_a_synchronous_trainer_is_not_taken_for_an_asynchronous_one():
+    trace = Lagging()
+    for event in trace.events:
+        if event["hook"] == "spec_check_logprobs":
+            event["differences"] = {"0": 2e-6}
+    (said,) = problems(trace)
+    assert "not asynchronous" in said
+
+
+@pytest.mark.parametrize(
+    ("span", "tokens", "said"),
+    [
+        ((2, 4), [2, 4], "said to be of versions 2 to 4"),
+        ((3, 2), [], "said to be of versions 3 to 2"),
+        ((2, 2), [2, 3], "said to be of 2 to 2, its tokens of [2, 3]"),
+        ((3, 3), [2, 3], "said to be of 3 to 3, its tokens of [2, 3]"),
+        ((2, 3), [-1, 3], "its tokens of [-1, 3]"),
+    ],
+)
+def test_the_wrong_end_of_a_span_is_seen(span, tokens, said):
+    trace = Lagging()
+    event = trace.check(3)
+    event["spans"][1], event["token_versions"][1] = span, tokens
+    (found,) = problems(trace)
+    assert said in found and "sequence 1" in found and "policy version 3" in found
+
+
+@pytest.mark.parametrize("missing", ["spans", "token_versions"])
+def test_sequences_that_do_not_say_are_seen(missing):
+    trace = Lagging()
+    trace.check(2)[missing] = None
+    (found,) = problems(trace)
+    assert "says which versions sampled it" in found
+
+
+def test_older_text_that_is_said_to_be_of_the_recomputing_policy_is_seen_by_its_log_probs():
+    trace = Lagging()
+    trace.check(2)["differences"] = {"0": 9e-4, "1": 1e-3}
+    (found,) = problems(trace)
+    assert "0.0009 nats: that is no rounding" in found
+    trace.events[0]["dtype"] = "bfloat16"
+    assert problems(trace) == []  # rounding may be as much there
+
+
+def test_a_phase_without_training_is_seen():
+    trace = Lagging().overlapping()
+    trace.drop("spec_train_draft", 1)
+    assert any("spec_train_draft is missing" in p for p in judge.order(trace.events, asynchronous=True))
+
+
+def test_metrics_may_be_asked_for_more_than_once_between_two_syncs_but_not_never():
+    trace = Lagging().overlapping()
+    last = trace.find("spec_metrics", 1)
+    trace.events.append({**last, "event": last["event"] + 0.1})
+    assert judge.order(trace.events, asynchronous=True) == []
+    trace.events = [e for e in trace.events if e["hook"] != "spec_metrics"]
+    assert any("fired 0 times" in p for p in judge.order(trace.events, asynchronous=True))
