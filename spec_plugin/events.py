@@ -98,6 +98,7 @@ class EngineState:
     draft_version: int
     draft_digest: str  # of the draft's own weights; equals ``DraftRefresh.digest`` for an unpruned draft
     target_digest: str  # of the target's weights
+    admitted: int = 0  # requests that the engine was free to go on with: none before a phase has begun
 
 
 @dataclass(frozen=True)

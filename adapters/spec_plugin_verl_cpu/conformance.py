@@ -14,14 +14,12 @@ from torch import Tensor
 
 from spec_plugin.conformance import tiny
 from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
-from spec_plugin_verl_cpu.run import SMALL, SPEC, VerlRun
+from spec_plugin_verl_cpu.run import COLOCATE, SEPARATE, SMALL, SPEC, VerlRun
 
 _QUICK = ("actor_rollout_ref.actor.optim.lr_warmup_steps=0",)  # the first update must move the policy
 
 
 _ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
-_MODE = "trainer.v1.trainer_mode"
-_ASYNC = ("trainer.v1.sampler.custom_sampler.name=FastPollAsync",)
 _TWO = ("trainer.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=2")
 
 
@@ -73,22 +71,12 @@ SHAPES = {
     "mistral": Shape("a Mistral policy", (), family="mistral"),
     "colocate": Shape(
         "asynchronous, actor and engine in turn: rollouts are cut short for training, and go on under the next policy",
-        (f"{_MODE}=colocate_async", *_ASYNC),
+        COLOCATE,
         asynchronous=True,
     ),
     "separate": Shape(
         "asynchronous, actor and engine apart: rollouts go on while the actor trains, but for the weight sync",
-        (
-            f"{_MODE}=separate_async",
-            "trainer.v1.separate_async.parameter_sync_step=1",
-            "actor_rollout_ref.hybrid_engine=False",
-            f"{_ROLLOUT}.nnodes=1",
-            f"{_ROLLOUT}.n_gpus_per_node=1",
-            f"{_ROLLOUT}.checkpoint_engine.backend=file",
-            f"{_ROLLOUT}.checkpoint_engine.custom_backend_module=spec_plugin_verl_cpu.file_sync",
-            "++ray_kwargs.ray_init.num_gpus=2",
-            *_ASYNC,
-        ),
+        SEPARATE,
         asynchronous=True,
     ),
     "mimo": Shape("a Qwen2 policy with a layer for multi-token prediction", (), family="qwen2", mtp=True),

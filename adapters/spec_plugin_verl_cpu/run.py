@@ -44,6 +44,22 @@ SMALL = (
     "data.max_response_length=40",
 )
 
+_POLL = "trainer.v1.sampler.custom_sampler.name=FastPollAsync"
+#: overrides for rollouts that are cut short for training, and go on under the next policy
+COLOCATE = ("trainer.v1.trainer_mode=colocate_async", _POLL)
+#: and for rollouts in processes of their own, which go on while the actor trains; a weight sync after each update
+SEPARATE = (
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=spec_plugin_verl_cpu.file_sync",
+    "++ray_kwargs.ray_init.num_gpus=2",
+    _POLL,
+)
+
 
 @dataclass(frozen=True)
 class VerlRun:

@@ -171,6 +171,7 @@ def merge_states(parts: Sequence[EngineState]) -> EngineState:
     Raises:
         RuntimeError: if they differ.
     """
-    if any(p != parts[0] for p in parts):
+    held = [replace(p, admitted=0) for p in parts]
+    if any(p != held[0] for p in held):
         raise RuntimeError(f"the engines do not hold the same: {parts}")
-    return parts[0]
+    return replace(held[0], admitted=sum(p.admitted for p in parts))

@@ -2,15 +2,15 @@
 
 Log-probs that an engine sampled and an actor recomputed with the same weights differ by rounding. Where a trainer is
 asynchronous they may be one or more policy versions apart (the *lag*): the policy has moved in between, by how much differs from
-step to step, and plain and drafted text show it alike. So each lag has a history of its own, and text with a lag is only ever
-held against plain text of the same batch, beside a bound that is loose.
+step to step, and plain and drafted text show it alike. So text with a lag is measured in units of the plain text of its own
+batch, each lag has a history of its own in these units, and there is a bound in nats that is loose.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from spec_plugin.builtin.agreement import Verdict, Windows, compared, judged, median
@@ -25,7 +25,7 @@ PHASES, KEPT = 16, 256
 #: windows of the control group from which on it has a say, and versions that it may be old
 CONTROL, _RECENT = 4, 16
 #: Asynchronous training: each policy version between sampling and recomputation may add this multiple of what two correct
-#: implementations show (0.3 nats a version in bfloat16). Log-probs of another model are further away than that.
+#: implementations show (1 nat a version in bfloat16). Log-probs of another model are further away than that.
 LAG_FACTOR = 10.0
 
 
@@ -51,6 +51,8 @@ _MAXIMA = {
     "float16": Bounds(1e-2, 1.0, 10.0, 30.0),
     "bfloat16": Bounds(0.1, 3.0, 10.0, 30.0),
 }
+#: nats, so that nothing is divided by zero
+_SMALLEST = 1e-12
 _COARSENESS = ("float32", "float16", "bfloat16")
 #: a single sequence is beyond anything at this multiple of ``most``, and of the largest plain window
 _BEYOND, _BEYOND_PLAIN = 15.0, 30.0
@@ -63,6 +65,11 @@ class Phase:
     version: int  # that recomputed it
     plain: Windows
     drafted: bool  # is it the control group's
+
+
+def _in_units(values: tuple[float, ...], of: tuple[float, ...]) -> tuple[float, ...]:
+    unit = max(median(of), _SMALLEST)
+    return tuple(value / unit for value in values)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class Baseline:
         return self._same_policy((0.0,), self.past(0).means, self._bounds["mean"], self._bounds["mean"].factor).bound
 
     def past(self, lag: int) -> Windows:
-        """All that is remembered of plain text so many versions old."""
+        """All that is remembered of plain text so many versions old; with a lag in units of its batch's median."""
         return sum((phase.plain for phase in self._phases.get(lag, ())), Windows())
 
     def remember(self, version: int, lag: int, plain: Windows, drafted: bool) -> None:
@@ -113,6 +120,10 @@ class Baseline:
             plain: its windows.
             drafted: was it the control group's.
         """
+        if lag:
+            if len(plain) < CONTROL:
+                return  # no unit
+            plain = Windows(_in_units(plain.means, plain.means), _in_units(plain.maxima, plain.maxima))
         phases = self._phases[lag]
         if phases and phases[-1].version == version:
             plain = phases.pop().plain + plain
@@ -169,10 +180,11 @@ class Baseline:
         loose = judged(values, LAG_FACTOR * lag * bounds.most * self._scale)
         if loose.p_value <= ERROR_LEVEL:
             return loose
-        if len(past) < ENOUGH or len(now) < CONTROL or median(values) <= bounds.factor * median(now):
+        if len(past) < ENOUGH or len(now) < CONTROL:
             return None
-        tight = compared(values, past, bounds.factor, bounds.least * self._scale)
-        return tight if tight.p_value <= ERROR_LEVEL else None
+        unit = max(median(now), _SMALLEST)
+        tight = compared(_in_units(values, now), past, bounds.factor, bounds.least * self._scale / unit)
+        return replace(tight, bound=tight.bound * unit) if tight.p_value <= ERROR_LEVEL else None
 
     def beyond(self, lag: int) -> float:
         """Nats: no sequence of a correct run has such a mean."""

@@ -13,8 +13,8 @@ and warned of, never a reason to stop: without the flag the run would be no bett
 - or holds one sequence that is beyond anything that a correct run shows.
 
 In asynchronous training tokens are judged by their lag, the policy versions between sampling and recomputation. Those without
-one as above. Those with one when they are both further off than three times the plain text of that lag in the last phases and
-than three times (ten times) that of their own batch; and, in any case, beyond 0.3 nats a version in bfloat16.
+one as above. Those with one when they are further off than three times (ten times) the plain text of their own batch, by what
+such ratios were in the last phases; and, in any case, beyond 1 nat a version in bfloat16.
 """
 
 from __future__ import annotations

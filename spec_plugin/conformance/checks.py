@@ -59,7 +59,11 @@ def hooks_fire_in_order(evidence: Evidence) -> None:
 
 def policy_versions_agree(evidence: Evidence) -> None:
     """Actor, engine and every sampled sequence, or token of it, agree on the policy version, which grows by one."""
-    _judge(versions.policy_versions(evidence.finished("main").trace, evidence.driver.asynchronous))
+    trace, asynchronous = evidence.finished("main").trace, evidence.driver.asynchronous
+    problems = versions.policy_versions(trace, asynchronous)
+    if asynchronous:  # recorded rollouts may not lag
+        problems += versions.lags(trace if versions.lagging(trace) else evidence.run("faults").trace)
+    _judge(problems)
 
 
 def installed_draft_is_the_published_one(evidence: Evidence) -> None:
@@ -75,7 +79,7 @@ def target_is_untouched_by_a_refresh(evidence: Evidence) -> None:
 
 
 def target_arrives_before_the_draft(evidence: Evidence) -> None:
-    """New target weights are complete in the engine before the draft comes."""
+    """New target weights are complete in the engine before the draft comes, and no request runs before both are."""
     _judge(judge.target_first(evidence.finished("main").trace))
 
 

@@ -184,11 +184,17 @@ def target_untouched(trace: Trace) -> list[str]:
 
 
 def target_first(trace: Trace) -> list[str]:
-    """Each weight sync brings new target weights, and they are there before the draft comes."""
+    """Each weight sync brings new target weights, and they are there before the draft comes, and no request before both."""
     problems: list[str] = []
     synced: Event | None = None
     syncs = 0
-    for e in audits(trace, "synced", "rollout"):
+    for e in audits(trace, "synced", "refreshed", "rollout"):
+        if e["admitted"]:
+            problems.append(
+                f"{e['admitted']} requests ran while policy version {e['policy_version']} gave way ({e['moment']})"
+            )
+        if e["moment"] == "refreshed":
+            continue
         if e["moment"] == "synced":
             if synced is not None and e["target_digest"] == synced["target_digest"]:
                 problems.append(f"weight sync {syncs} left the engine's target as it was")

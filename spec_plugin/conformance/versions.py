@@ -35,8 +35,6 @@ def policy_versions(trace: Trace, asynchronous: bool = False) -> list[str]:
             problems.append(f"{where} has policy version {e['policy_version']}, the weights are of {current}")
         if hook == "spec_check_logprobs":
             problems += (_token_versions if asynchronous else _sequence_versions)(e, current)
-    if asynchronous:
-        problems += _lags(of(trace, "spec_check_logprobs"), _single_precision(trace))
     return problems + at_least(audits(trace, "rollout"), 1, "engine states at a rollout")
 
 
@@ -64,13 +62,18 @@ def _token_versions(event: Event, current: int) -> list[str]:
     return problems
 
 
-def _lags(checked: Trace, single_precision: bool) -> list[str]:
+def lagging(trace: Trace) -> bool:
+    """Was any sequence older than the policy that recomputed it."""
+    return any(int(lag) for e in of(trace, "spec_check_logprobs") for lag in e["differences"])
+
+
+def lags(trace: Trace) -> list[str]:
     """What an asynchronous run must show: older text, and no more than rounding where no version lies in between."""
-    found = [(int(lag), mean) for e in checked for lag, mean in e["differences"].items()]
-    if not any(lag for lag, _ in found):
+    if not lagging(trace):
         return ["no sequence was older than the policy that recomputed it: this trainer is not asynchronous"]
-    now = max((mean for lag, mean in found if lag == 0), default=0.0)
-    if single_precision and now > _ROUNDING:
+    checked = of(trace, "spec_check_logprobs")
+    now = max((mean for e in checked for lag, mean in e["differences"].items() if not int(lag)), default=0.0)
+    if now > _ROUNDING and _single_precision(trace):
         return [
             f"text that the recomputing policy is said to have sampled differs by {now:.3g} nats: that is no rounding"
         ]

@@ -305,7 +305,8 @@ class EngineFront:
         if len(versions) > 1:
             raise RuntimeError(f"the workers hold several versions of the draft: {sorted(versions)}")
         draft, target = (_one_digest([f[name] for f in found]) for name in ("draft", "target"))
-        return EngineState(moment, self.policy_version, versions.pop(), draft, target)
+        admitted = 0 if await self.engine.is_paused() else self._in_flight
+        return EngineState(moment, self.policy_version, versions.pop(), draft, target, admitted)
 
     def reset_phase(self) -> None:
         """Counters and clock start anew; requests in flight go on counting."""

@@ -28,8 +28,9 @@ def kit(python: str, driver: str, *more: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_the_minimal_adapter_keeps_the_contract(warm_python):
-    done = kit(warm_python, "minimal_adapter.driver:Driver")
+@pytest.mark.parametrize("driver", ["Driver", "LaggingDriver"])
+def test_the_minimal_adapter_keeps_the_contract(driver, warm_python):
+    done = kit(warm_python, f"minimal_adapter.driver:{driver}")
     assert done.returncode == 0, done.stdout[-8000:]
     assert "16 passed" in done.stdout
 

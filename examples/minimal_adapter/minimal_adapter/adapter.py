@@ -108,18 +108,20 @@ class MinimalAdapter(Trainer):
         return documents, responses_at_the_end(documents, [len(r) for r in rollouts.responses])
 
     def check(self, rollouts: Rollouts, recomputed: Tensor) -> None:
+        """Both sides' log-probs are about to enter the loss."""
+        self.session.check_logprobs(self.batch(rollouts, recomputed))
+
+    def batch(self, rollouts: Rollouts, recomputed: Tensor) -> events.LogprobBatch:
         """Both sides' log-probs, and the version that the engine stamped on each sequence."""
         rollout, mask = padded(rollouts.log_probs)
-        self.session.check_logprobs(
-            events.LogprobBatch(
-                policy_version=self.control.policy_version,
-                recomputed=recomputed,
-                rollout=rollout,
-                mask=mask,
-                rollout_versions=torch.tensor(rollouts.versions),
-                speculating=self.control.speculating,
-                rollout_in_loss=False,
-            )
+        return events.LogprobBatch(
+            policy_version=self.control.policy_version,
+            recomputed=recomputed,
+            rollout=rollout,
+            mask=mask,
+            rollout_versions=torch.tensor(rollouts.versions),
+            speculating=self.control.speculating,
+            rollout_in_loss=False,
         )
 
     # ---- 6. after the policy's update: a slice of draft training

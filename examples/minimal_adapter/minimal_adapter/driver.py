@@ -68,6 +68,13 @@ class Driver(ConformanceDriver):
         return tensors
 
 
+class LaggingDriver(Driver):
+    """The same of an asynchronous trainer: responses are cut short by each weight sync, and go on under the next policy."""
+
+    adapter = "minimal_adapter.lagging:LaggingAdapter"
+    asynchronous = True
+
+
 def _root(cls: type) -> str:
     """The folder from which a class's module is imported."""
     file = sys.modules[cls.__module__].__file__

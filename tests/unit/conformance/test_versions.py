@@ -38,7 +38,7 @@ class Lagging(Trace):
 
 
 def problems(trace: Trace) -> list[str]:
-    return versions.policy_versions(trace.events, asynchronous=True)
+    return versions.policy_versions(trace.events, asynchronous=True) + versions.lags(trace.events)
 
 
 def test_a_right_run_passes():

@@ -30,7 +30,7 @@ class Trace:
         self.events.append({"hook": hook, "session": "a", "pid": 1, "event": number, "time": number, **what})
 
     def audit(self, moment: str, policy: int, draft: int, digest: int) -> None:
-        state = {"draft_version": draft, "draft_digest": f"d{draft}", "target_digest": f"t{digest}"}
+        state = {"draft_version": draft, "draft_digest": f"d{draft}", "target_digest": f"t{digest}", "admitted": 0}
         self.add("spec_audit", moment=moment, policy_version=policy, **state)
 
     def sync(self, version: int, draft: int) -> None:

@@ -1,0 +1,148 @@
+"""Asynchronous training: text is judged by how many policy versions lie between sampling and recomputation of each token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_provenance import guard, heavy_tailed, refusal, simulated
+
+from spec_plugin.builtin.provenance import by_lag
+from spec_plugin.events import LogprobBatch
+
+SEQUENCES, TOKENS = 64, 200
+CUT = 120  # tokens that were sampled before the weight sync
+
+
+def lagging(
+    generator: torch.Generator, version: int, drift: float, fault: float = 1.0, fault_now: float = 1.0
+) -> LogprobBatch:
+    """Each response was cut short by a weight sync: first part a version old, the rest this one's; six have plain stretches.
+
+    Args:
+        generator: of everything.
+        version: that recomputes.
+        drift: mean |difference| of the older part, in nats; rounding is 0.005.
+        fault: drafted text of the older part is so many times as far off as plain text.
+        fault_now: the same of the newer part.
+    """
+    old = heavy_tailed(generator, SEQUENCES, CUT, drift)
+    new = heavy_tailed(generator, SEQUENCES, TOKENS - CUT, 0.005)
+    plain = torch.zeros(SEQUENCES, TOKENS, dtype=torch.bool)
+    plain[:6, 20:84] = plain[6:12, 130:194] = True
+    found = torch.cat([old, new], -1)
+    found[:, :CUT] *= torch.where(plain[:, :CUT], 1.0, fault)
+    found[:, CUT:] *= torch.where(plain[:, CUT:], 1.0, fault_now)
+    versions = torch.full((SEQUENCES, TOKENS), version)
+    versions[:, :CUT] -= 1
+    batch = simulated(found, version, plain=plain)
+    spans = {"rollout_versions": versions[:, 0], "last_versions": versions[:, -1], "token_versions": versions}
+    return replace(batch, lag_allowed=True, **spans)
+
+
+def warmed(generator: torch.Generator) -> tuple[object, int]:
+    """A guard that has seen six phases, in which the policy moved more and less."""
+    checked = guard("bfloat16")
+    for version in range(1, 7):
+        checked.spec_check_logprobs(lagging(generator, version, 0.01 * 2 ** (version % 3)))
+    return checked, 7
+
+
+def test_tokens_are_split_by_lag():
+    batch = lagging(torch.Generator().manual_seed(0), 5, 0.02)
+    parts = dict(by_lag(batch))
+    assert sorted(parts) == [0, 1]
+    assert parts[0].mask[:, CUT:].all() and not parts[0].mask[:, :CUT].any()
+    assert (parts[0].mask ^ parts[1].mask).all()
+
+
+def test_what_no_engine_said_counts_as_old_as_its_sequence_and_the_unknown_as_one_version():
+    batch = lagging(torch.Generator().manual_seed(0), 5, 0.02)
+    unsaid = replace(batch, token_versions=torch.full((SEQUENCES, TOKENS), -1))
+    assert [lag for lag, _ in by_lag(unsaid)] == [1]
+    unknown = replace(unsaid, rollout_versions=torch.full((SEQUENCES,), -1), last_versions=None)
+    assert [lag for lag, _ in by_lag(unknown)] == [1]
+
+
+def test_the_mean_lag_is_a_metric():
+    checked = guard("bfloat16")
+    checked.spec_check_logprobs(lagging(torch.Generator().manual_seed(0), 5, 0.02))
+    assert checked.spec_metrics()["spec/policy_lag"] == pytest.approx(CUT / TOKENS)
+
+
+def test_a_correct_run_is_not_stopped_however_the_policy_moves():
+    """Steps that move it between nothing and a hundred times as far, 40 runs of 12 phases."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(40):
+        checked = guard("bfloat16")
+        for version in range(1, 13):
+            drift = 0.005 * 100 ** float(torch.rand((), generator=generator))
+            checked.spec_check_logprobs(lagging(generator, version, drift, fault=1.3, fault_now=1.3))
+        assert checked.spec_metrics()["spec/logprob_alarms"] == 0
+
+
+@pytest.mark.parametrize("fault", [15.0, 30.0])
+def test_law_3_drafted_text_that_is_further_off_than_plain_text_of_its_own_lag_is_refused(fault):
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        checked, version = warmed(generator)
+        assert "not the target's" in refusal(lagging(generator, version, 0.02, fault=fault), checked)
+
+
+def test_law_3_text_of_the_recomputing_policy_is_judged_as_in_synchronous_training():
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        checked, version = warmed(generator)
+        assert "not the target's" in refusal(lagging(generator, version, 0.02, fault_now=6.0), checked)
+
+
+def test_a_jump_that_plain_text_shows_too_is_no_fault_where_the_policy_has_moved():
+    generator = torch.Generator().manual_seed(3)
+    checked, version = warmed(generator)
+    checked.spec_check_logprobs(lagging(generator, version, 0.5))
+
+
+def test_law_3_another_model_is_refused_at_any_lag():
+    batch = lagging(torch.Generator().manual_seed(4), 5, 0.02)
+    assert batch.rollout is not None
+    wrong = replace(batch, rollout=torch.full_like(batch.rollout, -500.0 - 10.0))
+    assert "not the target's" in refusal(wrong, guard("bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda b: {"last_versions": b.last_versions + 1}, "with later weights"),
+        (lambda b: {"rollout_versions": b.rollout_versions + 2}, "with later weights"),
+        (lambda b: {"last_versions": b.rollout_versions - 1}, "with later weights"),
+        (lambda b: {"token_versions": b.token_versions - 1}, "says other versions than the trainer"),
+        (lambda b: {"rollout_versions": b.rollout_versions + 1}, "says other versions than the trainer"),
+    ],
+)
+def test_law_3_versions_that_cannot_be_are_refused(change, said):
+    batch = lagging(torch.Generator().manual_seed(5), 5, 0.02)
+    message = refusal(replace(batch, **change(batch)), guard("bfloat16"))
+    assert said in message and "sequence 0 by version" in message
+
+
+def test_a_resumed_run_knows_what_plain_text_of_each_lag_showed(tmp_path):
+    generator = torch.Generator().manual_seed(6)
+    checked, version = warmed(generator)
+    checked.spec_save(tmp_path)
+    after = guard("bfloat16")
+    after.spec_load(tmp_path)
+    assert "not the target's" in refusal(lagging(generator, version, 0.02, fault=20.0), after)
+
+
+def power(fault: float, runs: int = 20) -> float:
+    """Share of runs in which one batch with this fault is refused."""
+    seen = 0
+    for seed in range(runs):
+        generator = torch.Generator().manual_seed(100 + seed)
+        checked, version = warmed(generator)
+        try:
+            checked.spec_check_logprobs(lagging(generator, version, 0.02, fault=fault))  # type: ignore[attr-defined]
+        except Exception:
+            seen += 1
+    return seen / runs
