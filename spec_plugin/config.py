@@ -127,6 +127,11 @@ class SpecConfig(BaseModel):
     refresh_timeout_s: float = Field(
         60.0, gt=0.0, description="seconds after which a refresh that does not answer is given up"
     )
+    eager_refresh: bool = Field(
+        False,
+        description="where rollouts go on while the trainer trains: refresh the draft after each slice of its training, too, not "
+        "only at weight syncs",
+    )
     gate_timeout_s: float = Field(
         600.0,
         gt=0.0,

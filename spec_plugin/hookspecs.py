@@ -84,7 +84,10 @@ def spec_rollout_start(policy_version: int) -> None:
 
 @hookspec
 def spec_rollout_end(stats: RolloutStats) -> None:
-    """(A) Generation of one step is complete; counters are differences over the phase."""
+    """(A) Generation of one step is complete; counters are differences over the phase.
+
+    Where rollouts go on while the trainer trains, a phase lasts until the next weight sync, and this comes right before it.
+    """
 
 
 @hookspec
@@ -131,7 +134,10 @@ def spec_weight_sync(event: WeightSync) -> None:
 
 @hookspec(firstresult=True)
 def spec_draft_weights(event: WeightSync) -> DraftRefresh | None:
-    """(A) Right after ``spec_weight_sync``, at the same safe point: the draft weights to install, or None to keep the old."""
+    """(A) Right after ``spec_weight_sync``, at the same safe point: the draft weights to install, or None to keep the old.
+
+    With ``spec.eager_refresh`` also behind ``spec_train_draft``; the event then carries the version that rolls out, no tensors.
+    """
 
 
 @hookspec

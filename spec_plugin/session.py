@@ -149,6 +149,14 @@ class SpecSession:
 
         return self._guarded("weight sync", fire)
 
+    def draft_weights(self, event: WeightSync) -> DraftRefresh | None:
+        """Between two weight syncs: the draft weights to install, or None to keep the old ones."""
+        if self.failed:
+            return None
+        fire = self.manager.hook.spec_draft_weights
+        found: DraftRefresh | None = self._guarded("draft weights", lambda: fire(event=event))
+        return found
+
     def refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         """Tell the plugins what became of a refresh."""
         self._guarded("refresh", lambda: self.manager.hook.spec_refreshed(refresh=refresh, report=report))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spec_plugin.actor.harvest import Harvester, SequenceShards
 from spec_plugin.actor.links import EngineLink
 from spec_plugin.errors import LosslessError
-from spec_plugin.events import WeightSync
+from spec_plugin.events import DraftRefresh, WeightSync
 from spec_plugin.ranks import most_of_any_rank, of_first, on_any_rank
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span, Spans
@@ -73,7 +73,9 @@ class RolloutControl:
         self.policy_version = event.policy_version
         await self._audit("synced")
         self.agree()
-        refresh = self.session.weight_sync(event)
+        await self._install(self.session.weight_sync(event))
+
+    async def _install(self, refresh: DraftRefresh | None) -> None:
         if refresh is None or self.link is None:
             return
         began = time.perf_counter()
@@ -204,6 +206,9 @@ class RolloutControl:
         began = time.monotonic()
         share = session.config.train_share
         session.train_draft(step, share / (1.0 - share) * (began - self._slice_ended) + head_start)
+        if self._overlaps and session.config.eager_refresh and self.policy_version >= 0:
+            # requests in flight go on with the new draft: exact, since the target verifies what either proposes
+            run_blocking(self._install(session.draft_weights(WeightSync(self.policy_version, None, None))))
         self._slice_ended = time.monotonic()
 
     async def _audit(self, moment: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from test_training import TARGET, sync
 
 from spec_plugin import SpecConfig
@@ -17,6 +18,7 @@ from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
+from spec_plugin.spans import Span, span_of
 
 
 class Engines:
@@ -137,3 +139,90 @@ def test_law_6_a_memory_that_breaks_costs_speculation_only(broken):
         asyncio.run(control.finish())
     assert control.session.failed and "no answer" in (control.session.failure or "")
     assert engines.calls.count("share rollouts") == (1 if broken == "share" else 0), "nobody asks again"
+
+
+class Lagging(Engines):
+    """Engines of an asynchronous trainer."""
+
+    def __init__(self, cut_short: bool = False) -> None:
+        super().__init__()
+        self.cut_short, self.installed, self.said = cut_short, [], [span_of([1], [2, 3], 0)]
+
+    async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
+        self.installed.append((refresh.draft_version, force))
+        return await super().install(refresh, force)
+
+    async def stats(self, policy_version: int) -> RolloutStats:
+        self.calls.append("stats")
+        return RolloutStats(policy_version, 0, 0, 0.0, interrupted=self.cut_short)
+
+    async def spans(self) -> list[Span]:
+        self.calls.append("spans")
+        return self.said
+
+
+def lagging(engines: Engines, overlaps: bool = True, **options: Any) -> RolloutControl:
+    session = SpecSession(
+        SpecConfig(self_test=False, serve="always", **options), TARGET, create_manager(load_entry_points=False)
+    )
+    return RolloutControl(session, engines, overlaps=overlaps)
+
+
+def test_a_phase_that_overlaps_with_training_ends_at_the_next_weight_sync():
+    engines = Lagging()
+    control = lagging(engines)
+    asyncio.run(control.synced(sync(0)))
+    asyncio.run(control.begin())
+    asyncio.run(control.finish())
+    assert "stats" not in engines.calls
+    control.train_draft(0)
+    asyncio.run(control.synced(sync(1)))
+    assert engines.calls.index("stats") < len(engines.calls) - 1 and engines.calls[-1] == "install"
+    assert control.policy_version == 1
+
+
+def test_spans_are_asked_for_once_something_has_been_cut_short():
+    engines = Lagging(cut_short=True)
+    control = lagging(engines, overlaps=False)
+    asyncio.run(control.synced(sync(0)))
+    asyncio.run(control.begin())
+    control.spans()
+    assert "spans" not in engines.calls and not control.lags
+    asyncio.run(control.finish())
+    assert control.lags
+    versions, _ = control.spans().of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
+    assert versions.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_between_two_syncs_the_draft_is_refreshed_if_that_is_wished(eager):
+    engines = Lagging()
+    control = lagging(engines, eager_refresh=eager)
+    asyncio.run(control.synced(sync(0)))
+    asyncio.run(control.begin())
+    control.train_draft(0)
+    assert len(engines.installed) == 1 + eager
+    assert not control.session.failed
+
+
+def test_law_6_engines_that_do_not_say_what_they_sampled_cost_speculation_only():
+    class Silent(Lagging):
+        async def spans(self) -> list[Span]:
+            raise RuntimeError("no answer")
+
+    control = lagging(Silent())
+    asyncio.run(control.synced(sync(0)))
+    control.spans()
+    assert "no answer" in (control.session.failure or "")
+
+
+def test_law_6_a_self_test_without_an_answer_costs_speculation_only():
+    class Silent(Engines):
+        async def self_test(self, seconds: float) -> SelfTestReport:
+            raise RuntimeError("no answer")
+
+    session = SpecSession(SpecConfig(), TARGET, create_manager(load_entry_points=False))
+    control = RolloutControl(session, Silent())
+    asyncio.run(control.synced(sync(0)))
+    asyncio.run(control.begin())
+    assert "no answer" in (session.failure or "") and not control.speculating

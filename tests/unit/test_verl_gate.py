@@ -1,0 +1,207 @@
+"""The gate of a standalone engine of verl: shut until the actor has begun the phase, open after that or in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+from spec_plugin_verl.gate import Gate
+from verl.workers.rollout.replica import RolloutMode
+
+from spec_plugin import LosslessError, SpecConfig, SpecConfigError
+from spec_plugin.events import SelfTestReport
+from spec_plugin.sources import source_of
+
+
+class Front:
+    """What the gate asks of the engine's front."""
+
+    def __init__(self, timeout: float) -> None:
+        self.session = type("Session", (), {"config": SpecConfig(gate_timeout_s=timeout), "target": "target"})()
+        self.busy = self.interrupted = False
+        self.plain = self.tested = 0
+
+    async def go_plain(self) -> None:
+        self.plain += 1
+
+    async def self_test(self, seconds: float, engines: int) -> SelfTestReport:
+        self.tested += 1
+        return SelfTestReport((), seconds)
+
+
+class Engine:
+    """An engine that may be paused."""
+
+    def __init__(self, paused: bool) -> None:
+        self.paused, self.ran = paused, False
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def resume_generation(self) -> None:
+        self.paused, self.ran = False, True
+
+    async def pause_generation(self) -> None:
+        self.paused = True
+
+
+class TrainersServer:
+    """verl's half."""
+
+    def __init__(self, mode: RolloutMode = RolloutMode.STANDALONE, timeout: float = 5.0, node_rank: int = 0) -> None:
+        self.rollout_mode, self.node_rank, self.global_steps = mode, node_rank, None
+        self._spec_front = Front(timeout)
+        self._submission_paused, self._rejecting, self._resume_event = True, False, asyncio.Event()
+        self.opened = 0
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        self.global_steps = global_steps
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        return {"aborted_count": 3}
+
+    async def open_submission_gate(self) -> None:
+        self.opened += 1
+        self._submission_paused = False
+        self._resume_event.set()
+
+
+class Server(Gate, TrainersServer):
+    """As ``SpecHttpServer`` mixes them."""
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 20))
+
+
+async def described(**how: Any) -> Server:
+    server = Server(**how)
+    await server.spec_description()
+    return server
+
+
+def test_requests_wait_for_the_actor_and_the_actor_for_the_weights():
+    async def scene() -> list[str]:
+        server, said = await described(), []
+
+        async def actor() -> None:
+            said.append(f"weights of version {await server.spec_at_gate(1)}")
+            await asyncio.sleep(0.05)
+            said.append("draft is in")
+            await server.spec_go(1, "")
+
+        async def request() -> None:
+            await server.spec_admitted()
+            said.append("request")
+
+        async def trainer() -> None:
+            await asyncio.sleep(0.05)
+            await server.set_global_steps(7)
+            await asyncio.sleep(0.05)
+            said.append("gate")
+            await server.open_submission_gate()
+
+        await asyncio.gather(actor(), request(), trainer())
+        return said
+
+    assert run(scene()) == ["gate", "weights of version 7", "draft is in", "request"]
+
+
+def test_an_actor_that_never_says_so_costs_the_draft_and_a_warning(caplog):
+    async def scene() -> Server:
+        server = await described(timeout=0.1)
+        await server.set_global_steps(1)
+        await server.open_submission_gate()
+        return server
+
+    with caplog.at_level(logging.WARNING):
+        server = run(scene())
+    assert server.opened == 1 and server._spec_front.plain == 1
+    (record,) = caplog.records
+    assert "spec.gate_timeout_s" in record.message and "without drafts until the next sync" in record.message
+
+
+def test_law_2_an_engine_that_does_not_sample_from_the_target_never_opens():
+    async def scene() -> Server:
+        server = await described()
+        await server.set_global_steps(1)
+        await server.spec_go(1, "the self-test failed")
+        with pytest.raises(LosslessError, match="the self-test failed"):
+            await server.open_submission_gate()
+        return server
+
+    assert run(scene()).opened == 0
+
+
+def test_a_run_without_an_actor_of_ours_is_refused_at_once():
+    async def scene() -> None:
+        server = Server()
+        await server.set_global_steps(1)
+        await server.open_submission_gate()
+
+    with pytest.raises(SpecConfigError, match=r"actor\.strategy=fsdp"):
+        run(scene())
+
+
+@pytest.mark.parametrize("how", [{"mode": RolloutMode.HYBRID}, {"node_rank": 1}])
+def test_nobody_waits_where_the_actor_stands_in_between_nor_on_a_node_without_the_engine(how):
+    async def scene() -> Server:
+        server = Server(**how)
+        await server.set_global_steps(1)
+        await server.open_submission_gate()
+        return server
+
+    assert run(scene()).opened == 1
+
+
+def test_a_go_of_the_sync_before_opens_nothing():
+    async def scene() -> Server:
+        server = await described(timeout=0.1)
+        await server.set_global_steps(1)
+        await server.spec_go(1, "")
+        await server.open_submission_gate()
+        assert server._spec_front.plain == 0
+        await server.set_global_steps(2)
+        await server.open_submission_gate()
+        return server
+
+    assert run(scene())._spec_front.plain == 1
+
+
+def test_cutting_requests_short_is_noticed():
+    async def scene() -> Server:
+        server = Server()
+        assert await server.abort_all_requests() == {"aborted_count": 3}
+        return server
+
+    assert run(scene())._spec_front.interrupted
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_paused_engine_runs_for_the_self_test_and_is_paused_again(paused):
+    async def scene() -> Server:
+        server = Server()
+        server.engine = Engine(paused)
+        await server.spec_self_test(1.0)
+        return server
+
+    server = run(scene())
+    assert server._spec_front.tested == 1
+    assert server.engine.paused == server.engine.ran == paused
+
+
+def test_an_engine_that_rolls_out_already_is_not_tested():
+    server = Server()
+    server._spec_front.busy = True
+    with pytest.raises(RuntimeError, match="rolls out already"):
+        run(server.spec_self_test(1.0))
+
+
+def test_verl_still_dies_of_its_own_log_line():
+    """When this fails: drop VERL_LOGGING_LEVEL from spec_plugin_verl_cpu.run, and the README's line on it."""
+    assert "flush=True" in source_of("verl", "trainer/ppo/v1/trainer_separate_async.py")
