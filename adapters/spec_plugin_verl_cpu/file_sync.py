@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
+from spec_plugin_verl_cpu.platform import copy_saved_weights
+
 BACKEND = "file"
 _POLL_S = 0.01
 
@@ -31,6 +33,7 @@ class FileCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             bucket_size: not used: the file is one bucket.
             is_master: is this the first actor.
         """
+        copy_saved_weights()
         self._master = is_master
         self._folder = Path()
 

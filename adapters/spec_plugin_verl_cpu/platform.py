@@ -182,5 +182,21 @@ def _patch_version() -> None:
     importlib.metadata.version = version
 
 
+def copy_saved_weights() -> None:
+    """Let ``separate_async`` keep copies of the weights, see the package's table; called when its weight syncs are set up."""
+    from verl.utils import fsdp_utils
+
+    original = fsdp_utils.fsdp2_sharded_save_to_cpu
+    if getattr(original, "copies", False):
+        return
+
+    def save(model: Any) -> Any:
+        state, spec = original(model)
+        return {name: (tensor.clone(), of) for name, (tensor, of) in state.items()}, spec
+
+    save.copies = True  # type: ignore[attr-defined]
+    fsdp_utils.fsdp2_sharded_save_to_cpu = save
+
+
 _patch_process_group()
 _patch_version()

@@ -98,7 +98,12 @@ class FaultTour:
 
     @hookimpl
     def spec_rollout_end(self, stats: RolloutStats) -> None:
-        """After a plain phase heal; after one with drafts the tour may go on."""
+        """After a plain phase heal; after one with drafts the tour may go on.
+
+        An asynchronous trainer has phases that sample nothing: they show nothing.
+        """
+        if self._plain and not (stats.tokens or stats.drafts):
+            return
         if self._plain:
             session = self._session()
             why = str(session.failure)
