@@ -64,7 +64,8 @@ class Standalone:
         tap = PolicyTap(weights, self._dtype)
         yield from tap
         self._syncs += 1
-        self._thread = threading.Thread(target=self._run, args=(tap,), name="spec-plugin sync", daemon=True)
+        card = torch.cuda.current_device() if torch.cuda.is_available() else None  # each thread has its own
+        self._thread = threading.Thread(target=self._run, args=(tap, card), name="spec-plugin sync", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -79,9 +80,11 @@ class Standalone:
         if self._error is not None:
             raise self._error
 
-    def _run(self, tap: PolicyTap) -> None:
+    def _run(self, tap: PolicyTap, card: int | None) -> None:
         problem = ""
         try:
+            if card is not None:
+                torch.cuda.set_device(card)
             asyncio.run(self._begin(tap))
         except FATAL as error:
             self._error, problem = error, str(error)
