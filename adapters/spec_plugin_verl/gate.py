@@ -36,6 +36,8 @@ class Gate(SpecEngineMethods):
     _spec_at_gate = False  # standalone: with the weights of a sync, awake, without a request
     _spec_gone = 0  # syncs after which the actor let the requests in
     _spec_problem = ""  # why the run must stop
+    _spec_testing = False
+    _spec_heard = 0.0  # when the actor was last known to be busy with us
 
     async def spec_admitted(self) -> None:
         """Where verl's gate is shut a request waits there; it is in flight, and drawn for the control group, only behind it."""
@@ -85,10 +87,11 @@ class Gate(SpecEngineMethods):
                 "one of them, or leave the flag out"
             )
         limit = self._spec_front.session.config.gate_timeout_s
-        until = time.monotonic() + limit
-        self._spec_at_gate = True
-        while self._spec_gone < self._spec_syncs and time.monotonic() < until:
+        self._spec_at_gate, self._spec_heard = True, time.monotonic()
+        while self._spec_gone < self._spec_syncs and time.monotonic() < self._spec_heard + limit:
             await asyncio.sleep(_POLL_S)
+            if self._spec_testing:  # which has a limit of its own; without drafts it would find fault with the engine
+                self._spec_heard = time.monotonic()
         self._spec_at_gate = False
         if self._spec_problem:
             raise LosslessError(self._spec_problem)
@@ -123,11 +126,13 @@ class Gate(SpecEngineMethods):
         """
         if self._spec_front.busy:
             raise RuntimeError("the engine rolls out already")
+        self._spec_testing = True
         paused = await self.engine.is_paused()
         if paused:
             await self.engine.resume_generation()
         try:
             return await super().spec_self_test(seconds, engines)
         finally:
+            self._spec_testing = False
             if paused:
                 await self.engine.pause_generation()

@@ -181,7 +181,7 @@ class Evidence:
         options = self._options("faults") | {"self_test_seconds": 15}  # it must report; what it finds, main has shown
         tour = f"spec_plugin.conformance.faults:FaultTour={self._records('faults')}"
         options["plugins"] = [*options["plugins"], tour]
-        killed, steps = None, STEPS
+        killed, steps = None, STEPS * (1 + self.driver.asynchronous)  # half of whose phases may sample nothing
         if RESUME not in self.driver.refused:
             main = self.finished("main")
             saved = sum(e["hook"] == "spec_save" for e in main.trace)  # the trainer may have come further than we saw

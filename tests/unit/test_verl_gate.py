@@ -31,6 +31,7 @@ class Front:
 
     async def self_test(self, seconds: float, engines: int) -> SelfTestReport:
         self.tested += 1
+        await asyncio.sleep(seconds)
         return SelfTestReport((), seconds)
 
 
@@ -126,6 +127,26 @@ def test_an_actor_that_never_says_so_costs_the_draft_and_a_warning(caplog):
     assert "spec.gate_timeout_s" in record.message and "without drafts until the next sync" in record.message
 
 
+def test_a_self_test_that_takes_longer_than_the_actor_may_is_waited_for():
+    """Else its engine would draft nothing in the middle of it, and a correct run would be stopped."""
+
+    async def scene() -> Server:
+        server = await described(timeout=0.1)
+        server.engine = Engine(paused=False)
+        await server.set_global_steps(1)
+
+        async def actor() -> None:
+            await server.spec_at_gate(1)
+            await server.spec_self_test(0.4)
+            await server.spec_go(1, "")
+
+        await asyncio.gather(server.open_submission_gate(), actor())
+        return server
+
+    server = run(scene())
+    assert server._spec_front.plain == 0 and server.opened == 1
+
+
 def test_law_2_an_engine_that_does_not_sample_from_the_target_never_opens():
     async def scene() -> Server:
         server = await described()
@@ -187,7 +208,7 @@ def test_a_paused_engine_runs_for_the_self_test_and_is_paused_again(paused):
     async def scene() -> Server:
         server = Server()
         server.engine = Engine(paused)
-        await server.spec_self_test(1.0)
+        await server.spec_self_test(0.01)
         return server
 
     server = run(scene())
