@@ -52,7 +52,11 @@ MINIMAL = "tests/engine/test_conformance_minimal.py"
 KEEPS = f"{MINIMAL}::test_the_minimal_adapter_keeps_the_contract"
 STARTS_VERL = frozenset({"verl"})
 #: deployment shapes of the kit's drivers; all checks of one take 5 to 15 minutes
-SHAPES = {"verl": ("tp2", "dp2", "nodes2", "lora", "packed", "mistral"), "openrlhf": ("tp2", "dp2", "zero3", "job")}
+SHAPES = {
+    "verl": ("tp2", "dp2", "nodes2", "lora", "packed", "mistral", "colocate", "separate"),
+    "openrlhf": ("tp2", "dp2", "zero3", "job"),
+}
+DAILY_SHAPES = ("tp2", "dp2", "packed", "separate")
 #: drafting methods beside the first one, and what the kit is told of each
 METHODS = {
     "verl": {
@@ -102,10 +106,21 @@ PARTS = (
     ),
     Part(
         "shapes",
-        tuple(f"{VERL}/spec-plugin conformance verl --shape {shape} -k {QUICK}" for shape in ("tp2", "dp2", "packed")),
+        tuple(
+            f"{VERL}/spec-plugin conformance verl --shape {shape} -k {QUICK}"
+            for shape in ("tp2", "dp2", "packed", "separate")
+        ),
         ("verl",),
         9,
         STARTS_VERL,
+    ),
+    Part(
+        "verl-trouble",
+        (f"{PYTEST} tests/trainers/test_verl_separate.py -m trainer",),
+        ("verl",),
+        9,
+        STARTS_VERL,
+        daily=False,
     ),
     *(
         Part(

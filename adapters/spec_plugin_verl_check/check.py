@@ -167,6 +167,13 @@ def _notes(config: Any) -> tuple[str, ...]:
         )
     if (config.get("distillation") or {}).get("enabled"):
         notes.append("distillation: the teachers' engines run without drafts")
+    mode = config.trainer.v1.trainer_mode
+    if mode != options.MODES[0]:
+        notes.append(
+            f"{mode}: rollouts lag behind the policy; each token's log-prob is judged by how many versions it is old"
+        )
+    if mode == options.APART and options.dies_of_its_own_log():
+        notes.append("verl dies at its start here, with the flag or without, unless VERL_LOGGING_LEVEL=WARNING is set")
     if rollout.free_cache_engine:
         notes.append("the engine sleeps between rollouts (free_cache_engine): the draft is refreshed after each wake")
     notes.append("verl's own validation of batch sizes and the like was not run")

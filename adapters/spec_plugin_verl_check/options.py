@@ -246,6 +246,11 @@ def missing_for_adapters() -> str:
     return ""
 
 
+def dies_of_its_own_log() -> bool:
+    """Does verl's ``separate_async``, without hybrid replicas, log with an argument that logging does not know."""
+    return "flush=True" in source_of("verl", "trainer/ppo/v1/trainer_separate_async.py")
+
+
 def _run(config: Any) -> Iterator[Objection]:
     strategy = config.actor_rollout_ref.actor.strategy
     if strategy not in STRATEGIES:

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, int64
 
 from spec_plugin.builtin.agreement import Spread, Windows, difference, median, spread, windows
 from spec_plugin.builtin.baseline import ENOUGH, Baseline
@@ -70,33 +70,36 @@ def check_versions(batch: LogprobBatch) -> None:
     Raises:
         LogprobProvenanceError: naming the sequences and the versions.
     """
-    first = batch.rollout_versions
+    first, last, now = batch.rollout_versions, batch.last_versions, batch.policy_version
+    tokens = batch.token_versions if batch.lag_allowed else None
+    too_new = "Nobody can have sampled with later weights"
+    if tokens is not None:
+        newest = tokens.masked_fill(~batch.mask, -1).amax(-1)
+        _refuse_versions(newest > now, now, newest, newest, too_new)
     if first is None:
         return
-    known, now = first >= 0, batch.policy_version
-    last = first if batch.last_versions is None else batch.last_versions
+    last = first if last is None else last
+    known = first >= 0
     if not batch.lag_allowed:
-        _refuse_versions(known & ((first != now) | (last != now)), batch, "This trainer was said to be synchronous")
+        other = known & ((first != now) | (last != now))
+        _refuse_versions(other, now, first, last, "This trainer was said to be synchronous")
         return
-    _refuse_versions(known & ((last > now) | (last < first)), batch, "Nobody can have sampled with later weights")
-    if batch.token_versions is not None:
-        tokens = batch.token_versions
+    _refuse_versions(known & ((last > now) | (last < first)), now, first, last, too_new)
+    if tokens is not None:
         outside = (tokens >= 0) & batch.mask & ((tokens < first[:, None]) | (tokens > last[:, None]))
         reason = "The engine that sampled them says other versions than the trainer"
-        _refuse_versions(known & outside.any(-1), batch, reason)
+        _refuse_versions(known & outside.any(-1), now, first, last, reason)
 
 
-def _refuse_versions(wrong: Tensor, batch: LogprobBatch, reason: str) -> None:
+def _refuse_versions(wrong: Tensor, now: int, first: Tensor, last: Tensor, reason: str) -> None:
     if not bool(wrong.any()):
         return
-    assert batch.rollout_versions is not None
-    last = batch.rollout_versions if batch.last_versions is None else batch.last_versions
     rows = wrong.nonzero().flatten().tolist()
-    spans = [(i, int(batch.rollout_versions[i]), int(last[i])) for i in rows[:_SHOWN]]
+    spans = [(i, int(first[i]), int(last[i])) for i in rows[:_SHOWN]]
     shown = ", ".join(f"sequence {i} by version {a}" + (f" to {b}" if b != a else "") for i, a, b in spans)
     raise LogprobProvenanceError(
-        f"{len(rows)} of {len(wrong)} sequences were not sampled by policy version {batch.policy_version}, which "
-        f"recomputed their log-probs: {shown}. {reason}"
+        f"{len(rows)} of {len(wrong)} sequences were not sampled by policy version {now}, which recomputed their "
+        f"log-probs: {shown}. {reason}"
     )
 
 
@@ -105,10 +108,12 @@ def by_lag(batch: LogprobBatch) -> Iterator[tuple[int, LogprobBatch]]:
 
     Where only the versions of a sequence's first and last token are known, the first one's counts; unknown counts as 1.
     """
-    if not batch.lag_allowed or batch.rollout_versions is None or batch.rollout is None:
+    if not batch.lag_allowed or batch.rollout is None:
         yield int(batch.lag_allowed), batch
         return
-    versions = batch.rollout_versions[:, None].expand_as(batch.mask)
+    first = batch.rollout_versions
+    versions = batch.mask.new_full((), -1, dtype=int64) if first is None else first[:, None]
+    versions = versions.expand_as(batch.mask)
     if batch.token_versions is not None:
         versions = batch.token_versions.where(batch.token_versions >= 0, versions)
     lags = (batch.policy_version - versions).masked_fill(versions < 0, 1)

@@ -65,6 +65,11 @@ def test_what_no_engine_said_counts_as_old_as_its_sequence_and_the_unknown_as_on
     assert [lag for lag, _ in by_lag(unknown)] == [1]
 
 
+def test_a_trainer_that_tells_nothing_is_judged_by_what_the_engines_say():
+    batch = lagging(torch.Generator().manual_seed(0), 5, 0.02)
+    assert [lag for lag, _ in by_lag(replace(batch, rollout_versions=None, last_versions=None))] == [0, 1]
+
+
 def test_the_mean_lag_is_a_metric():
     checked = guard("bfloat16")
     checked.spec_check_logprobs(lagging(torch.Generator().manual_seed(0), 5, 0.02))
@@ -116,6 +121,8 @@ def test_law_3_another_model_is_refused_at_any_lag():
         (lambda b: {"last_versions": b.last_versions + 1}, "with later weights"),
         (lambda b: {"rollout_versions": b.rollout_versions + 2}, "with later weights"),
         (lambda b: {"last_versions": b.rollout_versions - 1}, "with later weights"),
+        (lambda b: {"token_versions": b.token_versions + 1}, "with later weights"),
+        (lambda b: {"token_versions": b.token_versions + 1, "rollout_versions": None}, "with later weights"),
         (lambda b: {"token_versions": b.token_versions - 1}, "says other versions than the trainer"),
         (lambda b: {"rollout_versions": b.rollout_versions + 1}, "says other versions than the trainer"),
     ],

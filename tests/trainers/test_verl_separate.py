@@ -1,0 +1,109 @@
+"""Real verl with engines apart from the actor, in trouble: a late actor, one that dies in a refresh, an engine that is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from spec_plugin_verl_cpu.run import SEPARATE, SMALL, SPEC, VerlRun
+
+from examples.quickstart.data import build_data
+from examples.quickstart.policy import PolicySettings, build_policy
+from spec_plugin import hookimpl
+from spec_plugin.conformance.launch import RunFailed, StepMetrics
+from spec_plugin.conformance.recorder import read_trace
+from spec_plugin.events import WeightSync
+
+pytestmark = pytest.mark.trainer
+
+REWARD = Path(__file__).with_name("reward.py")
+UNREPAIRED = (
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={spec_plugin:{skip_patches:[expand_kernel]}}"
+)
+LATE, LATE_S, DIES = 3, 20.0, 6
+
+
+class Late:
+    """A plugin that takes long at one weight sync."""
+
+    @hookimpl
+    def spec_weight_sync(self, event: WeightSync) -> None:
+        if event.policy_version == LATE:
+            time.sleep(LATE_S)
+
+
+class Dies:
+    """A plugin that kills the actor in the middle of a refresh."""
+
+    @hookimpl
+    def spec_draft_weights(self, event: WeightSync) -> None:
+        if event.policy_version == DIES:
+            threading.Timer(0.01, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Path]:
+    """A barely taught policy, its data, and a folder for the runs."""
+    root = tmp_path_factory.mktemp("separate")
+    settings = PolicySettings(steps=60)
+    policy = build_policy(root / "policy", settings, show=False)
+    train, val = build_data(root / "data", settings, train=64, val=8)
+    return root, policy, train, val
+
+
+def verl(
+    stage: tuple[Path, Path, Path, Path], name: str, steps: int, *plugins: str, more: tuple[str, ...] = ()
+) -> VerlRun:
+    root, policy, train, val = stage
+    recorder = f"spec_plugin.conformance.recorder:Recorder={root / name / 'trace'}"
+    options = {"serve": "always", "audit": "True", "train_share": "0.5", "train_max_steps": "4", "gate_timeout_s": "5"}
+    words = [f"{SPEC}{option}={value}" for option, value in options.items()]
+    words.append(f"{SPEC}plugins=[{','.join(repr(p) for p in (recorder, *plugins))}]")
+    return VerlRun(policy, train, val, REWARD, root / name, steps, overrides=(*SMALL, *SEPARATE, *words, *more))
+
+
+def follow(run: VerlRun) -> tuple[dict[int, StepMetrics], str]:
+    """Metrics by step, and why the run stopped early."""
+    found: dict[int, StepMetrics] = {}
+    try:
+        for step, metrics in run.follow():
+            found[step] = metrics
+    except RunFailed as error:
+        return found, str(error)
+    return found, ""
+
+
+def test_a_late_actor_costs_a_plain_phase_and_one_that_dies_in_a_refresh_resumes(
+    stage: tuple[Path, Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    plugins = ("test_verl_separate:Late", "test_verl_separate:Dies")
+    first = verl(stage, "first", 12, *plugins, more=("trainer.save_freq=2",))
+    metrics, failure = follow(first)
+    assert failure and DIES - 1 <= max(metrics) <= DIES + 1
+    log = (stage[0] / "first" / "verl.log").read_text()
+    assert log.count("spec.gate_timeout_s") == 1
+    ends = {e["policy_version"]: e for e in read_trace(stage[0] / "first" / "trace") if e["hook"] == "spec_rollout_end"}
+    assert ends[LATE - 1]["drafts"] and ends[LATE + 1]["drafts"], "before and after it, requests are drafted for"
+
+    checkpoints = stage[0] / "first" / "checkpoints"
+    step = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
+    where = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoints / f'global_step_{step}'}")
+    metrics, failure = follow(verl(stage, "second", step + 3, more=where))
+    assert not failure and max(metrics) == step + 3
+    assert all(m["actor/spec/failed"] == 0 for m in metrics.values())
+    then = {tuple(e["published"]) for e in published(stage[0] / "first" / "trace")}
+    assert tuple(published(stage[0] / "second" / "trace")[0]["published"]) in then, "another draft than was saved"
+
+
+def published(trace: Path) -> list[dict[str, object]]:
+    return [e for e in read_trace(trace) if e["hook"] == "spec_draft_weights" and e["published"]]
+
+
+def test_law_2_an_engine_whose_sampler_is_wrong_never_opens_its_gate(stage: tuple[Path, Path, Path, Path]) -> None:
+    metrics, failure = follow(verl(stage, "wrong", 2, more=(UNREPAIRED,)))
+    assert not metrics and "LosslessError" in failure

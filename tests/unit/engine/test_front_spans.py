@@ -1,0 +1,61 @@
+"""What an engine's front keeps of each stretch that was sampled, until the trainer asks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_training import TARGET
+
+from spec_plugin import SpecConfig
+from spec_plugin.engine.control import Control
+from spec_plugin.engine.front import EngineFront
+from spec_plugin.events import Schedule
+from spec_plugin.manager import create_manager
+from spec_plugin.session import SpecSession
+from spec_plugin.spans import Spans
+
+PROMPT, RESPONSE = [5, 6, 7], list(range(10, 110))
+DOCUMENT = torch.tensor(PROMPT + RESPONSE)
+
+
+def front(k: int) -> EngineFront:
+    out = EngineFront(SpecSession(SpecConfig(), TARGET, create_manager(load_entry_points=False)), None)
+    out._schedule = Schedule((0, *[k] * TARGET.max_num_seqs))
+    return out
+
+
+def kept(engine: EngineFront) -> tuple[list[int], list[bool]]:
+    """Version and plainness of each token of the response."""
+    spans = Spans()
+    spans.add(engine.take_spans(), 9)
+    versions, plain = spans.of([DOCUMENT], [len(PROMPT)], torch.ones(1, len(RESPONSE), dtype=torch.bool))
+    return versions[0].tolist(), plain[0].tolist()
+
+
+@pytest.mark.parametrize(("k", "plain"), [(0, True), (3, False)])
+def test_text_of_a_phase_without_drafts_is_plain(k, plain):
+    engine = front(k)
+    engine.sampled(PROMPT, RESPONSE, 4, None)
+    assert kept(engine) == ([4] * 100, [plain] * 100)
+
+
+def test_of_a_drafted_request_only_the_control_groups_stretch_is_plain():
+    engine = front(3)
+    engine.sampled(PROMPT, RESPONSE, 4, Control(first=20, k=3))
+    assert kept(engine)[1] == [20 <= i < 84 for i in range(100)]
+
+
+def test_each_part_of_a_response_that_was_cut_short_is_kept():
+    engine = front(3)
+    engine.sampled(PROMPT, RESPONSE[:40], 4, None)
+    engine._schedule = Schedule((0,) * (TARGET.max_num_seqs + 1))
+    engine.sampled(PROMPT + RESPONSE[:40], RESPONSE[40:], 5, None)
+    assert kept(engine) == ([4] * 40 + [5] * 60, [False] * 40 + [True] * 60)
+
+
+def test_what_was_taken_is_gone_and_what_sampled_nothing_is_not_kept():
+    engine = front(3)
+    engine.sampled(PROMPT, [], 4, None)
+    assert engine.take_spans() == []
+    engine.sampled(PROMPT, RESPONSE, 4, None)
+    assert len(engine.take_spans()) == 1 and engine.take_spans() == []
