@@ -18,9 +18,9 @@ from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, OtherRankFai
 from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.harvest import Harvester, PackedShards
-from spec_plugin.actor.links import ActorsLink, merge_stats
+from spec_plugin.actor.links import ActorsLink, merge_states, merge_stats
 from spec_plugin.builtin import registry as builtins
-from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport
+from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.ranks import is_first, on_any_rank, together
 from spec_plugin.rollouts import Rollout
@@ -319,3 +319,16 @@ def test_the_shadows_of_several_engines_add_up() -> None:
     assert (merged.shadow_rounds, merged.shadow_per_pos) == (30, (11, 3))
     assert merged.shadow_tokens_per_forward == 1 + 14 / 30
     assert parts[1].shadow_tokens_per_forward is None
+
+
+@pytest.mark.parametrize("cut_short", [True, False])
+def test_one_engine_that_was_cut_short_is_enough(cut_short: bool) -> None:
+    parts = [RolloutStats(0, 1, 9, 1.0, interrupted=cut_short), RolloutStats(0, 1, 9, 1.0)]
+    assert merge_stats(parts).interrupted == cut_short
+
+
+def test_requests_of_all_engines_that_may_run_add_up_and_are_no_difference_between_them() -> None:
+    states = [EngineState("synced", 1, 2, "draft", "target", admitted=n) for n in (0, 3, 4)]
+    assert merge_states(states).admitted == 7
+    with pytest.raises(RuntimeError, match="do not hold the same"):
+        merge_states([*states, EngineState("synced", 1, 2, "another", "target")])

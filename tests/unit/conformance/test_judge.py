@@ -191,6 +191,13 @@ def test_weights_that_arrive_after_the_draft_are_seen():
     one(judge.target_first(trace.events), "other target weights")
 
 
+@pytest.mark.parametrize("moment", ["synced", "refreshed", "rollout"])
+def test_requests_that_run_before_the_phase_has_begun_are_seen(moment):
+    trace = Trace()
+    trace.find("spec_audit", 2, moment=moment)["admitted"] = 3
+    one(judge.target_first(trace.events), f"3 requests ran while policy version {2 - (moment != 'rollout')} gave way")
+
+
 # samples and log-probs
 
 
