@@ -14,7 +14,8 @@ and warned of, never a reason to stop: without the flag the run would be no bett
 
 In asynchronous training tokens are judged by their lag, the policy versions between sampling and recomputation. Those without
 one as above. Those with one when they are further off than three times (ten times) the plain text of their own batch, by what
-such ratios were in the last phases; and, in any case, beyond 1 nat a version in bfloat16.
+such ratios were in the last phases. Where their batch has no plain text: than ten times (thirty times) that of other steps, and
+0.2 nats a version (single tokens: 6). Where there is none at all: than 1 nat a version (30).
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import logging
 import math
 import os
 import random
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,7 +151,8 @@ class ProvenanceGuard:
     """Checks each batch, and keeps what the run's own plain requests show."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Windows] = defaultdict(Windows)  # of drafted text, too few to be judged, by lag
+        #: drafted text, too little of it to be judged, and the version that recomputed it, by lag
+        self._waiting: dict[int, tuple[int, Windows]] = {}
         self._rng = random.Random(0)
         self._comparable = True
         self._last: Spread | None = None
@@ -202,7 +203,8 @@ class ProvenanceGuard:
         plain = batch.mask if not batch.speculating else batch.mask & _plain(batch)
         drafted = batch.mask & ~plain
         shown = windows(diff, plain, self._rng)
-        found = self._wrong(diff, drafted, self._baseline.control(shown, batch.policy_version, lag), lag)
+        version = batch.policy_version
+        found = self._wrong(diff, drafted, self._baseline.control(shown, version, lag), lag, version)
         if found is not None:
             raise LogprobProvenanceError(f"{_described(found, batch)}. {_ADVICE}")
         if not batch.speculating:
@@ -213,15 +215,18 @@ class ProvenanceGuard:
         if len(shown):
             self._baseline.remember(batch.policy_version, lag, shown, batch.speculating)
 
-    def _wrong(self, diff: Tensor, drafted: Tensor, control: Windows, lag: int) -> _Found | None:
+    def _wrong(self, diff: Tensor, drafted: Tensor, control: Windows, lag: int, version: int) -> _Found | None:
         if self._config.logprob_tolerance is not None:
             return self._over_fixed(diff, drafted)
         beyond = self._beyond(diff, drafted, lag)
         if beyond is not None:
             return beyond
-        waiting = self._waiting[lag] + windows(diff, drafted, self._rng)
+        before, waiting = self._waiting.get(lag, (version, Windows()))
+        if lag and before != version:  # the policy has moved by another step since
+            waiting = Windows()
+        waiting += windows(diff, drafted, self._rng)
         enough = len(waiting) >= ENOUGH
-        self._waiting[lag] = Windows() if enough else waiting
+        self._waiting[lag] = (version, Windows() if enough else waiting)
         return self._too_far(diff, drafted, waiting, control, lag) if enough else None
 
     def _over_fixed(self, diff: Tensor, mask: Tensor) -> _Found | None:
@@ -240,10 +245,11 @@ class ProvenanceGuard:
 
     def _beyond(self, diff: Tensor, mask: Tensor, lag: int) -> _Found | None:
         """A single sequence, far beyond anything that was ever seen."""
-        bound = self._baseline.beyond(lag)
         lengths = mask.sum(-1)
         means = diff.masked_fill(~mask, 0.0).sum(-1) / lengths.clamp_min(1)
-        rows = (lengths >= _LONG) & (means > bound)
+        long = lengths >= _LONG
+        bound = self._baseline.beyond(lag, means[long].tolist())
+        rows = long & (means > bound)
         if not bool(rows.any()):
             return None
         return _Found("the mean difference of a sequence", float(means[rows].max()), bound, mask & rows[:, None])

@@ -207,6 +207,14 @@ def test_law_3_a_sequence_of_another_policy_version_is_refused_with_both_version
     assert f"sequence 6 by version {wrong}" in message and f"policy version {VERSION}" in message
 
 
+@pytest.mark.parametrize("wrong", [VERSION - 1, VERSION + 1])
+def test_law_3_a_sequence_that_another_version_has_ended_is_refused(honest, wrong):
+    last = torch.full((B,), VERSION)
+    last[6] = wrong
+    message = refusal(replace(honest, last_versions=last))
+    assert f"sequence 6 by version {VERSION} to {wrong}" in message and "synchronous" in message
+
+
 def test_an_unknown_policy_version_is_left_to_the_comparison(honest):
     guard().spec_check_logprobs(replace(honest, rollout_versions=torch.full((B,), -1)))
 
