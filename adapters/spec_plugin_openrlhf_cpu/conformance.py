@@ -31,6 +31,11 @@ SHAPES = {
         "actor and engine on one card; the engine sleeps meanwhile, with garbage in the memory that a card would free",
         ("--train.colocate_all", "--vllm.enable_sleep"),
     ),
+    "async": ("asynchronous: rollouts and training at the same time, a lag of one version", ("--train.async_enable",)),
+    "partial": (
+        "asynchronous, and a weight sync pauses the rollouts, which go on under the next policy",
+        ("--train.async_enable", "--train.partial_rollout_enable"),
+    ),
     "zero3": ("two ranks of the actor, ZeRO-3", (*_TWO_RANKS, "--ds.zero_stage", "3")),
     "job": ("one rank, one engine, by `ray job submit`", ()),
 }
