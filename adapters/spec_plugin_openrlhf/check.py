@@ -141,8 +141,8 @@ def _notes(flags: argparse.Namespace) -> tuple[str, ...]:
     notes = ["the engine is always asked for log-probs, so that there is evidence where the correction is off"]
     if flags.asynchronous:
         notes.append(
-            f"asynchronous: rollouts lag by up to {flags.queue} policy versions (--train.async_queue_size), more where samples are "
-            "kept back; each token's log-prob is judged by the version that sampled it, tightly where that recomputes it"
+            f"asynchronous: rollouts lag by up to {flags.queue} policy versions (--train.async_queue_size), by more if "
+            "samples are kept back; each log-prob is judged by the version that sampled it, tightly where that recomputes it"
         )
     if flags.partial:
         notes.append(

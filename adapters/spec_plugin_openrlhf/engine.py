@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from openrlhf.trainer.ray import vllm_engine
 
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine.control import PLAIN_FROM, PLAIN_UNTIL
 from spec_plugin.engine.front import EngineFront, SpecEngineMethods, plain_if_unlisted
 from spec_plugin.engine.schedule.scheduler import stand_aside
 from spec_plugin.engine.sleep import PARTS, SleepState
@@ -21,21 +20,9 @@ from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, SelfTes
 from spec_plugin.logs import configure_logging
 from spec_plugin.session import SpecSession
 from spec_plugin_openrlhf.registration import undecorated
+from spec_plugin_openrlhf.turns import Turn, said_of
 
 EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
-#: in the log of each response: the policy versions that sampled its first and its last token
-VERSION, LAST_VERSION = "rollout_policy_version", "rollout_last_policy_version"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One request."""
-
-    tokens: tuple[int, ...]  # its own, and what it sampled
-    plain: dict[str, int]  # what of them is the control group's
-    versions: tuple[int, int]  # that sampled the first and the last of them
-
-
 #: the turns of the responses to one prompt, under way
 _TURNS: ContextVar[list[Turn] | None] = ContextVar("turns", default=None)
 
@@ -174,22 +161,6 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             if paused:
                 await super().pause_generation()
                 await stand_aside(self.llm, False)
-
-
-def said_of(document: Sequence[int], turns: Sequence[Turn], now: int) -> dict[str, float]:
-    """What is logged beside a response: which policy versions sampled it, and the control group's stretch.
-
-    Args:
-        document: its token ids, the prompt's among them.
-        turns: of all responses to this prompt.
-        now: policy version, for a response that no engine has sampled.
-    """
-    mine = [turn for turn in turns if tuple(document[: len(turn.tokens)]) == turn.tokens]
-    first, last = zip(*(turn.versions for turn in mine), strict=True) if mine else ((now,), (now,))
-    spans = [turn.plain for turn in mine if turn.plain]
-    plain = spans[0] if len(mine) == len(spans) == 1 else {}  # of one turn; none where two sampled the same
-    bounds = {VERSION: min(first), LAST_VERSION: max(last)}
-    return {name: float(value) for name, value in {PLAIN_FROM: -1, PLAIN_UNTIL: -1, **plain, **bounds}.items()}
 
 
 def _max_num_seqs(kwargs: Mapping[str, Any]) -> int:

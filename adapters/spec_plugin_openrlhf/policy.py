@@ -21,8 +21,8 @@ from spec_plugin.events import LogprobBatch, TargetInfo, WeightSync
 from spec_plugin.logs import configure_logging
 from spec_plugin.ranks import actor_group, is_first
 from spec_plugin.session import SpecSession
-from spec_plugin_openrlhf.engine import LAST_VERSION, VERSION
 from spec_plugin_openrlhf.registration import undecorated
+from spec_plugin_openrlhf.turns import LAST_VERSION, VERSION
 
 
 class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelActor")):  # type: ignore[misc]
