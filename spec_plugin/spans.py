@@ -100,7 +100,8 @@ class Spans:
         """What is known of a batch: the version that sampled each token, and where it did without drafts.
 
         Where the same text was sampled more than once it is that of the last time; or, of those times that lie between the
-        versions that the trainer knows of, the oldest, and without drafts only what was so each time.
+        versions that the trainer knows of, the oldest (the newest, if it ends the document), and without drafts only what was
+        so each time.
 
         Args:
             documents: token ids of each whole sequence, [n_i].
@@ -116,7 +117,8 @@ class Spans:
         for row, (document, start) in enumerate(zip(documents, starts, strict=True)):
             between = None if versions is None else (int(versions[0][row]), int(versions[1][row]))
             for same in self._within(document):
-                span = same[-1] if between is None else _of_these(same, *between)
+                ends = same[0].until == len(document)
+                span = same[-1] if between is None else _of_these(same, *between, ends)
                 found[row, max(0, span.first - start) : max(0, span.until - start)] = span.version
                 plain[row, max(0, span.plain_first - start) : max(0, span.plain_until - start)] = True
         return found, plain
@@ -127,14 +129,22 @@ class Spans:
         return [same for same in found if same]
 
 
-def _of_these(same: Sequence[Span], oldest: int, newest: int) -> Span:
-    """One for all that sampled the same text, if they did between these versions; if none did, the last one."""
+def _of_these(same: Sequence[Span], oldest: int, newest: int, ends: bool) -> Span:
+    """One for all that sampled the same text, if they did between these versions; if none did, the last one.
+
+    Args:
+        same: they.
+        oldest: version that sampled the document's first token.
+        newest: and its last.
+        ends: do they end with that one.
+    """
     spans = [span for span in same if oldest <= span.version <= newest]
     if not spans:
         return same[-1]
-    version = min(span.version for span in spans)
+    version = newest if ends and any(s.version == newest for s in spans) else min(s.version for s in spans)
+    spans = [span for span in spans if span.version == version]
     plain_first, plain_until = max(s.plain_first for s in spans), min(s.plain_until for s in spans)
     if plain_first >= plain_until:
         plain_first = plain_until = 0
-    first = max(span.first for span in spans if span.version == version)  # what was before is older, and says so itself
+    first = max(span.first for span in spans)  # what was before is older, and says so itself
     return Span(spans[0].mark, first, spans[0].until, version, plain_first, plain_until)

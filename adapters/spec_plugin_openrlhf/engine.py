@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from openrlhf.trainer.ray import vllm_engine
@@ -23,7 +24,7 @@ from spec_plugin_openrlhf.registration import undecorated
 from spec_plugin_openrlhf.turns import Turn, said_of
 
 EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
-#: the turns of the responses to one prompt, under way
+#: the turns of one response, under way
 _TURNS: ContextVar[list[Turn] | None] = ContextVar("turns", default=None)
 
 
@@ -51,6 +52,7 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         kwargs.setdefault("logprobs_mode", "processed_logprobs")  # those of the distribution that is sampled
         await super().__init__(*args, **{**kwargs, **self._spec_front.engine_arguments(kwargs, EXTENSION)})
         self._spec_front.engine = self.llm
+        self.executor.execute = partial(self._spec_execute, self.executor.execute)
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """OpenRLHF's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts."""
@@ -81,19 +83,22 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         if sampling_params.logprobs is None:
             sampling_params = copy.deepcopy(sampling_params)
             sampling_params.logprobs = 0  # the sampled token's only
+        responses: list[dict[str, Any]] = await super().generate_responses(
+            prompt, label, sampling_params, *args, **kwargs
+        )
+        return responses
+
+    async def _spec_execute(self, execute: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """OpenRLHF's, or an agent's, which makes one response, with what its requests say beside it."""
         version = self._spec_front.policy_version
         turns: list[Turn] = []
         token = _TURNS.set(turns)
         try:
-            responses: list[dict[str, Any]] = await super().generate_responses(
-                prompt, label, sampling_params, *args, **kwargs
-            )
+            response: dict[str, Any] = await execute(*args, **kwargs)
         finally:
             _TURNS.reset(token)
-        for response in responses:
-            ours = said_of(response["observation_tokens"], turns, version)
-            response["extra_logs"] = {**(response.get("extra_logs") or {}), **ours}
-        return responses
+        ours = said_of(response["observation_tokens"], turns, version)
+        return {**response, "extra_logs": {**(response.get("extra_logs") or {}), **ours}}
 
     async def spec_max_num_seqs(self) -> int:
         """Largest batch of this engine."""

@@ -25,12 +25,12 @@ def said_of(document: Sequence[int], turns: Sequence[Turn], now: int) -> dict[st
 
     Args:
         document: its token ids, the prompt's among them.
-        turns: of all responses to this prompt.
+        turns: of the requests that were made for it.
         now: policy version, for a response that no engine has sampled.
     """
     mine = [turn for turn in turns if tuple(document[: len(turn.tokens)]) == turn.tokens]
     first, last = zip(*(turn.versions for turn in mine), strict=True) if mine else ((now,), (now,))
     spans = [turn.plain for turn in mine if turn.plain]
-    plain = spans[0] if len(mine) == len(spans) == 1 else {}  # of one turn; none where two sampled the same
+    plain = spans[0] if len(spans) == 1 else {}  # one is all that there is room for
     bounds = {VERSION: min(first), LAST_VERSION: max(last)}
     return {name: float(value) for name, value in {PLAIN_FROM: -1, PLAIN_UNTIL: -1, **plain, **bounds}.items()}

@@ -89,3 +89,11 @@ def test_what_two_requests_sampled_is_plain_only_if_both_times_it_was():
     response = [*FIRST, *SECOND]
     spans = known(span_of(PROMPT, response, 3, (3, 6)), span_of(PROMPT, response, 3))
     assert not spans.of([DOCUMENT], [3], MASK, both(3, 3))[1].any()
+
+
+def test_of_two_requests_of_which_one_was_complete_before_a_sync_each_has_its_own_versions():
+    response = [*FIRST, *SECOND]
+    cut = [span_of(PROMPT, FIRST, 3), span_of([*PROMPT, *FIRST], SECOND, 4)]
+    spans = known(*cut, span_of(PROMPT, response, 3))
+    assert spans.of([DOCUMENT], [3], MASK, both(3, 3))[0].tolist() == [[3] * 5]
+    assert spans.of([DOCUMENT], [3], MASK, both(3, 4))[0].tolist() == [[3, 3, 4, 4, 4]]
