@@ -104,9 +104,9 @@ class Flights:
         self.requests = self.tokens = 0  # complete, and sampled, since the phase began
 
     @property
-    def flying(self) -> bool:
-        """Are requests in flight."""
-        return bool(self._flying)
+    def flying(self) -> int:
+        """Requests in flight."""
+        return len(self._flying)
 
     @property
     def seconds(self) -> float:

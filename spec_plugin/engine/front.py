@@ -241,7 +241,7 @@ class EngineFront:
     @property
     def busy(self) -> bool:
         """Are requests in flight."""
-        return self._flights.flying
+        return self._flights.flying > 0
 
     async def self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
         """The start-up self-test on this engine (law 2); four times as long where less would prove nothing.

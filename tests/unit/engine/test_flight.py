@@ -31,7 +31,7 @@ def test_a_request_that_no_sync_cuts_is_one_span():
     with flights.request(4) as request:
         assert landed(flights, request, 4) == [part(0, 6, 4)]
     assert request.versions == (4, 4)
-    assert (flights.requests, flights.tokens, flights.flying) == (1, 6, False)
+    assert (flights.requests, flights.tokens, flights.flying) == (1, 6, 0)
 
 
 def test_a_request_that_goes_on_under_new_weights_is_cut_where_it_stood():
