@@ -316,7 +316,7 @@ class EngineFront:
         if len(versions) > 1:
             raise RuntimeError(f"the workers hold several versions of the draft: {sorted(versions)}")
         draft, target = (_one_digest([f[name] for f in found]) for name in ("draft", "target"))
-        admitted = 0 if await self.engine.is_paused() else self._in_flight
+        admitted = 0 if await self.engine.is_paused() else self._flights.flying
         return EngineState(moment, self.policy_version, versions.pop(), draft, target, admitted)
 
     def reset_phase(self, policy_version: int | None = None) -> None:
