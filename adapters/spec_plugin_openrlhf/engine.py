@@ -166,6 +166,8 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             if paused:
                 await super().pause_generation()
                 await stand_aside(self.llm, False)
+                if self._spec_open.is_set():  # the trainer has not waited for the test
+                    await super().resume_generation()
 
 
 def _max_num_seqs(kwargs: Mapping[str, Any]) -> int:

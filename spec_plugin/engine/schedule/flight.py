@@ -38,10 +38,12 @@ def spec_stand_aside(core: EngineCore, aside: bool) -> int:
         How many do.
 
     Raises:
-        RuntimeError: if requests are running.
+        RuntimeError: if requests are running, or others stand aside already.
     """
     scheduler: Any = core.scheduler
     if aside:
+        if getattr(scheduler, "spec_aside", None) is not None:
+            raise RuntimeError("others stand aside already, and would be forgotten")
         if scheduler.running:
             raise RuntimeError("requests are running: pause the engine, and keep them, before they stand aside")
         queues = scheduler.waiting, scheduler.skipped_waiting

@@ -72,3 +72,12 @@ def test_nobody_stands_aside_while_requests_run():
     c.scheduler.running = [Asked(1)]
     with pytest.raises(RuntimeError, match="pause the engine"):
         spec_stand_aside(c, True)
+
+
+def test_nobody_who_stands_aside_is_forgotten():
+    c = core(SchedulingPolicy.FCFS, Asked(1))
+    spec_stand_aside(c, True)
+    with pytest.raises(RuntimeError, match="already"):
+        spec_stand_aside(c, True)
+    assert spec_stand_aside(c, False) == 1 and len(c.scheduler.waiting) == 1
+    assert spec_stand_aside(c, True) == 1, "and later once more"
