@@ -97,6 +97,7 @@ async def work(policy: str) -> dict[str, Any]:
     await actor.wake_up()
     found["partial"] = await partial_rollouts(actor)
     found["held at the end"] = (await actor.spec_state("rollout")).draft_digest
+    actor.llm.shutdown()  # an engine that outlives this process keeps our output open, and who reads it waits
     return found
 
 
