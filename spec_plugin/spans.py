@@ -77,35 +77,74 @@ class Spans:
     """What the engines have said so far, for the documents that the trainer gets later."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], Span] = {}
+        self._known: dict[tuple[int, int], list[Span]] = {}  # several requests may have sampled the same text
 
     def add(self, spans: Iterable[Span], policy_version: int) -> None:
         """Take note; what was sampled long before this version is forgotten."""
-        self._known.update({(s.until, s.mark): s for s in spans})
+        for span in spans:
+            same = self._known.setdefault((span.until, span.mark), [])
+            if span in same:
+                same.remove(span)  # the last one to say so is the newest
+            same.append(span)
         oldest = policy_version - _VERSIONS
-        if any(s.version < oldest for s in self._known.values()):
-            self._known = {key: s for key, s in self._known.items() if s.version >= oldest}
+        kept = ((key, [s for s in same if s.version >= oldest]) for key, same in self._known.items())
+        self._known = {key: same for key, same in kept if same}
 
-    def of(self, documents: Sequence[Tensor], starts: Sequence[int], mask: Tensor) -> tuple[Tensor, Tensor]:
+    def of(
+        self,
+        documents: Sequence[Tensor],
+        starts: Sequence[int],
+        mask: Tensor,
+        versions: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """What is known of a batch: the version that sampled each token, and where it did without drafts.
+
+        Where the same text was sampled more than once it is that of the last time; or, of those times that lie between the
+        versions that the trainer knows of, the oldest (the newest, if it ends the document), and without drafts only what was
+        so each time.
 
         Args:
             documents: token ids of each whole sequence, [n_i].
             starts: where the first column of the batch lies in each document.
             mask: [B, T] bool, whose shape the result has.
+            versions: [B] each, that sampled the first and the last token, as the trainer was told; None: it was not.
 
         Returns:
             [B, T] int64 versions, -1 unknown, and [B, T] bool.
         """
-        versions = torch.full(mask.shape, -1, dtype=torch.int64)
+        found = torch.full(mask.shape, -1, dtype=torch.int64)
         plain = torch.zeros(mask.shape, dtype=torch.bool)
         for row, (document, start) in enumerate(zip(documents, starts, strict=True)):
-            for span in self._within(document):
-                versions[row, max(0, span.first - start) : max(0, span.until - start)] = span.version
+            between = None if versions is None else (int(versions[0][row]), int(versions[1][row]))
+            for same in self._within(document):
+                ends = same[0].until == len(document)
+                span = same[-1] if between is None else _of_these(same, *between, ends)
+                found[row, max(0, span.first - start) : max(0, span.until - start)] = span.version
                 plain[row, max(0, span.plain_first - start) : max(0, span.plain_until - start)] = True
-        return versions, plain
+        return found, plain
 
-    def _within(self, document: Tensor) -> list[Span]:
+    def _within(self, document: Tensor) -> list[list[Span]]:
         marks = fingerprints(document.cpu().numpy()).tolist()
         found = (self._known.get((until, mark)) for until, mark in enumerate(marks))
-        return [span for span in found if span is not None]
+        return [same for same in found if same]
+
+
+def _of_these(same: Sequence[Span], oldest: int, newest: int, ends: bool) -> Span:
+    """One for all that sampled the same text, if they did between these versions; if none did, the last one.
+
+    Args:
+        same: they.
+        oldest: version that sampled the document's first token.
+        newest: and its last.
+        ends: do they end with that one.
+    """
+    spans = [span for span in same if oldest <= span.version <= newest]
+    if not spans:
+        return same[-1]
+    version = newest if ends and any(s.version == newest for s in spans) else min(s.version for s in spans)
+    spans = [span for span in spans if span.version == version]
+    plain_first, plain_until = max(s.plain_first for s in spans), min(s.plain_until for s in spans)
+    if plain_first >= plain_until:
+        plain_first = plain_until = 0
+    first = max(span.first for span in spans)  # what was before is older, and says so itself
+    return Span(spans[0].mark, first, spans[0].until, version, plain_first, plain_until)

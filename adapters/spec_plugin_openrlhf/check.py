@@ -131,6 +131,8 @@ def _shapes(flags: argparse.Namespace) -> tuple[str, ...]:
         "dp2": _ranks(flags) // max(flags.ring, 1) > 1 or flags.engines > 1,
         "sp2": flags.ring > 1,
         "packed": flags.packed or flags.dynamic_batch or flags.ring > 1,  # OpenRLHF packs for the latter two by itself
+        "async": flags.asynchronous and not flags.partial,
+        "partial": flags.partial,
     }
     return tuple(name for name, uses in used.items() if uses)
 
@@ -139,7 +141,13 @@ def _notes(flags: argparse.Namespace) -> tuple[str, ...]:
     notes = ["the engine is always asked for log-probs, so that there is evidence where the correction is off"]
     if flags.asynchronous:
         notes.append(
-            "asynchronous: log-probs may lag by the versions that OpenRLHF lets them, and tolerances widen with that"
+            f"asynchronous: rollouts lag by up to {flags.queue} policy versions (--train.async_queue_size), by more if "
+            "samples are kept back; each log-prob is judged by the version that sampled it, tightly where that recomputes it"
+        )
+    if flags.partial:
+        notes.append(
+            "partial rollouts: the draft is refreshed while the engines are paused for a weight sync; requests in flight go on "
+            "with it, and wait where the engine is tested once more, before a trained draft is first served"
         )
     if flags.sleep:
         notes.append("the engine sleeps between rollouts: the draft is refreshed after each wake")

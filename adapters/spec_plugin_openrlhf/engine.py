@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from openrlhf.trainer.ray import vllm_engine
 
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine.control import PLAIN_FROM, PLAIN_UNTIL
 from spec_plugin.engine.front import EngineFront, SpecEngineMethods, plain_if_unlisted
+from spec_plugin.engine.schedule.scheduler import stand_aside
 from spec_plugin.engine.sleep import PARTS, SleepState
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, SelfTestReport, TargetInfo
 from spec_plugin.logs import configure_logging
 from spec_plugin.session import SpecSession
 from spec_plugin_openrlhf.registration import undecorated
+from spec_plugin_openrlhf.turns import Turn, said_of
 
 EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
-#: in the log of each response: the policy version that had begun to sample it
-VERSION = "rollout_policy_version"
-#: tokens of a request and of what it sampled, and what of them is the control group's
-Turn = tuple[tuple[int, ...], dict[str, int]]
-#: the turns of the responses to one prompt, under way
+#: the turns of one response, under way
 _TURNS: ContextVar[list[Turn] | None] = ContextVar("turns", default=None)
 
 
@@ -34,7 +33,6 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
 
     spec_config: SpecConfig  # set by ``registration.install``
     spec_target: TargetInfo
-    _spec_paused = False
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # Ray awaits it
         """OpenRLHF's arguments, plus ours; ``args`` is empty there.
@@ -46,52 +44,61 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
 
         configure_logging()
         self._spec_sleep = SleepState()
+        self._spec_open = asyncio.Event()  # not while the trainer has the engine paused
+        self._spec_open.set()
         target = replace(self.spec_target, max_num_seqs=_max_num_seqs(kwargs))
         tokenizer = AutoTokenizer.from_pretrained(kwargs["model"], trust_remote_code=kwargs["trust_remote_code"])
         self._spec_front = EngineFront(SpecSession(self.spec_config, target), tokenizer)
         kwargs.setdefault("logprobs_mode", "processed_logprobs")  # those of the distribution that is sampled
         await super().__init__(*args, **{**kwargs, **self._spec_front.engine_arguments(kwargs, EXTENSION)})
         self._spec_front.engine = self.llm
+        self.executor.execute = partial(self._spec_execute, self.executor.execute)
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """OpenRLHF's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts."""
         names = ("temperature", "top_p", "top_k")
+        await self._spec_open.wait()  # what comes while new weights do is the next phase's
         await self._spec_front.arrives({name: getattr(sampling_params, name) for name in names})
+        await self._spec_open.wait()  # they may have come meanwhile
         plain_if_unlisted(sampling_params)
         control = None if sampling_params.extra_args else self._spec_front.control()
-        if control is not None:
-            sampling_params = copy.copy(sampling_params)
-            sampling_params.extra_args = control.extra_args
         with self._spec_front.request() as request:
+            sampling_params = copy.copy(sampling_params)
+            ours = {**request.extra_args, **({} if control is None else control.extra_args)}
+            sampling_params.extra_args = {**(sampling_params.extra_args or {}), **ours}
             output = await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
             request.tokens = len(output.outputs[0].token_ids)
+        response = output.outputs[0].token_ids
+        self._spec_front.landed(request, prompt_token_ids, response, control)
         turns = _TURNS.get()
         if turns is not None:
-            document = (*prompt_token_ids, *output.outputs[0].token_ids)
-            turns.append((document, {} if control is None else control.span(len(prompt_token_ids), request.tokens)))
+            plain = {} if control is None else control.span(len(prompt_token_ids), request.tokens)
+            turns.append(Turn((*prompt_token_ids, *response), plain, request.versions))
         return output
 
     async def generate_responses(
         self, prompt: str, label: str, sampling_params: Any, *args: Any, **kwargs: Any
     ) -> list[dict[str, Any]]:
-        """OpenRLHF's, always with log-probs, so that provenance has evidence; each response says its policy version."""
+        """OpenRLHF's, always with log-probs, so that provenance has evidence; each response says its policy versions."""
         if sampling_params.logprobs is None:
             sampling_params = copy.deepcopy(sampling_params)
             sampling_params.logprobs = 0  # the sampled token's only
-        version = float(self._spec_front.policy_version)
+        responses: list[dict[str, Any]] = await super().generate_responses(
+            prompt, label, sampling_params, *args, **kwargs
+        )
+        return responses
+
+    async def _spec_execute(self, execute: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """OpenRLHF's, or an agent's, which makes one response, with what its requests say beside it."""
+        version = self._spec_front.policy_version
         turns: list[Turn] = []
         token = _TURNS.set(turns)
         try:
-            responses: list[dict[str, Any]] = await super().generate_responses(
-                prompt, label, sampling_params, *args, **kwargs
-            )
+            response: dict[str, Any] = await execute(*args, **kwargs)
         finally:
             _TURNS.reset(token)
-        for response in responses:
-            span = span_of(response["observation_tokens"], turns)
-            ours = {VERSION: version, **{name: float(span.get(name, -1)) for name in (PLAIN_FROM, PLAIN_UNTIL)}}
-            response["extra_logs"] = {**(response.get("extra_logs") or {}), **ours}
-        return responses
+        ours = said_of(response["observation_tokens"], turns, version)
+        return {**response, "extra_logs": {**(response.get("extra_logs") or {}), **ours}}
 
     async def spec_max_num_seqs(self) -> int:
         """Largest batch of this engine."""
@@ -131,33 +138,36 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             return await super().spec_self_test(seconds, engines)
 
     async def pause_generation(self) -> None:
-        """OpenRLHF's, around a weight sync with partial rollouts; it is known that nothing is scheduled."""
+        """OpenRLHF's, around a weight sync with partial rollouts; it is known how far each request has come."""
+        self._spec_open.clear()
         await super().pause_generation()
-        self._spec_paused = True
+        await self._spec_front.paused()
 
     async def resume_generation(self) -> None:
-        """OpenRLHF's."""
-        self._spec_paused = False
+        """OpenRLHF's; what was in flight goes on with the new weights and the new draft."""
         await super().resume_generation()
+        self._spec_front.resumed()
+        self._spec_open.set()
 
     @asynccontextmanager
     async def _spec_running(self) -> AsyncIterator[None]:
-        """Within it requests are scheduled: a refresh is complete, and what was in flight goes on with the new weights."""
-        paused = self._spec_paused
+        """Within it requests are scheduled, but none of the trainer's.
+
+        What is in flight stands aside: a draft that has not been tested serves none of it, and the test neither finds its KV
+        cache in the way nor its requests in the batches that it measures.
+        """
+        paused = not self._spec_open.is_set()
         if paused:
-            await self.resume_generation()
+            await stand_aside(self.llm, True)
+            await super().resume_generation()
         try:
             yield
         finally:
             if paused:
-                await self.pause_generation()
-
-
-def span_of(document: Sequence[int], turns: Sequence[Turn]) -> dict[str, int]:
-    """The control group's stretch in a document: of the one turn that begins it; none where two sampled the same."""
-    mine = [span for tokens, span in turns if tuple(document[: len(tokens)]) == tokens]
-    spans = [span for span in mine if span]
-    return spans[0] if len(mine) == len(spans) == 1 else {}
+                await super().pause_generation()
+                await stand_aside(self.llm, False)
+                if self._spec_open.is_set():  # the trainer has not waited for the test
+                    await super().resume_generation()
 
 
 def _max_num_seqs(kwargs: Mapping[str, Any]) -> int:

@@ -35,6 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--actor.num_gpus_per_node", dest="gpus_per_node", type=int, default=8)
     parser.add_argument("--train.dynamic_batch_enable", dest="dynamic_batch", action="store_true")
     parser.add_argument("--train.async_enable", dest="asynchronous", action="store_true")
+    parser.add_argument("--train.partial_rollout_enable", dest="partial", action="store_true")
+    parser.add_argument("--train.async_queue_size", dest="queue", type=int, default=1)
     parser.add_argument("--train.full_determinism_enable", dest="deterministic", action="store_true")
     parser.add_argument("--data.max_images_per_prompt", dest="images", type=int, default=0)
     parser.add_argument("--algo.advantage.is_correction_level", dest="correction", default="off")

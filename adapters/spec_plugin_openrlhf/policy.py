@@ -21,8 +21,8 @@ from spec_plugin.events import LogprobBatch, TargetInfo, WeightSync
 from spec_plugin.logs import configure_logging
 from spec_plugin.ranks import actor_group, is_first
 from spec_plugin.session import SpecSession
-from spec_plugin_openrlhf.engine import VERSION
 from spec_plugin_openrlhf.registration import undecorated
+from spec_plugin_openrlhf.turns import LAST_VERSION, VERSION
 
 
 class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelActor")):  # type: ignore[misc]
@@ -48,11 +48,10 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         )
         session = SpecSession(self.spec_config, target)
         link = ActorsLink(vllm_engines, self.spec_config.refresh_timeout_s, ray.put) if is_first() else None
-        self._spec = RolloutControl(session, link)
+        self._spec = RolloutControl(session, link, overlaps=strategy.args.train.async_enable)
         ring = strategy.ring_attn_group
         shards = None if ring is None else PackedShards(ring)
         self._spec_harvest = RolloutHarvest(self._spec, lambda: self._spec_model.model, shards)
-        self._spec_sync = not strategy.args.train.async_enable
         resumed = int(self.checkpoint_states.get("global_step", 0))
         self._spec_next_version = resumed
         if resumed:  # the trainer sends the weights before it begins
@@ -89,8 +88,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
 
     def forward(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The experience pass: harvest on the way."""
-        if self._spec_sync:
-            run_blocking(self._spec.finish())
+        run_blocking(self._spec.finish())
         with self._spec_harvest.capture(lambda: _documents(sequences, action_mask, attention_mask)):
             return super().forward(sequences, action_mask, attention_mask, *args, **kwargs)
 
@@ -109,25 +107,33 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         return {**status, **metrics} if self._spec.link is not None else status
 
     def _spec_batch(self) -> LogprobBatch:
+        """What is about to enter the loss (collective)."""
         items = self.trainer.replay_buffer.items
+        info = [item.info for item in items]
         rollout = None if any(i.rollout_log_probs is None for i in items) else [i.rollout_log_probs for i in items]
-        versions = [int(i.info[VERSION]) if VERSION in i.info else -1 for i in items]
+        first, last = (torch.tensor([int(i.get(name, -1)) for i in info]) for name in (VERSION, LAST_VERSION))
         mask = _padded([i.action_mask for i in items]).bool()
-        return LogprobBatch(
+        starts = [1] * len(items)  # OpenRLHF cuts the first token off
+        batch = LogprobBatch(
             policy_version=self._spec.policy_version,
             recomputed=_padded([i.action_log_probs for i in items]),
             rollout=None if rollout is None else _padded(rollout),
             mask=mask,
-            rollout_versions=torch.tensor(versions),
+            rollout_versions=first,
+            last_versions=last,
             speculating=self._spec.speculating,
             rollout_in_loss=self.strategy.args.algo.advantage.is_correction_level != "off",
-            lag_allowed=not self._spec_sync,
-            plain=plain_tokens(mask, [i.info for i in items], [1] * len(items)),
+            plain=plain_tokens(mask, info, starts),
         )
+        spans = self._spec.spans()
+        if not self._spec.lags:
+            return batch
+        versions, plain = spans.of([item.sequences for item in items], starts, mask, (first, last))
+        drafted = bool((mask & ~plain).any())  # in the phases that sampled it, not in the one that runs
+        return replace(batch, lag_allowed=True, speculating=drafted, token_versions=versions, plain=plain)
 
     def broadcast_to_vllm(self) -> None:
         """OpenRLHF's weight sync (inside the asynchronous trainer's lock and pause); then, at the same safe point, ours."""
-        run_blocking(self._spec.finish())
         super().broadcast_to_vllm()
         self._spec_synced()
 

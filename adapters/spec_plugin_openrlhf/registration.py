@@ -27,7 +27,7 @@ from spec_plugin.session import method_of
 from spec_plugin_openrlhf.options import read_target
 
 _NEEDS = {
-    "RolloutRayActor": ("generate", "generate_responses", "sleep", "wake_up"),
+    "RolloutRayActor": ("generate", "generate_responses", "sleep", "wake_up", "pause_generation", "resume_generation"),
     "PolicyModelActor": ("init_model_from_pretrained", "forward", "fit", "broadcast_to_vllm", "save_checkpoint"),
 }
 

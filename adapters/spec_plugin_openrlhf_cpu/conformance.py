@@ -23,6 +23,9 @@ class AgentExecutor(ReplayExecutor):
 '''
 SAMPLES = 8
 _TWO_RANKS = ("--actor.num_gpus_per_node", "2")
+_ASYNC = ("--train.async_enable",)
+#: most requests that the engine runs at once, so that rollouts last longer than training, and a sync finds some in flight
+_AT_ONCE = {"partial": 4}
 #: name -> what it is, and OpenRLHF's flags
 SHAPES = {
     "tp2": ("two tensor parallel ranks in the engine", ("--vllm.tensor_parallel_size", "2")),
@@ -30,6 +33,11 @@ SHAPES = {
     "sleep": (
         "actor and engine on one card; the engine sleeps meanwhile, with garbage in the memory that a card would free",
         ("--train.colocate_all", "--vllm.enable_sleep"),
+    ),
+    "async": ("asynchronous: the next step's rollouts while the actor trains", _ASYNC),
+    "partial": (
+        "asynchronous with partial rollouts: those that a weight sync finds in flight go on under the next policy",
+        (*_ASYNC, "--train.partial_rollout_enable", "--rollout.max_new_tokens", "80"),
     ),
     "zero3": ("two ranks of the actor, ZeRO-3", (*_TWO_RANKS, "--ds.zero_stage", "3")),
     "job": ("one rank, one engine, by `ray job submit`", ()),
@@ -46,6 +54,7 @@ class Driver(ConformanceDriver):
     def __init__(self, root: Path, shape: str | None = None) -> None:
         """Make policy, data and reward."""
         super().__init__(root, shape)
+        self.asynchronous = shape in ("async", "partial")
         root.mkdir(parents=True, exist_ok=True)
         self._target = tiny.make_target(root / "policy", torch.bfloat16)
         self._data = tiny.write_jsonl(root / "data.jsonl", 64)
@@ -92,6 +101,7 @@ class Driver(ConformanceDriver):
             plain=not run.enabled,
             overrides=tuple(self._flags(run)),
             submitted=self.shape == "job",
+            max_num_seqs=_AT_ONCE.get(self.shape or ""),
         )
         for step, metrics in trainer.follow():
             yield step, metrics

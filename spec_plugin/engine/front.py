@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 import tempfile
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,18 +16,25 @@ from safetensors.torch import save_file
 from vllm import SamplingParams
 
 from spec_plugin.engine.additional import with_own_settings
-from spec_plugin.engine.control import PLAIN_FROM, PLAIN_UNTIL, Control, ControlGroup
+from spec_plugin.engine.control import Control, ControlGroup
+from spec_plugin.engine.flight import Flights, Request
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.schedule.counters import read_spec_counters
-from spec_plugin.engine.schedule.scheduler import PLAIN, SCHEDULER, pause_idle_draft, set_schedule, take_steps
+from spec_plugin.engine.schedule.scheduler import (
+    PLAIN,
+    SCHEDULER,
+    in_flight,
+    pause_idle_draft,
+    set_schedule,
+    take_steps,
+)
 from spec_plugin.engine.selftest.probe import TOP
 from spec_plugin.engine.selftest.test import default_prompts, run_self_test
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
-from spec_plugin.spans import KEPT as SPANS
-from spec_plugin.spans import Span, span_of
+from spec_plugin.spans import Span
 from spec_plugin.witness import KEPT, Witness
 
 logger = logging.getLogger(__name__)
@@ -55,7 +61,7 @@ class EngineFront:
         self._group = ControlGroup(config.control_share, config.k, config.seed)
         self._schedule: Schedule | None = None  # of this phase
         self.interrupted = False  # were requests ever cut short, to go on under the next policy; the adapter says so
-        self._spans: deque[Span] = deque(maxlen=SPANS)
+        self._flights = Flights()
         self._order = asyncio.Lock()
         self._validated = False  # were there requests of another sampling since the phase began
         self._rollouts_began = False  # and rollouts
@@ -93,20 +99,10 @@ class EngineFront:
         }
 
     @contextmanager
-    def request(self) -> Iterator[_Request]:
+    def request(self) -> Iterator[Request]:
         """Around each request: the time with at least one in flight is the phase's generation time."""
-        if self._in_flight == 0:
-            self._busy_since = time.perf_counter()
-        self._in_flight += 1
-        request = _Request()
-        try:
+        with self._flights.request(self.policy_version) as request:
             yield request
-        finally:
-            self._in_flight -= 1
-            if self._in_flight == 0:
-                self._busy += time.perf_counter() - self._busy_since
-        self._requests += 1
-        self._tokens += request.tokens
         self._group.ended(request.tokens)
 
     def control(self) -> Control | None:
@@ -122,19 +118,35 @@ class EngineFront:
             version: policy version that did.
             control: its stretch of the control group, if it has one.
         """
-        if not response:
-            return
-        whole = (len(prompt), len(prompt) + len(response))
-        plain = whole if not self.drafting else (0, 0)
-        if control is not None and (said := control.span(len(prompt), len(response))):
-            plain = (said[PLAIN_FROM], said[PLAIN_UNTIL])
-        self._spans.append(span_of(prompt, response, version, plain))
+        self._flights.sampled(prompt, response, version, self.drafting, control)
+
+    def landed(self, request: Request, prompt: Sequence[int], response: Sequence[int], control: Control | None) -> None:
+        """The same of a request that may have gone on under several policy versions: of each of them.
+
+        Args:
+            request: whose ``extra_args`` the engine was given; its ``versions`` are known afterwards.
+            prompt: token ids that it began with.
+            response: token ids that it sampled.
+            control: its stretch of the control group, if it has one.
+        """
+        self._flights.landed(request, prompt, response, self.policy_version, self.drafting, control)
+
+    async def paused(self) -> None:
+        """The engine is paused for new weights, with its requests in flight: note how far each has come."""
+        sampled: Mapping[int, int] | None = None
+        try:
+            sampled = await in_flight(self.engine)
+        except Exception as error:  # law 6: log-probs are judged without that
+            logger.warning("spec-plugin: which policy version samples which token of this sync is not known: %s", error)
+        self._flights.pause(sampled, self.policy_version, self.drafting)
+
+    def resumed(self) -> None:
+        """It samples again."""
+        self._flights.resume()
 
     def take_spans(self) -> list[Span]:
         """What was kept since the last call."""
-        found = list(self._spans)
-        self._spans.clear()
-        return found
+        return self._flights.take_spans()
 
     @property
     def drafting(self) -> bool:
@@ -157,7 +169,7 @@ class EngineFront:
             if _like(sampling) != _like(self.session.target.sampling):
                 self._validated = True
                 return
-            if self._validated and not self._in_flight and not self._rollouts_began:
+            if self._validated and not self.busy and not self._rollouts_began:
                 await self._begin_anew()
             self._rollouts_began = True
 
@@ -229,7 +241,7 @@ class EngineFront:
     @property
     def busy(self) -> bool:
         """Are requests in flight."""
-        return self._in_flight > 0
+        return self._flights.flying > 0
 
     async def self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
         """The start-up self-test on this engine (law 2); four times as long where less would prove nothing.
@@ -263,19 +275,18 @@ class EngineFront:
     def start_phase(self, policy_version: int) -> None:
         """A rollout phase begins: counters and clock start anew."""
         self.policy_version = policy_version
-        self.reset_phase()
+        self.reset_phase(policy_version)
 
     async def stats(self, policy_version: int) -> RolloutStats:
         """What happened since ``start_phase``."""
         steps = await take_steps(self.engine)
         now, then = read_spec_counters(), self._counters
         before = then["accepted_per_pos"] or [0] * len(now["accepted_per_pos"])
-        busy = self._busy + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
         return RolloutStats(
             policy_version=policy_version,
-            requests=self._requests,
-            tokens=self._tokens,
-            seconds=busy,
+            requests=self._flights.requests,
+            tokens=self._flights.tokens,
+            seconds=self._flights.seconds,
             drafts=now["drafts"] - then["drafts"],
             draft_tokens=now["draft_tokens"] - then["draft_tokens"],
             accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
@@ -305,16 +316,13 @@ class EngineFront:
         if len(versions) > 1:
             raise RuntimeError(f"the workers hold several versions of the draft: {sorted(versions)}")
         draft, target = (_one_digest([f[name] for f in found]) for name in ("draft", "target"))
-        admitted = 0 if await self.engine.is_paused() else self._in_flight
+        admitted = 0 if await self.engine.is_paused() else self._flights.flying
         return EngineState(moment, self.policy_version, versions.pop(), draft, target, admitted)
 
-    def reset_phase(self) -> None:
-        """Counters and clock start anew; requests in flight go on counting."""
+    def reset_phase(self, policy_version: int | None = None) -> None:
+        """Counters and clock start anew; requests in flight go on counting, of a paused engine under this policy version."""
         self.witnesses: deque[Witness] = deque(maxlen=KEPT)  # of requests whose log-probs the trainer did not ask for
-        self._busy = 0.0
-        self._busy_since = time.perf_counter()
-        self._in_flight: int = getattr(self, "_in_flight", 0)
-        self._requests = self._tokens = 0
+        self._flights.begin(policy_version)
         self._validated = self._rollouts_began = (
             False  # requests of another sampling, and rollouts, since the phase began
         )
@@ -374,12 +382,6 @@ class SpecEngineMethods:
 def _one_digest(parts: Sequence[str]) -> str:
     """That of all workers, or one of theirs together, where each holds a part."""
     return parts[0] if len(set(parts)) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
-
-
-class _Request:
-    """What one request produced; the adapter fills it in."""
-
-    tokens = 0
 
 
 def _like(sampling: Mapping[str, Any]) -> tuple[float, float, int]:

@@ -14,10 +14,12 @@ from spec_plugin_openrlhf_cpu import setup_worker
 
 from draft_training import DraftTrainer, TrainSettings, digest
 from spec_plugin.config import SpecConfig
-from spec_plugin.events import DraftRefresh, SelfTestReport, TargetInfo
+from spec_plugin.engine.schedule.scheduler import in_flight
+from spec_plugin.events import DraftRefresh, Schedule, SelfTestReport, TargetInfo
 from spec_plugin.manager import built_in_method
 
 SECONDS = 10.0  # of a self-test
+TOKENS = 96  # of a request that a weight sync finds in flight
 
 
 def weights_are_gone(worker: Any) -> bool:
@@ -29,6 +31,33 @@ def weights_are_gone(worker: Any) -> bool:
 def told(report: SelfTestReport) -> dict[str, Any]:
     """What is asserted of a self-test."""
     return {"passed": report.passed, "out_of_time": report.out_of_time, "text": report.failures()}
+
+
+async def partial_rollouts(actor: Any) -> dict[str, Any]:
+    """A weight sync as ``PPOTrainerAsync.broadcast_to_vllm`` does it with partial rollouts: requests in flight go on after it."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
+    prompts = [[10 + i, 20, 30 + i] for i in range(4)]
+    await actor.spec_set_schedule(Schedule((3,) * (await actor.spec_max_num_seqs() + 1)))
+    await actor.spec_start_phase(6)
+    alone = [list((await actor.generate(p, params)).outputs[0].token_ids) for p in prompts]
+    await actor.spec_start_phase(7)
+    flying = [asyncio.create_task(actor.generate(p, params)) for p in prompts]
+    while sum((await in_flight(actor.llm)).values()) < len(prompts) * TOKENS // 4:
+        await asyncio.sleep(0.01)
+    await actor.spec_take_spans()
+    await actor.pause_generation()
+    late = asyncio.create_task(actor.generate(prompts[0], params))
+    stats = await actor.spec_stats(7)
+    found = {"self-test": told(await actor.spec_self_test(SECONDS)), "paused": await actor.llm.is_paused()}
+    found["in flight at the sync"] = sorted((await in_flight(actor.llm)).values())
+    await actor.spec_start_phase(8)
+    await actor.resume_generation()
+    outputs = [list((await request).outputs[0].token_ids) for request in (*flying, late)]
+    found["same"] = outputs == [*alone, alone[0]]
+    found["spans"] = sorted([s.version, s.first, s.until] for s in await actor.spec_take_spans())
+    return found | {"tokens": stats.tokens, "drafts": stats.drafts, "after": (await actor.spec_stats(8)).tokens}
 
 
 async def work(policy: str) -> dict[str, Any]:
@@ -66,11 +95,9 @@ async def work(policy: str) -> dict[str, Any]:
     found["self-test asleep"] = told(await actor.spec_self_test(SECONDS))
     found["asleep after the self-test"] = (await actor.llm.collective_rpc(weights_are_gone))[0]
     await actor.wake_up()
-    await actor.pause_generation()  # as PPOTrainerAsync.broadcast_to_vllm does with partial rollouts
-    found["self-test paused"] = told(await actor.spec_self_test(SECONDS))
-    found["paused"] = await actor.llm.is_paused()
-    await actor.resume_generation()
+    found["partial"] = await partial_rollouts(actor)
     found["held at the end"] = (await actor.spec_state("rollout")).draft_digest
+    actor.llm.shutdown()  # an engine that outlives this process keeps our output open, and who reads it waits
     return found
 
 

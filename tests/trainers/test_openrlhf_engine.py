@@ -45,7 +45,29 @@ def test_what_is_done_to_a_sleeping_engine_leaves_it_asleep(found: dict[str, Any
     assert [value for name, value in found.items() if name.startswith("asleep")] == [True] * 3
 
 
-@pytest.mark.parametrize("state", ["asleep", "paused"])
-def test_the_self_test_runs_whatever_the_trainer_has_done_to_the_engine(found: dict[str, Any], state: str) -> None:
-    assert found[f"self-test {state}"]["passed"], found[f"self-test {state}"]
-    assert found["paused"], "and the trainer finds it as it left it"
+def test_the_self_test_runs_while_the_trainer_has_the_engine_asleep(found: dict[str, Any]) -> None:
+    assert found["self-test asleep"]["passed"], found["self-test asleep"]
+
+
+def test_the_self_test_runs_while_the_trainer_has_the_engine_paused_with_requests_in_flight(
+    found: dict[str, Any],
+) -> None:
+    partial = found["partial"]
+    assert partial["self-test"]["passed"], partial["self-test"]
+    assert partial["paused"], "and the trainer finds it as it left it"
+    assert len(partial["in flight at the sync"]) == 4, "none of them went on beside the test"
+
+
+def test_requests_in_flight_go_on_where_they_stood_and_say_the_same(found: dict[str, Any]) -> None:
+    """With the same weights on both sides of the sync, and drafts that come anew."""
+    assert found["partial"]["same"]
+
+
+def test_what_was_sampled_before_and_after_a_sync_is_told_apart(found: dict[str, Any]) -> None:
+    partial, spans = found["partial"], found["partial"]["spans"]
+    old, new = ([(first, until) for v, first, until in spans if v == version] for version in (7, 8))
+    assert sorted(until - 3 for _, until in old) == partial["in flight at the sync"]
+    assert sorted([*old, (3, 3)]) == sorted((3, first) for first, _ in new), "and what came meanwhile is all new"
+    assert all(until == 3 + 96 for _, until in new)
+    assert partial["tokens"] == sum(partial["in flight at the sync"]) and partial["drafts"] > 0
+    assert partial["after"] == 5 * 96 - partial["tokens"]

@@ -70,7 +70,8 @@ def flags_of_openrlhf(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ((), ("dp2",)),
         (("--vllm.tensor_parallel_size", "4", "--ds.zero_stage", "3"), ("tp2", "dp2")),
         (("--ds.ring_attn_size", "2", "--ds.packing_samples"), ("dp2", "sp2", "packed")),
-        (("--train.agent_func_path", "agent.py", "--train.async_enable"), ("dp2",)),
+        (("--train.agent_func_path", "agent.py", "--train.async_enable"), ("dp2", "async")),
+        (("--train.async_enable", "--train.partial_rollout_enable"), ("dp2", "partial")),
         (("--vllm.enable_sleep", "--ds.enable_sleep"), ("dp2",)),
     ],
 )

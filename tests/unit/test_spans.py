@@ -59,4 +59,41 @@ def test_what_nobody_will_ask_for_is_forgotten():
     spans.add([], 3 + 64)
     assert len(spans._known) == 2
     spans.add([], 3 + 65)
-    assert [s.version for s in spans._known.values()] == [60]
+    assert [s.version for same in spans._known.values() for s in same] == [60]
+
+
+def both(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([first]), torch.tensor([last])
+
+
+def test_of_two_requests_that_sampled_the_same_the_one_that_the_trainer_means():
+    """A prompt that comes back may get the same answer, before the first one was trained on."""
+    spans = known(span_of(PROMPT, [*FIRST, *SECOND], 3, (3, 5)), span_of(PROMPT, [*FIRST, *SECOND], 5))
+    assert spans.of([DOCUMENT], [3], MASK)[0].tolist() == [[5] * 5]
+    versions, plain = spans.of([DOCUMENT], [3], MASK, both(3, 3))
+    assert versions.tolist() == [[3] * 5] and plain.tolist() == [[True, True, False, False, False]]
+    assert spans.of([DOCUMENT], [3], MASK, both(4, 4))[0].tolist() == [[5] * 5], "and a wrong one is not hidden"
+
+
+def test_of_two_requests_that_a_sync_cut_at_other_places_a_token_is_of_the_older_version():
+    cuts = [part for at in (2, 3) for part in ((0, at, 3, (3, 4)), (at, None, 4, (6, 7)))]
+    response = [*FIRST, *SECOND]
+    spans = known(*(span_of([*PROMPT, *response[:at]], response[at:until], v, p) for at, until, v, p in cuts))
+    for order in (spans, known(*reversed([s for same in spans._known.values() for s in same]))):
+        versions, plain = order.of([DOCUMENT], [3], MASK, both(3, 4))
+        assert versions.tolist() == [[3, 3, 3, 4, 4]]
+        assert plain.tolist() == [[True, False, False, True, False]]
+
+
+def test_what_two_requests_sampled_is_plain_only_if_both_times_it_was():
+    response = [*FIRST, *SECOND]
+    spans = known(span_of(PROMPT, response, 3, (3, 6)), span_of(PROMPT, response, 3))
+    assert not spans.of([DOCUMENT], [3], MASK, both(3, 3))[1].any()
+
+
+def test_of_two_requests_of_which_one_was_complete_before_a_sync_each_has_its_own_versions():
+    response = [*FIRST, *SECOND]
+    cut = [span_of(PROMPT, FIRST, 3), span_of([*PROMPT, *FIRST], SECOND, 4)]
+    spans = known(*cut, span_of(PROMPT, response, 3))
+    assert spans.of([DOCUMENT], [3], MASK, both(3, 3))[0].tolist() == [[3] * 5]
+    assert spans.of([DOCUMENT], [3], MASK, both(3, 4))[0].tolist() == [[3, 3, 4, 4, 4]]

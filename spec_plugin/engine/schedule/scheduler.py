@@ -3,8 +3,9 @@
 This is one of the patches of ``spec_plugin.engine``:
 
 =============  =====================================================================================================
-symbol         ``EngineCore.spec_set_schedule``, ``spec_schedule_state``, ``spec_pause`` and ``spec_take_steps`` (methods are
-               *added*), and a subclass of ``Scheduler`` or ``AsyncScheduler`` through the official option ``scheduler_cls``
+symbol         ``EngineCore.spec_set_schedule``, ``spec_schedule_state``, ``spec_pause``, ``spec_take_steps``,
+               ``spec_in_flight`` and ``spec_stand_aside`` (methods are *added*), and a subclass of ``Scheduler`` or
+               ``AsyncScheduler`` through the official option ``scheduler_cls``
 reason         vLLM fixes the number of drafted tokens at start-up; law 7 needs it to follow the measured break-even, and
                what the engine's steps take
 upstream       ``num_speculative_tokens_per_batch_size`` (dynamic speculative decoding) is static
@@ -33,6 +34,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
 
+from spec_plugin.engine.schedule.flight import spec_in_flight, spec_stand_aside
 from spec_plugin.engine.schedule.guard import Guard, GuardedDrafts
 from spec_plugin.engine.schedule.steps import TimedSteps
 from spec_plugin.errors import PatchError
@@ -105,6 +107,8 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     EngineCore.spec_schedule_state = spec_schedule_state
     EngineCore.spec_take_steps = spec_take_steps
     EngineCore.spec_pause = spec_pause
+    EngineCore.spec_in_flight = spec_in_flight
+    EngineCore.spec_stand_aside = spec_stand_aside
     kind = SpecAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SpecScheduler
     return kind(vllm_config=vllm_config, **kwargs)
 
@@ -231,6 +235,25 @@ async def set_schedule(engine: AsyncLLM, table: Sequence[int], break_even: Seque
 async def pause_idle_draft(engine: AsyncLLM, table: Sequence[int]) -> None:
     """Leave the draft's forward pass out while the table is all zero (needs ``SpecWorkerExtension``; see ``engine.pause``)."""
     await _call(engine, "spec_pause", not any(table))
+
+
+async def in_flight(engine: AsyncLLM) -> dict[int, int]:
+    """Tokens that each numbered request has sampled so far, by its number; exact while the engine is paused.
+
+    Raises:
+        PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
+    """
+    return {number: tokens for number, tokens in await _call(engine, "spec_in_flight")}
+
+
+async def stand_aside(engine: AsyncLLM, aside: bool) -> int:
+    """Keep a paused engine's requests out of its schedule, or let them back in, see ``spec_stand_aside``.
+
+    Raises:
+        PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
+        ValueError: if requests are running.
+    """
+    return int(await _call(engine, "spec_stand_aside", aside))
 
 
 async def schedule_state(engine: AsyncLLM) -> dict[str, Any]:

@@ -1,0 +1,208 @@
+"""The requests of one engine: how many, how long, and which policy version sampled which of their tokens.
+
+A trainer with partial rollouts pauses its engines for a weight sync and keeps what is in flight, which goes on under the next
+policy: one response is then of several versions. The engine's core knows how far each request had come
+(``spec_plugin.engine.schedule.flight``); here its response is cut there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from spec_plugin.engine.control import PLAIN_FROM, PLAIN_UNTIL, Control
+from spec_plugin.engine.schedule.flight import NUMBER
+from spec_plugin.spans import KEPT, Span, span_of
+
+UNKNOWN = -1  # as a policy version
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What one policy version sampled of a response."""
+
+    first: int  # token of the response
+    until: int
+    version: int
+    drafted: bool  # did the engine draft then
+
+
+@dataclass
+class Request:
+    """One request in flight; the adapter fills in ``tokens`` when it is complete."""
+
+    number: int
+    version: int  # that samples now
+    begun: int  # that sampled the first token, or none before it did
+    tokens: int = 0
+    counted: int = 0  # of them in phases before this one
+    lost: bool = False  # is it unknown how far it had come at a weight sync
+    over: tuple[int, bool] | None = (
+        None  # it was complete at a weight sync already: version until then, and did it draft
+    )
+    stretches: list[Stretch] = field(default_factory=list)
+    versions: tuple[int, int] = (UNKNOWN, UNKNOWN)  # that sampled the first and the last token; known at the end
+
+    @property
+    def extra_args(self) -> dict[str, int]:
+        """For ``SamplingParams``, so that the engine's core knows it, too."""
+        return {NUMBER: self.number}
+
+    def cut(self, tokens: int, version: int, drafted: bool) -> None:
+        """Up to here it has sampled so many tokens, the last of them by this version."""
+        first = self.stretches[-1].until if self.stretches else 0
+        if tokens > first:
+            known = not self.lost and version == self.version
+            self.stretches.append(Stretch(first, tokens, version if known else UNKNOWN, drafted))
+        self.lost = False
+
+    def goes_on(self, version: int) -> None:
+        """Under new weights, after a weight sync."""
+        if self.over is None:
+            self.version = version
+            self.begun = version if not self.stretches and not self.lost else self.begun
+
+
+class Clock:
+    """Seconds in which something was to do."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def run(self, running: bool) -> None:
+        """From now on there is something to do, or not."""
+        now = time.perf_counter()
+        if self._since is not None:
+            self._seconds += now - self._since
+        self._since = now if running else None
+
+    def take(self) -> None:
+        """Begin at zero."""
+        self.run(self._since is not None)
+        self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Until now."""
+        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+
+class Flights:
+    """All requests of one engine."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._flying: dict[int, Request] = {}
+        self._paused = False
+        self._clock = Clock()
+        self._spans: deque[Span] = deque(maxlen=KEPT)
+        self.requests = self.tokens = 0  # complete, and sampled, since the phase began
+
+    @property
+    def flying(self) -> int:
+        """Requests in flight."""
+        return len(self._flying)
+
+    @property
+    def seconds(self) -> float:
+        """Since the phase began, with at least one request in flight and the engine not paused."""
+        return self._clock.seconds
+
+    def begin(self, version: int | None = None) -> None:
+        """Counters and clock start anew; what a paused engine has in flight goes on under this policy version."""
+        self._clock.take()
+        self.requests = self.tokens = 0
+        if self._paused and version is not None:
+            for request in self._flying.values():
+                request.goes_on(version)
+
+    @contextmanager
+    def request(self, version: int) -> Iterator[Request]:
+        """Around each request, which this policy version begins."""
+        request = Request(next(self._numbers), version, version)
+        self._flying[request.number] = request
+        self._clock.run(not self._paused)
+        try:
+            yield request
+        finally:
+            del self._flying[request.number]
+            self._clock.run(bool(self._flying) and not self._paused)
+        self.requests += 1
+        self.tokens += request.tokens - request.counted
+
+    def pause(self, sampled: Mapping[int, int] | None, version: int, drafted: bool) -> None:
+        """The engine is paused for new weights.
+
+        Args:
+            sampled: tokens of each request, by its number, that this version and those before it have sampled; None: nobody
+                knows. A request that is not there is complete, and on its way here.
+            version: policy version until now.
+            drafted: did the engine draft in the phase that ends.
+        """
+        self._paused = True
+        self._clock.run(False)
+        for number, request in self._flying.items():
+            if sampled is None:
+                request.lost = True
+            elif number in sampled:
+                request.cut(sampled[number], version, drafted)
+                self.tokens += sampled[number] - request.counted
+                request.counted = sampled[number]
+            elif request.over is None:
+                request.over = version, drafted
+
+    def resume(self) -> None:
+        """It samples again."""
+        self._paused = False
+        self._clock.run(bool(self._flying))
+
+    def sampled(
+        self, prompt: Sequence[int], response: Sequence[int], version: int, drafted: bool, control: Control | None
+    ) -> None:
+        """Keep what is known of what one policy version sampled, see ``EngineFront.sampled``."""
+        self.landed(Request(0, version, version), prompt, response, version, drafted, control)
+
+    def landed(
+        self,
+        request: Request,
+        prompt: Sequence[int],
+        response: Sequence[int],
+        version: int,
+        drafted: bool,
+        control: Control | None,
+    ) -> None:
+        """Keep what is known of a request that is complete.
+
+        Args:
+            request: this one; its ``versions`` are known afterwards.
+            prompt: token ids that it began with.
+            response: token ids that it sampled.
+            version: policy version that sampled the last of them.
+            drafted: does the engine draft in this phase.
+            control: its stretch of the control group, if it has one.
+        """
+        version, drafted = request.over or (version, drafted)
+        request.cut(len(response), version, drafted)
+        request.versions = request.begun, version
+        said = {} if control is None else control.span(len(prompt), len(response))
+        for part in request.stretches:
+            if part.version == UNKNOWN:
+                continue
+            first, until = len(prompt) + part.first, len(prompt) + part.until
+            plain = (first, until)
+            if part.drafted:
+                plain = max(first, said.get(PLAIN_FROM, 0)), min(until, said.get(PLAIN_UNTIL, 0))
+            known = plain if plain[0] < plain[1] else (0, 0)
+            before = [*prompt, *response[: part.first]]
+            self._spans.append(span_of(before, response[part.first : part.until], part.version, known))
+
+    def take_spans(self) -> list[Span]:
+        """What was kept since the last call."""
+        found = list(self._spans)
+        self._spans.clear()
+        return found
