@@ -38,13 +38,15 @@ engine   each method's engine against one without spec-plugin, in turn, on the w
          loop where there is one; k fixed. "seen before": suffix, with four rollouts of each prompt in its memory.
 control  the same engines under the plugin's own controller, which is told nothing of the draft: --phases phases, the first of
          them included; each prompt comes twice.
-run      the quickstart's GRPO run in verl with each method, from a newborn draft, the controller deciding; suffix and ngram
-         on 24 prompts, so that each comes back every second step.
+run      the quickstart's GRPO run in verl with each method, from a newborn draft, the controller deciding; on 24 prompts, so
+         that each comes back every second step.
 """
 
 #: those on the same target one after the other: they share the engine that they are compared with
 METHODS = ("eagle3", "draft_model", "suffix", "ngram", "mtp")
 PARTS = ("engine", "control", "run")
+#: of a run: twice as many as a step takes
+PROMPTS = 24
 _SPEC = "+actor_rollout_ref.rollout.custom.spec."
 
 
@@ -122,9 +124,6 @@ def grpo(name: str, steps: int, out: Path) -> list[quickstart.Record]:
     settings = replace(QUICKSTART, family="mimo" if name == "mtp" else "qwen3")
     cache = common.CACHE.parent / "quickstart"
     cached_policy(cache, settings)
-    overrides = [f"{_SPEC}method={name}"]
-    if name in ("suffix", "ngram"):
-        overrides.append("data.train_max_samples=24")
     folder = out / f"methods-{name}"
     shutil.rmtree(folder, ignore_errors=True)
     start = Start(
@@ -134,7 +133,7 @@ def grpo(name: str, steps: int, out: Path) -> list[quickstart.Record]:
         folder,
         steps,
         False,
-        tuple(overrides),
+        (f"{_SPEC}method={name}", f"data.train_max_samples={PROMPTS}"),
     )
     say(f"a GRPO run of {steps} steps with {name}: {folder}")
     trainer = TRAINERS["verl"]

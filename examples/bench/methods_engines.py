@@ -109,9 +109,11 @@ class Engines:
             self._live[1].close()
             self._live = None
         say(f"{subject.name}: starting {'an engine' if self._live else 'two engines'}")
-        live = self._live[1] if self._live else Remote(threads, "live", subject.target, settings).wait()
-        self._live = subject.target, live
-        self._flag = Remote(threads, "flag", subject.target, settings, None, most, subject.spec).wait()
+        live = self._live[1] if self._live else Remote(threads, "live", subject.target, settings)
+        flag = Remote(threads, "flag", subject.target, settings, None, most, subject.spec)
+        if self._live is None:
+            live.wait()
+        self._live, self._flag = (subject.target, live), flag.wait()
         return live, self._flag
 
     def close(self) -> None:
