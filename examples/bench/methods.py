@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,7 @@ from examples.bench import common  # noqa: E402
 from examples.bench.common import say  # noqa: E402
 from examples.bench.methods_engines import Engines, control, measure, subject_of  # noqa: E402
 from examples.bench.methods_report import (  # noqa: E402
-    Cell,
-    Controlled,
+    read_results,
     report_cells,
     report_controlled,
     report_runs,
@@ -40,6 +37,7 @@ control  the same engines under the plugin's own controller, which is told nothi
          them included; each prompt comes twice.
 run      the quickstart's GRPO run in verl with each method, from a newborn draft, the controller deciding; on 24 prompts, so
          that each comes back every second step.
+none     nothing is measured: one file and one picture of what is --known.
 """
 
 #: those on the same target one after the other: they share the engine that they are compared with
@@ -54,7 +52,7 @@ _SPEC = "+actor_rollout_ref.rollout.custom.spec."
 @click.option(
     "--method", "methods", multiple=True, type=click.Choice(METHODS), default=METHODS, help="May be repeated."
 )
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), default=("engine", "run"))
+@click.option("--part", "parts", multiple=True, type=click.Choice([*PARTS, "none"]), default=("engine", "run"))
 @click.option("--width", default=32768, help="Units of the padded MLPs (32768: 101M parameters).")
 @click.option("--k", "ks", multiple=True, type=int, default=(3, 8), help="Drafted tokens; may be repeated.")
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 32), help="Batch size; may be repeated.")
@@ -69,7 +67,7 @@ _SPEC = "+actor_rollout_ref.rollout.custom.spec."
     "--known",
     multiple=True,
     type=click.Path(path_type=Path, exists=True),
-    help="Results of an earlier call, whose runs are shown beside what is measured now; may be repeated.",
+    help="Results of an earlier call, which are shown beside what is measured now; may be repeated.",
 )
 @click.option("--threads", type=int, help="Compute threads; default: all cores.")
 @click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of JSON and PNG.")
@@ -78,42 +76,28 @@ def main(**options: Any) -> None:
     out, known = options.pop("out"), options.pop("known")
     common.prepare_process(options["threads"])
     where = common.environment("cpu")
-    cells: list[Cell] = []
-    controlled: list[Controlled] = []
-    runs, sources = read_runs(known)
-    content: dict[str, Any] = {"engine": cells, "control": controlled, "run": runs, "run_from": sources}
-    for part in PARTS:
-        if part not in options["parts"]:
-            continue
+    found = read_results(known)
+    content = vars(found)
+    file = common.write_results("methods", options, content, where, out)
+    for part in (p for p in PARTS if p in options["parts"]):
         engines = Engines(options)
         for name in options["methods"]:
             if part == "engine":
-                cells += measure(subject_of(name, options), engines, options)
-                report_cells(cells)
+                found.engine += measure(subject_of(name, options), engines, options)
+                report_cells(found.engine)
             elif part == "control":
-                controlled += control(subject_of(name, options), engines, options)
-                report_controlled(controlled)
+                found.control += control(subject_of(name, options), engines, options)
+                report_controlled(found.control)
             else:
-                runs[name] = grpo(name, options["steps"], out)
-                sources.pop(name, None)
+                found.run[name] = grpo(name, options["steps"], out)
+                found.sources.pop(f"run {name}", None)
             file = common.write_results("methods", options, content, where, out)
         engines.close()
-    if runs:
-        report_runs(runs)
-    if cells and runs:
-        write_picture(cells, runs, file.with_suffix(".png"))
+    if found.run:
+        report_runs(found.run)
+    if found.engine and found.run:
+        write_picture(found.engine, found.run, file.with_suffix(".png"))
         say(f"picture: {file.with_suffix('.png')}")
-
-
-def read_runs(files: Sequence[Path]) -> tuple[dict[str, list[quickstart.Record]], dict[str, str]]:
-    """The runs in earlier results, and in which file each was; of a method that is in several, the last one's."""
-    runs: dict[str, list[quickstart.Record]] = {}
-    sources: dict[str, str] = {}
-    for file in files:
-        found: Mapping[str, list[quickstart.Record]] = json.loads(file.read_text())["results"]["run"]
-        runs |= found
-        sources |= dict.fromkeys(found, file.name)
-    return {name: runs[name] for name in METHODS if name in runs}, sources
 
 
 # ------------------------------------------------------------------------------------------------ runs

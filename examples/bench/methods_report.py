@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,33 @@ class Controlled:
     ]  # the table of each round: k at batch size 1, at half of the batch and at all of it; ! where it was dropped
     acceptance_length: float  # vLLM's, of all rounds
     tokens_per_forward: float  # of all forward passes while k was above 0
+
+
+@dataclass
+class Results:
+    """All that was measured, in this call or before."""
+
+    engine: list[Cell] = field(default_factory=list)
+    control: list[Controlled] = field(default_factory=list)
+    run: dict[str, list[quickstart.Record]] = field(default_factory=dict)
+    #: of what an earlier call measured: its date, machine and load, by part and method
+    sources: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def read_results(files: Sequence[Path]) -> Results:
+    """What earlier calls have written; where two have measured the same method's run, the last one's."""
+    out = Results()
+    for file in files:
+        content = json.loads(file.read_text())
+        found, where = content["results"], content["environment"]
+        told = {name: where[name] for name in ("date", "cpu", "load_average", "commit")}
+        cells = [Cell(**(c | {n: Spread(**c[n]) for n in ("speedup", "against_off")})) for c in found.get("engine", ())]
+        steered = [Controlled(**(c | {"speedup": Spread(**c["speedup"])})) for c in found.get("control", ())]
+        out.engine, out.control, out.run = out.engine + cells, out.control + steered, out.run | found.get("run", {})
+        names = [f"engine {c.method}" for c in cells] + [f"control {c.method}" for c in steered]
+        out.sources |= dict.fromkeys([*names, *(f"run {name}" for name in found.get("run", ()))], told)
+        out.sources |= found.get("sources", {})
+    return out
 
 
 def report_cells(cells: Sequence[Cell]) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_training.mtp import PREFIX, MtpShape
-from examples.bench import methods, methods_engines, methods_report, workload
+from examples.bench import common, methods_engines, methods_report, workload
 from examples.bench.common import Spread
 from spec_plugin.conformance import tiny
 
@@ -67,12 +67,22 @@ def test_a_padded_target_keeps_its_trained_layer(tmp_path: Path) -> None:
     assert not layer[PREFIX + "mlp.down_proj.weight"][:, 128:].any()
 
 
-def test_runs_of_earlier_results_are_shown_with_their_source(tmp_path: Path) -> None:
+def test_earlier_results_are_put_together_with_their_dates(tmp_path: Path) -> None:
+    slow = methods_report.Controlled("ngram", 8, Spread(0.93, 0.9, 0.99, 4), 0.95, [0.93], ["0/0/0"], 2.1, 1.1)
+    parts: list[dict[str, object]] = [
+        {"engine": [cell("mtp", 1, 2.0)], "run": {"mtp": [{"step": 1.0}]}},
+        {"control": [slow], "run": {"mtp": [{"step": 2.0}], "ngram": []}},
+    ]
     files = []
-    for name, found in (("a.json", ("ngram", "mtp")), ("b.json", ("mtp",))):
-        files.append(tmp_path / name)
-        runs = {method: [{"step": 1.0, "from": name}] for method in found}
-        files[-1].write_text(json.dumps({"results": {"run": runs}}))
-    runs, sources = methods.read_runs(files)
-    assert sources == {"ngram": "a.json", "mtp": "b.json"}
-    assert {name: records[0]["from"] for name, records in runs.items()} == sources
+    for i, part in enumerate(parts):
+        where = {"date": f"2026-01-0{i + 1}T00:00:00", "cpu": "x", "load_average": [0.1], "commit": "c", "cores": 2}
+        files.append(common.write_results("methods", {}, part, where, tmp_path))
+    found = methods_report.read_results(files)
+    assert found.engine == parts[0]["engine"] and found.control == [slow]
+    assert found.run == {"mtp": [{"step": 2.0}], "ngram": []}
+    assert {name: told["date"][:10] for name, told in found.sources.items()} == {
+        "engine mtp": "2026-01-01",
+        "control ngram": "2026-01-02",
+        "run mtp": "2026-01-02",
+        "run ngram": "2026-01-02",
+    }
