@@ -77,6 +77,7 @@ def main(**options: Any) -> None:
     common.prepare_process(options["threads"])
     where = common.environment("cpu")
     found = read_results(known)
+    found.run = {name: found.run[name] for name in METHODS if name in found.run}
     content = vars(found)
     file = common.write_results("methods", options, content, where, out)
     for part in (p for p in PARTS if p in options["parts"]):
