@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from examples.bench.workload import Prompts
 
 
-def calibrate(flag: Remote, prompts: Prompts, sizes: Sequence[int], k: int) -> SelfTestReport:
+def calibrate(
+    flag: Remote, prompts: Prompts, sizes: Sequence[int], k: int, repeats: int = 3, steps: int = 10
+) -> SelfTestReport:
     """What the self-test measures: steps at some batch sizes, without drafts, with one token, with three and with k.
 
     Args:
@@ -23,17 +25,19 @@ def calibrate(flag: Remote, prompts: Prompts, sizes: Sequence[int], k: int) -> S
         prompts: as many as the largest size.
         sizes: batch sizes.
         k: most tokens drafted.
+        repeats: runs of each; the first is dropped.
+        steps: of each, if all drafts were right.
     """
     flag.take_steps()
-    steps = []
+    timed = []
     for batch in sizes:
-        for repeat in range(3):
+        for repeat in range(repeats):
             for width in dict.fromkeys((0, 1, min(3, k), k)):
                 flag.set_k(width)
-                flag.run(prompts[:batch], 1.0, 2 + 10 * (width + 1))
+                flag.run(prompts[:batch], 1.0, 2 + steps * (width + 1))
                 found = flag.take_steps()
-                steps += found if repeat else []
-    return SelfTestReport((), 0.0, steps=tuple(steps))
+                timed += found if repeat else []
+    return SelfTestReport((), 0.0, steps=tuple(timed))
 
 
 class Steered:
@@ -43,33 +47,38 @@ class Steered:
         self,
         flag: Remote,
         calibration: SelfTestReport,
-        promised: Sequence[float],
+        promised: Sequence[float] | None,
         *,
         k: int,
         max_num_seqs: int,
         dtype: str = "float32",
         given: bool = False,
+        method: Method | None = None,
     ) -> None:
         """A controller of its own.
 
         Args:
             flag: the engine, with the draft installed.
             calibration: see :func:`calibrate`.
-            promised: chance of each drafted token that training predicts; empty: none.
+            promised: chance of each drafted token that training predicts; empty: none. None: there is nothing to refresh.
             k: most tokens drafted.
             max_num_seqs: of the engine.
             dtype: of the engine.
             given: the user brought the draft, which is then tried out where nothing is promised.
+            method: what drafts; none: a draft that is trained.
         """
-        self._flag = flag
+        self._flag, self._method = flag, method or Method("bench", {}, ready=given)
         self._controller = BreakEvenController()
         target = TargetInfo("", {}, dtype, max_num_seqs=max_num_seqs)
-        self._controller.spec_configure(SpecConfig.parse({"k": k}), target, Method("bench", {}, ready=given))
+        self._controller.spec_configure(SpecConfig.parse({"k": k}), target, self._method)
         self._controller.spec_engine_ready(calibration)
-        refresh = DraftRefresh(0, 0, {}, "", tuple(promised))
-        self._controller.spec_refreshed(refresh, RefreshReport(True, 0, "", 0.0))
+        if promised is not None:
+            refresh = DraftRefresh(0, 0, {}, "", tuple(promised))
+            self._controller.spec_refreshed(refresh, RefreshReport(True, 0, "", 0.0))
         #: the table of each phase: k at batch size 1, at half of the batch and at all of it; a ! where the draft was dropped
         self.chosen: list[str] = []
+        #: target forwards of single requests while k was above 0, of all phases
+        self.forwards = 0
 
     def run(self, phase: int, prompts: Prompts, temperature: float, lengths: Sequence[int]) -> Timing:
         """A rollout phase; the engine has the draft already."""
@@ -78,6 +87,9 @@ class Steered:
         self._flag.set_schedule(schedule)
         self._flag.take_steps()  # those of other arms
         timing = self._flag.run(prompts, temperature, lengths)
+        rounds, would = (0, ()) if not self._method.remembers else self._flag.rpc("spec_take_shadow")
+        if self._method.remembers:
+            self._flag.rpc("spec_take_rollouts")  # the phase is over
         stats = RolloutStats(
             policy_version=phase,
             requests=len(prompts),
@@ -87,7 +99,10 @@ class Steered:
             accepted_tokens=timing.accepted,
             accepted_per_pos=timing.per_pos,
             steps=tuple(self._flag.take_steps()),
+            shadow_rounds=rounds,
+            shadow_per_pos=tuple(would),
         )
+        self.forwards += stats.forwards if stats.drafts else 0
         self._controller.spec_rollout_end(stats)
         self.chosen[-1] += "!" * int(self._controller.spec_metrics()["spec/dropped"])
         return timing

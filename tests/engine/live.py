@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from draft_training.mtp import PREFIX
 from spec_plugin.config import SpecConfig
-from spec_plugin.conformance.tiny import VOCAB, tiny_config
+from spec_plugin.conformance import tiny
+from spec_plugin.conformance.tiny import HIDDEN, VOCAB, tiny_config
 from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
@@ -44,6 +47,52 @@ def models() -> tuple[str, str]:
     """Folders of (target, draft)."""
     root = Path(tempfile.mkdtemp(prefix="spec-tiny-"))
     return _save(root / "target", 0.0), _save(root / "draft", 0.15)
+
+
+def _half_right() -> torch.Tensor:
+    """[H, H] that nearly keeps an embedding: the counting policy's head makes the right token of it for about every second."""
+    return torch.eye(HIDDEN) + 0.3 * torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(3))
+
+
+def _with_own_layer(folder: Path) -> dict[str, Any]:
+    """The counting policy with a layer of its own that reads the token just sampled; the method's options."""
+    tiny.make_target(folder, family="qwen2", num_hidden_layers=2)
+    tiny.add_mtp_layer(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{PREFIX}input_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), _half_right()], dim=1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return {}
+
+
+def _with_eagle_1(folder: Path) -> dict[str, Any]:
+    """The counting policy, and beside it an EAGLE-1 draft that reads the token just sampled; the method's options."""
+    tiny.make_target(folder, num_hidden_layers=2)
+    hf = json.loads((folder / "config.json").read_text())
+    hf = {name: value for name, value in hf.items() if name not in ("layer_types", "max_window_layers")}
+    hf |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    target = load_file(folder / "model.safetensors")
+    layer = {n.removeprefix("model."): t for n, t in target.items() if n.startswith("model.layers.0.")}
+    unknown = ("input_layernorm", "q_norm", "k_norm")  # to EAGLE-1
+    layer = {n: t for n, t in layer.items() if not any(part in n for part in unknown)}
+    draft = folder / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps(hf))
+    projection = torch.cat([_half_right(), torch.zeros(HIDDEN, HIDDEN)], dim=1)
+    save_file({"fc.weight": projection, **layer}, draft / "model.safetensors", {"format": "pt"})
+    return {"draft": str(draft), "train": False}
+
+
+_OWN_TARGETS = {"mtp": _with_own_layer, "frozen": _with_eagle_1}
+
+
+@cache
+def subject(method: str) -> tuple[str, dict[str, Any]]:
+    """Folder of the target that a method is tested on, and the method's options."""
+    if method not in _OWN_TARGETS:
+        return models()[0], {}
+    folder = Path(tempfile.mkdtemp(prefix="spec-tiny-")) / "target"
+    options = _OWN_TARGETS[method](folder)
+    return str(folder), options
 
 
 def prompts(n: int = 8, length: int = 12) -> list[list[int]]:
@@ -92,6 +141,16 @@ class AlwaysLossyExtension(LossyExtension):
     SHARE = 1.0
 
 
+class SwitchedExtension(LossyExtension):
+    """In none, until it is told to."""
+
+    SHARE = 0.0
+
+    def spec_take_unasked(self, share: float) -> None:
+        """Lose the law from now on, in this share of the verifications."""
+        type(self).SHARE = share
+
+
 class LiveEngine:
     """An AsyncLLM on an event loop of its own, so that several test modules can share it."""
 
@@ -117,9 +176,10 @@ class LiveEngine:
         }
         own: dict[str, Any] = {"skip_patches": list(skip_patches)}
         if name := options.pop("method", None):  # as the plugin would start it
+            target, spec = subject(name)
             hf = json.loads((Path(target) / "config.json").read_text())
             info = TargetInfo(target, hf, "float32", max_num_seqs=MAX_NUM_SEQS)
-            method = built_in_method(SpecConfig.parse({"method": name, "k": K}), info)
+            method = built_in_method(SpecConfig.parse({"method": name, "k": K, **spec}), info)
             assert method is not None
             settings, own = method.speculative_config(), own | method.worker_settings()
         arguments = AsyncEngineArgs(

@@ -162,6 +162,21 @@ def test_uneven_drafts_are_judged_by_the_same_rule(extension):
         assert wrong, "all drafted tokens are taken unasked"
 
 
+@pytest.mark.parametrize("method", ["mtp", "frozen"])
+def test_a_layer_of_the_target_and_a_frozen_draft_are_judged_on_their_own_path(method):
+    """Both verdicts of one engine: as it is, and with a sampler that takes drafted tokens unasked in a quarter of the cases."""
+    live = live_engine(extension="live.SwitchedExtension", method=method)
+    report, checks = _test(live)
+    assert report.passed, report.failures()
+    assert "acceptance path exercised" in checks["speculation"].detail
+    assert " 0 accepted" not in checks["speculation"].detail
+    live.run(live.engine.collective_rpc("spec_take_unasked", args=(0.25,)))
+    _, checks = _test(live, seconds=ALL_SAMPLES)
+    assert not checks["greedy"].passed
+    assert not checks["samples: counts"].passed
+    assert checks["finite"].passed and checks["logprobs"].passed, "it is the samples that are not the target's"
+
+
 def test_an_engine_that_is_gone_is_a_failed_check():
     live = live_engine(extension="live.LossyExtension")
     live.engine.shutdown()

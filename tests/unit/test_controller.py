@@ -131,6 +131,26 @@ def test_law_7_a_brought_draft_that_lost_is_not_tried_again_before_it_has_been_t
     assert phases == [False] * 4
 
 
+@pytest.mark.parametrize(("showed", "served"), [(1.05, True), (1.4, False)])
+def test_a_brought_draft_that_knew_nothing_is_served_as_soon_as_training_says_that_it_knows_something(showed, served):
+    c = controller({8: 2.0}, draft="/some/draft")
+    assert on(c), "it is tried"
+    rolled_out(c, showed)
+    refreshed(c, None)
+    assert not on(c), "nothing new is known of it"
+    refreshed(c, 3.5)
+    assert on(c) == served, "what the engine has seen of a draft that knows a little says more than training"
+
+
+def test_law_7_a_newborn_draft_that_was_praised_in_vain_is_not_believed_at_once():
+    c = controller({8: 2.0})
+    refreshed(c, 3.5)
+    assert on(c)
+    rolled_out(c, 1.02)
+    refreshed(c, 3.5)
+    assert not on(c)
+
+
 def test_law_7_a_draft_is_never_served_below_break_even_whatever_training_predicts():
     c = controller({8: 2.0})
     refreshed(c, 3.5)

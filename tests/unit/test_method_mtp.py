@@ -111,6 +111,40 @@ def test_others_are_served_as_they_are() -> None:
         method(hf=deepseek, train=False, load_format="dummy")
 
 
+OTHERS = {
+    "DeepseekV3ForCausalLM": "model.layers.5.eh_proj.weight",
+    "Ernie4_5_MoeForCausalLM": "model.mtp_block.0.mlp.up_proj.weight",
+    "Qwen3NextForCausalLM": "mtp.fc.weight",
+}
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_layer_that_others_have_dropped_is_missed_before_the_engine_starts(
+    architecture: str, indexed: bool, tmp_path: Path
+) -> None:
+    hf, own, theirs = {**HF, "architectures": [architecture]}, "model.layers.4.mlp.up_proj.weight", OTHERS[architecture]
+
+    def write(*names: str) -> None:
+        save_file({name: torch.zeros(2) for name in names}, tmp_path / "model.safetensors")
+        if indexed:
+            places = dict.fromkeys(names, "model.safetensors")
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+    write(own, theirs)
+    assert method(tmp_path, hf, train=False).ready
+    with pytest.raises(SpecConfigError, match=r"names no layer for multi-token prediction \(num_nextn_predict_layers"):
+        method(tmp_path, {**hf, "num_nextn_predict_layers": 0}, train=False)
+    assert method(tmp_path, {**hf, "num_nextn_predict_layers": None, "mtp_num_hidden_layers": 1}, train=False).ready
+    write(own)
+    with pytest.raises(SpecConfigError, match=r"holds no tensors of an MTP layer \(named mtp, or layers\.5\)"):
+        method(tmp_path, hf, train=False)
+    (tmp_path / "model.safetensors").write_text("{")
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(SpecConfigError, match=r"model\.safetensors"):
+        method(tmp_path, hf, train=False)
+
+
 def test_it_learns_what_a_policy_says_and_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     """A policy that counts: its state is the token's embedding, and what follows is the next embedding's neighbour."""
     torch.manual_seed(0)

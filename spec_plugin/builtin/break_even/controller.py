@@ -141,11 +141,14 @@ class BreakEvenController:
 
     @hookimpl
     def spec_refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
-        """A draft that was not installed predicts nothing."""
+        """A draft that was not installed predicts nothing; a trained one is not the one that was tried and knew nothing."""
         if self._newborn is None:
             self._newborn = refresh.draft_version == 0  # a resumed one is not
-        if report.installed:
-            self._predicted = refresh.expected_chances
+        if not report.installed:
+            return
+        self._predicted = refresh.expected_chances
+        if self._predicted and self._measured is not None and self._useless(self._measured):
+            self._measured = None
 
     @hookimpl
     def spec_rollout_end(self, stats: RolloutStats) -> None:

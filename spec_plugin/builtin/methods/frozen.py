@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from spec_plugin.builtin.methods.checkpoints import tensor_names
 from spec_plugin.builtin.methods.tables import common_settings
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
@@ -65,7 +66,7 @@ def kind_of(folder: Path) -> tuple[str, bool]:
     try:
         hf: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
         architecture = str((hf.get("architectures") or [""])[0])
-        names = _tensor_names(folder)
+        names = tensor_names(folder)
     except (OSError, ValueError) as error:
         raise SpecConfigError(f"spec.draft={str(folder)!r} cannot be read: {error}") from error
     parallel = any(hf.get(name) is not None for name in _PARALLEL)
@@ -81,19 +82,3 @@ def kind_of(folder: Path) -> tuple[str, bool]:
         f"spec.draft={str(folder)!r}: architectures={hf.get('architectures')} is no draft that is known here (EAGLE-1, EAGLE-3, "
         "P-EAGLE, DFlash, a causal LM)"
     )
-
-
-def _tensor_names(folder: Path) -> list[str]:
-    from safetensors import SafetensorError, safe_open
-
-    names: list[str] = []
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise OSError(f"{folder} holds no *.safetensors file")
-    for file in files:
-        try:
-            with safe_open(str(file), framework="numpy") as f:
-                names += f.keys()
-        except SafetensorError as error:
-            raise OSError(f"{file}: {error}") from error
-    return names

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from draft_training.config import DraftConfigError
 from draft_training.mtp import TRAINED, MtpShape
+from spec_plugin.builtin.methods.checkpoints import tensor_names
 from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_draft
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
@@ -55,6 +57,8 @@ class MtpMethod:
                 f"spec.method='mtp' with load_format=dummy: the engine would draft with noise, since nothing can send it the MTP "
                 f"layer of {architecture}: set the engine's load_format to auto"
             )
+        if missing := _lacks(target):
+            raise SpecConfigError(f"spec.method='mtp' cannot draft for this target: {missing}; use another method")
         return Method(name="mtp", settings=settings, ready=True)
 
     @staticmethod
@@ -73,3 +77,33 @@ class MtpMethod:
                 "load_format=dummy for a new layer"
             )
         return StartingDraft(shape, tensors)
+
+
+def _lacks(target: TargetInfo) -> str | None:
+    """What is missing for a layer of a kind that is not known here, in words; None if it seems to be there.
+
+    Families give their number of layers by many names, and keep the tensors by others: DeepSeek and GLM behind the last of
+    the target's own, most others under ``mtp``.
+    """
+    hf = target.hf_config
+    text = hf.get("text_config") or hf
+    if not any(value for name, value in (*hf.items(), *text.items()) if "nextn" in name or "mtp" in name):
+        return "its config.json names no layer for multi-token prediction (num_nextn_predict_layers, or the like)"
+    try:
+        names = tensor_names(Path(target.path))
+    except FileNotFoundError:  # not on this disk, or in another format: the engine will see
+        return None
+    except OSError as error:
+        return str(error)
+    behind = int(text.get("num_hidden_layers") or 0)
+    if any("mtp" in name or _layer_of(name) >= behind for name in names):
+        return None
+    return (
+        f"{target.path} holds no tensors of an MTP layer (named mtp, or layers.{behind}), although its config.json has one: a "
+        "trainer that loads and saves a checkpoint drops them"
+    )
+
+
+def _layer_of(name: str) -> int:
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    return int(found[1]) if found else -1

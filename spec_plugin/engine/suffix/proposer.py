@@ -16,19 +16,22 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from spec_plugin.engine.additional import own_settings
 from spec_plugin.engine.suffix.trees import PromptTrees
 from spec_plugin.errors import PatchError
 
 
-def prepare(_options: Mapping[str, Any]) -> None:
+def prepare(options: Mapping[str, Any]) -> None:
     """Wrap vLLM's proposer, once in a process.
+
+    Args:
+        options: of ``PromptTrees``, for the engine that is being made; a process may make several.
 
     Raises:
         PatchError: if it is no longer what the wrappers read.
     """
     from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer as Proposer
 
+    Proposer.spec_options = dict(options)
     if hasattr(Proposer.propose, "__wrapped__"):
         return
     reads = {"num_speculative_tokens", "suffix_cache", "max_tree_depth", "active_requests", "speculate"}
@@ -41,9 +44,8 @@ def prepare(_options: Mapping[str, Any]) -> None:
     @functools.wraps(make)
     def initialise(self: Any, vllm_config: Any) -> None:
         make(self, vllm_config)
-        options = own_settings(vllm_config)["proposer_options"]
-        # by this name the worker extension finds what remembers
-        self.spec_memory = self.suffix_cache = PromptTrees(self.max_tree_depth, self.num_speculative_tokens, **options)
+        trees = PromptTrees(self.max_tree_depth, self.num_speculative_tokens, **self.spec_options)
+        self.spec_memory = self.suffix_cache = trees  # by the first name the worker extension finds what remembers
 
     @functools.wraps(original)
     def propose(self: Any, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
