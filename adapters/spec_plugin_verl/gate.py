@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.workers.rollout.replica import RolloutMode
 
-from spec_plugin.engine.front import SpecEngineMethods
+from spec_plugin.engine.calls import SpecEngineMethods
 from spec_plugin.errors import LosslessError, SpecConfigError
 from spec_plugin.events import SelfTestReport
 

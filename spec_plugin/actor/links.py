@@ -45,7 +45,7 @@ class EngineLink(Protocol):
 
 
 class ActorsLink:
-    """Engines that are Ray actors with the methods of ``spec_plugin.engine.front.SpecEngineMethods``: plain remote calls.
+    """Engines that are Ray actors with the methods of ``spec_plugin.engine.calls.SpecEngineMethods``: plain remote calls.
 
     The draft travels through Ray's object store, once for all engines, whatever carries the policy's weights.
     """

@@ -329,56 +329,6 @@ class EngineFront:
         self._counters = read_spec_counters()
 
 
-class SpecEngineMethods:
-    """What ``ActorsLink`` calls, for an actor class that keeps its ``EngineFront`` in ``_spec_front``."""
-
-    _spec_front: EngineFront
-
-    async def spec_refresh(self, refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
-        """Have the workers install one draft, all or nothing; ``hold`` the previous one until ``spec_settle``."""
-        return await self._spec_front.install_tensors(refresh, force, hold)
-
-    async def spec_settle(self, keep: bool) -> None:
-        """After a refresh with ``hold``: keep it, or go back to the draft before."""
-        await self._spec_front.settle(keep)
-
-    async def spec_set_schedule(self, schedule: Schedule) -> None:
-        """k per batch size for the coming phase."""
-        await self._spec_front.set_schedule(schedule)
-
-    async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
-        """The self-test on this engine, one of so many (law 2)."""
-        return await self._spec_front.self_test(seconds, engines)
-
-    async def spec_start_phase(self, policy_version: int) -> None:
-        """A rollout phase begins."""
-        self._spec_front.start_phase(policy_version)
-
-    async def spec_stats(self, policy_version: int) -> RolloutStats:
-        """What happened since ``spec_start_phase``."""
-        return await self._spec_front.stats(policy_version)
-
-    async def spec_take_rollouts(self) -> list[Rollout]:
-        """What was sampled since the last call, of a method that remembers."""
-        return await self._spec_front.take_rollouts()
-
-    async def spec_remember(self, rollouts: Sequence[Rollout]) -> None:
-        """Remember what others sampled."""
-        await self._spec_front.remember(rollouts)
-
-    async def spec_take_spans(self) -> list[Span]:
-        """What was sampled since the last call, stretch by stretch."""
-        return self._spec_front.take_spans()
-
-    async def spec_witnesses(self) -> list[Witness]:
-        """Log-probs of this phase that the trainer did not ask for."""
-        return list(self._spec_front.witnesses)
-
-    async def spec_state(self, moment: str) -> EngineState:
-        """What the workers hold, for ``spec.audit``."""
-        return await self._spec_front.state(moment)
-
-
 def _one_digest(parts: Sequence[str]) -> str:
     """That of all workers, or one of theirs together, where each holds a part."""
     return parts[0] if len(set(parts)) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
