@@ -263,6 +263,13 @@ def test_timings_that_contradict_each_other_do_not_lock_speculation_off():
     assert decisions[:8] == [False] * 8 and decisions[8] and decisions[-1]
 
 
+def test_a_batch_size_that_was_timed_wrongly_and_never_comes_again_does_not_lock_speculation_off():
+    c = controller(draft="/some/draft")
+    wrong = tuple(StepTiming(1, t.k, t.paused, 9 * t.seconds if t.k == 0 else t.seconds, 10) for t in timed({1: 1.2}))
+    c.spec_engine_ready(SelfTestReport((), 1.0, (*timed({8: 1.2}), *wrong)))
+    assert c.cost.problem is None and on(c)
+
+
 def served(phases: int, plain: float) -> list[bool]:
     """Which phases drafted, at 80 tokens per second: a first plain one made 100, later ones this many."""
     c = controller({8: 1.2})

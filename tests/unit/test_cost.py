@@ -124,6 +124,26 @@ def test_plain_steps_that_seem_a_hundred_times_dearer_contradict_the_others():
     assert "contradict" in found.problem
 
 
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_batch_size_at_which_the_calibration_contradicts_itself_is_left_out(batch):
+    """Something else had the machine while its plain steps were timed: the other sizes say what a step takes."""
+
+    def steps(slow: float) -> list[StepTiming]:
+        kinds = [(b, k) for b in (1, 8, 32) for k in (0, 1, 3)]
+        return [
+            StepTiming(b, k, k == 0, (0.03 + 0.003 * b * (1 + k)) * (slow if (b, k) == (batch, 0) else 1), 12)
+            for b, k in kinds
+        ]
+
+    right, wrong, rolled_out = CostModel(), CostModel(), CostModel()
+    right.observe(steps(1.0), calibration=True)
+    wrong.observe(steps(8.0), calibration=True)
+    rolled_out.observe(steps(8.0))
+    assert wrong.problem is None and rolled_out.problem is not None, "what rollouts show is not left out"
+    for b in (1, 8, 32):
+        assert wrong.break_even(b, 3) == pytest.approx(right.break_even(b, 3), rel=0.5)
+
+
 def test_no_step_is_free_however_the_timings_contradict_each_other():
     kinds = [(b, k, p) for b in (1, 2, 3, 5, 8, 16) for k, p in ((0, True), (0, False), (3, False))]
     for seed in range(40):

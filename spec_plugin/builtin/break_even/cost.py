@@ -11,7 +11,7 @@ for each k and the break-even. All functions are pure; the engine is nowhere nea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,22 +111,50 @@ class CostModel:
                 self._contexts[t.batch] = _NEWEST * t.context + (1 - _NEWEST) * known
         if self._cells != before:
             self._fit = None
+        if calibration:
+            self._forget_contradictions()
+
+    def _forget_contradictions(self) -> None:
+        """Leave out the batch sizes at which a calibration contradicts itself, as long as others are left to go by.
+
+        Something else had the machine then. Where the rollouts do not come to such a size, nothing would ever set it right.
+        """
+        kinds: dict[int, set[bool]] = {}
+        for batch, k, _ in self._cells:
+            kinds.setdefault(batch, set()).add(k > 0)
+        while all(self._both_kinds()) and (found := next(self._implausible(), None)):
+            left = [batch for batch, seen in kinds.items() if batch != found[0] and len(seen) == 2]
+            if not left:
+                return
+            del kinds[found[0]]
+            for key in [key for key in self._cells if key[0] == found[0]]:
+                del self._cells[key], self._seen[key]
+            self._fit = None
+
+    def _both_kinds(self) -> tuple[bool, bool]:
+        """Was a plain step timed, and a speculating one."""
+        return any(k == 0 for _, k, _ in self._cells), any(k > 0 for _, k, _ in self._cells)
+
+    def _implausible(self) -> Iterator[tuple[int, int, float]]:
+        """Batch size, k and share of a plain step, of speculating ones that cannot be so fast."""
+        for batch, k, _ in list(self._cells):
+            if k > 0:
+                cell = self._cells[batch, k, False]
+                ratio = cell.seconds / self._at(batch, 0, True, cell.context)
+                if not ratio > _IMPLAUSIBLE:
+                    yield batch, k, ratio
 
     @property
     def problem(self) -> str | None:
         """Why the model must not be believed yet; None when it may be."""
-        plain = [key for key in self._cells if key[1] == 0]
-        speculating = [key for key in self._cells if key[1] > 0]
+        plain, speculating = self._both_kinds()
         if not plain or not speculating:
             return "no plain step was timed" if not plain else "no speculating step was timed"
-        for batch, k, _ in speculating:
-            cell = self._cells[batch, k, False]
-            ratio = cell.seconds / self._at(batch, 0, True, cell.context)
-            if not ratio > _IMPLAUSIBLE:
-                return (
-                    f"a step with k={k} at batch size {batch} seems to take {ratio:.3g} of the time of a plain one: "
-                    "the timings contradict each other"
-                )
+        for batch, k, ratio in self._implausible():
+            return (
+                f"a step with k={k} at batch size {batch} seems to take {ratio:.3g} of the time of a plain one: "
+                "the timings contradict each other"
+            )
         return None
 
     def seconds(self, batch: int, k: int, paused: bool = True) -> float:
