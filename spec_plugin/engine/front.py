@@ -29,7 +29,7 @@ from spec_plugin.engine.schedule.scheduler import (
     take_steps,
 )
 from spec_plugin.engine.selftest.probe import TOP
-from spec_plugin.engine.selftest.test import default_prompts, run_self_test
+from spec_plugin.engine.selftest.test import questions_and_noise, run_self_test
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
 from spec_plugin.rollouts import Rollout
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 #: the self-test's hard limit, as a multiple of the time that it should take
 PATIENCE = 4
-_QUESTIONS = ("12+34=", "What is 7 times 8?", "Name three colours.", "987+654=")
 
 
 class EngineFront:
@@ -257,7 +256,7 @@ class EngineFront:
         await pause_idle_draft(self.engine, [config.k])
         report = await run_self_test(
             self.engine,
-            prompts=_test_prompts(self.tokenizer, vocab_size, config.seed),
+            prompts=questions_and_noise(self.tokenizer, vocab_size, config.seed),
             sampling=dict(target.sampling),
             k=config.k,
             vocab_size=vocab_size,
@@ -356,15 +355,3 @@ def is_listed(sampling: Mapping[str, Any]) -> bool:
     except SpecConfigError:
         return False
     return True
-
-
-def _test_prompts(tokenizer: Any, vocab_size: int, seed: int) -> list[list[int]]:
-    """Short questions, on which a policy is surer than on noise, and random tokens, on which it is not."""
-    noise = default_prompts(vocab_size, seed=seed)
-    if tokenizer is None:
-        return noise
-    asked = [tokenizer(text)["input_ids"] for text in _QUESTIONS]
-    if tokenizer.chat_template:
-        chats = [[{"role": "user", "content": text}] for text in _QUESTIONS]
-        asked = [tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"] for c in chats]
-    return [prompt for pair in zip(asked, noise, strict=False) for prompt in pair]

@@ -66,6 +66,7 @@ MOST_AT_ONCE = 256  # requests: the sampler's memory, with the log-probs of all 
 SAMPLES_UNTIL = 0.55  # share of the time after which no round of samples is begun; the rest is for the last checks
 SCORED_UNTIL = 0.75  # and after which no more pairs are scored
 CALIBRATED_FOR = 0.4  # share of the time in which batch sizes may be calibrated in any case
+_QUESTIONS = ("12+34=", "What is 7 times 8?", "Name three colours.", "987+654=")
 
 
 def default_prompts(
@@ -75,6 +76,18 @@ def default_prompts(
     rng, banned = random.Random(seed), set(avoid)
     allowed = [t for t in range(vocab_size) if t not in banned]
     return [[rng.choice(allowed) for _ in range(length)] for _ in range(n)]
+
+
+def questions_and_noise(tokenizer: Any, vocab_size: int, seed: int) -> list[list[int]]:
+    """Short questions, on which a policy is surer than on noise, and random tokens, on which it is not."""
+    noise = default_prompts(vocab_size, seed=seed)
+    if tokenizer is None:
+        return noise
+    asked = [tokenizer(text)["input_ids"] for text in _QUESTIONS]
+    if tokenizer.chat_template:
+        chats = [[{"role": "user", "content": text}] for text in _QUESTIONS]
+        asked = [tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"] for c in chats]
+    return [prompt for pair in zip(asked, noise, strict=False) for prompt in pair]
 
 
 def tolerance(dtype: torch.dtype) -> float:
