@@ -109,7 +109,9 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         )
         spans = RUNTIME.control.spans()
         if RUNTIME.control.lags:
-            versions, plain = spans.of([d.cpu() for d in data["input_ids"].unbind()], _starts(data), sampled)
+            documents = [d.cpu() for d in data["input_ids"].unbind()]
+            told = None if first is None or last is None else (first, last)
+            versions, plain = spans.of(documents, _starts(data), sampled, told)
             drafted = bool((sampled & ~plain).any())
             batch = replace(batch, lag_allowed=True, speculating=drafted, token_versions=versions, plain=plain)
         session.check_logprobs(batch)
