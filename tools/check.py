@@ -54,7 +54,7 @@ STARTS_VERL = frozenset({"verl"})
 #: deployment shapes of the kit's drivers; all checks of one take 5 to 15 minutes
 SHAPES = {
     "verl": ("tp2", "dp2", "nodes2", "lora", "packed", "mistral", "colocate", "separate"),
-    "openrlhf": ("tp2", "dp2", "zero3", "job"),
+    "openrlhf": ("tp2", "dp2", "zero3", "job", "async", "partial"),
 }
 DAILY_SHAPES = ("tp2", "dp2", "packed", "separate")
 #: drafting methods beside the first one, and what the kit is told of each
