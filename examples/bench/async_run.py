@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -64,16 +65,27 @@ def main(lags: str, steps: int, first: int, repeats: int, out: Path, overrides: 
     where = common.environment("cpu")
     chosen = [int(lag) for lag in lags.split(",")]
     runs: dict[tuple[int, str], list[Records]] = {}
-    for repeat in range(repeats):
-        for lag in chosen:
-            for kind in KINDS:
-                folder = out / f"async-{lag}-{kind}-{repeat}"
-                runs.setdefault((lag, kind), []).append(run(lag, kind, steps, folder, overrides))
+    settings = {"lags": chosen, "steps": steps, "first": first, "repeats": repeats, "overrides": overrides}
+    try:
+        for repeat in range(repeats):
+            for lag in chosen:
+                pair = {kind: run(lag, kind, steps, out / f"async-{lag}-{kind}-{repeat}", overrides) for kind in KINDS}
+                for kind, records in pair.items():
+                    runs.setdefault((lag, kind), []).append(records)
+    finally:  # minutes of runs are not lost to a later one that fails
+        if runs:
+            finish(runs, settings, where, out)
+
+
+def finish(
+    runs: Mapping[tuple[int, str], Sequence[Records]], settings: Mapping[str, Any], where: Mapping[str, Any], out: Path
+) -> None:
+    """Table, JSON and picture of the lags that were run in full."""
+    first = int(settings["first"])
     cells = [
         cell(lag, kind, [r for records in found for r in records[first - 1 :]]) for (lag, kind), found in runs.items()
     ]
     tell(cells, runs, first)
-    settings = {"lags": chosen, "steps": steps, "first": first, "repeats": repeats, "overrides": overrides}
     results = {"cells": cells, "runs": {f"{lag} {kind}": found for (lag, kind), found in runs.items()}}
     file = common.write_results("async", settings, results, where, out)
     write_picture(cells, runs, file.with_suffix(".png"))
