@@ -17,10 +17,7 @@ from spec_plugin.session import SpecSession
 from spec_plugin_verl.actor import dtype_name
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 from spec_plugin_verl.runtime import RUNTIME
-from spec_plugin_verl.weights import PolicyTap
-
-#: a replica that gets weights later than another one by this is not waited for
-_SYNC_TIMEOUT_S = 600.0
+from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyTap
 
 
 class VerlLink(ActorsLink):
@@ -107,7 +104,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         link, session = self._control.link, self._control.session
         if isinstance(link, VerlLink) and not session.failed:
             try:
-                await link.all("spec_synced", self._syncs, awake, timeout_s=_SYNC_TIMEOUT_S)
+                await link.all("spec_synced", self._syncs, awake, timeout_s=SYNC_TIMEOUT_S)
             except Exception as error:  # law 6
                 session.fail("waiting for all replicas", error)
 

@@ -9,7 +9,6 @@ the gate, so nothing else runs in the actor meanwhile.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import threading
 from collections.abc import Iterable, Iterator
@@ -25,17 +24,13 @@ from spec_plugin.actor.links import ActorsLink
 from spec_plugin.errors import FATAL
 from spec_plugin.ranks import actor_group, is_first, of_first
 from spec_plugin.session import SpecSession
-from spec_plugin_verl.weights import PolicyTap
+from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyTap
 
 if TYPE_CHECKING:
     from spec_plugin_verl.actor import SpecFSDPEngine
 
-logger = logging.getLogger(__name__)
-
 #: names that verl gives the servers of the policy; of one across nodes, the first node's
 _SERVER = re.compile(r"vllm_server_\d+_0")
-#: seconds in which all servers must have the weights, and their memory back
-_SYNC_TIMEOUT_S = 600.0
 
 
 class Standalone:
@@ -100,7 +95,7 @@ class Standalone:
         version = -1  # unknown
         if self._link is not None:
             try:
-                version = max(await self._link.all("spec_at_gate", self._syncs, timeout_s=_SYNC_TIMEOUT_S))
+                version = max(await self._link.all("spec_at_gate", self._syncs, timeout_s=SYNC_TIMEOUT_S))
             except Exception as error:  # law 6; the ranks go on together
                 self.control.session.fail("waiting for the engines' weights", error)
         await self.control.synced(tap.event(of_first(version)))

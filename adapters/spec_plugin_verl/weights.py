@@ -11,6 +11,9 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from spec_plugin.events import WeightSync
 
+#: seconds in which all servers must have the weights of a sync, and their memory back; a later one is not waited for
+SYNC_TIMEOUT_S = 600.0
+
 
 class PolicyTap:
     """Passes the weight stream on and keeps copies, in the engine's dtype, of the two tensors that the draft shares."""

@@ -10,8 +10,6 @@ import pytest
 from spec_plugin_verl_cpu import run as verl_run
 from spec_plugin_verl_cpu.run import SMALL, SPEC, VerlRun
 
-from examples.quickstart.data import build_data
-from examples.quickstart.policy import PolicySettings, build_policy
 from spec_plugin.conformance.forward import read_pack
 from spec_plugin.conformance.launch import RunFailed, StepMetrics
 from spec_plugin.conformance.recorder import read_trace
@@ -23,16 +21,6 @@ OWN_WORKER = "++actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executo
 UNREPAIRED = (
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={spec_plugin:{skip_patches:[expand_kernel]}}"
 )
-
-
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Path]:
-    """A barely taught policy, its data, and a folder for the runs."""
-    root = tmp_path_factory.mktemp("verl")
-    settings = PolicySettings(steps=60)
-    policy = build_policy(root / "policy", settings, show=False)
-    train, val = build_data(root / "data", settings, train=64, val=8)
-    return root, policy, train, val
 
 
 def run(stage: tuple[Path, Path, Path, Path], name: str, steps: int, *overrides: str) -> list[StepMetrics]:

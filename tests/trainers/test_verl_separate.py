@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from spec_plugin_verl_cpu.run import SEPARATE, SMALL, SPEC, VerlRun
 
-from examples.quickstart.data import build_data
-from examples.quickstart.policy import PolicySettings, build_policy
 from spec_plugin import hookimpl
 from spec_plugin.conformance.launch import RunFailed, StepMetrics
 from spec_plugin.conformance.recorder import read_trace
@@ -43,16 +41,6 @@ class Dies:
     def spec_draft_weights(self, event: WeightSync) -> None:
         if event.policy_version == DIES:
             threading.Timer(0.01, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-
-
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Path]:
-    """A barely taught policy, its data, and a folder for the runs."""
-    root = tmp_path_factory.mktemp("separate")
-    settings = PolicySettings(steps=60)
-    policy = build_policy(root / "policy", settings, show=False)
-    train, val = build_data(root / "data", settings, train=64, val=8)
-    return root, policy, train, val
 
 
 def verl(
