@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env verl-env quickstart test times lint format unit engine-test trainer-test conformance bench bench-card clean
+.PHONY: help env verl-env quickstart test times lint format unit mutants engine-test trainer-test conformance soak bench bench-card clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
@@ -51,6 +51,9 @@ format: verl-env  ## let ruff repair and format the sources
 unit:  ## tests without an engine (seconds)
 	@$(CHECK) --foreground unit -- $(ARGS)
 
+mutants: verl-env  ## make each known mistake in a copy, and see the unit tests notice it (minutes); ARGS="-k law"
+	@$(PY) tests/mutants/run.py $(ARGS)
+
 engine-test:  ## tests with a real vLLM engine (minutes)
 	@$(CHECK) --foreground engine -- $(ARGS)
 
@@ -63,6 +66,9 @@ endif
 
 trainer-test:  ## tests with real trainers (minutes)
 	@$(CHECK) --foreground trainers-verl trainers-openrlhf -- $(ARGS)
+
+soak: verl-env  ## 200 steps of the minimal adapter under random faults, kills and resumes, 10 minutes; ARGS="--seed 7 --steps 50" …
+	@PYTHONPATH=tests:examples/minimal_adapter:$$PYTHONPATH $(PY) -m soak.run $(ARGS)
 
 bench: verl-env  ## benchmarks under examples/bench, for an idle machine and a long break; ARGS="--only overheads" …
 	$(PY) examples/bench/run_all.py $(ARGS)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draft_training.batch import Document, PackedBatch, pack
     from draft_training.buffer import BufferStats, HiddenBuffer
-    from draft_training.checkpoint import CheckpointError, digest, load_draft, save_draft
-    from draft_training.config import DraftConfig, DraftConfigError, Rope, validate_draft
-    from draft_training.errors import OtherRankFailed
+    from draft_training.checkpoint import digest, load_draft, save_draft
+    from draft_training.config import DraftConfig, Rope, validate_draft
+    from draft_training.errors import CheckpointError, DraftConfigError, OtherRankFailed
     from draft_training.loss import LossStats, ttt_loss
     from draft_training.memory import TrainingMemory, training_memory
     from draft_training.model import Eagle3Draft
@@ -45,9 +45,9 @@ __all__ = [
 _HOMES = {
     "batch": ("Document", "PackedBatch", "pack"),
     "buffer": ("BufferStats", "HiddenBuffer"),
-    "checkpoint": ("CheckpointError", "digest", "load_draft", "save_draft"),
-    "config": ("DraftConfig", "DraftConfigError", "Rope", "validate_draft"),
-    "errors": ("OtherRankFailed",),
+    "checkpoint": ("digest", "load_draft", "save_draft"),
+    "config": ("DraftConfig", "Rope", "validate_draft"),
+    "errors": ("CheckpointError", "DraftConfigError", "OtherRankFailed"),
     "loss": ("LossStats", "ttt_loss"),
     "memory": ("TrainingMemory", "training_memory"),
     "model": ("Eagle3Draft",),

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draft_training.config import DraftConfig, DraftConfigError
+from draft_training.config import DraftConfig
+from draft_training.errors import CheckpointError, DraftConfigError
+from draft_training.files import read_json
+from draft_training.folders import claimed, sweep
 from draft_training.layouts import canonical_tensors, check_tensors, read_config
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is torn, missing or not what its digest says."""
+from draft_training.outside import TARGET, blaming
+from draft_training.weights import check_values, read_folder
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -67,7 +68,7 @@ def write_draft(folder: Path, config: DraftConfig, tensors: Mapping[str, Tensor]
 
 
 def load_draft(
-    path: str | Path, target_config: Mapping[str, Any] | None = None
+    path: str | Path, target_config: Mapping[str, Any] | None = None, target_file: str = TARGET
 ) -> tuple[DraftConfig, dict[str, Tensor]]:
     """Read a draft folder in vLLM's, EAGLE's, NVIDIA's or speculators' layout.
 
@@ -76,26 +77,28 @@ def load_draft(
     Args:
         path: the folder.
         target_config: the target's config.json; needed only if the draft's names no auxiliary layers.
+        target_file: where that was read, for the messages.
 
     Returns:
         The config and the tensors, on the CPU, in the stored dtype, under the names of ``Eagle3Draft``.
 
     Raises:
-        DraftConfigError: if the draft is of a kind that cannot be trained, or its tensors do not match its config.
+        DraftConfigError: if the draft is of a kind that cannot be trained, its tensors do not match its config, or its numbers
+            are not finite or map no tokens of the target.
         CheckpointError: if the folder lacks a file, or a file is torn.
     """
     folder = settled_folder(path)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not any(folder.glob("*.safetensors")):
         pickled = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
         if pickled:
             raise DraftConfigError(f"{folder} holds {pickled[0]}: safetensors only, convert it first")
-        raise CheckpointError(f"{folder} holds no *.safetensors file")
-    config = read_config(read_json(folder / "config.json"), target_config)
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= read_tensors(file)
-    return config, canonical_tensors(config, tensors)
+    file = folder / "config.json"
+    config = read_config(read_json(file), target_config, str(file), target_file)
+    stored = read_folder(folder)
+    with blaming(str(folder)):
+        tensors = canonical_tensors(config, stored)
+    check_values(tensors, folder)
+    return config, tensors
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -104,42 +107,10 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     _sync(file)
 
 
-def read_tensors(file: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, on the CPU.
-
-    Args:
-        file: that holds them.
-        wanted: which of them, by name; the others are not read.
-
-    Raises:
-        CheckpointError: if it is missing or torn.
-    """
-    try:
-        with safe_open(str(file), framework="pt", device="cpu") as f:
-            return {name: f.get_tensor(name) for name in f.keys() if wanted(name)}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-
-
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
     """Write one JSON file and wait until it is on disk."""
     file.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     _sync(file)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """One JSON object.
-
-    Raises:
-        CheckpointError: if it is missing or torn.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return value
 
 
 @contextlib.contextmanager
@@ -147,30 +118,37 @@ def replacing_folder(path: str | Path) -> Iterator[Path]:
     """A fresh folder to write into, which takes the place of ``path`` when the block ends without an error.
 
     Readers see the old folder or the new one. A rename cannot replace a folder that holds files, so the old one steps
-    aside for an instant; a crash in that instant leaves it under its other name, where ``settled_folder`` finds it.
+    aside for an instant; a crash in that instant leaves it under its other name, where ``settled_folder`` finds it. What a
+    process has written that was killed in the block is removed.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    sweep(target.parent, f".{glob.escape(target.name)}.*.new")
     fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}.new")
     fresh.mkdir()
     try:
-        yield fresh
-        _sync(fresh)
-        aside = _aside(target)
-        if target.exists():
-            if aside.exists():
-                shutil.rmtree(aside)
-            os.replace(target, aside)
-        try:
-            os.replace(fresh, target)
-        except OSError:
-            if aside.exists() and not target.exists():
-                os.replace(aside, target)
-            raise
-        _sync(target.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        with claimed(fresh):
+            yield fresh
+            _sync(fresh)
+            _put_in_place(fresh, target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _put_in_place(fresh: Path, target: Path) -> None:
+    aside = _aside(target)
+    if target.exists():
+        if aside.exists():
+            shutil.rmtree(aside)
+        os.replace(target, aside)
+    try:
+        os.replace(fresh, target)
+    except OSError:
+        if aside.exists() and not target.exists():
+            os.replace(aside, target)
+        raise
+    _sync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def settled_folder(path: str | Path) -> Path:
@@ -183,7 +161,7 @@ def settled_folder(path: str | Path) -> Path:
     for candidate in (target, _aside(target)):
         if candidate.is_dir():
             return candidate
-    raise CheckpointError(f"{target} does not exist")
+    raise CheckpointError(f"{target} does not exist: give the folder of a checkpoint")
 
 
 def _aside(target: Path) -> Path:

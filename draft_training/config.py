@@ -7,6 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draft_training.errors import DraftConfigError
+from draft_training.outside import (
+    DRAFT,
+    TARGET,
+    DenseTarget,
+    Eagle3,
+    EagleConfig,
+    Layer,
+    Rotary,
+    Stack,
+    blaming,
+    read,
+    show,
+)
+
 if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
     import torch
     from torch import Tensor
@@ -17,31 +32,11 @@ FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 #: the family's attention window where config.json does not say; the others have none
 _WINDOWS = {"mistral": 4096}
 ROPE_TYPES = ("default", "linear", "llama3")
+_OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
-# What transformers' LlamaConfig takes for a key that config.json lacks; vLLM reads drafts through it.
-_LLAMA_DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_attention_heads": 32,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-}
-
-# What a target's config.json must say.
-_NEEDED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
-
-
-class DraftConfigError(ValueError):
-    """A draft, or a target for which a draft is wanted, has a shape or an option that cannot work."""
+#: numbers of a draft's own from which its config.json is taken for wrong: four times those of a draft for 405B parameters
+_MOST_PARAMETERS = 1 << 34
 
 
 @dataclass(frozen=True)
@@ -56,41 +51,44 @@ class Rope:
     original_max_position_embeddings: int = 8192  # llama3
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> Rope:
+    def from_hf(cls, hf: Mapping[str, Any], where: str = TARGET) -> Rope:
         """Read ``rope_theta`` and ``rope_parameters`` (transformers 5) or ``rope_scaling`` (transformers 4).
 
+        Args:
+            hf: the parsed config.json.
+            where: the file, for the messages.
+
         Raises:
-            DraftConfigError: for a scaling type other than ROPE_TYPES, for partial rotation, and for missing numbers.
+            DraftConfigError: for a scaling type other than ROPE_TYPES, for partial rotation, and for missing or bad numbers.
         """
-        raw = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+        layer = read(Layer, hf, where)
+        raw = {**(layer.rope_scaling or {}), **(layer.rope_parameters or {})}
         kind = str(raw.get("rope_type", raw.get("type", "default")))
         if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in raw.values()):
             raise DraftConfigError(
-                f"the target's rope scaling {raw!r} is not supported; the draft knows {', '.join(ROPE_TYPES)}: "
+                f"the rope scaling {show(raw)} of {where} is not supported; the draft knows {', '.join(ROPE_TYPES)}: "
                 "use another method for this target"
             )
-        if float(raw.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0)) != 1.0:
-            raise DraftConfigError("partial_rotary_factor other than 1.0 is not supported; use another method")
-        theta = float(raw.get("rope_theta", hf.get("rope_theta") or 10000.0))
-        if kind == "default":
-            return cls(theta=theta)
-        if "factor" not in raw:
-            raise DraftConfigError(f"rope scaling {raw!r} lacks 'factor'; add it to the target's config.json")
-        if kind == "linear":
-            return cls(theta=theta, type=kind, factor=float(raw["factor"]))
-        missing = {"low_freq_factor", "high_freq_factor", "original_max_position_embeddings"} - set(raw)
-        if missing:
+        told = read(Rotary, raw, f"the rope scaling of {where}")
+        partial = told.partial_rotary_factor or layer.partial_rotary_factor or 1.0
+        if partial != 1.0:
+            raise DraftConfigError(f"partial_rotary_factor={partial} in {where} is not supported; use another method")
+        theta = told.rope_theta or layer.rope_theta or 10000.0
+        return cls(theta) if kind == "default" else cls._scaled(kind, theta, told, where)
+
+    @classmethod
+    def _scaled(cls, kind: str, theta: float, told: Rotary, where: str) -> Rope:
+        names = ("factor",) if kind == "linear" else _OF_LLAMA3
+        numbers = {name: getattr(told, name) for name in names}
+        if missing := sorted(name for name, number in numbers.items() if number is None):
+            raise DraftConfigError(f"the rope scaling {kind!r} of {where} lacks {missing}; add them there")
+        rope = cls(theta=theta, type=kind, **numbers)
+        if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
             raise DraftConfigError(
-                f"rope scaling {raw!r} lacks {sorted(missing)}; add them to the target's config.json"
+                f"low_freq_factor={rope.low_freq_factor} in {where} must be below high_freq_factor={rope.high_freq_factor}; "
+                "correct it there"
             )
-        return cls(
-            theta=theta,
-            type=kind,
-            factor=float(raw["factor"]),
-            low_freq_factor=float(raw["low_freq_factor"]),
-            high_freq_factor=float(raw["high_freq_factor"]),
-            original_max_position_embeddings=int(raw["original_max_position_embeddings"]),
-        )
+        return rope
 
     def scaling_to_hf(self) -> dict[str, Any] | None:
         """The scaling as transformers and vLLM read it, without theta; None for the default type."""
@@ -136,10 +134,16 @@ class DraftConfig:
             raise DraftConfigError(
                 f"draft_vocab_size={self.draft_vocab_size} must lie between 1 and the target's vocab_size={self.vocab_size}"
             )
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2 or self.head_dim < 2:
             raise DraftConfigError(
                 f"head layout heads={self.num_heads}, kv heads={self.num_kv_heads}, head_dim={self.head_dim}: heads must "
-                "be a multiple of kv heads, and head_dim even"
+                "be a multiple of kv heads, and head_dim even; correct them there"
+            )
+        if self.parameters > _MOST_PARAMETERS:
+            raise DraftConfigError(
+                f"a draft of these sizes has {self.parameters / 1e9:.0f} billion parameters (hidden_size={self.hidden_size}, "
+                f"intermediate_size={self.intermediate_size}, vocab_size={self.vocab_size}, heads={self.num_heads} of "
+                f"{self.head_dim}): one of them is wrong; correct it there"
             )
 
     @property
@@ -189,6 +193,7 @@ class DraftConfig:
         draft_vocab_size: int | None = None,
         aux_layers: Sequence[int] | None = None,
         intermediate_size: int | None = None,
+        where: str = TARGET,
     ) -> DraftConfig:
         """The draft for a target.
 
@@ -197,6 +202,7 @@ class DraftConfig:
             draft_vocab_size: size of a pruned vocabulary; None: the target's own.
             aux_layers: target layers whose input feeds the draft; None: vLLM's (2, L // 2, L - 3).
             intermediate_size: of the draft's MLP; None: the target's.
+            where: the file of ``hf_config``, for the messages.
 
         Raises:
             DraftConfigError: saying what is wrong, with the value, and what to set.
@@ -204,73 +210,73 @@ class DraftConfig:
         family = hf_config.get("model_type")
         if family not in FAMILIES:
             raise DraftConfigError(
-                f"model_type={family!r} is not supported by the EAGLE-3 draft (dense {', '.join(FAMILIES)} are); "
+                f"model_type={show(family)} is not supported by the EAGLE-3 draft (dense {', '.join(FAMILIES)} are); "
                 "use another method for this target"
             )
-        missing = [key for key in _NEEDED if hf_config.get(key) is None]
-        if missing:
-            raise DraftConfigError(f"the target's config.json lacks {', '.join(missing)}; give the whole config.json")
-        if window := _window(hf_config):
+        told = read(DenseTarget, hf_config, where)
+        if window := _window(hf_config, told):
             raise DraftConfigError(
                 f"sliding_window={window}: the target attends to the last {window} tokens only, and the draft to all; use a "
                 "target whose config.json says sliding_window=null (Mistral 0.2 and later), or another method"
             )
-        layers = int(hf_config["num_hidden_layers"])
-        heads, kv_heads, head_dim = _heads(hf_config)
-        return cls(
-            vocab_size=int(hf_config["vocab_size"]),
-            draft_vocab_size=int(draft_vocab_size or hf_config["vocab_size"]),
-            hidden_size=int(hf_config["hidden_size"]),
-            intermediate_size=int(intermediate_size or hf_config["intermediate_size"]),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            aux_layers=default_aux_layers(layers) if aux_layers is None else _within(aux_layers, layers),
-            rms_norm_eps=float(hf_config.get("rms_norm_eps", 1e-6)),
-            rope=Rope.from_hf(hf_config),
-            max_position_embeddings=int(hf_config["max_position_embeddings"]),
-        )
+        layers, rope = told.num_hidden_layers, Rope.from_hf(hf_config, where)
+        heads, kv_heads, head_dim = told.heads
+        with blaming(where):
+            return cls(
+                vocab_size=told.vocab_size,
+                draft_vocab_size=draft_vocab_size or told.vocab_size,
+                hidden_size=told.hidden_size,
+                intermediate_size=intermediate_size or told.intermediate_size,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                aux_layers=default_aux_layers(layers) if aux_layers is None else _within(aux_layers, layers),
+                rms_norm_eps=told.rms_norm_eps,
+                rope=rope,
+                max_position_embeddings=told.max_position_embeddings,
+            )
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], *, target_layers: int | None = None) -> DraftConfig:
+    def from_hf(cls, hf: Mapping[str, Any], *, target_layers: int | None = None, where: str = DRAFT) -> DraftConfig:
         """Read a draft's config.json in vLLM's layout; keys that it lacks are what vLLM would take.
 
         Args:
             hf: the parsed config.json.
             target_layers: layers of the target, needed only if ``hf`` names no auxiliary layers.
+            where: the file of ``hf``, for the messages.
 
         Raises:
-            DraftConfigError: for another architecture, more than one layer, or an option that we cannot train.
+            DraftConfigError: for another architecture, more than one layer, an option that we cannot train, or a bad value.
         """
-        _refuse_variants(hf)
-        get = {**_LLAMA_DEFAULTS, **{key: value for key, value in hf.items() if value is not None}}
-        nested = get.get("eagle_config") or {}
-        ids = get.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+        told = read(Eagle3, hf, where)
+        nested = read(EagleConfig, told.eagle_config, f"eagle_config of {where}")
+        _refuse_variants(told, nested, where)
+        ids = told.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids
         if not ids and target_layers is None:
             raise DraftConfigError(
-                "the draft's config.json names no eagle_aux_hidden_state_layer_ids; give the target's config, or add them"
+                f"{where} names no eagle_aux_hidden_state_layer_ids; give the target's config, or add them"
             )
-        hidden = int(get["hidden_size"])
-        if int(get.get("target_hidden_size", hidden)) != hidden:
+        if (told.target_hidden_size or told.hidden_size) != told.hidden_size:
             raise DraftConfigError(
-                f"target_hidden_size={get['target_hidden_size']} differs from the draft's hidden_size={hidden}; "
-                "drafts of another width than their target are not supported"
+                f"target_hidden_size={told.target_hidden_size} differs from the draft's hidden_size={told.hidden_size} "
+                f"({where}); drafts of another width than their target are not supported"
             )
-        heads, kv_heads, head_dim = _heads(get)
-        return cls(
-            vocab_size=int(get["vocab_size"]),
-            draft_vocab_size=int(get.get("draft_vocab_size", get["vocab_size"])),
-            hidden_size=hidden,
-            intermediate_size=int(get["intermediate_size"]),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            aux_layers=tuple(int(i) for i in ids) if ids else default_aux_layers(int(target_layers or 0)),
-            rms_norm_eps=float(get["rms_norm_eps"]),
-            rope=Rope.from_hf(get),
-            max_position_embeddings=int(get["max_position_embeddings"]),
-            norm_before_residual=bool(get.get("norm_before_residual", False)),
-        )
+        rope, (heads, kv_heads, head_dim) = Rope.from_hf(hf, where), told.heads
+        with blaming(where):
+            return cls(
+                vocab_size=told.vocab_size,
+                draft_vocab_size=told.draft_vocab_size or told.vocab_size,
+                hidden_size=told.hidden_size,
+                intermediate_size=told.intermediate_size,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                aux_layers=tuple(ids) if ids else default_aux_layers(target_layers or 0),
+                rms_norm_eps=told.rms_norm_eps,
+                rope=rope,
+                max_position_embeddings=told.max_position_embeddings,
+                norm_before_residual=told.norm_before_residual,
+            )
 
     def to_hf(self) -> dict[str, Any]:
         """config.json in vLLM's ``LlamaForCausalLMEagle3`` layout, readable by transformers 4 and 5."""
@@ -319,26 +325,28 @@ def default_aux_layers(layers: int) -> tuple[int, ...]:
     return ids
 
 
-def validate_draft(config: DraftConfig, target_config: Mapping[str, Any]) -> None:
+def validate_draft(config: DraftConfig, target_config: Mapping[str, Any], where: str = TARGET) -> None:
     """Check that a draft fits a target.
 
     Args:
         config: the draft.
         target_config: the target's config.json as a dict.
+        where: its file, for the messages.
 
     Raises:
         DraftConfigError: for another hidden size or vocabulary, and for auxiliary layers that the target lacks.
     """
-    for name, ours in (("hidden_size", config.hidden_size), ("vocab_size", config.vocab_size)):
-        if ours != int(target_config[name]):
+    target = read(Stack, target_config, where)
+    for name in ("hidden_size", "vocab_size"):
+        if (ours := getattr(config, name)) != (theirs := getattr(target, name)):
             raise DraftConfigError(
-                f"the draft's {name}={ours} differs from the target's {target_config[name]}; it was made for another target"
+                f"the draft's {name}={ours} differs from the target's {theirs}; it was made for another target"
             )
-    _within(config.aux_layers, int(target_config["num_hidden_layers"]))
-    if config.max_position_embeddings < int(target_config["max_position_embeddings"]):
+    _within(config.aux_layers, target.num_hidden_layers)
+    if config.max_position_embeddings < target.max_position_embeddings:
         raise DraftConfigError(
             f"the draft's max_position_embeddings={config.max_position_embeddings} is below the target's "
-            f"{target_config['max_position_embeddings']}, which clamps its RoPE; raise it in the draft's config.json"
+            f"{target.max_position_embeddings}, which clamps its RoPE; raise it in the draft's config.json"
         )
 
 
@@ -350,36 +358,32 @@ def _within(ids: Sequence[int], layers: int) -> tuple[int, ...]:
     return tuple(int(i) for i in ids)
 
 
-def _window(hf: Mapping[str, Any]) -> int | None:
+def _window(hf: Mapping[str, Any], told: DenseTarget) -> int | None:
     """The attention window of some layers of a target; None: each attends to the whole text."""
-    family = str(hf.get("model_type"))
-    if family.startswith("qwen"):
-        return hf.get("sliding_window") if hf.get("use_sliding_window") else None
-    return hf.get("sliding_window", _WINDOWS[family]) if family in _WINDOWS else None
+    if told.model_type.startswith("qwen"):
+        return told.sliding_window if told.use_sliding_window else None
+    if told.model_type not in _WINDOWS:
+        return None
+    return told.sliding_window if "sliding_window" in hf else _WINDOWS[told.model_type]
 
 
-def _heads(hf: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Heads, key-value heads and head dimension, of which configs may leave out the latter two."""
-    heads = int(hf["num_attention_heads"])
-    head_dim = int(hf.get("head_dim") or int(hf["hidden_size"]) // heads)
-    return heads, int(hf.get("num_key_value_heads") or heads), head_dim
+#: of a draft that this trainer does not implement
+_VARIANTS = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "qkv_bias", "mlp_bias")
 
 
-def _refuse_variants(hf: Mapping[str, Any]) -> None:
-    names = hf.get("architectures") or [ARCHITECTURE]
-    if names[0] not in (ARCHITECTURE, "Eagle3LlamaForCausalLM"):
-        raise DraftConfigError(f"architectures={names}: only {ARCHITECTURE} drafts can be trained")
-    if int(hf.get("num_hidden_layers") or 1) != 1:
-        raise DraftConfigError(f"num_hidden_layers={hf['num_hidden_layers']}: only drafts of one layer can be trained")
-    nested = hf.get("eagle_config") or {}
-    on = [
-        k for k in ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "qkv_bias", "mlp_bias") if hf.get(k)
-    ]
-    on += [f"eagle_config.{k}" for k in ("norm_before_fc",) if nested.get(k)]
-    on += [f"{k}={hf[k]}" for k in ("logit_scale",) if hf.get(k) not in (None, 1, 1.0)]
-    on += ["eagle_config.use_aux_hidden_state=false"] if nested.get("use_aux_hidden_state") is False else []
-    if on or hf.get("hidden_act", "silu") != "silu":
+def _refuse_variants(told: Eagle3, nested: EagleConfig, where: str) -> None:
+    if (named := told.architectures or [ARCHITECTURE])[0] not in (ARCHITECTURE, "Eagle3LlamaForCausalLM"):
+        raise DraftConfigError(f"architectures={show(named)} in {where}: only {ARCHITECTURE} drafts can be trained")
+    if told.num_hidden_layers not in (0, 1):
         raise DraftConfigError(
-            f"the draft's config.json sets {', '.join(on) or 'hidden_act=' + str(hf['hidden_act'])}, which this trainer "
-            "does not implement; start from a draft without it, or from none"
+            f"num_hidden_layers={told.num_hidden_layers} in {where}: only drafts of one layer can be trained"
+        )
+    on = [name for name in _VARIANTS if getattr(told, name)]
+    on += ["eagle_config.norm_before_fc"] if nested.norm_before_fc else []
+    on += [f"logit_scale={told.logit_scale}"] if told.logit_scale != 1.0 else []
+    on += ["eagle_config.use_aux_hidden_state=false"] if not nested.use_aux_hidden_state else []
+    on += [f"hidden_act={show(told.hidden_act)}"] if told.hidden_act != "silu" else []
+    if on:
+        raise DraftConfigError(
+            f"{where} sets {', '.join(on)}, which this trainer does not implement; start from a draft without it, or from none"
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from draft_training.config import DraftConfigError
+from draft_training.errors import DraftConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,13 @@ def refuse_others(shape: DraftShape, found: Mapping[str, Tensor]) -> None:
     """Raise ``DraftConfigError`` unless names and shapes are those of the module that ``shape`` builds."""
     import torch
 
-    expected = shape.build("meta", torch.float32).state_dict()
+    try:
+        expected = shape.build("meta", torch.float32).state_dict()
+    except Exception as error:  # transformers judges config.json as well, and raises what it likes
+        reason = " ".join(str(error).split())
+        raise DraftConfigError(
+            f"no model can be built from the draft's config.json: {type(error).__name__}: {reason}; correct it there"
+        ) from error
     wanted, given = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (expected, found))
     if wrong := sorted(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n)):
         told = ", ".join(f"{n}: {given.get(n, 'missing')}, expected {wanted.get(n, 'nothing')}" for n in wrong[:3])

@@ -1,6 +1,14 @@
-"""Errors that are not about one file or one option."""
+"""What can be wrong with a draft, a target or a rank."""
 
 from __future__ import annotations
+
+
+class DraftConfigError(ValueError):
+    """A draft, or a target for which a draft is wanted, has a shape, an option or a number that cannot work."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is torn, missing or not what its digest says."""
 
 
 class OtherRankFailed(RuntimeError):

@@ -8,40 +8,53 @@ from typing import Any
 
 from torch import Tensor
 
-from draft_training.config import DraftConfig, DraftConfigError
+from draft_training.config import DraftConfig
+from draft_training.errors import DraftConfigError
+from draft_training.outside import DRAFT, TARGET, Speculators, Stack, read, show
+from draft_training.weights import check_offsets
 
 logger = logging.getLogger(__name__)
 
 _DROPPED = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 
 
-def read_config(hf: Mapping[str, Any], target_config: Mapping[str, Any] | None) -> DraftConfig:
+def read_config(
+    hf: Mapping[str, Any],
+    target_config: Mapping[str, Any] | None,
+    where: str = DRAFT,
+    target_file: str = TARGET,
+) -> DraftConfig:
     """A draft's config.json of either layout.
 
     Args:
         hf: the parsed config.json.
         target_config: the target's, needed only if ``hf`` names no auxiliary layers.
+        where: the file of ``hf``, for the messages.
+        target_file: that of ``target_config``.
 
     Raises:
         DraftConfigError: if the draft cannot be trained, see ``DraftConfig.from_hf``.
     """
-    layers = int(target_config["num_hidden_layers"]) if target_config else None
-    kind = hf.get("speculators_model_type")
-    if kind is None:
-        return DraftConfig.from_hf(hf, target_layers=layers)
-    if kind != "eagle3":
-        raise DraftConfigError(f"speculators_model_type={kind!r}: only 'eagle3' drafts can be trained")
-    layer = dict(hf.get("transformer_layer_config") or {})
+    layers = None if target_config is None else read(Stack, target_config, target_file).num_hidden_layers
+    if hf.get("speculators_model_type") is None:
+        return DraftConfig.from_hf(hf, target_layers=layers, where=where)
+    told = read(Speculators, hf, where)
+    if told.speculators_model_type != "eagle3":
+        raise DraftConfigError(
+            f"speculators_model_type={show(told.speculators_model_type)} in {where}: only 'eagle3' drafts can be trained"
+        )
+    layer = dict(told.transformer_layer_config)
     if layer.get("model_type", "llama") != "llama":
         raise DraftConfigError(
-            f"transformer_layer_config.model_type={layer['model_type']!r}: only 'llama' decoder layers can be trained"
+            f"transformer_layer_config.model_type={show(layer['model_type'])} in {where}: only 'llama' decoder layers can be "
+            "trained"
         )
     own = {k: hf.get(k) for k in ("norm_before_fc", "fc_norm", "norm_output", "target_hidden_size")}
     own["norm_before_residual"] = hf.get("norm_before_residual", True)  # vLLM's reading of a missing key
     own["draft_vocab_size"] = hf.get("draft_vocab_size")
     own["eagle_aux_hidden_state_layer_ids"] = hf.get("eagle_aux_hidden_state_layer_ids")
     layer.pop("architectures", None)
-    return DraftConfig.from_hf({**layer, **own}, target_layers=layers)
+    return DraftConfig.from_hf({**layer, **own}, target_layers=layers, where=where)
 
 
 def canonical_tensors(config: DraftConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -55,7 +68,7 @@ def canonical_tensors(config: DraftConfig, tensors: Mapping[str, Tensor]) -> dic
         Exactly the names of ``expected_shapes(config)``.
 
     Raises:
-        DraftConfigError: for fused projections, and for missing, unknown or misshapen tensors.
+        DraftConfigError: for fused projections, and for missing, unknown, doubled or misshapen tensors.
     """
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -65,17 +78,30 @@ def canonical_tensors(config: DraftConfig, tensors: Mapping[str, Tensor]) -> dic
                 f"{name} is a fused projection, whose row order differs between makers; export it split as "
                 "q_proj, k_proj, v_proj, gate_proj, up_proj"
             )
-        if not key.endswith(_DROPPED):
-            renamed["d2t" if key == "draft_id_to_target_id" else key] = tensor
+        if key.endswith(_DROPPED):
+            continue
+        key = "d2t" if key == "draft_id_to_target_id" else key
+        if key in renamed:
+            raise DraftConfigError(f"{name} is in the draft twice, under two names of {key}; remove one of them")
+        renamed[key] = tensor
     if not config.pruned:
         if renamed.pop("lm_head.weight", None) is not None:
             logger.warning("the draft's own lm_head is dropped: with the full vocabulary the policy's head serves")
         renamed.pop("d2t", None)
         renamed.pop("t2d", None)
-    elif "d2t" in renamed and "t2d" not in renamed:
-        renamed["t2d"] = t2d_from_d2t(renamed["d2t"], config.vocab_size)
+    elif "d2t" in renamed:
+        check_offsets(renamed["d2t"], config.vocab_size, "the draft")
+        renamed.setdefault("t2d", t2d_from_d2t(renamed["d2t"], config.vocab_size))
     check_tensors(config, renamed)
+    if config.pruned:
+        renamed["t2d"] = _other_way_round(renamed["t2d"], t2d_from_d2t(renamed["d2t"], config.vocab_size))
     return renamed
+
+
+def _other_way_round(told: Tensor, expected: Tensor) -> Tensor:
+    if int((told.bool() != expected).sum()):
+        logger.warning("the draft's t2d is not what its d2t says, and is made anew: the engine reads d2t alone")
+    return expected
 
 
 def t2d_from_d2t(d2t: Tensor, vocab_size: int) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draft_training.config import DraftConfigError, Rope
+from draft_training.config import Rope
+from draft_training.errors import DraftConfigError
+from draft_training.files import places, read_json
+from draft_training.outside import TARGET, Every, MtpTarget, read, show
 
 if TYPE_CHECKING:  # a draft is judged without torch, whose import takes seconds
     import torch
@@ -34,26 +36,29 @@ class MtpShape:
     hf: Mapping[str, Any]  # the target's config.json
 
     @classmethod
-    def from_target(cls, hf: Mapping[str, Any]) -> MtpShape:
+    def from_target(cls, hf: Mapping[str, Any], where: str = TARGET) -> MtpShape:
         """That of a target.
+
+        Args:
+            hf: the target's config.json.
+            where: its file, for the messages.
 
         Raises:
             DraftConfigError: if it has no such layer, or one that cannot be trained here.
         """
-        (architecture, *_) = hf.get("architectures") or ("none",)
+        (architecture, *_) = read(Every, hf, where).architectures or ["none"]
         if architecture not in TRAINED:
             raise DraftConfigError(
                 f"the MTP layer of {architecture} cannot be trained yet, only that of {', '.join(TRAINED)}: set spec.train=false "
                 "to serve it as it is, or use another method"
             )
-        if int(hf.get("num_nextn_predict_layers") or 0) != 1:
+        if (layers := hf.get("num_nextn_predict_layers")) != 1 or layers is True:
             raise DraftConfigError(
-                f"num_nextn_predict_layers={hf.get('num_nextn_predict_layers')} in the target's config.json: one MTP layer can "
-                "be trained; use another method"
+                f"num_nextn_predict_layers={show(layers)} in {where}: one MTP layer can be trained; use another method"
             )
-        shape = cls({name: value for name, value in hf.items() if name not in _OF_THE_FILE})
-        Rope.from_hf(shape.hf)  # refuses what the layer does not know
-        return shape
+        read(MtpTarget, hf, where)
+        Rope.from_hf(hf, where)  # refuses what the layer does not know
+        return cls({name: value for name, value in hf.items() if name not in _OF_THE_FILE})
 
     @property
     def vocab_size(self) -> int:
@@ -96,20 +101,20 @@ class MtpShape:
             DraftConfigError: if what it holds is not this layer.
             CheckpointError: if a file cannot be read.
         """
-        from draft_training.checkpoint import read_tensors
+        from draft_training.weights import check_values, read_tensors
 
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            places = json.loads(index.read_text())["weight_map"]
-            files = sorted({folder / file for name, file in places.items() if name.startswith(PREFIX)})
-        else:
+        indexed = places(folder)
+        if indexed is None:
             files = sorted(folder.glob("*.safetensors"))
+        else:
+            files = sorted({file for name, file in indexed.items() if name.startswith(PREFIX)})
         tensors: dict[str, Tensor] = {}
         for file in files:
             tensors |= read_tensors(file, lambda name: name.startswith(PREFIX))
         if not tensors:
             return None
         self.check(tensors)
+        check_values(tensors, folder)
         return tensors
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> MtpLayer:
@@ -139,7 +144,7 @@ class MtpShape:
 
     def read(self, folder: Path) -> tuple[MtpShape, dict[str, Tensor]]:
         """What ``write`` wrote."""
-        from draft_training.checkpoint import read_json, read_tensors
+        from draft_training.weights import read_tensors
 
         shape = MtpShape.from_target(read_json(folder / "config.json"))
         tensors = read_tensors(folder / "model.safetensors")

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draft_training.config import FAMILIES, DraftConfigError
+from draft_training.config import FAMILIES
+from draft_training.errors import DraftConfigError
+from draft_training.files import read_json
+from draft_training.outside import DRAFT, TARGET, CausalLm, Sizes, read, show
 
 if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
     import torch
@@ -57,24 +60,29 @@ class SmallLmShape:
         return int(self.hf["num_hidden_layers"]) * layer + h + (1 if self.tied else 2) * self.vocab_size * h
 
     @classmethod
-    def from_target(cls, target: Mapping[str, Any]) -> SmallLmShape:
+    def from_target(cls, target: Mapping[str, Any], where: str = TARGET) -> SmallLmShape:
         """A newborn one: two Llama layers of a quarter of the target's width.
 
+        Args:
+            target: its config.json.
+            where: the file of that, for the messages.
+
         Raises:
-            KeyError: if the target's config.json lacks a size.
+            DraftConfigError: if the target's config.json lacks a size, or has one that cannot be.
         """
-        hidden = max(_LEAST_WIDTH, int(target["hidden_size"]) // _WIDTH_SHARE // _LEAST_WIDTH * _LEAST_WIDTH)
+        told = read(Sizes, target, where)
+        hidden = max(_LEAST_WIDTH, told.hidden_size // _WIDTH_SHARE // _LEAST_WIDTH * _LEAST_WIDTH)
         hf = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": int(target["vocab_size"]),
+            "vocab_size": told.vocab_size,
             "hidden_size": hidden,
             "intermediate_size": 2 * hidden,
             "num_hidden_layers": _LAYERS,
             "num_attention_heads": hidden // _HEAD_DIM,
             "num_key_value_heads": hidden // _HEAD_DIM,
             "head_dim": _HEAD_DIM,
-            "max_position_embeddings": int(target["max_position_embeddings"]),
+            "max_position_embeddings": told.max_position_embeddings,
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
             "attention_bias": False,
@@ -83,38 +91,27 @@ class SmallLmShape:
             "bos_token_id": None,
             "eos_token_id": None,
         }
-        return cls(int(target["hidden_size"]), hf)
+        return cls(told.hidden_size, hf)
 
     @classmethod
-    def from_folder(cls, folder: Path, target: Mapping[str, Any]) -> tuple[SmallLmShape, dict[str, Tensor]]:
+    def from_folder(
+        cls, folder: Path, target: Mapping[str, Any], where: str = TARGET
+    ) -> tuple[SmallLmShape, dict[str, Tensor]]:
         """The user's, checked against the target.
+
+        Args:
+            folder: the draft's.
+            target: the target's config.json.
+            where: the file of that, for the messages.
 
         Raises:
             DraftConfigError: if it does not fit.
             CheckpointError: if a file is missing or torn.
         """
-        from draft_training.checkpoint import read_json
-
-        shape = cls(int(target["hidden_size"]), read_json(folder / "config.json"))
-        shape._fits(target)
-        return shape.read(folder)
-
-    def _fits(self, target: Mapping[str, Any]) -> None:
-        family = self.hf.get("model_type")
-        if family not in FAMILIES:
-            raise DraftConfigError(
-                f"model_type={family!r} cannot be a small draft yet; dense {', '.join(FAMILIES)} can"
-            )
-        if self.vocab_size != int(target["vocab_size"]):
-            raise DraftConfigError(
-                f"the draft's vocab_size={self.vocab_size} differs from the target's {target['vocab_size']}: it needs the "
-                "target's tokenizer, so take a smaller model of the same family"
-            )
-        longest = int(self.hf.get("max_position_embeddings") or 0)
-        if longest < int(target["max_position_embeddings"]):
-            raise DraftConfigError(
-                f"the draft's max_position_embeddings={longest} is below the target's {target['max_position_embeddings']}"
-            )
+        file = folder / "config.json"
+        wanted, hf = read(Sizes, target, where), read_json(file)
+        _refuse_misfit(hf, wanted, str(file))
+        return cls(wanted.hidden_size, hf).read(folder)
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> SmallLm:
         """The module."""
@@ -144,20 +141,34 @@ class SmallLmShape:
 
     def read(self, folder: Path) -> tuple[SmallLmShape, dict[str, Tensor]]:
         """A folder in the layout of transformers."""
-        from draft_training.checkpoint import CheckpointError, read_json, read_tensors
+        from draft_training.weights import check_values, read_folder
 
         hf = {name: value for name, value in read_json(folder / "config.json").items() if name not in _DTYPES}
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{folder} holds no *.safetensors file")
-        tensors: dict[str, Tensor] = {}
-        for file in files:
-            tensors |= read_tensors(file)
         shape = replace(self, hf=hf)
         dropped = ("lm_head.weight",) if shape.tied else ()
-        tensors = {n: t for n, t in tensors.items() if n not in dropped and not n.endswith("inv_freq")}
+        tensors = {n: t for n, t in read_folder(folder).items() if n not in dropped and not n.endswith("inv_freq")}
         shape.check(tensors)
+        check_values(tensors, folder)
         return shape, tensors
+
+
+def _refuse_misfit(hf: Mapping[str, Any], target: Sizes, where: str = DRAFT) -> None:
+    family = hf.get("model_type")
+    if family not in FAMILIES:
+        raise DraftConfigError(
+            f"model_type={show(family)} in {where} cannot be a small draft yet; dense {', '.join(FAMILIES)} can"
+        )
+    told = read(CausalLm, hf, where)
+    if told.vocab_size != target.vocab_size:
+        raise DraftConfigError(
+            f"the draft's vocab_size={told.vocab_size} differs from the target's {target.vocab_size}: it needs the "
+            "target's tokenizer, so take a smaller model of the same family"
+        )
+    if told.max_position_embeddings < target.max_position_embeddings:
+        raise DraftConfigError(
+            f"the draft's max_position_embeddings={told.max_position_embeddings} is below the target's "
+            f"{target.max_position_embeddings}; take a model that reads texts as long as the target's"
+        )
 
 
 #: of the file, not of the shape

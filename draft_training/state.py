@@ -10,17 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from draft_training.checkpoint import (
-    CheckpointError,
-    digest,
-    read_json,
-    read_tensors,
-    replacing_folder,
-    settled_folder,
-    write_json,
-    write_tensors,
-)
-from draft_training.config import DraftConfigError
+from draft_training.checkpoint import digest, replacing_folder, settled_folder, write_json, write_tensors
+from draft_training.errors import CheckpointError, DraftConfigError
+from draft_training.files import read_json
+from draft_training.weights import read_tensors
 
 if TYPE_CHECKING:
     from draft_training.trainer import DraftTrainer

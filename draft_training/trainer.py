@@ -17,9 +17,8 @@ from draft_training import state
 from draft_training.batch import Document, PackedBatch, pack
 from draft_training.buffer import HiddenBuffer
 from draft_training.card import Rest, fast_products
-from draft_training.config import DraftConfigError
 from draft_training.draft import DraftShape
-from draft_training.errors import OtherRankFailed
+from draft_training.errors import DraftConfigError, OtherRankFailed
 from draft_training.loss import LossStats, ttt_loss
 from draft_training.optimizer import DraftOptimizer
 from draft_training.unroll import Unroll

@@ -11,16 +11,19 @@ from spec_plugin.errors import SpecConfigError
 ENABLE = "enable"
 PREFIX = "--spec."
 _LISTS = ("block", "plugins", "aux_layers")
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Separate ``--spec.name value``, ``--spec.name=value`` and the switch ``--spec.enable`` from the trainer's flags.
 
+    The switch may say ``true`` or ``false`` behind it, as trainers' own do when a launcher fills them in.
+
     Returns:
         The trainer's arguments, untouched and in order, and our raw options by name; lists are comma-separated.
 
     Raises:
-        SpecConfigError: if an option has no value.
+        SpecConfigError: if an option has no value, or the switch another than true and false.
     """
     theirs: list[str] = []
     ours: dict[str, Any] = {}
@@ -32,7 +35,9 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             continue
         name, has_value, value = argument.removeprefix(PREFIX).partition("=")
         if name == ENABLE:
-            ours[ENABLE] = True
+            if not has_value and rest and rest[0].lower() in _YES + _NO:
+                value, has_value = rest.pop(0), "="
+            ours[ENABLE] = _switch(value) if has_value else True
             continue
         if not has_value:
             if not rest or rest[0].startswith("--"):
@@ -40,6 +45,12 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             value = rest.pop(0)
         ours[name] = [part for part in value.split(",") if part] if name in _LISTS else value
     return theirs, ours
+
+
+def _switch(value: str) -> bool:
+    if value.lower() in _YES + _NO:
+        return value.lower() in _YES
+    raise SpecConfigError(f"{PREFIX}{ENABLE}={value!r}: expected true or false; leave the value out for true")
 
 
 def read_config(raw: Mapping[str, Any]) -> SpecConfig:

@@ -6,15 +6,19 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from spec_plugin.errors import SpecConfigError
+
+#: of our part of a trainer's configuration; how much alike another name must be to be taken for it; and names that are alike
+NAME, _ALIKE = "spec", 0.75
+_OTHER_NAMES = ("spec_plugin", "spec-plugin", "specplugin")
 
 
 class SpecConfig(BaseModel):
     """Options of spec-plugin. All have defaults; none is needed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=(), allow_inf_nan=False)
 
     method: str = Field(
         "eagle3",
@@ -25,11 +29,15 @@ class SpecConfig(BaseModel):
     k: int = Field(8, ge=1, le=16, description="most tokens drafted per target forward; how many pay is measured")
     draft: str | None = Field(
         None,
+        min_length=1,
         description="folder of a draft to start from (EAGLE-3 in vLLM's, EAGLE's or speculators' layout; a causal LM); none: a "
         "new one",
     )
     draft_vocab_size: int | None = Field(
-        None, ge=32, description="prune the draft's vocabulary to the most frequent tokens; none: the target's own"
+        None,
+        ge=32,
+        le=2**24,
+        description="prune the draft's vocabulary to the most frequent tokens; none: the target's own",
     )
     aux_layers: tuple[int, ...] | None = Field(
         None, description="target layers whose input feeds the draft; none: (2, L//2, L-3) of an L-layer target"
@@ -77,19 +85,26 @@ class SpecConfig(BaseModel):
         le=1.0,
         description="highest learning rate of the draft's own Muon; no need to change it with the model's size",
     )
-    grad_clip: float = Field(1.0, gt=0.0, description="norm at which the draft's own gradients are clipped")
+    grad_clip: float = Field(
+        1.0, gt=0.0, allow_inf_nan=True, description="norm at which the draft's own gradients are clipped"
+    )
     ttt_steps: int | None = Field(
         None,
         ge=1,
         le=16,
         description="most unrolled steps of EAGLE-3's training-time test, reached as acceptance grows; none: k",
     )
-    buffer_tokens: int = Field(65_536, ge=256, description="most harvested tokens kept per actor process")
-    buffer_mb: int = Field(1024, ge=1, description="most MiB of harvested hidden states kept per actor process")
-    harvest_tokens: int = Field(16_384, ge=32, description="most tokens harvested per trainer step and actor process")
+    buffer_tokens: int = Field(65_536, ge=256, le=2**31, description="most harvested tokens kept per actor process")
+    buffer_mb: int = Field(
+        1024, ge=1, le=2**24, description="most MiB of harvested hidden states kept per actor process"
+    )
+    harvest_tokens: int = Field(
+        16_384, ge=32, le=2**31, description="most tokens harvested per trainer step and actor process"
+    )
     memory_tokens: int = Field(
         4_194_304,
         ge=1024,
+        le=2**34,
         description="most tokens of rollouts that suffix remembers, in each engine (about 310 bytes of memory each)",
     )
     replay_share: float = Field(0.25, ge=0.0, le=0.9, description="share of older policy versions in a draft batch")
@@ -111,6 +126,7 @@ class SpecConfig(BaseModel):
     logprob_tolerance: float | None = Field(
         None,
         gt=0.0,
+        allow_inf_nan=True,
         description="fixed bound on a batch's mean |rollout - recomputed| log-prob; none: measured on the run's plain text",
     )
     control_share: float = Field(
@@ -122,10 +138,11 @@ class SpecConfig(BaseModel):
     bypass_check_sequences: int = Field(
         8,
         ge=1,
+        le=2**31,
         description="sequences recomputed per step to verify rollout log-probs when the trainer bypasses recomputation",
     )
     refresh_timeout_s: float = Field(
-        60.0, gt=0.0, description="seconds after which a refresh that does not answer is given up"
+        60.0, gt=0.0, le=86_400.0, description="seconds after which a refresh that does not answer is given up"
     )
     eager_refresh: bool = Field(
         False,
@@ -135,15 +152,23 @@ class SpecConfig(BaseModel):
     gate_timeout_s: float = Field(
         600.0,
         gt=0.0,
+        le=604_800.0,
         description="seconds that engines apart from the trainer hold requests back after a weight sync, until the draft is in "
         "and tested; then they roll out without drafts",
     )
-    seed: int = Field(0, ge=0, description="seed of the draft's own random streams")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of the draft's own random streams")
     block: tuple[str, ...] = Field((), description="names of plugins to leave out")
     plugins: tuple[str, ...] = Field(
         (), description="plugins to add, as module:attribute, or module:Class=argument to call the class with a text"
     )
     audit: bool = Field(False, description="hash what the engine holds around each rollout and refresh; for debugging")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("true and false belong to switches")
+        return value
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any] | None, prefix: str = "spec.") -> SpecConfig:
@@ -169,8 +194,13 @@ def _explain(error: Any, prefix: str) -> str:
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, SpecConfig.model_fields, n=1, cutoff=0.5)
         hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(SpecConfig.model_fields)}"
-        return f"unknown option {option}={value!r}; {hint}"
-    return f"{option}={value!r}: {error['msg'].lower()}; allowed: {describe_range(name)}"
+        return f"unknown option {option}={_short(value)}; {hint}"
+    return f"{option}={_short(value)}: {error['msg'].lower()}; allowed: {describe_range(name)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:60]}…"
 
 
 def describe_range(name: str) -> str:
@@ -194,7 +224,24 @@ def describe_range(name: str) -> str:
 
 
 def _bound(branch: Mapping[str, Any], key: str, sign: str) -> str:
-    return f"{sign} {branch[key]:g}" if key in branch else ""
+    if key not in branch:
+        return ""
+    return f"{sign} {branch[key]}" if isinstance(branch[key], int) else f"{sign} {branch[key]:g}"
+
+
+def meant_for_us(name: str, value: Any) -> bool:
+    """Is this part of a trainer's configuration most likely ours: named like ``spec``, or nearly so, with our options in it.
+
+    Args:
+        name: of the part.
+        value: what is in it.
+    """
+    said = name.lower()
+    alike = said in _OTHER_NAMES or difflib.SequenceMatcher(None, said, NAME).ratio() >= _ALIKE
+    options = [str(option) for option in value] if isinstance(value, Mapping) else []
+    return alike and any(
+        difflib.get_close_matches(option, SpecConfig.model_fields, n=1, cutoff=0.8) for option in options
+    )
 
 
 def options_table() -> str:

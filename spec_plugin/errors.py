@@ -29,3 +29,35 @@ class PatchError(SpecPluginError, RuntimeError):
 
 #: Errors that stop training (laws 2 and 3, and bad configuration). Every other failure only turns speculation off (law 6).
 FATAL = (SpecConfigError, LosslessError, LogprobProvenanceError, PatchError)
+
+
+def stops_the_run(error: BaseException) -> BaseException | None:
+    """What of this error must stop training: itself, or what it was raised for, since remote calls wrap what they carry.
+
+    Args:
+        error: any; its ``raise … from``, Ray's ``cause`` and the members of a group are looked through.
+
+    Returns:
+        One of ``FATAL``, or the user's own ending of the run; None if this is draft trouble, ``MemoryError`` among it.
+    """
+    waiting: list[BaseException] = [error]
+    seen: set[int] = set()
+    while waiting:
+        found = waiting.pop(0)
+        if isinstance(found, (*FATAL, KeyboardInterrupt, SystemExit)):
+            return found
+        if id(found) not in seen:
+            seen.add(id(found))
+            causes = [found.__cause__, getattr(found, "cause", None), *getattr(found, "exceptions", ())]
+            waiting += [cause for cause in causes if isinstance(cause, BaseException)]
+    return None
+
+
+def pass_on(error: BaseException) -> None:
+    """In a handler for draft trouble (law 6): what must stop training goes on.
+
+    Raises:
+        BaseException: see ``stops_the_run``.
+    """
+    if (fatal := stops_the_run(error)) is not None:
+        raise fatal

@@ -33,6 +33,17 @@ class TargetInfo:
     actor_group: Any = None  # torch.distributed group of the data-parallel actors, None for a single one
 
     @property
+    def file(self) -> str:
+        """Where ``hf_config`` was read, for messages."""
+        return f"the config.json of the target {self.path}"
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the target; families of several parts name it for that of texts. None: its config.json does not say."""
+        parts = (self.hf_config, self.hf_config.get("text_config") or {})
+        return next((part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)), None)
+
+    @property
     def truncated(self) -> bool:
         """Do the rollouts sample from a truncated distribution: then the engine's log-probs are not comparable to the actor's."""
         return self.sampling.get("top_p", 1.0) != 1.0 or self.sampling.get("top_k", -1) not in (-1, 0)
@@ -99,6 +110,10 @@ class EngineState:
     draft_digest: str  # of the draft's own weights; equals ``DraftRefresh.digest`` for an unpruned draft
     target_digest: str  # of the target's weights
     admitted: int = 0  # requests that the engine was free to go on with: none before a phase has begun
+    embed_digest: str = (
+        ""  # of its embedding and its head, as ``WeightSync`` names them; "" where each rank holds a part
+    )
+    head_digest: str = ""
 
 
 @dataclass(frozen=True)

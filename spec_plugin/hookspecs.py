@@ -16,8 +16,10 @@ blocked one replaces it.
 
 Which process calls what: ``A`` the actor process (draft training, harvest, log-prob checks), ``S`` the process that
 builds the engine. Failures: an exception turns speculation off and training goes on, except ``SpecConfigError``,
-``LosslessError``, ``LogprobProvenanceError`` and ``PatchError``, which stop the run, and any exception from
-``spec_method``, ``spec_configure`` (nothing has started yet) and ``spec_check_logprobs`` (law 3).
+``LosslessError``, ``LogprobProvenanceError`` and ``PatchError``, which stop the run (also as the cause of another), and any
+exception from ``spec_method``, ``spec_configure`` (nothing has started yet) and ``spec_check_logprobs`` (law 3). An answer of
+another type than is written here counts as an exception; a metric that is no finite number is left out, with one warning.
+Every call and kind of failure: ``tests/unit/test_law6_table.py``.
 """
 
 from __future__ import annotations

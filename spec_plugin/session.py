@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 import pluggy
 
 from draft_training import OtherRankFailed
+from spec_plugin.answers import many, number, one, shown
 from spec_plugin.config import SpecConfig
-from spec_plugin.errors import FATAL, SpecConfigError
+from spec_plugin.errors import SpecConfigError, pass_on
 from spec_plugin.events import (
     DraftRefresh,
     EngineState,
@@ -30,8 +31,12 @@ from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
 from spec_plugin.rollouts import Rollout
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
+#: nats; a mean difference that no two models of one vocabulary reach by accident: a tolerance beyond it compares nothing
+_NO_TOLERANCE = 10.0
 #: every session of this process, for tools that look at it from inside (the conformance kit)
 SESSIONS: weakref.WeakSet[SpecSession] = weakref.WeakSet()
 
@@ -59,6 +64,10 @@ class SpecSession:
         self.method = method_of(config, target, self.manager)
         self.failure: str | None = None
         self.follows = False  # has speculation failed here only because it failed on another rank
+        self.drafting: bool | None = (
+            None  # do the engines draft in this phase, as ``RolloutControl`` knows; None: not known
+        )
+        self._left_out: set[tuple[str, object]] = set()  # metrics that a warning has named
         if self.method.why:
             logger.info("spec-plugin: spec.method=%s is %s: %s", config.method, self.method.name, self.method.why)
         SESSIONS.add(self)
@@ -74,14 +83,33 @@ class SpecSession:
         """Why log-probs are not compared before they enter the loss (law 3); empty when they are."""
         if not self.manager.has_plugin("provenance"):
             return "the plugin provenance is blocked"
-        return "spec.logprob_tolerance=inf" if self.config.logprob_tolerance == math.inf else ""
+        tolerance = self.config.logprob_tolerance or 0.0
+        return f"spec.logprob_tolerance={tolerance:g}" if tolerance > _NO_TOLERANCE else ""
+
+    @contextmanager
+    def guarded(self, where: str) -> Iterator[None]:
+        """Draft work: what fails in this block turns speculation off, and the run goes on behind it (law 6).
+
+        Raises:
+            BaseException: what must stop the run, see ``fail``; and whatever is no ``Exception``, at once.
+        """
+        try:
+            yield
+        except Exception as error:  # law 6
+            self.fail(where, error)
 
     def fail(self, where: str, error: BaseException | str) -> None:
-        """Turn speculation off for the rest of the run; only the first call warns, and only where the trouble is."""
+        """Turn speculation off for the rest of the run; only the first call warns, and only where the trouble is.
+
+        Raises:
+            BaseException: if this error, or one that it was raised for, must stop the run, see ``stops_the_run``.
+        """
+        if isinstance(error, BaseException):
+            pass_on(error)
         if isinstance(error, OtherRankFailed):
             self.follow(str(error))
         elif self.failure is None or self.follows:
-            self.failure, self.follows = f"{where}: {error}", False
+            self.failure, self.follows = f"{where}: {_said(error)}", False
             exc = error if isinstance(error, BaseException) else None
             logger.warning(
                 "spec-plugin: speculation is off from here on, training goes on plain; %s", self.failure, exc_info=exc
@@ -94,29 +122,37 @@ class SpecSession:
 
     def engine_ready(self, report: SelfTestReport) -> None:
         """The self-test passed; hand its measurements on."""
-        self._guarded("engine_ready", lambda: self.manager.hook.spec_engine_ready(report=report))
+        with self.guarded("engine_ready"):
+            self.manager.hook.spec_engine_ready(report=report)
 
     def rollout_start(self, policy_version: int) -> None:
         """Generation with this policy version may begin."""
-        self._guarded("rollout_start", lambda: self.manager.hook.spec_rollout_start(policy_version=policy_version))
+        with self.guarded("rollout_start"):
+            self.manager.hook.spec_rollout_start(policy_version=policy_version)
 
     def rollout_end(self, stats: RolloutStats) -> None:
         """Generation of one step is complete."""
-        self._guarded("rollout_end", lambda: self.manager.hook.spec_rollout_end(stats=stats))
+        with self.guarded("rollout_end"):
+            self.manager.hook.spec_rollout_end(stats=stats)
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Hand on what the engines sampled, of a method that remembers."""
-        self._guarded("rollouts", lambda: self.manager.hook.spec_rollouts(rollouts=rollouts))
+        with self.guarded("rollouts"):
+            self.manager.hook.spec_rollouts(rollouts=rollouts)
 
     def recall(self) -> Sequence[Rollout]:
         """What engines that remember nothing are to be told."""
-        found: Sequence[Rollout] | None = self._guarded("recall", lambda: self.manager.hook.spec_recall())
-        return found or ()
+        found: Sequence[Rollout] = ()
+        with self.guarded("recall"):
+            answer = self.manager.hook.spec_recall()
+            found = () if answer is None else many(answer, Rollout, "spec_recall")
+        return found
 
     def target_forward(self, hidden: HiddenStates) -> None:
         """Hand harvested hidden states to the plugins; nothing happens after a failure."""
         if not self.failed:
-            self._guarded("harvest", lambda: self.manager.hook.spec_target_forward(hidden=hidden))
+            with self.guarded("harvest"):
+                self.manager.hook.spec_target_forward(hidden=hidden)
 
     def check_logprobs(self, batch: LogprobBatch) -> None:
         """Let the guards look at log-probs before they enter the loss.
@@ -128,78 +164,143 @@ class SpecSession:
 
     def head_start(self, step: int) -> float:
         """Seconds that the coming slice may take beyond its share; 0 after a failure."""
-        fire = self.manager.hook.spec_head_start
-        granted = None if self.failed else self._guarded("head start", lambda: fire(step=step))
-        return 0.0 if granted is None else float(granted)
+        granted = 0.0
+        if not self.failed:
+            with self.guarded("head start"):
+                answer = self.manager.hook.spec_head_start(step=step)
+                seconds = 0.0 if answer is None else number(answer)
+                if seconds is None:
+                    raise TypeError(f"spec_head_start answered {shown(answer)}; expected seconds or None")
+                granted = max(0.0, seconds)
+        return granted
 
     def train_draft(self, step: int, seconds: float) -> None:
         """Run one slice of draft training of at most ``seconds``."""
         if not self.failed:
-            self._guarded("draft training", lambda: self.manager.hook.spec_train_draft(step=step, seconds=seconds))
+            with self.guarded("draft training"):
+                self.manager.hook.spec_train_draft(step=step, seconds=seconds)
 
     def weight_sync(self, event: WeightSync) -> DraftRefresh | None:
         """Announce new target weights; returns the draft weights to install, or None to keep the old ones."""
         if self.failed:
             return None
-
-        def fire() -> DraftRefresh | None:
+        refresh: DraftRefresh | None = None
+        with self.guarded("weight sync"):
             self.manager.hook.spec_weight_sync(event=event)
-            refresh: DraftRefresh | None = self.manager.hook.spec_draft_weights(event=event)
-            return refresh
-
-        return self._guarded("weight sync", fire)
+            refresh = self._refresh(event)
+        return refresh
 
     def draft_weights(self, event: WeightSync) -> DraftRefresh | None:
         """Between two weight syncs: the draft weights to install, or None to keep the old ones."""
-        if self.failed:
-            return None
-        fire = self.manager.hook.spec_draft_weights
-        found: DraftRefresh | None = self._guarded("draft weights", lambda: fire(event=event))
-        return found
+        refresh: DraftRefresh | None = None
+        if not self.failed:
+            with self.guarded("draft weights"):
+                refresh = self._refresh(event)
+        return refresh
+
+    def _refresh(self, event: WeightSync) -> DraftRefresh | None:
+        answer = self.manager.hook.spec_draft_weights(event=event)
+        return None if answer is None else one(answer, DraftRefresh, "spec_draft_weights")
 
     def refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         """Tell the plugins what became of a refresh."""
-        self._guarded("refresh", lambda: self.manager.hook.spec_refreshed(refresh=refresh, report=report))
+        with self.guarded("refresh"):
+            self.manager.hook.spec_refreshed(refresh=refresh, report=report)
 
     def schedule(self, policy_version: int) -> Schedule | None:
         """k per batch size for the coming rollout phase; all zero after a failure."""
-        fire = self.manager.hook.spec_schedule
-        chosen: Schedule | None = self._guarded("schedule", lambda: fire(policy_version=policy_version))
-        return Schedule((0,) * (self.target.max_num_seqs + 1)) if self.failed else chosen
+        chosen: Schedule | None = None
+        with self.guarded("schedule"):
+            answer = self.manager.hook.spec_schedule(policy_version=policy_version)
+            chosen = None if answer is None else self._fitting(one(answer, Schedule, "spec_schedule"))
+        return self.plain_schedule if self.failed else chosen
+
+    @property
+    def plain_schedule(self) -> Schedule:
+        """No drafts at any batch size."""
+        return Schedule((0,) * (self.target.max_num_seqs + 1))
+
+    def _fitting(self, schedule: Schedule) -> Schedule:
+        """An engine that refuses a table goes on with the one that it has, so a wrong one is not sent at all."""
+        length, table = self.target.max_num_seqs + 1, schedule.table
+        if len(table) != length or any(type(k) is not int or not 0 <= k <= self.config.k for k in table):
+            raise ValueError(
+                f"spec_schedule answered the table {shown(table)}; expected {length} ints, of 0 to {self.config.k}"
+            )
+        return schedule
 
     def audit(self, state: EngineState) -> None:
         """Tell the plugins what the engine holds."""
-        self._guarded("audit", lambda: self.manager.hook.spec_audit(state=state))
+        with self.guarded("audit"):
+            self.manager.hook.spec_audit(state=state)
 
     def metrics(self) -> dict[str, float]:
-        """All plugins' metrics merged, plus ``spec/failed``."""
+        """All plugins' metrics merged, plus ``spec/failed`` and what the engines really do."""
         merged: dict[str, float] = {}
         for implementation in reversed(self.manager.hook.spec_metrics.get_hookimpls()):
             # one by one: a plugin that fails must not silence the others
-            function: Callable[[], Any] = implementation.function
-            part = self._guarded(f"metrics of plugin {implementation.plugin_name}", function)
-            merged.update({name: value for name, value in (part or {}).items() if math.isfinite(value)})
+            with self.guarded(f"metrics of plugin {implementation.plugin_name}"):
+                merged.update(self._numbers(implementation.plugin_name, implementation.function()))
+        if self.drafting is not None:  # plugins say what they have chosen, and after a failure nobody asks them
+            merged["spec/on"] = float(self.drafting)
+        if self.drafting is False:
+            merged.update({name: 0.0 for name in merged if name.startswith("spec/k_b")})
         merged["spec/failed"] = float(self.failed)
         merged["spec/provenance"] = float(not self.unguarded)
         return merged
 
+    def _numbers(self, plugin: str, answer: object) -> dict[str, float]:
+        """Those of a plugin's metrics that are finite numbers; what else there is, one warning names."""
+        if not isinstance(answer, Mapping):
+            if answer is not None:
+                self._leave_out(plugin, "all metrics", answer, "no mapping of names to numbers")
+            return {}
+        found = {name: (value, number(value)) for name, value in answer.items()}
+        for name, (value, parsed) in found.items():
+            if parsed is None or not isinstance(name, str):
+                self._leave_out(plugin, name, value, "no finite number under a name")
+        return {name: v for name, (_, v) in found.items() if v is not None and isinstance(name, str)}
+
+    def _leave_out(self, plugin: str, name: object, value: object, wrong: str) -> None:
+        if (plugin, name) in self._left_out:
+            return
+        self._left_out.add((plugin, name))
+        logger.warning(
+            "spec-plugin: plugin %s, metric %s: %s is %s; it is left out of the log, and the run goes on",
+            *(plugin, name, shown(value), wrong),
+        )
+
+    def copy_of(self, tensor: Tensor) -> Tensor | None:
+        """For ``WeightSync``: a copy of one of the policy's tensors, in the engine's dtype.
+
+        Returns:
+            None, and no more speculation, where it cannot be made; for want of memory, say.
+        """
+        import torch  # late: whoever asks for nothing but the options need not wait for it
+
+        copy: Tensor | None = None
+        with self.guarded("a copy of the policy's embedding or head"):
+            copy = tensor.detach().to(getattr(torch, self.target.dtype), copy=True)
+        return copy
+
     def save(self, path: Path) -> None:
         """Save every plugin's state under ``path``."""
         if not self.failed:
-            self._guarded("save", lambda: self.manager.hook.spec_save(path=path))
+            with self.guarded("save"):
+                self.manager.hook.spec_save(path=path)
 
     def load(self, path: Path) -> None:
         """Restore every plugin's state from ``path``."""
-        self._guarded("load", lambda: self.manager.hook.spec_load(path=path))
+        with self.guarded("load"):
+            self.manager.hook.spec_load(path=path)
 
-    def _guarded(self, where: str, call: Callable[[], T]) -> T | None:
-        try:
-            return call()
-        except FATAL:
-            raise
-        except Exception as error:  # law 6: draft trouble never stops training
-            self.fail(where, error)
-            return None
+
+def _said(error: BaseException | str) -> str:
+    """Its message, or its type where it has none that can be printed."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # of its own __str__
+        return type(error).__name__
 
 
 def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginManager) -> Method:
@@ -212,4 +313,8 @@ def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginMana
     if found is None:
         names = ", ".join(sorted(n for n, _ in manager.list_name_plugin()))
         raise SpecConfigError(f"spec.method={config.method!r}: no active plugin provides it; active plugins: {names}")
+    if not isinstance(found, Method):
+        raise SpecConfigError(
+            f"spec.method={config.method!r}: a plugin's spec_method answered {shown(found)}, no Method"
+        )
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,21 @@ def source_of(package: str, file: str) -> str:
     return path.read_text() if path and path.is_file() else ""
 
 
+def parsed(text: str) -> ast.Module:
+    """The syntax tree of a Python text, read while nothing is collected.
+
+    A finalizer that parses too, as that of a task whose exception nobody has seen does for its traceback, makes Python 3.11
+    count its recursion into the outer parse and end it with SystemError (cpython issue 106905).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def v2_takes_every_k() -> bool:
     """May k change while vLLM's V2 model runner runs; where it may not, vLLM takes V1 for us."""
     return "dynamic speculative decoding" not in source_of("vllm", "config/vllm.py")
@@ -31,7 +47,7 @@ def loads_drafts_like_targets() -> bool:
     """
     file, name = _V2_LOADER
     source = source_of("vllm", file)
-    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == name]
+    functions = [n for n in ast.walk(parsed(source)) if isinstance(n, ast.FunctionDef) and n.name == name]
     return any("draft_load_config" not in (ast.get_source_segment(source, f) or "") for f in functions)
 
 

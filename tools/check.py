@@ -49,11 +49,12 @@ class Part:
 VERL, OPENRLHF = ".envs/verl/bin", ".envs/openrlhf/bin"
 PYTEST = f"{VERL}/python -m pytest"
 MINIMAL = "tests/engine/test_conformance_minimal.py"
+SOAK = "tests/engine/test_soak.py"
 KEEPS = f"{MINIMAL}::test_the_minimal_adapter_keeps_the_contract"
 STARTS_VERL = frozenset({"verl"})
 #: deployment shapes of the kit's drivers; all checks of one take 5 to 15 minutes
 SHAPES = {
-    "verl": ("tp2", "dp2", "nodes2", "lora", "packed", "mistral", "colocate", "separate"),
+    "verl": ("tp2", "dp2", "nodes2", "lora", "packed", "mistral", "colocate", "separate", "separate2"),
     "openrlhf": ("tp2", "dp2", "zero3", "job", "async", "partial"),
 }
 DAILY_SHAPES = ("tp2", "dp2", "packed", "separate")
@@ -92,8 +93,9 @@ PARTS = (
         9,
         STARTS_VERL,
     ),
-    Part("engine", (f"{PYTEST} tests/engine -m engine --ignore {MINIMAL}",), ("verl",), 5),
-    Part("wrong-adapters", (f"{PYTEST} {MINIMAL} --deselect {KEEPS}",), ("verl",), 3),
+    Part("engine", (f"{PYTEST} tests/engine -m engine --ignore {MINIMAL} --ignore {SOAK}",), ("verl",), 5),
+    Part("soak", (f"{PYTEST} {SOAK} -m engine",), ("verl",), 5, daily=False),
+    Part("wrong-adapters", (f"{PYTEST} {MINIMAL} --deselect {KEEPS}",), ("verl",), 5),
     Part("unit", (f"{PYTEST} tests/unit -n 2",), ("verl",), 3),
     Part("kit-minimal", (f"{PYTEST} {KEEPS}",), ("verl",), 4),
     Part(
@@ -106,10 +108,7 @@ PARTS = (
     ),
     Part(
         "shapes",
-        tuple(
-            f"{VERL}/spec-plugin conformance verl --shape {shape} -k {QUICK}"
-            for shape in ("tp2", "dp2", "packed", "separate")
-        ),
+        tuple(f"{VERL}/spec-plugin conformance verl --shape {shape} -k {QUICK}" for shape in DAILY_SHAPES),
         ("verl",),
         9,
         STARTS_VERL,

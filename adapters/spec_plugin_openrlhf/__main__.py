@@ -7,30 +7,43 @@ import sys
 from collections.abc import Sequence
 
 from spec_plugin.arguments import ENABLE, help_text, split_arguments
+from spec_plugin.errors import SpecConfigError
 
 TRAINER = "openrlhf.cli.train_ppo_ray"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the trainer; without ``--spec.enable`` exactly as if this package were not there.
+    """Run the trainer; without ``--spec.enable``, or with ``--spec.enable=false``, exactly as if this package were not there.
 
     Raises:
-        SpecConfigError: if an option is wrong, or the run has something that is not supported; before Ray starts.
+        SystemExit: with one line that says so, if an option is wrong, or the run has something that is not supported; before
+            Ray starts.
     """
-    theirs, ours = split_arguments(list(sys.argv[1:] if argv is None else argv))
-    asked_for_help = any(a in ("-h", "--help") for a in theirs)
-    if ours.pop(ENABLE, False) and not asked_for_help:
-        from spec_plugin_openrlhf.registration import install
-
-        install(theirs, ours)
-    elif ours and not asked_for_help:
-        sys.exit(f"spec-plugin: --spec.{next(iter(ours))} has no effect without --spec.enable; add it, or leave it out")
+    try:
+        theirs, asked_for_help = _prepared(list(sys.argv[1:] if argv is None else argv))
+    except SpecConfigError as error:
+        sys.exit(f"spec-plugin: {error}")
     sys.argv = [TRAINER, *theirs]
     try:
         runpy.run_module(TRAINER, run_name="__main__", alter_sys=True)
     finally:
         if asked_for_help:
             print(help_text())
+
+
+def _prepared(argv: Sequence[str]) -> tuple[list[str], bool]:
+    """OpenRLHF's own arguments, with our classes in place if they are wanted; and whether only the help is."""
+    theirs, ours = split_arguments(argv)
+    asked_for_help = any(a in ("-h", "--help") for a in theirs)
+    enabled = ours.pop(ENABLE, None)
+    if enabled and not asked_for_help:
+        from spec_plugin_openrlhf.registration import install
+
+        install(theirs, ours)
+    elif enabled is None and ours and not asked_for_help:
+        name = next(iter(ours))
+        raise SpecConfigError(f"--spec.{name} has no effect without --spec.enable; add it, or leave it out")
+    return theirs, asked_for_help
 
 
 if __name__ == "__main__":

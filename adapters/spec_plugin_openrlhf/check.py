@@ -11,11 +11,12 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from spec_plugin.arguments import ENABLE, read_config, split_arguments
+from spec_plugin.arguments import ENABLE, PREFIX, read_config, split_arguments
 from spec_plugin.commands.forecast import Plan, judge
 from spec_plugin.commands.judgement import FindModel, Judgement, Model, Objection, find_model, split_launch, unsupported
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.sources import parsed
 from spec_plugin_openrlhf import options
 
 #: modules that are this run, stock or with our launcher before it
@@ -78,7 +79,7 @@ def known_flags() -> tuple[str, ...]:
     file = Path(folders[0]) / "cli" / "train_ppo_ray.py" if folders else None
     if file is None or not file.is_file():
         return ()
-    calls = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
+    calls = (node for node in ast.walk(parsed(file.read_text())) if isinstance(node, ast.Call))
     named = (c.args[0] for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument" and c.args)
     return tuple(filter(None, map(_pattern, named)))
 
@@ -96,12 +97,13 @@ def _unknown(theirs: Sequence[str]) -> Iterator[Objection]:
     if not known:
         yield Objection("", "", "no OpenRLHF", "OpenRLHF is not installed here", "run it where it is", "openrlhf")
         return
+    ours = [f"{PREFIX}{name}" for name in (ENABLE, *SpecConfig.model_fields)]
     plain = [re.sub(r"\\(.)", r"\1", k) for k in known]
     version = metadata.distribution("openrlhf").version
     for flag in (a.partition("=")[0] for a in theirs if a.startswith("--")):
         if any(re.fullmatch(k, flag) for k in known) or sum(name.startswith(flag) for name in plain) == 1:
             continue
-        near = difflib.get_close_matches(flag, plain, n=1)
+        near = difflib.get_close_matches(flag, [*plain, *ours], n=1)
         yield Objection(
             "",
             "",

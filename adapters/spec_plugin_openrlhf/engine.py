@@ -22,7 +22,7 @@ from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, SelfTes
 from spec_plugin.logs import configure_logging
 from spec_plugin.session import SpecSession
 from spec_plugin_openrlhf.registration import undecorated
-from spec_plugin_openrlhf.turns import Turn, said_of
+from spec_plugin_openrlhf.turns import UNKNOWN, Turn, said_of
 
 EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
 #: the turns of one response, under way
@@ -98,7 +98,9 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             response: dict[str, Any] = await execute(*args, **kwargs)
         finally:
             _TURNS.reset(token)
-        ours = said_of(response["observation_tokens"], turns, version)
+        ours = UNKNOWN
+        with self._spec_front.noting("which policy version sampled a response"):
+            ours = said_of(response["observation_tokens"], turns, version)
         return {**response, "extra_logs": {**(response.get("extra_logs") or {}), **ours}}
 
     async def spec_max_num_seqs(self) -> int:

@@ -13,6 +13,15 @@ LEAVE_OUT = "leave out --spec.enable"
 MODEL = "--actor.model_name_or_path"
 
 
+_AT_LEAST_ONE = {
+    "tensor_parallel": "--vllm.tensor_parallel_size",
+    "max_len": "--data.max_len",
+    "nodes": "--actor.num_nodes",
+    "gpus_per_node": "--actor.num_gpus_per_node",
+    "ring": "--ds.ring_attn_size",
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     """The few of OpenRLHF's flags that matter here, with its defaults."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -68,6 +77,9 @@ def objections(flags: argparse.Namespace) -> Iterator[Objection]:
     Args:
         flags: of ``read_flags``.
     """
+    for dest, option in _AT_LEAST_ONE.items():
+        if (size := getattr(flags, dest)) < 1:
+            yield Objection(option, str(size), "a size below 1", "there is no such size", "set it to 1 or more")
     checks = (
         (flags.model is None, MODEL, None, "a run without a policy", "name a model"),
         (flags.engines < 1, "--vllm.num_engines", flags.engines, "rollouts without vLLM", "set it to 1 or more"),

@@ -79,12 +79,11 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         await self._spec.synced(event)
         await self._spec.begin()
 
-    def _spec_tensor(self, module: Any) -> Tensor:
-        """A copy of a layer's whole weight; every rank must call it (ZeRO-3 gathers)."""
+    def _spec_tensor(self, module: Any) -> Tensor | None:
+        """A copy of a layer's whole weight, if there is room for it; every rank must call it (ZeRO-3 gathers)."""
         zero_3 = self.strategy.args.ds.zero_stage == 3
         with deepspeed.zero.GatheredParameters([module.weight], enabled=zero_3):
-            weight: Tensor = module.weight.detach().to(getattr(torch, self._spec.session.target.dtype), copy=True)
-        return weight
+            return self._spec.session.copy_of(module.weight)
 
     def forward(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The experience pass: harvest on the way."""

@@ -9,6 +9,8 @@ from spec_plugin.engine.control import PLAIN_FROM, PLAIN_UNTIL
 
 #: the policy versions that sampled its first and its last token
 VERSION, LAST_VERSION = "rollout_policy_version", "rollout_last_policy_version"
+#: what is said of a response of which nothing is known
+UNKNOWN = {PLAIN_FROM: -1.0, PLAIN_UNTIL: -1.0, VERSION: -1.0, LAST_VERSION: -1.0}
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ module ``flash_attn`` (only if it is not installed)          OpenRLHF imports it
 ``deepspeed…DeepSpeedEngine.get_optimizer_configuration``,   a compiler would be busy for minutes, in each new
 ``deepspeed.comm.torch.build_shm_op``                        environment, with DeepSpeed's AdamW and shared memory
                                                              collectives for a CPU; here torch's AdamW, and gloo
+``openrlhf…DeepspeedStrategy.save_ckpt``                     a checkpoint also holds torch's random state, with the plugin and
+                                                             without, for the conformance kit to compare
 ``openrlhf…WorkerWrap.init_process_group``                   refuses what a CPU cannot do (``--vllm.sync_with_ray``)
 ``openrlhf…WorkerWrap.update_weight``                        receives into a "cuda" tensor; here a CPU tensor, and after
                                                              the last one of a sync the engine packs its weights again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from torch import Tensor
 from spec_plugin.conformance import tiny
 from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
 from spec_plugin_openrlhf_cpu.run import OpenRLHFRun
+from spec_plugin_openrlhf_cpu.shims import RANDOM
 
 _REPLAY = '''"""Written by spec_plugin_openrlhf_cpu.conformance: an agent that records rollouts, or gives back recorded ones."""
 from pathlib import Path
@@ -50,6 +52,7 @@ class Driver(ConformanceDriver):
     shapes: ClassVar = {name: what for name, (what, _) in SHAPES.items()}
     adapter_modules = ("spec_plugin_openrlhf", "spec_plugin.session")
     trainer_modules = ("spec_plugin_openrlhf_cpu.stock",)
+    engine_version = "spec_plugin.engine.front:EngineFront.policy_version"
 
     def __init__(self, root: Path, shape: str | None = None) -> None:
         """Make policy, data and reward."""
@@ -119,6 +122,12 @@ class Driver(ConformanceDriver):
             return found
         state = _load(folder / "mp_rank_00_model_states.pt")["module"]
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+    def random_state(self, run: RunSettings, step: int) -> dict[str, str]:
+        """torch's, of the first rank: OpenRLHF seeds all streams, and saves none; see ``shims``."""
+        folder = self._checkpoints(run) / "_actor" / f"global_step{step}"
+        file = next(iter(sorted(folder.glob("*mp_rank_00_model_states.pt"))))
+        return {"torch": hashlib.sha256(_load(file)[RANDOM].numpy().tobytes()).hexdigest()}
 
 
 def _load(file: Path) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from torch import Tensor
 from spec_plugin.errors import PatchError
 
 _MARK = "_spec_plugin_openrlhf_cpu"
+#: in a checkpoint's client state, torch's random state
+RANDOM = "spec_plugin_openrlhf_cpu_random"
 
 
 def install() -> None:
@@ -56,6 +58,13 @@ def install() -> None:
         "build_shm_op",
         functools.partial(_instead, _no_op),
         landmarks=("ShareMemCommBuilder", "return None"),
+    )
+    replace(
+        "openrlhf.utils.deepspeed.deepspeed",
+        "DeepspeedStrategy.save_ckpt",
+        _with_random_state,
+        parameters=("self", "model", "save_dir", "tag", "max_num", "max_mem", "client_state"),
+        landmarks=("client_state=client_state",),
     )
     late = sys.modules.get("openrlhf.trainer.ray.ppo_actor")
     if late is not None and late.stateless_init_process_group is not gloo_group:
@@ -166,6 +175,23 @@ def _torchs_adam(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, optimizer_parameters, *args, **kwargs)
 
     return get_optimizer_configuration
+
+
+def _with_random_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save_ckpt(
+        self: Any,
+        model: Any,
+        save_dir: str,
+        tag: Any = None,
+        max_num: int = 3,
+        max_mem: int = 1000,
+        client_state: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        state = {**(client_state or {}), RANDOM: torch.get_rng_state()}
+        return original(self, model, save_dir, tag, max_num, max_mem, state, **kwargs)
+
+    return save_ckpt
 
 
 def _no_op() -> None:

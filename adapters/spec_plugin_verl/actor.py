@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl.workers.utils.padding import response_from_nested
 
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
-from spec_plugin.actor.harvest import PackedShards, response_at_the_end
+from spec_plugin.actor.harvest import PackedShards
 from spec_plugin.actor.links import ActorsLink
 from spec_plugin.engine.control import plain_tokens
 from spec_plugin.events import LogprobBatch
 from spec_plugin.session import SpecSession
 from spec_plugin.witness import witnessed
+from spec_plugin_verl import batches
 from spec_plugin_verl.runtime import RUNTIME
 
 
@@ -86,32 +86,29 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """One micro-batch; captured while the pass still has harvest budget."""
         if not forward_only or self._harvest is None:
             return super().forward_step(micro_batch, loss_function, forward_only)
-        with self._harvest.capture(lambda: _documents(micro_batch)):
+        with self._harvest.capture(lambda: batches.documents(micro_batch)):
             return super().forward_step(micro_batch, loss_function, forward_only)
 
     def _check(self, session: SpecSession, data: Any, log_probs: Tensor, rollout_in_loss: bool) -> None:
-        mask = data["response_mask"]
-        recomputed = response_from_nested(log_probs, mask)
         rollout = data["rollout_log_probs"] if "rollout_log_probs" in data.keys() else None  # noqa: SIM118
-        sampled = _padded(mask).bool()
+        sampled, starts, said = batches.sampled(data), batches.starts(data), batches.said(data)
         assert RUNTIME.control is not None
-        first, last = _rollout_versions(data)
+        first, last = batches.versions(said) if RUNTIME.policy_version >= 0 else (None, None)
         batch = LogprobBatch(
             policy_version=RUNTIME.policy_version,
-            recomputed=_padded(recomputed),
-            rollout=None if rollout is None else _padded(rollout),
+            recomputed=batches.responses(log_probs, data),
+            rollout=None if rollout is None else batches.padded(rollout),
             mask=sampled,
             rollout_versions=first,
             last_versions=last,
             speculating=RUNTIME.control.speculating,
             rollout_in_loss=rollout_in_loss,
-            plain=plain_tokens(sampled, _extra_fields(data), _starts(data)),
+            plain=plain_tokens(sampled, said, starts),
         )
         spans = RUNTIME.control.spans()
         if RUNTIME.control.lags:
-            documents = [d.cpu() for d in data["input_ids"].unbind()]
             told = None if first is None or last is None else (first, last)
-            versions, plain = spans.of(documents, _starts(data), sampled, told)
+            versions, plain = spans.of(batches.ids(data), starts, sampled, told)
             drafted = bool((sampled & ~plain).any())
             batch = replace(batch, lag_allowed=True, speculating=drafted, token_versions=versions, plain=plain)
         session.check_logprobs(batch)
@@ -126,12 +123,11 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         link = RUNTIME.control.link
         if not isinstance(link, ActorsLink):
             return None
-        try:
+        known: LogprobBatch | None = None
+        with RUNTIME.control.session.guarded("log-probs that the engines kept"):
             kept = [witness for engine in run_blocking(link.all("spec_witnesses")) for witness in engine]
-        except Exception as error:  # law 6
-            RUNTIME.control.session.fail("log-probs that the engines kept", error)
-            return None
-        return witnessed(batch, [d.cpu() for d in data["input_ids"].unbind()], _starts(data), kept)
+            known = witnessed(batch, batches.ids(data), batches.starts(data), kept)
+        return known
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         """verl's own update; after the last mini-batch of a step, one slice of draft training and the metrics."""
@@ -179,43 +175,6 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         self._resumed = Path(local_path) / "spec_plugin"
         if self._session is not None:
             self._session.load(self._resumed)
-
-
-def _documents(micro_batch: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Token ids and response masks of whole sequences."""
-    ids, responses = micro_batch["input_ids"].unbind(), micro_batch["response_mask"].unbind()
-    return list(ids), [response_at_the_end(len(i), r) for i, r in zip(ids, responses, strict=True)]
-
-
-def _padded(nested: Tensor) -> Tensor:
-    """[B, T] on the CPU, zero-padded, from a jagged tensor."""
-    dense: Tensor = nested.to_padded_tensor(0) if nested.is_nested else nested
-    return dense.detach().cpu()
-
-
-def _starts(data: Any) -> list[int]:
-    """Where the response begins in each document."""
-    documents, responses = data["input_ids"].unbind(), data["response_mask"].unbind()
-    return [len(d) - len(r) for d, r in zip(documents, responses, strict=True)]
-
-
-def _rollout_versions(data: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Policy versions that sampled the first and the last token of each sequence; None where verl's batch does not tell."""
-    spans = [_span(extra) for extra in _extra_fields(data)]
-    if not spans or RUNTIME.policy_version < 0:  # in which case nobody knows what they ought to be
-        return None, None
-    first, last = torch.tensor(spans, dtype=torch.int64).unbind(1)
-    return first, last
-
-
-def _extra_fields(data: Any) -> list[Any]:
-    """What verl's servers said beside each response; empty where verl's batch does not tell."""
-    return list(data["extra_fields"]) if "extra_fields" in data.keys() else []  # noqa: SIM118
-
-
-def _span(extra: Any) -> tuple[int, int]:
-    low, high = extra.get("min_global_steps"), extra.get("max_global_steps")
-    return (-1, -1) if low is None or high is None else (int(low), int(high))
 
 
 def dtype_name(engine: Any) -> str:

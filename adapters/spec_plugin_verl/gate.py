@@ -14,7 +14,7 @@ from typing import Any
 from verl.workers.rollout.replica import RolloutMode
 
 from spec_plugin.engine.calls import SpecEngineMethods
-from spec_plugin.errors import LosslessError, SpecConfigError
+from spec_plugin.errors import LosslessError, SpecConfigError, pass_on
 from spec_plugin.events import SelfTestReport
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,19 @@ class Gate(SpecEngineMethods):
                 "this engine rolls out without drafts until the next sync",
                 limit,
             )
-            await self._spec_front.go_plain()
+            await self._spec_plain()
+
+    async def _spec_plain(self) -> None:
+        """Nobody has said which draft is in: use none. The gate opens in any case (law 6)."""
+        front = self._spec_front
+        try:
+            await asyncio.wait_for(front.go_plain(), front.session.config.refresh_timeout_s)
+        except Exception as error:
+            pass_on(error)
+            logger.warning(
+                "spec-plugin: this engine has not confirmed that it drafts nothing; what it samples counts as drafted",
+                exc_info=error,
+            )
 
     async def spec_description(self) -> tuple[Any, Any]:
         """Options and target, for actors that see no rollout configuration."""

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 ROLLOUT_KEY = ("vllm", "async")
-ADAPTER = "spec_plugin_verl.rollout.SpecServerAdapter"
+ADAPTER = "spec_plugin_verl.rollout.server_adapter"
 
 
 def register() -> None:

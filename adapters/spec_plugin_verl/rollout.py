@@ -35,10 +35,7 @@ class VerlLink(ActorsLink):
 
 
 class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
-    """One per actor process (verl's hybrid modes: actor and rollout in one process).
-
-    Beside a standalone rollout there is none of ours: verl looks the class up in a process that does not import us.
-    """
+    """One per actor process (verl's hybrid modes: actor and rollout in one process)."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         """Parse the options and build the session, before any engine starts.
@@ -63,7 +60,6 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
             )
         engine = RUNTIME.engine
         target = read_target(config, model_config, dtype_name(engine), actor_group())
-        self._dtype = getattr(torch, target.dtype)
         link = self._link(spec.refresh_timeout_s) if is_first() else None
         self._control = RolloutControl(SpecSession(spec, target), link, sleeps=config.free_cache_engine)
         self._syncs = 0
@@ -89,7 +85,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
                 "spec-plugin does not support delta weight syncs yet: set "
                 "actor_rollout_ref.rollout.checkpoint_engine.backend=naive, or leave the flag out"
             )
-        tap = PolicyTap(weights, self._dtype)
+        tap = PolicyTap(weights, self._control.session.copy_of)
         await super().update_weights(aiter(tap), global_steps=global_steps, wire_format=wire_format, **kwargs)
         self._syncs += global_steps is not None  # verl announces no other sync to its servers
         await self._all_replicas(awake=False)
@@ -103,10 +99,8 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         """Each replica gets weights, and wakes up, at its own pace; the one that speaks to all of them waits for all."""
         link, session = self._control.link, self._control.session
         if isinstance(link, VerlLink) and not session.failed:
-            try:
+            with session.guarded("waiting for all replicas"):
                 await link.all("spec_synced", self._syncs, awake, timeout_s=SYNC_TIMEOUT_S)
-            except Exception as error:  # law 6
-                session.fail("waiting for all replicas", error)
 
     async def resume(self, tags: list[str]) -> None:
         """verl's wake-up; once the KV cache is back the engine can generate."""
@@ -114,3 +108,9 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         if "kv_cache" in tags and self._control.policy_version >= 0:
             await self._all_replicas(awake=True)
             await self._control.begin()
+
+
+def server_adapter(config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> ServerAdapter:
+    """What verl makes beside an actor; beside a standalone rollout, whose rank verl tells, it is verl's own."""
+    chosen = SpecServerAdapter if replica_rank == -1 else ServerAdapter
+    return chosen(config, model_config, device_mesh, replica_rank)

@@ -66,8 +66,9 @@ class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
         if control is not None:
             output.extra_fields.update(control.span(len(prompt_ids), request.tokens))
         if hidden and output.log_probs is not None:
-            tokens = (*prompt_ids, *output.token_ids)
-            self._spec_front.witnesses.append(Witness(tuple(map(int, tokens)), tuple(output.log_probs)))
+            with self._spec_front.noting("the log-probs of a response that the trainer did not ask for"):
+                tokens = (*prompt_ids, *output.token_ids)
+                self._spec_front.witnesses.append(Witness(tuple(map(int, tokens)), tuple(output.log_probs)))
             output.log_probs = None
         return output
 

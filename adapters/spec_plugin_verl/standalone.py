@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import ray
 import torch
+from spec_plugin_verl_check.options import EVERYWHERE
 from torch import Tensor
 
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.links import ActorsLink
-from spec_plugin.errors import FATAL
+from spec_plugin.errors import SpecConfigError
 from spec_plugin.ranks import actor_group, is_first, of_first
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyTap
@@ -43,11 +44,15 @@ class Standalone:
             SpecConfigError: if a plugin refuses this run.
         """
         servers = [ray.get_actor(name) for name in sorted(ray.util.list_named_actors()) if _SERVER.fullmatch(name)]
+        if not all(hasattr(server, "spec_description") for server in servers):
+            raise SpecConfigError(
+                f"spec-plugin runs in the actor and not in the rollout's servers: set {EVERYWHERE} (verl's older mains start "
+                "engines before they import model.external_lib)"
+            )
         config, target = ray.get([server.spec_description.remote() for server in servers])[0]
         target = replace(target, actor_dtype=dtype_name, actor_group=actor_group())
         self._link = ActorsLink(servers, config.refresh_timeout_s, ray.put) if is_first() else None
         self.control = RolloutControl(SpecSession(config, target), self._link, overlaps=True)
-        self._dtype = getattr(torch, target.dtype)
         self._syncs = 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -56,7 +61,7 @@ class Standalone:
     def tap(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass the weight stream on; behind its end the next phase begins."""
         self.wait()
-        tap = PolicyTap(weights, self._dtype)
+        tap = PolicyTap(weights, self.control.session.copy_of)
         yield from tap
         self._syncs += 1
         card = torch.cuda.current_device() if torch.cuda.is_available() else None  # each thread has its own
@@ -67,7 +72,7 @@ class Standalone:
         """Before anything that needs the state of the phase.
 
         Raises:
-            LosslessError: if an engine does not sample from the target.
+            LosslessError: if an engine does not sample from the target; or what else ended the beginning of the phase.
         """
         if self._thread is not None:
             self._thread.join()
@@ -78,25 +83,26 @@ class Standalone:
     def _run(self, tap: PolicyTap, card: int | None) -> None:
         problem = ""
         try:
-            if card is not None:
-                torch.cuda.set_device(card)
-            asyncio.run(self._begin(tap))
-        except FATAL as error:
-            self._error, problem = error, str(error)
-        except Exception as error:  # law 6: the gate opens, and the next phase is plain
-            self.control.session.fail("the beginning of a phase", error)
-        if self._link is not None:
-            try:
+            with self.control.session.guarded(
+                "the beginning of a phase"
+            ):  # law 6: the gate opens, and the next phase is plain
+                if card is not None:
+                    torch.cuda.set_device(card)
+                asyncio.run(self._begin(tap))
+        except BaseException as error:  # in a thread nobody would hear of it: the one that waits raises it
+            self._error, problem = error, str(error) or type(error).__name__
+        if self._link is None:
+            return
+        try:
+            with self.control.session.guarded("opening the gate"):  # law 6: the gate has a time-out of its own
                 asyncio.run(self._link.all("spec_go", self._syncs, problem))
-            except Exception as error:  # law 6: the gate has a time-out of its own
-                self.control.session.fail("opening the gate", error)
+        except BaseException as error:
+            self._error = self._error or error
 
     async def _begin(self, tap: PolicyTap) -> None:
         version = -1  # unknown
         if self._link is not None:
-            try:
+            with self.control.session.guarded("waiting for the engines' weights"):  # law 6; the ranks go on together
                 version = max(await self._link.all("spec_at_gate", self._syncs, timeout_s=SYNC_TIMEOUT_S))
-            except Exception as error:  # law 6; the ranks go on together
-                self.control.session.fail("waiting for the engines' weights", error)
         await self.control.synced(tap.event(of_first(version)))
         await self.control.begin()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from verl.workers.rollout.utils import ensure_async_iterator
 
@@ -16,17 +15,20 @@ SYNC_TIMEOUT_S = 600.0
 
 
 class PolicyTap:
-    """Passes the weight stream on and keeps copies, in the engine's dtype, of the two tensors that the draft shares."""
+    """Passes the weight stream on, whatever happens here, and keeps copies of the two tensors that the draft shares."""
 
     EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-    def __init__(self, weights: Any, dtype: torch.dtype) -> None:
-        self._weights, self._dtype = weights, dtype
+    def __init__(self, weights: Any, copy_of: Callable[[Tensor], Tensor | None]) -> None:
+        """The stream, and ``SpecSession.copy_of``."""
+        self._weights, self._copy_of = weights, copy_of
         self.kept: dict[str, Tensor] = {}
 
     def _keep(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
         if name in (self.EMBED, self.HEAD):
-            self.kept[name] = tensor.detach().to(self._dtype, copy=True)
+            copy = self._copy_of(tensor)
+            if copy is not None:
+                self.kept[name] = copy
         return name, tensor
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

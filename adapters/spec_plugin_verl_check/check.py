@@ -14,9 +14,8 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin_verl_check import options
 from spec_plugin_verl_check.compose import compose_config, has_module, not_taken, verl_version
+from spec_plugin_verl_check.entries import MAIN, Entry, entry_of, with_engines_beside
 
-#: modules whose run is that of ``main_ppo``
-MODULES = ("verl.trainer.main_ppo",)
 _MODEL = "actor_rollout_ref.model.path"
 #: parts of the configuration that are asked here, each a mapping
 _SECTIONS = (
@@ -32,14 +31,16 @@ def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
     """Judge a verl run as if ``external_lib=spec_plugin_verl`` were set; starts, imports and downloads nothing of it.
 
     Args:
-        arguments: of ``verl.trainer.main_ppo``, or the whole command line.
+        arguments: of ``verl.trainer.main_ppo``, or the whole command line, with whatever main of verl's.
         find: looks for the model's config.json.
     """
     module, given = split_launch(arguments)
     before: list[Objection] = []
-    if module is not None and module not in MODULES:
-        before.append(_about_module(module))
-    composed = compose_config(given)
+    entry = entry_of(module)
+    if entry is None:
+        before.append(_about_module(str(module)))
+    entry = entry or MAIN
+    composed = compose_config(given, entry)
     before += composed.objections
     if composed.config is None:
         return Judgement("verl", tuple(before), unseen=("everything else: verl would not get a configuration",))
@@ -50,7 +51,8 @@ def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
         ]
         return Judgement("verl", tuple(before), unseen=("everything else",))
     try:
-        return _judge(composed.config, before, find)
+        entry.complete(composed.config)
+        return _judge(composed.config, entry, before, find)
     except OmegaConfBaseException as error:  # a mandatory value is missing, an interpolation leads nowhere
         message = str(error).splitlines()[0]
         before.append(Objection("", "", "a configuration that is not complete", message, "set it", "verl"))
@@ -65,7 +67,7 @@ def _about_module(module: str) -> Objection:
     return unsupported("-m", module, f"the trainer {module}", instead)
 
 
-def _judge(config: Any, before: list[Objection], find: FindModel) -> Judgement:
+def _judge(config: Any, entry: Entry, before: list[Objection], find: FindModel) -> Judgement:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     if OmegaConf.is_missing(rollout, "name"):
         before.append(
@@ -74,14 +76,21 @@ def _judge(config: Any, before: list[Objection], find: FindModel) -> Judgement:
             )
         )
         rollout.name = "vllm"
-    found = [*before, *options.objections(rollout, model, config, str(config.trainer.get("device", "cuda")))]
+    device = str(config.trainer.get("device", "cuda"))
+    found = [
+        *before,
+        *options.misplaced(OmegaConf.to_container(config, resolve=False)),
+        *options.objections(rollout, model, config, device),
+        *with_engines_beside(config),
+    ]
     if any(o.reason == options.WRONG_KIND for o in found):
         return Judgement("verl", tuple(found), unseen=("everything that depends on it",))
     spec = SpecConfig.parse(None)
     try:
         spec = options.read_config(rollout)
     except SpecConfigError as error:
-        found.append(Objection("", "", "a spec option", str(error), "`spec-plugin options` lists them"))
+        if not any(str(o) in str(error) for o in found):  # it was said already
+            found.append(Objection("", "", "a spec option", str(error), "`spec-plugin options` lists them"))
     try:
         looked_up = find(model.path)
     except SpecConfigError as error:
@@ -98,14 +107,14 @@ def _judge(config: Any, before: list[Objection], find: FindModel) -> Judgement:
             target=target,
             model=looked_up,
             model_option=_MODEL,
-            shape=_shape(config),
-            shapes=_shapes(config, (looked_up.config or {}).get("model_type")),
+            shape=_shape(config, entry),
+            shapes=_shapes(config, entry, (looked_up.config or {}).get("model_type")),
             eager=bool(arguments["enforce_eager"]),
             graphs=options.graph_mode(rollout),
             rollout_in_loss=bypass or any(correction.get(name) for name in ("rollout_is", "rollout_rs")),
             bypass=bypass,
             objections=tuple(found),
-            notes=_notes(config),
+            notes=_notes(config, entry),
         )
     )
 
@@ -118,27 +127,34 @@ def _sequence_parallel(config: Any) -> int:
     return next((size for size in (older, newer) if isinstance(size, int) and size > 1), 1)
 
 
-def _sizes(config: Any) -> tuple[int, int]:
-    """Actor ranks, and ranks of one engine; 0 where it is not a number."""
-    per_node, nodes = config.trainer.n_gpus_per_node, config.trainer.nnodes
-    ranks = per_node * nodes if isinstance(per_node, int) and isinstance(nodes, int) else 0
-    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    return ranks, size if isinstance(size, int) else 0
+def _sizes(config: Any) -> tuple[int, int, int]:
+    """Ranks of the actor, of all engines, and of one engine; 0 where it is not a number."""
+
+    def ranks(section: Any) -> int:
+        per_node, nodes = section.n_gpus_per_node, section.nnodes
+        return per_node * nodes if isinstance(per_node, int) and isinstance(nodes, int) else 0
+
+    rollout = config.actor_rollout_ref.rollout
+    size = rollout.tensor_model_parallel_size
+    apart = config.trainer.v1.trainer_mode == options.APART
+    return ranks(config.trainer), ranks(rollout if apart else config.trainer), size if isinstance(size, int) else 0
 
 
-def _shape(config: Any) -> str:
-    ranks, size = _sizes(config)
+def _shape(config: Any, entry: Entry) -> str:
+    ranks, all_engines, size = _sizes(config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    mode = config.trainer.v1.trainer_mode
+    mode = entry.mode(config)
     words = [("" if mode == options.MODES[0] else f"{mode}; ") + f"{ranks or '?'} {actor.strategy} actor ranks"]
     if (slices := _sequence_parallel(config)) > 1:
         words[0] += f", Ulysses over {slices}"
-    engines = f"{ranks // size} {rollout.name} engines" if ranks and size else f"{rollout.name} engines"
+    count = f"{all_engines // size} " if all_engines and size else ""
+    engines = f"{count}{rollout.name} engines"
     return f"{words[0]}; {engines} of {size or '?'} ranks each"
 
 
-def _shapes(config: Any, family: Any) -> tuple[str, ...]:
-    ranks, size = _sizes(config)
+def _shapes(config: Any, entry: Entry, family: Any) -> tuple[str, ...]:
+    ranks, _, size = _sizes(config)
+    mode = entry.mode(config)
     model, slices = config.actor_rollout_ref.model, _sequence_parallel(config)
     used = {
         "tp2": size > 1,
@@ -148,13 +164,15 @@ def _shapes(config: Any, family: Any) -> tuple[str, ...]:
         "lora": options.lora(model) == "merged",
         "packed": bool(model.use_remove_padding),
         "mistral": family == "mistral",
-        "colocate": config.trainer.v1.trainer_mode == "colocate_async",
-        "separate": config.trainer.v1.trainer_mode == options.APART,
+        "colocate": mode == "colocate_async",
+        "separate": mode == options.APART,
+        "fully": mode == "fully_async",
+        "one-step": mode == "one_step_off",
     }
     return tuple(name for name, uses in used.items() if uses)
 
 
-def _notes(config: Any) -> tuple[str, ...]:
+def _notes(config: Any, entry: Entry) -> tuple[str, ...]:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     notes = []
     if not rollout.calculate_log_probs:
@@ -167,7 +185,9 @@ def _notes(config: Any) -> tuple[str, ...]:
         )
     if (config.get("distillation") or {}).get("enabled"):
         notes.append("distillation: the teachers' engines run without drafts")
-    mode = config.trainer.v1.trainer_mode
+    mode = entry.mode(config)
+    if entry.only:
+        notes.append(f"{entry.module} takes the flag as {options.EVERYWHERE}")
     if mode != options.MODES[0]:
         notes.append(
             f"{mode}: rollouts lag behind the policy; each token's log-prob is judged by how many versions it is old"

@@ -1,4 +1,4 @@
-"""verl's configuration from the arguments of ``main_ppo``, composed by hydra as verl does it, without importing verl."""
+"""verl's configuration from the arguments of its main, composed by hydra as verl does it, without importing verl."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from spec_plugin.commands.judgement import Objection
+from spec_plugin_verl_check.entries import MAIN, Entry
 
 #: hydra's own flags that choose the configuration, with the long name that we use
 _FLAGS = {
@@ -52,28 +53,32 @@ def not_taken() -> str:
 
 def has_module(name: str) -> bool:
     """True when the installed verl has this module; found as a file, since importing takes half a minute."""
-    folder, path = _trainer_folder(), Path(*name.split(".")[1:])
-    return folder is not None and any((folder.parent / p).is_file() for p in (f"{path}.py", path / "__main__.py"))
+    folder, path = _verl_folder(), Path(*name.split(".")[1:])
+    return folder is not None and any((folder / p).is_file() for p in (f"{path}.py", path / "__main__.py"))
 
 
-def compose_config(arguments: Sequence[str]) -> Composed:
-    """Compose as ``python -m verl.trainer.main_ppo`` would.
+def compose_config(arguments: Sequence[str], entry: Entry = MAIN) -> Composed:
+    """Compose as ``python -m`` with this entry would.
 
     An override that this verl does not take is reported with hydra's message and then forced (``++``), so that the rest
     can be judged.
 
     Args:
-        arguments: of ``main_ppo``, hydra's own flags included.
+        arguments: of its main, hydra's own flags included.
+        entry: which of verl's trainers.
     """
     found: list[Objection] = []
-    folder = _trainer_folder()
+    folder = _verl_folder()
     if folder is None:
         return Composed(None, (_says("", "verl is not installed here", "run it where verl is installed"),))
     chosen, overrides = _split(arguments, found)
-    config_dir = (folder / chosen.get("path", "config")).resolve()
-    name = chosen.get("name", "ppo_trainer").removesuffix(".yaml")
-    if "dir" in chosen:
-        overrides.append(f"hydra.searchpath=[file://{Path(chosen['dir']).resolve()}]")
+    config_dir = (folder / entry.folder / chosen.get("path", "config")).resolve()
+    name = chosen.get("name", entry.name).removesuffix(".yaml")
+    # one of verl's own configurations looks for the others beside the folder in which it is started
+    search = [Path(chosen["dir"]).resolve()] if "dir" in chosen else []
+    search += [folder / MAIN.folder / "config"] if entry is not MAIN else []
+    if search:
+        overrides.append(f"hydra.searchpath=[{','.join(f'file://{path}' for path in search)}]")
     if not config_dir.is_dir():
         return Composed(
             None, (*found, _says(f"--config-path={chosen['path']}", "there is no such folder", "leave it out"))
@@ -96,10 +101,10 @@ def compose_config(arguments: Sequence[str]) -> Composed:
     return Composed(None, tuple(found))
 
 
-def _trainer_folder() -> Path | None:
+def _verl_folder() -> Path | None:
     spec = find_spec("verl")  # finds it without importing it
     folders = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(folders[0]) / "trainer" if folders else None
+    return Path(folders[0]) if folders else None
 
 
 def _split(arguments: Sequence[str], found: list[Objection]) -> tuple[dict[str, str], list[str]]:
@@ -117,7 +122,11 @@ def _split(arguments: Sequence[str], found: list[Objection]) -> tuple[dict[str, 
             if not flag.lstrip("+~"):
                 raise OverrideParseException(argument, "it has no key")
             parser.parse_override(argument)
-        except HydraException as error:
+        except (
+            HydraException,
+            ValueError,
+            RecursionError,
+        ) as error:  # of a number with thousands of digits; of lists in lists
             found.append(_says(argument, *_lines(error)))
             continue
         overrides.append(argument)

@@ -13,13 +13,15 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spec_plugin.commands.judgement import Objection, unsupported
-from spec_plugin.config import SpecConfig
+from spec_plugin.config import NAME, SpecConfig, meant_for_us
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.sources import source_of
 
 PREFIX = "+actor_rollout_ref.rollout.custom.spec."
 FLAG = "actor_rollout_ref.model.external_lib=spec_plugin_verl"
+#: the same in every process, for mains that start engines before they look at the model's options
+EVERYWHERE = "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=spec_plugin_verl"
 LEAVE_OUT = f"leave out {FLAG}"
 STRATEGIES = ("fsdp", "fsdp2")
 #: of verl's trainer; the last one with engines in processes of their own
@@ -49,10 +51,36 @@ def read_config(rollout: Any) -> SpecConfig:
         SpecConfigError: naming the option as the user writes it on verl's command line.
     """
     custom = plain(getattr(rollout, "custom", None)) or {}
-    raw = plain(custom.get("spec")) if isinstance(custom, Mapping) else custom
+    raw = plain(custom.get(NAME)) if isinstance(custom, Mapping) else custom
     if raw is not None and not isinstance(raw, Mapping):
         raise SpecConfigError(f"{PREFIX}*: expected options such as {PREFIX}k=3, got {raw!r}")
+    if isinstance(custom, Mapping) and (lost := list(misplaced(custom, f"{_ROLLOUT}custom"))):
+        raise SpecConfigError("; ".join(map(str, lost)))
     return SpecConfig.parse(raw, PREFIX)
+
+
+def misplaced(tree: Any, path: str = "") -> Iterator[Objection]:
+    """Options that are most likely ours, under a name or in a place where nobody reads them.
+
+    Args:
+        tree: a part of verl's configuration, as plain dicts.
+        path: where it is in the whole.
+    """
+    for name, value in tree.items() if isinstance(tree, Mapping) else ():
+        place = f"{path}.{name}" if path else str(name)
+        if f"+{place}." == PREFIX:
+            continue
+        if not meant_for_us(str(name), value):
+            yield from misplaced(value, place)
+            continue
+        option = next(iter(value))
+        yield Objection(
+            f"+{place}.{option}",
+            str(value[option]),
+            "a misspelt option",
+            "neither verl nor spec-plugin reads this",
+            f"write it as {PREFIX}{option}",
+        )
 
 
 def engine_kwargs(rollout: Any) -> dict[str, Any]:
@@ -83,6 +111,8 @@ def graph_mode(rollout: Any) -> str:
             config = json.loads(config)
         except ValueError:
             return f"unknown (compilation_config={config!r} is no JSON)"
+    if not isinstance(config, Mapping):  # a level, which chooses the mode as well
+        return f"vLLM's choice for compilation_config={config!r}"
     return str(config.get("cudagraph_mode") or "FULL_AND_PIECEWISE")
 
 
@@ -148,22 +178,39 @@ def objections(rollout: Any, model: Any, config: Any = None, device: str = "cuda
 
 def _of_wrong_kind(rollout: Any, model: Any) -> Iterator[Objection]:
     """verl's dataclasses would refuse these too, hidden in a longer message."""
-    kwargs = plain(getattr(rollout, "engine_kwargs", None)) or {}
-    of_vllm = kwargs.get("vllm") if isinstance(kwargs, Mapping) else kwargs
-    if not isinstance(of_vllm, Mapping | None):
-        yield Objection(
-            f"{_ROLLOUT}engine_kwargs.vllm", str(of_vllm), WRONG_KIND, "these are no options", "set some, or {}"
-        )
+    if wrong := list(_no_parts(rollout, model)):
+        yield from wrong
         return
     if not isinstance(model.path, str):
         yield Objection(f"{_MODEL}path", str(model.path), WRONG_KIND, "this is no path", "name a model")
-    numbers = {f"{_ROLLOUT}{name}": getattr(rollout, name) for name in _SIZES}
-    numbers[f"{_ROLLOUT}expert_parallel_size"] = getattr(rollout, "expert_parallel_size", None) or 1
-    numbers[f"{_ROLLOUT}engine_kwargs.vllm.max_num_seqs"] = engine_kwargs(rollout).get("max_num_seqs", 1)
-    numbers[f"{_MODEL}lora_rank"] = getattr(model, "lora_rank", 0) or 0
-    for option, value in numbers.items():
-        if not isinstance(value, int):
+    sizes = {f"{_ROLLOUT}{name}": getattr(rollout, name) for name in _SIZES}
+    sizes[f"{_ROLLOUT}expert_parallel_size"] = getattr(rollout, "expert_parallel_size", None) or 1
+    for name in ("max_num_seqs", "tensor_parallel_size"):
+        sizes[f"{_ROLLOUT}engine_kwargs.vllm.{name}"] = engine_kwargs(rollout).get(name, 1)
+    others = {
+        f"{_MODEL}lora_rank": getattr(model, "lora_rank", 0) or 0,
+        f"{_MODEL}lora.rank": (plain(getattr(model, "lora", None)) or {}).get("rank") or 0,
+        f"{_ROLLOUT}max_model_len": rollout.max_model_len or 0,
+    }
+    for option, value in (sizes | others).items():
+        if not isinstance(value, int) or isinstance(value, bool):
             yield Objection(option, str(value), WRONG_KIND, "this is no whole number", "set one")
+        elif value < 1 and option in sizes:
+            yield Objection(option, str(value), WRONG_KIND, "there is no such size", "set it to 1 or more")
+
+
+def _no_parts(rollout: Any, model: Any) -> Iterator[Objection]:
+    """What should hold options and is a value; verl's dataclasses and mappings pass."""
+    kwargs = plain(getattr(rollout, "engine_kwargs", None)) or {}
+    parts = {
+        f"{_ROLLOUT}engine_kwargs.vllm": kwargs.get("vllm") if isinstance(kwargs, Mapping) else kwargs,
+        f"{_ROLLOUT}checkpoint_engine": rollout.checkpoint_engine,
+        f"{_MODEL}lora": plain(getattr(model, "lora", None)),
+        f"{_MODEL}mtp": getattr(model, "mtp", None),
+    }
+    for option, part in parts.items():
+        if isinstance(part, str | int | float | list | ListConfig):
+            yield Objection(option, str(part), WRONG_KIND, "these are no options", "set some, or {}")
 
 
 def _engine(rollout: Any) -> Iterator[Objection]:
@@ -252,6 +299,17 @@ def dies_of_its_own_log() -> bool:
 
 
 def _run(config: Any) -> Iterator[Objection]:
+    for name in ("n_gpus_per_node", "nnodes"):
+        size = config.trainer[name]
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            yield Objection(
+                f"trainer.{name}", str(size), WRONG_KIND, "this is no number of ranks", "set it to 1 or more", "verl"
+            )
+    correction = (config.get("algorithm") or {}).get("rollout_correction")
+    if not isinstance(correction, DictConfig | None):
+        yield Objection(
+            "algorithm.rollout_correction", str(correction), WRONG_KIND, "these are no options", "leave it", "verl"
+        )
     strategy = config.actor_rollout_ref.actor.strategy
     if strategy not in STRATEGIES:
         yield unsupported(

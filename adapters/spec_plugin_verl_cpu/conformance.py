@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from spec_plugin.conformance import tiny
 from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
-from spec_plugin_verl_cpu.run import COLOCATE, SEPARATE, SMALL, SPEC, VerlRun
+from spec_plugin_verl_cpu.run import COLOCATE, FULLY, ONE_STEP, PPO, SEPARATE, SMALL, SPEC, Main, VerlRun
 
 _QUICK = ("actor_rollout_ref.actor.optim.lr_warmup_steps=0",)  # the first update must move the policy
 
@@ -34,6 +35,7 @@ class Shape:
     family: str = "qwen3"  # of the policy
     mtp: bool = False  # has it a layer for multi-token prediction
     asynchronous: bool = False
+    main: Main = PPO
 
 
 _TP = (
@@ -79,6 +81,19 @@ SHAPES = {
         SEPARATE,
         asynchronous=True,
     ),
+    "separate2": Shape(
+        "the same with two FSDP2 ranks in the actor, and two engines",
+        (*SEPARATE, "trainer.n_gpus_per_node=2", f"{_ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=4"),
+        ranks=2,
+        asynchronous=True,
+    ),
+    "one-step": Shape(
+        "verl's one_step_off_policy: a batch is sampled while the one before is trained on",
+        (),
+        asynchronous=True,
+        main=ONE_STEP,
+    ),
+    "fully": Shape("verl's fully_async_policy: prompts are sampled all the time", (), asynchronous=True, main=FULLY),
     "mimo": Shape("a Qwen2 policy with a layer for multi-token prediction", (), family="qwen2", mtp=True),
 }
 
@@ -91,6 +106,7 @@ class Driver(ConformanceDriver):
     metric_prefix = "actor/"
     adapter_modules = ("spec_plugin_verl", "spec_plugin.session")
     trainer_modules = ("verl", "verl.workers.rollout", "verl.workers.engine")
+    engine_version = "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.global_steps"
 
     def __init__(self, root: Path, shape: str | None = None) -> None:
         """Make policy, data and reward."""
@@ -143,6 +159,7 @@ class Driver(ConformanceDriver):
             plain=not run.enabled,
             overrides=tuple(self._overrides(run)),
             nodes=self._shape.nodes,
+            main=self._shape.main,
         )
         yield from trainer.follow()
 
@@ -155,6 +172,16 @@ class Driver(ConformanceDriver):
             state: dict[str, Any] = torch.load(file, weights_only=False)  # the run's own file
             parts |= {f"rank {rank}: {name}": getattr(value, "_local_tensor", value) for name, value in state.items()}
         return parts
+
+    def random_state(self, run: RunSettings, step: int) -> dict[str, str]:
+        """torch's, of each rank; verl seeds no other."""
+        folder, ranks = run.out / "checkpoints" / f"global_step_{step}" / "actor", self._shape.ranks
+        found = {}
+        for rank in range(ranks):
+            file = folder / f"extra_state_world_size_{ranks}_rank_{rank}.pt"
+            state = torch.load(file, weights_only=False)["rng"]["cpu"]  # the run's own file
+            found[f"rank {rank}: torch"] = hashlib.sha256(state.numpy().tobytes()).hexdigest()
+        return found
 
 
 def _row(index: int, text: str) -> dict[str, Any]:

@@ -6,9 +6,8 @@ Used through verl's extension point ``rollout.checkpoint_engine.custom_backend_m
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
+from spec_plugin.folders import memory, own_folder
 from spec_plugin_verl_cpu.platform import copy_saved_weights
 
 BACKEND = "file"
@@ -35,13 +35,11 @@ class FileCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         copy_saved_weights()
         self._master = is_master
-        self._folder = Path()
+        self._folder, self._ours = Path(), ExitStack()
 
     def prepare(self) -> str:
         """A new folder for each sync, made by the first actor; the others' answers are not read."""
-        memory = Path("/dev/shm")
-        where = memory if memory.is_dir() else None
-        return tempfile.mkdtemp(prefix="verl-weights-", dir=where) if self._master else ""
+        return str(self._ours.enter_context(own_folder(memory()))) if self._master else ""
 
     @classmethod
     def build_topology(cls, actors: int, rollouts: int, metadata: list[str]) -> Any:
@@ -54,8 +52,7 @@ class FileCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def finalize(self) -> None:
         """All have read."""
-        if self._master:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._ours.close()
 
     @torch.no_grad()
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:

@@ -13,6 +13,10 @@ from spec_plugin.conformance.launch import ENVIRONMENT, Launch, StepMetrics, Ste
 
 HERE = Path(__file__).resolve().parent
 PLUGIN_FLAG = "actor_rollout_ref.model.external_lib=spec_plugin_verl"
+#: the same for verl's older mains, whose TaskRunner starts engines before it looks at the model's options
+_EVERYWHERE = (
+    '++ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES="spec_plugin_verl_cpu,spec_plugin_verl"'
+)
 #: before the name of an option of the plugin
 SPEC = "+actor_rollout_ref.rollout.custom.spec."
 #: what the processes of a run import: half of its time on two cores, if each does it
@@ -62,6 +66,52 @@ SEPARATE = (
 
 
 @dataclass(frozen=True)
+class Main:
+    """A module of verl's that starts a run, and what its configuration needs beside an ordinary run's."""
+
+    module: str
+    overrides: tuple[str, ...] = ()
+    flag: str = PLUGIN_FLAG
+    prompts: int = 0  # a step, where its rollouts are counted by prompts and not by steps
+
+    def of(self, steps: int) -> tuple[str, ...]:
+        """Overrides of a run of so many steps."""
+        counted = (f"rollout.total_rollout_steps={steps * self.prompts}",) if self.prompts else ()
+        return (*self.overrides, *counted)
+
+
+_APART = (
+    "actor_rollout_ref.hybrid_engine=False",
+    "rollout.nnodes=1",
+    "rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=spec_plugin_verl_cpu.file_sync",
+    "++ray_kwargs.ray_init.num_gpus=2",
+)
+PPO = Main("verl.trainer.main_ppo")
+#: each batch is sampled while the actor trains on the one before
+ONE_STEP = Main(
+    "verl.experimental.one_step_off_policy.main_ppo",
+    ("hydra.searchpath=[pkg://verl.trainer.config]", *_APART),
+    _EVERYWHERE,
+)
+#: prompts are sampled all the time, and cut short for each weight sync
+FULLY = Main(
+    "verl.experimental.fully_async_policy.fully_async_main",
+    (
+        *_APART,
+        "data.train_batch_size=0",
+        "data.gen_batch_size=1",
+        "async_training.trigger_parameter_sync_step=1",
+        "async_training.staleness_threshold=0.5",
+        "ray_kwargs.ray_init.num_cpus=32",  # trainer and rollouter want ten each
+    ),
+    _EVERYWHERE,
+    prompts=4,
+)
+
+
+@dataclass(frozen=True)
 class VerlRun:
     """One GRPO run of verl: what goes in and where its output lies."""
 
@@ -74,6 +124,7 @@ class VerlRun:
     plain: bool = False  # without the plugin's flag
     overrides: tuple[str, ...] = ()  # Hydra overrides, applied last
     nodes: int = 1  # Ray nodes, all on this machine
+    main: Main = PPO
 
     @property
     def metrics_file(self) -> Path:
@@ -88,8 +139,10 @@ class VerlRun:
     def launch(self, base: Mapping[str, str] = os.environ) -> Launch:
         """What to start, with ``base`` as the environment that it inherits."""
         on_nodes = ("spec_plugin_verl_cpu.nodes", str(self.nodes)) if self.nodes > 1 else ()
-        command = (sys.executable, "-m", *on_nodes, "verl.trainer.main_ppo", *arguments(self))
-        return Launch(command, environment(self, base), self.out, self.steps, "verl", MODULES)
+        command = (sys.executable, "-m", *on_nodes, self.main.module, *arguments(self))
+        # a forked process has imported verl already, and so does not look for the modules that this names
+        more = ("spec_plugin_verl",) if self.main.flag == _EVERYWHERE and not self.plain else ()
+        return Launch(command, environment(self, base), self.out, self.steps, "verl", (*MODULES, *more))
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
         """Run it; see :func:`spec_plugin.conformance.launch.follow`."""
@@ -167,9 +220,9 @@ def arguments(run: VerlRun) -> list[str]:
         "+ray_kwargs.ray_init.include_dashboard=False",
         "+ray_kwargs.ray_init.object_store_memory=1000000000",
     ]
-    flag = [] if run.plain else [PLUGIN_FLAG]
+    flag = [] if run.plain else [run.main.flag]
     joined = _JOIN if run.nodes > 1 else ()
-    return [*grpo, *single_precision, *small_machine, *joined, *flag, *run.overrides]
+    return [*grpo, *single_precision, *small_machine, *joined, *flag, *run.overrides, *run.main.of(run.steps)]
 
 
 def environment(run: VerlRun, base: Mapping[str, str]) -> dict[str, str]:

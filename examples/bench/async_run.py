@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ import click
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
-from spec_plugin_verl_cpu.run import SEPARATE  # noqa: E402
+from spec_plugin_verl_cpu.run import SEPARATE, SPEC  # noqa: E402
 
 from examples.bench import common  # noqa: E402
 from examples.bench.common import Spread, paired, say, show, spread  # noqa: E402
@@ -29,7 +31,14 @@ The lag is the number of batches that are sampled ahead: 0 is synchronous traini
 its rollouts; at 1 and 2 they overlap with training, and what the trainer still waits for is the *exposed* generation.
 Runs without the flag and with it take turns. Steps before --first are not counted: the draft is newborn. OVERRIDES are
 passed to verl, as in the quickstart.
+
+\b
+--acceptance asks one thing only: does a draft accept less because its policy lags? Runs with the flag alone, always drafting,
+at one k and with the same number of draft training steps, so that nothing else differs at the same step.
 """
+
+#: for runs that differ by their lag alone: nothing is decided by a clock
+FIXED = {"serve": "always", "k": 3, "train_share": 0.5, "train_max_steps": 8}
 
 KINDS = ("plain", "flag")
 _LAG = "trainer.v1.separate_async.num_warmup_batches"
@@ -59,11 +68,16 @@ class Cell:
 @click.option("--first", default=7, help="First step that counts.")
 @click.option("--repeats", default=1, help="Runs of each kind.")
 @click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of JSON and PNG.")
+@click.option("--acceptance", is_flag=True, help="Compare acceptance alone.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-def main(lags: str, steps: int, first: int, repeats: int, out: Path, overrides: tuple[str, ...]) -> None:
+def main(
+    lags: str, steps: int, first: int, repeats: int, out: Path, acceptance: bool, overrides: tuple[str, ...]
+) -> None:
     """Run, compare, report."""
     where = common.environment("cpu")
     chosen = [int(lag) for lag in lags.split(",")]
+    if acceptance:
+        return compare_acceptance(chosen, steps, first, repeats, out, overrides, where)
     runs: dict[tuple[int, str], list[Records]] = {}
     settings = {"lags": chosen, "steps": steps, "first": first, "repeats": repeats, "overrides": overrides}
     try:
@@ -75,6 +89,37 @@ def main(lags: str, steps: int, first: int, repeats: int, out: Path, overrides: 
     finally:  # minutes of runs are not lost to a later one that fails
         if runs:
             finish(runs, settings, where, out)
+
+
+def compare_acceptance(
+    lags: Sequence[int],
+    steps: int,
+    first: int,
+    repeats: int,
+    out: Path,
+    overrides: tuple[str, ...],
+    where: Mapping[str, Any],
+) -> None:
+    """Acceptance length of each lag, and how far it is from the first lag's at the same step."""
+    fixed = tuple(f"{SPEC}{name}={value}" for name, value in FIXED.items())
+    found: dict[int, list[list[float]]] = {lag: [] for lag in lags}
+    for repeat in range(repeats):
+        for lag in lags:
+            records = run(lag, "flag", steps, out / f"acceptance-{lag}-{repeat}", (*fixed, *overrides))
+            found[lag].append([float(r["acceptance_length"] or math.nan) for r in records])
+    base = [statistics.fmean(values) for values in zip(*found[lags[0]], strict=True)]
+    rows, results = [], []
+    for lag, repeated in found.items():
+        length = spread([value for values in repeated for value in values[first - 1 :]])
+        away = spread(
+            [v - b for values in repeated for v, b in zip(values[first - 1 :], base[first - 1 :], strict=True)]
+        )
+        rows.append([f"lag {lag}" if lag else "synchronous", length.text(".2f"), away.text("+.2f")])
+        results.append({"lag": lag, "acceptance_length": length, "from_first_lag": away, "steps": repeated})
+    settings = {"lags": list(lags), "steps": steps, "first": first, "repeats": repeats, "fixed": FIXED}
+    head = ["", "acceptance\nlength", f"away from lag {lags[0]}\nat the same step"]
+    show(f"GRPO in verl, always drafting, from step {first} on. Medians (quartiles)", head, rows)
+    common.write_results("async-acceptance", settings, results, where, out)
 
 
 def finish(

@@ -155,6 +155,8 @@ def conclude(run: Run, trainer: Trainer, records: list[report.Record], seconds: 
     }
     report.write_json(records, settings, numbers)
     console.print(f"{seconds / 60:.1f} minutes in all. Picture: {picture}  numbers: {numbers}", highlight=False)
+    command = Path(sys.executable).with_name("spec-plugin")
+    console.print(f"More of it, as a page: {command} report {run.out}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
+import re
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,14 +17,31 @@ from torch import Tensor, nn
 
 from spec_plugin.actor.harvest import Harvester, SequenceShards
 from spec_plugin.actor.links import EngineLink
+from spec_plugin.answers import many, one
 from spec_plugin.errors import LosslessError
-from spec_plugin.events import DraftRefresh, WeightSync
+from spec_plugin.events import (
+    DraftRefresh,
+    EngineState,
+    RefreshReport,
+    RolloutStats,
+    Schedule,
+    SelfTestReport,
+    WeightSync,
+)
 from spec_plugin.ranks import most_of_any_rank, of_first, on_any_rank
+from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span, Spans
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+#: times ``refresh_timeout_s`` after which a call is given up; a link's own limits come before (a refresh is two calls)
+_PATIENCE = 3
+#: seconds for which a self-test may be late beside that
+_START = 300.0
+#: different reasons of refused refreshes that are said; what makes each one different from all others is not worth a line
+_REASONS = 20
 
 
 class RolloutControl:
@@ -52,11 +71,21 @@ class RolloutControl:
         self._running: int | None = None  # policy version of the phase in progress
         self._recalled = False  # do the engines know what a run before this one has sampled
         self._installed = -1  # draft version that the engines serve
+        self._drafts = True  # do the engines draft, as far as is known; until they are told otherwise they do
+        self._said: set[str] = set()  # what is said once
         self._slice_ended = time.monotonic()
-        if session.unguarded and link is not None:
+        if link is not None:
+            self._say_what_is_unproven()
+
+    def _say_what_is_unproven(self) -> None:
+        if self.session.unguarded:
             logger.warning(
                 "spec-plugin: %s: nobody checks that the log-probs that enter the loss are the policy's (law 3)",
-                session.unguarded,
+                self.session.unguarded,
+            )
+        if not self.session.config.self_test:
+            logger.warning(
+                "spec-plugin: spec.self_test=False: nobody tests that the engines sample from the policy (law 2)"
             )
 
     def agree(self) -> None:
@@ -75,19 +104,33 @@ class RolloutControl:
         self.agree()
         await self._install(self.session.weight_sync(event))
 
+    async def _reach(self, call: Awaitable[T], seconds: float = 0.0) -> T:
+        """An answer of the engines, in time: a link may have forgotten its own limit, and nothing may wait for ever."""
+        return await asyncio.wait_for(call, _PATIENCE * self.session.config.refresh_timeout_s + seconds)
+
     async def _install(self, refresh: DraftRefresh | None) -> None:
         if refresh is None or self.link is None:
             return
         began = time.perf_counter()
-        try:
+        with self.session.guarded("refresh"):
             # the same version again: after sleep, or an untrained draft
-            report = await self.link.install(refresh, force=refresh.draft_version == self._installed)
-        except Exception as error:  # law 6
-            self.session.fail("refresh", error)
-            return
-        self._installed = report.draft_version
-        self.session.refreshed(refresh, replace(report, milliseconds=(time.perf_counter() - began) * 1e3))
-        await self._audit("refreshed")
+            force = refresh.draft_version == self._installed
+            report = one(await self._reach(self.link.install(refresh, force=force)), RefreshReport, "install")
+            self._installed = operator.index(report.draft_version)
+            if not report.installed:
+                self._say_refused(refresh, report)
+            self.session.refreshed(refresh, replace(report, milliseconds=(time.perf_counter() - began) * 1e3))
+            await self._audit("refreshed")
+
+    def _say_refused(self, refresh: DraftRefresh, report: RefreshReport) -> None:
+        kind = re.sub(r"[0-9a-f]{8,}|\d+", "…", report.reason)
+        if kind not in self._said and len(self._said) < _REASONS:
+            self._said.add(kind)
+            logger.warning(
+                "spec-plugin: the engines refused draft version %s and go on with version %s: %s. This reason is not said "
+                "again; spec/refresh_refused counts",
+                *(refresh.draft_version, report.draft_version, report.reason or "they gave no reason"),
+            )
 
     async def begin(self) -> None:
         """Self-test before the first rollout, and once more before a trained draft is first served; then set k.
@@ -111,41 +154,74 @@ class RolloutControl:
             await self._self_test(link)
             self._slice_ended += time.monotonic() - began  # the draft's share is one of the step, not of the test
             schedule = session.schedule(self.policy_version)
-        if schedule is not None:
-            try:
-                await link.set_schedule(schedule)
-            except Exception as error:  # law 6
-                session.fail("schedule", error)
-            self.speculating = any(schedule.table)
-        try:
-            await link.start_phase(self.policy_version)
-        except Exception as error:  # law 6
-            session.fail("the phase's beginning", error)
+        await self._set(link, schedule)
+        failed_before = session.failed
+        with session.guarded("the phase's beginning"):
+            await self._reach(link.start_phase(self.policy_version))
         await self._audit("rollout")
         session.rollout_start(self.policy_version)
+        if session.failed and not failed_before and self.speculating:
+            await self._set(link, session.plain_schedule)
         self._running = self.policy_version
+
+    async def _set(self, link: EngineLink, schedule: Schedule | None) -> None:
+        """Set k, and know what the engines do: where they do not confirm drafts they are asked for none.
+
+        If that is not confirmed either, what they sample counts as drafted (law 3).
+        """
+        plain = self.session.plain_schedule
+        tables = [] if schedule is None else [schedule, plain] if any(schedule.table) else [plain]
+        for wanted in tables:
+            self._drafts = True  # one of several engines may have taken it before the others failed
+            with self.session.guarded("schedule"):
+                await self._reach(link.set_schedule(wanted))
+                self._drafts = any(wanted.table)
+                break
+        if schedule is None:
+            self._say_once(
+                "spec-plugin: no plugin chooses how much to draft (the plugin controller is blocked, or has no opinion): the "
+                "engines go on with what they have, at their start spec.k=%d tokens for every batch size, also where plain "
+                "decoding is faster; spec.serve has no effect",
+                self.session.config.k,
+            )
+        elif self.session.failed and self._drafts:
+            self._say_once(
+                "spec-plugin: the engines have not confirmed that they draft nothing; until they do, what they sample "
+                "counts as drafted. They are asked again before each rollout"
+            )
+        self.speculating = self.session.drafting = self._drafts
+
+    def _say_once(self, text: str, *values: object) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning(text, *values)
 
     async def _recall(self, link: EngineLink) -> None:
         """What a run before this one has sampled."""
         self._recalled = True
         if not self.session.method.remembers:
             return
-        try:
+        with self.session.guarded("recall"):
             if rollouts := self.session.recall():
-                await link.remember(rollouts)
-        except Exception as error:  # law 6
-            self.session.fail("recall", error)
+                await self._reach(link.remember(rollouts))
 
     async def _self_test(self, link: EngineLink) -> None:
+        """Test the engines; nothing is found wrong where they do not answer, and nothing is proven.
+
+        Raises:
+            LosslessError: if they were found not to sample from the target.
+        """
         session = self.session
         self._tested = max(0, self._installed)
         if not session.config.self_test or session.failed:
             return
-        try:
-            report = await link.self_test(session.config.self_test_seconds)
-        except Exception as error:  # law 6: nothing was found wrong, and nothing is proven
-            session.fail("self-test", error)
-            return
+        seconds = session.config.self_test_seconds
+        with session.guarded("self-test"):
+            answer = await self._reach(link.self_test(seconds), 5 * seconds + _START)
+            self._judge(one(answer, SelfTestReport, "self_test"))
+
+    def _judge(self, report: SelfTestReport) -> None:
+        session = self.session
         if report.passed:
             lines = "".join(f"\n  {check.name}: {check.detail}" for check in report.checks)
             logger.info("spec-plugin: the self-test passed in %.1f s%s", report.seconds, lines)
@@ -172,29 +248,27 @@ class RolloutControl:
             return
         version, self._running = self._running, None
         remembers, rollouts = self.session.method.remembers and not self.session.failed, None
-        try:
-            stats = await self.link.stats(version)
+        with self.session.guarded("rollout statistics"):
+            stats = one(await self._reach(self.link.stats(version)), RolloutStats, "stats")
             if remembers:
-                rollouts = await self.link.share_rollouts()
-        except Exception as error:  # law 6
-            self.session.fail("rollout statistics", error)
-            return
-        self.lags = self.lags or stats.interrupted
-        self.session.rollout_end(stats)
-        if rollouts is not None:
-            self.session.rollouts(rollouts)
-        await self._audit("rolled out")
+                rollouts = many(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts")
+            self.lags = self.lags or bool(stats.interrupted)
+            self.session.rollout_end(stats)
+            if rollouts is not None:
+                self.session.rollouts(rollouts)
+            await self._audit("rolled out")
 
     def spans(self) -> Spans:
         """What the engines have said of the text that they sampled (collective); nothing while no sequence can be cut short."""
         if not self.lags:
             return self._spans
         found: list[Span] = []
-        try:
-            found = [] if self.link is None else run_blocking(self.link.spans())
-        except Exception as error:  # law 6
-            self.session.fail("what the engines say of their samples", error)
-        self._spans.add(of_first(found), self.policy_version)
+        if self.link is not None:
+            with self.session.guarded("what the engines say of their samples"):
+                found = many(run_blocking(self._reach(self.link.spans())), Span, "spans")
+        found = of_first(found)
+        with self.session.guarded("what the engines say of their samples"):
+            self._spans.add(found, self.policy_version)
         return self._spans
 
     def train_draft(self, step: int) -> None:
@@ -214,10 +288,8 @@ class RolloutControl:
     async def _audit(self, moment: str) -> None:
         if not self.session.config.audit or self.link is None or (self._sleeps and moment == "rolled out"):
             return
-        try:
-            self.session.audit(await self.link.state(moment))
-        except Exception as error:  # law 6
-            self.session.fail("audit", error)
+        with self.session.guarded("audit"):
+            self.session.audit(one(await self._reach(self.link.state(moment)), EngineState, "state"))
 
 
 class RolloutHarvest:
@@ -238,7 +310,10 @@ class RolloutHarvest:
         """
         self._control, session = control, control.session
         wanted = session.method.harvest if session.config.train else None
-        self._harvester = None if wanted is None else Harvester(decoder(), wanted, shards)
+        self._harvester: Harvester | None = None
+        if wanted is not None:
+            with session.guarded("harvest"):
+                self._harvester = Harvester(decoder(), wanted, shards)
         self._ranks = 1 if shards is None else shards.size
         self._left = 0  # tokens that may still be harvested, by all ranks that share the documents
 
@@ -267,17 +342,16 @@ class RolloutHarvest:
         if harvester is None or self._left <= 0 or (session.failed and self._ranks == 1):
             yield
             return
-        with harvester.capture():
+        with ExitStack() as capturing:
+            with session.guarded("harvest"):
+                capturing.enter_context(harvester.capture())
             yield
-        try:
+        hidden = None
+        with session.guarded("harvest"):
             # a document longer than the whole budget would be harvested in no step
             untouched = self._left == self._ranks * session.config.harvest_tokens
             hidden = harvester.take(*documents(), self._control.policy_version, self._left, cut_long=untouched)
-        except Exception as error:  # law 6: a failed harvest costs speculation, not the run
-            session.fail("harvest", error)
-            return
-        finally:
-            self._left -= harvester.taken
+        self._left -= harvester.taken
         if hidden is not None:
             session.target_forward(hidden)
 

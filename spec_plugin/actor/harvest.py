@@ -64,6 +64,9 @@ class Harvester:
         self._norm: nn.Module = decoder.norm  # type: ignore[assignment]
         self._aux: list[Tensor | None] = [None] * len(self._layers)
         self._last: Tensor | None = None
+        self._trouble: Exception | None = (
+            None  # of a hook: it runs inside the trainer's forward pass, and must not stop it
+        )
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -81,12 +84,18 @@ class Harvester:
 
     def _aux_hook(self, slot: int) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._aux[slot] = (args[0] if args else kwargs["hidden_states"]).detach()
+            try:
+                self._aux[slot] = (args[0] if args else kwargs["hidden_states"]).detach()
+            except Exception as error:  # law 6; ``take`` raises it
+                self._trouble = error
 
         return hook
 
     def _norm_hook(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
-        self._last = output.detach()
+        try:
+            self._last = output.detach()
+        except Exception as error:  # law 6
+            self._trouble = error
 
     def take(
         self,
@@ -113,6 +122,9 @@ class Harvester:
         """
         began = time.perf_counter()
         self.taken = 0
+        if self._trouble is not None:
+            trouble, self._trouble = self._trouble, None
+            raise RuntimeError(f"the decoder's layers were not called as expected: {trouble}") from trouble
         if self._last is None or any(a is None for a in self._aux):
             raise RuntimeError("nothing was captured: the forward pass did not go through the hooked layers")
         states = [a for a in self._aux if a is not None] + [self._last]

@@ -14,7 +14,11 @@ from spec_plugin.spans import Span
 
 
 class EngineLink(Protocol):
-    """How the actor process reaches its engines; each call reaches all of them, and answers for all of them."""
+    """How the actor process reaches its engines; each call reaches all of them, and answers for all of them.
+
+    What a call raises, and an answer of another type, turns speculation off (law 6). So does one that does not come: each call
+    is given up after three times ``spec.refresh_timeout_s``, if it lets the event loop run; ``self_test`` after more.
+    """
 
     async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
         """Send a draft and have it installed, all or nothing; ``force`` when its version is not newer."""

@@ -17,6 +17,7 @@ from spec_plugin.commands.check import check_run
 from spec_plugin.commands.check import to_json as judgement_to_json
 from spec_plugin.commands.check import to_text as judgement_to_text
 from spec_plugin.commands.doctor import Finding, Section, examine, hook_summaries, to_json, works
+from spec_plugin.commands.project import project
 from spec_plugin.config import SpecConfig, describe_range, options_table
 from spec_plugin.conformance.cli import conformance
 from spec_plugin.errors import SpecConfigError, SpecPluginError
@@ -42,6 +43,8 @@ Examples:
   spec-plugin check verl -- <arguments>             would this run be accepted, and what would it do?
   spec-plugin doctor --target ~/models/Qwen3-8B     is everything here that a run needs?
   spec-plugin train --target DIR --prompts FILE --out DRAFT    a draft before the run
+  spec-plugin project --model Qwen3-8B --card H100 …    what would the flag do on these cards?
+  spec-plugin report RUN…                           what did it do? one page of HTML
   spec-plugin options                               all options, defaults and bounds
   spec-plugin conformance verl                      does the adapter keep the contract?
 """
@@ -160,6 +163,47 @@ def train(**options: Any) -> None:
     click.echo(f"the draft is in {outcome.draft}; in a run: spec.draft={outcome.draft.absolute()}")
 
 
+_REPORT_HELP = """Show what a run did, as one page of HTML that opens anywhere.
+
+RUN is a folder of a run, or a file: JSON lines of steps (verl's file logger), tensorboard's event files, or the console
+log. Several runs are shown side by side and compared with the first plain one.
+
+\b
+Examples:
+  spec-plugin report runs/mine
+  spec-plugin report plain/metrics.jsonl flag/ --out compare.html
+  spec-plugin report train.log --json | jq '.runs[0].findings'
+
+It says when speculation was on and why not, what was accepted, what that gained, what it cost, whether log-probs agreed,
+and what looks wrong. The console log beside the metrics adds the plugin's own words. Nothing but FILE is written.
+"""
+
+
+@main.command(help=_REPORT_HELP)
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN…")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), help="The page; default: spec-report.html here."
+)
+@click.option("--base", help="Name of the run that the others are compared with; default: the first plain one.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON; no page, unless --out is given.")
+def report(runs: tuple[Path, ...], out: Path | None, base: str | None, as_json: bool) -> None:
+    """Report on runs; the help text is ``_REPORT_HELP``."""
+    from spec_plugin.commands.report import make_report, to_html, to_json, to_text
+
+    page = out or (None if as_json else Path("spec-report.html"))
+    try:
+        made = make_report(runs, base)
+        if page:
+            page.write_text(to_html(made), encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{error.filename}: {error.strerror}") from error
+    except SpecPluginError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(to_json(made) if as_json else "\n".join(to_text(made)))
+    if page and not as_json:
+        click.echo(f"the page: {page.absolute()}")
+
+
 def _print_report(sections: list[Section]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     for section in sections:
@@ -204,6 +248,7 @@ def hooks() -> None:
 
 
 main.add_command(conformance)
+main.add_command(project)
 
 
 if __name__ == "__main__":

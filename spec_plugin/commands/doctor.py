@@ -17,8 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from draft_training.outside import TARGET
 from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
+from spec_plugin.commands.judgement import read_json
 from spec_plugin.errors import PatchError, SpecConfigError
 
 ADAPTER_GROUP = "spec_plugin_adapters"
@@ -330,37 +332,37 @@ def examine_checkpoints(target: Path | None, draft: Path | None) -> tuple[Findin
     findings: list[Finding] = []
     hf_config: dict[str, Any] | None = None
     if target is not None:
+        file = target / "config.json"
         try:
-            hf_config = json.loads((target / "config.json").read_text())
-        except (OSError, ValueError) as error:
+            hf_config = read_json(file)
+        except SpecConfigError as error:
             findings.append(Finding("target", "fail", str(error), "--target: the policy's folder with its config.json"))
         else:
-            findings.append(examine_target(hf_config, new_draft=draft is None))
+            findings.append(examine_target(hf_config, new_draft=draft is None, where=str(file)))
             findings += examine_memory(hf_config)
     if draft is not None and (target is None or hf_config is not None):
         findings.append(examine_draft(draft, hf_config))
     return tuple(findings)
 
 
-def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True) -> Finding:
+def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: str = TARGET) -> Finding:
     """Can a new draft be made for this target, and can vLLM's CPU build serve it?
 
     Args:
         hf_config: the target's config.json.
         new_draft: whether the run would start without a draft checkpoint.
+        where: the file, for the messages.
     """
     from draft_training import DraftConfig, DraftConfigError
 
     try:
-        made = DraftConfig.from_target(hf_config)
+        made = DraftConfig.from_target(hf_config, where=where)
     except DraftConfigError as error:
         if not new_draft:
             return Finding(
                 "target", "note", f"no new draft can be made for it: {error}", "start from a draft checkpoint"
             )
         return Finding("target", "fail", str(error), "change what is named, or start from a draft checkpoint (--draft)")
-    except KeyError as error:
-        return Finding("target", "fail", f"config.json lacks {error}", "--target: the folder of a dense causal LM")
     if made.head_dim < _CPU_HEAD_DIM and _on_cpu():
         return Finding(
             "target",
@@ -382,7 +384,7 @@ def examine_memory(hf_config: Mapping[str, Any]) -> list[Finding]:
 
     try:
         made = DraftConfig.from_target(hf_config)
-    except (DraftConfigError, KeyError):
+    except DraftConfigError:
         return []
     device, steps = "cpu" if _on_cpu() else "cuda", TrainSettings.first_steps  # further ones come with fewer tokens
     tokens, tied = TRAIN_TOKENS[device], bool(hf_config.get("tie_word_embeddings"))

@@ -175,9 +175,10 @@ def _actor_memory(plan: Plan, method: Method, draft: DraftShape) -> str:
 
 def _engine_memory(plan: Plan, draft: DraftShape) -> str:
     weights = draft.parameters * _BYTES.get(plan.target.dtype, 2) / _MEBIBYTE
-    layers = int(plan.target.hf_config["num_hidden_layers"])
+    layers = plan.target.hf_config.get("num_hidden_layers")
+    cache = f", and {100 / layers:.0f} % more KV cache (one layer beside {layers})" if isinstance(layers, int) else ""
     split = f", split over {plan.target.tensor_parallel} ranks" if plan.target.tensor_parallel > 1 else ""
-    return f"{_size(weights)} of weights{split}, and {100 / layers:.0f} % more KV cache (one layer beside {layers})"
+    return f"{_size(weights)} of weights{split}{cache}"
 
 
 def _size(mebibytes: float) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draft_training import files
+from draft_training.errors import CheckpointError, DraftConfigError
+from draft_training.outside import Every, read
 from spec_plugin.errors import SpecConfigError
 
 OURS = "spec-plugin"
@@ -75,7 +77,11 @@ def find_model(name: str) -> Model:
         SpecConfigError: if there is one and it cannot be read.
     """
     file = Path(name) / "config.json"
-    if not file.is_file():
+    try:
+        here = file.exists()
+    except OSError as error:  # a name that no folder can have, or one that may not be looked into
+        return Model(name, None, str(error))
+    if not here:
         cached = _in_hub_cache(name)
         if cached is None:
             return Model(name, None, "it is neither a folder with a config.json here nor in the hub's local cache")
@@ -84,15 +90,16 @@ def find_model(name: str) -> Model:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A config.json.
+    """A model's config.json; what every method reads of it is of the kind that it must be.
 
     Raises:
-        SpecConfigError: if it is not readable JSON.
+        SpecConfigError: if it cannot be read, or says what cannot be, with the field, its value and the file.
     """
     try:
-        config: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise SpecConfigError(f"{file} cannot be read: {error}") from error
+        config = files.read_json(file)
+        read(Every, config, str(file))
+    except (CheckpointError, DraftConfigError) as error:
+        raise SpecConfigError(str(error)) from error
     return config
 
 

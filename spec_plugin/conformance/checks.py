@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from spec_plugin.conformance import judge, versions
-from spec_plugin.conformance.evidence import SAVED, Evidence
+from spec_plugin.conformance import judge, told, versions
+from spec_plugin.conformance.evidence import REFUSED, SAVED, Evidence
 from spec_plugin.conformance.forward import judge_packs
 
 _SHOWN = 8
@@ -67,7 +67,7 @@ def policy_versions_agree(evidence: Evidence) -> None:
 
 
 def installed_draft_is_the_published_one(evidence: Evidence) -> None:
-    """The engine holds, bit for bit, the draft that was published last."""
+    """Each engine holds, bit for bit, the draft that was published last."""
     evidence.needs_draft()
     _judge(judge.installed_draft(evidence.finished("main").trace))
 
@@ -81,6 +81,11 @@ def target_is_untouched_by_a_refresh(evidence: Evidence) -> None:
 def target_arrives_before_the_draft(evidence: Evidence) -> None:
     """New target weights are complete in the engine before the draft comes, and no request runs before both are."""
     _judge(judge.target_first(evidence.finished("main").trace))
+
+
+def weights_arrive_as_they_are(evidence: Evidence) -> None:
+    """The engine computes with the weights that the actor has, to the last bit, and the draft is told of those."""
+    _judge(told.weights_arrived(evidence.finished("main").trace))
 
 
 def policy_is_bitwise_equal(evidence: Evidence) -> None:
@@ -110,9 +115,65 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
+def random_streams_are_untouched(evidence: Evidence) -> None:
+    """The trainer draws the random numbers that it would draw without the flag."""
+    states = []
+    for name in ("main", "off"):
+        state = evidence.driver.random_state(evidence.finished(name).settings, SAVED)
+        if state is None:
+            pytest.skip(f"{REFUSED}the trainer's checkpoints hold no random state")
+        states.append(state)
+    _judge(told.random_streams(*states))
+
+
+def told_facts_are_the_engines(evidence: Evidence) -> None:
+    """What the adapter says of engine, sampling and actor is what these say of themselves."""
+    trace = evidence.finished("main").trace
+    _judge(told.engine_facts(trace) + told.trainers_facts(trace, evidence.driver.asynchronous))
+
+
+def token_counts_are_the_engines(evidence: Evidence) -> None:
+    """The tokens of a phase are those that the engine sampled in it."""
+    trace = evidence.finished("main").trace
+    _judge((told.all_tokens_counted if evidence.driver.asynchronous else told.tokens_counted)(trace))
+
+
 def samples_are_the_targets(evidence: Evidence) -> None:
     """The statistical self-test passed on the trainer's own engine before the first rollout."""
     _judge(judge.samples(evidence.finished("main").trace))
+
+
+def failed_self_test_stops_the_run(evidence: Evidence) -> None:
+    """An engine that fails its self-test stops the run before the first rollout."""
+    run = evidence.run("refused")
+    _judge(told.self_test_stopped(run.trace, run.failure))
+
+
+def logprobs_come_from_the_engine(evidence: Evidence) -> None:
+    """Every rollout log-prob that the guards see is one that the engine reported."""
+    _judge(told.engines_logprobs(evidence.finished("main").trace))
+
+
+def logprobs_are_checked_before_they_are_used(evidence: Evidence) -> None:
+    """No update of the policy comes before the check of its log-probs, with drafts or without."""
+    _judge(told.checked_first(evidence.finished("main").trace) or told.checked_first(evidence.run("faults").trace))
+
+
+def speculation_is_told_as_it_was(evidence: Evidence) -> None:
+    """Text that was drafted for is said to be, and plain text is not."""
+    problems = told.drafting_told(evidence.finished("main").trace, evidence.driver.asynchronous)
+    if not problems and not evidence.driver.asynchronous:  # whose batches are of several phases
+        faults = evidence.run("faults")
+        problems = told.plain_told(faults.trace, faults.tour)
+    _judge(problems)
+
+
+def planted_errors_reach_the_guard(evidence: Evidence) -> None:
+    """A wrong log-prob and a wrong policy version, planted in the engine, are refused by the guard."""
+    driver = evidence.driver
+    if not driver.asynchronous and not driver.engine_version:
+        pytest.fail("the driver names no engine_version, so no policy version can be planted", pytrace=False)
+    _judge(told.wrong_answers_refused(evidence.run("faults").tour, driver.asynchronous))
 
 
 def logprobs_are_the_targets(evidence: Evidence) -> None:
@@ -127,7 +188,7 @@ def violations_stop_the_run(evidence: Evidence) -> None:
 
 
 def hidden_states_equal_a_plain_forward(evidence: Evidence) -> None:
-    """Harvested hidden states are those of a plain forward pass, token by token, and the response is marked."""
+    """Harvested hidden states are those of a plain forward pass, token by token, and go on to be the policy's."""
     evidence.needs_draft()
     run = evidence.finished("main")
     packs = [pack for pack in run.packs if pack.policy_version == 0]
@@ -135,7 +196,8 @@ def hidden_states_equal_a_plain_forward(evidence: Evidence) -> None:
         pytest.fail("no hidden states of policy version 0 were harvested", pytrace=False)
     configured = judge.of(run.trace, "spec_configure")[0]
     problems = judge_packs(packs, evidence.driver.target, configured["aux_layers"], [configured["actor_dtype"]])
-    _judge(problems + judge.response_lengths([pack.masks() for pack in packs], run.trace))
+    problems += judge.response_lengths([pack.masks() for pack in packs], run.trace)
+    _judge(problems + told.policys_states(run.trace))
 
 
 def draft_learns(evidence: Evidence) -> None:
@@ -165,6 +227,12 @@ def metrics_are_named_and_in_range(evidence: Evidence) -> None:
     _judge(judge.metric_values(evidence.finished("main").metrics, evidence.prefix))
 
 
+def all_metrics_reach_the_log(evidence: Evidence) -> None:
+    """Whatever the session hands out as metrics is in the trainer's log."""
+    run = evidence.finished("main")
+    _judge(told.metrics_logged(run.trace, run.metrics, evidence.prefix))
+
+
 #: in the order in which they run
 CHECKS: tuple[Check, ...] = (
     activated_by_the_documented_flag,
@@ -174,8 +242,17 @@ CHECKS: tuple[Check, ...] = (
     installed_draft_is_the_published_one,
     target_is_untouched_by_a_refresh,
     target_arrives_before_the_draft,
+    weights_arrive_as_they_are,
     policy_is_bitwise_equal,
+    random_streams_are_untouched,
+    told_facts_are_the_engines,
+    token_counts_are_the_engines,
     samples_are_the_targets,
+    failed_self_test_stops_the_run,
+    logprobs_come_from_the_engine,
+    logprobs_are_checked_before_they_are_used,
+    speculation_is_told_as_it_was,
+    planted_errors_reach_the_guard,
     logprobs_are_the_targets,
     violations_stop_the_run,
     hidden_states_equal_a_plain_forward,
@@ -183,4 +260,5 @@ CHECKS: tuple[Check, ...] = (
     save_kill_resume,
     faults_leave_the_run_alive,
     metrics_are_named_and_in_range,
+    all_metrics_reach_the_log,
 )

@@ -42,6 +42,9 @@ class ConformanceDriver(ABC):
     refused: Mapping[str, str] = {}
     #: name of a deployment shape -> what it is; the checks are the same in each
     shapes: ClassVar[Mapping[str, str]] = {}
+    #: where an engine keeps the policy version that it stamps on what it samples, as ``module:Class.attribute``; the kit has it
+    #: say one less for a moment. Not needed where ``asynchronous``
+    engine_version = ""
     #: what a run of the trainer without the flag must not import
     adapter_modules: tuple[str, ...] = ()
     #: modules that such a run imports first
@@ -72,3 +75,7 @@ class ConformanceDriver(ABC):
     @abstractmethod
     def policy(self, run: RunSettings, step: int) -> dict[str, Tensor]:
         """The policy's parameters in the checkpoint after ``step``."""
+
+    def random_state(self, run: RunSettings, step: int) -> Mapping[str, str] | None:
+        """Digests of the random streams that the trainer saves in that checkpoint, by name; None: it saves none."""
+        return None

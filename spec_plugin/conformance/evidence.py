@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Container, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +15,9 @@ import pytest
 
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.driver import ConformanceDriver, RunFailed, RunSettings
-from spec_plugin.conformance.faults import STEPS, read_tour
+from spec_plugin.conformance.faults import SHORT, STEPS, FaultTour, ShortTour, read_tour
 from spec_plugin.conformance.forward import Pack, read_pack
+from spec_plugin.conformance.plants import SELF_TEST, Plants
 from spec_plugin.conformance.recorder import read_trace
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
@@ -33,6 +34,8 @@ RESUME = "save_kill_resume"
 REFUSED = "refused: "
 #: names of the checks that look at the main run's self-test
 ABOUT_SELF_TEST = frozenset({"samples_are_the_targets", "activated_by_the_documented_flag", "hooks_fire_in_order"})
+#: and of those that look at the whole tour of faults, or at the checkpoint that it goes on from
+ABOUT_TOUR = frozenset({RESUME, "faults_leave_the_run_alive"})
 #: step of the last checkpoint before the kill
 SAVED = 2
 _KILLED_AFTER = 3
@@ -56,7 +59,7 @@ class Run:
 
     @property
     def tour(self) -> list[dict[str, Any]]:
-        """What the fault tour wrote."""
+        """What the tour of faults wrote."""
         return read_tour(self.records)
 
     @property
@@ -79,14 +82,14 @@ class Progress:
 
 
 class Evidence:
-    """The runs that the checks judge, by name: main, off, faults, and on if main and off end with other bits."""
+    """The runs that the checks judge, by name: main, off, faults, refused, and on if main and off end with other bits."""
 
     def __init__(
         self,
         driver: Callable[[Path], ConformanceDriver],
         root: Path,
         progress: Progress | None = None,
-        self_test: bool = True,
+        asked: Container[str] = ABOUT_SELF_TEST | ABOUT_TOUR,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Nothing runs yet.
@@ -95,11 +98,11 @@ class Evidence:
             driver: the adapter's driver class.
             root: folder for everything.
             progress: hears of runs and steps.
-            self_test: does a check ask for the self-test of the main run, which takes most of a minute.
+            asked: names of the checks that will look, so that nothing is run for others.
             options: of the plugin, in all runs with the flag.
         """
         self._asked = dict(options or {})
-        self._self_test = self_test
+        self._self_test, self._whole_tour = (any(n in asked for n in names) for names in (ABOUT_SELF_TEST, ABOUT_TOUR))
         self._driver_class, self.root, self._progress = driver, root, progress or Progress()
         self._driver: ConformanceDriver | None = None
         self.runs: dict[str, Run] = {}
@@ -178,16 +181,24 @@ class Evidence:
 
     def _run_faults(self) -> None:
         """It goes on from the main run's checkpoint, so that one start-up shows both."""
-        options = self._options("faults") | {"self_test_seconds": 15}  # it must report; what it finds, main has shown
-        tour = f"spec_plugin.conformance.faults:FaultTour={self._records('faults')}"
-        options["plugins"] = [*options["plugins"], tour]
-        killed, steps = None, STEPS * (1 + self.driver.asynchronous)  # half of whose phases may sample nothing
-        if RESUME not in self.driver.refused:
+        tour = FaultTour if self._whole_tour else ShortTour
+        plugin = f"{tour.__module__}:{tour.__name__}={self._records('faults')}"
+        # the self-test must report; what it finds, main has shown
+        options = self._options("faults") | {"self_test": self._whole_tour, "self_test_seconds": 15}
+        options["plugins"] = [*options["plugins"], plugin]
+        killed, steps = None, STEPS if self._whole_tour else SHORT
+        steps *= 1 + self.driver.asynchronous  # half of whose phases may sample nothing
+        if self._whole_tour and RESUME not in self.driver.refused:
             main = self.finished("main")
             saved = sum(e["hook"] == "spec_save" for e in main.trace)  # the trainer may have come further than we saw
             killed, steps = main.settings, steps + SAVED * max(1, saved)
         settings = RunSettings(self._out("faults"), steps, options=options, save_every=SAVED, resume_from=killed)
         self._launch("faults", settings)
+
+    def _run_refused(self) -> None:
+        """Its engine says that the self-test failed."""
+        Plants(self._records("refused")).plant(SELF_TEST)
+        self._launch("refused", RunSettings(self._out("refused"), 1, options=self._options("refused")))
 
     def _options(self, name: str) -> dict[str, Any]:
         return {
@@ -205,6 +216,7 @@ class Evidence:
     def _launch(self, name: str, settings: RunSettings, kill_after: int | None = None) -> None:
         run = Run(name, settings, self._records(name))
         driver = self.driver
+        Plants(run.records).place_of_version = driver.engine_version
         began = time.monotonic()
         self._progress.begin(name, kill_after or settings.steps)
         try:

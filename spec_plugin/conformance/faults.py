@@ -1,11 +1,17 @@
-"""FaultTour: a plugin that breaks every guarded hook of one run in turn, and heals it again, to test law 6 and law 3."""
+"""FaultTour: a plugin that breaks every guarded hook of one run in turn, and heals it again, to test law 6 and law 3.
+
+Then it has the engine itself say something wrong, once of a log-prob and once of a policy version, and sees whether the guard
+refuses what the adapter makes of that.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from spec_plugin.conformance.plants import LOGPROB, PLANTED, VERSION, Plants
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import EngineState, HiddenStates, LogprobBatch, RolloutStats
 from spec_plugin.hookspecs import hookimpl
@@ -26,9 +32,10 @@ TOUR = (
     "spec_metrics",
     "spec_audit",
 )
-#: each stop takes a phase that drafts and one that does not; some slack, and the planted violation
-STEPS = 2 * len(TOUR) + 8
-PLANTED = "planted by the conformance kit"
+#: what the engine says wrong afterwards, and steps in which the guard must have refused it
+WRONG, PATIENCE = (LOGPROB, VERSION), 3
+#: each stop takes a phase that drafts and one that does not; some slack, and the planted violations
+STEPS = 2 * len(TOUR) + 2 * PATIENCE + 8
 
 
 class FaultTour:
@@ -37,11 +44,17 @@ class FaultTour:
     At the end it raises ``LogprobProvenanceError``, which must stop the run. ``<folder>/faults.jsonl`` tells the story.
     """
 
+    stops: ClassVar[tuple[str, ...]] = TOUR
+
     def __init__(self, folder: str) -> None:
         """Write into this folder, which may be missing."""
         self._file = Path(folder) / "faults.jsonl"
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._pending = list(TOUR)
+        self._pending = list(self.stops)
+        self._plants, self._wrong = Plants(Path(folder)), list(WRONG)
+        self._planted: str | None = None  # what the engine says wrong now, or did a moment ago
+        self._refused = False  # by the guard, since then
+        self._patience = 0
         self._saved = False
         self._broken: str | None = None  # the hook that has broken and is not healed
         self._noticed = False  # k was chosen since
@@ -94,6 +107,9 @@ class FaultTour:
         self._plain = self._broken is not None and self._noticed
         if self._pending[:1] == ["spec_engine_ready"] and self._broken is None:
             self._pending.pop(0)  # the self-test never reported; the checks will miss it
+        if self._healthy and self._wrong and self._planted is None:
+            self._planted, self._refused, self._patience = self._wrong.pop(0), False, PATIENCE
+            self._plants.plant(self._planted)
         self._stop_at("spec_rollout_start")
 
     @hookimpl
@@ -122,7 +138,13 @@ class FaultTour:
 
     @hookimpl
     def spec_train_draft(self) -> None:
-        """A stop."""
+        """A stop; and a step in which nothing wrong was refused."""
+        if self._planted is not None and not self._refused:
+            self._patience -= 1
+            if not self._patience:
+                self._write("missed", what=self._planted)
+                self._uproot()
+                self._planted = None
         self._stop_at("spec_train_draft")
 
     @hookimpl
@@ -157,16 +179,50 @@ class FaultTour:
         """A stop."""
         self._stop_at("spec_save")
 
-    @hookimpl
-    def spec_check_logprobs(self, batch: LogprobBatch) -> None:
-        """The end of the tour: this must stop the run.
+    @property
+    def _healthy(self) -> bool:
+        """Every hook has been broken, and healed."""
+        return not self._pending and self._broken is None and self._drafting
+
+    def _uproot(self) -> None:
+        assert self._planted is not None
+        self._plants.remove(self._planted)
+
+    @hookimpl(wrapper=True)
+    def spec_check_logprobs(self, batch: LogprobBatch) -> Generator[None, Any, Any]:
+        """Let the guard refuse what is planted; it is wrong no more once it did, but what is in flight may come later.
 
         Raises:
-            LogprobProvenanceError: after every other hook has been broken.
+            LogprobProvenanceError: at the end of the tour; this must stop the run.
         """
-        if not self._pending and self._broken is None and self._drafting:
+        if batch.lag_allowed and VERSION in self._wrong:
+            self._wrong.remove(VERSION)  # nothing is wrong with an older one
+        if self._healthy and not self._wrong and self._planted is None:
             self._write("violation")
             raise LogprobProvenanceError(f"log-probs of another model, {PLANTED}")
+        try:
+            found = yield
+        except LogprobProvenanceError as error:
+            if self._planted is None:
+                raise
+            if not self._refused:
+                self._write("refused", what=self._planted, why=str(error))
+                self._uproot()
+            self._refused = True
+            return None
+        if self._refused:
+            self._planted, self._refused = None, False
+        return found
+
+
+class ShortTour(FaultTour):
+    """One broken hook instead of all, for checks that want no more than a plain phase and what the engine says wrong."""
+
+    stops: ClassVar[tuple[str, ...]] = ("spec_rollout_end",)
+
+
+#: that it takes
+SHORT = 2 * PATIENCE + 8
 
 
 def read_tour(folder: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from spec_plugin.builtin.metrics import describe
-from spec_plugin.conformance.faults import PLANTED, TOUR
+from spec_plugin.conformance.faults import TOUR
+from spec_plugin.conformance.plants import PLANTED
 
 Event = Mapping[str, Any]
 Trace = Sequence[Event]
@@ -46,19 +47,25 @@ _OVERLAPPING: Mapping[str, tuple[str, ...]] = {
 _CAUGHT = ("nan recomputed", "nan rollout", "another model", "the next token", "stale versions")
 
 
-def actor(trace: Trace) -> list[Event]:
-    """The events of the actor's session: the one that rolls out; of several data-parallel ranks the busiest."""
-    sessions = Counter(e["session"] for e in trace)
+def actor(trace: Trace, watched: bool = False) -> list[Event]:
+    """The events of the actor's session: the one that rolls out; of several data-parallel ranks the busiest.
+
+    Args:
+        trace: of the run.
+        watched: also what was seen there of trainer and engine, beside its hooks.
+    """
+    sessions = Counter(e["session"] for e in trace if e["hook"].startswith("spec_"))
     rolling = {e["session"] for e in trace if e["hook"] == "spec_rollout_start"}
     if not rolling:
         return []
     busiest = max(rolling, key=lambda s: sessions[s])
-    return sorted((e for e in trace if e["session"] == busiest), key=lambda e: e["event"])
+    found = (e for e in trace if e["session"] == busiest and (watched or e["hook"].startswith("spec_")))
+    return sorted(found, key=lambda e: e["event"])
 
 
 def of(trace: Trace, *hooks: str) -> list[Event]:
     """The events of these hooks in the actor's session."""
-    return [e for e in actor(trace) if e["hook"] in hooks]
+    return [e for e in actor(trace, watched=True) if e["hook"] in hooks]
 
 
 def audits(trace: Trace, *moments: str) -> list[Event]:
@@ -148,15 +155,16 @@ def _index(hooks: Sequence[str], hook: str) -> int:
 
 
 def installed_draft(trace: Trace) -> list[str]:
-    """The engine holds exactly the draft that was published last, after the refresh and when it rolls out."""
+    """Each engine holds exactly the draft that was published last, after the refresh and when it rolls out."""
     problems: list[str] = []
     published: list[Any] | None = None
-    for e in actor(trace):
+    rank = {e["session"] for e in actor(trace)}
+    for e in (e for e in trace if e["session"] in rank or e["hook"] == "engine_state"):
         if e["hook"] == "spec_draft_weights" and e["published"]:
             published = e["published"]
         elif e["hook"] == "spec_refreshed" and not e["installed"]:
             problems.append(f"the engine refused draft {e['sent_version']}: {e['reason']}")
-        elif e["hook"] == "spec_audit" and e["moment"] in ("refreshed", "rollout") and published:
+        elif e["hook"] in ("spec_audit", "engine_state") and e["moment"] in ("refreshed", "rollout") and published:
             held = [e["draft_version"], e["draft_digest"]]
             if held != published:
                 problems.append(

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.driver import DRIVER_GROUP, ConformanceDriver
-from spec_plugin.conformance.evidence import ABOUT_SELF_TEST, REFUSED, Evidence, Progress, Run
+from spec_plugin.conformance.evidence import REFUSED, Evidence, Progress, Run
 from spec_plugin.errors import SpecConfigError
 
 CHECKS_FILE = Path(__file__).with_name("checks.py")
@@ -154,7 +154,7 @@ def evidence(request: pytest.FixtureRequest) -> Iterator[Evidence]:
     root = Path(keep).absolute() if keep else Path(tempfile.mkdtemp(prefix="spec-plugin-conformance-"))
     root.mkdir(parents=True, exist_ok=True)
     asked = {item.name for item in request.session.items}
-    kit.evidence = Evidence(kit.make_driver, root, _Bars(request.config), bool(asked & ABOUT_SELF_TEST), kit.options)
+    kit.evidence = Evidence(kit.make_driver, root, _Bars(request.config), asked, kit.options)
     yield kit.evidence
     if not keep:
         shutil.rmtree(root, ignore_errors=True)

@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
+from draft_training import digest as weights_digest
 from spec_plugin.builtin.agreement import difference
 from spec_plugin.builtin.baseline import ENOUGH
 from spec_plugin.builtin.provenance import ProvenanceGuard, by_lag
 from spec_plugin.config import SpecConfig
+from spec_plugin.conformance.plants import Plants
+from spec_plugin.conformance.watch import CONFIGURATION, sampling_of, watch_engine, watch_metrics, watch_updates
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import (
     DraftRefresh,
@@ -46,7 +50,7 @@ _AS_PLAIN = 5
 
 
 class Recorder:
-    """One JSON line per hook call in ``<folder>/<pid>.jsonl``, and the first hidden states as safetensors.
+    """One JSON line per hook call in ``<folder>/<pid>.jsonl``, what ``watch`` sees, and the first hidden states.
 
     Loaded by ``spec.plugins=["spec_plugin.conformance.recorder:Recorder=<folder>"]``.
     """
@@ -58,6 +62,8 @@ class Recorder:
         self._session = uuid.uuid4().hex[:8]  # a process may have more than one session
         self._events = 0
         self._packs = 0
+        self._head: Tensor | None = None  # [V, H] of the policy that the engine has
+        self._training = False  # the draft, now
 
     def _write(self, hook: str, **what: Any) -> None:
         line = {"hook": hook, "time": time.time(), "pid": os.getpid(), "session": self._session, "event": self._events}
@@ -75,20 +81,28 @@ class Recorder:
 
         def model() -> Path | str | None:
             self._write("spec_method")
+            watch_engine(Plants(self._folder), self._write)  # if it has come only now
             return original()
 
         return replace(method, model=model)
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
-        """The session starts."""
+        """The session starts: what it is told of target and engine."""
         self._config, self._target = config, target
+        watch_engine(Plants(self._folder), self._write)
+        watch_updates(self._write, lambda: self._training)
+        for session in SESSIONS:
+            if session.manager.is_registered(self):
+                watch_metrics(session, self._write)
         self._write(
             "spec_configure",
             method=config.method,
             k=config.k,
             dtype=target.dtype,
             actor_dtype=target.actor_dtype,
+            sampling=sampling_of(target.sampling),
+            engine={name: getattr(target, name) for name in CONFIGURATION},
             aux_layers=list(method.harvest or ()),
         )
 
@@ -121,7 +135,7 @@ class Recorder:
 
     @hookimpl
     def spec_target_forward(self, hidden: HiddenStates) -> None:
-        """Shapes, and for the first packs the tensors."""
+        """Shapes, the log-probs that they stand for, and for the first packs the tensors."""
         name = None
         if self._packs < PACKS:
             name = f"{os.getpid()}-{self._session}-{self._packs}.safetensors"
@@ -136,6 +150,8 @@ class Recorder:
             lengths=list(hidden.lengths),
             aux=list(hidden.aux.shape),
             last=list(hidden.last.shape),
+            dtype=str(hidden.last.dtype).removeprefix("torch."),
+            log_probs=None if self._head is None else log_probs_of(hidden, self._head),
             pack=name,
         )
 
@@ -143,11 +159,14 @@ class Recorder:
     def spec_check_logprobs(self, batch: LogprobBatch) -> None:
         """What the guards see, and whether a fresh guard notices planted errors in copies of it."""
         versions = batch.rollout_versions
+        both = {"rollout": batch.rollout, "recomputed": batch.recomputed}
         self._write(
             "spec_check_logprobs",
             policy_version=batch.policy_version,
             response_lengths=batch.mask.sum(-1).tolist(),
             rollout=batch.rollout is not None,
+            rows={name: None if v is None else rows_of(v, batch.mask) for name, v in both.items()},
+            rollout_dtype=None if batch.rollout is None else str(batch.rollout.dtype).removeprefix("torch."),
             rollout_versions=None if versions is None else versions.tolist(),
             lag_allowed=batch.lag_allowed,
             spans=spans_of(batch),
@@ -183,16 +202,25 @@ class Recorder:
         """Asked before each slice; the answer is somebody else's."""
         self._write("spec_head_start", step=step)
 
-    @hookimpl
-    def spec_train_draft(self, step: int, seconds: float) -> None:
+    @hookimpl(wrapper=True)
+    def spec_train_draft(self, step: int, seconds: float) -> Generator[None, Any, Any]:
         """The slice that the draft gets."""
         self._write("spec_train_draft", step=step, seconds=seconds)
+        self._training = True
+        try:
+            return (yield)
+        finally:
+            self._training = False
 
     @hookimpl
     def spec_weight_sync(self, event: WeightSync) -> None:
-        """Which of the shared tensors the sync carried."""
-        shapes = {n: None if t is None else list(t.shape) for n, t in (("embed", event.embed), ("head", event.lm_head))}
-        self._write("spec_weight_sync", policy_version=event.policy_version, **shapes)
+        """Which of the shared tensors the sync carried, in the engine's dtype."""
+        self._head = None if event.lm_head is None else event.lm_head.detach().float().cpu().clone()
+        shared = {"embed": event.embed, "head": event.lm_head}
+        shapes = {name: None if t is None else list(t.shape) for name, t in shared.items()}
+        dtype = getattr(torch, self._target.dtype)
+        digests = {f"{n}_digest": "" if t is None else weights_digest({"": t.to(dtype)}) for n, t in shared.items()}
+        self._write("spec_weight_sync", policy_version=event.policy_version, **shapes, **digests)
 
     @hookimpl(wrapper=True)
     def spec_draft_weights(self, event: WeightSync) -> Generator[None, DraftRefresh | None, DraftRefresh | None]:
@@ -236,6 +264,29 @@ class Recorder:
     def spec_load(self, path: Path) -> None:
         """The trainer resumes."""
         self._write("spec_load", path=str(path), found=path.exists())
+
+
+def log_probs_of(hidden: HiddenStates, head: Tensor) -> list[list[float]]:
+    """What the harvested states say of the sampled tokens of each document, but of one that begins it.
+
+    Args:
+        hidden: as harvested.
+        head: [V, H] float32 LM head of the policy.
+    """
+    found, begin = [], 0
+    for length in hidden.lengths:
+        place = slice(begin, begin + length)
+        begin += length
+        ids, sampled = hidden.input_ids[place].cpu(), hidden.loss_mask[place].cpu()
+        logits = hidden.last[place].detach().float().cpu() @ head.T
+        of_next = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+        found.append(of_next[sampled[1:]].tolist())
+    return found
+
+
+def rows_of(values: Tensor, mask: Tensor) -> list[list[float]]:
+    """[B, T] under its mask, sequence by sequence."""
+    return [row[keep].tolist() for row, keep in zip(values, mask, strict=True)]
 
 
 def spans_of(batch: LogprobBatch) -> list[tuple[int, int]] | None:

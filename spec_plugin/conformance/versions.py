@@ -7,7 +7,7 @@ from itertools import pairwise
 from spec_plugin.conformance.judge import Event, Trace, actor, at_least, audits, of
 
 #: nats by which log-probs of one model in single precision differ at most, on the mean of a batch
-_ROUNDING = 1e-4
+ROUNDING = 1e-4
 
 
 def policy_versions(trace: Trace, asynchronous: bool = False) -> list[str]:
@@ -73,7 +73,7 @@ def lags(trace: Trace) -> list[str]:
         return ["no sequence was older than the policy that recomputed it: this trainer is not asynchronous"]
     checked = of(trace, "spec_check_logprobs")
     now = max((mean for e in checked for lag, mean in e["differences"].items() if not int(lag)), default=0.0)
-    if now > _ROUNDING and _single_precision(trace):
+    if now > ROUNDING and _single_precision(trace):
         return [
             f"text that the recomputing policy is said to have sampled differs by {now:.3g} nats: that is no rounding"
         ]

@@ -11,7 +11,7 @@ engine steps, so no request is aborted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -255,7 +255,8 @@ class SpecWorkerExtension:
         return refresh.live_digest(self._spec_layout())
 
     def spec_audit(self) -> dict[str, Any]:
-        """Digests of what this worker really holds: ``target``, ``draft`` (see ``spec_live_digest``), ``draft_version``.
+        """Digests of what this worker really holds: ``target``, its ``embed`` and ``head`` alone, ``draft`` (see
+        ``spec_live_digest``), ``draft_version``.
 
         Of a shard no digest of the whole can be made: it is that of the draft whose shards were read back when they were
         installed, if they are still what they were then.
@@ -264,9 +265,19 @@ class SpecWorkerExtension:
         target = {name: p.detach() for name, p in self.model_runner.get_model().named_parameters() if p.numel()}
         return {
             "target": weights_digest({name: t.cpu() for name, t in target.items()}),
+            **self._spec_shared_digests(target),
             "draft": self._spec_held_digest(layout),
             "draft_version": self._spec_state.served.version,
         }
+
+    def _spec_shared_digests(self, target: Mapping[str, Tensor]) -> dict[str, str]:
+        """Of the embedding and the head, without the padding of the vocabulary; "" where each rank holds a part."""
+        whole = self.vllm_config.parallel_config.tensor_parallel_size == 1
+        rows = self.vllm_config.model_config.get_vocab_size()
+        ends = {name.rpartition("model.")[2].removesuffix(".weight"): tensor for name, tensor in target.items()}
+        embed = ends.get("embed_tokens")
+        found = {"embed": embed, "head": ends.get("lm_head", embed)}  # a tied head has no name of its own
+        return {n: weights_digest({"": t[:rows]}) if whole and t is not None else "" for n, t in found.items()}
 
     def spec_lost_draft(self) -> bool:
         """True if the draft's weights are no longer those that were installed (or first seen by ``spec_draft_info``).

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
@@ -30,8 +28,9 @@ from spec_plugin.engine.schedule.scheduler import (
 )
 from spec_plugin.engine.selftest.probe import TOP
 from spec_plugin.engine.selftest.test import questions_and_noise, run_self_test
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.errors import SpecConfigError, pass_on
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
+from spec_plugin.folders import memory, own_folder, sweep_own
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span
@@ -58,30 +57,37 @@ class EngineFront:
         self.policy_version = -1  # of the weights that roll out, as the actor announced them
         config = session.config
         self._group = ControlGroup(config.control_share, config.k, config.seed)
-        self._schedule: Schedule | None = None  # of this phase
+        self._schedule: Schedule | None = None  # of this phase, if it is known to be in force
         self.interrupted = False  # were requests ever cut short, to go on under the next policy; the adapter says so
         self._flights = Flights()
         self._order = asyncio.Lock()
         self._validated = False  # were there requests of another sampling since the phase began
         self._rollouts_began = False  # and rollouts
+        self._unknown: set[str] = set()  # what a warning has said is not known
         self.reset_phase()
 
     def engine_arguments(self, given: Mapping[str, Any], extension: str) -> dict[str, Any]:
-        """What to add to the trainer's own engine arguments.
+        """What to add to the trainer's own engine arguments; what a killed run has left in memory is removed.
 
         Args:
             given: the trainer's engine arguments.
             extension: import path of the worker extension, a subclass of ``SpecWorkerExtension``.
 
         Raises:
-            SpecConfigError: if anything is not on the lossless allow-list, or set by the trainer too.
+            SpecConfigError: if anything is not on the lossless allow-list, or set by the trainer too, or the target does not say
+                what the self-test must know.
         """
+        sweep_own()
         target, most = self.session.target, int(given.get("max_logprobs") or TOP)
         method = self.session.method
         config = method.speculative_config()
         check_speculative_config(config, device_type=target.device_type)
         check_sampling(dict(target.sampling))
         check_engine_options(given)
+        if self.session.config.self_test and target.vocab_size is None:
+            raise SpecConfigError(
+                f"{target.file} names no vocab_size, which the self-test needs; give the whole config.json"
+            )
         for name in ("speculative_config", "scheduler_cls"):
             if given.get(name) is not None:
                 raise SpecConfigError(
@@ -109,7 +115,7 @@ class EngineFront:
         return self._group.draw() if self.drafting else None
 
     def sampled(self, prompt: Sequence[int], response: Sequence[int], version: int, control: Control | None) -> None:
-        """Keep what is known of a request that is complete, or of what one policy version sampled of it.
+        """Keep what is known of a request that is complete, or of what one policy version sampled of it; raises nothing.
 
         Args:
             prompt: token ids that it began with.
@@ -117,10 +123,11 @@ class EngineFront:
             version: policy version that did.
             control: its stretch of the control group, if it has one.
         """
-        self._flights.sampled(prompt, response, version, self.drafting, control)
+        with self.noting("which policy version sampled a response"):
+            self._flights.sampled(prompt, response, version, self.drafting, control)
 
     def landed(self, request: Request, prompt: Sequence[int], response: Sequence[int], control: Control | None) -> None:
-        """The same of a request that may have gone on under several policy versions: of each of them.
+        """The same of a request that may have gone on under several policy versions: of each of them; raises nothing.
 
         Args:
             request: whose ``extra_args`` the engine was given; its ``versions`` are known afterwards.
@@ -128,15 +135,25 @@ class EngineFront:
             response: token ids that it sampled.
             control: its stretch of the control group, if it has one.
         """
-        self._flights.landed(request, prompt, response, self.policy_version, self.drafting, control)
+        with self.noting("which policy version sampled a response"):
+            self._flights.landed(request, prompt, response, self.policy_version, self.drafting, control)
+
+    @contextmanager
+    def noting(self, what: str) -> Iterator[None]:
+        """Bookkeeping beside a request or a sync: those go on without it, and log-probs are judged without it (law 6)."""
+        try:
+            yield
+        except Exception as error:
+            pass_on(error)
+            if what not in self._unknown:
+                self._unknown.add(what)
+                logger.warning("spec-plugin: it is not known %s; said once: %s", what, error, exc_info=error)
 
     async def paused(self) -> None:
         """The engine is paused for new weights, with its requests in flight: note how far each has come."""
         sampled: Mapping[int, int] | None = None
-        try:
-            sampled = await in_flight(self.engine)
-        except Exception as error:  # law 6: log-probs are judged without that
-            logger.warning("spec-plugin: which policy version samples which token of this sync is not known: %s", error)
+        with self.noting("which policy version samples which token of a response that a weight sync cut"):
+            sampled = await asyncio.wait_for(in_flight(self.engine), self.session.config.refresh_timeout_s)
         self._flights.pause(sampled, self.policy_version, self.drafting)
 
     def resumed(self) -> None:
@@ -149,8 +166,8 @@ class EngineFront:
 
     @property
     def drafting(self) -> bool:
-        """Does any batch size of this phase draft."""
-        return self._schedule is not None and any(self._schedule.table)
+        """Does any batch size of this phase draft; yes, as long as it is not known (law 3): an engine starts with drafts."""
+        return self._schedule is None or any(self._schedule.table)
 
     async def arrives(self, sampling: Mapping[str, Any]) -> None:
         """Before each request: where validation came first, the rollouts after it begin a phase of their own.
@@ -165,11 +182,12 @@ class EngineFront:
         if self._rollouts_began:
             return
         async with self._order:
-            if _like(sampling) != _like(self.session.target.sampling):
-                self._validated = True
-                return
-            if self._validated and not self.busy and not self._rollouts_began:
-                await self._begin_anew()
+            with self.noting("what is validation and what is a rollout"):
+                if _like(sampling) != _like(self.session.target.sampling):
+                    self._validated = True
+                    return
+                if self._validated and not self.busy and not self._rollouts_began:
+                    await self._begin_anew()
             self._rollouts_began = True
 
     async def _begin_anew(self) -> None:
@@ -178,6 +196,7 @@ class EngineFront:
                 await self.set_schedule(self._schedule)
             await take_steps(self.engine)
         except Exception as error:  # law 6: the rollouts are sampled either way
+            pass_on(error)
             logger.warning("spec-plugin: validation is counted as part of the rollouts after it: %s", error)
             return
         self.reset_phase()
@@ -207,9 +226,8 @@ class EngineFront:
             force: although its version is not newer.
             hold: the previous draft, until ``settle``.
         """
-        memory = Path("/dev/shm")
-        with tempfile.TemporaryDirectory(prefix="spec-plugin-", dir=memory if memory.is_dir() else None) as folder:
-            file = Path(folder) / "draft.safetensors"
+        with own_folder(memory()) as folder:
+            file = folder / "draft.safetensors"
             save_file({name: t.detach().cpu().contiguous() for name, t in refresh.tensors.items()}, file)
             return await self.install(
                 "spec_install_file",
@@ -226,7 +244,11 @@ class EngineFront:
         await self.engine.collective_rpc("spec_settle", args=(keep,))
 
     async def set_schedule(self, schedule: Schedule) -> None:
-        """k per batch size for the coming phase; a draft that no batch size uses is paused (needs a fresh prefix cache)."""
+        """k per batch size for the coming phase; a draft that no batch size uses is paused (needs a fresh prefix cache).
+
+        Where this raises, it is not known what is in force, and all that is sampled counts as drafted.
+        """
+        self._schedule = None
         await self.engine.reset_prefix_cache()
         await set_schedule(self.engine, schedule.table, schedule.break_even)
         await pause_idle_draft(self.engine, schedule.table)
@@ -250,7 +272,8 @@ class EngineFront:
             engines: that are tested in this run, which share its chance of a false alarm.
         """
         config, target = self.session.config, self.session.target
-        vocab_size = int(target.hf_config["vocab_size"])
+        vocab_size = target.vocab_size
+        assert vocab_size is not None, "engine_arguments has asked"
         if self.tokenizer is not None:
             vocab_size = min(len(self.tokenizer), vocab_size)
         await pause_idle_draft(self.engine, [config.k])
@@ -315,8 +338,9 @@ class EngineFront:
         if len(versions) > 1:
             raise RuntimeError(f"the workers hold several versions of the draft: {sorted(versions)}")
         draft, target = (_one_digest([f[name] for f in found]) for name in ("draft", "target"))
+        shared = {f"{name}_digest": found[0][name] for name in ("embed", "head")}
         admitted = 0 if await self.engine.is_paused() else self._flights.flying
-        return EngineState(moment, self.policy_version, versions.pop(), draft, target, admitted)
+        return EngineState(moment, self.policy_version, versions.pop(), draft, target, admitted, **shared)
 
     def reset_phase(self, policy_version: int | None = None) -> None:
         """Counters and clock start anew; requests in flight go on counting, of a paused engine under this policy version."""

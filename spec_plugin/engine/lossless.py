@@ -273,6 +273,10 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
     """
     _check("engine option", ENGINE, {name: value for name, value in options.items() if name in ENGINE})
     defaults = options.get("override_generation_config") or {}
+    if not isinstance(defaults, Mapping):
+        raise SpecConfigError(
+            f"engine option override_generation_config={defaults!r}: expected a mapping of sampling options; leave it out"
+        )
     _check("override_generation_config", SAMPLING, {k: v for k, v in defaults.items() if k in SAMPLING})
 
 

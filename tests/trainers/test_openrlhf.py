@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_help_teaches_openrlhfs_flags_and_ours() -> None:
 
 def test_a_misspelt_option_stops_before_ray_starts() -> None:
     done = launcher(*FLAGS, "--spec.enable", "--spec.train_shar", "0.2")
-    assert done.returncode != 0 and "did you mean --spec.train_share" in done.stderr
+    assert done.returncode != 0 and "did you mean --spec.train_share" in done.stderr and "Traceback" not in done.stderr
     assert "Started a local Ray instance" not in done.stdout + done.stderr
 
 
@@ -39,3 +40,11 @@ def test_what_is_not_supported_is_refused_in_one_sentence() -> None:
 def test_options_without_the_flag_are_refused() -> None:
     done = launcher(*FLAGS, "--spec.k", "5")
     assert done.returncode != 0 and "--spec.enable" in done.stderr
+
+
+def test_a_bad_target_ends_in_a_line_and_not_in_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": "64"}')
+    flags = ("--actor.model_name_or_path", str(tmp_path), "--vllm.num_engines", "1")
+    done = launcher(*flags, "--spec.enable")
+    assert done.returncode != 0 and "vocab_size='64'" in done.stderr and str(tmp_path) in done.stderr
+    assert "Traceback" not in done.stderr and "Started a local Ray instance" not in done.stdout + done.stderr

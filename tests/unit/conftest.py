@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -84,5 +86,20 @@ def warm_run(pytestconfig: pytest.Config) -> Callable[..., subprocess.CompletedP
 
     def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run([python, *arguments], capture_output=True, text=True, **options)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def found_by(warm_run: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[[str], dict[str, Any]]:
+    """Runs a script in such a process, without verl's switches; what it prints as JSON behind the word FOUND."""
+
+    def run(script: str) -> dict[str, Any]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+        done = warm_run("-c", textwrap.dedent(script), env=environment, timeout=300)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+        assert lines, done.stdout + done.stderr[-3000:]
+        found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
+        return found
 
     return run

@@ -176,7 +176,7 @@ def test_a_key_that_verl_does_not_know_is_said_in_hydras_words_and_the_rest_is_j
         ([VLLM, f"+{ROLLOUT}custom=7"], "expected options such as"),
         ([], "actor_rollout_ref.rollout.name"),
         (["-m", "verl.trainer.main_ppo_never", VLLM], "no such module"),
-        (["-m", "verl.experimental.fully_async_policy.fully_async_main", VLLM], "the trainer verl.experimental"),
+        (["-m", "verl.trainer.main_ppo_v0", VLLM], "the trainer verl.trainer.main_ppo_v0"),
     ],
 )
 def test_what_verl_itself_would_stumble_over_is_an_objection_and_no_crash(arguments: list[str], said: str) -> None:
@@ -300,3 +300,41 @@ def test_a_pruned_vocabulary_that_the_engine_would_not_load(
 )
 def test_asynchronous_modes_are_taken(stock: Any, modes: dict[str, Any]) -> None:
     assert not judged(stock, *modes.items())
+
+
+FULLY = ("-m", "verl.experimental.fully_async_policy.fully_async_main")
+ONE_STEP = ("-m", "verl.experimental.one_step_off_policy.main_ppo")
+APART = ("actor_rollout_ref.hybrid_engine=False", "rollout.nnodes=2")
+
+
+@needs_verl
+@pytest.mark.parametrize(("main", "mode"), [(FULLY, "fully_async"), (ONE_STEP, "one_step_off")])
+def test_older_mains_are_taken_and_their_engines_counted(main: tuple[str, ...], mode: str) -> None:
+    found = verl_check([*main, PATH, VLLM, *APART, "trainer.n_gpus_per_node=4"], a_qwen3)
+    assert found.accepted, list(map(str, found.objections))
+    assert found.facts["shape"].startswith(f"{mode}; 4 fsdp actor ranks; 8 vllm engines of 2")
+    assert any(note.startswith(f"{mode}: rollouts lag") for note in found.notes)
+
+
+@needs_verl
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((*FULLY, *APART, "async_training.use_trainer_do_validate=True"), "both beside the actors and apart"),
+        ((*FULLY, *APART, "async_training.use_dynamic_resource_scheduling=True"), "both beside the actors and apart"),
+        ((*FULLY,), "hybrid_engine=True"),
+        ((*ONE_STEP, *APART, "--config-name=one_step_off_ppo_megatron_trainer.yaml"), "megatron actors"),
+        ((*FULLY, *APART, "--config-name=ppo_trainer"), "Cannot find primary config"),
+    ],
+)
+def test_what_older_mains_cannot_have_is_said(arguments: tuple[str, ...], said: str) -> None:
+    found = verl_check([*arguments, PATH, VLLM], a_qwen3)
+    assert not found.accepted and any(said in str(o) for o in found.objections), list(map(str, found.objections))
+
+
+@needs_verl
+def test_engines_apart_are_counted_from_the_rollouts_own_nodes() -> None:
+    modes = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=False")
+    sizes = (f"{ROLLOUT}nnodes=3", f"{ROLLOUT}n_gpus_per_node=4", "trainer.n_gpus_per_node=4")
+    found = verl_check([PATH, VLLM, *modes, *sizes], a_qwen3)
+    assert found.facts["shape"].startswith("separate_async; 4 fsdp actor ranks; 6 vllm engines of 2")

@@ -46,6 +46,7 @@ def chosen(hf: dict[str, Any], path: Path = Path("m"), **options: Any) -> Method
 
 def with_layer(folder: Path) -> Path:
     layer = MtpShape.from_target(MIMO).build("cpu", torch.float32)
+    layer.reset_parameters(torch.Generator().manual_seed(0))
     named = {f"model.mtp_layers.0.{n}": p.detach() for n, p in layer.named_parameters()}
     save_file({"model.norm.weight": torch.ones(64), **named}, folder / "model.safetensors")
     return folder

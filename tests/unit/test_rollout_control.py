@@ -11,7 +11,7 @@ import torch
 from test_training import TARGET, sync
 
 from spec_plugin import SpecConfig
-from spec_plugin.actor.control import RolloutControl
+from spec_plugin.actor.control import RolloutControl, RolloutHarvest
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.manager import create_manager
@@ -226,3 +226,44 @@ def test_law_6_a_self_test_without_an_answer_costs_speculation_only():
     asyncio.run(control.synced(sync(0)))
     asyncio.run(control.begin())
     assert "no answer" in (session.failure or "") and not control.speculating
+
+
+def test_law_6_a_decoder_that_is_called_in_another_way_costs_the_harvest_and_not_the_forward_pass():
+    class Odd(torch.nn.Module):
+        """Its norm returns two things, and no layer is given the states by position."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Identity() for _ in range(8)])
+            self.norm = torch.nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm((x, x))[0]
+
+    session = SpecSession(SpecConfig(serve="never"), TARGET, create_manager(load_entry_points=False))
+    control, decoder = RolloutControl(session, Engines()), Odd()
+    harvest = RolloutHarvest(control, lambda: decoder)
+    harvest.open()
+    with harvest.capture(lambda: ([torch.zeros(3, dtype=torch.int64)], [torch.ones(3, dtype=torch.bool)])):
+        out = decoder(torch.ones(1, 3, 2))
+    assert out.shape == (1, 3, 2) and "not called as expected" in (session.failure or "")
+
+
+def test_law_6_a_model_without_layers_costs_the_harvest_only():
+    session = SpecSession(SpecConfig(serve="never"), TARGET, create_manager(load_entry_points=False))
+    harvest = RolloutHarvest(RolloutControl(session, Engines()), lambda: torch.nn.Linear(1, 1))
+    harvest.open()
+    with harvest.capture(lambda: ([], [])):
+        pass
+    assert "harvest" in (session.failure or "")
+
+
+def test_what_the_trainer_raises_in_its_forward_pass_is_the_trainers():
+    session = SpecSession(SpecConfig(serve="never"), TARGET, create_manager(load_entry_points=False))
+    decoder = torch.nn.Module()
+    decoder.layers, decoder.norm = torch.nn.ModuleList([torch.nn.Identity() for _ in range(8)]), torch.nn.Identity()
+    harvest = RolloutHarvest(RolloutControl(session, Engines()), lambda: decoder)
+    harvest.open()
+    with pytest.raises(ZeroDivisionError), harvest.capture(lambda: ([], [])):
+        raise ZeroDivisionError
+    assert not session.failed and not decoder.norm._forward_hooks

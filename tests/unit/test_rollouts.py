@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_plugin import rollouts
@@ -57,6 +57,7 @@ def test_a_prompt_that_does_not_come_back_makes_room(monkeypatch: pytest.MonkeyP
 
 
 @given(st.integers(0, 10_000), st.integers(1, 60))
+@settings(deadline=None)
 def test_what_is_kept_and_what_is_dropped_is_all_there_was(seed: int, most: int) -> None:
     rng, latest, there = random.Random(seed), Latest(most), {}
     for number in range(60):

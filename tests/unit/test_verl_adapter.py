@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import textwrap
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,7 +28,7 @@ SCRIPT = """
     found["sleep level"] = server._resolve_sleep_level()
 
     class Control:
-        policy_version, link, session = -1, None, None
+        policy_version, link, session = -1, None, SimpleNamespace(copy_of=torch.clone)
 
         async def synced(self, event):
             self.policy_version = event.policy_version
@@ -45,7 +42,7 @@ SCRIPT = """
     for steps in ([None, 0, None, 1, 2, None], [7, None, 8]):
         adapter = object.__new__(SpecServerAdapter)
         adapter.config = SimpleNamespace(free_cache_engine=True)
-        adapter._dtype, adapter._syncs, adapter._control = torch.float32, 0, Control()
+        adapter._syncs, adapter._control = 0, Control()
         seen = []
         for step in steps:
             weights = iter([("model.embed_tokens.weight", torch.zeros(2, 2))])
@@ -57,12 +54,8 @@ SCRIPT = """
 
 
 @pytest.fixture(scope="module")
-def found(warm_run) -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
-    done = warm_run("-c", textwrap.dedent(SCRIPT), env=environment, timeout=300)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, done.stdout + done.stderr[-3000:]
-    return json.loads(lines[0].removeprefix("FOUND "))
+def found(found_by) -> dict[str, Any]:
+    return found_by(SCRIPT)
 
 
 def test_the_weights_stay_in_the_hosts_memory_while_verls_engine_sleeps(found):

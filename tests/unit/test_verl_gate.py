@@ -25,9 +25,12 @@ class Front:
         self.session = type("Session", (), {"config": SpecConfig(gate_timeout_s=timeout), "target": "target"})()
         self.busy = self.interrupted = False
         self.plain = self.tested = 0
+        self.broken: Exception | None = None
 
     async def go_plain(self) -> None:
         self.plain += 1
+        if self.broken is not None:
+            raise self.broken
 
     async def self_test(self, seconds: float, engines: int) -> SelfTestReport:
         self.tested += 1
@@ -125,6 +128,19 @@ def test_an_actor_that_never_says_so_costs_the_draft_and_a_warning(caplog):
     assert server.opened == 1 and server._spec_front.plain == 1
     (record,) = caplog.records
     assert "spec.gate_timeout_s" in record.message and "without drafts until the next sync" in record.message
+
+
+def test_law_6_the_gate_opens_also_where_the_engine_does_not_confirm_that_it_is_plain(caplog):
+    async def scene() -> Server:
+        server = await described(timeout=0.1)
+        server._spec_front.broken = RuntimeError("no answer")
+        await server.set_global_steps(1)
+        await server.open_submission_gate()
+        return server
+
+    with caplog.at_level(logging.WARNING):
+        server = run(scene())
+    assert server.opened == 1 and "counts as drafted" in caplog.records[-1].message
 
 
 def test_a_self_test_that_takes_longer_than_the_actor_may_is_waited_for():

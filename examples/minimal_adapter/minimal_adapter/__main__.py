@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--replay", type=Path)
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--engines", type=int, default=Settings.engines)
     parser.add_argument("--lr", type=float, default=Settings.lr)
     parser.add_argument("--spec", action="store_true", help="speculative rollouts; options as --spec.NAME VALUE")
     parser.add_argument("--adapter", default=ADAPTER, help="module:Class, used with --spec")

@@ -8,7 +8,6 @@ owner of the engine needs, ``SpecWorkerExtension`` works inside vLLM.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from minimal_adapter.loop import Engine, Rollouts, Settings, Trainer, padded
 from spec_plugin import SpecConfig, events
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.actor.harvest import responses_at_the_end
+from spec_plugin.commands.judgement import read_json
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
@@ -38,19 +38,19 @@ class MinimalAdapter(Trainer):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         config = SpecConfig.parse(settings.spec, "--spec.")
-        target = events.TargetInfo(
-            path=str(settings.target),
-            hf_config=json.loads((settings.target / "config.json").read_text()),
-            dtype="float32",
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            sampling=self.sampling,
-        )
-        self.session = SpecSession(config, target)
+        self.session = SpecSession(config, self.target())
         self.front = EngineFront(self.session, tokenizer=None)
         self.link = Link(self.front)
         self.control = RolloutControl(self.session, self.link)
         self.harvest = RolloutHarvest(self.control, lambda: self.policy.model)
+
+    def target(self) -> events.TargetInfo:
+        """What spec-plugin is told of the policy, and of the engine that serves it."""
+        folder, seqs, length = self.settings.target, self.settings.max_num_seqs, self.settings.max_model_len
+        hf = read_json(folder / "config.json")
+        return events.TargetInfo(
+            str(folder), hf, "float32", max_num_seqs=seqs, max_model_len=length, sampling=self.sampling
+        )
 
     # ---- 2. the engine is built with a draft
 
@@ -83,8 +83,8 @@ class MinimalAdapter(Trainer):
 
     def refresh_draft(self) -> None:
         """Announce the new policy; the control has the draft installed."""
-        embed = self.policy.get_input_embeddings().weight.detach().clone()
-        head = self.policy.get_output_embeddings().weight.detach().clone()
+        embed = self.session.copy_of(self.policy.get_input_embeddings().weight)
+        head = self.session.copy_of(self.policy.get_output_embeddings().weight)
         run_blocking(self.control.synced(events.WeightSync(self.policy_version(), embed, head)))
 
     # ---- 5. the log-prob pass: harvest hidden states on the way, check the log-probs before the loss gets them
@@ -163,10 +163,10 @@ class Link:
         result: T = await asyncio.wrap_future(self.engine.submit(work))
         return result
 
-    async def install(self, refresh: events.DraftRefresh, force: bool) -> events.RefreshReport:
+    async def install(self, refresh: events.DraftRefresh, force: bool, hold: bool = False) -> events.RefreshReport:
         """Send the draft by the loop's own transport; what the worker does with it is ``SpecWorker``'s."""
         timeout = self.front.session.config.refresh_timeout_s
-        arguments = {"version": refresh.draft_version, "digest": refresh.digest, "force": force}
+        arguments = {"version": refresh.draft_version, "digest": refresh.digest, "force": force, "hold": hold}
         sent = self.front.install("spec_install_tensors", weights=save(dict(refresh.tensors)), **arguments)
         return await asyncio.wait_for(self._there(sent), timeout)
 

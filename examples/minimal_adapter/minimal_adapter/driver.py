@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,6 +24,7 @@ class Driver(ConformanceDriver):
     adapter = "minimal_adapter.adapter:MinimalAdapter"
     adapter_modules = ("minimal_adapter.adapter", "minimal_adapter.spec_worker", "spec_plugin")
     trainer_modules = ("minimal_adapter.loop", "minimal_adapter.worker")
+    engine_version = "minimal_adapter.loop:Engine.version"
 
     def __init__(self, root: Path) -> None:
         """Make the tiny policy."""
@@ -66,6 +69,21 @@ class Driver(ConformanceDriver):
         """The policy's parameters after a step."""
         tensors: dict[str, Tensor] = load_file(run.out / "checkpoints" / f"step_{step}" / "policy.safetensors")
         return tensors
+
+    def random_state(self, run: RunSettings, step: int) -> dict[str, str]:
+        """torch's, which is the only one that the loop saves."""
+        state = torch.load(run.out / "checkpoints" / f"step_{step}" / "optimizer.pt", weights_only=True)["random"]
+        return {"torch": hashlib.sha256(state.numpy().tobytes()).hexdigest()}
+
+
+class PairDriver(Driver):
+    """The same with two engines, which sample every other request each."""
+
+    adapter = "minimal_adapter.pair:PairAdapter"
+
+    def command(self, run: RunSettings) -> list[str]:
+        """The command line of a run."""
+        return [*super().command(run), "--engines", "2"]
 
 
 class LaggingDriver(Driver):

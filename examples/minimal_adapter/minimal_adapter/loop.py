@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ class Settings:
     max_tokens: int = 24
     max_num_seqs: int = 16
     max_model_len: int = 256
+    engines: int = 1
     seed: int = 0
 
 
@@ -56,15 +58,22 @@ class Rollouts:
 
 
 class Engine:
-    """AsyncLLM on an event loop of its own thread, so that the trainer's thread may wait for it."""
+    """One AsyncLLM, or several, on an event loop of its own thread, so that the trainer's thread may wait for it."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any], engines: int = 1) -> None:
         cpu.prepare_process()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.version = -1  # of the policy that the worker says it has
-        self.llm: Any = self.run(self._start(arguments))
+        self.version = -1  # of the policy that the workers say they have
+        self.llms: list[Any] = []
+        for _ in range(engines):
+            self.llms.append(self.run(self._start(arguments)))
+
+    @property
+    def llm(self) -> Any:
+        """The first one."""
+        return self.llms[0]
 
     async def _start(self, arguments: dict[str, Any]) -> Any:
         from vllm import AsyncEngineArgs
@@ -79,19 +88,26 @@ class Engine:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the engine's loop and wait for its result."""
-        result: T = self.submit(work).result()
+        """Run a coroutine on the engine's loop and wait for its result; vLLM leaves calls to an engine that died unanswered."""
+        future = self.submit(work)
+        while not wait([future], timeout=5.0).done:
+            if dead := [llm for llm in self.llms if llm.errored]:
+                raise RuntimeError("an engine is dead") from dead[0].dead_error
+        result: T = future.result()
         return result
 
     async def load_policy(self, version: int, weights: dict[str, Tensor]) -> None:
-        """Put new policy weights into the running engine; what it has cached is of the old ones."""
-        answers = await self.llm.collective_rpc("load_policy", args=(version, save(weights)))
-        await self.llm.reset_prefix_cache()
+        """Put new policy weights into the running engines; what they have cached is of the old ones."""
+        data = save(weights)
+        for llm in self.llms:
+            answers = await llm.collective_rpc("load_policy", args=(version, data))
+            await llm.reset_prefix_cache()
         self.version = answers[0]
 
     def close(self) -> None:
-        """Shut the engine down."""
-        self.loop.call_soon_threadsafe(self.llm.shutdown, 1.0)  # seconds until it is killed
+        """Shut them down."""
+        for llm in self.llms:
+            self.loop.call_soon_threadsafe(llm.shutdown, 1.0)  # seconds until it is killed
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(30)
 
@@ -104,6 +120,7 @@ class Trainer:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
+        torch.manual_seed(settings.seed)
         self.settings = settings
         self.policy: Any = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.float32).eval()
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=settings.lr, weight_decay=0.0)
@@ -129,7 +146,7 @@ class Trainer:
 
     def start_engine(self) -> None:
         """Start the engine."""
-        self.engine = Engine(self.engine_arguments())
+        self.engine = Engine(self.engine_arguments(), self.settings.engines)
 
     def sync(self) -> None:
         """Send the policy to the engine."""
@@ -199,9 +216,9 @@ class Trainer:
         from vllm import SamplingParams
 
         params = SamplingParams(**self.sampling, max_tokens=self.settings.max_tokens, logprobs=0, detokenize=False)
-        version = self.engine.version
+        version, llm = self.engine.version, self.engine.llms[index % len(self.engine.llms)]
         final: Any = None
-        async for output in self.engine.llm.generate({"prompt_token_ids": prompt}, params, f"{self.step}-{index}"):
+        async for output in llm.generate({"prompt_token_ids": prompt}, params, f"{self.step}-{index}"):
             final = output
         tokens = list(final.outputs[0].token_ids)
         return tokens, [at[t].logprob for at, t in zip(final.outputs[0].logprobs, tokens, strict=True)], version
@@ -256,7 +273,8 @@ class Trainer:
         """Write a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file({n: t.contiguous() for n, t in self.policy.state_dict().items()}, folder / "policy.safetensors")
-        torch.save({"step": self.step, "optimizer": self.optimizer.state_dict()}, folder / "optimizer.pt")
+        state = {"step": self.step, "optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
+        torch.save(state, folder / "optimizer.pt")
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""
@@ -264,6 +282,7 @@ class Trainer:
         state = torch.load(folder / "optimizer.pt", weights_only=True)
         self.step = state["step"]
         self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
 
 
 def reward(response: Sequence[int], vocab_size: int) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -30,6 +31,14 @@ _IMPLAUSIBLE = 0.5
 _CONTEXTS, _CONTEXT_FACTOR = 64.0, 2.0
 #: what the newest phase weighs in the context of a batch size
 _NEWEST = 0.5
+
+
+class StepCost(Protocol):
+    """Seconds of decoding steps, whether they were measured (``CostModel``) or are projected (``projection.Roofline``)."""
+
+    def seconds(self, batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
+        """Seconds of one step; see ``CostModel.seconds``."""
+        ...
 
 
 def tokens_per_step(acceptance: Sequence[float], k: int) -> float:
@@ -157,18 +166,20 @@ class CostModel:
             )
         return None
 
-    def seconds(self, batch: int, k: int, paused: bool = True) -> float:
+    def seconds(self, batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
         """Predicted seconds of one step: the fitted surface, corrected by what was measured in this very cell.
 
         Args:
             batch: requests in the step.
             k: drafted tokens of each.
             paused: with k = 0, is the draft's forward pass left out. k > 0 never pauses.
+            context: tokens that each request has in the KV cache; None: as the rollouts have shown.
 
         Raises:
             RuntimeError: if nothing was observed.
         """
-        return self._at(batch, k, paused and k == 0, self.context(batch))
+        held = self.context(batch) if context is None else context
+        return self._at(batch, k, paused and k == 0, held)
 
     def context(self, batch: int) -> float:
         """Tokens that a request has in the KV cache when so many run, as far as the rollouts have shown."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from spec_plugin.builtin.break_even.cost import CostModel, tokens_per_step
+from spec_plugin.builtin.break_even.cost import CostModel, StepCost, tokens_per_step
 from spec_plugin.events import StepTiming
 
 #: speculation is switched on above break-even by this factor, off below break-even: no flapping on noise
@@ -74,7 +74,7 @@ def threshold(k: int, acceptance: float, break_even: Mapping[int, float], servin
 
 
 def best(
-    cost: CostModel, acceptance: Sequence[float], load: Mapping[int, float], current: Sequence[int], ks: Sequence[int]
+    cost: StepCost, acceptance: Sequence[float], load: Mapping[int, float], current: Sequence[int], ks: Sequence[int]
 ) -> Plan:
     """The table with the most tokens per second, or plain decoding where the whole phase would gain nothing.
 
@@ -107,7 +107,7 @@ def bands(size: int) -> list[range]:
 
 
 def _best_k(
-    cost: CostModel, acceptance: Sequence[float], band: range, current: int, ks: Sequence[int], serving: bool
+    cost: StepCost, acceptance: Sequence[float], band: range, current: int, ks: Sequence[int], serving: bool
 ) -> int:
     sizes = band[:: max(1, len(band) // _SAMPLED)]
     seconds = {k: sum(cost.seconds(batch, k, paused=False) / batch for batch in sizes) for k in ks}
@@ -117,7 +117,7 @@ def _best_k(
 
 
 def phase_speedup(
-    cost: CostModel, acceptance: Sequence[float], load: Mapping[int, float], table: Sequence[int]
+    cost: StepCost, acceptance: Sequence[float], load: Mapping[int, float], table: Sequence[int]
 ) -> float:
     """Predicted decoding time with a paused draft / with this table, for a phase of this load."""
     plain = drafting = 0.0

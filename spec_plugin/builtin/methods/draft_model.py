@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draft_training.config import DraftConfigError
+from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.small_lm import SmallLmShape
 from spec_plugin.builtin.methods.served import starting_folder
-from spec_plugin.builtin.methods.tables import common_settings
+from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_shape
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
@@ -30,9 +30,7 @@ class DraftModelMethod:
         """
         if config.method != "draft_model":
             return None
-        for name in ("draft_vocab_size", "aux_layers"):
-            if (value := getattr(config, name)) is not None:
-                raise SpecConfigError(f"spec.{name}={value!r} has no meaning for the method draft_model; leave it out")
+        refuse_options_of_a_shape(config, "the method draft_model")
         draft = _starting_draft(config, target)
         settings = {
             "method": "draft_model",
@@ -50,12 +48,10 @@ class DraftModelMethod:
 
 
 def _starting_draft(config: SpecConfig, target: TargetInfo) -> StartingDraft:
-    from draft_training.checkpoint import CheckpointError
-
     try:
         if config.draft is None:
-            return StartingDraft(SmallLmShape.from_target(target.hf_config), most_unrolled=1)
-        shape, tensors = SmallLmShape.from_folder(Path(config.draft), target.hf_config)
+            return StartingDraft(SmallLmShape.from_target(target.hf_config, target.file), most_unrolled=1)
+        shape, tensors = SmallLmShape.from_folder(Path(config.draft), target.hf_config, target.file)
         return StartingDraft(shape, tensors, most_unrolled=1)
-    except (DraftConfigError, CheckpointError, OSError, KeyError) as error:
+    except (DraftConfigError, CheckpointError, OSError) as error:
         raise SpecConfigError(f"spec.draft={config.draft!r} cannot draft for this target: {error}") from error

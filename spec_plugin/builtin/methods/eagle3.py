@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draft_training.config import DraftConfig, DraftConfigError, validate_draft
+from draft_training.config import DraftConfig, validate_draft
+from draft_training.errors import CheckpointError, DraftConfigError
 from spec_plugin.builtin.methods.served import starting_folder
 from spec_plugin.builtin.methods.tables import common_settings
 from spec_plugin.config import SpecConfig
@@ -26,21 +27,31 @@ def starting_draft(config: SpecConfig, target: TargetInfo) -> tuple[DraftConfig,
     """
     try:
         if config.draft is not None:
-            return _given_draft(config.draft, target)
+            return _given_draft(config, config.draft, target)
         pruned, layers = config.draft_vocab_size, config.aux_layers
-        return DraftConfig.from_target(target.hf_config, draft_vocab_size=pruned, aux_layers=layers), None
+        made = DraftConfig.from_target(target.hf_config, draft_vocab_size=pruned, aux_layers=layers, where=target.file)
+        return made, None
     except DraftConfigError as error:
         raise SpecConfigError(str(error)) from error
 
 
-def _given_draft(folder: str, target: TargetInfo) -> tuple[DraftConfig, Tensors]:
-    from draft_training.checkpoint import CheckpointError, load_draft
+def _given_draft(config: SpecConfig, folder: str, target: TargetInfo) -> tuple[DraftConfig, Tensors]:
+    from draft_training.checkpoint import load_draft
 
     try:
-        draft_config, tensors = load_draft(folder, target.hf_config)
+        draft_config, tensors = load_draft(folder, target.hf_config, target.file)
+        validate_draft(draft_config, target.hf_config, target.file)
     except (OSError, CheckpointError) as error:
         raise SpecConfigError(f"spec.draft={folder!r} cannot be read: {error}") from error
-    validate_draft(draft_config, target.hf_config)
+    except DraftConfigError as error:
+        raise SpecConfigError(f"spec.draft={folder!r} cannot draft for this target: {error}") from error
+    for name in ("draft_vocab_size", "aux_layers"):
+        asked, has = getattr(config, name), getattr(draft_config, name)
+        if asked is not None and asked != has:
+            raise SpecConfigError(
+                f"spec.{name}={asked!r} has no effect on a draft that is given: that in {folder} has {has!r}; leave one of the "
+                "two options out"
+            )
     return draft_config, tensors
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spec_plugin.builtin.methods.checkpoints import tensor_names
-from spec_plugin.builtin.methods.tables import common_settings
+from draft_training.errors import CheckpointError, DraftConfigError
+from draft_training.files import read_json
+from draft_training.outside import AnyDraft, Every, read
+from spec_plugin.builtin.methods.checkpoints import tensor_names, vocabulary_map
+from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_shape
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
@@ -38,7 +39,9 @@ class FrozenMethod:
             raise SpecConfigError(
                 "spec.method='frozen' serves a draft as it is: set spec.draft=FOLDER and spec.train=false"
             )
+        refuse_options_of_a_shape(config, "a draft that is served as it is")
         kind, parallel = kind_of(Path(config.draft))
+        _refuse_strange_tokens(config.draft, target)
         if kind == "draft_model" and target.load_format == "dummy":
             raise SpecConfigError(
                 f"spec.draft={config.draft!r} is a whole model, of which vLLM makes noise with load_format=dummy: set the "
@@ -54,7 +57,46 @@ class FrozenMethod:
         if parallel and kind != "dflash":  # of which vLLM knows by itself
             settings["parallel_drafting"] = True
         whole = bool(settings.get("parallel_drafting"))
-        return Method("frozen", settings, model=lambda: config.draft, ready=True, whole=whole)
+        return Method("frozen", settings, model=lambda: _whole(config.draft), ready=True, whole=whole)
+
+
+def _whole(draft: str | None) -> str | None:
+    """The draft's folder, once its numbers have been looked at: they are not read before the engine is about to.
+
+    Raises:
+        SpecConfigError: if a number in it is not finite, or a file is torn.
+    """
+    from draft_training.weights import refuse_broken
+
+    try:
+        for file in sorted(Path(str(draft)).glob("*.safetensors")):
+            refuse_broken(file)
+    except (DraftConfigError, CheckpointError) as error:
+        raise SpecConfigError(f"spec.draft={draft!r} cannot be served: {error}") from error
+    return draft
+
+
+def _refuse_strange_tokens(draft: str, target: TargetInfo) -> None:
+    """A pruned draft whose tokens are not all the target's: on a card the engine would die of the first of them."""
+    try:
+        vocabulary = read(Every, target.hf_config, target.file).vocab_size
+        offsets = vocabulary_map(Path(draft))
+    except (DraftConfigError, CheckpointError) as error:
+        raise SpecConfigError(f"spec.draft={draft!r} cannot be served: {error}") from error
+    if offsets is None or vocabulary is None:
+        return
+    if offsets.ndim != 1 or offsets.dtype.kind not in "iu":
+        raise SpecConfigError(
+            f"spec.draft={draft!r} cannot be served: its d2t is {offsets.dtype} of shape {list(offsets.shape)}, expected whole "
+            "offsets, one a token; export the draft again"
+        )
+    wrong = [(i, int(o)) for i, o in enumerate(offsets.tolist()) if not 0 <= i + o < vocabulary]
+    if wrong:
+        at, offset = wrong[0]
+        raise SpecConfigError(
+            f"spec.draft={draft!r} cannot be served: d2t[{at}]={offset} makes draft token {at} the target's token {at + offset}, "
+            f"expected 0 to {vocabulary - 1}; {len(wrong)} of {len(offsets)} are like it: take a draft of this target"
+        )
 
 
 def kind_of(folder: Path) -> tuple[str, bool]:
@@ -64,10 +106,10 @@ def kind_of(folder: Path) -> tuple[str, bool]:
         SpecConfigError: if the folder holds no draft that can be told.
     """
     try:
-        hf: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
-        architecture = str((hf.get("architectures") or [""])[0])
+        hf = read_json(folder / "config.json")
+        architecture = (read(AnyDraft, hf, str(folder / "config.json")).architectures or [""])[0]
         names = tensor_names(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, CheckpointError, DraftConfigError) as error:
         raise SpecConfigError(f"spec.draft={str(folder)!r} cannot be read: {error}") from error
     parallel = any(hf.get(name) is not None for name in _PARALLEL)
     if "DFlash" in architecture:

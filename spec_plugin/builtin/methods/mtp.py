@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from draft_training.config import DraftConfigError
+from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.mtp import TRAINED, MtpShape
+from draft_training.outside import Depth, Every, read
 from spec_plugin.builtin.methods.checkpoints import tensor_names
 from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_draft
 from spec_plugin.config import SpecConfig
@@ -38,7 +41,7 @@ class MtpMethod:
             **common_settings(config, target),
             "draft_sample_method": config.draft_sample_method,
         }
-        (architecture, *_) = target.hf_config.get("architectures") or ("none",)
+        (architecture, *_) = _told(target).architectures or ["none"]
         if architecture not in TRAINED and not config.train:
             return self._as_it_is(settings, target, architecture)
         draft = self._starting_draft(target)
@@ -63,12 +66,10 @@ class MtpMethod:
 
     @staticmethod
     def _starting_draft(target: TargetInfo) -> StartingDraft:
-        from draft_training.checkpoint import CheckpointError
-
         try:
-            shape = MtpShape.from_target(target.hf_config)
+            shape = MtpShape.from_target(target.hf_config, target.file)
             tensors = shape.of_checkpoint(Path(target.path))
-        except (DraftConfigError, CheckpointError, OSError, KeyError) as error:
+        except (DraftConfigError, CheckpointError, OSError) as error:
             raise SpecConfigError(f"spec.method='mtp' cannot draft for this target: {error}") from error
         if tensors is None and target.load_format != "dummy":
             raise SpecConfigError(
@@ -86,22 +87,36 @@ def _lacks(target: TargetInfo) -> str | None:
     the target's own, most others under ``mtp``.
     """
     hf = target.hf_config
-    text = hf.get("text_config") or hf
+    text = _told(target).text_config or hf
     if not any(value for name, value in (*hf.items(), *text.items()) if "nextn" in name or "mtp" in name):
         return "its config.json names no layer for multi-token prediction (num_nextn_predict_layers, or the like)"
     try:
         names = tensor_names(Path(target.path))
     except FileNotFoundError:  # not on this disk, or in another format: the engine will see
         return None
-    except OSError as error:
+    except (CheckpointError, DraftConfigError) as error:
         return str(error)
-    behind = int(text.get("num_hidden_layers") or 0)
+    behind = _number_of_layers(text, target)
     if any("mtp" in name or _layer_of(name) >= behind for name in names):
         return None
     return (
         f"{target.path} holds no tensors of an MTP layer (named mtp, or layers.{behind}), although its config.json has one: a "
         "trainer that loads and saves a checkpoint drops them"
     )
+
+
+def _told(target: TargetInfo) -> Every:
+    try:
+        return read(Every, target.hf_config, target.file)
+    except DraftConfigError as error:
+        raise SpecConfigError(str(error)) from error
+
+
+def _number_of_layers(text: Mapping[str, Any], target: TargetInfo) -> int:
+    try:
+        return read(Depth, text, target.file).num_hidden_layers
+    except DraftConfigError as error:
+        raise SpecConfigError(str(error)) from error
 
 
 def _layer_of(name: str) -> int:

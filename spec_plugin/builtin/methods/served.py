@@ -13,12 +13,13 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spec_plugin.folders import disk, own_folder
 from spec_plugin.method import StartingDraft
 
 if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
@@ -62,8 +63,9 @@ def served_folder(config: DraftShape, tensors: Mapping[str, Tensor]) -> Path:
         _prune(root, folder)
     except OSError as error:
         logger.info("spec-plugin: the draft's folder cannot be kept for the next run: %s", error)
-        folder = Path(tempfile.mkdtemp(prefix="spec-plugin-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        until_the_end = ExitStack()
+        atexit.register(until_the_end.close)
+        folder = until_the_end.enter_context(own_folder(disk()))
         config.write(folder, tensors)
     return folder
 

@@ -115,7 +115,7 @@ class SuffixMethod:
         tokens = np.frombuffer(b"".join(part for r in kept for part in (r.prompt, r.response)), dtype=np.int32)
         lengths = np.array([[len(r.prompt) // 4, len(r.response) // 4] for r in kept], dtype=np.int64).reshape(-1, 2)
         path.mkdir(parents=True, exist_ok=True)
-        fresh = path / f".{_FILE}.{os.getpid()}"
+        fresh = path / f"{_FILE}.partial"  # of a save that was killed, too
         save_file({"tokens": tokens.copy(), "lengths": lengths}, fresh, {"format": json.dumps({"version": 1})})
         os.replace(fresh, path / _FILE)
 

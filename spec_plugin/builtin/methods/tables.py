@@ -25,8 +25,9 @@ def common_settings(config: SpecConfig, target: TargetInfo, whole: bool = False)
     }
 
 
-#: options that say something of a draft model
-_OF_A_DRAFT = ("draft", "draft_vocab_size", "aux_layers")
+#: options that say something of a draft model, and of the shape of a new one
+_OF_A_SHAPE = ("draft_vocab_size", "aux_layers")
+_OF_A_DRAFT = ("draft", *_OF_A_SHAPE)
 
 
 def refuse_options_of_a_draft(config: SpecConfig) -> None:
@@ -38,6 +39,17 @@ def refuse_options_of_a_draft(config: SpecConfig) -> None:
     for name in _OF_A_DRAFT:
         if (value := getattr(config, name)) is not None:
             raise SpecConfigError(f"spec.{name}={value!r}: the method {config.method} has no draft model; leave it out")
+
+
+def refuse_options_of_a_shape(config: SpecConfig, who: str) -> None:
+    """For a method whose drafts have a shape of their own.
+
+    Raises:
+        SpecConfigError: naming the first that is set.
+    """
+    for name in _OF_A_SHAPE:
+        if (value := getattr(config, name)) is not None:
+            raise SpecConfigError(f"spec.{name}={value!r} has no meaning for {who}; leave it out")
 
 
 def every_k(largest: int, k: int) -> list[tuple[int, int, int]]:

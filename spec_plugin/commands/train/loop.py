@@ -19,6 +19,7 @@ from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 from spec_plugin.builtin.trainer import TRAIN_TOKENS, documents_of
 from spec_plugin.commands.train.texts import Rollout
 from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.method import Method, StartingDraft
 
@@ -49,7 +50,7 @@ def train(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, target.dtype) if device.type == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(settings.target, dtype=dtype).to(device).eval()
+    model = _policy(settings.target, dtype).to(device).eval()
     start, layers = method.draft, method.harvest or ()
     assert start is not None, method.name
     lesson = _Lesson(model, layers, training)
@@ -79,6 +80,16 @@ def train(
     with replacing_folder(work / "draft") as folder:
         start.config.write(folder, trainer.engine_tensors(getattr(torch, target.dtype)))
     return chances
+
+
+def _policy(folder: Path, dtype: torch.dtype) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except Exception as error:  # transformers raises what it likes
+        reason = " ".join(str(error).split())
+        raise SpecConfigError(
+            f"--target {folder}: its weights cannot be loaded: {type(error).__name__}: {reason:.300}; give a whole checkpoint"
+        ) from error
 
 
 class _Lesson:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -14,7 +15,11 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from draft_training import files
+from draft_training.errors import CheckpointError
+from draft_training.outside import show
 from spec_plugin.builtin.break_even.cost import conditional_acceptance, tokens_per_step
+from spec_plugin.commands.judgement import read_json
 from spec_plugin.commands.train.texts import Rollout, read_prompts, read_rollouts
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.offline import lines_of
@@ -25,6 +30,8 @@ from spec_plugin.method import Method
 
 #: prompts sampled between two writes: what a kill costs at most
 _CHUNK = 64
+#: of a target
+_DTYPES = ("float32", "bfloat16", "float16")
 #: most rollouts that are kept from training, to predict and to measure acceptance on
 _HELD_OUT = 64
 
@@ -81,7 +88,9 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> Outcome:
     method = built_in_method(_spec(settings), target)
     assert method is not None, "the default one is ours"
     work = _work_folder(settings)
-    rollouts = _rollouts(settings, work, show)
+    rollouts = _rollouts(settings, target, work, show)
+    if len(rollouts) < 2:
+        raise SpecConfigError("there is one rollout, and one must be kept to measure on: give at least two")
     held_out = rollouts[: min(_HELD_OUT, max(1, len(rollouts) // 10))]
     training = rollouts[len(held_out) :]
 
@@ -97,21 +106,46 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> Outcome:
 def _check(settings: PretrainSettings) -> None:
     if bool(settings.prompts) == bool(settings.rollouts):
         raise SpecConfigError("give either --prompts, to sample from, or --rollouts that are there already")
-    if not (settings.target / "config.json").is_file():
-        raise SpecConfigError(f"--target {settings.target}: no config.json there; give the policy's checkpoint folder")
-    if settings.out.exists():
-        raise SpecConfigError(f"--out {settings.out} exists; remove it, or give another folder")
+    if not 0 < settings.temperature < math.inf:  # NaN is neither
+        raise SpecConfigError(f"--temperature {settings.temperature}: expected a number above 0, as in the run to come")
+    if not 0 < settings.gpu_memory_utilization <= 1:
+        raise SpecConfigError(
+            f"--gpu-memory-utilization {settings.gpu_memory_utilization}: expected a share, above 0 to 1"
+        )
+    try:
+        if not (settings.target / "config.json").exists():
+            raise SpecConfigError(
+                f"--target {settings.target}: no config.json there; give the policy's checkpoint folder"
+            )
+        if settings.out.exists():
+            raise SpecConfigError(f"--out {settings.out} exists; remove it, or give another folder")
+    except OSError as error:
+        raise SpecConfigError(
+            f"--target {settings.target} or --out {settings.out}: {error}; give another folder"
+        ) from error
 
 
 def _target(settings: PretrainSettings) -> TargetInfo:
-    hf = json.loads((settings.target / "config.json").read_text())
-    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    file = settings.target / "config.json"
+    hf = read_json(file)
+    dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if dtype not in _DTYPES:
+        raise SpecConfigError(
+            f"torch_dtype={show(dtype)} in {file}: a draft is written in the target's dtype, one of {', '.join(_DTYPES)}; "
+            "correct it there"
+        )
     return TargetInfo(path=str(settings.target), hf_config=hf, dtype=dtype)
 
 
 def _spec(settings: PretrainSettings) -> SpecConfig:
     return SpecConfig.parse(
-        {"k": settings.k, "draft": settings.draft, "draft_vocab_size": settings.draft_vocab_size}, prefix="--"
+        {
+            "k": settings.k,
+            "draft": settings.draft,
+            "draft_vocab_size": settings.draft_vocab_size,
+            "seed": settings.seed,
+        },
+        prefix="--",
     )
 
 
@@ -121,32 +155,58 @@ def _work_folder(settings: PretrainSettings) -> Path:
     now = json.loads(json.dumps(asdict(settings), default=str))
     told = work / "settings.json"
     if told.exists():
-        before = json.loads(told.read_text())
+        before = _left(told)
         other = [f"{key} ({before.get(key)!r}, now {now[key]!r})" for key in now if before.get(key) != now[key]]
         if other:
             raise SpecConfigError(
                 f"{work} holds unfinished work with other settings: {', '.join(other)}; give those again to go on, or "
                 "remove the folder to begin anew"
             )
-    work.mkdir(parents=True, exist_ok=True)
-    told.write_text(json.dumps(now, indent=2))
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        told.write_text(json.dumps(now, indent=2))
+    except OSError as error:
+        raise SpecConfigError(f"--out {settings.out}: {error}; give a folder that can be written") from error
     return work
 
 
-def _rollouts(settings: PretrainSettings, work: Path, show: bool) -> list[Rollout]:
+def _left(file: Path) -> dict[str, Any]:
+    """What an earlier call with this ``--out`` has written."""
+    try:
+        return files.read_json(file)
+    except CheckpointError as error:
+        raise SpecConfigError(f"{error}; remove {file.parent} to begin anew") from error
+
+
+def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(settings.target)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers raises what it likes
+        reason = " ".join(str(error).split())
+        raise SpecConfigError(
+            f"--target {folder}: its tokenizer cannot be loaded: {type(error).__name__}: {reason:.300}; put the policy's "
+            "tokenizer files there"
+        ) from error
+    if not tokenizer(
+        "a", add_special_tokens=False
+    ).input_ids:  # transformers makes an empty one where there are no files
+        raise SpecConfigError(f"--target {folder}: its tokenizer knows no text; put the policy's tokenizer files there")
+    return tokenizer
+
+
+def _rollouts(settings: PretrainSettings, target: TargetInfo, work: Path, show: bool) -> list[Rollout]:
+    tokenizer, vocabulary = _tokenizer(settings.target), target.hf_config.get("vocab_size")
     if settings.prompts is None:
-        return read_rollouts(settings.rollouts, tokenizer)
-    prompts = read_prompts(settings.prompts, tokenizer)
+        return read_rollouts(settings.rollouts, tokenizer, vocabulary)
+    prompts = read_prompts(settings.prompts, tokenizer, vocabulary)
     asked = [prompts[i % len(prompts)] for i in range(settings.responses)]
     out = work / "rollouts.jsonl"
     if lines_of(out) < len(asked):
         task = _task(settings, asked, out) | {"chunk": _CHUNK}
         _in_engine("sample", task, work, ("sampling from the policy", out, len(asked)) if show else None)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    return [Rollout(tuple(row["prompt"]), tuple(row["response"])) for row in rows]
+    return read_rollouts([out], tokenizer, vocabulary)
 
 
 def _task(settings: PretrainSettings, prompts: list[list[int]], out: Path) -> dict[str, Any]:
@@ -207,7 +267,7 @@ def _measured(settings: PretrainSettings, work: Path, held_out: list[Rollout], m
         task = _task(settings, [list(r.prompt) for r in held_out], out)
         speculative = dict(method.settings) | {"model": str(work / "draft")}
         _in_engine("measure", task | {"speculative": speculative}, work, None)
-    found = json.loads(out.read_text())
+    found = _left(out)
     return conditional_acceptance(found["accepted_per_pos"], found["drafts"])
 
 

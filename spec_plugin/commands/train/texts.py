@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -26,45 +27,47 @@ class Rollout:
     response: tuple[int, ...]
 
 
-def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
+def read_prompts(file: Path, tokenizer: Any, vocabulary: int | None = None) -> list[list[int]]:
     """Token ids of the prompts in a file.
 
     Args:
         file: .json (a list), .jsonl or .parquet. An entry is a text, which is taken as it is, a list of chat messages, which
             gets the tokenizer's chat template, or a row with one of the two as ``prompt`` (verl's and OpenRLHF's data sets).
         tokenizer: the policy's.
+        vocabulary: how many tokens the policy knows; None: as many as there are.
 
     Raises:
         SpecConfigError: naming the file, the entry and what was expected.
     """
-    prompts = [_prompt_ids(entry, tokenizer, f"{file}, entry {i + 1}") for i, entry in enumerate(_entries(file))]
+    reader = _Reader(tokenizer, vocabulary)
+    prompts = [reader.prompt(entry, f"{file}, entry {i + 1}") for i, entry in enumerate(_entries(file))]
     if not prompts:
         raise SpecConfigError(f"{file} holds no prompts")
     return prompts
 
 
-def read_rollouts(files: Sequence[Path], tokenizer: Any) -> list[Rollout]:
+def read_rollouts(files: Sequence[Path], tokenizer: Any, vocabulary: int | None = None) -> list[Rollout]:
     """Rollouts from files, or from folders of .jsonl files, such as verl's ``trainer.rollout_data_dir``.
 
     An entry is a row with ``prompt`` and ``response`` (or verl's ``input`` and ``output``), each a text or token ids. Texts are
     tokenized again; verl leaves special tokens out when it dumps them, so that the policy sees slightly other prompts than
-    in the run, and the end token is added here.
+    in the run, and the end token is added here. ``vocabulary`` is how many tokens the policy knows; None: as many as there are.
 
     Raises:
         SpecConfigError: naming the file, the entry and what was expected.
     """
-    found = []
+    found, reader = [], _Reader(tokenizer, vocabulary)
     for file in (f for path in files for f in _files(path)):
         for i, entry in enumerate(_entries(file)):
             where = f"{file}, entry {i + 1}"
             response = _first(entry, _RESPONSE)
             if response is None:
                 raise SpecConfigError(f"{where}: no response; expected one of {', '.join(_RESPONSE)} in each row")
-            ids = _ids(response, tokenizer, where)
+            ids = reader.ids(response, where)
             if isinstance(response, str) and tokenizer.eos_token_id is not None:
                 ids.append(int(tokenizer.eos_token_id))
             if ids:
-                found.append(Rollout(tuple(_prompt_ids(entry, tokenizer, where)), tuple(ids)))
+                found.append(Rollout(tuple(reader.prompt(entry, where)), tuple(ids)))
     if not found:
         raise SpecConfigError(f"no rollouts in {', '.join(map(str, files))}")
     return found
@@ -97,6 +100,10 @@ def _entries(file: Path) -> Iterator[Any]:
             yield from content
     except ImportError as error:
         raise SpecConfigError(f"{file}: reading parquet needs pandas and pyarrow ({error}); or give .jsonl") from error
+    except RecursionError as error:
+        raise SpecConfigError(
+            f"{file} cannot be read: it is nested too deeply; expected texts in a list or lines"
+        ) from error
     except (OSError, ValueError) as error:
         raise SpecConfigError(f"{file} cannot be read: {error}; expected .json (a list), .jsonl or .parquet") from error
 
@@ -107,32 +114,58 @@ def _first(entry: Any, names: Sequence[str]) -> Any:
     return next((entry[name] for name in names if entry.get(name) is not None), None)
 
 
-def _prompt_ids(entry: Any, tokenizer: Any, where: str) -> list[int]:
-    value = _first(entry, _PROMPT) if isinstance(entry, Mapping) else entry
-    if value is None:
-        raise SpecConfigError(f"{where}: no prompt; expected a text, chat messages, or a row with {', '.join(_PROMPT)}")
-    ids = _ids(value, tokenizer, where)
-    if not ids:
-        raise SpecConfigError(f"{where}: the prompt is empty")
-    return ids
+@dataclass(frozen=True)
+class _Reader:
+    """Token ids of texts, of chats and of token ids."""
 
+    tokenizer: Any
+    vocabulary: int | None
 
-def _ids(value: Any, tokenizer: Any, where: str) -> list[int]:
-    if isinstance(value, str):
-        return list(tokenizer(value, add_special_tokens=False).input_ids)
-    try:
-        rows = list(value)
-    except TypeError:
-        raise SpecConfigError(f"{where}: {_EXPECTED}, found {value!r:.80}") from None
-    if rows and all(isinstance(row, Mapping) for row in rows):
-        try:
-            text = tokenizer.apply_chat_template(
-                [dict(row) for row in rows], add_generation_prompt=True, tokenize=False
+    def prompt(self, entry: Any, where: str) -> list[int]:
+        """Of a row, or of a prompt that stands for itself."""
+        value = _first(entry, _PROMPT) if isinstance(entry, Mapping) else entry
+        if value is None:
+            raise SpecConfigError(
+                f"{where}: no prompt; expected a text, chat messages, or a row with {', '.join(_PROMPT)}"
             )
-        except Exception as error:  # templates raise what they like
-            raise SpecConfigError(f"{where}: the tokenizer's chat template refused it: {error}") from error
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
-    try:
-        return [int(token) for token in rows]
-    except (TypeError, ValueError):
-        raise SpecConfigError(f"{where}: {_EXPECTED}, found {value!r:.80}") from None
+        ids = self.ids(value, where)
+        if not ids:
+            raise SpecConfigError(f"{where}: the prompt is empty; leave the entry out")
+        return ids
+
+    def ids(self, value: Any, where: str) -> list[int]:
+        """Of a text, chat messages or token ids."""
+        if isinstance(value, str):
+            return self._tokens(value, where)
+        try:
+            rows = list(value)
+        except TypeError:
+            raise SpecConfigError(f"{where}: {_EXPECTED}, found {value!r:.80}") from None
+        if rows and all(isinstance(row, Mapping) for row in rows):
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    [dict(row) for row in rows], add_generation_prompt=True, tokenize=False
+                )
+            except Exception as error:  # templates raise what they like
+                raise SpecConfigError(f"{where}: the tokenizer's chat template refused it: {error}") from error
+            return self._tokens(text, where)
+        return [self._known(token, value, where) for token in rows]
+
+    def _tokens(self, text: str, where: str) -> list[int]:
+        try:
+            return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        except (TypeError, ValueError) as error:  # half of a pair of surrogates, which JSON can hold
+            raise SpecConfigError(f"{where}: the tokenizer refused the text {text!r:.80}: {error}") from error
+
+    def _known(self, token: Any, value: Any, where: str) -> int:
+        """A token id that the policy has: another one would be read from beyond its embedding."""
+        whole = isinstance(token, Integral) or (isinstance(token, Real) and float(token).is_integer())
+        if isinstance(token, bool) or not whole:
+            raise SpecConfigError(f"{where}: {_EXPECTED}, found {value!r:.80}")
+        found = int(token)
+        if found < 0 or (self.vocabulary is not None and found >= self.vocabulary):
+            known = "0 or more" if self.vocabulary is None else f"0 to {self.vocabulary - 1}"
+            raise SpecConfigError(
+                f"{where}: token id {found} is none of the policy's ({known}); tokenize the text with the policy's own tokenizer"
+            )
+        return found

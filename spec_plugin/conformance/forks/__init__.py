@@ -16,14 +16,15 @@ from __future__ import annotations
 import atexit
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+
+from spec_plugin.folders import disk, own_folder, sweep_own
 
 _HERE = Path(__file__).resolve().parent
 _servers: dict[tuple[str, ...], ForkServer] = {}
@@ -60,9 +61,11 @@ class ForkServer:
             env: of the imports; each process has the environment of its own stand-in.
             python: what runs it: this interpreter, or another server's ``python``, to import on top of what that one has.
         """
-        self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
-        self.python = str(self._folder / "python")
-        address = str(self._folder / "socket")
+        sweep_own()
+        self._ours = ExitStack()
+        folder = self._ours.enter_context(own_folder(disk()))
+        self.python = str(folder / "python")
+        address = str(folder / "socket")
         words = [sys.executable, "-IS", str(_HERE / "stand_in.py"), sys.executable, address]
         Path(self.python).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         os.chmod(self.python, 0o700)
@@ -74,6 +77,7 @@ class ForkServer:
                 str(_HERE / "server.py"),
                 str(listener.fileno()),
                 self.python,
+                str(0 if python else os.getpid()),
                 *modules,
             ]
             self._process = subprocess.Popen(
@@ -89,5 +93,5 @@ class ForkServer:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._ours.close()
         atexit.unregister(self.close)

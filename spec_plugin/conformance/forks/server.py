@@ -26,6 +26,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _HANDLED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+_LOOK_S = 2.0  # how often a server looks whether whoever started it is still there
 _HIGH = 512  # our own files lie above, so that a process can have its own at the numbers that it was promised
 
 
@@ -37,8 +38,9 @@ def die_with_parent(number: int) -> None:
 class Server:
     """Accepts stand-ins, forks, and tells each how its process ended."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, parent: int) -> None:
         self.listener = _high(listener)
+        self.parent = parent  # 0: another server's fork, which ends with that one
         self.selector = selectors.DefaultSelector()
         self.running: dict[int, socket.socket] = {}  # by process number
         self.leaders: set[int] = set()  # those of them that end with whatever they started
@@ -55,7 +57,10 @@ class Server:
     def serve(self) -> dict[str, Any]:
         """Serve until stopped; returns only in a forked process, with what it is to run."""
         while True:
-            for key, _ in self.selector.select():
+            ready = self.selector.select(_LOOK_S)
+            if self.parent and os.getppid() != self.parent:  # the kernel's signal is lost while we begin
+                self.stop()
+            for key, _ in ready:
                 if key.fileobj is self.listener:
                     job = self.accept()
                     if job is not None:
@@ -210,9 +215,36 @@ def run(job: dict[str, Any], path: list[str]) -> None:
     exec(compile(source, "<string>" if what == "-c" else value, "exec"), main.__dict__)
 
 
+def leave_rays_random_numbers_alone() -> None:
+    """Have classes that are declared while we import take their ids from the system.
+
+    Ray's library draws ids from a generator that it seeds at its first use, and a fork inherits. Once used before the fork, two
+    processes give objects the same ids, in the same order: what one of them stored was handed to the other's tasks.
+    """
+    actors: Any = importlib.import_module("ray.actor")
+    ids = actors.ActorClassID
+    actors.ActorClassID = types.SimpleNamespace(from_random=lambda: ids(os.urandom(ids.size())))
+
+
+def forks_share_ids() -> bool:
+    """Whether two forks of this process draw the same id from Ray's library."""
+    ray: Any = importlib.import_module("ray._raylet")
+    drawn = []
+    for _ in range(2):
+        ours, theirs = os.pipe()
+        if not (pid := os.fork()):
+            os.write(theirs, ray.PlacementGroupID.of(ray.JobID.from_int(1)).binary())
+            os._exit(0)
+        os.close(theirs)
+        drawn.append(os.read(ours, 64))
+        os.close(ours)
+        os.waitpid(pid, 0)
+    return drawn[0] == drawn[1]
+
+
 def serve() -> tuple[dict[str, Any], list[str]]:
-    """Import, then serve: arguments are the listening socket's number, the stand-in, and the modules."""
-    number, stand_in, *modules = sys.argv[1:]
+    """Import, then serve: arguments are the listening socket's number, the stand-in, our parent, and the modules."""
+    number, stand_in, parent, *modules = sys.argv[1:]
     die_with_parent(signal.SIGTERM)
     sys.executable = stand_in  # whoever starts an interpreter from a forked process gets a fork again
     ours = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))) | {sys.path[0]}
@@ -220,11 +252,15 @@ def serve() -> tuple[dict[str, Any], list[str]]:
     # Ray's library reads these when it is imported, for good: a local cluster has one job, and this is its number; its
     # workers end when the process with that number ends, which need not be the raylet, since that one tells them
     os.environ.update(RAY_JOB_ID="01000000", RAY_RAYLET_PID=str(os.getpid()))
+    if "ray" in modules:
+        leave_rays_random_numbers_alone()
     for module in modules:
         importlib.import_module(module)
+    if "ray" in modules and forks_share_ids():
+        raise SystemExit("the fork server's imports have drawn Ray's random numbers: its forks would make the same ids")
     gc.collect()
     gc.freeze()  # a collection would touch, and so copy, every page
-    return Server(socket.socket(fileno=int(number))).serve(), path
+    return Server(socket.socket(fileno=int(number)), int(parent)).serve(), path
 
 
 def leave(code: int) -> None:

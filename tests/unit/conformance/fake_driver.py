@@ -10,7 +10,14 @@ from traces import Trace, metrics
 
 from spec_plugin.conformance.driver import ConformanceDriver, RunFailed
 
-NEEDS_A_TRAINER = ("hidden_states_equal_a_plain_forward", "violations_stop_the_run", "faults_leave_the_run_alive")
+NEEDS_A_TRAINER = (
+    "hidden_states_equal_a_plain_forward",
+    "failed_self_test_stops_the_run",
+    "speculation_is_told_as_it_was",
+    "planted_errors_reach_the_guard",
+    "violations_stop_the_run",
+    "faults_leave_the_run_alive",
+)
 
 
 class Driver(ConformanceDriver):
@@ -28,7 +35,7 @@ class Driver(ConformanceDriver):
             file.write(f"{run.out.name}\n")
         if run.enabled:
             folder = Path(run.options["plugins"][0].partition("=")[2])
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             trace = Trace(first_version=2, steps=2, draft=2) if run.resume_from else Trace()
             (folder / "1.jsonl").write_text("".join(json.dumps(e) + "\n" for e in trace.events))
         for step, values in metrics(self.metric_prefix).items():
@@ -36,6 +43,9 @@ class Driver(ConformanceDriver):
 
     def policy(self, run, step):
         return {"weight": torch.ones(3)}
+
+    def random_state(self, run, step):
+        return {"torch": "state"}
 
 
 class Impure(Driver):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from spec_plugin.conformance import forks
 from spec_plugin.conformance.forks import ForkServer
 
 
@@ -192,6 +194,22 @@ def test_a_server_dies_with_the_process_that_started_it() -> None:
     assert all(map(gone, numbers))
 
 
+def test_a_server_whose_starter_was_gone_before_it_could_ask_to_be_told_ends(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        nobody = "1"  # this process is no child of init's
+        words = [
+            sys.executable,
+            str(Path(forks.__file__).with_name("server.py")),
+            str(listener.fileno()),
+            "python",
+            nobody,
+        ]
+        server = subprocess.Popen(words, pass_fds=[listener.fileno()])
+        assert server.wait(30) == 0
+
+
 def test_where_an_import_fails_everything_starts_cold(capfd: pytest.CaptureFixture[str]) -> None:
     server = ForkServer(["json.tool", "no_such_module"])
     done = run(server.python, "-c", "import sys; print('json.tool' in sys.modules); sys.exit(4)")
@@ -208,3 +226,17 @@ def test_a_server_may_begin_as_a_fork_of_another(server: ForkServer) -> None:
     second.close()
     assert process.wait(10) != 0 and gone(pid)
     assert run(server.python, "-c", code).stdout.split() == ["True", "False"]
+
+
+def test_forks_give_rays_objects_ids_of_their_own(tmp_path: Path) -> None:
+    """A class that is declared while the server imports must not draw from the generator that forks inherit."""
+    pytest.importorskip("ray")
+    (tmp_path / "declares.py").write_text("import ray\n\n\n@ray.remote\nclass A:\n    pass\n")
+    server = ForkServer(["ray", "declares"], {**os.environ, "PYTHONPATH": str(tmp_path)})
+    code = "import sys; from ray._raylet import JobID, PlacementGroupID\n"
+    code += "print('declares' in sys.modules, PlacementGroupID.of(JobID.from_int(1)).hex())"
+    try:
+        drawn = [run(server.python, "-c", code).stdout.split() for _ in range(3)]
+    finally:
+        server.close()
+    assert [warm for warm, _ in drawn] == ["True"] * 3 and len({drawn_id for _, drawn_id in drawn}) == 3

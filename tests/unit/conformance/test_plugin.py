@@ -23,7 +23,11 @@ def kit(run: Callable[..., Done], folder: Path, driver: str | None, *more: str) 
     return run(
         *("-m", "pytest", "-p", "spec_plugin.conformance", "-p", "no:cacheprovider", *adapter, *more),
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(HERE), "COLUMNS": "200"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+            "COLUMNS": "200",
+        },
     )
 
 
@@ -60,7 +64,7 @@ def test_the_terminal_shows_every_check_with_its_state_and_the_runs_with_their_t
 
 def test_the_badge_counts_and_lists(right):
     lines = (right[1] / "b.md").read_text().splitlines()
-    assert lines[0] == "**fake_driver:Driver**: 13 supported, 3 refused (of 16 checks)"
+    assert lines[0] == "**fake_driver:Driver**: 20 supported, 6 refused (of 26 checks)"
     assert "| `off_is_off` | supported |" in lines
     assert "| `violations_stop_the_run` | refused: there is no trainer \\| here |" in lines
 
@@ -68,7 +72,7 @@ def test_the_badge_counts_and_lists(right):
 def test_a_check_that_fails_says_what_it_found(tmp_path, warm_run):
     done = kit(warm_run, tmp_path, "fake_driver:Impure", "-k", "policy_is_bitwise_equal", "--badge", "b.md")
     assert done.returncode == 1
-    assert "1 failed, 15 deselected" in done.stdout
+    assert "1 failed, 25 deselected" in done.stdout
     assert "`policy_is_bitwise_equal` | failed: weight differs" in (tmp_path / "b.md").read_text()
 
 

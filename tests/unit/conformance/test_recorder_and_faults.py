@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_session import TARGET, step
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
-from spec_plugin.conformance import judge
-from spec_plugin.conformance.faults import PLANTED, TOUR, FaultTour, read_tour
+from spec_plugin.conformance import judge, told
+from spec_plugin.conformance.faults import SHORT, STEPS, TOUR, FaultTour, read_tour
 from spec_plugin.conformance.forward import read_pack
+from spec_plugin.conformance.plants import LOGPROB, PERTURBED, PLANTED, VERSION, Plants
 from spec_plugin.conformance.recorder import Recorder, mutants, read_trace
 from spec_plugin.events import (
     EngineState,
@@ -44,7 +47,8 @@ def test_every_hook_of_a_session_is_recorded_and_nothing_fails(tmp_path):
     trace = read_trace(tmp_path / "r")
     from spec_plugin import hookspecs
 
-    assert {e["hook"] for e in trace} == {n for n in vars(hookspecs) if n.startswith("spec_")}
+    hooks = {e["hook"] for e in trace if e["hook"].startswith("spec_")}
+    assert hooks == {n for n in vars(hookspecs) if n.startswith("spec_")}
     assert [e["published"] is not None for e in trace if e["hook"] == "spec_draft_weights"] == [True]
     for check in judge.of(trace, "spec_check_logprobs"):
         assert not check["caught"]["unchanged"]
@@ -61,10 +65,14 @@ def test_packs_come_back_as_they_were(tmp_path):
     assert pack.masks() == {"policy_version": 4, "masks": [[False] * 3, [True] * 2]}
 
 
-def batch(version: int = 3) -> LogprobBatch:
+def batch(version: int = 3, engine: Plants | None = None) -> LogprobBatch:
     found = -torch.rand(2, 4)
-    versions = torch.full((2,), version)
-    return LogprobBatch(version, found, found.clone(), torch.ones(2, 4, dtype=torch.bool), versions, True, False)
+    rollout, versions = found.clone(), torch.full((2,), version)
+    if engine is not None and engine.planted(LOGPROB):
+        rollout[:, 0] = PERTURBED
+    if engine is not None and engine.planted(VERSION):
+        versions -= 1
+    return LogprobBatch(version, found, rollout, torch.ones(2, 4, dtype=torch.bool), versions, True, False)
 
 
 @pytest.mark.parametrize("version", [0, 3])
@@ -81,8 +89,8 @@ def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
     assert [e["hook"] for e in read_trace(tmp_path)] == ["a"]
 
 
-def drive(session: SpecSession, steps: int, drafts_when_failed: bool = False) -> None:
-    """Steps as an adapter drives them; the engine drafts as the table says."""
+def drive(session: SpecSession, steps: int, drafts_when_failed: bool = False, engine: Plants | None = None) -> None:
+    """Steps as an adapter drives them; the engine drafts as the table says, and says wrong what is planted."""
     k = (0,)
     for version in range(steps):
         session.audit(EngineState("synced", version, 0, "", ""))
@@ -99,7 +107,7 @@ def drive(session: SpecSession, steps: int, drafts_when_failed: bool = False) ->
         session.rollout_end(RolloutStats(version, 2, 10, 1.0, 9 * on, 27 * on, 9 * on, (9, 0, 0) if on else ()))
         ids = torch.arange(8)
         session.target_forward(HiddenStates(ids, torch.randn(8, 96), torch.randn(8, 32), ids > 3, (8,), version))
-        session.check_logprobs(batch(version))
+        session.check_logprobs(batch(version, engine))
         session.head_start(version)
         session.train_draft(version, 0.0)
         session.metrics()
@@ -108,17 +116,34 @@ def drive(session: SpecSession, steps: int, drafts_when_failed: bool = False) ->
 def test_the_tour_breaks_and_heals_every_hook_and_then_stops_the_run(tmp_path):
     session = session_of(f"spec_plugin.conformance.faults:FaultTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError, match=PLANTED):
-        drive(session, 2 * len(TOUR) + 8)
+        drive(session, STEPS, engine=Plants(tmp_path))
     story = read_tour(tmp_path)
     assert [e["hook"] for e in story if e["event"] == "broken"] == list(TOUR)
     assert judge.faults(story) == []
+    assert told.wrong_answers_refused(story, asynchronous=False) == []
+    assert not any(Plants(tmp_path).planted(what) for what in (LOGPROB, VERSION))
     assert judge.stopped(story, PLANTED, []) == []
+
+
+def test_what_the_engine_says_wrong_is_missed_by_an_adapter_that_says_something_else(tmp_path):
+    session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
+    with pytest.raises(LogprobProvenanceError, match=PLANTED):
+        drive(session, SHORT)
+    story = read_tour(tmp_path)
+    assert [e["hook"] for e in story if e["event"] == "broken"] == ["spec_rollout_end"]
+    assert len(told.wrong_answers_refused(story, asynchronous=False)) == 2
+
+
+def test_a_violation_that_was_not_planted_stops_the_run_at_once(tmp_path):
+    session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
+    with pytest.raises(LogprobProvenanceError, match="not sampled by policy version 3"):
+        session.check_logprobs(replace(batch(), rollout_versions=torch.tensor([3, 2])))
 
 
 def test_an_engine_that_drafts_on_after_a_fault_is_seen(tmp_path):
     session = session_of(f"spec_plugin.conformance.faults:FaultTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError):
-        drive(session, 2 * len(TOUR) + 8, drafts_when_failed=True)
+        drive(session, STEPS, drafts_when_failed=True)
     assert any("verification steps" in p for p in judge.faults(read_tour(tmp_path)))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spec_plugin.conformance.faults import PLANTED, TOUR
+from spec_plugin.conformance.faults import TOUR, WRONG
+from spec_plugin.conformance.plants import PLANTED
 
 Event = dict[str, Any]
 
@@ -14,8 +15,12 @@ class Trace:
 
     def __init__(self, first_version: int = 0, steps: int = 4, draft: int = 0) -> None:
         self.events: list[Event] = []
-        self.add("spec_configure", aux_layers=[2, 4, 5], actor_dtype="float32")
+        engine = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 8, "tensor_parallel": 1}
+        engine |= {"device_type": "cpu", "load_format": "auto"}
+        self.add("spec_configure", aux_layers=[2, 4, 5], actor_dtype="float32", sampling={}, engine=engine)
         self.add("spec_method")
+        options = {"logprobs_mode": "processed_logprobs", "pipeline_parallel_size": "1"}
+        self.add("engine_configured", session="e", **engine, has=options, shown=dict(options))
         if draft:
             self.add("spec_load", found=True, path="x")
         for version in range(first_version, first_version + steps):
@@ -25,17 +30,20 @@ class Trace:
                 self.add("spec_engine_ready", checks=checks)
             self.step(version, draft + version - first_version)
 
-    def add(self, hook: str, **what: Any) -> None:
+    def add(self, hook: str, session: str = "a", **what: Any) -> None:
         number = len(self.events)
-        self.events.append({"hook": hook, "session": "a", "pid": 1, "event": number, "time": number, **what})
+        self.events.append({"hook": hook, "session": session, "pid": 1, "event": number, "time": number, **what})
 
     def audit(self, moment: str, policy: int, draft: int, digest: int) -> None:
         state = {"draft_version": draft, "draft_digest": f"d{draft}", "target_digest": f"t{digest}", "admitted": 0}
+        state |= {"embed_digest": f"e{digest}", "head_digest": f"h{digest}"}
+        self.add("engine_state", session="e", moment=moment, policy_version=policy, **state)
         self.add("spec_audit", moment=moment, policy_version=policy, **state)
 
     def sync(self, version: int, draft: int) -> None:
         self.audit("synced", version - 1, draft - 1, version)
-        self.add("spec_weight_sync", policy_version=version)
+        digests = {"embed_digest": f"e{version}", "head_digest": f"h{version}"}
+        self.add("spec_weight_sync", policy_version=version, **digests)
         self.add("spec_draft_weights", policy_version=version, published=[draft, f"d{draft}"])
         sent = {"sent_version": draft, "sent_digest": f"d{draft}", "draft_version": draft}
         self.add("spec_refreshed", policy_version=version, installed=True, reason="", **sent)
@@ -45,9 +53,13 @@ class Trace:
         self.add("spec_schedule", policy_version=version, k=3)
         self.audit("rollout", version, draft, version)
         self.add("spec_rollout_start", policy_version=version)
-        self.add("spec_rollout_end", policy_version=version, drafts=40, tokens=100)
+        rows = [[-(i + 1 + version) / 64 for i in range(n)] for n in (5, 7)]
+        for row in rows:
+            self.add("engine_request_begins", session="e", test=False)
+            self.add("engine_request", session="e", test=False, sampling={}, prompt=3, log_probs=row)
+        self.add("spec_rollout_end", policy_version=version, drafts=40, tokens=12)
         self.audit("rolled out", version, draft, version)
-        self.add("spec_target_forward", policy_version=version)
+        self.add("spec_target_forward", policy_version=version, dtype="float32", log_probs=rows)
         caught = dict.fromkeys(
             ("nan recomputed", "nan rollout", "another model", "the next token", "stale versions"), True
         )
@@ -58,10 +70,17 @@ class Trace:
             rollout=True,
             rollout_versions=[version, version],
             caught={"unchanged": False, **caught},
+            rows={"rollout": rows, "recomputed": rows},
+            rollout_dtype="float32",
+            differences={"0": 1e-6},
+            speculating=True,
+            lag_allowed=False,
         )
+        self.add("policy_update", optimizer="AdamW")
         self.add("spec_head_start", step=version)
         self.add("spec_train_draft", step=version)
         self.add("spec_metrics", failure=None)
+        self.add("handed_metrics", values=handed(version + 1))
         self.add("spec_save", path="x")
 
     def find(self, hook: str, index: int = 0, **what: Any) -> Event:
@@ -79,12 +98,17 @@ class Trace:
         return self
 
 
+def handed(step: int) -> dict[str, float]:
+    """What the session hands out in a step."""
+    values = {"failed": 0.0, "on": 1.0, "acceptance_length": 2.5, "draft_loss": 7.0 - step, "refresh_refused": 0.0}
+    return {f"spec/{name}": value for name, value in values.items()}
+
+
 def metrics(prefix: str = "") -> dict[int, dict[str, float]]:
     """What three steps log."""
     out = {}
     for step in (1, 2, 3):
-        values = {"failed": 0.0, "on": 1.0, "acceptance_length": 2.5, "draft_loss": 7.0 - step, "refresh_refused": 0.0}
-        out[step] = {f"{prefix}spec/{name}": value for name, value in values.items()} | {"loss": 3.0}
+        out[step] = {f"{prefix}{name}": value for name, value in handed(step).items()} | {"loss": 3.0}
     return out
 
 
@@ -98,5 +122,8 @@ def tour() -> list[Event]:
         events.append({"event": "plain", "hook": hook, "policy_version": version + 1, **plain})
         events.append({"event": "drafting", "policy_version": version + 2, "drafts": 40})
         version += 2
+    events += [
+        {"event": "refused", "what": what, "policy_version": version, "why": "not the target's"} for what in WRONG
+    ]
     events.append({"event": "violation", "policy_version": version})
     return events

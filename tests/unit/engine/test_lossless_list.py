@@ -11,6 +11,7 @@ import pytest
 
 from spec_plugin.engine import lossless
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.sources import parsed
 
 GOOD = {"method": "eagle3", "model": "/draft", "num_speculative_tokens": 3}
 
@@ -20,7 +21,7 @@ def vllm_fields(module: str, name: str) -> set[str]:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         pytest.skip("vLLM is not installed")
-    tree = ast.parse((Path(spec.origin).parent / module).read_text())
+    tree = parsed((Path(spec.origin).parent / module).read_text())
     found = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name)
     return {n.target.id for n in found.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
 

@@ -1,0 +1,86 @@
+"""Files of checkpoints from outside: JSON, an index, safetensors; read without trust in them, and without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from draft_training.errors import CheckpointError, DraftConfigError
+from draft_training.outside import Index, read, show
+
+#: a config.json has a few KiB, and the index of the largest checkpoint a few MiB
+_MOST_BYTES = 1 << 26
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """One JSON object.
+
+    Raises:
+        CheckpointError: if it is missing, torn, no JSON object, or too large to be one of ours.
+    """
+    try:
+        _refuse_odd(file)
+        if file.stat().st_size > _MOST_BYTES:
+            raise CheckpointError(
+                f"{file} cannot be read: it has {file.stat().st_size} bytes, which no config.json has"
+            )
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise CheckpointError(f"{file} cannot be read: it is nested too deeply to be a config.json") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; give the folder of a whole checkpoint") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; it is no JSON: correct it, or copy it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} is not a JSON object, but {show(value)}; give the whole config.json")
+    return value
+
+
+def places(folder: Path) -> dict[str, Path] | None:
+    """Which file holds each tensor, from the folder's index; None where it has none.
+
+    Raises:
+        CheckpointError: if the index cannot be read, or names a file outside of the folder.
+        DraftConfigError: if it is no index.
+    """
+    file = folder / "model.safetensors.index.json"
+    if not file.exists():
+        return None
+    found = read(Index, read_json(file), str(file)).weight_map
+    if odd := sorted({name for name in found.values() if Path(name).name != name}):
+        raise CheckpointError(f"{file} names {odd[0]!r}: expected files of this folder; correct it there")
+    return {tensor: folder / name for tensor, name in found.items()}
+
+
+@contextmanager
+def opened(file: Path, framework: str) -> Iterator[Any]:
+    """A safetensors file, as ``safe_open`` opens it; what goes wrong while it is read is told with its name.
+
+    Args:
+        file: that holds tensors.
+        framework: ``pt``, or ``numpy``, which knows no bfloat16 and loads no torch.
+
+    Raises:
+        CheckpointError: if it is missing, torn, or of a kind that nobody here reads.
+    """
+    from safetensors import SafetensorError, safe_open  # the doctor also works where it is missing
+
+    try:
+        _refuse_odd(file)
+        with safe_open(str(file), framework=framework) as f:
+            yield f
+    except (CheckpointError, DraftConfigError):  # of the reader
+        raise
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {type(error).__name__}: {error}; it is torn, or no safetensors: copy it again"
+        ) from error
+
+
+def _refuse_odd(file: Path) -> None:
+    """A pipe would never end, and a device neither."""
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} cannot be read: it is no file; give a checkpoint's folder")

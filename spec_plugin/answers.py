@@ -1,0 +1,58 @@
+"""What plugins and engines answer, parsed where it comes in: it may be anything, since others wrote it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_SHOWN = 60  # characters of a wrong value
+
+
+def shown(value: object) -> str:
+    """A value in a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception as error:  # such as an int of more digits than Python prints
+        text = f"({type(error).__name__} while printing it)"
+    text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return f"{text} of type {type(value).__name__}"
+
+
+def one(value: object, kind: type[T], who: str) -> T:
+    """An answer of this kind.
+
+    Args:
+        value: the answer.
+        kind: that it must have.
+        who: gave it, for the message.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{who} answered {shown(value)}; expected one {kind.__name__}")
+    return value
+
+
+def many(values: object, kind: type[T], who: str) -> list[T]:
+    """An answer that is a sequence of this kind.
+
+    Raises:
+        TypeError: if it, or any of it, is something else.
+    """
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise TypeError(f"{who} answered {shown(values)}; expected several {kind.__name__}")
+    return [one(value, kind, who) for value in values]
+
+
+def number(value: Any) -> float | None:
+    """A finite float, if this is a number of any kind (a bool, NumPy's, a tensor of one); else None."""
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        found = float(value)
+    except Exception:  # whatever its own conversion raises: it is no number
+        return None
+    return found if math.isfinite(found) else None

@@ -1,0 +1,169 @@
+"""The command line of ``spec-plugin project``: options become a question, and its answer is printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from spec_plugin.commands.project.evidence import of_calibration, of_run
+from spec_plugin.commands.project.picture import write_picture
+from spec_plugin.commands.project.table import asked, rests_on, rows_table, to_json, unknown
+from spec_plugin.config import SpecConfig
+from spec_plugin.errors import SpecConfigError, SpecPluginError
+from spec_plugin.projection.hardware import find_card
+from spec_plugin.projection.lengths import Lengths, from_file, lognormal, percentiles
+from spec_plugin.projection.measured import Measured, calibrated
+from spec_plugin.projection.projecting import Known, Question, check_acceptance
+from spec_plugin.projection.projecting import project as answer_to
+from spec_plugin.projection.roofline import Deployment
+from spec_plugin.projection.shapes import find_model
+
+_HELP = """What would the flag do for this model on these cards? A projection, with ranges and with what it rests on.
+
+\b
+  spec-plugin project --model Qwen3-8B --card H100 --gpus 8 --batch 512 --mean 3000 --acceptance 3=2.8
+  spec-plugin project --model Qwen3-235B-A22B --card GB200 --gpus 512 --tp 8 --dtype fp8 --batch 4096 --mean 8000 \\
+      --longest 32768 --acceptance 3=3 --out picture.png
+  spec-plugin project … --from runs/quickstart/verl      what that run measured takes the place of what is assumed: its
+      acceptance always, its times where it was a run of this model on these cards
+
+A step of the engine is counted from the model's config.json and the card's data sheet; each response of a rollout is
+simulated until the slowest engine has finished; log-probs and training are counted likewise. Nothing is started.
+"""
+_WIDTH = 120  # of a table that is not printed to a terminal
+_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
+
+
+@click.command(name="project", help=_HELP, context_settings={"show_default": True})
+@click.option("--model", required=True, help="A known name, or a folder with a config.json.")
+@click.option("--card", required=True, help="GPU, for example H100.")
+@click.option("--gpus", default=8, help="Cards that generate.")
+@click.option("--tp", default=1, help="Cards of one engine.")
+@click.option("--ep", default=1, help="Cards that share the experts.")
+@click.option("--batch", default=1024, help="Responses of a trainer step.")
+@click.option("--mean", default=4096.0, help="Mean tokens of a response.")
+@click.option("--longest", default=16384.0, help="Tokens at which a response is cut off.")
+@click.option("--lengths", help="Instead: percentiles, 50=3000,99=15000, or a file with one length a line.")
+@click.option("--prompt", default=512, help="Tokens of a prompt.")
+@click.option("--group", default=8, help="Responses of one prompt.")
+@click.option("--acceptance", multiple=True, help="K=TOKENS: tokens a step with K drafted; several, or 3=2.8,5=3.2.")
+@click.option("--k", "ks", multiple=True, type=int, default=(1, 3, 5, 7), help="May be repeated.")
+@click.option("--dtype", default="bf16", type=click.Choice(list(_BYTES)), help="Of the engine's weights.")
+@click.option("--kv-dtype", default="bf16", type=click.Choice(list(_BYTES)), help="Of its KV cache.")
+@click.option("--seats", default=256, help="Most requests of one engine at once (max_num_seqs).")
+@click.option("--lag", default=0, help="Policy versions that rollouts are ahead; 0: synchronous.")
+@click.option("--train-gpus", type=int, help="Cards that train, where others generate.")
+@click.option("--logprob-passes", default=1, help="2: with a reference model.")
+@click.option("--draft-share", type=float, help="Of a plain step, for draft training; default: the option train_share.")
+@click.option(
+    "--from", "run", type=click.Path(path_type=Path), help="A run with the flag: metrics.jsonl or its folder."
+)
+@click.option("--calibration", type=click.Path(path_type=Path), help="Measured steps of an engine (JSON).")
+@click.option("--out", type=click.Path(path_type=Path), help="Write a picture: speed-up against k and batch.")
+@click.option("--json", "as_json", is_flag=True, help="Print numbers for programs.")
+def project(**options: Any) -> None:
+    """Project one deployment; the help text is ``_HELP``."""
+    try:
+        question, known = read(options)
+        answer = answer_to(question, known)
+        if options["out"]:
+            write_picture(question, known, options["out"])
+    except SpecPluginError as error:
+        raise click.ClickException(str(error)) from error
+    if options["as_json"]:
+        click.echo(json.dumps(to_json(question, answer), indent=1))
+        return
+    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    for title, lines in (
+        ("asked", asked(question, answer)),
+        ("", ()),
+        ("rests on", rests_on(question, answer.measured, known.cost is not None)),
+        ("not known", unknown(question)),
+    ):
+        if not title:
+            console.print(rows_table(question, answer))
+            continue
+        console.print(f"[bold]{title}[/bold]")
+        for line in lines:
+            console.print(f"  {line}", markup=False)
+
+
+def read(options: Mapping[str, Any]) -> tuple[Question, Known]:
+    """The question, and what is known beside it.
+
+    Raises:
+        SpecConfigError: naming the option that cannot be.
+    """
+    measured = of_run(options["run"]) if options["run"] else Measured()
+    given = parse_acceptance(options["acceptance"])
+    if given:
+        check_acceptance(given)
+    share = SpecConfig.parse({}).train_share if options["draft_share"] is None else options["draft_share"]
+    if not 0 <= share <= 1:
+        raise SpecConfigError(f"--draft-share {share:g}: from 0 to 1")
+    deployment = Deployment(
+        find_model(options["model"]),
+        find_card(options["card"]),
+        options["tp"],
+        options["ep"],
+        _BYTES[options["dtype"]],
+        _BYTES[options["kv_dtype"]],
+    )
+    question = Question(
+        deployment=deployment,
+        gpus=options["gpus"],
+        batch=options["batch"],
+        lengths=_lengths(options),
+        acceptance=given or measured.acceptance,
+        ks=tuple(dict.fromkeys(options["ks"])),
+        prompt=options["prompt"],
+        group=options["group"],
+        seats=options["seats"],
+        lag=options["lag"],
+        train_gpus=options["train_gpus"],
+        logprob_passes=options["logprob_passes"],
+        draft_share=share,
+    )
+    deployment.cache_tokens()  # does it fit at all
+    if given:
+        measured = replace(measured, acceptance={})
+    cost = calibrated(of_calibration(options["calibration"])) if options["calibration"] else None
+    if cost is not None and cost.problem is not None:
+        raise SpecConfigError(f"--calibration {options['calibration']}: {cost.problem}")
+    return question, Known(cost=cost, measured=measured)
+
+
+def parse_acceptance(texts: Sequence[str]) -> dict[int, float]:
+    """``3=2.8,5=3.2`` as a mapping.
+
+    Raises:
+        SpecConfigError: if one is not of that form.
+    """
+    found: dict[int, float] = {}
+    for text in ",".join(texts).split(",") if texts else ():
+        k, _, length = text.partition("=")
+        try:
+            found[int(k)] = float(length)
+        except ValueError as error:
+            raise SpecConfigError(f"--acceptance {text}: give K=TOKENS, for example 3=2.8") from error
+    return found
+
+
+def _lengths(options: Mapping[str, Any]) -> Lengths:
+    given: str | None = options["lengths"]
+    if given is None:
+        return lognormal(options["mean"], options["longest"])
+    if "=" not in given:
+        return from_file(Path(given))
+    try:
+        points = {float(p): float(v) for p, _, v in (text.partition("=") for text in given.split(","))}
+    except ValueError as error:
+        raise SpecConfigError(f"--lengths {given}: give PERCENTILE=TOKENS,… or a file") from error
+    return percentiles(points)

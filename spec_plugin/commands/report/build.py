@@ -1,0 +1,118 @@
+"""Puts a report together: reads each run, looks at it, compares them, and says it as JSON or as lines for a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from spec_plugin.commands.report.compare import Comparison, base_of, caveats, compare
+from spec_plugin.commands.report.findings import Finding, findings_of
+from spec_plugin.commands.report.formats import log_formats
+from spec_plugin.commands.report.places import ReportError, find_places
+from spec_plugin.commands.report.read import read_place
+from spec_plugin.commands.report.run import Run
+from spec_plugin.commands.report.state import Span, spans_of
+
+
+@dataclass(frozen=True)
+class View:
+    """One run and what is said of it."""
+
+    run: Run
+    spans: tuple[Span, ...]
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of it."""
+
+    views: tuple[View, ...]
+    base: str | None  # name of the run that the others are compared with
+    comparisons: tuple[Comparison, ...]
+    caveats: tuple[str, ...]
+    problems: tuple[str, ...]  # what was named and could not be shown, a sentence each
+
+
+def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
+    """Read these runs and look at them.
+
+    Args:
+        paths: files or folders.
+        base: name of the run that the others are compared with; none: the first plain one, or the first.
+
+    Raises:
+        ReportError: if nothing of it can be read, or no run is called ``base``.
+    """
+    runs: list[Run] = []
+    problems: list[str] = []
+    formats = log_formats()
+    for path in paths:
+        found, failed = [], []
+        try:
+            for place in find_places(path):
+                try:
+                    found.append(read_place(place, formats))
+                except ReportError as error:
+                    failed.append(str(error))
+        except ReportError as error:
+            failed.append(str(error))
+        runs += found
+        problems += [] if found else failed[:1]  # of a folder with runs, what is no run is no news
+    if not runs:
+        raise ReportError("\n".join(problems))
+    runs = _with_names(runs)
+    chosen = base_of(runs, base)
+    views = tuple(View(run, tuple(spans_of(run)), tuple(findings_of(run))) for run in runs)
+    name = chosen.name if chosen else None
+    return Report(views, name, tuple(compare(runs, chosen)), tuple(caveats(runs, chosen)), tuple(problems))
+
+
+def _with_names(runs: Sequence[Run]) -> list[Run]:
+    """Names that differ: with folders above, as many as it takes."""
+    named = list(runs)
+    for above in range(2, 6):
+        seen = Counter(run.name for run in named)
+        named = [replace(run, name=_longer(run, above)) if seen[run.name] > 1 else run for run in named]
+    seen = Counter(run.name for run in named)
+    return [replace(run, name=f"{run.name} ({i})") if seen[run.name] > 1 else run for i, run in enumerate(named, 1)]
+
+
+def _longer(run: Run, above: int) -> str:
+    return "/".join(Path(run.sources[0]).resolve().parent.parts[-above:])
+
+
+def to_json(report: Report) -> str:
+    """For programs; no number in it is other than finite."""
+    table = {
+        "base": report.base,
+        "problems": list(report.problems),
+        "caveats": list(report.caveats),
+        "comparisons": [asdict(c) | {"sentence": c.sentence} for c in report.comparisons],
+        "runs": [
+            view.run.as_json()
+            | {"speculation": [asdict(span) for span in view.spans], "findings": [asdict(f) for f in view.findings]}
+            for view in report.views
+        ],
+    }
+    return json.dumps(table, indent=1, allow_nan=False)
+
+
+def to_text(report: Report) -> Iterator[str]:
+    """For a terminal: what stands out, and how the runs compare."""
+    for view in report.views:
+        yield f"{view.run.name}: {len(view.run.numbers)} steps of {view.run.trainer or 'an unknown trainer'}"
+        for finding in view.findings:
+            yield f"  {_MARKS[finding.level]:<6}{finding.text}"
+    for comparison in report.comparisons:
+        yield comparison.sentence
+    for caveat in report.caveats:
+        yield f"mind: {caveat}"
+    for problem in report.problems:
+        yield f"not shown: {problem}"
+
+
+_MARKS = {"bad": "wrong", "warn": "look", "fine": ""}

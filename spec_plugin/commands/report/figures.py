@@ -1,0 +1,159 @@
+"""Matplotlib's figures as SVG that stands in a page: its colours are the page's, so that they follow light and dark."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from spec_plugin.commands.report.places import ReportError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SERIES = 8
+#: colours that stand for the page's variables: nothing else is drawn with them
+INK, FAINT = "#00f001", "#00f002"
+COLOURS = tuple(f"#00f0{16 + i:02x}" for i in range(SERIES))
+_VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", **{c: f"var(--c{i})" for i, c in enumerate(COLOURS)}}
+_SETTINGS = {
+    "svg.fonttype": "none",  # the page's fonts
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4,
+}
+
+
+class Canvas:
+    """One figure with one pair of axes, and its SVG."""
+
+    def __init__(self, title: str, unit: str, salt: str) -> None:
+        """An empty figure.
+
+        Args:
+            title: what it shows.
+            unit: of the vertical axis.
+            salt: makes its ids differ from those of the page's other figures.
+
+        Raises:
+            ReportError: if matplotlib is not installed.
+        """
+        try:
+            import matplotlib
+            from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
+        except ImportError as error:
+            raise ReportError(
+                f"the figures are drawn by matplotlib, which is not installed here ({error}): pip install 'spec-plugin[report]', "
+                "or take the numbers alone with --json"
+            ) from error
+        self._matplotlib = matplotlib
+        self._settings = _SETTINGS | {"svg.hashsalt": f"{salt} {title}"}
+        with matplotlib.rc_context(self._settings):
+            self._figure = Figure(figsize=(4.8, 2.8))
+            self.axes: Axes = self._figure.add_axes((0.13, 0.15, 0.84, 0.75))
+            self.axes.set_title(title, loc="left")
+            self.axes.set_ylabel(unit)
+            self.axes.set_xlabel("trainer step")
+            self.axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+            self.axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+            self.axes.grid(True)
+            self.axes.set_axisbelow(True)
+
+    def heat(
+        self, rows: Sequence[Sequence[float]], first: int, names: Sequence[str], top: float, scale: str = ""
+    ) -> None:
+        """Rows of numbers by step as colours, from 0 to ``top``; not a number: nothing is drawn.
+
+        Args:
+            rows: a row for each name, a number for each step.
+            first: the first step.
+            names: of the rows, from below.
+            top: the largest number.
+            scale: what the scale says beside it; empty: there is none.
+        """
+        with self._matplotlib.rc_context(self._settings):
+            last, count = first + len(rows[0]) - 1, len(rows)
+            image = self.axes.imshow(
+                rows,
+                extent=(first - 0.5, last + 0.5, -0.5, count - 0.5),
+                origin="lower",
+                aspect="auto",
+                interpolation="nearest",
+                cmap="viridis",
+                vmin=0,
+                vmax=top,
+            )
+            self.axes.grid(False)
+            self.axes.set_yticks(range(count), names)
+            if scale:
+                bar = self._figure.colorbar(image, ax=self.axes, pad=0.02, label=scale)
+                if bar.solids is not None:
+                    bar.solids.set_rasterized(True)
+                bar.outline.set_visible(False)
+
+    def write(self, rows: Sequence[Sequence[float]], first: int, top: float) -> None:
+        """The numbers of ``heat`` into its cells."""
+        for y, row in enumerate(rows):
+            for step, value in enumerate(row, first):
+                ink = "#ffffff" if value < 0.6 * top else "#000000"
+                text = "" if math.isnan(value) else f"{value:.0f}"
+                self.axes.text(step, y, text, ha="center", va="center", color=ink, fontsize=8)
+
+    def svg(self) -> str:
+        """The figure as an SVG element, without an XML header."""
+        target = io.StringIO()
+        with self._matplotlib.rc_context(self._settings):
+            self._legend()
+            self._figure.savefig(
+                target, format="svg", transparent=True, dpi=150, metadata={"Date": None, "Creator": None}
+            )
+        text = target.getvalue()
+        for colour, variable in _VARIABLES.items():
+            text = text.replace(colour, variable)
+        text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+        text = re.sub(r"font-family: [^;\"]*;?", "", text)
+        return re.sub(r' (?:width|height)="[\d.]+pt"', "", text, count=2)
+
+    def _legend(self) -> None:
+        """Below the axes, where it hides nothing; a single line needs none."""
+        handles, names = self.axes.get_legend_handles_labels()
+        if len(handles) > 1:
+            columns = 3 if max(map(len, names)) < 18 else 2
+            rows = -(-len(handles) // columns)
+            self.axes.set_position((0.13, 0.17 + 0.075 * rows, 0.84, 0.73 - 0.075 * rows))
+            self._figure.legend(
+                handles, names, loc="lower left", bbox_to_anchor=(0.1, -0.02), ncols=columns, columnspacing=1.2
+            )
+
+
+def shade(axes: Axes, steps: Sequence[int]) -> None:
+    """Mark these steps in the background."""
+    for first, last in stretches(steps):
+        axes.axvspan(first - 0.5, last + 0.5, color=FAINT, alpha=0.45, linewidth=0, zorder=0)
+
+
+def stretches(steps: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbouring steps as pairs of first and last."""
+    found: list[tuple[int, int]] = []
+    for step in sorted(steps):
+        if found and found[-1][1] == step - 1:
+            found[-1] = (found[-1][0], step)
+        else:
+            found.append((step, step))
+    return found

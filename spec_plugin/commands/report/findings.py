@@ -1,0 +1,198 @@
+"""What stands out in a run, in words: each finding is one sentence with its steps and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from spec_plugin.commands.report.causes import nearby
+from spec_plugin.commands.report.costs import anew, percent, shares_of
+from spec_plugin.commands.report.run import Run, Series, Spread
+from spec_plugin.commands.report.shifts import shifts_of
+from spec_plugin.commands.report.state import FAILED, Span, spans_of
+
+_A_TRY = 1.0  # predicted of drafts that are tried without knowing what they will do
+Level = Literal["bad", "warn", "fine"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence."""
+
+    level: Level
+    text: str
+    step: int | None = None
+
+
+def findings_of(run: Run) -> list[Finding]:
+    """All of a run, the worst first, then by step."""
+    found = [Finding("warn", remark) for remark in run.remarks]
+    if not run.has_plugin:
+        found.append(Finding("fine", "a plain run: no spec/* metric was logged, so the flag was off"))
+    else:
+        spans = spans_of(run)
+        found += [finding for look in _LOOKS for finding in look(run)]
+        found += _states(run, spans)
+    order = {"bad": 0, "warn": 1, "fine": 2}
+    return sorted(found, key=lambda f: (order[f.level], f.step if f.step is not None else -1))
+
+
+def _states(run: Run, spans: list[Span]) -> Iterator[Finding]:
+    for span in spans:
+        if span.state == "failed":
+            yield Finding(
+                "bad", f"{span.where}: speculation had failed and was off: {_first_line(span.why)}", span.first
+            )
+    drafted = run.drafted
+    if not drafted and spans and spans[-1].state == "on" and run.series("spec/acceptance_length"):
+        yield Finding("warn", "speculation was on, but no drafted token was ever accepted")
+    elif not drafted and spans and spans[-1].state in ("off", "dropped"):
+        yield Finding("warn", f"nothing was drafted; at the end: {_first_line(spans[-1].why)}")
+    elif drafted:
+        first = drafted[0]
+        yield Finding(
+            "fine", f"drafting began at step {first}; {len(drafted)} of {len(run.numbers)} steps drafted", first
+        )
+
+
+def _said(run: Run) -> Iterator[Finding]:
+    """What stopped the run, and what the plugin warned of; that it has failed is said of the steps."""
+    for notice in dict.fromkeys(run.notices):
+        if notice.level == "ERROR":
+            yield Finding("bad", f"the run was stopped: {_first_line(notice.text)}", notice.step)
+        elif notice.level == "WARNING" and FAILED not in notice.text:
+            where = "" if notice.step is None else f" at step {notice.step}"
+            yield Finding("warn", f"the plugin warned{where}: {_first_line(notice.text)}", notice.step)
+
+
+def _acceptance(run: Run) -> Iterator[Finding]:
+    """Falls of the acceptance length while drafting, and what changed shortly before."""
+    lengths = run.series("spec/acceptance_length").only(run.drafted)
+    for shift in shifts_of(lengths, least=0.15, floor=1.0):
+        if shift.fell:
+            cause = nearby(run, shift.step)
+            text = f"acceptance fell at step {shift.step}, from {shift.before:.2f} to {shift.after:.2f} tokens per forward pass"
+            yield Finding("warn", text + (f", {cause}" if cause else ""), shift.step)
+
+
+def _prediction(run: Run) -> Iterator[Finding]:
+    """Was the controller's prediction kept, and did it pay at all."""
+    predicted, realised = run.series("spec/speedup_predicted"), run.series("spec/speedup_realised").fresh()
+    then = predicted.before if run.reports_late else predicted.at
+    speed = Spread.of(realised.values)
+    if speed is None:
+        return
+    text = f"decoding ran {speed.text(unit='x')} as fast as plain by the engine's own step times"
+    promised = [value / said for step, value in realised.pairs() if (said := then(step)) and said != _A_TRY]
+    kept = Spread.of(promised)
+    missed = kept is not None and kept.median < 0.8 and kept.count >= 3
+    yield Finding("warn" if missed else "fine", text + (f"; {kept.median:.2f} of what was predicted" if kept else ""))
+    if slow := [step for step, value in realised.pairs() if value < 0.97]:
+        yield Finding("warn", f"drafting was slower than plain decoding at {_steps(slow)}", slow[0])
+
+
+def _draft(run: Run) -> Iterator[Finding]:
+    """Refreshes that were refused, a loss that rises, a draft that stands still."""
+    for step, by in _increments(run.series("spec/refresh_refused")):
+        text = (
+            f"the engine refused {by:.0f} refresh{'es' * (by > 1)} of the draft at step {step}; it kept the one before"
+        )
+        yield Finding("warn", text, step)
+    for shift in shifts_of(run.series("spec/draft_loss"), least=0.25):
+        if not shift.fell:
+            text = f"the draft's loss rose at step {shift.step}, from {shift.before:.2f} to {shift.after:.2f} nats"
+            yield Finding("warn", text, shift.step)
+    still = _longest_still(run.series("spec/draft_version"), anew(run.series("spec/train_ms")))
+    if still and still[1] - still[0] >= 3:
+        text = f"the draft was trained but the engine's stayed at one version from step {still[0]} to {still[1]}"
+        yield Finding("warn", text, still[0])
+
+
+def _log_probs(run: Run) -> Iterator[Finding]:
+    """Differences against their bound: of text of the present policy, and of older text."""
+    mean, bound, lag = (run.series(f"spec/{name}") for name in ("logprob_diff_mean", "logprob_tolerance", "policy_lag"))
+    present = {s: (m, b) for s, m in mean.pairs() if (b := bound.at(s)) and not lag.at(s)}
+    if over := [s for s, (m, b) in present.items() if m > b]:
+        text = f"the mean log-prob difference was above the tolerance of a stretch of text at {_steps(over)}"
+        yield Finding("warn", text, over[0])
+    elif present:
+        worst, limit = max(present.values(), key=lambda pair: pair[0] / pair[1])
+        text = f"log-probs agree: their mean difference was at most {worst:.1e} nats, where {limit:.1e} counts against a text"
+        yield Finding("fine", text)
+    if older := Spread.of([m for s, m in mean.pairs() if lag.at(s)]):
+        text = f"log-probs of text from older policies: mean difference {older.text('.1e', ' nats')}"
+        yield Finding("fine", f"{text}, judged against plain text of the same age")
+
+
+def _guard(run: Run) -> Iterator[Finding]:
+    """Alarms of plain text, and whether anybody looked."""
+    for step, by in _increments(run.series("spec/logprob_alarms")):
+        text = f"{by:.0f} phase{'s' * (by > 1)} without drafts looked wrong at step {step}: engine and actor differ on plain text"
+        yield Finding("warn", text, step)
+    if unguarded := [s for s, v in run.series("spec/provenance").pairs() if v < 1]:
+        text = f"nobody compared the engine's log-probs with the policy's at {_steps(unguarded)}"
+        yield Finding("bad", text, unguarded[0])
+    if unknown := [s for s, v in run.series("spec/versions_known").pairs() if v < 1]:
+        text = f"the trainer did not record the policy version of all sequences at {_steps(unknown)}"
+        yield Finding("warn", text, unknown[0])
+
+
+def _lag(run: Run) -> Iterator[Finding]:
+    spread = Spread.of([v for v in run.series("spec/policy_lag").values if v > 0])
+    if spread:
+        yield Finding("fine", f"asynchronous: what reached the loss was sampled {spread.text()} policy versions before")
+
+
+def _costs(run: Run) -> Iterator[Finding]:
+    shares = shares_of(run)
+    if not shares:
+        return
+    text = ", ".join(f"{share.name} {percent(share.spread.median)}" for share in shares)
+    whole = sum(share.whole for share in shares)
+    level: Level = "warn" if sum(share.spread.median for share in shares) > 20 else "fine"
+    yield Finding(level, f"of a step's time, in the median: {text}; all together {percent(whole)} of the run")
+
+
+_LOOKS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
+    _said,
+    _acceptance,
+    _prediction,
+    _draft,
+    _log_probs,
+    _guard,
+    _lag,
+    _costs,
+)
+
+
+def _increments(counter: Series) -> Iterator[tuple[int, float]]:
+    """Where a counter rises, and by how much; one that begins above zero has risen before."""
+    last = 0.0
+    for step, value in counter.pairs():
+        if value > last:
+            yield step, value - last
+        last = value
+
+
+def _longest_still(version: Series, trained: Series) -> tuple[int, int] | None:
+    """The longest stretch of one version in which draft training made steps."""
+    best: tuple[int, int] | None = None
+    start = None
+    for i, step in enumerate(version.steps):
+        moves = i == 0 or version.values[i] != version.values[i - 1] or not trained.at(step)
+        start = None if moves else (start if start is not None else version.steps[i - 1])
+        if start is not None and (best is None or step - start > best[1] - best[0]):
+            best = (start, step)
+    return best
+
+
+def _steps(steps: list[int]) -> str:
+    shown = ", ".join(map(str, steps[:6])) + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
+    return f"step{'s' * (len(steps) > 1)} {shown}"
+
+
+def _first_line(text: str) -> str:
+    """The first line of a notice, with the next one if it announces it."""
+    first, *more = text.split("\n")
+    return f"{first} {more[0].strip()}" if more and first.endswith(":") else first

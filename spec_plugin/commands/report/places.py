@@ -1,0 +1,114 @@
+"""Where a run has written: turns what a person named, a file or a folder, into the files of one run or of several."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from spec_plugin.errors import SpecPluginError
+
+Kind = Literal["json", "events", "console"]
+_CONSOLE = (".log", ".out")  # looked for in folders; a file that was named may be called anything
+_DEPTH = 3  # folders below the one that was named
+
+
+class ReportError(SpecPluginError, ValueError):
+    """Nothing can be reported of what was named; the message is one sentence for a person."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The files of one run."""
+
+    name: str
+    files: tuple[Path, ...]
+
+
+def find_places(path: Path) -> list[Place]:
+    """The runs in a file or folder.
+
+    A folder with files of its own is one run, but for JSON lines, of which each file is one (named by experiment). Else
+    each folder below with such files is one; together they are one run if no two of them hold the same kind.
+
+    Raises:
+        ReportError: if there is no such path, or nothing to read in it.
+    """
+    if not path.exists():
+        raise ReportError(f"{path}: there is no such file or folder")
+    if path.is_file():
+        return [Place(path.resolve().parent.name if path.stem == "metrics" else path.stem, (path,))]
+    folders = {folder: files for folder in _folders(path) if (files := _files(folder))}
+    if not folders:
+        raise ReportError(
+            f"{path}: no trainer's output is in this folder: neither JSON lines of steps (*.jsonl), nor tensorboard's "
+            f"event files, nor a console log ({', '.join('*' + s for s in _CONSOLE)}); name the file that it went to"
+        )
+    name = path.resolve().name
+    if path in folders:
+        mine = folders.pop(path)
+        return _split(name, mine + _events_of_one_folder(mine, folders))
+    if _each_kind_once(folders):
+        return _split(name, [file for files in folders.values() for file in files])
+    return [p for folder, files in folders.items() for p in _split(str(folder.relative_to(path)), files)]
+
+
+def kind_of(file: Path) -> Kind | None:
+    """By the file's name and, of JSON lines, its first line; None if it is nothing that is read here."""
+    if "tfevents" in file.name:
+        return "events"
+    if file.suffix == ".jsonl":
+        return "json" if _has_steps(file) else None
+    return "console" if file.suffix in _CONSOLE else None
+
+
+def _has_steps(file: Path) -> bool:
+    """Is the first line about numbers of a step. An empty file may become one; other JSON lines are prompts or rollouts."""
+    with file.open("rb") as lines:
+        first = lines.readline(1 << 20)
+    try:
+        record = json.loads(first) if first.strip() else {"step": 0}
+    except ValueError:
+        return b'"step"' in first[:200]  # cut off in its first line
+    return isinstance(record, dict) and "step" in record and len(record) <= 3
+
+
+def _folders(top: Path) -> Iterator[Path]:
+    for folder, below, _ in os.walk(top):
+        if len(Path(folder).relative_to(top).parts) >= _DEPTH:
+            below.clear()
+        below.sort()
+        yield Path(folder)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Oldest first, so that what a resumed run has written comes last."""
+    files = [file for file in folder.iterdir() if file.is_file() and kind_of(file)]
+    return sorted(files, key=lambda file: (file.stat().st_mtime, file.name))
+
+
+def _events_of_one_folder(mine: list[Path], below: dict[Path, list[Path]]) -> list[Path]:
+    """Event files of a run lie in a folder of their own, beside its log."""
+    if any(kind_of(file) == "events" for file in mine):
+        return []
+    found = [events for files in below.values() if (events := [f for f in files if kind_of(f) == "events"])]
+    return found[0] if len(found) == 1 else []
+
+
+def _each_kind_once(folders: dict[Path, list[Path]]) -> bool:
+    holders: dict[Kind | None, int] = defaultdict(int)
+    for files in folders.values():
+        for kind in {kind_of(file) for file in files}:
+            holders[kind] += 1
+    return max(holders.values()) == 1
+
+
+def _split(name: str, files: list[Path]) -> list[Place]:
+    steps = [file for file in files if kind_of(file) == "json"]
+    if len(steps) < 2:
+        return [Place(name, tuple(files))]
+    return [Place(f"{name}/{file.stem}", (file,)) for file in steps]

@@ -1,0 +1,164 @@
+"""One run as the report knows it: numbers by step, under one set of names, and what the plugin said meanwhile."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median, quantiles
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A line of the plugin's own in the console log."""
+
+    step: int | None  # in which it was printed, as far as the log's step lines tell
+    level: str  # INFO, WARNING, or ERROR for what stopped the run
+    text: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps that logged it."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+    @cached_property
+    def by_step(self) -> Mapping[int, float]:
+        """The values by step."""
+        return dict(self.pairs())
+
+    def pairs(self) -> Iterator[tuple[int, float]]:
+        """Steps with their values."""
+        return zip(self.steps, self.values, strict=True)
+
+    def at(self, step: int) -> float | None:
+        """The value of a step."""
+        return self.by_step.get(step)
+
+    def before(self, step: int) -> float | None:
+        """The last value before a step."""
+        place = bisect_left(self.steps, step)
+        return self.values[place - 1] if place else None
+
+    def fresh(self) -> Series:
+        """Without values that are the one before to the last bit: what was not measured anew is logged again."""
+        kept = [step for i, step in enumerate(self.steps) if not i or self.values[i] != self.values[i - 1]]
+        return self.only(kept)
+
+    def only(self, steps: Sequence[int]) -> Series:
+        """Its part in these steps."""
+        wanted = set(steps)
+        kept = [(s, v) for s, v in self.pairs() if s in wanted]
+        return Series(tuple(s for s, _ in kept), tuple(v for _, v in kept))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its quartiles; of fewer than three values there are none, and they are the extremes."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """Of these values; None of nothing."""
+        if not values:
+            return None
+        if len(values) < 3:
+            return cls(median(values), min(values), max(values), len(values))
+        low, middle, high = quantiles(values, n=4, method="inclusive")
+        return cls(middle, low, high, len(values))
+
+    def text(self, form: str = ".2f", unit: str = "") -> str:
+        """For people: the median and, in brackets, the quartiles."""
+        return f"{self.median:{form}}{unit} ({self.low:{form}}-{self.high:{form}})"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was read of one run."""
+
+    name: str
+    trainer: str  # empty if no adapter knows its metrics' names
+    steps: Mapping[int, Mapping[str, float]]  # ``spec/…`` and the names of ``formats.Name``; finite numbers only
+    notices: tuple[Notice, ...] = ()
+    remarks: tuple[str, ...] = ()  # what is missing or could not be read, as sentences
+    sources: tuple[str, ...] = ()
+    planned: int | None = None  # steps that the run was to have
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The steps, in order."""
+        return tuple(sorted(self.steps))
+
+    @cached_property
+    def columns(self) -> Mapping[str, Series]:
+        """Every metric over the steps."""
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        for step in self.numbers:
+            for name, value in self.steps[step].items():
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+        return {name: Series(tuple(steps), tuple(values)) for name, (steps, values) in found.items()}
+
+    @property
+    def has_plugin(self) -> bool:
+        """Did it run with the flag."""
+        return any(name.startswith("spec/") for name in self.columns)
+
+    @property
+    def reports_late(self) -> bool:
+        """Is what is said of a rollout logged one step later, as where phases last from one weight sync to the next."""
+        first = self.steps[self.numbers[0]]
+        return "spec/on" in first and "spec/generation_s" not in first and bool(self.series("spec/generation_s"))
+
+    @property
+    def overlaps(self) -> bool:
+        """Did generation go on while the policy was trained, as far as the metrics tell."""
+        return any(v > 0 for name in ("spec/policy_lag", "staleness") for v in self.series(name).values)
+
+    def series(self, name: str) -> Series:
+        """One metric; empty if it was never logged."""
+        return self.columns.get(name, Series((), ()))
+
+    def family(self, stem: str) -> dict[int, Series]:
+        """A family of metrics by its number, e.g. ``spec/k_b`` -> batch size -> k."""
+        numbered = {name.removeprefix(stem): name for name in self.columns if name.startswith(stem)}
+        return {
+            int(number): self.columns[name]
+            for number, name in sorted(numbered.items(), key=_as_number)
+            if number.isdigit()
+        }
+
+    @cached_property
+    def drafted(self) -> tuple[int, ...]:
+        """Steps whose reported rollout was at least in part made with drafts."""
+        lengths, first = self.series("spec/acceptance_length"), self.series("spec/acceptance_pos_0")
+        return tuple(sorted({s for s, v in lengths.pairs() if v > 1.0} | {s for s, v in first.pairs() if v > 0.0}))
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "name": self.name,
+            "trainer": self.trainer or None,
+            "plugin": self.has_plugin,
+            "sources": list(self.sources),
+            "planned_steps": self.planned,
+            "remarks": list(self.remarks),
+            "notices": [{"step": n.step, "level": n.level, "text": n.text} for n in self.notices],
+            "steps": [{"step": step, **self.steps[step]} for step in self.numbers],
+        }
+
+
+def _as_number(pair: tuple[str, str]) -> tuple[int, str]:
+    return (int(pair[0]) if pair[0].isdigit() else 0, pair[1])

@@ -1,0 +1,339 @@
+"""What an adapter tells, held against its source: the engine's answers and configuration, the trainer's optimizer and tensors.
+
+Pure functions from a trace to problems, as in ``judge``. The sources are what ``watch`` has written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from spec_plugin.conformance.judge import Event, Trace, actor, at_least, of
+from spec_plugin.conformance.plants import LOGPROB, PLANTED, VERSION
+from spec_plugin.conformance.versions import ROUNDING
+
+#: mean difference, in nats, of log-probs of the same text by the same weights, computed in this dtype in two ways
+_AGREE = {"float32": ROUNDING, "float16": 5e-3, "bfloat16": 2e-2}
+_SINGLE = "float32"
+
+
+def _all(trace: Trace, *hooks: str) -> list[Event]:
+    """The events of every process."""
+    return [e for e in trace if e["hook"] in hooks]
+
+
+def _requests(trace: Trace) -> list[Event]:
+    """Those of the rollouts."""
+    return [e for e in _all(trace, "engine_request") if not e["test"]]
+
+
+def engines_logprobs(trace: Trace) -> list[str]:
+    """Each rollout log-prob that a guard is shown is one that vLLM has answered."""
+    answered = [v for e in _requests(trace) for v in e["log_probs"] if v is not None]
+    problems, shown = [], 0
+    known: dict[str, set[float]] = {}
+    for e in _all(trace, "spec_check_logprobs"):
+        if not e["rollout"]:
+            continue
+        dtype = e["rollout_dtype"]
+        if dtype not in known:  # as the trainer keeps them
+            known[dtype] = set(torch.tensor(answered, dtype=torch.float32).to(getattr(torch, dtype)).tolist())
+        values = [v for row in e["rows"]["rollout"] for v in row]
+        shown += len(values)
+        foreign = sum(v not in known[dtype] for v in values)
+        if foreign:
+            problems.append(
+                f"policy version {e['policy_version']}: {foreign} of {len(values)} rollout log-probs are none that the engine "
+                "has reported"
+            )
+    return problems if shown else [*problems, "no rollout log-prob was shown to a guard"]
+
+
+def checked_first(trace: Trace) -> list[str]:
+    """The policy is not updated before the log-probs have been checked, whether anything was drafted or not."""
+    events = actor(trace, watched=True)
+    starts = [i for i, e in enumerate(events) if e["hook"] == "spec_rollout_start"]
+    problems, updates = [], 0
+    for begin, end in pairwise([*starts, len(events)]):
+        hooks = [e["hook"] for e in events[begin:end]]
+        if "policy_update" not in hooks:
+            continue
+        updates += 1
+        before = hooks[: hooks.index("policy_update")]
+        if "spec_check_logprobs" not in before:
+            late = "only checked afterwards" if "spec_check_logprobs" in hooks else "never checked"
+            problems.append(
+                f"the log-probs of policy version {events[begin]['policy_version']} entered an update and were {late}"
+            )
+    return problems + at_least(range(updates), 2, "updates of the policy")
+
+
+def wrong_answers_refused(tour: Trace, asynchronous: bool) -> list[str]:
+    """What the engine says wrong of a log-prob, or of a policy version, arrives where it is refused.
+
+    Args:
+        tour: of the faults.
+        asynchronous: may sequences be older than the policy: then an older version is no error.
+    """
+    problems = []
+    for what in (LOGPROB,) if asynchronous else (LOGPROB, VERSION):
+        found = [e for e in tour if e.get("what") == what]
+        if not found:
+            problems.append(f"the run never came to the wrong {what}")
+        elif found[0]["event"] == "missed":
+            problems.append(f"the engine said a wrong {what} of each response, and no guard has seen it")
+    return problems
+
+
+def self_test_stopped(trace: Trace, failure: str | None) -> list[str]:
+    """An engine that says that its self-test failed stops the run before the first rollout, with that reason."""
+    problems = []
+    if failure is None:
+        problems.append("the run went on to its end")
+    elif PLANTED not in failure and "LosslessError" not in failure:
+        problems.append(f"the run stopped without naming LosslessError: {failure[-400:]}")
+    if _requests(trace):
+        problems.append(f"{len(_requests(trace))} responses were sampled after the self-test had failed")
+    return problems + at_least(_all(trace, "spec_configure"), 1, "sessions")
+
+
+def engine_facts(trace: Trace) -> list[str]:
+    """``TargetInfo`` says of the engine what its configuration says, and of the sampling what the requests ask for."""
+    engines, sessions, requests = (
+        _all(trace, "engine_configured"),
+        _all(trace, "spec_configure"),
+        _requests(trace),
+    )
+    problems = []
+    for engine in engines:
+        for name, shown in engine["shown"].items():
+            if shown != engine["has"][name]:
+                problems.append(
+                    f"the allow-list was shown the engine option {name}={shown}, the engine has {engine['has'][name]}"
+                )
+        for name, told, has in _compared(sessions, engine):
+            if told != has:
+                problems.append(f"TargetInfo.{name} is {told}, the engine's is {has}")
+    asked = {_words(e["sampling"]) for e in requests}
+    told_sampling = {_words(e["sampling"]) for e in sessions}
+    if requests and asked != told_sampling:
+        problems.append(
+            f"TargetInfo.sampling is {' and '.join(told_sampling)}, the requests sample with {' and '.join(sorted(asked))}"
+        )
+    problems = list(dict.fromkeys(problems))
+    return problems + at_least(engines, 1, "engines") + at_least(requests, 1, "requests of rollouts")
+
+
+def _compared(sessions: Iterable[Event], engine: Event) -> Iterator[tuple[str, Any, Any]]:
+    for session in sessions:
+        for name, told in session["engine"].items():
+            has = engine[name]
+            if name == "load_format":  # what matters is whether there are weights before the first sync
+                told, has = told == "dummy", has == "dummy"
+            if told is not None:
+                yield name, told, has
+
+
+def _words(sampling: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sorted(sampling.items())) or "vLLM's defaults"
+
+
+def trainers_facts(trace: Trace, asynchronous: bool) -> list[str]:
+    """The actor's dtype is that of its hidden states; sequences are said to lag only where they can.
+
+    Residual streams may be wider than what computes them (autocast), so a half precision is wrong where single precision
+    states come with log-probs that no half precision has.
+    """
+    problems = []
+    states = {e["dtype"] for e in _all(trace, "spec_target_forward")}
+    told = {e["actor_dtype"] for e in of(trace, "spec_configure")}
+    if told == {_SINGLE} and states - {_SINGLE}:
+        problems.append(f"TargetInfo.actor_dtype is {_SINGLE}, the hidden states are {' and '.join(states)}")
+    apart = _apart(trace)
+    if _SINGLE not in told and states == {_SINGLE} and apart and max(apart) < ROUNDING:
+        problems.append(
+            f"TargetInfo.actor_dtype is {' and '.join(told)}, but the hidden states are {_SINGLE}, and log-probs differ by no "
+            f"more than {max(apart):.1g} nats"
+        )
+    if not asynchronous and any(e["lag_allowed"] for e in _all(trace, "spec_check_logprobs")):
+        problems.append("sequences are said to be older than the policy, in a trainer whose sequences are not")
+    return problems
+
+
+def _apart(trace: Trace) -> list[float]:
+    """Mean differences of text that the recomputing policy has sampled."""
+    checked = _all(trace, "spec_check_logprobs")
+    return [mean for e in checked for lag, mean in e["differences"].items() if not int(lag)]
+
+
+def drafting_told(trace: Trace, asynchronous: bool) -> list[str]:
+    """A batch that was sampled with drafts is said to be.
+
+    Args:
+        trace: of a run that drafts.
+        asynchronous: may a batch be of several phases: then it is one of drafts where all phases are.
+    """
+    phases = [e for e in of(trace, "spec_rollout_end") if e["tokens"]]
+    drafted = {e["policy_version"] for e in phases if e["drafts"]}
+    always = all(e["drafts"] for e in phases)
+    problems = [
+        f"the batch of policy version {e['policy_version']} is said to be plain; it was drafted for"
+        for e in _all(trace, "spec_check_logprobs")
+        if not e["speculating"] and (always if asynchronous else e["policy_version"] in drafted)
+    ]
+    return problems + at_least(sorted(drafted), 1, "phases with drafts")
+
+
+def plain_told(trace: Trace, tour: Trace) -> list[str]:
+    """A batch that was sampled without drafts is not said to be drafted.
+
+    Args:
+        trace: of a run that has such phases.
+        tour: which those are.
+    """
+    plain = {e["policy_version"] for e in tour if e["event"] == "plain" and not e["drafts"]}
+    problems = [
+        f"the batch of policy version {e['policy_version']} is said to be drafted; it was not"
+        for e in _all(trace, "spec_check_logprobs")
+        if e["speculating"] and e["policy_version"] in plain
+    ]
+    return problems + at_least(sorted(plain), 1, "plain phases")
+
+
+def weights_arrived(trace: Trace) -> list[str]:
+    """The embedding and the head that each sync announces are those that the engine then has, and all other weights arrive, too.
+
+    That all others do, and as exact as they left, is seen where both sides compute in single precision: by the log-probs.
+    """
+    problems, compared, held = [], 0, None
+    for e in actor(trace):
+        if e["hook"] == "spec_audit" and e["moment"] == "synced":
+            held = e
+        elif e["hook"] == "spec_weight_sync" and held is not None:
+            for name, key in (("embedding", "embed_digest"), ("head", "head_digest")):
+                if e[key] and held[key]:
+                    compared += 1
+                    if e[key] != held[key]:
+                        problems.append(
+                            f"policy version {e['policy_version']}: the {name} that is announced is not the engine's"
+                        )
+    parts = any(e["engine"]["tensor_parallel"] > 1 for e in _all(trace, "spec_configure"))
+    if not parts:
+        problems += at_least(range(compared), 2, "embeddings or heads with their engine's")
+    apart = _apart(trace)
+    if _single(trace) and apart and max(apart) > ROUNDING:
+        problems.append(
+            f"log-probs of sampling and recomputation, both in single precision, differ by {max(apart):.3g} nats: the engine "
+            "does not have the weights that the actor has"
+        )
+    return problems
+
+
+def _single(trace: Trace) -> bool:
+    """Do actor and engine compute in single precision, by what was seen of both."""
+    states = {e["dtype"] for e in _all(trace, "spec_target_forward")} or {
+        e["actor_dtype"] for e in of(trace, "spec_configure")
+    }
+    return states | {e["dtype"] for e in _all(trace, "engine_configured")} == {_SINGLE}
+
+
+def policys_states(trace: Trace) -> list[str]:
+    """The harvested states, put through the engine's head, give the log-probs that the policy recomputed, at each version."""
+    problems, later = [], 0
+    checked = _all(trace, "spec_check_logprobs")
+    for e in _all(trace, "spec_target_forward"):
+        version, rows = e["policy_version"], e["log_probs"]
+        recomputed = [r for c in checked if c["policy_version"] == version for r in c["rows"]["recomputed"]]
+        if rows is None or not recomputed:
+            continue
+        later += version > 0
+        far = [f for row in rows if row and (f := _nearest(row, recomputed)) > _AGREE[e["dtype"]]]
+        if far:
+            problems.append(
+                f"policy version {version}: hidden states of {len(far)} of {len(rows)} documents are not the policy's: their "
+                f"log-probs differ from the recomputed ones by {max(far):.3g} nats"
+            )
+    return problems + at_least(range(later), 1, "harvests of a later policy version than 0")
+
+
+def _nearest(row: Sequence[float], others: Sequence[Sequence[float]]) -> float:
+    """Mean difference to the most similar of those that end as this one is long; a document may have been cut."""
+    alike = [other[-len(row) :] for other in others if len(other) >= len(row)]
+    return min((sum(abs(a - b) for a, b in zip(row, o, strict=True)) / len(row) for o in alike), default=0.0)
+
+
+def tokens_counted(trace: Trace) -> list[str]:
+    """The tokens of each phase are those that vLLM has sampled in it, of the requests of all engines."""
+    problems, phases, sampled = [], 0, None
+    session = next((e["session"] for e in actor(trace)), None)
+    for e in trace:
+        if e["hook"] == "engine_request" and sampled is not None and not e["test"]:
+            sampled += len(e["log_probs"])
+        elif e["session"] != session:
+            continue
+        elif e["hook"] == "spec_rollout_start":
+            sampled = 0
+        elif e["hook"] == "spec_rollout_end" and sampled is not None:
+            phases += 1
+            if e["tokens"] != sampled:
+                problems.append(
+                    f"policy version {e['policy_version']}: {e['tokens']} tokens were counted, the engine sampled {sampled}"
+                )
+            sampled = None
+    return problems + at_least(range(phases), 2, "phases")
+
+
+def all_tokens_counted(trace: Trace) -> list[str]:
+    """The same where requests go on from phase to phase: all phases together count no more than vLLM has sampled.
+
+    A request that was still in flight when the run was killed may have sampled as much as the longest of the others.
+    """
+    phases, answers = of(trace, "spec_rollout_end"), _requests(trace)
+    begun = sum(not e["test"] for e in _all(trace, "engine_request_begins"))
+    lengths = [len(e["log_probs"]) for e in answers]
+    counted, most = sum(e["tokens"] for e in phases), sum(lengths) + (begun - len(answers)) * max(lengths, default=0)
+    problems = at_least(phases, 2, "phases") + at_least(answers, 1, "requests of rollouts")
+    return (
+        [*problems, f"{counted} tokens were counted, the engine sampled at most {most}"] if counted > most else problems
+    )
+
+
+def metrics_logged(trace: Trace, logged: Mapping[int, Mapping[str, float]], prefix: str) -> list[str]:
+    """Every metric that the session hands out is in the trainer's log, with a value that it had."""
+    handed = [e["values"] for e in of(trace, "handed_metrics")]
+    known: dict[str, list[float]] = {}
+    for values in handed[: len(logged)]:  # the last ones may not have come as far as the log
+        for name, value in values.items():
+            known.setdefault(name, []).append(value)
+    problems = at_least(handed, 2, "steps whose metrics were handed out")
+    found: dict[str, list[float]] = {}
+    for metrics in logged.values():
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    if missing := sorted(name for name in known if f"{prefix}{name}" not in found):
+        problems.append(f"{len(missing)} of {len(known)} metrics never reach the log: {', '.join(missing)}")
+    all_values: dict[str, list[float]] = {}
+    for values in handed:
+        for name, value in values.items():
+            all_values.setdefault(name, []).append(value)
+    for name, values_of in all_values.items():
+        low, high = min(values_of), max(values_of)
+        slack = 1e-3 * max(abs(low), abs(high)) + 1e-6
+        for value in found.get(f"{prefix}{name}", ()):
+            if not low - slack <= value <= high + slack:
+                problems.append(f"{prefix}{name} is logged as {value:g}, it was between {low:g} and {high:g}")
+    return problems
+
+
+def random_streams(with_flag: Mapping[str, Any], without: Mapping[str, Any]) -> list[str]:
+    """A trainer's random streams are, in a checkpoint, where they are without the flag."""
+    if not with_flag or with_flag.keys() != without.keys():
+        return [f"other random streams are saved: {sorted(with_flag)} with the flag, {sorted(without)} without"]
+    return [
+        f"the random stream {name} is elsewhere than without the flag: somebody drew from it"
+        for name in with_flag
+        if with_flag[name] != without[name]
+    ]

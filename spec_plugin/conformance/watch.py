@@ -1,0 +1,254 @@
+"""Watch: what engine and trainer do, written down beside what an adapter says of it; and errors planted in the engine.
+
+An adapter's word proves nothing of the adapter. So the kit looks where none of its code comes between: at each request, where
+vLLM takes it and gives its answer, and at vLLM's own configuration; at the trainer's optimizer, where it steps; at the metrics,
+where the session hands them out. And there, before any code of the adapter has seen them, log-probs, policy versions and the
+outcome of the self-test are made wrong, for as long as ``Plants`` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import asdict
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from spec_plugin.conformance.plants import LOGPROB, PERTURBED, PLANTED, SELF_TEST, VERSION, Plants
+from spec_plugin.events import Check, SelfTestReport
+from spec_plugin.session import SpecSession
+
+#: writes one event: its name, and what it holds
+Write = Callable[..., None]
+
+_FRONT = "spec_plugin.engine.front"
+#: sampling options that can change what is sampled, each with the value that does not
+DISTRIBUTION: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+}
+#: what ``TargetInfo`` and the engine both say of the engine
+CONFIGURATION = ("dtype", "max_model_len", "max_num_seqs", "tensor_parallel", "device_type", "load_format")
+_testing: ContextVar[bool] = ContextVar("testing", default=False)
+_watched: list[Plants] = []  # of this process's engines, once they are
+
+
+def watch_metrics(session: SpecSession, write: Write) -> None:
+    """What the session hands the adapter for the trainer's log."""
+    merged = session.metrics
+
+    def metrics() -> dict[str, float]:
+        values = merged()
+        write("handed_metrics", values=values)
+        return values
+
+    session.metrics = metrics  # type: ignore[method-assign]
+
+
+def watch_updates(write: Write, ours: Callable[[], bool]) -> None:
+    """Steps of any optimizer in this process.
+
+    Args:
+        write: notes one.
+        ours: is it the draft's.
+    """
+
+    def stepping(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not ours():
+            write("policy_update", optimizer=type(optimizer).__name__)
+
+    register_optimizer_step_pre_hook(stepping)
+
+
+def watch_engine(plants: Plants, write: Write) -> None:
+    """Requests and configuration of the engines that this process will have; does nothing where it has no engine front."""
+    if _watched or _FRONT not in sys.modules:
+        return
+    _watched.append(plants)
+    front: Any = sys.modules[_FRONT].EngineFront
+    front.engine_arguments = _options(front.engine_arguments, plants, write)
+    front.self_test = _self_tests(front.self_test, plants)
+    front.state = _states(front.state, write)
+
+
+def _options(original: Any, plants: Plants, write: Write) -> Any:
+    shown: dict[str, Any] = {}
+
+    @functools.wraps(original)
+    def engine_arguments(self: Any, given: Mapping[str, Any], extension: str) -> dict[str, Any]:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments: dict[str, Any] = original(self, given, extension)
+        if not shown:  # the first engine of this process is about to be made
+            engine: Any = AsyncLLM
+            engine.generate = _requests(engine.generate, plants, write, shown)
+            if plants.place_of_version:
+                delay_version(plants.place_of_version, plants)
+        shown.update({"extension": extension}, **given)
+        return arguments
+
+    return engine_arguments
+
+
+def _requests(original: Any, plants: Plants, write: Write, shown: Mapping[str, Any]) -> Any:
+    seen: set[int] = set()
+
+    @functools.wraps(original)
+    async def generate(
+        self: Any, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        if id(self) not in seen:
+            seen.add(id(self))
+            write("engine_configured", **configuration(self.vllm_config), **_seen_options(self.vllm_config, shown))
+        testing, answer = _testing.get(), Answer(sampling_params)
+        write("engine_request_begins", test=testing)
+        try:
+            async with contextlib.aclosing(original(self, prompt, sampling_params, request_id, **kwargs)) as outputs:
+                async for output in outputs:
+                    if not testing and plants.planted(LOGPROB):
+                        perturb(output)
+                    answer.add(output)
+                    yield output
+        finally:
+            sampling = sampling_of(sampling_params)
+            write("engine_request", test=testing, sampling=sampling, prompt=answer.prompt, log_probs=answer.log_probs)
+
+    return generate
+
+
+class Answer:
+    """What vLLM said of one request."""
+
+    def __init__(self, sampling_params: Any) -> None:
+        """Nothing yet."""
+        self._parts = sampling_params.output_kind.name == "DELTA"
+        self._found: dict[int, list[float | None]] = {}
+        self.prompt = 0  # tokens
+
+    def add(self, output: Any) -> None:
+        """One more ``RequestOutput``."""
+        self.prompt = len(output.prompt_token_ids or ())
+        for sample in output.outputs:
+            before = self._found.get(sample.index, []) if self._parts else []
+            values = zip(sample.logprobs, sample.token_ids, strict=False) if sample.logprobs else ()
+            found: list[float | None] = [at[token].logprob for at, token in values]
+            self._found[sample.index] = [*before, *found, *[None] * (len(sample.token_ids) - len(found))]
+
+    @property
+    def log_probs(self) -> list[float | None]:
+        """One for each token that was sampled; None where it was not asked for."""
+        return [value for index in sorted(self._found) for value in self._found[index]]
+
+
+def perturb(output: Any) -> None:
+    """Falsify the log-prob of each response's first token, in place, in a ``RequestOutput``."""
+    for sample in output.outputs:
+        if sample.logprobs and sample.token_ids:
+            sample.logprobs[0][sample.token_ids[0]].logprob = PERTURBED
+
+
+def sampling_of(options: Any) -> dict[str, Any]:
+    """The sampling options that change what is sampled.
+
+    Args:
+        options: vLLM's ``SamplingParams``, or a mapping as in ``TargetInfo.sampling``.
+    """
+    given = options if isinstance(options, Mapping) else {name: getattr(options, name) for name in DISTRIBUTION}
+    found = {name: given.get(name, idle) for name, idle in DISTRIBUTION.items()}
+    found["top_k"] = max(0, found["top_k"] or 0)  # -1 limits nothing, either
+    return {name: v for name, v in found.items() if v != DISTRIBUTION[name] and v not in (None, [], {})}
+
+
+def configuration(vllm_config: Any) -> dict[str, Any]:
+    """The engine's own, under the names of ``TargetInfo``."""
+    model = vllm_config.model_config
+    load = vllm_config.load_config.load_format
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": model.max_model_len,
+        "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
+        "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
+        "device_type": str(vllm_config.device_config.device_type),
+        "load_format": str(getattr(load, "value", load)),
+    }
+
+
+def _seen_options(vllm_config: Any, shown: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine options that the allow-list judges: those that the engine has, and those that it was shown."""
+    from vllm import AsyncEngineArgs
+
+    has = {
+        "logprobs_mode": vllm_config.model_config.logprobs_mode,
+        "logits_processors": vllm_config.model_config.logits_processors,
+        "pipeline_parallel_size": vllm_config.parallel_config.pipeline_parallel_size,
+    }
+    fields = AsyncEngineArgs.__dataclass_fields__
+    was = {n: shown[n] if shown.get(n) is not None else fields[n].default for n in has}
+    return {"has": {n: _plain(v) for n, v in has.items()}, "shown": {n: _plain(v) for n, v in was.items()}}
+
+
+def _plain(value: Any) -> str | None:
+    """For JSON; nothing is as good as an empty list."""
+    return None if value is None or value == [] else str(getattr(value, "value", value))
+
+
+def _self_tests(original: Any, plants: Plants) -> Any:
+    @functools.wraps(original)
+    async def self_test(self: Any, *args: Any, **kwargs: Any) -> SelfTestReport:
+        if plants.planted(SELF_TEST):
+            return SelfTestReport((Check("samples", False, PLANTED),), 0.0)
+        token = _testing.set(True)
+        try:
+            report: SelfTestReport = await original(self, *args, **kwargs)
+        finally:
+            _testing.reset(token)
+        return report
+
+    return self_test
+
+
+def _states(original: Any, write: Write) -> Any:
+    @functools.wraps(original)
+    async def state(self: Any, moment: str) -> Any:
+        found = await original(self, moment)
+        write("engine_state", **asdict(found))
+        return found
+
+    return state
+
+
+def delay_version(place: str, plants: Plants) -> None:
+    """Have the policy version that an engine keeps read as one less, while that is planted.
+
+    Args:
+        place: ``module:Class.attribute``.
+        plants: of the run.
+    """
+    module, _, path = place.partition(":")
+    name, _, attribute = path.partition(".")
+    owner = getattr(importlib.import_module(module), name)
+    default = getattr(owner, attribute, None)
+
+    def get(self: Any) -> Any:
+        version = vars(self).get(attribute, default)
+        return version - 1 if version and plants.planted(VERSION) else version
+
+    def set_to(self: Any, version: Any) -> None:
+        vars(self)[attribute] = version
+
+    setattr(owner, attribute, property(get, set_to))

@@ -1,0 +1,113 @@
+"""How long responses are: a distribution from which a step's responses are drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+
+from spec_plugin.errors import SpecConfigError
+
+#: of the logarithm, where only a mean is given: the 99th percentile is about five times the median
+SIGMA = 0.7
+_STEPS = 512  # of the quantile function that is kept
+_NORMAL = np.array([NormalDist().inv_cdf((i + 0.5) / _STEPS) for i in range(_STEPS)])
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Response lengths by their quantile function, on an even grid of probabilities."""
+
+    quantiles: tuple[float, ...]  # tokens, ascending
+    described: str
+
+    def drawn(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """Lengths of ``count`` responses, [count] float, at least 1: one of each equal share of the distribution, shuffled.
+
+        So the longest response hardly differs from draw to draw, as in a step of thousands of responses it hardly does.
+        """
+        places = (np.arange(count) + rng.random(count)) / count
+        grid = (np.arange(len(self.quantiles)) + 0.5) / len(self.quantiles)
+        found = np.maximum(1.0, np.round(np.interp(places, grid, self.quantiles)))
+        rng.shuffle(found)
+        return found
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens of a response."""
+        return float(np.mean(self.quantiles))
+
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest."""
+        return self.quantiles[-1]
+
+
+def lognormal(mean: float, longest: float, sigma: float = SIGMA) -> Lengths:
+    """Logarithms normally distributed, cut off at ``longest``, where trainers end a response; ``mean`` is that of what is left.
+
+    Raises:
+        SpecConfigError: if no such distribution exists.
+    """
+    if not 1 <= mean <= longest < math.inf:
+        raise SpecConfigError(f"a mean response of {mean:g} tokens must lie between 1 and the longest, {longest:g}")
+
+    def cut(median: float) -> np.ndarray:
+        return np.minimum(longest, median * np.exp(sigma * _NORMAL))
+
+    low, high = math.log(mean) - 10, math.log(longest) + 10
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cut(math.exp(middle)).mean() < mean else (low, middle)
+    values = cut(math.exp(high))
+    return Lengths(tuple(values), f"lognormal, mean {mean:g}, sigma {sigma:g}, cut off at {longest:g}")
+
+
+def percentiles(points: Mapping[float, float]) -> Lengths:
+    """Through given percentiles, linear between them, flat below the first and above the last.
+
+    Args:
+        points: percentile, 0 to 100 -> tokens.
+
+    Raises:
+        SpecConfigError: if they are not a distribution.
+    """
+    known = sorted(points.items())
+    tokens = [value for _, value in known]
+    if len(known) < 2 or tokens != sorted(tokens) or tokens[0] < 1 or known[0][0] < 0 or known[-1][0] > 100:
+        raise SpecConfigError(
+            f"percentiles {dict(known)}: at least two, of 0 to 100, with lengths of at least 1 token that do not fall"
+        )
+    grid = (np.arange(_STEPS) + 0.5) / _STEPS * 100
+    values = np.interp(grid, [p for p, _ in known], tokens)
+    return Lengths(tuple(values), "percentiles " + ", ".join(f"{p:g}: {v:g}" for p, v in known))
+
+
+def of_responses(tokens: Sequence[float], described: str) -> Lengths:
+    """As given responses are.
+
+    Raises:
+        SpecConfigError: if there is none, or one is no length.
+    """
+    if not tokens or not all(isinstance(t, int | float) and math.isfinite(t) and t >= 1 for t in tokens):
+        raise SpecConfigError(f"{described}: a list of numbers of tokens, each at least 1")
+    return Lengths(tuple(float(t) for t in sorted(tokens)), f"{described}, {len(tokens)} responses")
+
+
+def from_file(file: Path) -> Lengths:
+    """A JSON list of numbers of tokens, or a text file with one in each line.
+
+    Raises:
+        SpecConfigError: if it is neither.
+    """
+    try:
+        text = file.read_text()
+        tokens = json.loads(text) if text.lstrip().startswith("[") else [float(line) for line in text.split()]
+    except (OSError, ValueError) as error:
+        raise SpecConfigError(f"lengths {file}: {error}; a JSON list of tokens, or one number a line") from error
+    return of_responses(tokens, str(file))

@@ -1,0 +1,233 @@
+"""Shapes of models: what of a config.json decides how much a forward pass reads and multiplies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_plugin.errors import SpecConfigError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of equal layers, each with attention and either one MLP or experts of which each token takes some."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int  # units of a dense MLP; of one expert where there are some
+    vocabulary: int
+    tied: bool = False  # one matrix is embedding and head
+    experts: int = 0  # of a layer; 0: dense
+    experts_per_token: int = 0
+    dense_intermediate: int = (
+        0  # units of the MLP that a draft of this model gets, where ``intermediate`` is an expert's
+    )
+    source: str = "config.json"
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer: query, key, value and output projections."""
+        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert, or of the dense MLP: gate, up and down projections."""
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def shared_parameters(self) -> int:
+        """Read in every forward pass, whatever the tokens: attention, dense MLPs, the head. The embedding is only looked up."""
+        mlp = 0 if self.experts else self.expert_parameters
+        return self.layers * (self.attention_parameters + mlp) + self.hidden * self.vocabulary
+
+    @property
+    def active_parameters(self) -> int:
+        """That take part in the forward pass of one token."""
+        return self.shared_parameters + self.layers * self.experts_per_token * self.expert_parameters
+
+    @property
+    def parameters(self) -> int:
+        """All, the embedding included; norms and biases, a thousandth, are left out."""
+        embedding = 0 if self.tied else self.hidden * self.vocabulary
+        return self.shared_parameters + embedding + self.layers * self.experts * self.expert_parameters
+
+    def experts_touched(self, tokens: float) -> float:
+        """Experts of a layer that at least one of so many tokens takes, if routing is even: E (1 - (1 - top/E)^tokens).
+
+        MoESD, arXiv 2505.19645, section 3: from a few dozen tokens on nearly all of them are read, and verification
+        reads no more than plain decoding.
+        """
+        if not self.experts:
+            return 0.0
+        missed: float = (1.0 - self.experts_per_token / self.experts) ** tokens
+        return self.experts * (1.0 - missed)
+
+    def kv_bytes(self, bytes_per_number: float) -> float:
+        """Bytes in the KV cache for one token of one request, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
+
+    def forward_flops(self, context: float) -> float:
+        """FLOP of one token's forward pass with so many tokens before it: 2 N + 4 layers heads head_dim context.
+
+        PaLM, arXiv 2204.02311, appendix B, a third of its count for forward and backward pass.
+        """
+        return 2.0 * self.active_parameters + 4.0 * self.layers * self.heads * self.head_dim * context
+
+    @property
+    def draft_parameters(self) -> int:
+        """Read in one forward pass of an EAGLE-3 draft: one layer whose attention reads two vectors, a fusion of three, the head.
+
+        EAGLE-3, arXiv 2503.01840, section 3.1; ``draft_training.DraftConfig`` has the same shapes.
+        """
+        width = self.dense_intermediate or self.intermediate
+        heads = self.hidden * self.head_dim * (2 * (self.heads + 2 * self.kv_heads) + self.heads)
+        return 3 * self.hidden**2 + heads + 3 * self.hidden * width + self.hidden * self.vocabulary
+
+
+_NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") -> ModelShape:
+    """Read a Hugging Face config.json.
+
+    Raises:
+        SpecConfigError: if it lacks a size, or describes layers of other kinds.
+    """
+    text = config.get("text_config", config)
+    missing = [key for key in _NAMES if not _is_size(text.get(key))]
+    if missing:
+        raise SpecConfigError(
+            f"model {name}: its config.json lacks {', '.join(missing)}, so what it reads is not known"
+        )
+    odd = [k for k in ("kv_lora_rank", "ssm_state_size", "linear_num_value_heads", "n_shared_experts") if text.get(k)]
+    if odd:
+        raise SpecConfigError(
+            f"model {name}: {odd[0]} in its config.json means layers that this projection does not count; take a model of plain "
+            "attention and experts that is about as large"
+        )
+
+    def size(key: str, default: int) -> int:
+        value = text.get(key)
+        return value if isinstance(value, int) and _is_size(value) else default
+
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    experts = next((text[key] for key in _EXPERTS if _is_size(text.get(key))), 0)
+    dense = size("intermediate_size", 4 * hidden)
+    return ModelShape(
+        name=name,
+        hidden=hidden,
+        layers=text["num_hidden_layers"],
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", max(1, hidden // heads)),
+        intermediate=size("moe_intermediate_size", dense) if experts else dense,
+        vocabulary=text["vocab_size"],
+        tied=text.get("tie_word_embeddings") is True,
+        experts=experts,
+        experts_per_token=min(experts, size("num_experts_per_tok", 1)) if experts else 0,
+        dense_intermediate=dense if experts else 0,
+        source=source,
+    )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _known(name: str, *sizes: int, **more: Any) -> ModelShape:
+    names = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary")
+    given = dict(zip(names, sizes, strict=True)) | more
+    return ModelShape(name=name, source="config.json of its Hugging Face repository", **given)
+
+
+#: well-known models: hidden, layers, heads, KV heads, head size, MLP units, vocabulary
+MODELS: dict[str, ModelShape] = {
+    shape.name.lower(): shape
+    for shape in (
+        _known("Qwen3-0.6B", 1024, 28, 16, 8, 128, 3072, 151936, tied=True),
+        _known("Qwen3-1.7B", 2048, 28, 16, 8, 128, 6144, 151936, tied=True),
+        _known("Qwen3-4B", 2560, 36, 32, 8, 128, 9728, 151936, tied=True),
+        _known("Qwen3-8B", 4096, 36, 32, 8, 128, 12288, 151936),
+        _known("Qwen3-14B", 5120, 40, 40, 8, 128, 17408, 151936),
+        _known("Qwen3-32B", 5120, 64, 64, 8, 128, 25600, 151936),
+        _known(
+            "Qwen3-30B-A3B",
+            2048,
+            48,
+            32,
+            4,
+            128,
+            768,
+            151936,
+            experts=128,
+            experts_per_token=8,
+            dense_intermediate=6144,
+        ),
+        _known(
+            "Qwen3-235B-A22B",
+            4096,
+            94,
+            64,
+            4,
+            128,
+            1536,
+            151936,
+            experts=128,
+            experts_per_token=8,
+            dense_intermediate=12288,
+        ),
+        _known("Qwen2.5-7B", 3584, 28, 28, 4, 128, 18944, 152064),
+        _known("Qwen2.5-32B", 5120, 64, 40, 8, 128, 27648, 152064),
+        _known("Qwen2.5-72B", 8192, 80, 64, 8, 128, 29568, 152064),
+        _known("Llama-3.1-8B", 4096, 32, 32, 8, 128, 14336, 128256),
+        _known("Llama-3.1-70B", 8192, 80, 64, 8, 128, 28672, 128256),
+        _known("Llama-3.1-405B", 16384, 126, 128, 8, 128, 53248, 128256),
+        _known("Mistral-7B-v0.3", 4096, 32, 32, 8, 128, 14336, 32768),
+        _known(
+            "Mixtral-8x7B-v0.1",
+            4096,
+            32,
+            32,
+            8,
+            128,
+            14336,
+            32000,
+            experts=8,
+            experts_per_token=2,
+            dense_intermediate=14336,
+        ),
+    )
+}
+
+
+def find_model(name: str) -> ModelShape:
+    """A model of the table, with or without its organisation, or of a folder with a config.json, or of such a file.
+
+    Raises:
+        SpecConfigError: if it is neither, or the file is not one.
+    """
+    known = MODELS.get(name.rsplit("/", 1)[-1].lower().removesuffix("-base").removesuffix("-instruct"))
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        if known is not None:
+            return known
+        raise SpecConfigError(
+            f"model {name!r} is neither known nor a folder with a config.json; known are "
+            f"{', '.join(shape.name for shape in MODELS.values())}"
+        )
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise SpecConfigError(f"model {name}: {file} is not JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
+        raise SpecConfigError(f"model {name}: {file} holds no object, so it is not a config.json")
+    return shape_of(config, file.resolve().parent.name, str(file))

@@ -1,0 +1,25 @@
+"""Mistakes that the unit tests must notice, room by room: ``make mutants`` makes each of them and runs the tests that it names.
+
+A guard that nobody has seen fail is a hope. Each entry is a mistake that a colleague could make; when a test is weakened, the
+mistake that it was there for survives. Who adds a law, a check or a bound adds the mistake that it is for.
+"""
+
+from __future__ import annotations
+
+from mutants.actor import MUTATIONS as ACTOR
+from mutants.adapters import MUTATIONS as ADAPTERS
+from mutants.builtin import MUTATIONS as BUILTIN
+from mutants.engine import MUTATIONS as ENGINE
+from mutants.mutation import Mutation
+from mutants.refresh import MUTATIONS as REFRESH
+from mutants.training import MUTATIONS as TRAINING
+
+ROOMS: dict[str, tuple[Mutation, ...]] = {
+    "actor, session": ACTOR,
+    "engine": ENGINE,
+    "refresh": REFRESH,
+    "builtin plugins": BUILTIN,
+    "draft training": TRAINING,
+    "adapters": ADAPTERS,
+}
+MUTATIONS: tuple[Mutation, ...] = tuple(m for room in ROOMS.values() for m in room)

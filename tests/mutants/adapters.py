@@ -1,0 +1,103 @@
+"""Mistakes in what the adapters for verl and OpenRLHF read, refuse and say; and in an engine that they put to sleep."""
+
+from __future__ import annotations
+
+from mutants.mutation import Mutation
+
+_VERL, _OPENRLHF = "adapters/spec_plugin_verl_check/options.py", "adapters/spec_plugin_openrlhf/options.py"
+_GATE = "adapters/spec_plugin_verl/gate.py"
+_REFUSED = ("test_check_command_verl.py::test_an_objection_names_the_option_and_what_to_do",)
+
+MUTATIONS = (
+    Mutation(
+        "adapters/spec_plugin_openrlhf/turns.py",
+        "LAST_VERSION: max(last)",
+        "LAST_VERSION: min(last)",
+        "law 3: a response that a newer policy ended passes for one of the older",
+        ("test_openrlhf_turns.py",),
+    ),
+    Mutation(
+        "adapters/spec_plugin_openrlhf/turns.py",
+        "if tuple(document[: len(turn.tokens)]) == turn.tokens]",
+        "]",
+        "law 3: a turn that did not become part of the response speaks for it",
+        ("test_openrlhf_turns.py",),
+    ),
+    Mutation(
+        "adapters/spec_plugin_verl_check/options.py",
+        '"top_p": rollout.top_p,',
+        '"top_p": 1.0,',
+        "law 3: truncated sampling is not known of, and its log-probs are compared all the same",
+        ("test_check_command_verl.py::test_lossy_engine_options_and_truncated_sampling_in_the_loss_are_refused",),
+    ),
+    Mutation(
+        _VERL,
+        "if (size := rollout.pipeline_model_parallel_size) != 1:",
+        "if (size := rollout.pipeline_model_parallel_size) < 1:",
+        "pipeline parallel engines, where no draft shares the target's weights, start",
+        _REFUSED,
+    ),
+    Mutation(
+        _VERL,
+        'return "merged" if options.get("merge") else "adapter"',
+        'return "merged"',
+        "LoRA adapters reach the engine unmerged",
+        _REFUSED,
+    ),
+    Mutation(
+        _VERL,
+        '"tensor_parallel_size": ("an engine of another size than its replica", rollout.tensor_model_parallel_size),',
+        "",
+        "an engine of another size than its replica starts",
+        _REFUSED,
+    ),
+    Mutation(
+        _VERL,
+        "elif mode == APART and hybrid:",
+        "elif mode == APART and not hybrid:",
+        "rollouts both beside the actors and apart from them start",
+        _REFUSED,
+    ),
+    Mutation(
+        _OPENRLHF,
+        "flags.lora_rank > 0,",
+        "flags.lora_rank > 1024,",
+        "LoRA, whose adapters vLLM does not load from OpenRLHF, starts",
+        ("test_check_command.py::test_openrlhf_objections_name_the_flag_and_what_to_do",),
+    ),
+    Mutation(
+        _OPENRLHF,
+        'flags.param_dtype != "bf16",',
+        'flags.param_dtype == "fp32",',
+        "actors of another dtype than the engine start",
+        ("test_check_command.py::test_openrlhf_objections_name_the_flag_and_what_to_do",),
+    ),
+    Mutation(
+        _GATE,
+        "raise LosslessError(self._spec_problem)",
+        "logger.warning(self._spec_problem)",
+        "law 2: an engine that does not sample from the target rolls out all the same",
+        ("test_verl_gate.py::test_law_2_an_engine_that_does_not_sample_from_the_target_never_opens",),
+    ),
+    Mutation(
+        _GATE,
+        "self._spec_front.interrupted = True",
+        "self._spec_front.interrupted = False",
+        "law 3: nobody knows that responses were cut short and went on under another policy",
+        ("test_verl_gate.py::test_cutting_requests_short_is_noticed",),
+    ),
+    Mutation(
+        "spec_plugin/engine/sleep.py",
+        "if again := [part for part in PARTS if part not in before]:",
+        "if again := [part for part in PARTS if part in before]:",
+        "an engine that slept is left awake in the trainer's memory",
+        ("engine/test_sleep.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/schedule/pause.py",
+        'if arguments.get("dummy_run"):',
+        'if arguments.get("dummy"):',
+        "a paused draft leaves the ranks that keep step with it waiting",
+        ("engine/test_pause.py",),
+    ),
+)

@@ -1,0 +1,40 @@
+"""One mutation: a mistake that a colleague could make in this repository, and the tests that must notice it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+#: where the tests lie that a mutation names
+TESTS = "tests/unit"
+
+
+class NotApplicable(ValueError):
+    """The sources have changed, and the mutation has not."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Text of one file, and what it becomes."""
+
+    file: str  # from the root of the repository
+    text: str  # is found exactly once
+    becomes: str
+    breaks: str  # what a run would lose, in one line
+    tests: tuple[str, ...]  # under tests/unit, ``file.py`` or ``file.py::test``; one of them must fail
+
+    def applied(self, source: str) -> str:
+        """The file's text with the mistake in it.
+
+        Raises:
+            NotApplicable: if the text is not found exactly once.
+        """
+        found = source.count(self.text)
+        if found != 1:
+            raise NotApplicable(f"{self.file}: the text of '{self.breaks}' is found {found} times: {self.text!r}")
+        return source.replace(self.text, self.becomes)
+
+    def paths(self) -> list[str]:
+        """The tests, as pytest takes them in the repository's root."""
+        return [f"{TESTS}/{test}" for test in self.tests]

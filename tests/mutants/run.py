@@ -1,0 +1,229 @@
+"""Make each mistake of ``tests/mutants`` in a copy of this tree, run the tests that it names, and say which of them survive.
+
+``python tests/mutants/run.py [-k WORD] [--jobs N] [--list]``, or ``make mutants``. Exit code 1 if a mistake survives, 2 if one
+cannot be made any more, or a test that is named fails without it. Tests start as forks of a process that has imported the
+libraries (:class:`spec_plugin.conformance.forks.ForkServer`), so a mistake costs a few seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from mutants import ROOMS  # noqa: E402
+from mutants.mutation import Mutation, NotApplicable  # noqa: E402
+from spec_plugin.conformance.forks import ForkServer  # noqa: E402  (this tree's, wherever an installed one lies)
+
+#: what tests need of the tree
+COPIED = ("spec_plugin", "draft_training", "adapters", "tests", "README.md", "pyproject.toml")
+#: of third parties only: our own modules are each copy's
+WARM = (
+    "torch.distributed",
+    "transformers.models.qwen3.modeling_qwen3",
+    "safetensors.torch",
+    "pydantic",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.worker.gpu_worker",
+)
+#: seconds after which a mistake that makes tests go on for ever has been noticed
+LIMIT_S = 180.0
+DIED, SURVIVED, BROKEN = "died", "SURVIVED", "BROKEN"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one mutation, or of tests without any."""
+
+    verdict: str
+    seconds: float
+    by: str  # the test that noticed, or what is wrong
+    output: str = ""
+
+
+class Copy:
+    """A copy of the tree, in which one mistake at a time is made and tested."""
+
+    def __init__(self, folder: Path, python: str) -> None:
+        """Copy what is tested.
+
+        Args:
+            folder: does not exist yet.
+            python: interpreter.
+        """
+        self._folder, self._python, self._made = folder, python, 0
+        folder.mkdir()
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy2(ROOT / name, folder / name)
+
+    def test(self, tests: Sequence[str], first_only: bool = True) -> Outcome:
+        """Run tests; they "die" at the first that fails."""
+        where = str(self._folder)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((where, f"{where}/adapters")),
+            "TMPDIR": str(self._folder.parent),
+            "VLLM_CACHE_ROOT": f"{where}/.cache/vllm",
+            "COLUMNS": "200",  # pytest cuts a test's name to it
+        }
+        command = [
+            self._python,
+            "-m",
+            "pytest",
+            *tests,
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *(["-x"] if first_only else []),
+        ]
+        began = time.perf_counter()
+        try:
+            done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return Outcome(DIED, LIMIT_S, f"no end within {LIMIT_S:.0f} s")
+        output, seconds = done.stdout + done.stderr, time.perf_counter() - began
+        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.M)
+        if done.returncode == 0:
+            return Outcome(SURVIVED, seconds, "", output)
+        if (done.returncode == 1 and failed) or done.returncode < 0:
+            return Outcome(
+                DIED, seconds, failed[0].rpartition("/")[2] if failed else f"signal {-done.returncode}", output
+            )
+        return Outcome(BROKEN, seconds, "the tests cannot be run with it", output)
+
+    def mutate(self, mutation: Mutation) -> Outcome:
+        """Make one mistake, test, and take it back."""
+        file = self._folder / mutation.file
+        source, was = file.read_text(encoding="utf-8"), file.stat()
+        try:
+            file.write_text(mutation.applied(source), encoding="utf-8")
+        except NotApplicable as error:
+            return Outcome(BROKEN, 0.0, str(error))
+        self._made += 1
+        moment = was.st_mtime_ns + self._made * 10**9  # bytecode is told from that of other sources by their second
+        os.utime(file, ns=(moment, moment))
+        try:
+            return self.test(mutation.paths())
+        finally:
+            file.write_text(source, encoding="utf-8")
+            os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def each(copies: Sequence[Copy], work: Sequence[T], what: Callable[[Copy, T], Outcome]) -> Iterable[tuple[T, Outcome]]:
+    """Do all of the work, one piece in each copy at a time; results as they come."""
+    free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def one(piece: T) -> Outcome:
+        copy = free.get()
+        try:
+            return what(copy, piece)
+        finally:
+            free.put(copy)
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        running = {pool.submit(one, piece): piece for piece in work}
+        for done in as_completed(running):
+            yield running[done], done.result()
+
+
+def chosen(word: str) -> list[Mutation]:
+    """Those with this word in file, text or meaning; all of them for an empty one."""
+    return [m for room in ROOMS.values() for m in room if word.lower() in f"{m.file} {m.text} {m.breaks}".lower()]
+
+
+def failing(copies: Sequence[Copy], mutations: Sequence[Mutation]) -> set[str]:
+    """Test files that fail without any mistake, and so notice nothing."""
+    files = sorted({path.partition("::")[0] for mutation in mutations for path in mutation.paths()})
+    failed = set()
+    for file, outcome in each(copies, files, lambda copy, path: copy.test([path], first_only=False)):
+        if outcome.verdict != SURVIVED:
+            failed.add(file)
+            print(f"{file} fails without any mistake: {outcome.by}\n{outcome.output}", flush=True)
+    print(f"{len(files) - len(failed)} of {len(files)} test files pass as they are", flush=True)
+    return failed
+
+
+def tried(copies: Sequence[Copy], mutations: Sequence[Mutation], useless: set[str]) -> dict[Mutation, Outcome]:
+    """Make them all, with a line for each; those that need a test that fails anyway are broken."""
+    outcomes: dict[Mutation, Outcome] = {}
+
+    def one(copy: Copy, mutation: Mutation) -> Outcome:
+        failed = useless.intersection(path.partition("::")[0] for path in mutation.paths())
+        return Outcome(BROKEN, 0.0, f"{min(failed)} fails without it") if failed else copy.mutate(mutation)
+
+    for mutation, outcome in each(copies, mutations, one):
+        outcomes[mutation] = outcome
+        place = mutation.file.removeprefix("spec_plugin/").removesuffix(".py")
+        print(
+            f"{len(outcomes):>3}/{len(mutations)} {outcome.verdict:8} {outcome.seconds:5.1f} s  {place}: {mutation.breaks}",
+            *([f"{'':26}{outcome.by}"] if outcome.by else []),
+            sep="\n",
+            flush=True,
+        )
+    return outcomes
+
+
+def table(outcomes: dict[Mutation, Outcome], seconds: float) -> str:
+    """How many of each room died, and all that did not."""
+    lines = [f"\n{'room':20} {'mistakes':>8} {'died':>6} {'survived':>9} {'broken':>7}"]
+    for room, mutations in ROOMS.items():
+        verdicts = [outcomes[m].verdict for m in mutations if m in outcomes]
+        counts = (len(verdicts), *(verdicts.count(v) for v in (DIED, SURVIVED, BROKEN)))
+        lines.append(f"{room:20} {counts[0]:8} {counts[1]:6} {counts[2]:9} {counts[3]:7}")
+    verdicts = [o.verdict for o in outcomes.values()]
+    counts = (len(verdicts), *(verdicts.count(v) for v in (DIED, SURVIVED, BROKEN)))
+    lines.append(f"{'all':20} {counts[0]:8} {counts[1]:6} {counts[2]:9} {counts[3]:7}   in {seconds:.0f} s")
+    for mutation, outcome in outcomes.items():
+        if outcome.verdict != DIED:
+            what = outcome.by or f"none of {', '.join(mutation.tests)} notices"
+            lines.append(f"{outcome.verdict}: {mutation.breaks}\n  {mutation.file}: {mutation.text!r}\n  {what}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("-k", default="", metavar="WORD", help="only mistakes with this word in file, text or meaning")
+    parser.add_argument("--jobs", type=int, default=2, help="so many at a time (2)")
+    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
+    options = parser.parse_args()
+    mutations = chosen(options.k)
+    if options.list or not mutations:
+        print("\n".join(f"{m.file}: {m.breaks}" for m in mutations) or f"no mistake has {options.k!r} in it")
+        return 0 if mutations else 2
+    began = time.perf_counter()
+    server = ForkServer(WARM, {**os.environ, "VLLM_CONFIGURE_LOGGING": "0"})
+    try:
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            copies = [Copy(Path(folder) / str(i), server.python) for i in range(max(1, options.jobs))]
+            outcomes = tried(copies, mutations, failing(copies, mutations))
+    finally:
+        server.close()
+    print(table(outcomes, time.perf_counter() - began))
+    verdicts = {outcome.verdict for outcome in outcomes.values()}
+    return 2 if BROKEN in verdicts else int(SURVIVED in verdicts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_session import TARGET
+
+from draft_training import digest
+from spec_plugin import SpecConfig
+from spec_plugin.conformance import watch
+from spec_plugin.conformance.plants import LOGPROB, PERTURBED, VERSION, Plants
+from spec_plugin.conformance.recorder import log_probs_of, read_trace
+from spec_plugin.events import HiddenStates, WeightSync
+from spec_plugin.manager import create_manager
+from spec_plugin.session import SpecSession
+
+
+def output(*tokens: int, index: int = 0) -> SimpleNamespace:
+    """Like vLLM's ``RequestOutput``: of each token, its log-prob among others."""
+    found = [{t: SimpleNamespace(logprob=-t / 8), 99: SimpleNamespace(logprob=-1.0)} for t in tokens]
+    sample = SimpleNamespace(index=index, token_ids=list(tokens), logprobs=found)
+    return SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[sample])
+
+
+def answer(kind: str, *outputs: SimpleNamespace) -> watch.Answer:
+    found = watch.Answer(SimpleNamespace(output_kind=SimpleNamespace(name=kind)))
+    for one in outputs:
+        found.add(one)
+    return found
+
+
+def test_an_answer_is_the_same_whether_vllm_sends_it_whole_or_in_parts():
+    parts = answer("DELTA", output(1, 2), output(3), output(5, index=1))
+    whole = answer("CUMULATIVE", output(1, 2), output(5, index=1), output(1, 2, 3))
+    assert parts.log_probs == whole.log_probs == [-0.125, -0.25, -0.375, -0.625]
+    assert parts.prompt == 3
+
+
+def test_tokens_without_log_probs_are_counted():
+    silent = output(1, 2)
+    silent.outputs[0].logprobs = None
+    assert answer("FINAL_ONLY", silent).log_probs == [None, None]
+
+
+def test_only_the_first_tokens_log_prob_is_falsified():
+    found = output(1, 2)
+    watch.perturb(found)
+    assert answer("FINAL_ONLY", found).log_probs == [PERTURBED, -0.25]
+
+
+def test_sampling_options_are_compared_by_what_they_change():
+    assert watch.sampling_of({"temperature": 1.0, "top_k": -1, "repetition_penalty": 1.0, "max_tokens": 9}) == {}
+    assert watch.sampling_of({"temperature": 0.7, "top_k": 5}) == {"temperature": 0.7, "top_k": 5}
+
+
+class Engine:
+    version: int | None = None
+
+
+def test_a_policy_version_is_late_only_while_that_is_planted(tmp_path):
+    plants, engine = Plants(tmp_path), Engine()
+    watch.delay_version(f"{__name__}:Engine.version", plants)
+    assert engine.version is None
+    engine.version = 4
+    plants.plant(VERSION)
+    assert engine.version == 3
+    plants.remove(VERSION)
+    plants.plant(LOGPROB)
+    assert engine.version == 4
+
+
+@pytest.fixture
+def session(tmp_path):
+    plugins = (f"spec_plugin.conformance.recorder:Recorder={tmp_path}",)
+    config = SpecConfig.parse({"serve": "always", "train_tokens": 32, "plugins": plugins})
+    return SpecSession(config, TARGET, create_manager((), config.plugins, load_entry_points=False))
+
+
+def test_metrics_are_seen_as_they_are_handed_out(session, tmp_path):
+    values = session.metrics()
+    assert values
+    assert [e["values"] for e in read_trace(tmp_path) if e["hook"] == "handed_metrics"] == [values]
+
+
+def test_updates_of_the_policy_are_seen_and_those_of_the_draft_are_not(session, tmp_path):
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    torch.optim.SGD([weight], lr=0.1).step()
+    seen = [e for e in read_trace(tmp_path) if e["hook"] == "policy_update"]
+    assert [e["optimizer"] for e in seen] == ["SGD"]
+    vocab, hidden = TARGET.hf_config["vocab_size"], TARGET.hf_config["hidden_size"]
+    head = torch.randn(vocab, hidden)
+    session.weight_sync(WeightSync(0, head, head))
+    aux = len(session.method.harvest) * hidden
+    ids = torch.arange(32)
+    states = HiddenStates(ids, torch.randn(32, aux), torch.randn(32, hidden), ids > 3, (32,), 0)
+    session.target_forward(states)
+    session.train_draft(0, 1.0)
+    trace = read_trace(tmp_path)
+    assert len([e for e in trace if e["hook"] == "policy_update"]) == 1
+    (sync,) = [e for e in trace if e["hook"] == "spec_weight_sync"]
+    assert sync["head_digest"] == digest({"": head})
+    (harvest,) = [e for e in trace if e["hook"] == "spec_target_forward"]
+    assert harvest["log_probs"] == log_probs_of(states, head)
+
+
+def test_hidden_states_stand_for_log_probs_of_the_sampled_tokens_document_by_document():
+    head, last = torch.randn(8, 4), torch.randn(5, 4)
+    ids, mask = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([False, True, True, False, True])
+    found = log_probs_of(HiddenStates(ids, last, last, mask, (3, 2), 1), head)
+    expected = (last @ head.T).log_softmax(-1)
+    assert found[0] == pytest.approx([float(expected[0, 2]), float(expected[1, 3])])
+    assert found[1] == pytest.approx([float(expected[3, 5])])

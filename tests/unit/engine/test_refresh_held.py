@@ -1,0 +1,101 @@
+"""Law 5 in one worker: the previous draft is held until all engines agree, and comes back bit for bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from draft_training import digest
+from spec_plugin.engine import extension
+from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin.engine.refresh.layout import Layout, Slot, draft_layout
+from spec_plugin.engine.refresh.swap import Staging, check_staged, swap
+
+
+class Draft(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 4, bias=False)
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            self.fc.weight.data.copy_(tensor)
+
+
+@pytest.fixture
+def worker(monkeypatch) -> Any:
+    draft = Draft()
+    monkeypatch.setattr(extension, "_all_ranks", bool)
+    out: Any = object.__new__(SpecWorkerExtension)
+    out._spec_state = extension._State()
+    out.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(2, 2))
+    out.get_draft_model = lambda: draft
+    return out
+
+
+def installed(worker: Any, version: int, hold: bool = False) -> dict[str, Any]:
+    tensors = {"fc.weight": torch.full((4, 4), float(version))}
+    worker.spec_stage(version, list(tensors.items()))
+    report: dict[str, Any] = worker.spec_install(version, digest(tensors), hold=hold)
+    assert report["installed"], report["reason"]
+    return report
+
+
+def served(worker: Any) -> tuple[int, str, float]:
+    info = worker.spec_draft_info()
+    return info["draft_version"], info["digest"], worker.get_draft_model().fc.weight[0, 0].item()
+
+
+@pytest.mark.parametrize(("keep", "version"), [(True, 2), (False, 1)])
+def test_law_5_a_draft_that_is_held_stays_or_goes_with_its_version_and_digest(worker, keep, version):
+    digests = {v: installed(worker, v, hold=v == 2)["digest"] for v in (1, 2)}
+    worker.spec_settle(keep)
+    assert served(worker) == (version, digests[version], float(version))
+    assert not worker.spec_lost_draft()
+    worker.spec_settle(False)
+    assert served(worker)[0] == version, "what was settled is settled"
+
+
+def test_a_draft_that_nobody_asked_to_hold_cannot_be_taken_back(worker):
+    installed(worker, 1)
+    installed(worker, 2)
+    worker.spec_settle(False)
+    assert served(worker)[0] == 2
+
+
+def test_law_5_weights_that_are_no_longer_those_that_were_installed_are_noticed(worker):
+    installed(worker, 1)
+    assert not worker.spec_lost_draft()
+    with torch.no_grad():
+        worker.get_draft_model().fc.weight.zero_()  # as sleep level 2 does
+    assert worker.spec_lost_draft()
+    worker.spec_stage(1, [("fc.weight", torch.ones(4, 4))])
+    assert worker.spec_install(1, digest({"fc.weight": torch.ones(4, 4)}), force=True)["installed"]
+    assert not worker.spec_lost_draft()
+
+
+def test_law_5_kernels_are_told_that_the_previous_weights_are_back():
+    draft, told = Draft(), []
+    before = draft.fc.weight.detach().clone()
+    layout = draft_layout(draft, torch.nn.Linear(2, 2))
+
+    def load(weights: Any) -> None:
+        draft.load_weights(weights)
+        raise RuntimeError("out of memory")
+
+    reason = swap(layout, {"fc.weight": torch.ones(4, 4)}, load, settle=lambda: told.append(draft.fc.weight.clone()))
+    assert "out of memory" in (reason or "")
+    assert told and torch.equal(told[-1], before)
+
+
+@pytest.mark.parametrize(("last", "fits"), [(9, True), (10, False), (-1, False), (0, False)])
+def test_law_5_a_pruned_draft_maps_each_of_its_tokens_to_one_of_the_targets(last, fits):
+    """On a card a token beyond the vocabulary is an assertion that no process survives."""
+    layout = Layout({"d2t": Slot("d2t", "d2t", (2,), torch.int64)}, {}, frozenset(), vocab_size=10)
+    staging, tensors = Staging(1), {"d2t": torch.tensor([0, last - 1])}
+    staging.add(tensors.items())
+    reason = check_staged(layout, staging, 1, 0, digest(tensors))
+    assert (reason is None) == fits and ("d2t" in (reason or "d2t"))

@@ -1,0 +1,124 @@
+"""The harvest of a phase is bounded: its budget of tokens, who shares it, and when nothing is captured at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_training import LAYERS, TARGET
+from torch import Tensor, nn
+
+from spec_plugin import SpecConfig
+from spec_plugin.actor.control import RolloutControl, RolloutHarvest
+from spec_plugin.events import HiddenStates
+from spec_plugin.hookspecs import hookimpl
+from spec_plugin.manager import create_manager
+from spec_plugin.session import SpecSession
+
+BUDGET = 32
+
+
+class Heard:
+    """A plugin that notes the lengths of what was harvested."""
+
+    def __init__(self) -> None:
+        self.lengths: list[tuple[int, ...]] = []
+
+    @hookimpl
+    def spec_target_forward(self, hidden: HiddenStates) -> None:
+        self.lengths.append(hidden.lengths)
+
+
+class Shards:
+    """Two ranks that see whole rows each."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.gathered = 0
+
+    def whole(self, part: Tensor) -> Tensor:
+        self.gathered += 1
+        return part
+
+
+class Actor:
+    """A policy of identities, with the harvest of one process."""
+
+    def __init__(self, shards: Shards | None = None, **options: Any) -> None:
+        manager, self.heard = create_manager(["trainer"], load_entry_points=False), Heard()
+        manager.register(self.heard)
+        self.session = SpecSession(SpecConfig(harvest_tokens=BUDGET, **options), TARGET, manager)
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList([nn.Identity() for _ in range(LAYERS)])
+        self.decoder.norm = nn.Identity()
+        self.harvest = RolloutHarvest(RolloutControl(self.session, None), lambda: self.decoder, shards)
+
+    def runs(self, *lengths: int) -> None:
+        ids = [torch.arange(n) for n in lengths]
+        with self.harvest.capture(lambda: (ids, [torch.ones(n, dtype=torch.bool) for n in lengths])):
+            states = torch.randn(1, sum(lengths), 4)
+            for layer in self.decoder.layers:
+                states = layer(states)
+            self.decoder.norm(states)
+
+
+def test_what_was_harvested_is_taken_off_the_budget_of_the_phase():
+    actor = Actor()
+    actor.harvest.open()
+    for lengths in ((12, 12), (12,), (8,), (1,)):
+        actor.runs(*lengths)
+    assert actor.heard.lengths == [(12, 12), (8,)]
+    actor.harvest.open()
+    actor.runs(12)
+    assert actor.heard.lengths[-1] == (12,)
+    assert not actor.session.failed
+
+
+def test_a_document_is_cut_only_where_the_whole_budget_is_too_small_for_it():
+    actor = Actor()
+    actor.harvest.open()
+    actor.runs(40)
+    assert actor.heard.lengths == [(BUDGET,)]
+    actor.harvest.open()
+    actor.runs(10)
+    actor.runs(30)
+    assert actor.heard.lengths[1:] == [(10,)]
+
+
+def test_ranks_that_share_their_documents_share_their_budgets():
+    actor = Actor(Shards())
+    actor.harvest.open()
+    actor.runs(20, 20, 20)
+    assert actor.heard.lengths == [(20, 20)], (
+        "three documents fit two budgets, and every second one is the other rank's"
+    )
+
+
+@pytest.mark.parametrize("how", ["never opened", "closed", "nothing is trained"])
+def test_nothing_is_harvested_while_the_harvest_is_shut(how):
+    actor = Actor(train=how != "nothing is trained")
+    if how != "never opened":
+        actor.harvest.open()
+    if how == "closed":
+        actor.harvest.close()
+    actor.runs(12)
+    assert actor.heard.lengths == [] and not actor.session.failed
+
+
+def test_law_6_nobody_harvests_for_a_draft_that_has_failed():
+    shards = Shards()
+    actor = Actor(shards)
+    actor.session.fail("test", "on purpose")
+    actor.harvest.open()
+    actor.runs(12)
+    assert actor.heard.lengths == [] and shards.gathered == 0
+
+
+def test_law_6_a_harvest_that_fails_costs_speculation_and_not_the_pass():
+    actor = Actor()
+    actor.harvest.open()
+    with actor.harvest.capture(lambda: ([], [])):
+        pass
+    assert "nothing was captured" in (actor.session.failure or "")

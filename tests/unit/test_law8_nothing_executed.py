@@ -1,0 +1,54 @@
+"""Law 8 in our own sources: nothing is unpickled, nobody listens, and what we read is safetensors and JSON."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spec_plugin.sources import parsed
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("spec_plugin", "draft_training", "adapters")
+#: of what they read code can be made, or anybody can send them something
+FORBIDDEN = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "zmq", "socket", "socketserver", "http"}
+#: calls that unpickle, or run text
+CALLS = {"torch.load", "numpy.load", "np.load", "eval", "exec", "pd.read_pickle", "yaml.load", "yaml.unsafe_load"}
+#: The kit, which no run imports: its fork server lies in a folder of its own user, and it reads what its own run has saved.
+KIT = {
+    "spec_plugin/conformance/forks/__init__.py": {"socket"},
+    "spec_plugin/conformance/forks/server.py": {"socket", "exec"},
+    "spec_plugin/conformance/forks/stand_in.py": {"socket"},
+    "adapters/spec_plugin_verl_cpu/conformance.py": {"torch.load"},
+    "adapters/spec_plugin_openrlhf_cpu/conformance.py": {"torch.load"},
+}
+
+
+def used(tree: ast.AST) -> Iterator[str]:
+    """Names of forbidden modules that are imported, and of forbidden functions that are called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (top for alias in node.names if (top := alias.name.partition(".")[0]) in FORBIDDEN)
+        elif isinstance(node, ast.ImportFrom) and (top := (node.module or "").partition(".")[0]) in FORBIDDEN:
+            yield top
+        elif isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in CALLS:
+            yield name
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_law_8_no_code_of_ours_unpickles_listens_or_runs_text(package: str) -> None:
+    files = list((ROOT / package).rglob("*.py"))
+    assert len(files) > 15
+    found = {str(file.relative_to(ROOT)): set(used(parsed(file.read_text()))) for file in files}
+    assert {file: names for file, names in found.items() if names} == {
+        file: names for file, names in KIT.items() if file.startswith(package)
+    }
+
+
+@pytest.mark.parametrize(
+    "code", ["import pickle", "from zmq import Context", "import torch\ntorch.load('x')", "exec(text)", "import socket"]
+)
+def test_each_of_them_would_be_seen(code: str) -> None:
+    assert list(used(parsed(code)))

@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_plugin.commands.report.build import make_report
+from spec_plugin.commands.report.compare import base_of, compare
+from spec_plugin.commands.report.costs import shares_of, stages_of
+from spec_plugin.commands.report.findings import findings_of
+from spec_plugin.commands.report.places import ReportError
+from spec_plugin.commands.report.run import Notice, Run, Series, Spread
+from spec_plugin.commands.report.shifts import shifts_of
+from spec_plugin.commands.report.state import spans_of
+
+DATA = Path(__file__).resolve().parents[1] / "data" / "report"
+
+
+def real(folder: str) -> Run:
+    return make_report([DATA / folder]).views[0].run
+
+
+def made(count: int = 60, **columns: object) -> Run:
+    """A run with these metrics, ``spec_on`` for ``spec/on``: a number for all steps, or a function of the step."""
+    names = {name: name.replace("spec_", "spec/", 1) for name in columns}
+    base = {"spec/on": 1.0, "spec/failed": 0.0, "spec/provenance": 1.0, "spec/versions_known": 1.0, "step_s": 10.0}
+    steps = {
+        step: base | {names[n]: float(c(step) if callable(c) else c) for n, c in columns.items()}
+        for step in range(1, count + 1)
+    }
+    return Run("made", "verl", steps)
+
+
+def texts(run: Run, level: str | None = None) -> list[str]:
+    return [f.text for f in findings_of(run) if level in (None, f.level)]
+
+
+def wobble(step: int) -> float:
+    """Between -0.1 and 0.1, without a pattern."""
+    return random.Random(step).uniform(-0.1, 0.1)
+
+
+def test_a_fall_of_acceptance_is_told_with_what_changed_before_it():
+    run = made(
+        spec_acceptance_length=lambda s: (5.0 if s < 41 else 3.2) + wobble(s),
+        lr=lambda s: 1e-6 if s < 39 else 1e-5,
+    )
+    assert texts(run, "warn") == [
+        "acceptance fell at step 41, from 4.99 to 3.18 tokens per forward pass, two steps after the learning rate rose "
+        "from 1e-06 to 1e-05"
+    ]
+
+
+def test_a_fall_of_acceptance_because_fewer_tokens_are_drafted_is_told_so():
+    run = made(spec_acceptance_length=lambda s: 5.0 if s < 30 else 2.5, spec_k_b8=lambda s: 8 if s < 30 else 2)
+    (text,) = texts(run, "warn")
+    assert text.endswith("at the same step as k with 8 at once fell from 8 to 2")
+
+
+def test_of_what_changed_before_a_fall_the_last_is_told_first():
+    run = made(
+        spec_acceptance_length=lambda s: 5.0 if s < 30 else 2.5,
+        lr=lambda s: 1e-6 if s < 26 else 2e-6,
+        entropy=lambda s: 1.0 if s < 29 else 2.0,
+    )
+    (text,) = texts(run, "warn")
+    assert text.endswith(
+        ", one step after the policy's entropy rose from 1 to 2 and four steps after the learning rate rose from 1e-06 to 2e-06"
+    )
+
+
+def test_acceptance_that_wobbles_or_rises_is_no_warning():
+    run = made(spec_acceptance_length=lambda s: 2.0 + s / 20 + 5 * wobble(s), lr=lambda s: 1e-6 * (1 + (s > 20)))
+    assert texts(run, "warn") == []
+
+
+def test_steps_that_did_not_draft_are_no_fall_of_acceptance():
+    run = made(spec_acceptance_length=lambda s: 1.0 if 20 <= s < 30 else 5.0)
+    assert not [t for t in texts(run) if "fell" in t]
+
+
+@given(st.floats(1.5, 9.0), st.floats(0.3, 0.8), st.integers(5, 45))
+def test_a_clean_fall_is_found_once_and_at_its_step(level, share, where):
+    values = tuple(level if i < where else 1 + (level - 1) * share for i in range(50))
+    shifts = shifts_of(Series(tuple(range(50)), values), least=0.15, floor=1.0)
+    assert [s.step for s in shifts] == [where] and shifts[0].fell
+
+
+@given(st.lists(st.floats(-0.05, 0.05), min_size=10, max_size=60))
+def test_small_noise_alone_is_no_shift(noise):
+    series = Series(tuple(range(len(noise))), tuple(5.0 + n for n in noise))
+    assert shifts_of(series, least=0.15) == []
+
+
+def test_why_a_run_did_not_speculate_is_read_from_its_metrics():
+    first, second, third = spans_of(real("verl-flag"))
+    assert (first.where, first.state, first.why) == (
+        "step 1",
+        "off",
+        "no draft had been trained, and none measured yet",
+    )
+    assert second.why == (
+        "training promised 1.00 tokens per forward pass; drafting pays from 1.47 with 1 at once, 5.34 with 8 at once"
+    )
+    assert (third.where, third.state) == ("steps 3 to 8", "on")
+
+
+def test_a_failure_is_told_in_the_plugins_own_words():
+    run = real("openrlhf-failed")
+    (span,) = spans_of(run)
+    assert span.state == "failed" and span.why.startswith("self-test: the start-up self-test failed after 20.5 s")
+    assert texts(run, "bad") == [
+        "steps 1 to 5: speculation had failed and was off: self-test: the start-up self-test failed after 20.5 s, "
+        "speculation is not used: samples: not finished within the time limit of 20 s"
+    ]
+
+
+def test_a_failure_without_a_log_says_where_the_reason_is():
+    (span,) = spans_of(made(3, spec_failed=1))
+    assert span.why == "draft trouble; the console log has the one warning that says which"
+
+
+def test_of_several_failures_in_a_log_without_steps_none_is_picked():
+    said = tuple(
+        Notice(None, "WARNING", f"speculation is off from here on, training goes on plain; {why}") for why in ("a", "b")
+    )
+    run = made(2, spec_failed=1)
+    assert "console log" in spans_of(Run("x", "", run.steps, said))[0].why
+    assert spans_of(Run("x", "", run.steps, said[:1]))[0].why == "a"
+
+
+def test_the_brake_is_the_reason_where_the_log_says_so():
+    run = made(6, spec_on=lambda s: s < 4, spec_expected_acceptance=5.0, spec_break_even_b8=2.0)
+    brake = (Notice(4, "WARNING", "whole rollouts were slower with drafts than without, whatever the cost model says"),)
+    assert spans_of(Run("x", "", run.steps, brake))[1].why.startswith("whole rollouts were slower with drafts")
+    assert (
+        spans_of(run)[1].why == "training promised 5.00 tokens per forward pass; drafting pays from 2.00 with 8 at once"
+    )
+
+
+def test_a_dropped_draft_says_what_it_made_and_would_have_had_to():
+    run = made(2, spec_dropped=1, spec_on=0, spec_tokens_per_forward=1.2, spec_break_even_b4=1.9)
+    assert spans_of(run)[0].why == "the draft made 1.20 tokens per forward pass; drafting pays from 1.90 with 4 at once"
+
+
+def test_a_draft_that_was_tried_and_lost_is_the_reason_for_the_steps_after_it():
+    tried = made(
+        4,
+        spec_on=lambda s: s == 1,
+        spec_acceptance_length=lambda s: 1.39 if s == 1 else 1.0,
+        spec_tokens_per_forward=lambda s: 1.08 if s == 1 else 1.0,
+        spec_break_even_b8=1.8,
+    )
+    _, after = spans_of(tried)
+    assert (after.where, after.why) == (
+        "steps 2 to 4",
+        "drafts last made 1.08 tokens per forward pass, at step 1; drafting pays from 1.80 with 8 at once",
+    )
+
+
+def test_a_try_that_promised_nothing_is_no_broken_promise():
+    run = made(
+        2,
+        spec_speedup_predicted=lambda s: 1.0 if s == 1 else 2.0,
+        spec_speedup_realised=lambda s: 0.9 if s == 1 else 2.0 + s / 1000,
+    )
+    assert any("; 1.00 of what was predicted" in text for text in texts(run, "fine"))
+    assert "drafting was slower than plain decoding at step 1" in texts(run, "warn")
+
+
+def test_a_plain_run_is_said_to_be_one():
+    assert texts(real("verl-plain")) == ["a plain run: no spec/* metric was logged, so the flag was off"]
+
+
+def test_prediction_is_compared_with_the_rollout_that_it_was_for():
+    late = real("verl-lag1")
+    assert late.reports_late and not real("verl-flag").reports_late
+    realised, predicted = late.series("spec/speedup_realised"), late.series("spec/speedup_predicted")
+    ratio = Spread.of([value / predicted.before(step) for step, value in realised.pairs() if predicted.before(step)])
+    assert any(f"{ratio.median:.2f} of what was predicted" in text for text in texts(late))
+
+
+def test_drafting_that_loses_is_named_by_its_steps():
+    run = made(9, spec_speedup_predicted=2.0, spec_speedup_realised=lambda s: s / 1000 + (0.8 if s in (4, 7) else 1.1))
+    assert "drafting was slower than plain decoding at steps 4, 7" in texts(run, "warn")
+    assert any("0.55 of what was predicted" in text for text in texts(run, "warn"))
+
+
+def test_a_speed_that_is_logged_again_is_not_counted_again():
+    run = made(6, spec_speedup_realised=lambda s: 0.5 if s >= 2 else 0.9)
+    assert "drafting was slower than plain decoding at steps 1, 2" in texts(run, "warn")
+
+
+def test_log_probs_above_their_tolerance_are_named_unless_the_policy_had_moved():
+    over = made(5, spec_logprob_diff_mean=lambda s: 0.1 if s == 3 else 1e-4, spec_logprob_tolerance=0.01)
+    assert texts(over, "warn") == [
+        "the mean log-prob difference was above the tolerance of a stretch of text at step 3"
+    ]
+    assert not [t for t in texts(real("verl-lag1"), "warn") if "log-prob" in t]
+
+
+def test_a_draft_of_which_nothing_was_accepted_is_named():
+    assert texts(made(3, spec_acceptance_length=1.0), "warn") == [
+        "speculation was on, but no drafted token was ever accepted"
+    ]
+
+
+def test_a_run_that_never_drafted_ends_with_the_reason():
+    run = made(3, spec_on=0, spec_expected_acceptance=1.4, spec_break_even_b8=2.0, spec_acceptance_length=1.0)
+    assert texts(run, "warn") == [
+        "nothing was drafted; at the end: training promised 1.40 tokens per forward pass; drafting pays from 2.00 with 8 at once"
+    ]
+
+
+def test_a_run_that_nobody_guards_is_wrong():
+    assert texts(made(3, spec_provenance=lambda s: s != 2), "bad") == [
+        "nobody compared the engine's log-probs with the policy's at step 2"
+    ]
+
+
+def test_refused_refreshes_and_a_draft_that_stands_still_are_named():
+    run = made(
+        8,
+        spec_refresh_refused=lambda s: (s >= 5) * 2,
+        spec_draft_version=lambda s: min(s, 3),
+        spec_train_ms=lambda s: 400 + s,
+    )
+    assert texts(run, "warn") == [
+        "the draft was trained but the engine's stayed at one version from step 3 to 8",
+        "the engine refused 2 refreshes of the draft at step 5; it kept the one before",
+    ]
+
+
+def test_what_is_only_repeated_is_not_counted_as_work():
+    run = made(4, spec_train_ms=lambda s: 1000.0 if s < 3 else 500.0, spec_harvest_ms=100.0)
+    shares = {share.name: share for share in shares_of(run)}
+    assert shares["draft training"].percent.values == (10.0, 0.0, 5.0, 0.0)
+    assert shares["harvest"].percent.values == (1.0, 1.0, 1.0, 1.0)
+    assert shares["draft training"].whole == pytest.approx(3.75)
+
+
+def test_stages_add_up_to_the_step_unless_they_overlap():
+    run = real("verl-flag")
+    stages = stages_of(run)
+    assert sum(series.at(4) for series in stages.values()) == pytest.approx(run.steps[4]["step_s"])
+    assert "other" not in stages_of(made(3, generation_s=8.0, update_s=7.0))
+
+
+def test_runs_are_compared_step_by_step_with_the_plain_one():
+    flag, plain = real("verl-flag"), real("verl-plain")
+    assert base_of([flag, plain]) is plain and base_of([flag]) is None
+    found = {c.what: c for c in compare([flag, plain], plain)}
+    whole = found["whole step"]
+    ratios = [plain.steps[s]["step_s"] / flag.steps[s]["step_s"] for s in range(3, 9)]
+    assert (whole.first, whole.last, whole.ratio) == (3, 8, Spread.of(ratios))
+    assert "generation, per token" in found
+
+
+def test_the_step_that_starts_things_up_is_no_comparison():
+    quick, slow = made(4, spec_acceptance_length=3.0), Run("plain", "verl", {s: {"step_s": 20.0} for s in range(1, 5)})
+    (found,) = compare([quick, slow], slow)
+    assert (found.first, found.ratio) == (2, Spread(2.0, 2.0, 2.0, 3))
+
+
+def test_of_an_asynchronous_run_generation_per_token_is_no_comparison():
+    report = make_report([DATA / "verl-lag1", DATA / "verl-plain"])
+    assert {c.what for c in report.comparisons} == {"generation, as far as the trainer waits", "whole step"}
+    assert any("training does not hide" in caveat for caveat in report.caveats)
+
+
+def test_a_base_that_is_no_run_is_refused_with_the_names():
+    with pytest.raises(ReportError, match="--base other: no run of this name; there are: verl-flag, verl-plain"):
+        make_report([DATA / "verl-flag", DATA / "verl-plain"], "other")
+    assert make_report([DATA / "verl-flag", DATA / "verl-plain"], "verl-flag").base == "verl-flag"
