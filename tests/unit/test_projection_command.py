@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from spec_plugin.builtin.break_even.controller import BreakEvenController
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.project.evidence import of_calibration, of_run
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import SelfTestReport, StepTiming
 
 ASKED = ["project", "--model", "Qwen3-8B", "--card", "H100", "--gpus", "8", "--batch", "128", "--mean", "1500"]
 
@@ -157,6 +159,19 @@ def test_a_calibration_is_read_and_used(tmp_path: Path) -> None:
     code, text = run("--acceptance", "3=2.8", "--k", "3", "--calibration", str(file))
     assert code == 0, text
     assert "all steps of the engine" in text and "while weights are read" not in text
+
+
+def test_what_the_controller_saves_with_a_checkpoint_is_a_calibration(tmp_path: Path) -> None:
+    steps = tuple(StepTiming(b, k, k == 0, 0.01 + 0.001 * b + 0.002 * k, 20, 50.0) for b in (1, 8) for k in (0, 1, 3))
+    controller = BreakEvenController()
+    controller.spec_save(tmp_path)
+    assert not list(tmp_path.iterdir()), "nothing was measured"
+    controller.spec_engine_ready(SelfTestReport((), 1.0, steps))
+    controller.spec_save(tmp_path)
+    assert tuple(of_calibration(tmp_path / "calibration.json")) == steps
+    assert [file.name for file in tmp_path.iterdir()] == ["calibration.json"]
+    code, text = run("--acceptance", "3=2.8", "--k", "3", "--calibration", str(tmp_path / "calibration.json"))
+    assert code == 0 and "all steps of the engine" in text, text
 
 
 def test_a_calibration_that_contradicts_itself_is_refused(tmp_path: Path) -> None:

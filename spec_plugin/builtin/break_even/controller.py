@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 from spec_plugin.builtin.break_even import plan
 from spec_plugin.builtin.break_even.cost import CostModel, conditional_acceptance, constant_acceptance, tokens_per_step
 from spec_plugin.builtin.break_even.plan import Plan
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, Schedule, SelfTestReport, TargetInfo
+from spec_plugin.events import (
+    DraftRefresh,
+    RefreshReport,
+    RolloutStats,
+    Schedule,
+    SelfTestReport,
+    StepTiming,
+    TargetInfo,
+)
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import KNOWS_NOTHING, Method
 
@@ -103,6 +114,7 @@ class BreakEvenController:
         self._config = SpecConfig.parse({})
         self._fixed = False
         self.cost = CostModel()
+        self._calibration: tuple[StepTiming, ...] = ()
         self.brake = Brake()
         self._predicted: tuple[float, ...] = ()  # chance of each position; empty: no prediction
         self._served_prediction: tuple[float, ...] = ()
@@ -135,9 +147,19 @@ class BreakEvenController:
     @hookimpl
     def spec_engine_ready(self, report: SelfTestReport) -> None:
         """Take over what was measured on the running engine."""
+        self._calibration = report.steps
         self.cost.observe(report.steps, calibration=True)
         if not self._load:  # nothing is known of the rollouts yet: they are as likely at each size that was measured
             self._load = {t.batch: float(t.batch) for t in report.steps}
+
+    @hookimpl
+    def spec_save(self, path: Path) -> None:
+        """What the start-up measured, for ``spec-plugin project --calibration``; a resumed run measures its own engine."""
+        if self._calibration:
+            path.mkdir(parents=True, exist_ok=True)
+            partial = path / "calibration.json.partial"
+            partial.write_text(json.dumps([asdict(step) for step in self._calibration]))
+            os.replace(partial, path / "calibration.json")
 
     @hookimpl
     def spec_refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:

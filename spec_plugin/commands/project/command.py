@@ -65,7 +65,11 @@ _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
 @click.option(
     "--from", "run", type=click.Path(path_type=Path), help="A run with the flag: metrics.jsonl or its folder."
 )
-@click.option("--calibration", type=click.Path(path_type=Path), help="Measured steps of an engine (JSON).")
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    help="What a run's start-up measured: spec_plugin/calibration.json in its checkpoints.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Write a picture: speed-up against k and batch.")
 @click.option("--json", "as_json", is_flag=True, help="Print numbers for programs.")
 def project(**options: Any) -> None:

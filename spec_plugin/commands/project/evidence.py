@@ -76,7 +76,7 @@ def _times(steps: Sequence[Metrics], k: int) -> Times | None:
 
 
 def of_calibration(file: Path) -> list[StepTiming]:
-    """A list of timings as objects: the fields of ``spec_plugin.events.StepTiming``.
+    """What the controller saves in a checkpoint: a list of objects, the fields of ``spec_plugin.events.StepTiming``.
 
     Raises:
         SpecConfigError: if it is not one.
