@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from draft_training.attention import Attention
 from draft_training.batch import PackedBatch
-from draft_training.config import DraftConfig, Rope
+from draft_training.config import DraftConfig
 from draft_training.layers import Linear, RMSNorm
+from draft_training.rope import Rope
 
 
 class MLP(nn.Module):
@@ -155,7 +156,7 @@ class Eagle3Draft(nn.Module):
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """[head_dim / 2] float32 inverse frequencies, equal to transformers' for each type in ``config.ROPE_TYPES``."""
+    """[head_dim / 2] float32 inverse frequencies, equal to transformers' for each type in ``rope.ROPE_TYPES``."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32) / head_dim
     inverse = 1.0 / (rope.theta**exponents)
     if rope.type == "linear":

@@ -12,6 +12,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
+from spec_plugin.actor.decoder import find_decoder
 from spec_plugin.actor.harvest import PackedShards
 from spec_plugin.actor.links import ActorsLink
 from spec_plugin.engine.control import plain_tokens
@@ -41,9 +42,8 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def attach(self, control: RolloutControl) -> None:
         """Start harvesting for this control's session."""
         self._session = control.session
-        model = self.module.get_base_model() if hasattr(self.module, "get_base_model") else self.module  # LoRA wraps it
         shards = PackedShards(self.ulysses_parallel_group) if self.use_ulysses_sp else None
-        self._harvest = RolloutHarvest(control, lambda: model.model, shards)
+        self._harvest = RolloutHarvest(control, lambda: find_decoder(self.module), shards)
         if self._resumed is not None:
             control.session.load(self._resumed)
 

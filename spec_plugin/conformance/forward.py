@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from spec_plugin.actor.decoder import find_decoder
+
 #: largest relative error of one token's vector, by the coarser of the dtypes that computed it
 TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 0.2}
 #: by this factor a shift by one token must be worse than the tolerance, or the comparison says nothing
@@ -65,10 +67,11 @@ def plain_forward(
 
         return hook
 
-    places = [*model.model.layers, model.model.norm]
+    decoder = find_decoder(model)
+    places = [*decoder.layers, decoder.norm]
     for layer in aux_layers:
         places[layer].register_forward_pre_hook(keep(layer), with_kwargs=True)
-    model.model.norm.register_forward_hook(lambda _m, _a, out: seen.__setitem__(-1, out[0]))
+    decoder.norm.register_forward_hook(lambda _m, _a, out: seen.__setitem__(-1, out[0]))
     out = []
     for ids in documents:
         with torch.no_grad():

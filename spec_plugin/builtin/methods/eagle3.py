@@ -10,6 +10,7 @@ from draft_training.errors import CheckpointError, DraftConfigError
 from spec_plugin.builtin.methods.served import starting_folder
 from spec_plugin.builtin.methods.tables import common_settings
 from spec_plugin.config import SpecConfig
+from spec_plugin.engine_class import INSTEAD, unreadable
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
@@ -88,6 +89,8 @@ class Eagle3Method:
         """
         if config.method != "eagle3":
             return None
+        if found := unreadable(target.hf_config, newborn=config.draft is None):
+            raise SpecConfigError(f"{found}: {INSTEAD}")
         try:
             shape, tensors = starting_draft(config, target)
         except SpecConfigError:
@@ -96,7 +99,7 @@ class Eagle3Method:
             raise
         draft = StartingDraft(shape, tensors)
         if found := unloadable(shape, target.load_format, target.device_type):
-            raise SpecConfigError(found)
+            raise SpecConfigError(f"{found}: {INSTEAD}")
         return Method(
             name=config.method,
             settings={
