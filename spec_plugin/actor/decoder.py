@@ -1,14 +1,23 @@
-"""find_decoder: the decoder layers and the final norm of a policy's language model, found by looking, not by its name."""
+"""The parts of a policy that a draft needs, found by looking: decoder layers, final norm, embedding, head."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from draft_training.outside import text_part
+
 #: attributes under which wrappers keep what they wrap: FSDP, activation checkpointing, torch.compile, PEFT's saved modules
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "original_module", "base_layer")
+
+
+#: last parts of the names that models give to the embedding of tokens and to the head
+_EMBEDS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embedding")
+_HEADS = ("lm_head", "embed_out", "output", "output_layer")
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,47 @@ def find_decoder(model: nn.Module) -> Decoder:
             "states (suffix, ngram)"
         )
     return found[0]
+
+
+def load_policy(folder: Path, dtype: Any) -> Any:
+    """A checkpoint as transformers loads it, for texts or for texts and images, in ``eval`` mode.
+
+    Args:
+        folder: with config.json and weights.
+        dtype: torch's, of the weights.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    return kind.from_pretrained(folder, dtype=dtype).eval()
+
+
+def text_sizes(hf: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Vocabulary and hidden size in a target's config.json; None where it does not say."""
+    part = text_part(hf)
+    sizes = part.get("vocab_size"), part.get("hidden_size")
+    return (sizes[0], sizes[1]) if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None
+
+
+def shared_with_draft(name: str, shape: Sequence[int], sizes: tuple[int, int] | None) -> str | None:
+    """Which of the two tensors that a draft shares with the policy this one is.
+
+    Args:
+        name: in a stream of weights, by whatever convention.
+        shape: of the tensor.
+        sizes: vocabulary and hidden size; None: nothing is known of them, and the name alone decides.
+
+    Returns:
+        "embed", "head" or None. Padding behind the vocabulary is allowed, as trainers add it.
+    """
+    *_, module, kind = ["", *name.split(".")]
+    fits = sizes is None or (len(shape) == 2 and shape[0] >= sizes[0] and shape[1] == sizes[1])
+    if kind != "weight" or not fits:
+        return None
+    if module in _HEADS:
+        return "head"
+    return "embed" if module in _EMBEDS else None
 
 
 def unwrapped(module: Any) -> Any:

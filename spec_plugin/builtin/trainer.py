@@ -79,8 +79,8 @@ class DraftTraining:
     def _follow(self, event: WeightSync) -> None:
         if event.embed is None or event.lm_head is None:
             raise SpecPluginError(
-                "the weight sync carried no embedding or no LM head, and the draft needs the policy's; expected tensors "
-                "named model.embed_tokens.weight and lm_head.weight"
+                "the weight sync carried no embedding or no LM head, and the draft needs the policy's; expected "
+                "tensors [vocabulary, hidden size] whose names end in embed_tokens.weight and lm_head.weight"
             )
         if self._trainer is None:
             self._trainer = self._create(event)

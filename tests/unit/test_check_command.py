@@ -166,7 +166,9 @@ def test_a_model_is_found_in_a_folder_and_in_the_hubs_cache(tmp_path: Path, monk
         ({"architectures": ["OfTomorrowForCausalLM"]}, "does not know"),
     ],
 )
-def test_a_target_whose_class_hands_out_no_hidden_states_is_refused_by_that_class(named: dict[str, object], said: str) -> None:
+def test_a_target_whose_class_hands_out_no_hidden_states_is_refused_by_that_class(
+    named: dict[str, object], said: str
+) -> None:
     target = {name: value for name, value in QWEN3.items() if name not in ("architectures", "model_type")} | named
     (objection,) = openrlhf.check(GOOD, lambda name: Model(name, target, "x")).objections
     assert said in objection.reason and "spec.method to suffix, ngram or draft_model" in str(objection)

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM
 
 from draft_training import Document, DraftTrainer, HiddenBuffer, TrainSettings
 from draft_training.checkpoint import replacing_folder
-from spec_plugin.actor.decoder import find_decoder
+from spec_plugin.actor.decoder import find_decoder, load_policy
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 from spec_plugin.builtin.trainer import TRAIN_TOKENS, documents_of
 from spec_plugin.commands.train.texts import Rollout
@@ -85,7 +84,7 @@ def train(
 
 def _policy(folder: Path, dtype: torch.dtype) -> Any:
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        return load_policy(folder, dtype)
     except Exception as error:  # transformers raises what it likes
         reason = " ".join(str(error).split())
         raise SpecConfigError(
