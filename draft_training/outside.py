@@ -126,6 +126,9 @@ class Rotary(Fields):
     low_freq_factor: Factor | None = None
     high_freq_factor: Factor | None = None
     original_max_position_embeddings: Positions | None = None
+    beta_fast: Factor | None = None
+    beta_slow: Factor | None = None
+    truncate: Switch = True
 
 
 class DraftedFor(Layer):

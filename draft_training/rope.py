@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,21 @@ from typing import Any
 from draft_training.errors import DraftConfigError
 from draft_training.outside import TARGET, Layer, Rotary, read, show
 
-ROPE_TYPES = ("default", "linear", "llama3")
-_OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+#: of yarn, which transformers and vLLM's rotary embedding for Llama do not read alike
+_NOT_OF_YARN = (
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "attn_factor",
+    "extrapolation_factor",
+    "apply_yarn_scaling",
+)
 
 
 @dataclass(frozen=True)
@@ -19,10 +33,18 @@ class Rope:
 
     theta: float = 10000.0
     type: str = "default"  # one of ROPE_TYPES
-    factor: float = 1.0  # linear, llama3
+    factor: float = 1.0  # linear, llama3, yarn
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_max_position_embeddings: int = 8192  # llama3
+    original_max_position_embeddings: int = 8192  # llama3, yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: the range between the two in whole dimensions
+
+    @property
+    def reach(self) -> float:
+        """Positions that the engine has room for; infinite where the model's own maximum decides."""
+        return self.factor * self.original_max_position_embeddings if self.type == "yarn" else math.inf
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], where: str = TARGET) -> Rope:
@@ -42,6 +64,11 @@ class Rope:
             raise DraftConfigError(
                 f"the rope scaling {show(raw)} of {where} is not supported; the draft knows {', '.join(ROPE_TYPES)}: "
                 "use another method for this target"
+            )
+        if kind == "yarn" and (strange := [name for name in _NOT_OF_YARN if raw.get(name) is not None]):
+            raise DraftConfigError(
+                f"the rope scaling of {where} sets {', '.join(strange)}, which transformers and vLLM do not read alike; take a "
+                "draft without"
             )
         told = read(Rotary, raw, f"the rope scaling of {where}")
         partial = told.partial_rotary_factor or layer.partial_rotary_factor or 1.0
@@ -68,17 +95,24 @@ class Rope:
             raw = dict(raw.get("full_attention") or kinds[0])
         kind = str(raw.get("rope_type", raw.get("type", "default")))
         plain = kind not in ROPE_TYPES or kinds or "partial_rotary_factor" in raw or layer.partial_rotary_factor
-        if not plain:
-            return cls.from_hf(hf, where)
+        strange = kind == "yarn" and any(raw.get(name) is not None for name in _NOT_OF_YARN)
+        if not plain and not strange:
+            made = cls.from_hf(hf, where)
+            return made if made.reach >= layer.max_position_embeddings else cls(made.theta)
         told = read(Rotary, {"rope_theta": raw.get("rope_theta")}, f"the rope scaling of {where}")
         return cls(told.rope_theta or layer.rope_theta or 10000.0)
 
     @classmethod
     def _scaled(cls, kind: str, theta: float, told: Rotary, where: str) -> Rope:
-        names = ("factor",) if kind == "linear" else _OF_LLAMA3
-        numbers = {name: getattr(told, name) for name in names}
+        numbers = {name: getattr(told, name) for name in _NUMBERS[kind]}
         if missing := sorted(name for name, number in numbers.items() if number is None):
             raise DraftConfigError(f"the rope scaling {kind!r} of {where} lacks {missing}; add them there")
+        if kind == "yarn":
+            numbers |= {
+                "beta_fast": told.beta_fast or 32.0,
+                "beta_slow": told.beta_slow or 1.0,
+                "truncate": told.truncate,
+            }
         rope = cls(theta=theta, type=kind, **numbers)
         if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
             raise DraftConfigError(
@@ -92,6 +126,9 @@ class Rope:
         if self.type == "default":
             return None
         scaling: dict[str, Any] = {"rope_type": self.type, "factor": self.factor}
+        if self.type == "yarn":
+            scaling["original_max_position_embeddings"] = self.original_max_position_embeddings
+            scaling |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
         if self.type == "llama3":
             scaling["low_freq_factor"] = self.low_freq_factor
             scaling["high_freq_factor"] = self.high_freq_factor

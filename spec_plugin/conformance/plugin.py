@@ -107,7 +107,7 @@ def shaped(
             )
         if not driver.takes_families:
             raise pytest.UsageError(f"--target {family}: the driver of {name!r} makes its own policy; leave it out")
-    chosen = {} if family is None else {"family": family}
+    chosen: dict[str, Any] = {} if family is None else {"family": family}
     if shape is None:
         return functools.partial(driver, **chosen) if chosen else driver
     if shape not in driver.shapes:

@@ -23,6 +23,7 @@ class TinyTarget:
     name: str  # ``model_type`` for transformers
     engine_class: str  # of vLLM, as its registry finds it
     shown: Shown
+    dtype: str = "float32"  # in which vLLM's CPU build runs it
     note: str = ""  # what was not, and why, in a sentence
     changes: Mapping[str, Any] = field(
         default_factory=dict

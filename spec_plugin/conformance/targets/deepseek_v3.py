@@ -14,6 +14,8 @@ TARGET = TinyTarget(
         "first_k_dense_replace": 1,
         "q_lora_rank": 32,
         "kv_lora_rank": 512,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,

@@ -6,6 +6,7 @@ TARGET = TinyTarget(
     "gpt_oss",
     "GptOssForCausalLM",
     "engine",
+    dtype="bfloat16",  # vLLM's CPU attention takes no other sinks
     changes={
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

@@ -14,6 +14,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+}
 
 
 def target(**changes):
@@ -90,14 +97,16 @@ def test_rope_theta_is_read_from_either_place():
     assert DraftConfig.from_target(legacy).rope == Rope(5e5, "linear", 2.0)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rope_scaling_of_a_given_draft_that_we_cannot_match_is_refused(kind):
     with pytest.raises(DraftConfigError, match=kind):
         Rope.from_hf(target(rope_parameters={"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}))
 
 
 @pytest.mark.parametrize(
-    "scaling", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=lambda s: s["rope_type"]
+    "scaling",
+    [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}, LLAMA3, YARN, {**YARN, "truncate": False}],
+    ids=lambda s: s["rope_type"] + ("" if s.get("truncate", True) else " not truncated"),
 )
 def test_rope_equals_transformers_bit_by_bit(scaling):
     transformers = pytest.importorskip("transformers")
@@ -111,6 +120,23 @@ def test_rope_equals_transformers_bit_by_bit(scaling):
     cos, sin = theirs(torch.zeros(1, 300, 1), positions[None])
     ours = rotary(config.rope, 64, positions, torch.float32)
     assert torch.equal(ours[0], cos[0]) and torch.equal(ours[1], sin[0])
+
+
+def test_yarn_that_is_not_read_alike_everywhere_is_refused_in_a_draft_and_left_out_of_a_new_one():
+    for strange in ({"mscale": 1.0, "mscale_all_dim": 1.0}, {"attention_factor": 1.0}):
+        raw = target(rope_parameters={**YARN, **strange, "rope_theta": 3e4})
+        with pytest.raises(DraftConfigError, match=next(iter(strange))):
+            Rope.from_hf(raw)
+        assert DraftConfig.from_target(raw).rope == Rope(3e4)
+
+
+def test_a_draft_is_not_given_positions_beyond_its_yarn():
+    raw = target(rope_parameters={**YARN, "rope_theta": 3e4}, max_position_embeddings=4097)
+    assert DraftConfig.from_target(raw).rope == Rope(3e4)
+    good = DraftConfig.from_target(raw | {"max_position_embeddings": 4096})
+    assert good.rope.type == "yarn"
+    with pytest.raises(DraftConfigError, match="max_position_embeddings=4097 is beyond the yarn scaling"):
+        DraftConfig.from_hf(good.to_hf() | {"max_position_embeddings": 4097})
 
 
 def test_a_too_shallow_target_is_refused_with_the_fix():
@@ -135,7 +161,11 @@ def test_a_draft_vocabulary_larger_than_the_targets_is_refused():
         DraftConfig.from_target(TINY, draft_vocab_size=41)
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default"}, LLAMA3, {"rope_type": "linear", "factor": 2.0}])
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_type": "default"}, LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0}],
+    ids=lambda s: s["rope_type"],
+)
 def test_config_json_round_trips(rope):
     config = DraftConfig.from_target(
         target(rope_parameters={**rope, "rope_theta": 2e4}), draft_vocab_size=12, aux_layers=(1, 3)
