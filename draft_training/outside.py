@@ -94,6 +94,16 @@ class Depth(Fields):
     num_hidden_layers: Count = 0
 
 
+class Head(Fields):
+    """What a target does to its logits behind the LM head; names of several families."""
+
+    final_logit_softcapping: Factor | None = None  # Gemma
+    logit_scale: Number = 1.0  # Cohere, Llama's in vLLM
+    logits_scaling: Number = 1.0  # Granite
+    lm_head_multiplier: Number = 1.0  # Falcon H1
+    dim_model_base: Width | None = None  # MiniCPM: the last state is scaled
+
+
 class Layer(Fields):
     """One decoder layer; names and defaults are those of transformers' ``LlamaConfig``, through which vLLM reads drafts."""
 
@@ -285,6 +295,27 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
         return hf
     tied = hf.get("tie_word_embeddings", part.get("tie_word_embeddings"))
     return dict(part) if tied is None else {**part, "tie_word_embeddings": tied}
+
+
+def logit_cap(hf: Mapping[str, Any], where: str = TARGET) -> float | None:
+    """The cap c of a target whose logits are c * tanh(last @ lm_head.T / c), which is what a draft learns; None: no cap.
+
+    Args:
+        hf: the target's config.json.
+        where: its file, for the messages.
+
+    Raises:
+        DraftConfigError: for a target that scales its logits: the draft, whose head is the target's, would have to do so, too.
+    """
+    told = read(Head, text_part(hf), where)
+    scaled = [name for name in ("logit_scale", "logits_scaling", "lm_head_multiplier") if getattr(told, name) != 1.0]
+    scaled += ["dim_model_base"] if told.dim_model_base is not None else []
+    if scaled:
+        raise DraftConfigError(
+            f"{scaled[0]}={getattr(told, scaled[0])} in {where}: a draft that is trained for a target which scales its logits is "
+            "not supported; use a method that learns nothing (suffix, ngram)"
+        )
+    return told.final_logit_softcapping
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draft_training import Document, DraftTrainer, HiddenBuffer, TrainSettings
 from draft_training.checkpoint import replacing_folder
+from draft_training.outside import logit_cap
 from spec_plugin.actor.decoder import find_decoder, load_policy
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 from spec_plugin.builtin.trainer import TRAIN_TOKENS, documents_of
@@ -136,7 +137,11 @@ class _Lesson:
 def _trainer(
     settings: PretrainSettings, start: StartingDraft, device: torch.device, model: Any, training: Sequence[Rollout]
 ) -> DraftTrainer:
-    how = TrainSettings(ttt_steps=settings.k, tokens_per_step=settings.train_tokens or TRAIN_TOKENS[device.type])
+    how = TrainSettings(
+        ttt_steps=settings.k,
+        logit_cap=logit_cap(model.config.to_dict()),
+        tokens_per_step=settings.train_tokens or TRAIN_TOKENS[device.type],
+    )
     trainer = DraftTrainer(start.config, how, device=device, seed=settings.seed, tensors=start.tensors)
     trainer.update_policy(*_heads(model), 0)
     if start.config.pruned and start.tensors is None:

@@ -6,6 +6,7 @@ from draft_helpers import TINY
 
 from draft_training import DraftConfig, DraftConfigError, Rope, validate_draft
 from draft_training.model import inverse_frequencies, rotary
+from draft_training.outside import logit_cap
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -201,3 +202,13 @@ def test_a_draft_of_another_target_is_refused(tiny, changes):
     validate_draft(tiny, TINY)
     with pytest.raises(DraftConfigError):
         validate_draft(tiny, target(**changes))
+
+
+@pytest.mark.parametrize(
+    "change", [{"logit_scale": 0.5}, {"logits_scaling": 8.0}, {"lm_head_multiplier": 2.0}, {"dim_model_base": 256}]
+)
+def test_a_target_that_scales_its_logits_is_refused_and_one_that_caps_them_is_not(change):
+    (name,) = change
+    with pytest.raises(DraftConfigError, match=f"{name}=.* scales its logits"):
+        logit_cap({"text_config": target(**change)})
+    assert logit_cap(target(final_logit_softcapping=30.0)) == 30.0 and logit_cap(target()) is None
