@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spec_plugin.conformance import tiny
 from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
+from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin_verl_cpu.run import COLOCATE, FULLY, ONE_STEP, PPO, SEPARATE, SMALL, SPEC, Main, VerlRun
 
 _QUICK = ("actor_rollout_ref.actor.optim.lr_warmup_steps=0",)  # the first update must move the policy
@@ -115,6 +116,7 @@ class Driver(ConformanceDriver):
         self._shape = SHAPES[shape] if shape else Shape("", ())
         self.asynchronous = self._shape.asynchronous
         root.mkdir(parents=True, exist_ok=True)
+        self._room = tiny_targets()[family or self._shape.family]
         self._target = tiny.make_target(root / "policy", family=family or self._shape.family)
         if self._shape.mtp:
             tiny.add_mtp_layer(self._target)
@@ -129,6 +131,8 @@ class Driver(ConformanceDriver):
 
     def _overrides(self, run: RunSettings) -> list[str]:
         out = [*SMALL, *_QUICK, *self._shape.overrides]
+        if self._room.dtype != "float32":
+            out.append(f"{_ROLLOUT}.dtype={self._room.dtype}")
         if run.save_every:
             out.append(f"trainer.save_freq={run.save_every}")
         if run.resume_from:
@@ -161,6 +165,7 @@ class Driver(ConformanceDriver):
             overrides=tuple(self._overrides(run)),
             nodes=self._shape.nodes,
             main=self._shape.main,
+            variables=self._room.environment,
         )
         yield from trainer.follow()
 

@@ -23,4 +23,5 @@ TARGET = TinyTarget(
         "vision_start_token_id": 4,
         "vision_end_token_id": 5,
     },
+    processor=("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
 )

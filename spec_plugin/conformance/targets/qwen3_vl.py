@@ -7,12 +7,13 @@ TARGET = TinyTarget(
     "Qwen3VLForConditionalGeneration",
     "engine",
     changes={
+        "architectures": ["Qwen3ForCausalLM"],  # vLLM 0.29 on a CPU looks for it there, and dies where it is missing
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1000000.0,
             "mrope_section": [8, 4, 4],
             "mrope_interleaved": True,
-        }
+        },
     },
     more={
         "vision_config": {
@@ -30,4 +31,5 @@ TARGET = TinyTarget(
         "vision_start_token_id": 4,
         "vision_end_token_id": 5,
     },
+    processor=("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
 )

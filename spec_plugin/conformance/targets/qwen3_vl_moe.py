@@ -7,6 +7,7 @@ TARGET = TinyTarget(
     "Qwen3VLMoeForConditionalGeneration",
     "engine",
     changes={
+        "architectures": ["Qwen3MoeForCausalLM"],  # vLLM 0.29 on a CPU looks for it there, and dies where it is missing
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1000000.0,
@@ -33,4 +34,5 @@ TARGET = TinyTarget(
         "vision_start_token_id": 4,
         "vision_end_token_id": 5,
     },
+    processor=("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
 )
