@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 
 import pandas as pd
 import torch
+from PIL import Image
 from torch import Tensor
 
 from spec_plugin.conformance import tiny
@@ -121,7 +123,10 @@ class Driver(ConformanceDriver):
         if self._shape.mtp:
             tiny.add_mtp_layer(self._target)
         self._data = root / "data.parquet"
-        pd.DataFrame([_row(i, text) for i, text in enumerate(tiny.prompts(64))]).to_parquet(self._data)
+        rows = [_row(i, text) for i, text in enumerate(tiny.prompts(64))]
+        if self._room.processor is not None:
+            rows = [_with_image(i, row) if i % 2 else {**row, "images": []} for i, row in enumerate(rows)]
+        pd.DataFrame(rows).to_parquet(self._data)
         self._reward = tiny.write_reward(root)
 
     @property
@@ -133,6 +138,8 @@ class Driver(ConformanceDriver):
         out = [*SMALL, *_QUICK, *self._shape.overrides]
         if self._room.dtype != "float32":
             out.append(f"{_ROLLOUT}.dtype={self._room.dtype}")
+        if self._room.processor is not None:
+            out.append("data.max_prompt_length=40")  # an image is four tokens and two around them
         if run.save_every:
             out.append(f"trainer.save_freq={run.save_every}")
         if run.resume_from:
@@ -198,6 +205,17 @@ def _row(index: int, text: str) -> dict[str, Any]:
         "reward_model": {"style": "rule", "ground_truth": ""},
         "extra_info": {"split": "train", "index": index},
     }
+
+
+def _with_image(index: int, row: dict[str, Any]) -> dict[str, Any]:
+    """The row with a small image of its own before its text."""
+    picture = Image.new("RGB", (16, 16), (37 * index % 256, 91 * index % 256, 13 * index % 256))
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    (prompt,) = row["prompt"]
+    # in the words of qwen_vl_utils, which would make it larger
+    image = {"bytes": file.getvalue(), "min_pixels": 64, "max_pixels": 256}
+    return {**row, "prompt": [{**prompt, "content": f"<image>{prompt['content']}"}], "images": [image]}
 
 
 def _word(value: Any) -> str:
