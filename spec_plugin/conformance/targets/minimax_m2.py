@@ -6,5 +6,11 @@ TARGET = TinyTarget(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
     "engine",
-    changes={"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16},
+    changes={
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "rotary_dim": 16,
+    },
 )

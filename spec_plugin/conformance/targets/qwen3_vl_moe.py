@@ -7,6 +7,7 @@ TARGET = TinyTarget(
     "Qwen3VLMoeForConditionalGeneration",
     "engine",
     changes={
+        "norm_topk_prob": True,  # as released; transformers knows nothing else, and vLLM reads it
         "architectures": ["Qwen3MoeForCausalLM"],  # vLLM 0.29 on a CPU looks for it there, and dies where it is missing
         "rope_parameters": {
             "rope_type": "default",
