@@ -30,6 +30,7 @@ class TinyTarget:
         default_factory=dict
     )  # to the kit's settings; for a model of parts, of its text part
     more: Mapping[str, Any] = field(default_factory=dict)  # of a model of parts: what stands beside its text part
+    tokens: tuple[str, ...] = ()  # special ones that trainers and transformers ask its tokenizer for; ids 2 and up
     #: of a model that reads images: transformers' classes of its processor, and of those for images and videos in it
     processor: tuple[str, str, str] | None = None
 

@@ -6,6 +6,7 @@ TARGET = TinyTarget(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
     "engine",
+    tokens=("[e~[",),  # verl asks for it
     changes={
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

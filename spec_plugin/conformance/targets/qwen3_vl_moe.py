@@ -6,6 +6,7 @@ TARGET = TinyTarget(
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
     "engine",
+    tokens=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     changes={
         "norm_topk_prob": True,  # as released; transformers knows nothing else, and vLLM reads it
         "architectures": ["Qwen3MoeForCausalLM"],  # vLLM 0.29 on a CPU looks for it there, and dies where it is missing
