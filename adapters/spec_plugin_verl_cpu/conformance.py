@@ -138,6 +138,8 @@ class Driver(ConformanceDriver):
         out = [*SMALL, *_QUICK, *self._shape.overrides]
         if self._room.dtype != "float32":
             out.append(f"{_ROLLOUT}.dtype={self._room.dtype}")
+        if self._room.attention != "sdpa":
+            out.append(f"++{_MODEL}.override_config.attn_implementation={self._room.attention}")
         if self._room.processor is not None:
             out.append("data.max_prompt_length=40")  # an image is four tokens and two around them
         if run.save_every:

@@ -24,6 +24,7 @@ class TinyTarget:
     engine_class: str  # of vLLM, as its registry finds it
     shown: Shown
     dtype: str = "float32"  # in which vLLM's CPU build runs it
+    attention: str = "sdpa"  # implementation that transformers has for it on a CPU
     environment: Mapping[str, str] = field(default_factory=dict)  # that vLLM's CPU build needs for it
     note: str = ""  # what was not, and why, in a sentence
     changes: Mapping[str, Any] = field(
