@@ -125,7 +125,10 @@ class Driver(ConformanceDriver):
         self._data = root / "data.parquet"
         rows = [_row(i, text) for i, text in enumerate(tiny.prompts(64))]
         if self._room.processor is not None:
-            rows = [_with_image(i, row) if i % 2 else {**row, "images": []} for i, row in enumerate(rows)]
+            rows = [
+                _with_image(i, row) if i % 2 or not self._room.mixed else {**row, "images": []}
+                for i, row in enumerate(rows)
+            ]
         pd.DataFrame(rows).to_parquet(self._data)
         self._reward = tiny.write_reward(root)
 

@@ -34,6 +34,7 @@ class TinyTarget:
     tokens: tuple[str, ...] = ()  # special ones that trainers and transformers ask its tokenizer for; ids 2 and up
     #: of a model that reads images: transformers' classes of its processor, and of those for images and videos in it
     processor: tuple[str, str, str] | None = None
+    mixed: bool = True  # do trainers take prompts with and without images beside each other
 
 
 @lru_cache

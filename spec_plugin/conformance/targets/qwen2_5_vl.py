@@ -24,5 +24,6 @@ TARGET = TinyTarget(
         "vision_start_token_id": 4,
         "vision_end_token_id": 5,
     },
+    mixed=False,  # verl 0.9.1 with transformers 5 dies of a batch without images
     processor=("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
 )
