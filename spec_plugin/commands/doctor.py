@@ -354,7 +354,8 @@ def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: 
         where: the file, for the messages.
     """
     from draft_training import DraftConfig, DraftConfigError
-    from spec_plugin.engine_class import INSTEAD, unreadable
+    from spec_plugin.builtin.methods.served import INSTEAD
+    from spec_plugin.engine_class import unreadable
 
     try:
         made = DraftConfig.from_target(hf_config, where=where)
@@ -365,7 +366,7 @@ def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: 
             )
         return Finding("target", "fail", str(error), "change what is named, or start from a draft checkpoint (--draft)")
     if new_draft and (found := unreadable(hf_config)) is not None:
-        return Finding("target", "fail", found, INSTEAD)
+        return Finding("target", "fail", found[1], INSTEAD)
     if made.head_dim < _CPU_HEAD_DIM and _on_cpu():
         return Finding(
             "target",

@@ -51,7 +51,7 @@ def test_of_every_family_the_states_are_those_that_make_its_logits(family: str) 
 @pytest.mark.parametrize("family", sorted(ROOMS))
 def test_a_familys_room_names_the_class_that_vllm_would_take_and_that_takes_drafts(family: str) -> None:
     found = engine_class({"architectures": [type(policy(family)).__name__]})
-    assert found is not None and found.name == ROOMS[family].engine_class and found.eagle3
+    assert found is not None and found.name == ROOMS[family].engine_class and found.hands_out_states
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl"])

@@ -27,7 +27,7 @@ TAKES_NOT = ("SeedOssForCausalLM", "Glm4vForConditionalGeneration", "Gemma3ForCa
 @pytest.mark.parametrize("name", [*TAKES, *TAKES_NOT])
 def test_a_class_takes_drafts_or_not(name: str) -> None:
     found = engine_class({"architectures": [name]})
-    assert found is not None and found.eagle3 == (name in TAKES)
+    assert found is not None and found.hands_out_states == (name in TAKES)
     assert (unreadable({"architectures": [name]}) is None) == (name in TAKES)
 
 
@@ -45,7 +45,7 @@ def test_reading_says_what_importing_says() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout.splitlines()[-1])
-    assert said == [engine_class({"architectures": [n]}).eagle3 for n in names]  # type: ignore[union-attr]
+    assert said == [engine_class({"architectures": [n]}).hands_out_states for n in names]  # type: ignore[union-attr]
 
 
 def test_a_config_without_architectures_is_of_transformers_causal_lm() -> None:
@@ -57,13 +57,13 @@ def test_a_config_without_architectures_is_of_transformers_causal_lm() -> None:
 
 def test_what_only_transformers_knows_is_served_by_vllms_class_around_it() -> None:
     found = engine_class({"model_type": "vaultgemma"})
-    assert found is not None and found.name == "TransformersForCausalLM" and found.eagle3
+    assert found is not None and found.name == "TransformersForCausalLM" and found.hands_out_states
 
 
 def test_what_nobody_knows_is_refused_for_a_new_draft_alone() -> None:
     hf = {"architectures": ["OfTomorrowForCausalLM"]}
     assert engine_class(hf) is None and unreadable(hf, newborn=False) is None
-    assert "OfTomorrowForCausalLM" in (unreadable(hf) or "")
+    assert "OfTomorrowForCausalLM" in (unreadable(hf) or ("", ""))[1]
 
 
 def test_without_vllm_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,4 +81,7 @@ def test_without_vllm_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_class_says_what_it_can_by_its_bases() -> None:
-    assert EngineClass("A", frozenset({"SupportsEagle3"})).eagle3 and not EngineClass("A", frozenset()).eagle3
+    assert (
+        EngineClass("A", frozenset({"SupportsEagle3"})).hands_out_states
+        and not EngineClass("A", frozenset()).hands_out_states
+    )
