@@ -94,6 +94,8 @@ class Rope:
         if kinds:  # one for each kind of attention: the draft attends to the whole text
             raw = dict(raw.get("full_attention") or kinds[0])
         kind = str(raw.get("rope_type", raw.get("type", "default")))
+        if not isinstance(raw.get("rope_type", raw.get("type", "")), str):
+            return cls.from_hf(hf, where)  # says what it is
         plain = kind not in ROPE_TYPES or kinds or "partial_rotary_factor" in raw or layer.partial_rotary_factor
         strange = kind == "yarn" and any(raw.get(name) is not None for name in _NOT_OF_YARN)
         if not plain and not strange:

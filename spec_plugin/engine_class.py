@@ -66,7 +66,8 @@ def unreadable(hf: Mapping[str, Any], newborn: bool = True) -> tuple[str, str] |
     """
     found = engine_class(hf)
     if found is None:
-        if not newborn or not _registry():
+        nothing_said = not architectures(hf) and not hf.get("model_type")
+        if not newborn or nothing_said or not _registry():
             return None
         named = " or ".join(architectures(hf)) or f"model_type={hf.get('model_type')!r}"
         why = f"the installed vLLM has no class of its own for {named}, so whether it hands out hidden states cannot be told"

@@ -150,8 +150,8 @@ MUTATIONS = (
     ),
     Mutation(
         _HARVEST,
-        "[[*layers, decoder.norm][i] for i in aux_layers]",
-        "[[*layers, decoder.norm][i + 1] for i in aux_layers]",
+        "[[*decoder.layers, decoder.norm][i] for i in aux_layers]",
+        "[[*decoder.layers, decoder.norm][i + 1] for i in aux_layers]",
         "the states of the next layer are harvested",
         ("test_harvest.py::test_aux_is_what_enters_the_layers_and_last_is_behind_the_final_norm",),
     ),

@@ -146,11 +146,11 @@ def test_all_objections_are_reported_at_once() -> None:
         "trainer.v1.trainer_mode=separate_async",
     ]
     found = verl_check(
-        [PATH, VLLM, *overrides, f"{SPEC}k=99"], lambda name: Model(name, {"model_type": "qwen3_moe"}, "x")
+        [PATH, VLLM, *overrides, f"{SPEC}k=99"], lambda name: Model(name, {"model_type": "seed_oss"}, "x")
     )
     said = "\n".join(map(str, found.objections))
     assert len(found.objections) == 5 and not found.accepted
-    for part in ("megatron actors", "pipeline", "separate_async", "custom.spec.k=99", "model_type='qwen3_moe'"):
+    for part in ("megatron actors", "pipeline", "separate_async", "custom.spec.k=99", "SeedOssForCausalLM"):
         assert part in said
 
 

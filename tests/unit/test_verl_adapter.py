@@ -28,7 +28,7 @@ SCRIPT = """
     found["sleep level"] = server._resolve_sleep_level()
 
     class Control:
-        policy_version, link, session = -1, None, SimpleNamespace(copy_of=torch.clone)
+        policy_version, link, session = -1, None, SimpleNamespace(copy_of=torch.clone, target=SimpleNamespace(hf_config={}))
 
         async def synced(self, event):
             self.policy_version = event.policy_version
