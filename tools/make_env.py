@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINERS = ("verl", "openrlhf")
+TRAINERS = ("verl", "openrlhf", "megatron")
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PYTHON = (3, 11)
 

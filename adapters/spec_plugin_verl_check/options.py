@@ -23,7 +23,7 @@ FLAG = "actor_rollout_ref.model.external_lib=spec_plugin_verl"
 #: the same in every process, for mains that start engines before they look at the model's options
 EVERYWHERE = "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=spec_plugin_verl"
 LEAVE_OUT = f"leave out {FLAG}"
-STRATEGIES = ("fsdp", "fsdp2")
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
 #: of verl's trainer; the last one with engines in processes of their own
 MODES = ("sync", "colocate_async", "separate_async")
 APART = MODES[-1]
