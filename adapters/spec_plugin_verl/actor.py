@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from spec_plugin_verl_check.actors import objections
+from spec_plugin_verl_check.options import LEAVE_OUT, lora
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 
 from spec_plugin.actor.control import RolloutControl, run_blocking
 from spec_plugin.actor.links import ActorsLink
+from spec_plugin.commands.judgement import refuse
 from spec_plugin.engine.control import plain_tokens
 from spec_plugin.events import LogprobBatch
 from spec_plugin.session import SpecSession
@@ -70,12 +73,20 @@ class SpecActor(BackendParts):
     """
 
     engine_config: Any
+    model_config: Any
     _session: SpecSession | None = None
     _harvest: Harvest | None = None
     _resumed: Path | None = None  # what a session that comes later is to load
 
     def initialize(self) -> None:
-        """Build the model as verl does, and be found by the rollout adapter."""
+        """Build the model as verl does, and be found by the rollout adapter.
+
+        Raises:
+            SpecConfigError: naming options of this backend that have not been shown to work.
+        """
+        if not self.engine_config.forward_only:
+            trains_lora = lora(self.model_config) is not None
+            refuse(objections(self.engine_config.strategy, self.engine_config, trains_lora), LEAVE_OUT)
         super().initialize()  # type: ignore[misc]
         if not self.engine_config.forward_only:
             RUNTIME.engine = self
