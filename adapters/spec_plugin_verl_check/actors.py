@@ -29,7 +29,7 @@ def objections(strategy: str, options: Any, lora: bool) -> Iterator[Objection]:
         lora: does the run train LoRA adapters.
     """
     if strategy not in ACTORS:
-        instead = f"set it to {' or '.join(ACTORS)} (model_engine=dp, or megatron)"
+        instead = f"set it to {' or '.join(ACTORS)} (model_engine=dp, veomni or megatron)"
         yield unsupported(f"{_ACTOR}.strategy", strategy, f"{strategy} actors", instead)
     else:
         yield from ACTORS[strategy].refused(options, lora)
@@ -50,8 +50,6 @@ def _megatron(options: Any, lora: bool) -> Iterator[Objection]:
         yield no("dynamic_context_parallel", True, "dynamic context parallelism", "set it to False")
     if getattr(options, "use_megatron_fsdp", False):
         yield no("use_megatron_fsdp", True, "the FSDP", "set it to False")
-    if getattr(getattr(options, "qat", None), "enable", False):
-        yield no("qat.enable", True, "quantized training", "set it to False")
     given = getattr(options, "override_transformer_config", None) or {}
     for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
         if given.get(name) not in (None, False, "none"):
@@ -77,5 +75,6 @@ def _megatron_shapes(options: Any) -> Mapping[str, bool]:
 ACTORS = {
     "fsdp": Actor("fsdp_config"),
     "fsdp2": Actor("fsdp_config"),
+    "veomni": Actor("veomni", shapes=lambda _: {"veomni": True}),
     "megatron": Actor("megatron", _megatron, _megatron_shapes),
 }

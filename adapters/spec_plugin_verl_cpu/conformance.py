@@ -24,6 +24,7 @@ from spec_plugin_verl_cpu.run import (
     SEPARATE,
     SMALL,
     SPEC,
+    VEOMNI,
     Backend,
     Main,
     VerlRun,
@@ -129,6 +130,7 @@ SHAPES = {
     "megatron-cp2": _megatron(
         "context parallel over two ranks, packed sequences", "context_parallel_size=2", "use_remove_padding=True"
     ),
+    "veomni": Shape("a VeOmni actor of two ranks", _TWO, ranks=2, backend=VEOMNI),
     "mimo": Shape("a Qwen2 policy with a layer for multi-token prediction", (), family="qwen2", mtp=True),
 }
 

@@ -155,6 +155,18 @@ MEGATRON = Backend(
 )
 
 
+_VEOMNI = f"{_ACTOR}.veomni"
+#: two ranks at least: VeOmni leaves a single one without FSDP, and then wants a card
+VEOMNI = Backend(
+    (
+        "model_engine=veomni",
+        f"{_VEOMNI}.attn_implementation=sdpa",
+        f"{_VEOMNI}.moe_implementation=eager",
+        f"{_VEOMNI}.forward_prefetch=False",
+    )
+)
+
+
 @dataclass(frozen=True)
 class VerlRun:
     """One GRPO run of verl: what goes in and where its output lies."""
