@@ -9,11 +9,12 @@ if TYPE_CHECKING:
     from draft_training.batch import Document, PackedBatch, pack
     from draft_training.buffer import BufferStats, HiddenBuffer
     from draft_training.checkpoint import digest, load_draft, save_draft
-    from draft_training.config import DraftConfig, Rope, validate_draft
+    from draft_training.config import DraftConfig, validate_draft
     from draft_training.errors import CheckpointError, DraftConfigError, OtherRankFailed
     from draft_training.loss import LossStats, ttt_loss
     from draft_training.memory import TrainingMemory, training_memory
     from draft_training.model import Eagle3Draft
+    from draft_training.rope import Rope
     from draft_training.trainer import DraftTrainer, SliceReport, TrainSettings
 
 __all__ = [
@@ -46,11 +47,12 @@ _HOMES = {
     "batch": ("Document", "PackedBatch", "pack"),
     "buffer": ("BufferStats", "HiddenBuffer"),
     "checkpoint": ("digest", "load_draft", "save_draft"),
-    "config": ("DraftConfig", "Rope", "validate_draft"),
+    "config": ("DraftConfig", "validate_draft"),
     "errors": ("CheckpointError", "DraftConfigError", "OtherRankFailed"),
     "loss": ("LossStats", "ttt_loss"),
     "memory": ("TrainingMemory", "training_memory"),
     "model": ("Eagle3Draft",),
+    "rope": ("Rope",),
     "trainer": ("DraftTrainer", "SliceReport", "TrainSettings"),
 }
 

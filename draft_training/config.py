@@ -11,16 +11,16 @@ from draft_training.errors import DraftConfigError
 from draft_training.outside import (
     DRAFT,
     TARGET,
-    DenseTarget,
+    DraftedFor,
     Eagle3,
     EagleConfig,
-    Layer,
-    Rotary,
     Stack,
     blaming,
     read,
     show,
+    text_part,
 )
+from draft_training.rope import Rope
 
 if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
     import torch
@@ -28,78 +28,10 @@ if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes
 
     from draft_training.model import Eagle3Draft
 
-FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
-#: the family's attention window where config.json does not say; the others have none
-_WINDOWS = {"mistral": 4096}
-ROPE_TYPES = ("default", "linear", "llama3")
-_OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 #: numbers of a draft's own from which its config.json is taken for wrong: four times those of a draft for 405B parameters
 _MOST_PARAMETERS = 1 << 34
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding, with the scaling types whose frequencies equal transformers' and vLLM's."""
-
-    theta: float = 10000.0
-    type: str = "default"  # one of ROPE_TYPES
-    factor: float = 1.0  # linear, llama3
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    original_max_position_embeddings: int = 8192  # llama3
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str = TARGET) -> Rope:
-        """Read ``rope_theta`` and ``rope_parameters`` (transformers 5) or ``rope_scaling`` (transformers 4).
-
-        Args:
-            hf: the parsed config.json.
-            where: the file, for the messages.
-
-        Raises:
-            DraftConfigError: for a scaling type other than ROPE_TYPES, for partial rotation, and for missing or bad numbers.
-        """
-        layer = read(Layer, hf, where)
-        raw = {**(layer.rope_scaling or {}), **(layer.rope_parameters or {})}
-        kind = str(raw.get("rope_type", raw.get("type", "default")))
-        if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in raw.values()):
-            raise DraftConfigError(
-                f"the rope scaling {show(raw)} of {where} is not supported; the draft knows {', '.join(ROPE_TYPES)}: "
-                "use another method for this target"
-            )
-        told = read(Rotary, raw, f"the rope scaling of {where}")
-        partial = told.partial_rotary_factor or layer.partial_rotary_factor or 1.0
-        if partial != 1.0:
-            raise DraftConfigError(f"partial_rotary_factor={partial} in {where} is not supported; use another method")
-        theta = told.rope_theta or layer.rope_theta or 10000.0
-        return cls(theta) if kind == "default" else cls._scaled(kind, theta, told, where)
-
-    @classmethod
-    def _scaled(cls, kind: str, theta: float, told: Rotary, where: str) -> Rope:
-        names = ("factor",) if kind == "linear" else _OF_LLAMA3
-        numbers = {name: getattr(told, name) for name in names}
-        if missing := sorted(name for name, number in numbers.items() if number is None):
-            raise DraftConfigError(f"the rope scaling {kind!r} of {where} lacks {missing}; add them there")
-        rope = cls(theta=theta, type=kind, **numbers)
-        if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
-            raise DraftConfigError(
-                f"low_freq_factor={rope.low_freq_factor} in {where} must be below high_freq_factor={rope.high_freq_factor}; "
-                "correct it there"
-            )
-        return rope
-
-    def scaling_to_hf(self) -> dict[str, Any] | None:
-        """The scaling as transformers and vLLM read it, without theta; None for the default type."""
-        if self.type == "default":
-            return None
-        scaling: dict[str, Any] = {"rope_type": self.type, "factor": self.factor}
-        if self.type == "llama3":
-            scaling["low_freq_factor"] = self.low_freq_factor
-            scaling["high_freq_factor"] = self.high_freq_factor
-            scaling["original_max_position_embeddings"] = self.original_max_position_embeddings
-        return scaling
 
 
 @dataclass(frozen=True)
@@ -138,6 +70,12 @@ class DraftConfig:
             raise DraftConfigError(
                 f"head layout heads={self.num_heads}, kv heads={self.num_kv_heads}, head_dim={self.head_dim}: heads must "
                 "be a multiple of kv heads, and head_dim even; correct them there"
+            )
+        if self.rope.reach < self.max_position_embeddings:
+            raise DraftConfigError(
+                f"max_position_embeddings={self.max_position_embeddings} is beyond the yarn scaling, factor={self.rope.factor:g} "
+                f"times original_max_position_embeddings={self.rope.original_max_position_embeddings}, where the engine's "
+                "positions end; correct them there"
             )
         if self.parameters > _MOST_PARAMETERS:
             raise DraftConfigError(
@@ -195,44 +133,37 @@ class DraftConfig:
         intermediate_size: int | None = None,
         where: str = TARGET,
     ) -> DraftConfig:
-        """The draft for a target.
+        """The draft for a target, of whatever family: a model of its own, that needs the target's width and vocabulary.
+
+        It attends to the whole text even where the target has windows, latent attention or no attention at all; its MLP is dense
+        where the target's has experts (``DraftedFor.draft_mlp``); its rotary embedding may be plainer (``Rope.for_draft_of``).
+        What it proposes is verified, so none of this can change what is sampled.
 
         Args:
-            hf_config: the target's config.json as a dict; dense Qwen3, Qwen2, Llama or Mistral.
+            hf_config: the target's config.json as a dict, whole or its part for texts.
             draft_vocab_size: size of a pruned vocabulary; None: the target's own.
             aux_layers: target layers whose input feeds the draft; None: vLLM's (2, L // 2, L - 3).
-            intermediate_size: of the draft's MLP; None: the target's.
+            intermediate_size: of the draft's MLP; None: after the target's.
             where: the file of ``hf_config``, for the messages.
 
         Raises:
             DraftConfigError: saying what is wrong, with the value, and what to set.
         """
-        family = hf_config.get("model_type")
-        if family not in FAMILIES:
-            raise DraftConfigError(
-                f"model_type={show(family)} is not supported by the EAGLE-3 draft (dense {', '.join(FAMILIES)} are); "
-                "use another method for this target"
-            )
-        told = read(DenseTarget, hf_config, where)
-        if window := _window(hf_config, told):
-            raise DraftConfigError(
-                f"sliding_window={window}: the target attends to the last {window} tokens only, and the draft to all; use a "
-                "target whose config.json says sliding_window=null (Mistral 0.2 and later), or another method"
-            )
-        layers, rope = told.num_hidden_layers, Rope.from_hf(hf_config, where)
-        heads, kv_heads, head_dim = told.heads
+        text = text_part(hf_config)
+        told = read(DraftedFor, text, where)
+        layers, (heads, kv_heads, head_dim) = told.num_hidden_layers, told.draft_heads
         with blaming(where):
             return cls(
                 vocab_size=told.vocab_size,
                 draft_vocab_size=draft_vocab_size or told.vocab_size,
                 hidden_size=told.hidden_size,
-                intermediate_size=intermediate_size or told.intermediate_size,
+                intermediate_size=intermediate_size or told.draft_mlp,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
                 aux_layers=default_aux_layers(layers) if aux_layers is None else _within(aux_layers, layers),
                 rms_norm_eps=told.rms_norm_eps,
-                rope=rope,
+                rope=Rope.for_draft_of(text, where),
                 max_position_embeddings=told.max_position_embeddings,
             )
 
@@ -336,7 +267,7 @@ def validate_draft(config: DraftConfig, target_config: Mapping[str, Any], where:
     Raises:
         DraftConfigError: for another hidden size or vocabulary, and for auxiliary layers that the target lacks.
     """
-    target = read(Stack, target_config, where)
+    target = read(Stack, text_part(target_config), where)
     for name in ("hidden_size", "vocab_size"):
         if (ours := getattr(config, name)) != (theirs := getattr(target, name)):
             raise DraftConfigError(
@@ -356,15 +287,6 @@ def _within(ids: Sequence[int], layers: int) -> tuple[int, ...]:
             f"aux_layers={list(ids)}: the target has layers 0 to {layers - 1}; choose ids among them"
         )
     return tuple(int(i) for i in ids)
-
-
-def _window(hf: Mapping[str, Any], told: DenseTarget) -> int | None:
-    """The attention window of some layers of a target; None: each attends to the whole text."""
-    if told.model_type.startswith("qwen"):
-        return told.sliding_window if told.use_sliding_window else None
-    if told.model_type not in _WINDOWS:
-        return None
-    return told.sliding_window if "sliding_window" in hf else _WINDOWS[told.model_type]
 
 
 #: of a draft that this trainer does not implement

@@ -97,6 +97,7 @@ def ttt_loss(
     decay: float = 1.0,
     counts: Tensor | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
+    cap: float | None = None,
 ) -> tuple[Tensor, LossStats]:
     """EAGLE-3's training-time test (arXiv 2503.01840, section 3): unroll, forward KL to the target, teacher-forced.
 
@@ -114,6 +115,7 @@ def ttt_loss(
         counts: [J] positions over which each step's mean is taken; None: those of this batch. Data-parallel ranks pass
             the all-reduced ``batch.counts(steps)`` and *sum* their gradients.
         chunk_elements: bound on rows * V of a temporary.
+        cap: of the target's logits, see ``outside.logit_cap``; the draft's have none in the engine, which changes no order.
 
     Returns:
         The loss (scalar, float32 or better; differentiable) and the raw sums.
@@ -134,6 +136,7 @@ def ttt_loss(
         valid,
         scale.to(valid.device),
         max(1, chunk_elements // lm_head.shape[0]),
+        cap,
     )
     accepted, rounds = replay(match, valid, batch.rows)
     stats = LossStats(
@@ -168,6 +171,7 @@ class _HeadLoss(torch.autograd.Function):
         valid: Tensor,  # [J, R] bool
         scale: Tensor,  # [J] float64 weight of one position of step j
         chunk: int,  # rows at a time
+        cap: float | None,  # of the teacher's logits
     ) -> tuple[Tensor, ...]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         shape = valid.shape
@@ -178,7 +182,7 @@ class _HeadLoss(torch.autograd.Function):
         weight = scale.to(wide)
         for start in range(0, shape[1], chunk):
             at = slice(start, min(start + chunk, shape[1]))
-            teacher = _Teacher(last[at], teacher_head, ids, wide)
+            teacher = _Teacher(last[at], teacher_head, ids, wide, cap)
             for j in range(shape[0]):
                 logits = (hidden[j, at].to(head.dtype) @ head.T).to(wide)
                 ok = valid[j, at]
@@ -207,15 +211,17 @@ class _HeadLoss(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden * by.to(grad_hidden.dtype),
             None if grad_head is None else (grad_head * by).to(ctx.head_dtype),
-            *([None] * 7),
+            *([None] * 8),
         )
 
 
 class _Teacher:
     """The target's distribution at a chunk of rows: full for statistics, restricted to the draft's vocabulary for KL."""
 
-    def __init__(self, last: Tensor, head: Tensor, ids: Tensor | None, wide: torch.dtype) -> None:
+    def __init__(self, last: Tensor, head: Tensor, ids: Tensor | None, wide: torch.dtype, cap: float | None) -> None:
         logits = (last.to(head.dtype) @ head.T).to(wide)  # [C, V]
+        if cap is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
         self.argmax = logits.argmax(-1)
         full = logits.log_softmax(-1)
         self._full = full

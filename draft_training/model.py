@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from draft_training.attention import Attention
 from draft_training.batch import PackedBatch
-from draft_training.config import DraftConfig, Rope
+from draft_training.config import DraftConfig
 from draft_training.layers import Linear, RMSNorm
+from draft_training.rope import Rope
 
 
 class MLP(nn.Module):
@@ -155,13 +156,15 @@ class Eagle3Draft(nn.Module):
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """[head_dim / 2] float32 inverse frequencies, equal to transformers' for each type in ``config.ROPE_TYPES``."""
+    """[head_dim / 2] float32 inverse frequencies, equal to transformers' for each type in ``rope.ROPE_TYPES``."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32) / head_dim
     inverse = 1.0 / (rope.theta**exponents)
     if rope.type == "linear":
         return inverse / rope.factor
     if rope.type == "default":
         return inverse
+    if rope.type == "yarn":
+        return _yarn(rope, head_dim, device)
     wavelength = 2 * math.pi / inverse
     low_wavelength = rope.original_max_position_embeddings / rope.low_freq_factor
     high_wavelength = rope.original_max_position_embeddings / rope.high_freq_factor
@@ -174,8 +177,32 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | str = 
     return torch.where(medium, smoothed, scaled)
 
 
+def _yarn(rope: Rope, head_dim: int, device: torch.device | str) -> Tensor:
+    """YaRN (arXiv 2309.00071): slow dimensions interpolated, fast ones left as they are, a ramp between them."""
+    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    own, stretched = 1.0 / powers, 1.0 / (rope.factor * powers)
+
+    def dimension(rotations: float) -> float:
+        ratio = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device=device) - low) / width).clamp(0, 1)
+    return stretched * ramp + own * (1 - ramp)
+
+
+def magnitude(rope: Rope) -> float:
+    """By which cosines and sines are multiplied."""
+    return 0.1 * math.log(rope.factor) + 1.0 if rope.type == "yarn" and rope.factor > 1 else 1.0
+
+
 def rotary(rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [N, head_dim] of each position [N], computed in float32 (neox style: halves, not pairs)."""
     angles = positions[:, None].to(torch.float32) * inverse_frequencies(rope, head_dim, positions.device)
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    by = magnitude(rope)
+    return (angles.cos() * by).to(dtype), (angles.sin() * by).to(dtype)

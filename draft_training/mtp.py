@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draft_training.config import Rope
 from draft_training.errors import DraftConfigError
 from draft_training.files import places, read_json
 from draft_training.outside import TARGET, Every, MtpTarget, read, show
+from draft_training.rope import Rope
 
 if TYPE_CHECKING:  # a draft is judged without torch, whose import takes seconds
     import torch

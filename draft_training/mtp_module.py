@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from draft_training.attention import packed_attention, rotate
 from draft_training.batch import PackedBatch
-from draft_training.config import Rope
 from draft_training.layers import Linear, RMSNorm, initialise
 from draft_training.model import rotary
 from draft_training.mtp import PREFIX
+from draft_training.rope import Rope
 
 if TYPE_CHECKING:
     from draft_training.mtp import MtpShape

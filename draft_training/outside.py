@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import gcd
 from reprlib import Repr
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -93,6 +94,16 @@ class Depth(Fields):
     num_hidden_layers: Count = 0
 
 
+class Head(Fields):
+    """What a target does to its logits behind the LM head; names of several families."""
+
+    final_logit_softcapping: Factor | None = None  # Gemma
+    logit_scale: Number = 1.0  # Cohere, Llama's in vLLM
+    logits_scaling: Number = 1.0  # Granite
+    lm_head_multiplier: Number = 1.0  # Falcon H1
+    dim_model_base: Width | None = None  # MiniCPM: the last state is scaled
+
+
 class Layer(Fields):
     """One decoder layer; names and defaults are those of transformers' ``LlamaConfig``, through which vLLM reads drafts."""
 
@@ -125,18 +136,68 @@ class Rotary(Fields):
     low_freq_factor: Factor | None = None
     high_freq_factor: Factor | None = None
     original_max_position_embeddings: Positions | None = None
+    beta_fast: Factor | None = None
+    beta_slow: Factor | None = None
+    truncate: Switch = True
 
 
-class DenseTarget(Layer):
-    """A target for which a draft is made: it must say its sizes itself."""
+class DraftedFor(Layer):
+    """A target for which a draft is made: it must say its sizes itself, but for what a draft has of its own."""
 
-    model_type: Name
     vocab_size: Vocabulary
     hidden_size: Width
-    intermediate_size: Width
+    intermediate_size: Width | None = None  # type: ignore[assignment]
     num_hidden_layers: Layers
     num_attention_heads: Heads
     max_position_embeddings: Positions
+    # of a layer of experts
+    num_experts: Count | None = None
+    n_routed_experts: Count | None = None
+    num_local_experts: Count | None = None
+    moe_num_experts: Count | None = None
+    # of latent attention
+    kv_lora_rank: Count | None = None
+    v_head_dim: HeadDim | None = None
+
+    @property
+    def experts(self) -> int:
+        """Experts of one layer; 0 of a dense target."""
+        return self.num_experts or self.n_routed_experts or self.num_local_experts or self.moe_num_experts or 0
+
+    @property
+    def draft_mlp(self) -> int:
+        """Width of the draft's dense MLP: the target's.
+
+        Where the target has experts its ``intermediate_size`` may be that of one expert, or missing: below twice the hidden
+        size it is not taken, but three times the hidden size, as dense models of these families have.
+
+        Raises:
+            DraftConfigError: for a target without experts that does not say it.
+        """
+        told = self.intermediate_size or 0
+        if not told and not self.experts:
+            raise DraftConfigError("lacks intermediate_size; give the whole config.json")
+        return told if told and (not self.experts or told >= 2 * self.hidden_size) else 3 * self.hidden_size
+
+    @property
+    def draft_heads(self) -> tuple[int, int, int]:
+        """Heads, key-value heads and head dimension of the draft: the target's.
+
+        Of a target with latent attention, whose heads are expanded from a vector much shorter than they are together: as many
+        as fit the hidden size, up to eight of them with keys and values of their own.
+        """
+        if not self.kv_lora_rank:
+            return self.heads
+        size = self.v_head_dim or 128
+        heads = max(1, self.hidden_size // size)
+        return heads, gcd(heads, 8), size
+
+
+class DenseTarget(DraftedFor):
+    """A target whose own layer is read, and which is dense."""
+
+    model_type: Name
+    intermediate_size: Width
     sliding_window: Count | None = None
     use_sliding_window: Switch = False
     tie_word_embeddings: Switch = False
@@ -221,6 +282,40 @@ def read(kind: type[T], raw: Any, where: str) -> T:
         return kind.model_validate({name: value for name, value in raw.items() if value is not None})
     except ValidationError as error:
         raise DraftConfigError(_sentence(kind, error, where)) from None
+
+
+#: where a config.json of several parts has that for texts
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+
+
+def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a config.json, whole or already cut, the part for texts; what only the whole says of tied embeddings stays."""
+    part = next((hf[name] for name in _TEXT_PARTS if isinstance(hf.get(name), Mapping) and hf[name]), None)
+    if part is None:
+        return hf
+    tied = hf.get("tie_word_embeddings", part.get("tie_word_embeddings"))
+    return dict(part) if tied is None else {**part, "tie_word_embeddings": tied}
+
+
+def logit_cap(hf: Mapping[str, Any], where: str = TARGET) -> float | None:
+    """The cap c of a target whose logits are c * tanh(last @ lm_head.T / c), which is what a draft learns; None: no cap.
+
+    Args:
+        hf: the target's config.json.
+        where: its file, for the messages.
+
+    Raises:
+        DraftConfigError: for a target that scales its logits: the draft, whose head is the target's, would have to do so, too.
+    """
+    told = read(Head, text_part(hf), where)
+    scaled = [name for name in ("logit_scale", "logits_scaling", "lm_head_multiplier") if getattr(told, name) != 1.0]
+    scaled += ["dim_model_base"] if told.dim_model_base is not None else []
+    if scaled:
+        raise DraftConfigError(
+            f"{scaled[0]}={getattr(told, scaled[0])} in {where}: a draft that is trained for a target which scales its logits is "
+            "not supported; use a method that learns nothing (suffix, ngram)"
+        )
+    return told.final_logit_softcapping
 
 
 @contextmanager

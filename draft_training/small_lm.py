@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draft_training.config import FAMILIES
 from draft_training.errors import DraftConfigError
 from draft_training.files import read_json
-from draft_training.outside import DRAFT, TARGET, CausalLm, Sizes, read, show
+from draft_training.outside import DRAFT, TARGET, CausalLm, Sizes, read, show, text_part
 
 if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
     import torch
@@ -18,6 +17,8 @@ if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes
 
     from draft_training.small_lm_module import SmallLm
 
+#: decoders that the trainer computes as vLLM does, by ``model_type``: of the draft, whatever the target is
+_IMPLEMENTED = ("qwen3", "qwen2", "llama", "mistral")
 #: of a draft that is born in the run: its layers, its width as a share of the target's, and the least width
 _LAYERS, _WIDTH_SHARE, _LEAST_WIDTH = 2, 4, 64
 _HEAD_DIM = 32  # the least that vLLM's CPU attention takes
@@ -70,7 +71,7 @@ class SmallLmShape:
         Raises:
             DraftConfigError: if the target's config.json lacks a size, or has one that cannot be.
         """
-        told = read(Sizes, target, where)
+        told = read(Sizes, text_part(target), where)
         hidden = max(_LEAST_WIDTH, told.hidden_size // _WIDTH_SHARE // _LEAST_WIDTH * _LEAST_WIDTH)
         hf = {
             "architectures": ["LlamaForCausalLM"],
@@ -109,7 +110,7 @@ class SmallLmShape:
             CheckpointError: if a file is missing or torn.
         """
         file = folder / "config.json"
-        wanted, hf = read(Sizes, target, where), read_json(file)
+        wanted, hf = read(Sizes, text_part(target), where), read_json(file)
         _refuse_misfit(hf, wanted, str(file))
         return cls(wanted.hidden_size, hf).read(folder)
 
@@ -154,9 +155,9 @@ class SmallLmShape:
 
 def _refuse_misfit(hf: Mapping[str, Any], target: Sizes, where: str = DRAFT) -> None:
     family = hf.get("model_type")
-    if family not in FAMILIES:
+    if family not in _IMPLEMENTED:
         raise DraftConfigError(
-            f"model_type={show(family)} in {where} cannot be a small draft yet; dense {', '.join(FAMILIES)} can"
+            f"model_type={show(family)} in {where} cannot be a small draft yet; dense {', '.join(_IMPLEMENTED)} can"
         )
     told = read(CausalLm, hf, where)
     if told.vocab_size != target.vocab_size:

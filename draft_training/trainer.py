@@ -38,6 +38,7 @@ class TrainSettings:
     ttt_steps: int = 3  # most unrolled steps of the training-time test; the engine's k
     first_steps: int = 3  # unrolled by a newborn draft, until it reaches further
     ttt_decay: float = 1.0  # weight of step j in the loss is ttt_decay ** j
+    logit_cap: float | None = None  # of the target's logits, see ``outside.logit_cap``
     tokens_per_step: int = 1024  # per optimizer step and rank, while no more than first_steps are unrolled
     replay_share: float = 0.25  # share of older policy versions in a step
     warmup_steps: int = 10  # linear
@@ -247,7 +248,8 @@ class DraftTrainer:
             embed, lm_head = self._policy()
             for part in _portions(documents, self.settings.tokens_per_step):
                 batch = pack(part, self.device)
-                total = total + ttt_loss(self.draft, batch, embed, lm_head, steps=unrolled)[1]
+                cap = self.settings.logit_cap
+                total = total + ttt_loss(self.draft, batch, embed, lm_head, steps=unrolled, cap=cap)[1]
             tokens = torch.tensor([sum(map(len, documents))], dtype=torch.float64, device=self.device)
             summed = self._sum(torch.cat([total.pack(), tokens]))
         return self._report(LossStats.unpack(summed[:-1]), 0, int(summed[-1]), 0, time.perf_counter() - began)
@@ -339,8 +341,17 @@ class DraftTrainer:
         self._optimizer.zero_grad()
         with self._one_for_all(sums) as found:
             if batch is not None:
-                decay, counts = self.settings.ttt_decay, summed[:steps]
-                loss, stats = ttt_loss(self.draft, batch, embed, lm_head, steps=steps, decay=decay, counts=counts)
+                how = self.settings
+                loss, stats = ttt_loss(
+                    self.draft,
+                    batch,
+                    embed,
+                    lm_head,
+                    steps=steps,
+                    decay=how.ttt_decay,
+                    counts=summed[:steps],
+                    cap=how.logit_cap,
+                )
                 loss.backward()  # type: ignore[no-untyped-call]
                 sums.copy_(stats.pack())
         stats = LossStats.unpack(found)

@@ -13,6 +13,7 @@ from openrlhf.trainer.ray import ppo_actor
 from torch import Tensor
 
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
+from spec_plugin.actor.decoder import find_decoder
 from spec_plugin.actor.harvest import PackedShards
 from spec_plugin.actor.links import ActorsLink
 from spec_plugin.config import SpecConfig
@@ -51,7 +52,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         self._spec = RolloutControl(session, link, overlaps=strategy.args.train.async_enable)
         ring = strategy.ring_attn_group
         shards = None if ring is None else PackedShards(ring)
-        self._spec_harvest = RolloutHarvest(self._spec, lambda: self._spec_model.model, shards)
+        self._spec_harvest = RolloutHarvest(self._spec, lambda: find_decoder(self._spec_model), shards)
         resumed = int(self.checkpoint_states.get("global_step", 0))
         self._spec_next_version = resumed
         if resumed:  # the trainer sends the weights before it begins

@@ -50,16 +50,17 @@ class Driver(ConformanceDriver):
     """GRPO on one prompt with eight samples a step, so that a replayed run sees its rollouts in the same order."""
 
     shapes: ClassVar = {name: what for name, (what, _) in SHAPES.items()}
+    takes_families = True
     adapter_modules = ("spec_plugin_openrlhf", "spec_plugin.session")
     trainer_modules = ("spec_plugin_openrlhf_cpu.stock",)
     engine_version = "spec_plugin.engine.front:EngineFront.policy_version"
 
-    def __init__(self, root: Path, shape: str | None = None) -> None:
+    def __init__(self, root: Path, shape: str | None = None, family: str | None = None) -> None:
         """Make policy, data and reward."""
-        super().__init__(root, shape)
+        super().__init__(root, shape, family)
         self.asynchronous = shape in ("async", "partial")
         root.mkdir(parents=True, exist_ok=True)
-        self._target = tiny.make_target(root / "policy", torch.bfloat16)
+        self._target = tiny.make_target(root / "policy", torch.bfloat16, family=family or "qwen3")
         self._data = tiny.write_jsonl(root / "data.jsonl", 64)
         self._reward = tiny.write_reward(root)
 

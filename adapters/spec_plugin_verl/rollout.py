@@ -85,7 +85,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
                 "spec-plugin does not support delta weight syncs yet: set "
                 "actor_rollout_ref.rollout.checkpoint_engine.backend=naive, or leave the flag out"
             )
-        tap = PolicyTap(weights, self._control.session.copy_of)
+        tap = PolicyTap(weights, self._control.session.copy_of, self._control.session.target.hf_config)
         await super().update_weights(aiter(tap), global_steps=global_steps, wire_format=wire_format, **kwargs)
         self._syncs += global_steps is not None  # verl announces no other sync to its servers
         await self._all_replicas(awake=False)

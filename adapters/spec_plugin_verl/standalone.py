@@ -61,7 +61,7 @@ class Standalone:
     def tap(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass the weight stream on; behind its end the next phase begins."""
         self.wait()
-        tap = PolicyTap(weights, self.control.session.copy_of)
+        tap = PolicyTap(weights, self.control.session.copy_of, self.control.session.target.hf_config)
         yield from tap
         self._syncs += 1
         card = torch.cuda.current_device() if torch.cuda.is_available() else None  # each thread has its own

@@ -139,20 +139,21 @@ class Driver(ConformanceDriver):
     """GRPO on four prompts with four samples a step."""
 
     shapes: ClassVar = {name: shape.what for name, shape in SHAPES.items()}
+    takes_families = True
 
     metric_prefix = "actor/"
     adapter_modules = ("spec_plugin_verl", "spec_plugin.session")
     trainer_modules = ("verl", "verl.workers.rollout", "verl.workers.engine")
     engine_version = "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.global_steps"
 
-    def __init__(self, root: Path, shape: str | None = None) -> None:
+    def __init__(self, root: Path, shape: str | None = None, family: str | None = None) -> None:
         """Make policy, data and reward."""
-        super().__init__(root, shape)
+        super().__init__(root, shape, family)
         self._shape = SHAPES[shape] if shape else Shape("", ())
         self.asynchronous = self._shape.asynchronous
         root.mkdir(parents=True, exist_ok=True)
-        heads = self._shape.kv_heads
-        self._target = tiny.make_target(root / "policy", family=self._shape.family, num_key_value_heads=heads)
+        split: dict[str, Any] = {"num_key_value_heads": self._shape.kv_heads} if self._shape.kv_heads > 1 else {}
+        self._target = tiny.make_target(root / "policy", family=family or self._shape.family, **split)
         if self._shape.mtp:
             tiny.add_mtp_layer(self._target)
         self._data = root / "data.parquet"

@@ -23,6 +23,7 @@ from draft_training import HiddenBuffer  # noqa: E402
 from draft_training.config import default_aux_layers  # noqa: E402
 from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import Seconds, Spread, interleave, paired, say, show, spread, timed, verdict  # noqa: E402
+from spec_plugin.actor.decoder import find_decoder  # noqa: E402
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end  # noqa: E402
 from spec_plugin.builtin.trainer import documents_of  # noqa: E402
 from spec_plugin.events import HiddenStates  # noqa: E402
@@ -108,7 +109,7 @@ def measure(name: str, model: Any, device: str, options: dict[str, Any]) -> Row:
     """All arms on one model, in turn."""
     model = model.to(device).eval()
     aux = default_aux_layers(model.config.num_hidden_layers)
-    harvester = Harvester(model.model, aux)
+    harvester = Harvester(find_decoder(model), aux)
     generator = torch.Generator().manual_seed(0)
     shape = (options["documents"], options["length"])
     ids = torch.randint(2, model.config.vocab_size, shape, generator=generator).to(device)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings, digest  # noqa: E402
 from examples.bench import common  # noqa: E402
 from examples.bench.common import show, track  # noqa: E402
+from spec_plugin.actor.decoder import find_decoder  # noqa: E402
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end  # noqa: E402
 from spec_plugin.builtin.provenance import ProvenanceGuard  # noqa: E402
 from spec_plugin.builtin.trainer import documents_of  # noqa: E402
@@ -110,7 +111,7 @@ def measure(size: Size, rounds: int, device: str) -> Cost:
     trainer.update_policy(model.get_input_embeddings().weight, model.get_output_embeddings().weight, 0)
     ids = [torch.randint(size.vocabulary, (size.length,)) for _ in range(size.documents)]
     masks = responses_at_the_end(ids, [size.length // 2] * size.documents)
-    harvester = Harvester(model.model, draft.aux_layers)
+    harvester = Harvester(find_decoder(model), draft.aux_layers)
     with torch.no_grad(), harvester.capture():
         model.model(input_ids=torch.stack(ids).to(device), use_cache=False)
     captured = (list(harvester._aux), harvester._last)

@@ -26,6 +26,7 @@ from draft_training import (
 )
 from examples.bench.common import CACHE, say, track
 from examples.quickstart.policy import PolicySettings, cached_policy, one_thread, problem, question
+from spec_plugin.actor.decoder import find_decoder
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 from spec_plugin.builtin.trainer import documents_of
 from spec_plugin.method import Method, StartingDraft
@@ -233,7 +234,7 @@ def sample(model: Any, prompts: Prompts, settings: DraftSettings) -> list[tuple[
 @torch.no_grad()
 def harvest(model: Any, rows: Sequence[tuple[list[int], list[int]]], aux_layers: Sequence[int]) -> list[Document]:
     """What the trainer's log-prob pass leaves: one document per rollout, in order."""
-    harvester, documents = Harvester(model.model, aux_layers), []
+    harvester, documents = Harvester(find_decoder(model), aux_layers), []
     for begin in track(range(0, len(rows), BATCH), "harvesting hidden states"):
         part = rows[begin : begin + BATCH]
         ids = [torch.tensor(p + r) for p, r in part]

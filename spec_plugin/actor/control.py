@@ -13,8 +13,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from spec_plugin.actor.decoder import Decoder
 from spec_plugin.actor.harvest import Harvester, SequenceShards
 from spec_plugin.actor.links import EngineLink
 from spec_plugin.answers import many, one
@@ -298,14 +299,14 @@ class RolloutHarvest:
     def __init__(
         self,
         control: RolloutControl,
-        decoder: Callable[[], nn.Module],
+        decoder: Callable[[], Decoder],
         shards: SequenceShards | None = None,
     ) -> None:
         """Bind to what ``Harvester`` binds to, if the method harvests at all; nothing is captured before ``open``.
 
         Args:
             control: of this process.
-            decoder: the module with ``layers`` and ``norm``; not asked for where nothing is harvested.
+            decoder: see ``find_decoder``; not asked for where nothing is harvested.
             shards: see ``Harvester``.
         """
         self._control, session = control, control.session

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spec_plugin.actor.decoder import Decoder
 from spec_plugin.events import HiddenStates
 
 
@@ -46,11 +47,11 @@ class Harvester:
     enters layer i is the output of layer i - 1 with the residual added); ``last`` is the output of the final norm.
     """
 
-    def __init__(self, decoder: nn.Module, aux_layers: Sequence[int], shards: SequenceShards | None = None) -> None:
+    def __init__(self, decoder: Decoder, aux_layers: Sequence[int], shards: SequenceShards | None = None) -> None:
         """Bind to a decoder.
 
         Args:
-            decoder: the module with ``layers`` and ``norm`` (``model.model`` of a Hugging Face causal LM).
+            decoder: of the policy's language model, see ``find_decoder``.
             aux_layers: ascending layer indices; none: the last states alone. The number of layers is one more index: the
                 residual stream that enters the final norm.
             shards: if the decoder sees a part of each row only: then ``take`` is collective, and each rank keeps
@@ -62,9 +63,8 @@ class Harvester:
         )
         #: tokens of the documents that the last ``take`` chose, on all ranks that share them together
         self.taken = 0
-        layers: Any = decoder.layers
-        self._layers: list[nn.Module] = [[*layers, decoder.norm][i] for i in aux_layers]
-        self._norm: nn.Module = decoder.norm  # type: ignore[assignment]
+        self._layers: list[nn.Module] = [[*decoder.layers, decoder.norm][i] for i in aux_layers]
+        self._norm = decoder.norm
         self._aux: list[Tensor | None] = [None] * len(self._layers)
         self._last: Tensor | None = None
         self._trouble: Exception | None = (

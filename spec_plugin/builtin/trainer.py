@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draft_training import Document, DraftTrainer, HiddenBuffer, SliceReport, TrainSettings, digest
+from draft_training.outside import logit_cap
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecPluginError
 from spec_plugin.events import DraftRefresh, HiddenStates, TargetInfo, WeightSync
@@ -79,8 +80,8 @@ class DraftTraining:
     def _follow(self, event: WeightSync) -> None:
         if event.embed is None or event.lm_head is None:
             raise SpecPluginError(
-                "the weight sync carried no embedding or no LM head, and the draft needs the policy's; expected tensors "
-                "named model.embed_tokens.weight and lm_head.weight"
+                "the weight sync carried no embedding or no LM head, and the draft needs the policy's; expected "
+                "tensors [vocabulary, hidden size] whose names end in embed_tokens.weight and lm_head.weight"
             )
         if self._trainer is None:
             self._trainer = self._create(event)
@@ -95,6 +96,7 @@ class DraftTraining:
             lr=config.lr,
             grad_clip=config.grad_clip,
             ttt_steps=min(config.ttt_steps or config.k, start.most_unrolled or config.k),
+            logit_cap=logit_cap(self._target.hf_config, self._target.file),
             tokens_per_step=config.train_tokens or TRAIN_TOKENS[device.type],
             replay_share=config.replay_share,
             offload=device.type == "cuda",

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from draft_training.config import FAMILIES
+from draft_training.outside import text_part
 from spec_plugin.commands.judgement import Judgement, Model, Objection
 from spec_plugin.config import SpecConfig
+from spec_plugin.conformance.targets import shown
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
+from spec_plugin.engine_class import INSTEAD, architectures, engine_class, unreadable
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
@@ -65,8 +67,8 @@ def judge(plan: Plan) -> Judgement:
         except SpecConfigError as error:
             objections.append(_about_draft(plan, str(error)))
     draft = method.draft.config if method is not None and method.draft is not None else None
-    if draft is not None and (family := plan.target.hf_config.get("model_type")) not in FAMILIES:
-        notes.append(f"model family {family}: your draft fits it, but no run with such a target has been tried")
+    if draft is not None and method is not None and method.harvest:
+        notes += _untried(plan.target.hf_config)
     facts |= dict(_facts(plan, method))
     return Judgement(plan.trainer, tuple(objections), facts, tuple(notes), tuple(unseen), plan.shapes)
 
@@ -122,11 +124,27 @@ def _truncated(plan: Plan) -> Iterator[Objection]:
 
 
 def _about_draft(plan: Plan, message: str) -> Objection:
-    family = (plan.model.config or {}).get("model_type")
-    if plan.spec.draft is None and family not in FAMILIES:
-        instead = f"take a dense target ({', '.join(FAMILIES)})"
-        return Objection(plan.model_option, plan.model.name, f"model family {family}", message, instead)
+    config = plan.model.config or {}
+    if plan.spec.method == "eagle3" and (why := unreadable(config, plan.spec.draft is None)) is not None:
+        found = engine_class(config)
+        reason = f"no EAGLE-3 in vLLM's {found.name}" if found else "an architecture that vLLM does not know"
+        return Objection(plan.model_option, plan.model.name, reason, why, INSTEAD)
     return Objection(plan.model_option, plan.model.name, "a draft for this model", message, "change what is named")
+
+
+def _untried(hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """What nobody has shown of this target, whatever its class promises."""
+    found = engine_class(hf_config)
+    if found is None:
+        named = " or ".join(architectures(hf_config)) or "this model"
+        yield (
+            f"no vLLM that is installed here knows {named} by itself, so whether a draft can read its hidden states is seen when "
+            "the engine starts"
+        )
+    elif (level := shown(found.name)) is None:
+        yield f"vLLM's class {found.name} takes EAGLE-3 drafts, but no run with such a target has been tried"
+    elif level == "engine":
+        yield f"drafting for vLLM's class {found.name} was tried in the engine, but in no run of a trainer"
 
 
 def _facts(plan: Plan, method: Method | None) -> Iterator[tuple[str, str]]:
@@ -163,7 +181,7 @@ def _actor_memory(plan: Plan, method: Method, draft: DraftShape) -> str:
         return f"{_size(weights)} of weights; it is not trained"
     per_token = (len(method.harvest or ()) + 1) * draft.hidden_size * plan.actor_bytes
     buffer = min(plan.spec.buffer_mb, plan.spec.buffer_tokens * per_token / _MEBIBYTE)
-    tensors = 1 if plan.target.hf_config.get("tie_word_embeddings") else 2
+    tensors = 1 if text_part(plan.target.hf_config).get("tie_word_embeddings") else 2
     policy = tensors * draft.vocab_size * draft.hidden_size * plan.actor_bytes / _MEBIBYTE
     return (
         f"{draft.parameters / 1e6:.0f}M parameters on every rank: {_size(weights)} of weights, {_size(weights)} of "
@@ -175,7 +193,7 @@ def _actor_memory(plan: Plan, method: Method, draft: DraftShape) -> str:
 
 def _engine_memory(plan: Plan, draft: DraftShape) -> str:
     weights = draft.parameters * _BYTES.get(plan.target.dtype, 2) / _MEBIBYTE
-    layers = plan.target.hf_config.get("num_hidden_layers")
+    layers = text_part(plan.target.hf_config).get("num_hidden_layers")
     cache = f", and {100 / layers:.0f} % more KV cache (one layer beside {layers})" if isinstance(layers, int) else ""
     split = f", split over {plan.target.tensor_parallel} ranks" if plan.target.tensor_parallel > 1 else ""
     return f"{_size(weights)} of weights{split}{cache}"

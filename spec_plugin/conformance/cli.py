@@ -7,7 +7,9 @@ from pathlib import Path
 
 import click
 
-_HELP = """Test an adapter: does it keep the contract, on its real trainer and a real engine?
+from spec_plugin.conformance.targets import tiny_targets
+
+_HELP = f"""Test an adapter: does it keep the contract, on its real trainer and a real engine?
 
 NAME is an installed adapter (an entry point of the group spec_plugin_conformance), or module:DriverClass of one that you
 are writing. The kit starts the trainer a few times on a tiny policy, writes down what every hook carries, and judges it:
@@ -21,16 +23,20 @@ Examples:
 \b
   spec-plugin conformance verl
   spec-plugin conformance verl --shape tp2        two tensor parallel ranks in the engine, two in the actor
+  spec-plugin conformance verl --target qwen3_moe        a policy of another family
   spec-plugin conformance verl --spec method=draft_model       another option of the plugin, in every run with the flag
   spec-plugin conformance verl -k "off_is_off or hooks_fire_in_order"
   spec-plugin conformance my_adapter.driver:Driver --keep /tmp/kit     look at logs and traces afterwards
   spec-plugin conformance verl --badge conformance.md --junit conformance.xml
+
+Families for --target: {", ".join(tiny_targets())}.
 """
 
 
 @click.command(help=_HELP)
 @click.argument("name")
 @click.option("--shape", help="Deployment shape of the runs, such as tp2; an unknown one lists those that NAME knows.")
+@click.option("--target", "family", metavar="FAMILY", help="Family of the tiny policy, by its model_type.")
 @click.option(
     "--spec", "options", multiple=True, metavar="NAME=VALUE", help="An option of the plugin; may be repeated."
 )
@@ -45,6 +51,7 @@ Examples:
 def conformance(
     name: str,
     shape: str | None,
+    family: str | None,
     options: tuple[str, ...],
     badge: Path | None,
     junit: Path | None,
@@ -64,6 +71,7 @@ def conformance(
     arguments += ["--rootdir", str(CHECKS_FILE.parent), "-W", "ignore:Module already imported so cannot be rewritten"]
     for option, value in (
         ("--shape", shape),
+        ("--target", family),
         ("--badge", badge),
         ("--junitxml", junit),
         ("-k", expression),

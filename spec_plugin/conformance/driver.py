@@ -42,6 +42,8 @@ class ConformanceDriver(ABC):
     refused: Mapping[str, str] = {}
     #: name of a deployment shape -> what it is; the checks are the same in each
     shapes: ClassVar[Mapping[str, str]] = {}
+    #: can the policy be of any family in ``spec_plugin.conformance.targets``; ``__init__`` then takes ``family``
+    takes_families: ClassVar[bool] = False
     #: where an engine keeps the policy version that it stamps on what it samples, as ``module:Class.attribute``; the kit has it
     #: say one less for a moment. Not needed where ``asynchronous``
     engine_version = ""
@@ -50,14 +52,15 @@ class ConformanceDriver(ABC):
     #: modules that such a run imports first
     trainer_modules: tuple[str, ...] = ()
 
-    def __init__(self, root: Path, shape: str | None = None) -> None:
+    def __init__(self, root: Path, shape: str | None = None, family: str | None = None) -> None:
         """Make the tiny policy and the data, in seconds, without a network.
 
         Args:
             root: everything that is written lies there.
             shape: one of ``shapes``; None: the plainest. A driver that knows no shapes need not take it.
+            family: of the policy; None: the driver's choice. Given only where ``takes_families``.
         """
-        self.root, self.shape = root, shape
+        self.root, self.shape, self.family = root, shape, family
 
     @property
     @abstractmethod

@@ -12,6 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draft_training.outside import text_part
+from spec_plugin.actor.decoder import find_decoder, load_policy
+
 #: largest relative error of one token's vector, by the coarser of the dtypes that computed it
 TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 0.2}
 #: by this factor a shift by one token must be worse than the tolerance, or the comparison says nothing
@@ -54,9 +57,7 @@ def plain_forward(
     target: Path, documents: Sequence[Tensor], aux_layers: Sequence[int], dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     """What enters the auxiliary layers and what leaves the final norm, ([n, A * H], [n, H]) for each document alone."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+    model = load_policy(target, dtype)
     seen: dict[int, Tensor] = {}
 
     def keep(layer: int) -> Any:
@@ -65,10 +66,11 @@ def plain_forward(
 
         return hook
 
-    places = [*model.model.layers, model.model.norm]
+    decoder = find_decoder(model)
+    places = [*decoder.layers, decoder.norm]
     for layer in aux_layers:
         places[layer].register_forward_pre_hook(keep(layer), with_kwargs=True)
-    model.model.norm.register_forward_hook(lambda _m, _a, out: seen.__setitem__(-1, out[0]))
+    decoder.norm.register_forward_hook(lambda _m, _a, out: seen.__setitem__(-1, out[0]))
     out = []
     for ids in documents:
         with torch.no_grad():
@@ -139,7 +141,7 @@ def other_layers(
 
 
 def _layers(target: Path) -> int:
-    return int(json.loads((target / "config.json").read_text())["num_hidden_layers"])
+    return int(text_part(json.loads((target / "config.json").read_text()))["num_hidden_layers"])
 
 
 def _relative(a: Tensor, b: Tensor) -> Tensor:

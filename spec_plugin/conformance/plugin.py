@@ -24,6 +24,7 @@ from rich.text import Text
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.driver import DRIVER_GROUP, ConformanceDriver
 from spec_plugin.conformance.evidence import REFUSED, Evidence, Progress, Run
+from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin.errors import SpecConfigError
 
 CHECKS_FILE = Path(__file__).with_name("checks.py")
@@ -91,18 +92,28 @@ def options_of(words: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def shaped(driver: type[ConformanceDriver], name: str, shape: str | None) -> Callable[[Path], ConformanceDriver]:
-    """What makes the driver of this shape.
+def shaped(
+    driver: type[ConformanceDriver], name: str, shape: str | None, family: str | None = None
+) -> Callable[[Path], ConformanceDriver]:
+    """What makes the driver of this shape, with a policy of this family.
 
     Raises:
-        pytest.UsageError: listing the shapes that it knows.
+        pytest.UsageError: listing the shapes that it knows, or the families that the kit has.
     """
+    if family is not None:
+        if family not in tiny_targets():
+            raise pytest.UsageError(
+                f"--target {family}: the kit has no such family; known: {', '.join(tiny_targets())}"
+            )
+        if not driver.takes_families:
+            raise pytest.UsageError(f"--target {family}: the driver of {name!r} makes its own policy; leave it out")
+    chosen: dict[str, Any] = {} if family is None else {"family": family}
     if shape is None:
-        return driver
+        return functools.partial(driver, **chosen) if chosen else driver
     if shape not in driver.shapes:
         known = "; ".join(f"{known}: {what}" for known, what in driver.shapes.items()) or "it knows none"
         raise pytest.UsageError(f"--shape {shape}: the driver of {name!r} has no such shape; {known}")
-    return functools.partial(driver, shape=shape)
+    return functools.partial(driver, shape=shape, **chosen)
 
 
 def _names(known: Iterable[str]) -> str:
@@ -114,6 +125,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("spec-plugin conformance")
     group.addoption("--adapter", metavar="NAME", help=f"entry point in group {DRIVER_GROUP}, or module:DriverClass")
     group.addoption("--shape", metavar="SHAPE", help="deployment shape of the runs, one that the driver knows")
+    group.addoption("--target", metavar="FAMILY", help="family of the tiny policy, one that the kit has")
     group.addoption(
         "--spec",
         action="append",
@@ -140,7 +152,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     options = options_of(config.getoption("--spec"))
-    kit = Kit(config, name, load_driver(name), config.getoption("--shape"), options)
+    kit = Kit(config, name, load_driver(name), config.getoption("--shape"), options, config.getoption("--target"))
     config.pluginmanager.register(kit, _KIT)
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = [str(CHECKS_FILE)]
@@ -170,11 +182,16 @@ class Kit:
         driver: type[ConformanceDriver],
         shape: str | None,
         options: Mapping[str, Any],
+        family: str | None = None,
     ) -> None:
         """Bind to the adapter."""
-        words = [name, *([shape] if shape else []), *(f"{option}={value}" for option, value in options.items())]
+        words = [
+            name,
+            *(word for word in (shape, family) if word),
+            *(f"{option}={value}" for option, value in options.items()),
+        ]
         self._config, self._name, self.driver, self.options = config, ", ".join(words), driver, options
-        self.make_driver = shaped(driver, name, shape)
+        self.make_driver = shaped(driver, name, shape, family)
         self._rows: dict[str, Row] = {}
         self.evidence: Evidence | None = None
 

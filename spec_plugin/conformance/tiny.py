@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from draft_training.mtp import MtpShape
+from spec_plugin.conformance.targets import TinyTarget, tiny_targets
 
 VOCAB, HIDDEN, STEP = 320, 64, 37
 END, PAD = "<|im_end|>", "<|pad|>"  # verl asks any Qwen tokenizer for <|im_end|>
@@ -35,9 +42,10 @@ def tiny_config(family: str = "qwen3", **changes: Any) -> PretrainedConfig:
     """A policy of 0.3M parameters that EAGLE-3 and vLLM on a CPU accept, with changes.
 
     Args:
-        family: its ``model_type``.
-        changes: to the settings here.
+        family: its ``model_type``; of those in ``spec_plugin.conformance.targets`` with what is said there.
+        changes: to the settings here; of a model of parts, to those of its part for texts.
     """
+    room = tiny_targets().get(family, TinyTarget(family, "", "engine"))
     settings = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -52,9 +60,11 @@ def tiny_config(family: str = "qwen3", **changes: Any) -> PretrainedConfig:
         "pad_token_id": 1,
         "bos_token_id": None,
     }
-    if family == "mistral":
-        settings["sliding_window"] = None  # as released since 0.2; left out it would be 4096
-    return AutoConfig.for_model(family, **(settings | changes))
+    settings |= {**room.changes, **changes}
+    if not room.more:
+        return AutoConfig.for_model(family, **settings)
+    whole = {name: settings[name] for name in ("tie_word_embeddings", "eos_token_id", "pad_token_id")}
+    return AutoConfig.for_model(family, text_config=settings, **whole, **room.more)
 
 
 def make_target(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -69,10 +79,12 @@ def make_target(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any
         return folder
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=torch.float32)
+        config = tiny_config(**changes)
+        kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+        model = kind.from_config(config, dtype=torch.float32)
         embed = torch.nn.functional.normalize(torch.randn(VOCAB, HIDDEN), dim=-1)
-    model.model.embed_tokens.weight.data = embed * 8
-    model.lm_head.weight.data = embed.roll(STEP, 0).clone()  # row i + 37 points where token i does
+    model.get_input_embeddings().weight.data = embed * 8
+    model.get_output_embeddings().weight.data = embed.roll(STEP, 0).clone()  # row i + 37 points where token i does
     model.to(dtype).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder

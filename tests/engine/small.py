@@ -23,11 +23,11 @@ def make_target(folder: Path, family: str = "qwen3") -> Path:
     return tiny.make_target(folder, num_key_value_heads=2, family=family)
 
 
-def reference(target: Path) -> list[list[int]]:
+def reference(target: Path, model: Any = None) -> list[list[int]]:
     """What the target says greedily, according to transformers: no vLLM, no speculation."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    model = model or AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     outputs = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -103,6 +103,13 @@ def generate(llm: Any, temperature: float = 0.0, tokens: int = TOKENS, **options
     params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False, **options)
     outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
     return [o.outputs[0] for o in outputs]
+
+
+def generate_one(llm: Any, prompt: list[int]) -> None:
+    """One token after one prompt, so that the whole prompt is one forward pass."""
+    from vllm import SamplingParams
+
+    llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
 
 
 def greedy(llm: Any) -> list[list[int]]:

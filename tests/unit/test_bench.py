@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft  # noqa: E402
 from examples.bench import common, harvest, off_cost, refresh, run_all, speedup, workload  # noqa: E402
+from spec_plugin.actor.decoder import find_decoder  # noqa: E402
 from spec_plugin.builtin.trainer import documents_of  # noqa: E402
 from spec_plugin.events import HiddenStates  # noqa: E402
 
@@ -135,7 +136,7 @@ def test_live_bytes_finds_the_peak_and_ignores_views_and_what_was_there_before()
 
 def test_capture_leaves_no_hook_behind() -> None:
     model = tiny_model()
-    harvester = harvest.Harvester(model.model, (2, 4, 5))
+    harvester = harvest.Harvester(find_decoder(model), (2, 4, 5))
     assert harvest.hooks(model, harvester) == (4, 0)
 
 

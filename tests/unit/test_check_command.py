@@ -158,10 +158,30 @@ def test_a_model_is_found_in_a_folder_and_in_the_hubs_cache(tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "qwen2_5_vl"])
-def test_a_family_without_a_draft_is_refused_by_name(family: str) -> None:
-    (objection,) = openrlhf.check(GOOD, lambda name: Model(name, {"model_type": family}, "x")).objections
-    assert objection.reason == f"model family {family}" and repr(family) in str(objection)
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"model_type": "seed_oss"}, "SeedOssForCausalLM"),
+        ({"architectures": ["Glm4vForConditionalGeneration"]}, "Glm4vForConditionalGeneration"),
+        ({"architectures": ["OfTomorrowForCausalLM"]}, "does not know"),
+    ],
+)
+def test_a_target_whose_class_hands_out_no_hidden_states_is_refused_by_that_class(
+    named: dict[str, object], said: str
+) -> None:
+    target = {name: value for name, value in QWEN3.items() if name not in ("architectures", "model_type")} | named
+    (objection,) = openrlhf.check(GOOD, lambda name: Model(name, target, "x")).objections
+    assert said in objection.reason and "spec.method to suffix, ngram or draft_model" in str(objection)
+    for method in ("ngram", "draft_model", "auto"):
+        assert openrlhf.check([*GOOD, "--spec.method", method], lambda name: Model(name, target, "x")).accepted
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
+def test_a_class_that_takes_drafts_and_was_never_tried_is_accepted_with_a_word() -> None:
+    target = {name: value for name, value in QWEN3.items() if name != "architectures"} | {"model_type": "phi3"}
+    found = openrlhf.check(GOOD, lambda name: Model(name, target, "x"))
+    assert found.accepted and any("Phi3ForCausalLM" in note and "no run" in note for note in found.notes)
+    assert not any("no run with such" in note for note in openrlhf.check(GOOD, a_qwen3).notes)
 
 
 @pytest.mark.parametrize("pruned", [None, 64])
@@ -178,7 +198,7 @@ def test_the_number_of_parameters_is_that_of_the_draft(pruned: int | None) -> No
 
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
-def test_a_draft_that_is_given_is_looked_at_and_makes_up_for_the_family(tmp_path: Path) -> None:
+def test_a_draft_that_is_given_is_looked_at(tmp_path: Path) -> None:
     small = QWEN3 | {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -186,13 +206,13 @@ def test_a_draft_that_is_given_is_looked_at_and_makes_up_for_the_family(tmp_path
         "num_attention_heads": 2,
         "head_dim": 32,
     }
-    target = small | {"num_key_value_heads": 1, "num_hidden_layers": 8, "model_type": "seed_oss"}
-    config = DraftConfig.from_target(target | {"model_type": "qwen3"})
+    target = small | {"num_key_value_heads": 1, "num_hidden_layers": 8, "model_type": "phi3"}
+    config = DraftConfig.from_target(target)
     trainer = DraftTrainer(config, TrainSettings(), device="cpu", seed=0)
     save_draft(tmp_path / "draft", config, trainer.engine_tensors(torch.float32))
     flags = (*GOOD, "--spec.draft", str(tmp_path / "draft"))
     found = openrlhf.check(flags, lambda name: Model(name, target, "x"))
-    assert found.accepted and any("seed_oss" in note for note in found.notes), found.objections
+    assert found.accepted and any("Phi3ForCausalLM" in note for note in found.notes), found.objections
     found = openrlhf.check(flags, lambda name: Model(name, target | {"hidden_size": 32}, "x"))
     assert [o.reason for o in found.objections] == ["a draft for this model"] and "hidden_size=64" in str(
         found.objections[0]

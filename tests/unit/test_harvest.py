@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draft_training.config import FAMILIES
+from spec_plugin.actor.decoder import find_decoder
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 
 AUX = (1, 3, 4)
@@ -14,7 +14,7 @@ RESPONSES = (3, 2, 5)
 H, V = 32, 61
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=["qwen3", "qwen2", "llama", "mistral"])
 def model(request):
     sizes = {"hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 6, "vocab_size": V, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
@@ -45,7 +45,7 @@ def run_packed(model, documents):
 
 
 def harvest(model, documents, run=run_padded, max_tokens=1000, **options):
-    harvester = Harvester(model.model, AUX)
+    harvester = Harvester(find_decoder(model), AUX)
     with harvester.capture():
         run(model, documents)
     return harvester.take(
@@ -85,7 +85,7 @@ def test_padded_and_packed_passes_give_the_same_documents(model, documents):
 
 
 def test_law_4_what_is_harvested_is_detached_from_the_policys_graph(model, documents):
-    harvester = Harvester(model.model, AUX)
+    harvester = Harvester(find_decoder(model), AUX)
     with harvester.capture():
         model(input_ids=documents[0][None], use_cache=False)
     hidden = harvester.take(documents[:1], responses_at_the_end(documents[:1], RESPONSES[:1]), 0, 1000)
@@ -94,21 +94,21 @@ def test_law_4_what_is_harvested_is_detached_from_the_policys_graph(model, docum
 
 def test_hooks_are_there_only_inside_capture(model):
     before = hooks(model)
-    with Harvester(model.model, AUX).capture():
+    with Harvester(find_decoder(model), AUX).capture():
         assert hooks(model) == before + len(AUX) + 1
     assert hooks(model) == before
 
 
 def test_hooks_are_gone_after_an_exception_too(model):
     before = hooks(model)
-    with pytest.raises(KeyError), Harvester(model.model, AUX).capture():
+    with pytest.raises(KeyError), Harvester(find_decoder(model), AUX).capture():
         raise KeyError("out of memory, say")
     assert hooks(model) == before
 
 
 def test_the_policys_output_is_bitwise_the_same_with_and_without_capture(model, documents):
     plain = run_padded(model, documents).logits
-    with Harvester(model.model, AUX).capture():
+    with Harvester(find_decoder(model), AUX).capture():
         captured = run_padded(model, documents).logits
     assert torch.equal(plain, captured)
 
@@ -139,7 +139,7 @@ def test_nothing_that_fits_is_none(model, documents):
 
 
 def test_taking_without_a_forward_pass_or_twice_is_an_error(model, documents):
-    harvester = Harvester(model.model, AUX)
+    harvester = Harvester(find_decoder(model), AUX)
     with pytest.raises(RuntimeError, match="nothing was captured"):
         harvester.take(documents, responses_at_the_end(documents, RESPONSES), 0, 1000)
     with harvester.capture():
@@ -150,7 +150,7 @@ def test_taking_without_a_forward_pass_or_twice_is_an_error(model, documents):
 
 
 def test_states_that_do_not_fit_the_documents_are_refused(model, documents):
-    harvester = Harvester(model.model, AUX)
+    harvester = Harvester(find_decoder(model), AUX)
     with harvester.capture():
         run_padded(model, documents[:2])
     with pytest.raises(RuntimeError, match="do not fit documents"):

@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from spec_plugin.actor.decoder import find_decoder
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 from spec_plugin.events import HiddenStates
 
@@ -30,7 +31,7 @@ def single_process_group(tmp_path: Path) -> Iterator[None]:
 
 def harvest(model: torch.nn.Module) -> HiddenStates:
     ids = torch.arange(20).view(2, 10)
-    harvester = Harvester(model.model, (2, 4, 5))  # type: ignore[arg-type]
+    harvester = Harvester(find_decoder(model), (2, 4, 5))  # type: ignore[arg-type]
     with torch.no_grad(), harvester.capture():
         model(input_ids=ids, use_cache=False)
     hidden = harvester.take(list(ids), responses_at_the_end(list(ids), [4, 4]), policy_version=0, max_tokens=100)

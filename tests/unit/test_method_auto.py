@@ -87,6 +87,13 @@ def test_what_cannot_learn_is_looked_up(package: Any, there: bool, name: str) ->
         assert found.why.startswith("nothing to train")
 
 
+@pytest.mark.parametrize("architecture", ["SeedOssForCausalLM", "Glm4vForConditionalGeneration", "HYV3ForCausalLM"])
+def test_a_target_that_no_draft_can_read_is_drafted_for_by_look_up(package: Any, architecture: str) -> None:
+    package(False)
+    found = chosen({**QWEN, "architectures": [architecture], "model_type": "any"})
+    assert found.name == "ngram" and f"eagle3 cannot: vLLM's class {architecture}" in found.why
+
+
 def test_a_draft_that_was_given_is_taken_for_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"]}))
     save_file({"fc.weight": torch.zeros(2)}, tmp_path / "model.safetensors")

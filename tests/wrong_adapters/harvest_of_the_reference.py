@@ -10,6 +10,7 @@ from minimal_adapter.loop import Rollouts, Settings, Trainer
 from torch import Tensor
 
 from spec_plugin.actor.control import RolloutHarvest, run_blocking
+from spec_plugin.actor.decoder import find_decoder
 
 CAUGHT_BY = "hidden_states_equal_a_plain_forward"
 
@@ -18,7 +19,7 @@ class Adapter(MinimalAdapter):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.reference = copy.deepcopy(self.policy).requires_grad_(False)
-        self.harvest = RolloutHarvest(self.control, lambda: self.reference.model)
+        self.harvest = RolloutHarvest(self.control, lambda: find_decoder(self.reference))
 
     def log_probs(self, rollouts: Rollouts) -> Tensor:
         run_blocking(self.control.finish())

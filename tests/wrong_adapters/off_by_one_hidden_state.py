@@ -7,6 +7,7 @@ from typing import Any
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 
+from spec_plugin.actor.decoder import find_decoder
 from spec_plugin.actor.harvest import Harvester
 
 CAUGHT_BY = "hidden_states_equal_a_plain_forward"
@@ -17,7 +18,7 @@ class Adapter(MinimalAdapter):
         super().__init__(settings)
         right = self.session.method.harvest
         assert right is not None
-        self.harvest._harvester = Harvester(self.policy.model, [layer + 1 for layer in right])
+        self.harvest._harvester = Harvester(find_decoder(self.policy), [layer + 1 for layer in right])
 
 
 class Driver(driver.Driver):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest
+from spec_plugin.actor.decoder import find_decoder
 from spec_plugin.actor.harvest import PackedShards
 from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
@@ -25,9 +26,8 @@ class Actor(SpecActor):
 
     def spec_harvest(self, control: RolloutControl) -> RolloutHarvest:
         """Hooks on the layers of the Hugging Face model."""
-        model = self.module.get_base_model() if hasattr(self.module, "get_base_model") else self.module  # LoRA wraps it
         shards = PackedShards(self.ulysses_parallel_group) if self.use_ulysses_sp else None
-        return RolloutHarvest(control, lambda: model.model, shards)
+        return RolloutHarvest(control, lambda: find_decoder(self.module), shards)
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """One micro-batch; captured while the pass still has harvest budget."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from minimal_adapter.loop import Engine, Rollouts, Settings, Trainer, padded
 from spec_plugin import SpecConfig, events
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
+from spec_plugin.actor.decoder import find_decoder
 from spec_plugin.actor.harvest import responses_at_the_end
 from spec_plugin.commands.judgement import read_json
 from spec_plugin.engine.front import EngineFront
@@ -42,7 +43,7 @@ class MinimalAdapter(Trainer):
         self.front = EngineFront(self.session, tokenizer=None)
         self.link = Link(self.front)
         self.control = RolloutControl(self.session, self.link)
-        self.harvest = RolloutHarvest(self.control, lambda: self.policy.model)
+        self.harvest = RolloutHarvest(self.control, lambda: find_decoder(self.policy))
 
     def target(self) -> events.TargetInfo:
         """What spec-plugin is told of the policy, and of the engine that serves it."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from minimal_adapter.adapter import Link, MinimalAdapter
 from minimal_adapter.loop import Rollouts, Settings, padded
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest
+from spec_plugin.actor.decoder import find_decoder
 from spec_plugin.spans import Span
 
 #: response, its log-probs, and the policy versions of its first and its last token
@@ -31,7 +32,7 @@ class LaggingAdapter(MinimalAdapter):
         self.link = LaggingLink(self.front)
         # a phase lasts from one weight sync to the next
         self.control = RolloutControl(self.session, self.link, overlaps=True)
-        self.harvest = RolloutHarvest(self.control, lambda: self.policy.model)
+        self.harvest = RolloutHarvest(self.control, lambda: find_decoder(self.policy))
         self._begun: list[Part] | None = None
         self._last_versions: list[int] = []
 

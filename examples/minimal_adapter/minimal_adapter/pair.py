@@ -14,6 +14,7 @@ from minimal_adapter.adapter import Link, MinimalAdapter
 from minimal_adapter.loop import Settings, Trainer
 from spec_plugin import events
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest
+from spec_plugin.actor.decoder import find_decoder
 from spec_plugin.actor.links import merge_refreshes, merge_reports, merge_states, merge_stats
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.rollouts import Rollout
@@ -27,7 +28,7 @@ class PairAdapter(MinimalAdapter):
         self.fronts = [self.front, *(EngineFront(self.session, None) for _ in range(settings.engines - 1))]
         self.links = [OneOfAPair(front) for front in self.fronts]
         self.control = RolloutControl(self.session, PairLink(self.links))
-        self.harvest = RolloutHarvest(self.control, lambda: self.policy.model)
+        self.harvest = RolloutHarvest(self.control, lambda: find_decoder(self.policy))
 
     def start_engine(self) -> None:
         """Start them; each front knows its own."""

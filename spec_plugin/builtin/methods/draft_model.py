@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from draft_training.errors import CheckpointError, DraftConfigError
+from draft_training.outside import logit_cap
 from draft_training.small_lm import SmallLmShape
 from spec_plugin.builtin.methods.served import starting_folder
 from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_shape
@@ -49,6 +50,7 @@ class DraftModelMethod:
 
 def _starting_draft(config: SpecConfig, target: TargetInfo) -> StartingDraft:
     try:
+        logit_cap(target.hf_config, target.file)  # refuses what cannot be learned
         if config.draft is None:
             return StartingDraft(SmallLmShape.from_target(target.hf_config, target.file), most_unrolled=1)
         shape, tensors = SmallLmShape.from_folder(Path(config.draft), target.hf_config, target.file)

@@ -7,9 +7,11 @@ from typing import Any
 
 from draft_training.config import DraftConfig, validate_draft
 from draft_training.errors import CheckpointError, DraftConfigError
+from draft_training.outside import logit_cap
 from spec_plugin.builtin.methods.served import starting_folder
 from spec_plugin.builtin.methods.tables import common_settings
 from spec_plugin.config import SpecConfig
+from spec_plugin.engine_class import INSTEAD, unreadable
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
@@ -28,6 +30,7 @@ def starting_draft(config: SpecConfig, target: TargetInfo) -> tuple[DraftConfig,
     try:
         if config.draft is not None:
             return _given_draft(config, config.draft, target)
+        logit_cap(target.hf_config, target.file)  # refuses what cannot be learned
         pruned, layers = config.draft_vocab_size, config.aux_layers
         made = DraftConfig.from_target(target.hf_config, draft_vocab_size=pruned, aux_layers=layers, where=target.file)
         return made, None
@@ -41,6 +44,7 @@ def _given_draft(config: SpecConfig, folder: str, target: TargetInfo) -> tuple[D
     try:
         draft_config, tensors = load_draft(folder, target.hf_config, target.file)
         validate_draft(draft_config, target.hf_config, target.file)
+        logit_cap(target.hf_config, target.file)
     except (OSError, CheckpointError) as error:
         raise SpecConfigError(f"spec.draft={folder!r} cannot be read: {error}") from error
     except DraftConfigError as error:
@@ -88,6 +92,8 @@ class Eagle3Method:
         """
         if config.method != "eagle3":
             return None
+        if found := unreadable(target.hf_config, newborn=config.draft is None):
+            raise SpecConfigError(f"{found}: {INSTEAD}")
         try:
             shape, tensors = starting_draft(config, target)
         except SpecConfigError:
@@ -96,7 +102,7 @@ class Eagle3Method:
             raise
         draft = StartingDraft(shape, tensors)
         if found := unloadable(shape, target.load_format, target.device_type):
-            raise SpecConfigError(found)
+            raise SpecConfigError(f"{found}: {INSTEAD}")
         return Method(
             name=config.method,
             settings={

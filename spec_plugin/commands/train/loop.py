@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM
 
 from draft_training import Document, DraftTrainer, HiddenBuffer, TrainSettings
 from draft_training.checkpoint import replacing_folder
+from draft_training.outside import logit_cap
+from spec_plugin.actor.decoder import find_decoder, load_policy
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 from spec_plugin.builtin.trainer import TRAIN_TOKENS, documents_of
 from spec_plugin.commands.train.texts import Rollout
@@ -84,7 +85,7 @@ def train(
 
 def _policy(folder: Path, dtype: torch.dtype) -> Any:
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        return load_policy(folder, dtype)
     except Exception as error:  # transformers raises what it likes
         reason = " ".join(str(error).split())
         raise SpecConfigError(
@@ -96,7 +97,7 @@ class _Lesson:
     """Rollouts, harvested when they are needed: hidden states take a thousand times the room of the text."""
 
     def __init__(self, model: Any, aux_layers: Sequence[int], rollouts: Sequence[Rollout]) -> None:
-        self._model, self._harvester = model, Harvester(model.model, aux_layers)
+        self._model, self._harvester = model, Harvester(find_decoder(model), aux_layers)
         # alike lengths together, so that little is padded
         order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].prompt) + len(rollouts[i].response))
         parts = [[rollouts[i] for i in order[at : at + _BATCH]] for at in range(0, len(order), _BATCH)]
@@ -127,7 +128,7 @@ class _Lesson:
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self._model.device)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(padded.device)
         with self._harvester.capture():
-            self._model.model(input_ids=padded, attention_mask=mask, use_cache=False)
+            self._model.base_model(input_ids=padded, attention_mask=mask, use_cache=False)
         masks = responses_at_the_end(ids, [len(r.response) for r in part])
         hidden = self._harvester.take(ids, masks, policy_version=0, max_tokens=1 << 62)
         return [] if hidden is None else documents_of(hidden)
@@ -136,7 +137,11 @@ class _Lesson:
 def _trainer(
     settings: PretrainSettings, start: StartingDraft, device: torch.device, model: Any, training: Sequence[Rollout]
 ) -> DraftTrainer:
-    how = TrainSettings(ttt_steps=settings.k, tokens_per_step=settings.train_tokens or TRAIN_TOKENS[device.type])
+    how = TrainSettings(
+        ttt_steps=settings.k,
+        logit_cap=logit_cap(model.config.to_dict()),
+        tokens_per_step=settings.train_tokens or TRAIN_TOKENS[device.type],
+    )
     trainer = DraftTrainer(start.config, how, device=device, seed=settings.seed, tensors=start.tensors)
     trainer.update_policy(*_heads(model), 0)
     if start.config.pruned and start.tensors is None:

@@ -6,6 +6,7 @@ from draft_helpers import TINY
 
 from draft_training import DraftConfig, DraftConfigError, Rope, validate_draft
 from draft_training.model import inverse_frequencies, rotary
+from draft_training.outside import logit_cap
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -13,6 +14,13 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
 }
 
 
@@ -26,33 +34,57 @@ def test_a_target_without_head_dim_gets_hidden_over_heads():
     assert (config.head_dim, config.num_kv_heads) == (4, 4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
-def test_dense_families_are_accepted(family):
-    assert DraftConfig.from_target(target(model_type=family, sliding_window=None)).aux_layers == (2, 4, 5)
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3", "a family of tomorrow", None])
+def test_nobody_asks_for_a_targets_name_or_its_windows(family):
+    made = DraftConfig.from_target(target(model_type=family, sliding_window=512, use_sliding_window=True))
+    assert made == DraftConfig.from_target(target()) and made.aux_layers == (2, 4, 5)
+
+
+@pytest.mark.parametrize("name", ["text_config", "llm_config", "language_config"])
+def test_the_sizes_of_a_target_of_parts_are_those_of_its_part_for_texts(name):
+    whole = {"model_type": "some_vl", "vision_config": {"hidden_size": 7}, name: TINY}
+    config = DraftConfig.from_target(whole)
+    assert config == DraftConfig.from_target(TINY)
+    validate_draft(config, whole)
+    with pytest.raises(DraftConfigError, match="hidden_size=16 differs"):
+        validate_draft(config, {name: target(hidden_size=32)})
+
+
+@pytest.mark.parametrize("experts", ["num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"])
+def test_the_draft_of_a_target_with_experts_is_dense_and_of_a_sensible_width(experts):
+    def width(**changes):
+        return DraftConfig.from_target(target(**{experts: 8}, **changes)).intermediate_size
+
+    hidden = TINY["hidden_size"]
+    assert width(intermediate_size=None) == width(intermediate_size=hidden) == 3 * hidden
+    assert width(intermediate_size=3 * hidden + 8) == 3 * hidden + 8  # that of its dense layers
+
+
+def test_a_dense_target_must_say_its_mlps_width():
+    with pytest.raises(DraftConfigError, match="lacks intermediate_size"):
+        DraftConfig.from_target(target(intermediate_size=None))
+
+
+@pytest.mark.parametrize(("hidden", "size", "heads"), [(7168, 128, (56, 8, 128)), (2048, None, (16, 8, 128))])
+def test_a_target_with_latent_attention_gets_plain_heads(hidden, size, heads):
+    config = DraftConfig.from_target(
+        target(hidden_size=hidden, kv_lora_rank=512, v_head_dim=size, head_dim=None, num_attention_heads=128)
+    )
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == heads
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model_type": "mistral", "sliding_window": 512},
-        {"model_type": "mistral"},  # 4096 is what transformers takes then
-        {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True},
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_parameters": None, "rope_theta": 3e4},
+        {"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "rope_theta": 3e4}},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 3e4}},
+        {"partial_rotary_factor": 0.25, "rope_parameters": None, "rope_theta": 3e4},
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 3e4}}},
     ],
 )
-def test_a_target_with_an_attention_window_is_refused(changes):
-    with pytest.raises(DraftConfigError, match=f"sliding_window={changes.get('sliding_window', 4096)}"):
-        DraftConfig.from_target(target(**changes))
-
-
-def test_a_window_that_is_not_used_is_none():
-    for changes in ({"model_type": "qwen2", "use_sliding_window": False}, {"model_type": "llama"}):
-        assert DraftConfig.from_target(target(sliding_window=512, **changes)).num_heads
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "seed_oss", None])
-def test_other_families_are_refused_by_name(family):
-    with pytest.raises(DraftConfigError, match=f"model_type={family!r}"):
-        DraftConfig.from_target(target(model_type=family))
+def test_a_new_draft_has_plain_rope_with_the_targets_theta_where_the_targets_is_not_plain(changes):
+    assert DraftConfig.from_target(target(**changes)).rope == Rope(3e4)
 
 
 def test_rope_theta_is_read_from_either_place():
@@ -66,14 +98,16 @@ def test_rope_theta_is_read_from_either_place():
     assert DraftConfig.from_target(legacy).rope == Rope(5e5, "linear", 2.0)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
-def test_rope_scaling_that_we_cannot_match_is_refused(kind):
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_scaling_of_a_given_draft_that_we_cannot_match_is_refused(kind):
     with pytest.raises(DraftConfigError, match=kind):
-        DraftConfig.from_target(target(rope_parameters={"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}))
+        Rope.from_hf(target(rope_parameters={"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}))
 
 
 @pytest.mark.parametrize(
-    "scaling", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=lambda s: s["rope_type"]
+    "scaling",
+    [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}, LLAMA3, YARN, {**YARN, "truncate": False}],
+    ids=lambda s: s["rope_type"] + ("" if s.get("truncate", True) else " not truncated"),
 )
 def test_rope_equals_transformers_bit_by_bit(scaling):
     transformers = pytest.importorskip("transformers")
@@ -87,6 +121,23 @@ def test_rope_equals_transformers_bit_by_bit(scaling):
     cos, sin = theirs(torch.zeros(1, 300, 1), positions[None])
     ours = rotary(config.rope, 64, positions, torch.float32)
     assert torch.equal(ours[0], cos[0]) and torch.equal(ours[1], sin[0])
+
+
+def test_yarn_that_is_not_read_alike_everywhere_is_refused_in_a_draft_and_left_out_of_a_new_one():
+    for strange in ({"mscale": 1.0, "mscale_all_dim": 1.0}, {"attention_factor": 1.0}):
+        raw = target(rope_parameters={**YARN, **strange, "rope_theta": 3e4})
+        with pytest.raises(DraftConfigError, match=next(iter(strange))):
+            Rope.from_hf(raw)
+        assert DraftConfig.from_target(raw).rope == Rope(3e4)
+
+
+def test_a_draft_is_not_given_positions_beyond_its_yarn():
+    raw = target(rope_parameters={**YARN, "rope_theta": 3e4}, max_position_embeddings=4097)
+    assert DraftConfig.from_target(raw).rope == Rope(3e4)
+    good = DraftConfig.from_target(raw | {"max_position_embeddings": 4096})
+    assert good.rope.type == "yarn"
+    with pytest.raises(DraftConfigError, match="max_position_embeddings=4097 is beyond the yarn scaling"):
+        DraftConfig.from_hf(good.to_hf() | {"max_position_embeddings": 4097})
 
 
 def test_a_too_shallow_target_is_refused_with_the_fix():
@@ -111,7 +162,11 @@ def test_a_draft_vocabulary_larger_than_the_targets_is_refused():
         DraftConfig.from_target(TINY, draft_vocab_size=41)
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default"}, LLAMA3, {"rope_type": "linear", "factor": 2.0}])
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_type": "default"}, LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0}],
+    ids=lambda s: s["rope_type"],
+)
 def test_config_json_round_trips(rope):
     config = DraftConfig.from_target(
         target(rope_parameters={**rope, "rope_theta": 2e4}), draft_vocab_size=12, aux_layers=(1, 3)
@@ -147,3 +202,13 @@ def test_a_draft_of_another_target_is_refused(tiny, changes):
     validate_draft(tiny, TINY)
     with pytest.raises(DraftConfigError):
         validate_draft(tiny, target(**changes))
+
+
+@pytest.mark.parametrize(
+    "change", [{"logit_scale": 0.5}, {"logits_scaling": 8.0}, {"lm_head_multiplier": 2.0}, {"dim_model_base": 256}]
+)
+def test_a_target_that_scales_its_logits_is_refused_and_one_that_caps_them_is_not(change):
+    (name,) = change
+    with pytest.raises(DraftConfigError, match=f"{name}=.* scales its logits"):
+        logit_cap({"text_config": target(**change)})
+    assert logit_cap(target(final_logit_softcapping=30.0)) == 30.0 and logit_cap(target()) is None

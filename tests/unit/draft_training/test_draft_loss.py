@@ -207,3 +207,20 @@ def test_a_perfect_draft_has_acceptance_length_k_plus_one(tiny):
             ids[t + 1] = logits.argmax()
     stats = ttt_loss(draft, pack([Document(ids, d.aux, d.last, d.loss_mask, 0)]), embed, head, steps=1)[1]
     assert stats.acceptance_length == 2.0
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_what_is_learned_are_the_targets_logits_cap_and_all(cap):
+    config = DraftConfig.from_target(TINY)
+    draft, (embed, head) = make_draft(config), make_policy(dtype=torch.float64)
+    batch = pack([make_document(12, 3, dtype=torch.float64)], "cpu")
+    loss, stats = ttt_loss(draft, batch, embed, head, steps=1, cap=cap)
+    (state,) = draft.states(batch, embed, 1)
+    student = (state[batch.rows - 1] @ head.T).log_softmax(-1)
+    logits = batch.last[batch.rows] @ head.T
+    teacher = (logits if cap is None else cap * (logits / cap).tanh()).log_softmax(-1)
+    valid = batch.valid(1)[0]
+    kl = (teacher.exp() * (teacher - student)).sum(-1)[valid]
+    torch.testing.assert_close(loss, kl.mean())
+    chosen = teacher.gather(1, student.argmax(-1, keepdim=True)).exp().squeeze(1)[valid]
+    torch.testing.assert_close(stats.probability[0] / stats.count[0], chosen.mean())

@@ -1,0 +1,136 @@
+"""Rope: rotary position embedding of drafts, read from a config.json and written as transformers and vLLM read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from draft_training.errors import DraftConfigError
+from draft_training.outside import TARGET, Layer, Rotary, read, show
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+#: of yarn, which transformers and vLLM's rotary embedding for Llama do not read alike
+_NOT_OF_YARN = (
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "attn_factor",
+    "extrapolation_factor",
+    "apply_yarn_scaling",
+)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding, with the scaling types whose frequencies equal transformers' and vLLM's."""
+
+    theta: float = 10000.0
+    type: str = "default"  # one of ROPE_TYPES
+    factor: float = 1.0  # linear, llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position_embeddings: int = 8192  # llama3, yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: the range between the two in whole dimensions
+
+    @property
+    def reach(self) -> float:
+        """Positions that the engine has room for; infinite where the model's own maximum decides."""
+        return self.factor * self.original_max_position_embeddings if self.type == "yarn" else math.inf
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], where: str = TARGET) -> Rope:
+        """Read ``rope_theta`` and ``rope_parameters`` (transformers 5) or ``rope_scaling`` (transformers 4).
+
+        Args:
+            hf: the parsed config.json.
+            where: the file, for the messages.
+
+        Raises:
+            DraftConfigError: for a scaling type other than ROPE_TYPES, for partial rotation, and for missing or bad numbers.
+        """
+        layer = read(Layer, hf, where)
+        raw = {**(layer.rope_scaling or {}), **(layer.rope_parameters or {})}
+        kind = str(raw.get("rope_type", raw.get("type", "default")))
+        if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in raw.values()):
+            raise DraftConfigError(
+                f"the rope scaling {show(raw)} of {where} is not supported; the draft knows {', '.join(ROPE_TYPES)}: "
+                "use another method for this target"
+            )
+        if kind == "yarn" and (strange := [name for name in _NOT_OF_YARN if raw.get(name) is not None]):
+            raise DraftConfigError(
+                f"the rope scaling of {where} sets {', '.join(strange)}, which transformers and vLLM do not read alike; take a "
+                "draft without"
+            )
+        told = read(Rotary, raw, f"the rope scaling of {where}")
+        partial = told.partial_rotary_factor or layer.partial_rotary_factor or 1.0
+        if partial != 1.0:
+            raise DraftConfigError(f"partial_rotary_factor={partial} in {where} is not supported; use another method")
+        theta = told.rope_theta or layer.rope_theta or 10000.0
+        return cls(theta) if kind == "default" else cls._scaled(kind, theta, told, where)
+
+    @classmethod
+    def for_draft_of(cls, hf: Mapping[str, Any], where: str = TARGET) -> Rope:
+        """That of a new draft: its target's, or plain with the target's theta where that is of a kind not known here.
+
+        Partial rotation, sections for images (mrope), a rope for each kind of layer: a draft has none of them. It is given the
+        positions of the text, and learns with what it has.
+
+        Args:
+            hf: of the target's config.json, the part for texts.
+            where: the file, for the messages.
+        """
+        layer = read(Layer, hf, where)
+        raw = {**(layer.rope_scaling or {}), **(layer.rope_parameters or {})}
+        kinds = [part for part in raw.values() if isinstance(part, Mapping)]
+        if kinds:  # one for each kind of attention: the draft attends to the whole text
+            raw = dict(raw.get("full_attention") or kinds[0])
+        kind = str(raw.get("rope_type", raw.get("type", "default")))
+        plain = kind not in ROPE_TYPES or kinds or "partial_rotary_factor" in raw or layer.partial_rotary_factor
+        strange = kind == "yarn" and any(raw.get(name) is not None for name in _NOT_OF_YARN)
+        if not plain and not strange:
+            made = cls.from_hf(hf, where)
+            return made if made.reach >= layer.max_position_embeddings else cls(made.theta)
+        told = read(Rotary, {"rope_theta": raw.get("rope_theta")}, f"the rope scaling of {where}")
+        return cls(told.rope_theta or layer.rope_theta or 10000.0)
+
+    @classmethod
+    def _scaled(cls, kind: str, theta: float, told: Rotary, where: str) -> Rope:
+        numbers = {name: getattr(told, name) for name in _NUMBERS[kind]}
+        if missing := sorted(name for name, number in numbers.items() if number is None):
+            raise DraftConfigError(f"the rope scaling {kind!r} of {where} lacks {missing}; add them there")
+        if kind == "yarn":
+            numbers |= {
+                "beta_fast": told.beta_fast or 32.0,
+                "beta_slow": told.beta_slow or 1.0,
+                "truncate": told.truncate,
+            }
+        rope = cls(theta=theta, type=kind, **numbers)
+        if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+            raise DraftConfigError(
+                f"low_freq_factor={rope.low_freq_factor} in {where} must be below high_freq_factor={rope.high_freq_factor}; "
+                "correct it there"
+            )
+        return rope
+
+    def scaling_to_hf(self) -> dict[str, Any] | None:
+        """The scaling as transformers and vLLM read it, without theta; None for the default type."""
+        if self.type == "default":
+            return None
+        scaling: dict[str, Any] = {"rope_type": self.type, "factor": self.factor}
+        if self.type == "yarn":
+            scaling["original_max_position_embeddings"] = self.original_max_position_embeddings
+            scaling |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
+        if self.type == "llama3":
+            scaling["low_freq_factor"] = self.low_freq_factor
+            scaling["high_freq_factor"] = self.high_freq_factor
+            scaling["original_max_position_embeddings"] = self.original_max_position_embeddings
+        return scaling

@@ -1,0 +1,33 @@
+"""Qwen3-VL: images, whose features enter the first layers, too."""
+
+from spec_plugin.conformance.targets import TinyTarget
+
+TARGET = TinyTarget(
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    "engine",
+    changes={
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000000.0,
+            "mrope_section": [8, 4, 4],
+            "mrope_interleaved": True,
+        }
+    },
+    more={
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "patch_size": 4,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        "image_token_id": 2,
+        "video_token_id": 3,
+        "vision_start_token_id": 4,
+        "vision_end_token_id": 5,
+    },
+)
