@@ -52,14 +52,12 @@ def _megatron_random_state(folder: Path, _ranks: int) -> dict[str, str]:
     keys = [key for key in reader.read_metadata().state_dict_metadata if key.startswith("rng_state/")]
     state: dict[str, Any] = {key: io.BytesIO() for key in keys}
     load(state, storage_reader=reader, no_dist=True)
-    return {f"{key}: torch": _digest(_unpacked(value)[0]["torch_rng_state"]) for key, value in state.items()}
+    return {f"{key}: torch": _digest(_innermost(value)["torch_rng_state"]) for key, value in state.items()}
 
 
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, io.BytesIO):
-        value.seek(0)
-        return torch.load(value, weights_only=False)  # the run's own
-    return value
+def _innermost(value: Any) -> Any:
+    """Out of the lists that Megatron puts around an object: of shards, of data-parallel ranks."""
+    return _innermost(value[0]) if isinstance(value, list) else value
 
 
 def _load(file: Path) -> Any:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-#: backend, as verl's registry names it -> module here; ``SpecActor`` is its mix-in
+#: backend, as verl's registry names it -> module here, whose ``Actor`` is its mix-in
 ROOMS = {
     "fsdp": "fsdp",
     "fsdp2": "fsdp",
-    "fsdp_turbo": "fsdp",
     "veomni": "fsdp",
     "megatron": "megatron",
 }

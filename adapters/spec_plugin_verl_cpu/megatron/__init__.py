@@ -17,6 +17,9 @@ device "cuda" in torch's functions (``cuda.py``)         Megatron names the devi
                                                          refused under sequence parallelism: pointwise in tokens, they
                                                          need their gradients marked for the sum, and nothing else
 ``megatron…DotProductAttention`` (``attention.py``)      it knows neither packed sequences nor context parallelism
+``megatron…DistributedOptimizer.state_dict``              a resumed run asks it for the step of an optimizer that has not
+                                                         stepped; Apex's and Transformer Engine's know it, torch's does
+                                                         not: it is 0
 ``mbridge…llm_bridge.get_gpt_decoder_block_spec``        Transformer Engine's layers: Megatron's own local ones
 ``mbridge…Bridge._weight_name_mapping_mcore_to_hf``      these have norms of their own, with names of their own
 verl's ``McoreEngineConfig.dtype``                       it knows half precisions only, which are slow on CPUs: float32

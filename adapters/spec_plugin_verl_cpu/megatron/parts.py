@@ -42,6 +42,13 @@ def install() -> None:
         ("assert not config.sequence_parallel", "norm_cls(normalized_shape=hidden_size, eps=eps)"),
     )
     _shims.replace(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.state_dict",
+        _state_before_the_first_step,
+        ("self",),
+        ("if not HAVE_APEX_OR_TE:", "assert len(steps) == 1"),
+    )
+    _shims.replace(
         "mbridge.core.llm_bridge",
         "get_gpt_decoder_block_spec",
         _local_layers,
@@ -69,6 +76,17 @@ def _norms_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[
         return norm
 
     return new
+
+
+def _state_before_the_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def state_dict(self: Any) -> Any:
+        adam = self.optimizer
+        for parameter in (p for group in adam.param_groups for p in group["params"] if not adam.state[p]):
+            moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        return original(self)
+
+    return state_dict
 
 
 def _local_layers(original: Callable[..., Any]) -> Callable[..., Any]:
