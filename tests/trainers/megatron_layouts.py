@@ -60,7 +60,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 packed": (2, {"pipeline_model_parallel_size": 2, "use_remove_padding": True}),
     "cp2 padded": (2, {"context_parallel_size": 2}),
     "cp2 packed": (2, {"context_parallel_size": 2, "use_remove_padding": True}),
+    "moe one": (1, {}),
+    "moe tp2": (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+    "moe ep2": (2, {"expert_model_parallel_size": 2, "use_remove_padding": True}),
 }
+#: kernels for groups of experts are a card's
+EXPERTS = {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": False, "moe_permute_fusion": False}
 
 
 class Kept:
@@ -78,6 +83,8 @@ class Kept:
 def make_engine(model: str, options: dict[str, Any]) -> Any:
     """verl's engine, as its actor worker builds it."""
     override = {name: False for name in UNFUSED} | {"attention_backend": "unfused"}
+    if Path(model).name.endswith("moe"):
+        override |= EXPERTS
     sizes = {"micro_batch_size_per_gpu": MICRO, "infer_micro_batch_size_per_gpu": MICRO, "use_dynamic_bsz": False}
     fixed = {"vanilla_mbridge": True, "override_transformer_config": override, **sizes}
     engine = EngineRegistry.get_engine_cls("language_model", "megatron")(
@@ -146,9 +153,11 @@ def exported(engine: Any, model: str) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def work(rank: int, model: str, folder: str, layout: str) -> None:
+def work(rank: int, policies: str, folder: str, layout: str) -> None:
     """One rank: harvest in verl's log-prob pass, and compare."""
     ranks, options = LAYOUTS[layout]
+    model = str(Path(policies) / ("qwen3_moe" if layout.startswith("moe") else "qwen3"))
+    share = 1 if "expert_model_parallel_size" in options else ranks  # ranks that run a batch together
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     store = f"file://{folder}/store-{layout.replace(' ', '-')}"
@@ -162,7 +171,7 @@ def work(rank: int, model: str, folder: str, layout: str) -> None:
         output = engine._harvesting_pass(data, None)
         log_probs = engine.spec_log_probs(output, data)
     (pack,) = kept.packs
-    mine = [i for i in range(len(ids)) if i % ranks == rank]
+    mine = [i for i in range(len(ids)) if i % share == rank % share]
     found = compared(pack, log_probs, ids, mine, model)
     failure = RUNTIME.control.session.failure
     found |= {"lengths": pack.lengths, "failed": failure, "exported": exported(engine, model)}
