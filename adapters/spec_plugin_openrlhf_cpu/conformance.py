@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spec_plugin.conformance import tiny
 from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
+from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin_openrlhf_cpu.run import OpenRLHFRun
 from spec_plugin_openrlhf_cpu.shims import RANDOM
 
@@ -60,7 +61,8 @@ class Driver(ConformanceDriver):
         super().__init__(root, shape, family)
         self.asynchronous = shape in ("async", "partial")
         root.mkdir(parents=True, exist_ok=True)
-        self._target = tiny.make_target(root / "policy", torch.bfloat16, family=family or "qwen3")
+        self._room = tiny_targets()[family or "qwen3"]
+        self._target = tiny.make_target(root / "policy", torch.bfloat16, family=self._room.name)
         self._data = tiny.write_jsonl(root / "data.jsonl", 64)
         self._reward = tiny.write_reward(root)
 
@@ -104,6 +106,7 @@ class Driver(ConformanceDriver):
             run.steps,
             plain=not run.enabled,
             overrides=tuple(self._flags(run)),
+            variables=self._room.environment,
             submitted=self.shape == "job",
             max_num_seqs=_AT_ONCE.get(self.shape or ""),
         )

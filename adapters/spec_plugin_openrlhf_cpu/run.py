@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from spec_plugin.conformance.launch import ENVIRONMENT, Launch, StepMetrics, Steps, follow, plain_line
@@ -43,6 +43,7 @@ class OpenRLHFRun:
     overrides: tuple[str, ...] = ()  # flags and their values, in place of those below
     max_num_seqs: int | None = None  # most requests that the engine runs at once; OpenRLHF has no flag for it
     submitted: bool = False  # as a job, to a Ray cluster that runs already
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment, beside what a CPU needs
 
     @property
     def log_file(self) -> Path:
@@ -141,4 +142,4 @@ def parse_flags(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
 def environment(run: OpenRLHFRun, base: Mapping[str, str]) -> dict[str, str]:
     """The process environment: DeepSpeed's CPU, quiet libraries, patient Ray. What the user set stays."""
     limit = {} if run.max_num_seqs is None else {MAX_NUM_SEQS: str(run.max_num_seqs)}
-    return {**ENVIRONMENT, **limit, **base, "DS_ACCELERATOR": "cpu"}
+    return {**ENVIRONMENT, **limit, **base, **run.variables, "DS_ACCELERATOR": "cpu"}

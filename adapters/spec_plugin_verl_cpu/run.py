@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from spec_plugin.conformance.launch import ENVIRONMENT, Launch, StepMetrics, Steps, follow
@@ -182,6 +182,7 @@ class VerlRun:
     nodes: int = 1  # Ray nodes, all on this machine
     main: Main = PPO
     backend: Backend = FSDP
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment, beside what a CPU needs
 
     @property
     def metrics_file(self) -> Path:
@@ -287,4 +288,4 @@ def environment(run: VerlRun, base: Mapping[str, str]) -> dict[str, str]:
     quiet = {"VERL_LOGGING_LEVEL": "WARNING"}  # at INFO, separate_async of 0.9.1 dies of logger.info(…, flush=True)
     modules = ",".join(("spec_plugin_verl_cpu", *run.backend.modules))
     defaults = {**ENVIRONMENT, **quiet, "VERL_USE_EXTERNAL_MODULES": modules, "HYDRA_FULL_ERROR": "1"}
-    return {**defaults, **base, **forced}
+    return {**defaults, **base, **run.variables, **forced}

@@ -24,6 +24,11 @@ from spec_plugin.conformance.targets import TinyTarget, tiny_targets
 VOCAB, HIDDEN, STEP = 320, 64, 37
 END, PAD = "<|im_end|>", "<|pad|>"  # verl asks any Qwen tokenizer for <|im_end|>
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+CHAT_TEMPLATE_OF_PARTS = (
+    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
 REWARD = '''"""Share of different characters in the response; verl calls compute_score, OpenRLHF calls reward_func."""
 
 
@@ -85,9 +90,39 @@ def make_target(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any
         embed = torch.nn.functional.normalize(torch.randn(VOCAB, HIDDEN), dim=-1)
     model.get_input_embeddings().weight.data = embed * 8
     model.get_output_embeddings().weight.data = embed.roll(STEP, 0).clone()  # row i + 37 points where token i does
+    room = tiny_targets().get(config.model_type)
+    if room is not None and room.processor is not None:
+        # what trainers forbid the engine to sample (verl does, and not the actor), the policy must hardly ever mean
+        model.get_output_embeddings().weight.data[2 : 2 + len(room.tokens)] = 0
     model.to(dtype).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    if room is not None and room.processor is not None:
+        make_processor(room).save_pretrained(folder)
+    else:
+        make_tokenizer(() if room is None else room.tokens).save_pretrained(folder)
     return folder
+
+
+def make_processor(room: TinyTarget) -> Any:
+    """A tokenizer with one token per byte and placeholders for images, and what turns these into patches.
+
+    Raises:
+        RuntimeError: if the classes of transformers that it is made of lack a package (torchvision).
+    """
+    assert room.processor is not None
+    import transformers
+
+    whole, images, videos = (getattr(transformers, name) for name in room.processor)
+    tokenizer = byte_tokenizer(VOCAB, (END, PAD, *room.tokens))
+    vision = room.more["vision_config"]
+    sizes = {"patch_size": vision["patch_size"], "merge_size": 2, "temporal_patch_size": 2}
+    least, most = (2 * vision["patch_size"]) ** 2, (4 * vision["patch_size"]) ** 2
+    limits = {"size": {"shortest_edge": least, "longest_edge": most}}
+    try:
+        parts = {"image_processor": images(**sizes, **limits), "video_processor": videos(**sizes, **limits)}
+    except ImportError as error:
+        raise RuntimeError(f"the kit's {room.name} reads images: install torchvision ({error})") from error
+    tokenizer.chat_template = CHAT_TEMPLATE_OF_PARTS
+    return whole(tokenizer=tokenizer, chat_template=CHAT_TEMPLATE_OF_PARTS, **parts)
 
 
 def add_mtp_layer(folder: Path, seed: int = 0) -> None:
@@ -106,9 +141,9 @@ def add_mtp_layer(folder: Path, seed: int = 0) -> None:
     (folder / "config.json").write_text(json.dumps(hf, indent=2))
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte."""
-    tokenizer = byte_tokenizer(VOCAB, (END, PAD))
+def make_tokenizer(special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per byte, and special ones beside the two that each has."""
+    tokenizer = byte_tokenizer(VOCAB, (END, PAD, *special))
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

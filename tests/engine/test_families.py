@@ -76,6 +76,7 @@ def the_states_are_the_actors(llm: Any, model: Any, config: DraftConfig, toleran
 def drafted_for(family: str, folder: Path) -> None:
     """The same text as transformers with a random draft, and with a good one; the draft reads what the actor harvests."""
     room = tiny_targets()[family]
+    os.environ.update(room.environment)
     target = small.make_target(folder / "target", family)
     model = load_policy(target, getattr(torch, room.dtype))
     reference = small.reference(target, model)

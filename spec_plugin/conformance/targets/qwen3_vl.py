@@ -6,13 +6,15 @@ TARGET = TinyTarget(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
     "engine",
+    tokens=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     changes={
+        "architectures": ["Qwen3ForCausalLM"],  # vLLM 0.29 on a CPU looks for it there, and dies where it is missing
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1000000.0,
             "mrope_section": [8, 4, 4],
             "mrope_interleaved": True,
-        }
+        },
     },
     more={
         "vision_config": {
@@ -30,4 +32,5 @@ TARGET = TinyTarget(
         "vision_start_token_id": 4,
         "vision_end_token_id": 5,
     },
+    processor=("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
 )
