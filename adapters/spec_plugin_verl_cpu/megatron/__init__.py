@@ -39,6 +39,11 @@ from __future__ import annotations
 from spec_plugin_verl_cpu import chosen
 
 if chosen():
-    from spec_plugin_verl_cpu.megatron.engine import register
+    from spec_plugin_verl_cpu import platform
 
-    register()
+    if hasattr(
+        platform, "PlatformCPU"
+    ):  # else it is being imported, verl for it, and this for verl: it ends by register()
+        from spec_plugin_verl_cpu.megatron.engine import register
+
+        register()
