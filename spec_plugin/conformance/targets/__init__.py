@@ -26,7 +26,7 @@ class TinyTarget:
     dtype: str = "float32"  # in which vLLM's CPU build runs it
     attention: str = "sdpa"  # implementation that transformers has for it on a CPU
     environment: Mapping[str, str] = field(default_factory=dict)  # that vLLM's CPU build needs for it
-    note: str = ""  # what was not, and why, in a sentence
+    note: str = ""  # what was not shown, and why
     changes: Mapping[str, Any] = field(
         default_factory=dict
     )  # to the kit's settings; for a model of parts, of its text part

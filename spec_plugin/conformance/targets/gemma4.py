@@ -5,7 +5,7 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "gemma4_text",
     "Gemma4ForCausalLM",
-    "engine",
+    "trainer",
     changes={
         "sliding_window": 16,
         "hidden_size_per_layer_input": 0,

@@ -5,6 +5,6 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "glm",
     "GlmForCausalLM",
-    "engine",
+    "trainer",
     changes={"partial_rotary_factor": 0.5},
 )

@@ -5,7 +5,7 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "gpt_oss",
     "GptOssForCausalLM",
-    "engine",
+    "trainer",
     dtype="bfloat16",  # vLLM's CPU attention takes no other sinks
     attention="eager",
     changes={
