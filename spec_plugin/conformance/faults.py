@@ -16,6 +16,7 @@ from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import EngineState, HiddenStates, LogprobBatch, RolloutStats
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
+from spec_plugin.ranks import is_first
 from spec_plugin.session import SESSIONS, SpecSession
 
 #: the hooks that break, in this order; ``spec_save`` breaks when a checkpoint comes, wherever the tour is then
@@ -204,6 +205,8 @@ class FaultTour:
             found = yield
         except LogprobProvenanceError as error:
             if self._planted is None:
+                if not is_first() and self._plants.any_yet:
+                    return None  # the first rank planted it, and sees to it; ranks may share a batch
                 raise
             if not self._refused:
                 self._write("refused", what=self._planted, why=str(error))

@@ -25,7 +25,17 @@ class Plants:
     def plant(self, what: str) -> None:
         """From here on."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._begun.touch()
         self._file(what).touch()
+
+    @property
+    def _begun(self) -> Path:
+        return self._folder / "plants"
+
+    @property
+    def any_yet(self) -> bool:
+        """Has anything been planted in this run, though it may be gone."""
+        return self._begun.exists()
 
     def remove(self, what: str) -> None:
         """Until here."""

@@ -107,6 +107,8 @@ def shaped(
             )
         if not driver.takes_families:
             raise pytest.UsageError(f"--target {family}: the driver of {name!r} makes its own policy; leave it out")
+        if missing := tiny_targets()[family].missing:
+            raise pytest.UsageError(f"--target {family}: it needs {', '.join(missing)}, which is not installed here")
     chosen: dict[str, Any] = {} if family is None else {"family": family}
     if shape is None:
         return functools.partial(driver, **chosen) if chosen else driver

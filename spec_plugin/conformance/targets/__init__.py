@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal
 
 #: what was tried: a whole run of a trainer whose acceptance rose, or the engine and the harvest alone
@@ -34,7 +35,13 @@ class TinyTarget:
     tokens: tuple[str, ...] = ()  # special ones that trainers and transformers ask its tokenizer for; ids 2 and up
     #: of a model that reads images: transformers' classes of its processor, and of those for images and videos in it
     processor: tuple[str, str, str] | None = None
+    packages: tuple[str, ...] = ()  # that its engine or trainer imports, and the environments here do without
     mixed: bool = True  # do trainers take prompts with and without images beside each other
+
+    @property
+    def missing(self) -> list[str]:
+        """Packages of ``packages`` that are not installed."""
+        return [name for name in self.packages if find_spec(name) is None]
 
 
 @lru_cache

@@ -20,4 +20,5 @@ TARGET = TinyTarget(
         },
         "image_token_index": 2,
     },
+    packages=("torchvision", "mistral_common"),
 )

@@ -27,4 +27,5 @@ TARGET = TinyTarget(
     },
     mixed=False,  # verl 0.9.1 with transformers 5 dies of a batch without images
     processor=("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
+    packages=("torchvision", "qwen_vl_utils"),
 )

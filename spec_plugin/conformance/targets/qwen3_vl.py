@@ -33,4 +33,5 @@ TARGET = TinyTarget(
         "vision_end_token_id": 5,
     },
     processor=("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
+    packages=("torchvision", "qwen_vl_utils"),
 )

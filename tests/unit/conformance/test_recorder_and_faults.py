@@ -7,7 +7,7 @@ import torch
 from test_session import TARGET, step
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
-from spec_plugin.conformance import judge, told
+from spec_plugin.conformance import faults, judge, told
 from spec_plugin.conformance.faults import SHORT, STEPS, TOUR, FaultTour, read_tour
 from spec_plugin.conformance.forward import read_pack
 from spec_plugin.conformance.plants import LOGPROB, PERTURBED, PLANTED, VERSION, Plants
@@ -138,6 +138,21 @@ def test_a_violation_that_was_not_planted_stops_the_run_at_once(tmp_path):
     session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError, match="not sampled by policy version 3"):
         session.check_logprobs(replace(batch(), rollout_versions=torch.tensor([3, 2])))
+
+
+def test_another_rank_leaves_to_the_first_one_what_that_has_planted(tmp_path, monkeypatch):
+    session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
+    wrong = replace(batch(), rollout_versions=torch.tensor([3, 2]))
+    monkeypatch.setattr(faults, "is_first", lambda: False)
+    with pytest.raises(LogprobProvenanceError):
+        session.check_logprobs(wrong)
+    plants = Plants(tmp_path)
+    plants.plant(VERSION)
+    plants.remove(VERSION)  # the first rank was faster
+    session.check_logprobs(wrong)
+    monkeypatch.setattr(faults, "is_first", lambda: True)
+    with pytest.raises(LogprobProvenanceError):
+        session.check_logprobs(wrong)
 
 
 def test_an_engine_that_drafts_on_after_a_fault_is_seen(tmp_path):
