@@ -57,6 +57,8 @@ SHAPES = {
     "verl": ("tp2", "dp2", "nodes2", "lora", "packed", "mistral", "colocate", "separate", "separate2"),
     "openrlhf": ("tp2", "dp2", "zero3", "job", "async", "partial"),
 }
+#: of verl, with other actors: in environments of their own
+ACTORS = {"megatron": ("megatron", "megatron-tp2", "megatron-pp2", "megatron-cp2"), "veomni": ("veomni",)}
 DAILY_SHAPES = ("tp2", "dp2", "packed", "separate")
 #: drafting methods beside the first one, and what the kit is told of each
 METHODS = {
@@ -120,6 +122,25 @@ PARTS = (
         9,
         STARTS_VERL,
         daily=False,
+    ),
+    Part(
+        "megatron-layouts",
+        (".envs/megatron/bin/python -m pytest tests/trainers/test_megatron.py -m trainer",),
+        ("megatron",),
+        4,
+        daily=False,
+    ),
+    *(
+        Part(
+            f"verl-{shape}",
+            (f".envs/{env}/bin/spec-plugin conformance verl --shape {shape}",),
+            (env,),
+            10,
+            STARTS_VERL,
+            daily=False,
+        )
+        for env, shapes in ACTORS.items()
+        for shape in shapes
     ),
     *(
         Part(

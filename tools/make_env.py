@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("verl", "openrlhf")
+ENVIRONMENTS = (*TRAINERS, "megatron", "veomni")  # the last two are verl, with other actors
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PYTHON = (3, 11)
 
@@ -55,6 +56,14 @@ class Pins:
 def pins_file(trainer: str) -> Path:
     """What is installed for a trainer."""
     return ROOT / "tools" / f"requirements-{trainer}.txt"
+
+
+def with_included(pins: Path) -> str:
+    """A pins file's text, with that of the file that it begins from (``-r NAME``, beside it) in its place."""
+    lines = pins.read_text().splitlines()
+    return "\n".join(
+        with_included(pins.parent / line[3:].strip()) if line.startswith("-r ") else line for line in lines
+    )
 
 
 def fail(message: str) -> None:
@@ -165,12 +174,14 @@ def install_project(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and bring the environments up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trainers", nargs="*", metavar="TRAINER", help=f"any of: {', '.join(TRAINERS)} (default: verl)")
+    parser.add_argument(
+        "trainers", nargs="*", metavar="TRAINER", help=f"any of: {', '.join(ENVIRONMENTS)} (default: verl)"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / ".envs", help="where they go (default: .envs)")
     arguments = parser.parse_args(argv)
     trainers = arguments.trainers or ["verl"]
-    if unknown := sorted(set(trainers) - set(TRAINERS)):
-        parser.error(f"unknown trainer {unknown[0]!r}; known: {', '.join(TRAINERS)}")
+    if unknown := sorted(set(trainers) - set(ENVIRONMENTS)):
+        parser.error(f"unknown trainer {unknown[0]!r}; known: {', '.join(ENVIRONMENTS)}")
     if sys.version_info[:2] != PYTHON or not sys.platform.startswith("linux"):
         found = f"{sys.platform} with Python {sys.version_info.major}.{sys.version_info.minor} ({sys.executable})"
         fail(f"needs Linux with Python 3.11, found {found}; name another one: make PYTHON=/path/to/python3.11 …")
@@ -184,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def bring_up_to_date(folder: Path, pins: Path) -> None:
     """Do what is missing; the stamp files say what is there."""
-    pins_text = pins.read_text()
+    pins_text = with_included(pins)
     environment = digest(pins_text, Path(__file__).read_text(), sys.version)
     project = digest(environment, str(ROOT), (ROOT / "pyproject.toml").read_bytes())
     start = time.monotonic()

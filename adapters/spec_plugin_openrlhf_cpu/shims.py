@@ -6,19 +6,20 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
-import inspect
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spec_plugin.conformance.shims import Shims
 from spec_plugin.errors import PatchError
 
-_MARK = "_spec_plugin_openrlhf_cpu"
+_ADVICE = "install OpenRLHF 0.11.2 with the pins of tools/requirements-openrlhf.txt, or report this"
+replace = Shims("spec_plugin_openrlhf_cpu", _ADVICE).replace
 #: in a checkpoint's client state, torch's random state
 RANDOM = "spec_plugin_openrlhf_cpu_random"
 
@@ -71,53 +72,8 @@ def install() -> None:
         raise PatchError("openrlhf.trainer.ray.ppo_actor was imported before spec_plugin_openrlhf_cpu was installed")
 
 
-def replace(
-    module: str,
-    path: str,
-    replacement: Callable[[Any], Any],
-    parameters: Sequence[str] = (),
-    landmarks: Sequence[str] = (),
-) -> None:
-    """Put ``replacement(original)`` in place of a function, once.
-
-    Args:
-        module: where it is defined; imported here.
-        path: its attribute path in the module.
-        replacement: takes the original, returns the new function.
-        parameters: names with which the original's parameters must begin.
-        landmarks: pieces of text that the original's source must contain.
-
-    Raises:
-        PatchError: if the function is gone, or is no longer what the replacement was written for.
-    """
-    *parents, name = path.split(".")
-    try:
-        owner: Any = importlib.import_module(module)
-        for parent in parents:
-            owner = getattr(owner, parent)
-        original = getattr(owner, name)
-    except (ImportError, AttributeError) as error:
-        raise PatchError(f"spec_plugin_openrlhf_cpu: {module}:{path} is gone ({error}); {_ADVICE}") from error
-    if hasattr(original, _MARK):
-        return
-    if parameters:
-        found = tuple(inspect.signature(original).parameters)
-        if found[: len(parameters)] != tuple(parameters):
-            raise PatchError(f"spec_plugin_openrlhf_cpu: {module}:{path} takes {found}, not {parameters}…; {_ADVICE}")
-    if landmarks:
-        source = inspect.getsource(original)
-        if missing := [mark for mark in landmarks if mark not in source]:
-            raise PatchError(f"spec_plugin_openrlhf_cpu: {module}:{path} no longer contains {missing}; {_ADVICE}")
-    new = replacement(original)
-    setattr(new, _MARK, True)
-    setattr(owner, name, new)
-
-
 def _instead(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     return function
-
-
-_ADVICE = "install OpenRLHF 0.11.2 with the pins of tools/requirements-openrlhf.txt, or report this"
 
 
 # ------------------------------------------------------------------------------------------------ torch.cuda

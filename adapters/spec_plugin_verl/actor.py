@@ -1,20 +1,26 @@
-"""verl's FSDP actor engine, plus harvest in its log-prob pass, log-prob checks, draft training and checkpoints."""
+"""What the flag adds to an actor of verl's: harvest in its log-prob pass, log-prob checks, draft training and checkpoints.
+
+A mix-in before the engine class that verl has registered for a backend; what depends on the backend are the methods of
+:class:`BackendParts`, one room each in ``backends``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from spec_plugin_verl_check.actors import objections
+from spec_plugin_verl_check.options import LEAVE_OUT, lora
+from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
-from spec_plugin.actor.decoder import find_decoder
-from spec_plugin.actor.harvest import PackedShards
+from spec_plugin.actor.control import RolloutControl, run_blocking
 from spec_plugin.actor.links import ActorsLink
+from spec_plugin.commands.judgement import refuse
 from spec_plugin.engine.control import plain_tokens
 from spec_plugin.events import LogprobBatch
 from spec_plugin.session import SpecSession
@@ -23,39 +29,84 @@ from spec_plugin_verl import batches
 from spec_plugin_verl.runtime import RUNTIME
 
 
-class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+class Harvest(Protocol):
+    """What is captured of a log-prob pass; see :class:`spec_plugin.actor.control.RolloutHarvest`."""
+
+    def open(self) -> None:
+        """Before the pass (collective)."""
+
+    def close(self) -> None:
+        """Behind it, also where it failed."""
+
+
+class BackendParts:
+    """What a mix-in for one backend answers beside ``forward_step``; here for an actor whose ranks all see whole outputs."""
+
+    module: Any
+
+    def spec_dtype(self) -> str:
+        """Dtype of the forward pass, as torch names it."""
+        raise NotImplementedError
+
+    def spec_harvest(self, control: RolloutControl) -> Harvest:
+        """The harvest of this rank."""
+        raise NotImplementedError
+
+    def spec_modules(self) -> Sequence[nn.Module]:
+        """All that this rank has of the policy."""
+        return (self.module,)
+
+    def spec_log_probs(self, output: Mapping[str, Any], data: Any) -> Tensor | None:
+        """Log-probs of a pass, nested [B, (L)], one behind each token; None where none were computed (collective)."""
+        found: Tensor | None = output.get("model_output", {}).get("log_probs")
+        return found
+
+    def spec_reported(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """What this rank is to log of what the first rank has measured; empty on others (collective)."""
+        return metrics
+
+
+class SpecActor(BackendParts):
     """The actor (and, untouched, any forward-only engine such as the reference policy).
 
     Runs in the actor process. ``attach`` is called by the rollout adapter once the session exists.
     """
 
+    engine_config: Any
+    model_config: Any
     _session: SpecSession | None = None
-    _harvest: RolloutHarvest | None = None
+    _harvest: Harvest | None = None
     _resumed: Path | None = None  # what a session that comes later is to load
 
     def initialize(self) -> None:
-        """Build the model as verl does, and be found by the rollout adapter."""
-        super().initialize()
+        """Build the model as verl does, and be found by the rollout adapter.
+
+        Raises:
+            SpecConfigError: naming options of this backend that have not been shown to work.
+        """
+        if not self.engine_config.forward_only:
+            trains_lora = lora(self.model_config) is not None
+            refuse(objections(self.engine_config.strategy, self.engine_config, trains_lora), LEAVE_OUT)
+        super().initialize()  # type: ignore[misc]
         if not self.engine_config.forward_only:
             RUNTIME.engine = self
 
     def attach(self, control: RolloutControl) -> None:
         """Start harvesting for this control's session."""
         self._session = control.session
-        shards = PackedShards(self.ulysses_parallel_group) if self.use_ulysses_sp else None
-        self._harvest = RolloutHarvest(control, lambda: find_decoder(self.module), shards)
+        self._harvest = self.spec_harvest(control)
         if self._resumed is not None:
             control.session.load(self._resumed)
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
         """verl's stream of weights; where no rollout adapter of ours reads it, its end begins a phase."""
-        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
         if self.engine_config.forward_only or (RUNTIME.control is not None and RUNTIME.standalone is None):
             return weights, peft_config
         if RUNTIME.standalone is None:
             from spec_plugin_verl.standalone import Standalone
 
-            RUNTIME.standalone = Standalone(self, dtype_name(self))
+            RUNTIME.standalone = Standalone(self, self.spec_dtype())
             RUNTIME.control = RUNTIME.standalone.control
         return RUNTIME.standalone.tap(weights), peft_config
 
@@ -67,27 +118,21 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """
         session = self._session
         if session is None or self.engine_config.forward_only:
-            return super().infer_batch(data, loss_function)
+            return super().infer_batch(data, loss_function)  # type: ignore[misc]
         RUNTIME.finish()
         output = self._harvesting_pass(data, loss_function)
-        if "log_probs" in output["model_output"]:
-            self._check(session, data, output["model_output"]["log_probs"], rollout_in_loss=False)
+        log_probs = self.spec_log_probs(output, data)
+        if log_probs is not None:
+            self._check(session, data, log_probs, rollout_in_loss=False)
         return output
 
     def _harvesting_pass(self, data: Any, loss_function: Any) -> Any:
         assert self._harvest is not None
         self._harvest.open()
         try:
-            return super().infer_batch(data, loss_function)
+            return super().infer_batch(data, loss_function)  # type: ignore[misc]
         finally:
             self._harvest.close()
-
-    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        """One micro-batch; captured while the pass still has harvest budget."""
-        if not forward_only or self._harvest is None:
-            return super().forward_step(micro_batch, loss_function, forward_only)
-        with self._harvest.capture(lambda: batches.documents(micro_batch)):
-            return super().forward_step(micro_batch, loss_function, forward_only)
 
     def _check(self, session: SpecSession, data: Any, log_probs: Tensor, rollout_in_loss: bool) -> None:
         rollout = data["rollout_log_probs"] if "rollout_log_probs" in data.keys() else None  # noqa: SIM118
@@ -133,17 +178,18 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """verl's own update; after the last mini-batch of a step, one slice of draft training and the metrics."""
         session = self._session
         if session is None:
-            return super().train_batch(data, loss_function)
+            return super().train_batch(data, loss_function)  # type: ignore[misc]
         if RUNTIME.checked_version != RUNTIME.policy_version:
             self._check_bypassed(session, data)
-        output = super().train_batch(data, loss_function)
+        output = super().train_batch(data, loss_function)  # type: ignore[misc]
         if tu.get(data, key="update_lr_scheduler", default=False):
             assert RUNTIME.control is not None
             RUNTIME.control.train_draft(RUNTIME.policy_version)
-            if RUNTIME.control.link is not None:
+            found = self.spec_reported(session.metrics() if RUNTIME.control.link is not None else {})
+            if found:
                 # verl averages over the ranks that report; and it flattens every metric over data-parallel ranks and
                 # micro-batches, so each must be a list
-                output["metrics"].update({name: [value] for name, value in session.metrics().items()})
+                output["metrics"].update({name: [value] for name, value in found.items()})
         return output
 
     def _check_bypassed(self, session: SpecSession, data: Any) -> None:
@@ -155,28 +201,24 @@ class SpecFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         count = min(len(data), session.config.bypass_check_sequences)
         few = tu.index_select_tensor_dict(data, torch.arange(count))
         tu.assign_non_tensor(few, calculate_entropy=False, micro_batch_size_per_gpu=1, use_dynamic_bsz=False)
-        training = self.module.training
-        self.module.eval()
-        try:
+        with ExitStack() as back:
+            for module in self.spec_modules():
+                back.callback(module.train, module.training)
+                module.eval()
             output = self._harvesting_pass(few, None)
-        finally:
-            self.module.train(training)
-        self._check(session, few, output["model_output"]["log_probs"], rollout_in_loss=True)
+        log_probs = self.spec_log_probs(output, few)
+        assert log_probs is not None
+        self._check(session, few, log_probs, rollout_in_loss=True)
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's checkpoint, and the plugins' in ``<local_path>/spec_plugin``."""
-        super().save_checkpoint(local_path, *args, **kwargs)
+        super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
         if self._session is not None and torch.distributed.get_rank() == 0:
             self._session.save(Path(local_path) / "spec_plugin")
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's checkpoint, and the plugins' where there is one."""
-        super().load_checkpoint(local_path, *args, **kwargs)
+        super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
         self._resumed = Path(local_path) / "spec_plugin"
         if self._session is not None:
             self._session.load(self._resumed)
-
-
-def dtype_name(engine: Any) -> str:
-    """Dtype of the actor's forward pass, as FSDP's mixed precision resolved it."""
-    return str(getattr(engine, "_autocast_dtype", torch.bfloat16)).removeprefix("torch.")

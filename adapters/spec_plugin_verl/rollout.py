@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 import torch
+from spec_plugin_verl_check.options import STRATEGIES
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from spec_plugin import SpecConfigError
@@ -14,7 +15,6 @@ from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.links import ActorsLink
 from spec_plugin.ranks import actor_group, is_first
 from spec_plugin.session import SpecSession
-from spec_plugin_verl.actor import dtype_name
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 from spec_plugin_verl.runtime import RUNTIME
 from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyTap
@@ -48,8 +48,8 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         spec = read_config(config)
         if RUNTIME.engine is None:
             raise SpecConfigError(
-                "spec-plugin found no FSDP actor in the rollout's process: it supports actor.strategy=fsdp or fsdp2; set one "
-                "of them, or leave the flag out"
+                "spec-plugin found no actor of its own in the rollout's process: it supports actor.strategy="
+                f"{' or '.join(STRATEGIES)}; set one of them, or leave the flag out"
             )
         if (backend := config.checkpoint_engine.backend) != "naive":
             raise SpecConfigError(
@@ -59,7 +59,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
                 "naive; or leave the flag out"
             )
         engine = RUNTIME.engine
-        target = read_target(config, model_config, dtype_name(engine), actor_group())
+        target = read_target(config, model_config, engine.spec_dtype(), actor_group())
         link = self._link(spec.refresh_timeout_s) if is_first() else None
         self._control = RolloutControl(SpecSession(spec, target), link, sleeps=config.free_cache_engine)
         self._syncs = 0

@@ -9,7 +9,7 @@ from spec_plugin.actor.control import run_blocking
 
 if TYPE_CHECKING:
     from spec_plugin.actor.control import RolloutControl
-    from spec_plugin_verl.actor import SpecFSDPEngine
+    from spec_plugin_verl.actor import SpecActor
     from spec_plugin_verl.standalone import Standalone
 
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ActorRuntime:
     """State of one actor process; filled by the engine first and the rollout adapter second."""
 
-    engine: SpecFSDPEngine | None = None
+    engine: SpecActor | None = None
     control: RolloutControl | None = None
     standalone: Standalone | None = None  # where the engines live in processes of their own
     checked_version: int = -1  # version whose log-probs the log-prob pass has checked

@@ -28,7 +28,7 @@ from spec_plugin.session import SpecSession
 from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyTap
 
 if TYPE_CHECKING:
-    from spec_plugin_verl.actor import SpecFSDPEngine
+    from spec_plugin_verl.actor import SpecActor
 
 #: names that verl gives the servers of the policy; of one across nodes, the first node's
 _SERVER = re.compile(r"vllm_server_\d+_0")
@@ -37,7 +37,7 @@ _SERVER = re.compile(r"vllm_server_\d+_0")
 class Standalone:
     """What one rank of such an actor does around each weight sync."""
 
-    def __init__(self, engine: SpecFSDPEngine, dtype_name: str) -> None:
+    def __init__(self, engine: SpecActor, dtype_name: str) -> None:
         """Take the options from the servers, which have started by now, and attach to the engine.
 
         Raises:

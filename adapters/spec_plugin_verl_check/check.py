@@ -13,6 +13,7 @@ from spec_plugin.commands.judgement import FindModel, Judgement, Model, Objectio
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin_verl_check import options
+from spec_plugin_verl_check.actors import ACTORS
 from spec_plugin_verl_check.compose import compose_config, has_module, not_taken, verl_version
 from spec_plugin_verl_check.entries import MAIN, Entry, entry_of, with_engines_beside
 
@@ -169,6 +170,9 @@ def _shapes(config: Any, entry: Entry, family: Any) -> tuple[str, ...]:
         "fully": mode == "fully_async",
         "one-step": mode == "one_step_off",
     }
+    actor = config.actor_rollout_ref.actor
+    if (backend := ACTORS.get(actor.strategy)) is not None:
+        used |= backend.shapes(actor.get(backend.section))
     return tuple(name for name, uses in used.items() if uses)
 
 

@@ -17,13 +17,14 @@ from spec_plugin.config import NAME, SpecConfig, meant_for_us
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.sources import source_of
+from spec_plugin_verl_check import actors
 
 PREFIX = "+actor_rollout_ref.rollout.custom.spec."
 FLAG = "actor_rollout_ref.model.external_lib=spec_plugin_verl"
 #: the same in every process, for mains that start engines before they look at the model's options
 EVERYWHERE = "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=spec_plugin_verl"
 LEAVE_OUT = f"leave out {FLAG}"
-STRATEGIES = ("fsdp", "fsdp2")
+STRATEGIES = tuple(actors.ACTORS)
 #: of verl's trainer; the last one with engines in processes of their own
 MODES = ("sync", "colocate_async", "separate_async")
 APART = MODES[-1]
@@ -310,14 +311,9 @@ def _run(config: Any) -> Iterator[Objection]:
         yield Objection(
             "algorithm.rollout_correction", str(correction), WRONG_KIND, "these are no options", "leave it", "verl"
         )
-    strategy = config.actor_rollout_ref.actor.strategy
-    if strategy not in STRATEGIES:
-        yield unsupported(
-            "actor_rollout_ref.actor.strategy",
-            strategy,
-            f"{strategy} actors",
-            f"set it to {' or '.join(STRATEGIES)} (model_engine=dp)",
-        )
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    section = actor.get(actors.ACTORS[actor.strategy].section) if actor.strategy in actors.ACTORS else None
+    yield from actors.objections(actor.strategy, section, lora(model) is not None)
     if not config.trainer.use_v1:
         yield unsupported("trainer.use_v1", False, "verl's legacy trainer", "set it to True")
     yield from _mode(config)

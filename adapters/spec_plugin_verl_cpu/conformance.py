@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -10,13 +9,27 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
-import torch
 from torch import Tensor
 
 from spec_plugin.conformance import tiny
 from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
 from spec_plugin.conformance.targets import tiny_targets
-from spec_plugin_verl_cpu.run import COLOCATE, FULLY, ONE_STEP, PPO, SEPARATE, SMALL, SPEC, Main, VerlRun
+from spec_plugin_verl_cpu import checkpoints
+from spec_plugin_verl_cpu.run import (
+    COLOCATE,
+    FSDP,
+    FULLY,
+    MEGATRON,
+    ONE_STEP,
+    PPO,
+    SEPARATE,
+    SMALL,
+    SPEC,
+    VEOMNI,
+    Backend,
+    Main,
+    VerlRun,
+)
 
 _QUICK = ("actor_rollout_ref.actor.optim.lr_warmup_steps=0",)  # the first update must move the policy
 
@@ -37,6 +50,23 @@ class Shape:
     mtp: bool = False  # has it a layer for multi-token prediction
     asynchronous: bool = False
     main: Main = PPO
+    backend: Backend = FSDP
+    format: checkpoints.Format = checkpoints.FSDP
+    kv_heads: int = 1  # of the policy; ranks that split them need one each
+
+
+def _megatron(what: str, *overrides: str, ranks: int = 2) -> Shape:
+    """A Megatron actor; its environment is not that of the other shapes."""
+    split = _TWO if ranks > 1 else ()
+    own = (f"{_ACTOR}.megatron.{override}" for override in overrides)
+    return Shape(
+        f"a Megatron actor, {what}",
+        (*split, *own),
+        ranks=ranks,
+        backend=MEGATRON,
+        format=checkpoints.MEGATRON,
+        kv_heads=ranks,
+    )
 
 
 _TP = (
@@ -95,6 +125,13 @@ SHAPES = {
         main=ONE_STEP,
     ),
     "fully": Shape("verl's fully_async_policy: prompts are sampled all the time", (), asynchronous=True, main=FULLY),
+    "megatron": _megatron("one rank", ranks=1),
+    "megatron-tp2": _megatron("tensor and sequence parallel over two ranks", "tensor_model_parallel_size=2"),
+    "megatron-pp2": _megatron("a pipeline of two stages", "pipeline_model_parallel_size=2"),
+    "megatron-cp2": _megatron(
+        "context parallel over two ranks, packed sequences", "context_parallel_size=2", "use_remove_padding=True"
+    ),
+    "veomni": Shape("a VeOmni actor of two ranks", _TWO, ranks=2, backend=VEOMNI),
     "mimo": Shape("a Qwen2 policy with a layer for multi-token prediction", (), family="qwen2", mtp=True),
 }
 
@@ -117,7 +154,8 @@ class Driver(ConformanceDriver):
         self.asynchronous = self._shape.asynchronous
         root.mkdir(parents=True, exist_ok=True)
         self._room = tiny_targets()[family or self._shape.family]
-        self._target = tiny.make_target(root / "policy", family=family or self._shape.family)
+        split: dict[str, Any] = {"num_key_value_heads": self._shape.kv_heads} if self._shape.kv_heads > 1 else {}
+        self._target = tiny.make_target(root / "policy", family=family or self._shape.family, **split)
         if self._shape.mtp:
             tiny.add_mtp_layer(self._target)
         self._data = root / "data.parquet"
@@ -166,28 +204,20 @@ class Driver(ConformanceDriver):
             nodes=self._shape.nodes,
             main=self._shape.main,
             variables=self._room.environment,
+            backend=self._shape.backend,
         )
         yield from trainer.follow()
 
+    def _checkpoint(self, run: RunSettings, step: int) -> Path:
+        return run.out / "checkpoints" / f"global_step_{step}" / "actor"
+
     def policy(self, run: RunSettings, step: int) -> dict[str, Tensor]:
-        """From verl's FSDP checkpoint, each rank's part under a name of its own."""
-        folder, ranks = run.out / "checkpoints" / f"global_step_{step}" / "actor", self._shape.ranks
-        parts: dict[str, Tensor] = {}
-        for rank in range(ranks):
-            file = folder / f"model_world_size_{ranks}_rank_{rank}.pt"
-            state: dict[str, Any] = torch.load(file, weights_only=False)  # the run's own file
-            parts |= {f"rank {rank}: {name}": getattr(value, "_local_tensor", value) for name, value in state.items()}
-        return parts
+        """From verl's checkpoint."""
+        return self._shape.format.policy(self._checkpoint(run, step), self._shape.ranks)
 
     def random_state(self, run: RunSettings, step: int) -> dict[str, str]:
         """torch's, of each rank; verl seeds no other."""
-        folder, ranks = run.out / "checkpoints" / f"global_step_{step}" / "actor", self._shape.ranks
-        found = {}
-        for rank in range(ranks):
-            file = folder / f"extra_state_world_size_{ranks}_rank_{rank}.pt"
-            state = torch.load(file, weights_only=False)["rng"]["cpu"]  # the run's own file
-            found[f"rank {rank}: torch"] = hashlib.sha256(state.numpy().tobytes()).hexdigest()
-        return found
+        return self._shape.format.random_state(self._checkpoint(run, step), self._shape.ranks)
 
 
 def _row(index: int, text: str) -> dict[str, Any]:

@@ -112,6 +112,62 @@ FULLY = Main(
 
 
 @dataclass(frozen=True)
+class Backend:
+    """What trains the actor, and how it is told what a small machine wants."""
+
+    overrides: tuple[str, ...]
+    modules: tuple[str, ...] = ()  # that every process of verl imports
+
+
+_ACTOR = "actor_rollout_ref.actor"
+_MEGATRON = f"{_ACTOR}.megatron"
+FSDP = Backend(
+    (
+        f"{_ACTOR}.strategy=fsdp2",
+        # bfloat16 is slower than float32 on most CPUs
+        f"+{_ACTOR}.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
+        f"{_ACTOR}.use_torch_compile=False",
+        f"{_ACTOR}.fsdp_config.use_torch_compile=False",
+    )
+)
+#: padded batches of a fixed size; the fused kernels that Megatron takes by itself are a card's
+MEGATRON = Backend(
+    (
+        "model_engine=megatron",
+        f"{_MEGATRON}.vanilla_mbridge=True",
+        f"{_MEGATRON}.use_remove_padding=False",
+        f"{_ACTOR}.use_dynamic_bsz=False",
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=False",
+        *(
+            f"+{_MEGATRON}.override_transformer_config.{name}=False"
+            for name in (
+                "masked_softmax_fusion",
+                "persist_layer_norm",
+                "gradient_accumulation_fusion",
+                "bias_activation_fusion",
+                "bias_dropout_fusion",
+                "apply_rope_fusion",
+            )
+        ),
+        f"{_MEGATRON}.override_transformer_config.attention_backend=unfused",
+    ),
+    ("spec_plugin_verl_cpu.megatron",),
+)
+
+
+_VEOMNI = f"{_ACTOR}.veomni"
+#: two ranks at least: VeOmni leaves a single one without FSDP, and then wants a card
+VEOMNI = Backend(
+    (
+        "model_engine=veomni",
+        f"{_VEOMNI}.attn_implementation=sdpa",
+        f"{_VEOMNI}.moe_implementation=eager",
+        f"{_VEOMNI}.forward_prefetch=False",
+    )
+)
+
+
+@dataclass(frozen=True)
 class VerlRun:
     """One GRPO run of verl: what goes in and where its output lies."""
 
@@ -126,6 +182,7 @@ class VerlRun:
     nodes: int = 1  # Ray nodes, all on this machine
     main: Main = PPO
     variables: Mapping[str, str] = field(default_factory=dict)  # of the environment, beside what a CPU needs
+    backend: Backend = FSDP
 
     @property
     def metrics_file(self) -> Path:
@@ -158,7 +215,7 @@ def step_record(line: str) -> tuple[int, StepMetrics] | None:
 
 def arguments(run: VerlRun) -> list[str]:
     """The Hydra overrides: an ordinary GRPO run, what a CPU needs, and the one flag."""
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    actor, rollout = _ACTOR, "actor_rollout_ref.rollout"
     grpo = [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={run.train_file}",
@@ -174,7 +231,6 @@ def arguments(run: VerlRun) -> list[str]:
         f"{actor}.optim.weight_decay=0.0",
         f"{actor}.ppo_mini_batch_size=16",
         f"{actor}.ppo_micro_batch_size_per_gpu=32",
-        f"{actor}.strategy=fsdp2",
         f"{rollout}.name=vllm",
         f"{rollout}.n=8",
         f"{rollout}.max_model_len=128",
@@ -192,17 +248,12 @@ def arguments(run: VerlRun) -> list[str]:
         "trainer.total_epochs=1000",
         f"trainer.default_local_dir={run.out / 'checkpoints'}",
     ]
-    single_precision = [  # bfloat16 is slower than float32 on most CPUs
-        f"{rollout}.dtype=float32",
-        f"+{actor}.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
-    ]
     small_machine = [
         "trainer.device=cpu",
         "actor_rollout_ref.model.use_remove_padding=False",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-        f"{actor}.use_torch_compile=False",
-        f"{actor}.fsdp_config.use_torch_compile=False",
+        f"{rollout}.dtype=float32",  # bfloat16 is slower on most CPUs
         f"{rollout}.tensor_model_parallel_size=1",
         # verl's own "mp" is one process more, and it spins on a core while it waits
         f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
@@ -223,7 +274,8 @@ def arguments(run: VerlRun) -> list[str]:
     ]
     flag = [] if run.plain else [run.main.flag]
     joined = _JOIN if run.nodes > 1 else ()
-    return [*grpo, *single_precision, *small_machine, *joined, *flag, *run.overrides, *run.main.of(run.steps)]
+    own = (*run.backend.overrides, *joined, *flag, *run.overrides, *run.main.of(run.steps))
+    return [*grpo, *small_machine, *own]
 
 
 def environment(run: VerlRun, base: Mapping[str, str]) -> dict[str, str]:
@@ -234,5 +286,6 @@ def environment(run: VerlRun, base: Mapping[str, str]) -> dict[str, str]:
         "VERL_FILE_LOGGER_PATH": str(run.metrics_file),
     }
     quiet = {"VERL_LOGGING_LEVEL": "WARNING"}  # at INFO, separate_async of 0.9.1 dies of logger.info(…, flush=True)
-    defaults = {**ENVIRONMENT, **quiet, "VERL_USE_EXTERNAL_MODULES": "spec_plugin_verl_cpu", "HYDRA_FULL_ERROR": "1"}
+    modules = ",".join(("spec_plugin_verl_cpu", *run.backend.modules))
+    defaults = {**ENVIRONMENT, **quiet, "VERL_USE_EXTERNAL_MODULES": modules, "HYDRA_FULL_ERROR": "1"}
     return {**defaults, **base, **run.variables, **forced}

@@ -55,9 +55,12 @@ class Harvester:
             aux_layers: ascending layer indices; none: the last states alone. The number of layers is one more index: the
                 residual stream that enters the final norm.
             shards: if the decoder sees a part of each row only: then ``take`` is collective, and each rank keeps
-                every ``size``-th document.
+                every ``size``-th document, in turn.
         """
         self._shards = shards
+        self._turn = (
+            0  # documents that were shared out, so that ranks take turns over micro-batches of one document, too
+        )
         #: tokens of the documents that the last ``take`` chose, on all ranks that share them together
         self.taken = 0
         self._layers: list[nn.Module] = [[*decoder.layers, decoder.norm][i] for i in aux_layers]
@@ -130,14 +133,12 @@ class Harvester:
         states = [a for a in self._aux if a is not None] + [self._last]
         self._aux, self._last = [None] * len(self._layers), None
         lengths = [len(ids) for ids in input_ids]
-        fitting = _fitting(lengths, max_tokens)
-        cut = max(lengths, default=0)
-        if cut_long and not fitting and min(cut, max_tokens) > 0:
-            fitting, cut = [0], max_tokens
+        fitting, cut = chosen(lengths, max_tokens, cut_long)
         self.taken = sum(min(lengths[i], cut) for i in fitting)
         if self._shards is not None and fitting:
             whole, size, rank = self._shards.whole, self._shards.size, self._shards.rank
-            fitting = [i for i in fitting if i % size == rank]
+            turn, self._turn = self._turn, self._turn + len(fitting)
+            fitting = [i for n, i in enumerate(fitting) if (turn + n) % size == rank]
             packed = [_select(whole(s), lengths, fitting) for s in states]
         else:
             packed = [_select(s, lengths, fitting) for s in states]
@@ -165,8 +166,16 @@ def response_at_the_end(length: int, response: Tensor) -> Tensor:
     return torch.cat([torch.zeros(length - len(response), dtype=torch.bool), response.bool().cpu()])
 
 
+def chosen(lengths: Sequence[int], max_tokens: int, cut_long: bool = False) -> tuple[list[int], int]:
+    """Indices of the documents whose tokens together stay within ``max_tokens``, and how many tokens of each at most.
+
+    One too many is passed over; where all are, and ``cut_long``, the first is taken and cut.
+    """
+    fitting, longest = _fitting(lengths, max_tokens), max(lengths, default=0)
+    return ([0], max_tokens) if cut_long and not fitting and min(longest, max_tokens) > 0 else (fitting, longest)
+
+
 def _fitting(lengths: Sequence[int], max_tokens: int) -> list[int]:
-    """Indices of the documents whose tokens together stay within ``max_tokens``; one too many is passed over."""
     total, out = 0, []
     for i, n in enumerate(lengths):
         if total + n <= max_tokens:

@@ -63,6 +63,9 @@ _CPU_SWITCHES = {
     "VERL_ENGINE_DEVICE": "cuda",
 }
 
+#: of verl's actors, where what they are made of is installed
+_OTHER_BACKENDS = ("veomni", "megatron")
+
 #: vLLM's CPU attention refuses smaller heads, but only when the first request runs, and takes the engine down.
 _CPU_HEAD_DIM = 32
 
@@ -243,7 +246,7 @@ def _switch_verl_to_cpu() -> list[Finding]:
 
 
 def examine_verl_registries(adapter: str = "spec_plugin_verl") -> list[Finding]:
-    """Ask verl for its vLLM rollout, its replica and its FSDP engine, as a run does; each must be the adapter's.
+    """Ask verl for its vLLM rollout, its replica and its actors' engines, as a run does; each must be the adapter's.
 
     verl is reached by name only: the core imports no trainer.
     """
@@ -254,17 +257,27 @@ def examine_verl_registries(adapter: str = "spec_plugin_verl") -> list[Finding]:
     def replica() -> Any:
         return importlib.import_module("verl.workers.rollout.replica").get_rollout_replica_class("vllm")
 
+    def engines() -> Any:
+        return importlib.import_module("verl.workers.engine").EngineRegistry
+
     def engine(backend: str) -> Any:
-        registry = importlib.import_module("verl.workers.engine").EngineRegistry
-        return registry.get_engine_cls("language_model", backend)
+        return engines().get_engine_cls("language_model", backend)
 
     lookups: dict[str, Callable[[], Any]] = {
         "verl rollout": rollout,
         "verl replica": replica,
-        "verl engine fsdp": lambda: engine("fsdp"),
-        "verl engine fsdp2": lambda: engine("fsdp2"),
+        "verl engine fsdp": partial(engine, "fsdp"),
+        "verl engine fsdp2": partial(engine, "fsdp2"),
     }
-    return [_look_up(name, lookup, adapter) for name, lookup in lookups.items()]
+    found = [_look_up(name, lookup, adapter) for name, lookup in lookups.items()]
+    if all(finding.state == "ok" for finding in found):
+        there = engines()._engines["language_model"]
+        found += [
+            _look_up(f"verl engine {backend}", partial(engine, backend), adapter)
+            for backend in _OTHER_BACKENDS
+            if backend in there
+        ]
+    return found
 
 
 def _switch_openrlhf_to_cpu() -> list[Finding]:

@@ -20,12 +20,13 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 
+import spec_plugin_verl  # noqa: F401  (the flag)
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers.modeling_utils as modeling
 import verl  # noqa: F401
-from spec_plugin_verl.actor import SpecFSDPEngine
+from spec_plugin_verl.backends.fsdp import Actor
 from spec_plugin_verl.runtime import RUNTIME
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
@@ -34,6 +35,7 @@ from verl.models.transformers import monkey_patch
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import EngineRegistry
 
 from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl
@@ -89,10 +91,10 @@ def stand_in() -> None:
     modeling.lazy_import_flash_attention = lambda *_, **__: None
 
 
-def make_engine(model: str) -> SpecFSDPEngine:
+def make_engine(model: str) -> Actor:
     """verl's engine, as its actor worker builds it."""
     single = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    engine = SpecFSDPEngine(
+    engine: Actor = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
         HFModelConfig(
             path=model,
             use_remove_padding=True,

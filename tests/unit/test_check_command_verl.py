@@ -92,7 +92,7 @@ def test_merged_lora_is_no_objection(stock: Any) -> None:
 KWARGS = f"{ROLLOUT}engine_kwargs.vllm"
 REFUSED = (
     ((f"{ROLLOUT}name", "sglang"), "rollouts by sglang", "set it to vllm"),
-    (("actor_rollout_ref.actor.strategy", "megatron"), "megatron actors", "fsdp or fsdp2"),
+    (("actor_rollout_ref.actor.strategy", "torchtitan"), "torchtitan actors", "fsdp or fsdp2 or veomni or megatron"),
     (("actor_rollout_ref.actor.strategy", "veomni"), "veomni actors", "fsdp or fsdp2"),
     (
         ("trainer.v1.trainer_mode", "my_async"),
@@ -142,6 +142,7 @@ def test_an_objection_names_the_option_and_what_to_do(
 def test_all_objections_are_reported_at_once() -> None:
     overrides = [
         "model_engine=megatron",
+        "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2",
         f"{ROLLOUT}pipeline_model_parallel_size=2",
         "trainer.v1.trainer_mode=separate_async",
     ]
@@ -150,7 +151,13 @@ def test_all_objections_are_reported_at_once() -> None:
     )
     said = "\n".join(map(str, found.objections))
     assert len(found.objections) == 5 and not found.accepted
-    for part in ("megatron actors", "pipeline", "separate_async", "custom.spec.k=99", "model_type='qwen3_moe'"):
+    for part in (
+        "virtual pipelines of Megatron actors",
+        "pipeline parallel engines",
+        "separate_async",
+        "custom.spec.k=99",
+        "model_type='qwen3_moe'",
+    ):
         assert part in said
 
 
@@ -187,8 +194,45 @@ def test_what_verl_itself_would_stumble_over_is_an_objection_and_no_crash(argume
 @needs_verl
 def test_the_configuration_may_be_chosen_as_verl_ships_them() -> None:
     found = verl_check(["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", PATH, VLLM], a_qwen3)
-    (said,) = map(str, found.objections)
-    assert "megatron actors" in said
+    assert found.accepted, list(map(str, found.objections))
+    assert "megatron actor ranks" in found.facts["shape"] and "megatron" in found.shapes
+
+
+MEGATRON = "actor_rollout_ref.actor.megatron."
+
+
+@needs_verl
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (f"{MEGATRON}virtual_pipeline_model_parallel_size=2", "virtual pipelines of Megatron actors"),
+        (f"{MEGATRON}dynamic_context_parallel=True", "dynamic context parallelism of Megatron actors"),
+        (f"{MEGATRON}use_megatron_fsdp=True", "the FSDP of Megatron actors"),
+        (f"+{MEGATRON}override_transformer_config.enable_cuda_graph=True", "graphed layers of Megatron actors"),
+        (f"+{MEGATRON}override_transformer_config.fp8=hybrid", "8-bit training of Megatron actors"),
+        (f"{MODEL}lora_rank=8", "LoRA in Megatron actors"),
+    ],
+)
+def test_what_a_megatron_actor_has_not_been_shown_to_do_is_refused_by_name(given: str, what: str) -> None:
+    found = verl_check([PATH, VLLM, "model_engine=megatron", given, f"{MODEL}lora.merge=True"], a_qwen3)
+    said = [str(o) for o in found.objections if o.by != "verl"]
+    assert len(said) == 1 and what in said[0] and ": " in said[0], said
+
+
+@needs_verl
+@pytest.mark.parametrize(
+    ("given", "shapes"),
+    [
+        ((), {"megatron"}),
+        (("tensor_model_parallel_size=4", "pipeline_model_parallel_size=2"), {"megatron-tp2", "megatron-pp2"}),
+        (("context_parallel_size=2",), {"megatron-cp2"}),
+    ],
+)
+def test_the_layout_of_a_megatron_actor_names_the_shapes_that_prove_it(
+    given: tuple[str, ...], shapes: set[str]
+) -> None:
+    found = verl_check([PATH, VLLM, "model_engine=megatron", *(f"{MEGATRON}{word}" for word in given)], a_qwen3)
+    assert {shape for shape in found.shapes if shape.startswith("megatron")} == shapes
 
 
 @needs_verl
@@ -323,7 +367,7 @@ def test_older_mains_are_taken_and_their_engines_counted(main: tuple[str, ...], 
         ((*FULLY, *APART, "async_training.use_trainer_do_validate=True"), "both beside the actors and apart"),
         ((*FULLY, *APART, "async_training.use_dynamic_resource_scheduling=True"), "both beside the actors and apart"),
         ((*FULLY,), "hybrid_engine=True"),
-        ((*ONE_STEP, *APART, "--config-name=one_step_off_ppo_megatron_trainer.yaml"), "megatron actors"),
+        ((*ONE_STEP, *APART, "actor_rollout_ref.actor.strategy=torchtitan"), "torchtitan actors"),
         ((*FULLY, *APART, "--config-name=ppo_trainer"), "Cannot find primary config"),
     ],
 )

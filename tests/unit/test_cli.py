@@ -233,5 +233,5 @@ def test_in_a_complete_environment_everything_is_found_through_verls_own_registr
     found = {f["name"]: f["detail"] for s in report["sections"] for f in s["findings"]}
     assert found["verl rollout"] == "spec_plugin_verl.rollout.server_adapter"
     assert found["verl replica"] == "spec_plugin_verl.server.SpecReplica"
-    assert found["verl engine fsdp2"] == "spec_plugin_verl.actor.SpecFSDPEngine"
+    assert found["verl engine fsdp2"] == "spec_plugin_verl.backends.fsdp.SpecFSDPEngineWithLMHead"
     assert "fits the target" in found["draft"]

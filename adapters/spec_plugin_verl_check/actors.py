@@ -1,0 +1,80 @@
+"""verl's actors by backend: where its options lie, what of them is refused by name, which shapes of the kit prove the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spec_plugin.commands.judgement import Objection, unsupported
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True)
+class Actor:
+    """One backend, as ``actor.strategy`` names it."""
+
+    section: str  # of its options, in the actor's
+    refused: Callable[[Any, bool], Iterator[Objection]] = lambda _options, _lora: iter(())
+    shapes: Callable[[Any], Mapping[str, bool]] = lambda _options: {}  # of the kit: is it one that these options need
+
+
+def objections(strategy: str, options: Any, lora: bool) -> Iterator[Objection]:
+    """What of an actor has not been shown to work.
+
+    Args:
+        strategy: verl's name of the backend.
+        options: of the backend, verl's dataclass or the configuration that it is made of.
+        lora: does the run train LoRA adapters.
+    """
+    if strategy not in ACTORS:
+        instead = f"set it to {' or '.join(ACTORS)} (model_engine=dp, veomni or megatron)"
+        yield unsupported(f"{_ACTOR}.strategy", strategy, f"{strategy} actors", instead)
+    else:
+        yield from ACTORS[strategy].refused(options, lora)
+
+
+def _size(options: Any, name: str) -> int:
+    size = getattr(options, name, None)
+    return size if isinstance(size, int) and not isinstance(size, bool) else 1
+
+
+def _megatron(options: Any, lora: bool) -> Iterator[Objection]:
+    def no(option: str, value: Any, what: str, instead: str) -> Objection:
+        return unsupported(f"{_ACTOR}.megatron.{option}", value, f"{what} of Megatron actors", instead)
+
+    if (size := _size(options, "virtual_pipeline_model_parallel_size")) > 1:
+        yield no("virtual_pipeline_model_parallel_size", size, "virtual pipelines", "set it to null")
+    if getattr(options, "dynamic_context_parallel", False):
+        yield no("dynamic_context_parallel", True, "dynamic context parallelism", "set it to False")
+    if getattr(options, "use_megatron_fsdp", False):
+        yield no("use_megatron_fsdp", True, "the FSDP", "set it to False")
+    given = getattr(options, "override_transformer_config", None) or {}
+    for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
+        if given.get(name) not in (None, False, "none"):
+            yield no(f"override_transformer_config.{name}", given[name], "graphed layers", "leave it out")
+    if given.get("fp8"):
+        yield no("override_transformer_config.fp8", given["fp8"], "8-bit training", "leave it out")
+    if lora:
+        instead = "train all weights, or set model_engine=dp with lora.merge=True"
+        yield unsupported("actor_rollout_ref.model.lora", "set", "LoRA in Megatron actors", instead)
+
+
+def _megatron_shapes(options: Any) -> Mapping[str, bool]:
+    tensor, pipeline = _size(options, "tensor_model_parallel_size"), _size(options, "pipeline_model_parallel_size")
+    context = _size(options, "context_parallel_size")
+    return {
+        "megatron": max(tensor, pipeline, context) == 1,
+        "megatron-tp2": tensor > 1,
+        "megatron-pp2": pipeline > 1,
+        "megatron-cp2": context > 1,
+    }
+
+
+ACTORS = {
+    "fsdp": Actor("fsdp_config"),
+    "fsdp2": Actor("fsdp_config"),
+    "veomni": Actor("veomni", shapes=lambda _: {"veomni": True}),
+    "megatron": Actor("megatron", _megatron, _megatron_shapes),
+}

@@ -1,0 +1,62 @@
+"""Harvest, log-probs and export of verl's Megatron actors in each layout, on real ranks, against transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_plugin.conformance import tiny
+
+pytestmark = [
+    pytest.mark.trainer,
+    pytest.mark.skipif(not find_spec("megatron"), reason="needs megatron-core: make env TRAINER=megatron"),
+]
+SECONDS = 1200
+LENGTHS = (13, 24, 7, 30, 18, 21)  # of the script
+LAYOUTS = {
+    f"{split} {kind}": ranks
+    for split, ranks in {"one": 1, "tp2": 2, "pp2": 2, "cp2": 2}.items()
+    for kind in ("padded", "packed")
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of each layout has found."""
+    root = tmp_path_factory.mktemp("megatron")
+    policy = tiny.make_target(root / "policy", num_key_value_heads=2)
+    script = Path(__file__).with_name("megatron_layouts.py")
+    command = [sys.executable, str(script), str(policy), str(root)]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return dict(map(json.loads, lines))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_rank_harvests_its_documents_as_a_plain_forward_would(found, layout):
+    ranks = LAYOUTS[layout]
+    assert len(found[layout]) == ranks
+    for rank, of_rank in enumerate(found[layout]):
+        assert of_rank["failed"] is None
+        assert of_rank["lengths"] == list(LENGTHS[rank::ranks])
+        assert of_rank["mask"], "responses are where they are"
+        assert max(of_rank["aux"], of_rank["last"]) < 1e-4, of_rank
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_knows_the_log_probs_whichever_stage_computed_them(found, layout):
+    assert all(of_rank["logprob"] < 1e-5 for of_rank in found[layout]), found[layout]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_weights_that_leave_are_the_checkpoints_on_every_rank(found, layout):
+    assert all(of_rank["exported"] for of_rank in found[layout])
