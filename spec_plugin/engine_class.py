@@ -9,19 +9,23 @@ from functools import lru_cache
 from typing import Any
 
 from draft_training.outside import text_part
+from spec_plugin.errors import SpecConfigError
 from spec_plugin.sources import parsed, source_of
 
 _MODELS = "model_executor/models"
 #: of vLLM's registry: the tables of models that generate text
 _TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_BACKEND_MODELS")
 #: what vLLM's class says, by being its subclass, of a model that hands out the hidden states that enter its layers
-EAGLE3 = "SupportsEagle3"
+_STATES = "SupportsEagle3"
 
 
-#: what to do where vLLM's class for the target hands out no hidden states
-INSTEAD = (
-    "set spec.method to suffix, ngram or draft_model, which work with any target, or to auto, which chooses among them"
-)
+class NoHiddenStates(SpecConfigError):
+    """No draft can read this target's hidden states in the installed vLLM."""
+
+    def __init__(self, reason: str, why: str, instead: str) -> None:
+        """What stays the same from run to run, the sentence without a full stop, and what to set."""
+        super().__init__(f"{why}: {instead}")
+        self.reason, self.why, self.instead = reason, why, instead
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,9 @@ class EngineClass:
     bases: frozenset[str]  # names of all classes above it, interfaces among them
 
     @property
-    def eagle3(self) -> bool:
-        """Can an EAGLE-3 draft read its hidden states."""
-        return EAGLE3 in self.bases
+    def hands_out_states(self) -> bool:
+        """Can a draft read the hidden states that enter its layers."""
+        return _STATES in self.bases
 
 
 def engine_class(hf: Mapping[str, Any]) -> EngineClass | None:
@@ -50,22 +54,33 @@ def engine_class(hf: Mapping[str, Any]) -> EngineClass | None:
     return next((found for name in architectures(hf) if (found := _class_of(name)) is not None), None)
 
 
-def unreadable(hf: Mapping[str, Any], newborn: bool = True) -> str | None:
+def unreadable(hf: Mapping[str, Any], newborn: bool = True) -> tuple[str, str] | None:
     """Why no draft can read this target's hidden states in the installed vLLM; None if one can, or nobody can tell.
 
     Args:
         hf: the target's config.json.
         newborn: the draft is not given: then a class that is not known counts as one that cannot.
+
+    Returns:
+        A few words that stay the same from run to run, and a sentence without a full stop.
     """
     found = engine_class(hf)
     if found is None:
         if not newborn or not _registry():
             return None
         named = " or ".join(architectures(hf)) or f"model_type={hf.get('model_type')!r}"
-        return f"the installed vLLM has no class of its own for {named}, so whether it hands out hidden states cannot be told"
-    if found.eagle3:
+        why = f"the installed vLLM has no class of its own for {named}, so whether it hands out hidden states cannot be told"
+        return "an architecture that vLLM does not know", why
+    if found.hands_out_states:
         return None
-    return f"vLLM's class {found.name}, which would serve this target, hands no hidden states to a draft"
+    why = f"vLLM's class {found.name}, which would serve this target, hands no hidden states to a draft"
+    return f"no hidden states from vLLM's {found.name}", why
+
+
+def refuse_unreadable(hf: Mapping[str, Any], newborn: bool, instead: str) -> None:
+    """Raise ``NoHiddenStates``, saying ``instead``, for a target of ``unreadable``."""
+    if (found := unreadable(hf, newborn)) is not None:
+        raise NoHiddenStates(*found, instead)
 
 
 def architectures(hf: Mapping[str, Any]) -> list[str]:

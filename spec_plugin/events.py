@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from draft_training.outside import text_part
+
 if TYPE_CHECKING:  # `spec-plugin check` answers without torch, whose import alone takes seconds
     from torch import Tensor
 
@@ -40,7 +42,7 @@ class TargetInfo:
     @property
     def vocab_size(self) -> int | None:
         """Of the target; families of several parts name it for that of texts. None: its config.json does not say."""
-        parts = (self.hf_config, self.hf_config.get("text_config") or {})
+        parts = (text_part(self.hf_config), self.hf_config)
         return next((part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)), None)
 
     @property

@@ -367,6 +367,8 @@ def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: 
         where: the file, for the messages.
     """
     from draft_training import DraftConfig, DraftConfigError
+    from spec_plugin.builtin.methods.served import INSTEAD
+    from spec_plugin.engine_class import unreadable
 
     try:
         made = DraftConfig.from_target(hf_config, where=where)
@@ -376,6 +378,8 @@ def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: 
                 "target", "note", f"no new draft can be made for it: {error}", "start from a draft checkpoint"
             )
         return Finding("target", "fail", str(error), "change what is named, or start from a draft checkpoint (--draft)")
+    if new_draft and (found := unreadable(hf_config)) is not None:
+        return Finding("target", "fail", found[1], INSTEAD)
     if made.head_dim < _CPU_HEAD_DIM and _on_cpu():
         return Finding(
             "target",
@@ -393,6 +397,7 @@ def examine_memory(hf_config: Mapping[str, Any]) -> list[Finding]:
         hf_config: the target's config.json.
     """
     from draft_training import DraftConfig, DraftConfigError, TrainSettings, training_memory
+    from draft_training.outside import text_part
     from spec_plugin.builtin.trainer import TRAIN_TOKENS
 
     try:
@@ -400,7 +405,7 @@ def examine_memory(hf_config: Mapping[str, Any]) -> list[Finding]:
     except DraftConfigError:
         return []
     device, steps = "cpu" if _on_cpu() else "cuda", TrainSettings.first_steps  # further ones come with fewer tokens
-    tokens, tied = TRAIN_TOKENS[device], bool(hf_config.get("tie_word_embeddings"))
+    tokens, tied = TRAIN_TOKENS[device], bool(text_part(hf_config).get("tie_word_embeddings"))
     found = training_memory(made, tokens, steps, 4 if device == "cpu" else 2, tied)
     always, slices, peak = (f"{size / 2**30:.2f} GiB" for size in (found.weights, found.slices, found.peak))
     where = "always" if device == "cpu" else "on the card in slices of training, in host memory between them"

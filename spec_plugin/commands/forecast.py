@@ -13,7 +13,7 @@ from spec_plugin.commands.judgement import Judgement, Model, Objection
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.targets import shown
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
-from spec_plugin.engine_class import INSTEAD, architectures, engine_class, unreadable
+from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
@@ -65,7 +65,7 @@ def judge(plan: Plan) -> Judgement:
             else:
                 objections += _lossy_method(method)
         except SpecConfigError as error:
-            objections.append(_about_draft(plan, str(error)))
+            objections.append(_about_draft(plan, error))
     draft = method.draft.config if method is not None and method.draft is not None else None
     if draft is not None and method is not None and method.harvest:
         notes += _untried(plan.target.hf_config)
@@ -123,13 +123,10 @@ def _truncated(plan: Plan) -> Iterator[Objection]:
         )
 
 
-def _about_draft(plan: Plan, message: str) -> Objection:
-    config = plan.model.config or {}
-    if plan.spec.method == "eagle3" and (why := unreadable(config, plan.spec.draft is None)) is not None:
-        found = engine_class(config)
-        reason = f"no EAGLE-3 in vLLM's {found.name}" if found else "an architecture that vLLM does not know"
-        return Objection(plan.model_option, plan.model.name, reason, why, INSTEAD)
-    return Objection(plan.model_option, plan.model.name, "a draft for this model", message, "change what is named")
+def _about_draft(plan: Plan, error: SpecConfigError) -> Objection:
+    if isinstance(error, NoHiddenStates):
+        return Objection(plan.model_option, plan.model.name, error.reason, error.why, error.instead)
+    return Objection(plan.model_option, plan.model.name, "a draft for this model", str(error), "change what is named")
 
 
 def _untried(hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -142,7 +139,7 @@ def _untried(hf_config: Mapping[str, Any]) -> Iterator[str]:
             "the engine starts"
         )
     elif (level := shown(found.name)) is None:
-        yield f"vLLM's class {found.name} takes EAGLE-3 drafts, but no run with such a target has been tried"
+        yield f"vLLM's class {found.name} hands out hidden states, but no run with such a target has been tried"
     elif level == "engine":
         yield f"drafting for vLLM's class {found.name} was tried in the engine, but in no run of a trainer"
 

@@ -24,8 +24,6 @@ from spec_plugin.conformance.targets import TinyTarget, tiny_targets
 VOCAB, HIDDEN, STEP = 320, 64, 37
 END, PAD = "<|im_end|>", "<|pad|>"  # verl asks any Qwen tokenizer for <|im_end|>
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-#: tokens 2 to 5 of a model that reads images
-_PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 CHAT_TEMPLATE_OF_PARTS = (
     "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c['text'] }}{% endif %}"
@@ -92,12 +90,15 @@ def make_target(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any
         embed = torch.nn.functional.normalize(torch.randn(VOCAB, HIDDEN), dim=-1)
     model.get_input_embeddings().weight.data = embed * 8
     model.get_output_embeddings().weight.data = embed.roll(STEP, 0).clone()  # row i + 37 points where token i does
-    model.to(dtype).save_pretrained(folder)
     room = tiny_targets().get(config.model_type)
+    if room is not None and room.processor is not None:
+        # what trainers forbid the engine to sample (verl does, and not the actor), the policy must hardly ever mean
+        model.get_output_embeddings().weight.data[2 : 2 + len(room.tokens)] = 0
+    model.to(dtype).save_pretrained(folder)
     if room is not None and room.processor is not None:
         make_processor(room).save_pretrained(folder)
     else:
-        make_tokenizer().save_pretrained(folder)
+        make_tokenizer(() if room is None else room.tokens).save_pretrained(folder)
     return folder
 
 
@@ -111,7 +112,7 @@ def make_processor(room: TinyTarget) -> Any:
     import transformers
 
     whole, images, videos = (getattr(transformers, name) for name in room.processor)
-    tokenizer = byte_tokenizer(VOCAB, (END, PAD, *_PLACEHOLDERS))
+    tokenizer = byte_tokenizer(VOCAB, (END, PAD, *room.tokens))
     vision = room.more["vision_config"]
     sizes = {"patch_size": vision["patch_size"], "merge_size": 2, "temporal_patch_size": 2}
     least, most = (2 * vision["patch_size"]) ** 2, (4 * vision["patch_size"]) ** 2
@@ -140,9 +141,9 @@ def add_mtp_layer(folder: Path, seed: int = 0) -> None:
     (folder / "config.json").write_text(json.dumps(hf, indent=2))
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte."""
-    tokenizer = byte_tokenizer(VOCAB, (END, PAD))
+def make_tokenizer(special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per byte, and special ones beside the two that each has."""
+    tokenizer = byte_tokenizer(VOCAB, (END, PAD, *special))
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

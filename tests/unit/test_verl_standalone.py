@@ -89,7 +89,11 @@ def test_law_6_a_copy_that_fails_leaves_the_weight_stream_whole():
     def no_room(tensor: torch.Tensor) -> None:
         failures.append("out of memory")
 
-    sent = [("lm_head.weight", torch.ones(1)), ("model.embed_tokens.weight", torch.zeros(1)), ("rest", torch.zeros(2))]
+    sent = [
+        ("lm_head.weight", torch.ones(1)),
+        ("model.language_model.embed_tokens.weight", torch.zeros(1)),
+        ("rest", torch.zeros(2)),
+    ]
     tap = PolicyTap(sent, no_room)
     assert list(tap) == sent
     assert len(failures) == 2 and tap.event(3).embed is None and tap.event(3).lm_head is None

@@ -250,8 +250,9 @@ class BreakEvenController:
     def spec_schedule(self, policy_version: int) -> Schedule:
         """k per batch size for the coming rollout phase, and what makes the engine drop the draft before its end."""
         chosen = self._choose()
-        if self._target.device_type == "cuda" and "vocab_size" in self._target.hf_config:
-            table = plan.within(chosen.table, int(self._target.hf_config["vocab_size"]), _SAMPLER_ROOM)
+        vocabulary = self._target.vocab_size
+        if self._target.device_type == "cuda" and vocabulary is not None:
+            table = plan.within(chosen.table, vocabulary, _SAMPLER_ROOM)
             table = tuple(k * (k == self._config.k) for k in table) if self._method.whole else table
             chosen = replace(chosen, table=table) if any(table) else plan.nothing(len(table) - 1)
         if chosen.table != self._plan.table and not self._fixed:

@@ -8,10 +8,10 @@ from typing import Any
 from draft_training.config import DraftConfig, validate_draft
 from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.outside import logit_cap
-from spec_plugin.builtin.methods.served import starting_folder
+from spec_plugin.builtin.methods.served import INSTEAD, starting_folder
 from spec_plugin.builtin.methods.tables import common_settings
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine_class import INSTEAD, unreadable
+from spec_plugin.engine_class import refuse_unreadable
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
@@ -92,8 +92,7 @@ class Eagle3Method:
         """
         if config.method != "eagle3":
             return None
-        if found := unreadable(target.hf_config, newborn=config.draft is None):
-            raise SpecConfigError(f"{found}: {INSTEAD}")
+        refuse_unreadable(target.hf_config, config.draft is None, INSTEAD)
         try:
             shape, tensors = starting_draft(config, target)
         except SpecConfigError:

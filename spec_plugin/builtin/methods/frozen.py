@@ -9,9 +9,10 @@ from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.files import read_json
 from draft_training.outside import AnyDraft, Every, read
 from spec_plugin.builtin.methods.checkpoints import tensor_names, vocabulary_map
+from spec_plugin.builtin.methods.served import INSTEAD
 from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_shape
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine_class import INSTEAD, unreadable
+from spec_plugin.engine_class import refuse_unreadable
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
@@ -42,8 +43,8 @@ class FrozenMethod:
             )
         refuse_options_of_a_shape(config, "a draft that is served as it is")
         kind, parallel = kind_of(Path(config.draft))
-        if kind in ("eagle3", "dflash") and (found := unreadable(target.hf_config, newborn=False)):
-            raise SpecConfigError(f"spec.draft={config.draft!r}: {found}: {INSTEAD}")
+        if kind in ("eagle3", "dflash"):
+            refuse_unreadable(target.hf_config, False, INSTEAD)
         _refuse_strange_tokens(config.draft, target)
         if kind == "draft_model" and target.load_format == "dummy":
             raise SpecConfigError(

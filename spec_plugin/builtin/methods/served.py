@@ -29,6 +29,11 @@ if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes
 
 logger = logging.getLogger(__name__)
 
+#: what to do where vLLM's class for the target hands out no hidden states
+INSTEAD = (
+    "set spec.method to suffix, ngram or draft_model, which work with any target, or to auto, which chooses among them"
+)
+
 #: drafts that stay, and seconds for which one that was used stays in any case
 _KEPT, _FRESH = 4, 86_400.0
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draft_training import files
 from draft_training.errors import CheckpointError
-from draft_training.outside import show
+from draft_training.outside import show, text_part
 from spec_plugin.builtin.break_even.cost import conditional_acceptance, tokens_per_step
 from spec_plugin.commands.judgement import read_json
 from spec_plugin.commands.train.texts import Rollout, read_prompts, read_rollouts
@@ -128,7 +128,7 @@ def _check(settings: PretrainSettings) -> None:
 def _target(settings: PretrainSettings) -> TargetInfo:
     file = settings.target / "config.json"
     hf = read_json(file)
-    dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    dtype = next((p[n] for p in (hf, text_part(hf)) for n in ("dtype", "torch_dtype") if p.get(n)), "float32")
     if dtype not in _DTYPES:
         raise SpecConfigError(
             f"torch_dtype={show(dtype)} in {file}: a draft is written in the target's dtype, one of {', '.join(_DTYPES)}; "
@@ -197,7 +197,7 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _rollouts(settings: PretrainSettings, target: TargetInfo, work: Path, show: bool) -> list[Rollout]:
-    tokenizer, vocabulary = _tokenizer(settings.target), target.hf_config.get("vocab_size")
+    tokenizer, vocabulary = _tokenizer(settings.target), target.vocab_size
     if settings.prompts is None:
         return read_rollouts(settings.rollouts, tokenizer, vocabulary)
     prompts = read_prompts(settings.prompts, tokenizer, vocabulary)

@@ -24,14 +24,17 @@ class TinyTarget:
     engine_class: str  # of vLLM, as its registry finds it
     shown: Shown
     dtype: str = "float32"  # in which vLLM's CPU build runs it
+    attention: str = "sdpa"  # implementation that transformers has for it on a CPU
     environment: Mapping[str, str] = field(default_factory=dict)  # that vLLM's CPU build needs for it
     note: str = ""  # what was not, and why, in a sentence
     changes: Mapping[str, Any] = field(
         default_factory=dict
     )  # to the kit's settings; for a model of parts, of its text part
     more: Mapping[str, Any] = field(default_factory=dict)  # of a model of parts: what stands beside its text part
+    tokens: tuple[str, ...] = ()  # special ones that trainers and transformers ask its tokenizer for; ids 2 and up
     #: of a model that reads images: transformers' classes of its processor, and of those for images and videos in it
     processor: tuple[str, str, str] | None = None
+    mixed: bool = True  # do trainers take prompts with and without images beside each other
 
 
 @lru_cache

@@ -7,6 +7,7 @@ TARGET = TinyTarget(
     "GptOssForCausalLM",
     "engine",
     dtype="bfloat16",  # vLLM's CPU attention takes no other sinks
+    attention="eager",
     changes={
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

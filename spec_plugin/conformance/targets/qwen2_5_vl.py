@@ -6,6 +6,7 @@ TARGET = TinyTarget(
     "qwen2_5_vl",
     "Qwen2_5_VLForConditionalGeneration",
     "engine",
+    tokens=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     changes={"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [8, 4, 4]}},
     more={
         "vision_config": {
@@ -23,5 +24,6 @@ TARGET = TinyTarget(
         "vision_start_token_id": 4,
         "vision_end_token_id": 5,
     },
+    mixed=False,  # verl 0.9.1 with transformers 5 dies of a batch without images
     processor=("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
 )

@@ -6,6 +6,7 @@ TARGET = TinyTarget(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
     "engine",
+    tokens=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     changes={
         "architectures": ["Qwen3ForCausalLM"],  # vLLM 0.29 on a CPU looks for it there, and dies where it is missing
         "rope_parameters": {

@@ -114,6 +114,27 @@ def test_an_unknown_shape_is_an_error_that_lists_the_known_ones(shapes, said):
     assert shaped(driver, "mine", None) is driver
 
 
+def test_a_family_is_handed_to_drivers_that_take_one(tmp_path):
+    asked = []
+
+    def init(self, root, shape=None, family=None):
+        asked.append((root, shape, family))
+
+    driver = type("Mine", (Driver,), {"shapes": {"wide": "much"}, "takes_families": True, "__init__": init})
+    for shape, family in ((None, "qwen3_moe"), ("wide", "glm"), ("wide", None)):
+        shaped(driver, "mine", shape, family)(tmp_path)
+    assert asked == [(tmp_path, None, "qwen3_moe"), (tmp_path, "wide", "glm"), (tmp_path, "wide", None)]
+
+
+@pytest.mark.parametrize(
+    ("family", "takes", "said"), [("cobol", True, "no such family; known: "), ("glm", False, "makes its own policy")]
+)
+def test_a_family_that_cannot_be_had_is_an_error(family, takes, said):
+    driver = type("Mine", (Driver,), {"takes_families": takes})
+    with pytest.raises(pytest.UsageError, match=said):
+        shaped(driver, "mine", None, family)
+
+
 def test_the_kit_is_not_imported_by_the_recorder(warm_run):
     code = "import sys, spec_plugin.conformance.recorder; print('pytest' in sys.modules)"
     done = warm_run("-c", code, check=True)
