@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-=======
-import hashlib
 import io
->>>>>>> targets
 import json
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -14,11 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
-<<<<<<< HEAD
-=======
-import torch
 from PIL import Image
->>>>>>> targets
 from torch import Tensor
 
 from spec_plugin.conformance import tiny
