@@ -58,7 +58,10 @@ SHAPES = {
     "openrlhf": ("tp2", "dp2", "zero3", "job", "async", "partial"),
 }
 #: of verl, with other actors: in environments of their own
-ACTORS = {"megatron": ("megatron", "megatron-tp2", "megatron-pp2", "megatron-cp2"), "veomni": ("veomni",)}
+ACTORS = {
+    "megatron": ("megatron", "megatron-tp2", "megatron-pp2", "megatron-cp2", "megatron-ep2"),
+    "veomni": ("veomni",),
+}
 DAILY_SHAPES = ("tp2", "dp2", "packed", "separate")
 #: drafting methods beside the first one, and what the kit is told of each
 METHODS = {

@@ -63,12 +63,13 @@ def _megatron(options: Any, lora: bool) -> Iterator[Objection]:
 
 def _megatron_shapes(options: Any) -> Mapping[str, bool]:
     tensor, pipeline = _size(options, "tensor_model_parallel_size"), _size(options, "pipeline_model_parallel_size")
-    context = _size(options, "context_parallel_size")
+    context, experts = _size(options, "context_parallel_size"), _size(options, "expert_model_parallel_size")
     return {
-        "megatron": max(tensor, pipeline, context) == 1,
+        "megatron": max(tensor, pipeline, context, experts) == 1,
         "megatron-tp2": tensor > 1,
         "megatron-pp2": pipeline > 1,
         "megatron-cp2": context > 1,
+        "megatron-ep2": experts > 1,
     }
 
 

@@ -57,3 +57,8 @@ def patch_vllm() -> None:
 
 if chosen():
     from spec_plugin_verl_cpu import platform  # noqa: F401
+
+    if f"{__name__}.megatron" in os.environ["VERL_USE_EXTERNAL_MODULES"].split(","):
+        from spec_plugin_verl_cpu.megatron.engine import register
+
+        register()

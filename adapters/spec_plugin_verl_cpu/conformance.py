@@ -57,10 +57,10 @@ class Shape:
     kv_heads: int = 1  # of the policy; ranks that split them need one each
 
 
-def _megatron(what: str, *overrides: str, ranks: int = 2) -> Shape:
+def _megatron(what: str, *overrides: str, ranks: int = 2, family: str = "qwen3") -> Shape:
     """A Megatron actor; its environment is not that of the other shapes."""
     split = _TWO if ranks > 1 else ()
-    own = (f"{_ACTOR}.megatron.{override}" for override in overrides)
+    own = (f"{'+' * override.startswith('+')}{_ACTOR}.megatron.{override.lstrip('+')}" for override in overrides)
     return Shape(
         f"a Megatron actor, {what}",
         (*split, *own),
@@ -68,6 +68,7 @@ def _megatron(what: str, *overrides: str, ranks: int = 2) -> Shape:
         backend=MEGATRON,
         format=checkpoints.MEGATRON,
         kv_heads=ranks,
+        family=family,
     )
 
 
@@ -132,6 +133,14 @@ SHAPES = {
     "megatron-pp2": _megatron("a pipeline of two stages", "pipeline_model_parallel_size=2"),
     "megatron-cp2": _megatron(
         "context parallel over two ranks, packed sequences", "context_parallel_size=2", "use_remove_padding=True"
+    ),
+    "megatron-ep2": _megatron(
+        "a mixture of experts over two ranks",
+        "expert_model_parallel_size=2",
+        "expert_tensor_parallel_size=1",
+        "+override_transformer_config.moe_grouped_gemm=False",
+        "+override_transformer_config.moe_permute_fusion=False",
+        family="qwen3_moe",
     ),
     "veomni": Shape("a VeOmni actor of two ranks", _TWO, ranks=2, backend=VEOMNI),
     "mimo": Shape("a Qwen2 policy with a layer for multi-token prediction", (), family="qwen2", mtp=True),
@@ -215,8 +224,8 @@ class Driver(ConformanceDriver):
             overrides=tuple(self._overrides(run)),
             nodes=self._shape.nodes,
             main=self._shape.main,
-            variables=self._room.environment,
             backend=self._shape.backend,
+            variables=self._room.environment,
         )
         yield from trainer.follow()
 

@@ -181,8 +181,8 @@ class VerlRun:
     overrides: tuple[str, ...] = ()  # Hydra overrides, applied last
     nodes: int = 1  # Ray nodes, all on this machine
     main: Main = PPO
-    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment, beside what a CPU needs
     backend: Backend = FSDP
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment, beside what a CPU needs
 
     @property
     def metrics_file(self) -> Path:

@@ -60,7 +60,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 packed": (2, {"pipeline_model_parallel_size": 2, "use_remove_padding": True}),
     "cp2 padded": (2, {"context_parallel_size": 2}),
     "cp2 packed": (2, {"context_parallel_size": 2, "use_remove_padding": True}),
+    "moe one": (1, {}),
+    "moe tp2": (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+    "moe ep2": (2, {"expert_model_parallel_size": 2, "use_remove_padding": True}),
 }
+#: a stage whose layers are not called as expected
+FAULTY = "pp2 faulty"
+#: kernels for groups of experts are a card's
+EXPERTS = {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": False, "moe_permute_fusion": False}
 
 
 class Kept:
@@ -78,6 +85,8 @@ class Kept:
 def make_engine(model: str, options: dict[str, Any]) -> Any:
     """verl's engine, as its actor worker builds it."""
     override = {name: False for name in UNFUSED} | {"attention_backend": "unfused"}
+    if Path(model).name.endswith("moe"):
+        override |= EXPERTS
     sizes = {"micro_batch_size_per_gpu": MICRO, "infer_micro_batch_size_per_gpu": MICRO, "use_dynamic_bsz": False}
     fixed = {"vanilla_mbridge": True, "override_transformer_config": override, **sizes}
     engine = EngineRegistry.get_engine_cls("language_model", "megatron")(
@@ -146,14 +155,46 @@ def exported(engine: Any, model: str) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def work(rank: int, model: str, folder: str, layout: str) -> None:
-    """One rank: harvest in verl's log-prob pass, and compare."""
-    ranks, options = LAYOUTS[layout]
+def faulty(rank: int, policies: str, folder: str) -> None:
+    """Two stages, of which the first cannot harvest: both know, nobody waits for ever, and the log-probs are there."""
+    engine = start(rank, str(Path(policies) / "qwen3"), folder, FAULTY, LAYOUTS["pp2 padded"])
+    kept = attach(engine, str(Path(policies) / "qwen3"))
+    if rank == 0:
+        from spec_plugin_verl.backends.megatron import Taps
+
+        def broken(self: Any, index: int) -> Any:
+            def hook(*_: Any) -> None:
+                self._trouble = ValueError("planted")
+
+            return hook
+
+        Taps._input = broken  # type: ignore[method-assign]
+    data = make_batch([torch.randint(2, 300, (n,)) for n in LENGTHS], packed=False)
+    with engine.eval_mode(), torch.no_grad():
+        output = engine._harvesting_pass(data, None)
+        log_probs = engine.spec_log_probs(output, data)
+    found = {"failed": RUNTIME.control.session.failure, "packs": len(kept.packs), "sequences": log_probs.shape[0]}
+    (Path(folder) / f"{FAULTY} {rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def start(rank: int, model: str, folder: str, layout: str, what: tuple[int, dict[str, Any]]) -> Any:
+    """This rank's engine."""
+    ranks, options = what
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     store = f"file://{folder}/store-{layout.replace(' ', '-')}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    engine = make_engine(model, options)
+    return make_engine(model, options)
+
+
+def work(rank: int, policies: str, folder: str, layout: str) -> None:
+    """One rank: harvest in verl's log-prob pass, and compare."""
+    ranks, options = LAYOUTS[layout]
+    model = str(Path(policies) / ("qwen3_moe" if layout.startswith("moe") else "qwen3"))
+    share = 1 if "expert_model_parallel_size" in options else ranks  # ranks that run a batch together
+    engine = start(rank, model, folder, layout, LAYOUTS[layout])
     kept = attach(engine, model)
     torch.manual_seed(0)
     ids = [torch.randint(2, 300, (n,)) for n in LENGTHS]
@@ -162,7 +203,7 @@ def work(rank: int, model: str, folder: str, layout: str) -> None:
         output = engine._harvesting_pass(data, None)
         log_probs = engine.spec_log_probs(output, data)
     (pack,) = kept.packs
-    mine = [i for i in range(len(ids)) if i % ranks == rank]
+    mine = [i for i in range(len(ids)) if i % share == rank % share]
     found = compared(pack, log_probs, ids, mine, model)
     failure = RUNTIME.control.session.failure
     found |= {"lengths": pack.lengths, "failed": failure, "exported": exported(engine, model)}
@@ -175,8 +216,12 @@ def work(rank: int, model: str, folder: str, layout: str) -> None:
 
 if __name__ == "__main__":
     _, policy, folder, *chosen = sys.argv
-    for name in chosen or LAYOUTS:
+    for name in [name for name in chosen or LAYOUTS if name != FAULTY]:
         ranks = LAYOUTS[name][0]
         mp.start_processes(work, (policy, folder, name), nprocs=ranks, start_method="fork")
         found = [json.loads((Path(folder) / f"{name} {rank}.json").read_text()) for rank in range(ranks)]
         print("RESULT " + json.dumps([name, found]), flush=True)
+    if not chosen or FAULTY in chosen:
+        mp.start_processes(faulty, (policy, folder), nprocs=2, start_method="fork")
+        found = [json.loads((Path(folder) / f"{FAULTY} {rank}.json").read_text()) for rank in range(2)]
+        print("RESULT " + json.dumps([FAULTY, found]), flush=True)

@@ -24,16 +24,17 @@ LAYOUTS = {
     f"{split} {kind}": ranks
     for split, ranks in {"one": 1, "tp2": 2, "pp2": 2, "cp2": 2}.items()
     for kind in ("padded", "packed")
-}
+} | {"moe one": 1, "moe tp2": 2, "moe ep2": 2}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank of each layout has found."""
     root = tmp_path_factory.mktemp("megatron")
-    policy = tiny.make_target(root / "policy", num_key_value_heads=2)
+    for family in ("qwen3", "qwen3_moe"):
+        tiny.make_target(root / family, family=family, num_key_value_heads=2)
     script = Path(__file__).with_name("megatron_layouts.py")
-    command = [sys.executable, str(script), str(policy), str(root)]
+    command = [sys.executable, str(script), str(root), str(root)]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
@@ -47,7 +48,8 @@ def test_each_rank_harvests_its_documents_as_a_plain_forward_would(found, layout
     assert len(found[layout]) == ranks
     for rank, of_rank in enumerate(found[layout]):
         assert of_rank["failed"] is None
-        assert of_rank["lengths"] == list(LENGTHS[rank::ranks])
+        share = 1 if layout.endswith("ep2") else ranks  # ranks that run a batch together
+        assert of_rank["lengths"] == list(LENGTHS[rank % share :: share])
         assert of_rank["mask"], "responses are where they are"
         assert max(of_rank["aux"], of_rank["last"]) < 1e-4, of_rank
 
@@ -60,3 +62,10 @@ def test_every_rank_knows_the_log_probs_whichever_stage_computed_them(found, lay
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_weights_that_leave_are_the_checkpoints_on_every_rank(found, layout):
     assert all(of_rank["exported"] for of_rank in found[layout])
+
+
+def test_law_6_a_stage_that_cannot_harvest_switches_off_on_every_stage_and_the_pass_goes_on(found):
+    first, last = found["pp2 faulty"]
+    assert "planted" in first["failed"] and "no stage of the pipeline owns the layers" in last["failed"]
+    assert first["packs"] == last["packs"] == 0
+    assert first["sequences"] == last["sequences"] == len(LENGTHS)

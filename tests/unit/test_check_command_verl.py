@@ -226,6 +226,7 @@ def test_what_a_megatron_actor_has_not_been_shown_to_do_is_refused_by_name(given
         ((), {"megatron"}),
         (("tensor_model_parallel_size=4", "pipeline_model_parallel_size=2"), {"megatron-tp2", "megatron-pp2"}),
         (("context_parallel_size=2",), {"megatron-cp2"}),
+        (("expert_model_parallel_size=8", "expert_tensor_parallel_size=1"), {"megatron-ep2"}),
     ],
 )
 def test_the_layout_of_a_megatron_actor_names_the_shapes_that_prove_it(

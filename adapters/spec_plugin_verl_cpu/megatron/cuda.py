@@ -50,10 +50,10 @@ class _Stream:
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *_args, **_kwargs: None
+        return lambda *_args, **_kwargs: _Stream() if name == "record_event" else None
 
 
 @contextlib.contextmanager

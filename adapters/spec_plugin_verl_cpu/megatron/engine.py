@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from spec_plugin_verl_cpu.megatron.cuda import CudaIsCpu
 
 #: methods of the engine inside of which "cuda" means the CPU
@@ -66,6 +68,9 @@ def on_cpu(engine: type) -> type:
         return _each_inside(iter(stream)), peft_config
 
     methods = {name: _inside(getattr(engine, name)) for name in _METHODS}
+    methods["load_checkpoint"] = torch.no_grad()(
+        methods["load_checkpoint"]
+    )  # writes into parameters themselves: see table
     about = {"__module__": __name__, "__init__": build, "get_per_tensor_param": weights}
     return type(f"Cpu{engine.__name__}", (engine,), {**methods, **about})
 

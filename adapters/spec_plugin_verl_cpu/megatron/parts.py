@@ -7,9 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from spec_plugin.conformance.shims import Shims
 from spec_plugin_verl_cpu.megatron.attention import CpuAttention
+from spec_plugin_verl_cpu.megatron.experts import CpuExperts
 
 _ADVICE = "install the pins of tools/requirements-megatron.txt, or report this"
 _shims = Shims("spec_plugin_verl_cpu.megatron", _ADVICE)
@@ -33,6 +37,18 @@ def install() -> None:
     )
     _shims.replace(
         random, "_set_cuda_rng_state", lambda _: lambda state, *_a, **_k: torch.set_rng_state(state), ("new_state",)
+    )
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    _shims.replace(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        lambda _: (
+            lambda tensor, as_numpy=False, record_stream=False: (
+                tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+            )
+        ),
+        ("tensor", "as_numpy", "record_stream"),
     )
     _shims.replace(
         "megatron.core.transformer.torch_norm",
@@ -96,6 +112,8 @@ def _local_layers(original: Callable[..., Any]) -> Callable[..., Any]:
         spec = original(config, use_transformer_engine=False, **{n: v for n, v in more.items() if n in taken})
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = CpuAttention
+            if layer.submodules.mlp.module is MoELayer:
+                layer.submodules.mlp.submodules.experts = ModuleSpec(module=CpuExperts)
         return spec
 
     block.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # mbridge looks what it takes
@@ -104,9 +122,12 @@ def _local_layers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _names_of_local_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     def names(self: Any, mcore_weights_name: str) -> Any:
-        for local, fused in _NAMES.items():
-            if mcore_weights_name.endswith(f".{local}"):
-                mcore_weights_name = mcore_weights_name.removesuffix(local) + fused
-        return original(self, mcore_weights_name)
+        try:
+            return original(self, mcore_weights_name)
+        except NotImplementedError:  # a norm, which in front of experts has the same name in both
+            for local, fused in _NAMES.items():
+                if mcore_weights_name.endswith(f".{local}"):
+                    return original(self, mcore_weights_name.removesuffix(local) + fused)
+            raise
 
     return names

@@ -6,5 +6,5 @@ TARGET = TinyTarget(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     "engine",
-    changes={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    changes={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
 )
