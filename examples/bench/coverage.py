@@ -62,9 +62,10 @@ def main_table(rows: Sequence[Row]) -> list[str]:
     """The counts as Markdown: refusals by reason, and what each reason alone costs."""
     taken, ours = sum(r.accepted for r in rows), sum(r.ours_accepts for r in rows)
     lines = [
-        f"accepted {taken} of {len(rows)}; {ours} but for what the installed trainer itself does not take as written, "
-        f"{sum(r.ours_accepts and bool(r.family) for r in rows)} of these with a tiny target of their family in the kit"
+        f"accepted {taken} of {len(rows)}; {ours} but for what the installed trainer itself does not take as written"
     ]
+    if known := sum(r.ours_accepts and bool(r.family) for r in rows):
+        lines[0] += f"; {known} of these with a tiny target of their family in the kit"
     counts, alone = by_reason(rows), alone_costs(rows)
     if counts:
         lines += ["", "| reason | lines | alone |", "| --- | ---: | ---: |"]

@@ -1,4 +1,4 @@
-"""Qwen3.5, its texts: a gated delta net in three layers of four."""
+"""Qwen3.5, its texts: a gated delta net in three layers of four. vLLM imports it only where torchvision is installed."""
 
 from spec_plugin.conformance.targets import TinyTarget
 
