@@ -27,7 +27,7 @@ def test_prefix_caching_is_turned_off_also_where_the_trainer_says_nothing() -> N
 def test_methods_that_draft_now_and_then_are_refused_for_states_alone() -> None:
     check_states(DENSE, True, "suffix")
     check_states(HYBRID, False, "eagle3")
-    with pytest.raises(SpecConfigError, match="suffix.*recurrent states.*set spec.method to eagle3"):
+    with pytest.raises(SpecConfigError, match=r"suffix.*recurrent states.*set spec.method to eagle3"):
         check_states(HYBRID, True, "suffix")
 
 
