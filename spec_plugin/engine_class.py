@@ -17,6 +17,10 @@ _MODELS = "model_executor/models"
 _TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_BACKEND_MODELS")
 #: what vLLM's class says, by being its subclass, of a model that hands out the hidden states that enter its layers
 _STATES = "SupportsEagle3"
+#: and of one in which some layers keep a recurrent state for each request in place of a cache of keys and values
+_HYBRID = "IsHybrid"
+#: ``layer_types`` of config.json that keep none; as vLLM's ModelConfig.is_hybrid has it
+_STATELESS = ("attention", "full_attention")
 
 
 class NoHiddenStates(SpecConfigError):
@@ -40,6 +44,11 @@ class EngineClass:
         """Can a draft read the hidden states that enter its layers."""
         return _STATES in self.bases
 
+    @property
+    def hybrid(self) -> bool:
+        """Do some of its layers keep a recurrent state for each request: a gated delta net, Mamba."""
+        return _HYBRID in self.bases
+
 
 def engine_class(hf: Mapping[str, Any]) -> EngineClass | None:
     """vLLM's class for a target.
@@ -52,6 +61,17 @@ def engine_class(hf: Mapping[str, Any]) -> EngineClass | None:
         knows the architecture.
     """
     return next((found for name in architectures(hf) if (found := _class_of(name)) is not None), None)
+
+
+def keeps_states(hf: Mapping[str, Any]) -> bool:
+    """Does vLLM keep recurrent states for this target, beside a cache of keys and values.
+
+    Args:
+        hf: the target's config.json.
+    """
+    found = engine_class(hf)
+    types = hf.get("layer_types") or text_part(hf).get("layer_types")
+    return found is not None and found.hybrid and not (types and all(kind in _STATELESS for kind in types))
 
 
 def unreadable(hf: Mapping[str, Any], newborn: bool = True) -> tuple[str, str] | None:

@@ -229,6 +229,15 @@ def _engine(rollout: Any) -> Iterator[Objection]:
         yield no(
             "expert_parallel_size", experts, "expert parallel over data parallel engines", f"set it to {ranks} or 1"
         )
+    elif experts > 1:
+        yield no("expert_parallel_size", experts, "expert parallel engines", "set it to 1")
+    if getattr(rollout, "enable_rollout_routing_replay", False):
+        yield no(
+            "enable_rollout_routing_replay",
+            True,
+            "the replay of the rollouts' routes (R3): that vLLM returns those of accepted tokens alone is not shown",
+            "set it to False, and router_replay.mode to R2, which replays the actor's own",
+        )
     if getattr(getattr(rollout, "disaggregation", None), "enabled", False):
         yield no("disaggregation.enabled", True, "prefill-decode disaggregation", "set it to False")
     if (plain(getattr(rollout, "qat", None)) or {}).get("enable"):

@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
 from spec_plugin.commands.check import find_check  # noqa: E402
 from spec_plugin.commands.judgement import OURS, FindModel, Model, find_model, read_json  # noqa: E402
+from spec_plugin.conformance.targets import tiny_targets  # noqa: E402
+from spec_plugin.engine_class import engine_class  # noqa: E402
 from spec_plugin.errors import SpecConfigError  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
@@ -43,6 +45,7 @@ class Row:
     objections: tuple[str, ...]  # the whole sentences
     unseen: tuple[str, ...]
     shapes: tuple[str, ...]
+    family: str = ""  # tiny target of the kit that stands for the model; empty: none does
     judged: bool = True  # False: the trainer would get no configuration, so nothing could be said of ours
 
     @property
@@ -61,6 +64,8 @@ def main_table(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"accepted {taken} of {len(rows)}; {ours} but for what the installed trainer itself does not take as written"
     ]
+    if known := sum(r.ours_accepts and bool(r.family) for r in rows):
+        lines[0] += f"; {known} of these with a tiny target of their family in the kit"
     counts, alone = by_reason(rows), alone_costs(rows)
     if counts:
         lines += ["", "| reason | lines | alone |", "| --- | ---: | ---: |"]
@@ -79,12 +84,12 @@ def alone_costs(rows: Iterable[Row]) -> Counter[str]:
 
 
 def shape_table(rows: Iterable[Row]) -> list[str]:
-    """Each accepted script with the shapes of the conformance kit that together prove it."""
+    """Each accepted script with the shapes of the conformance kit, and its tiny target, that together prove it."""
     taken = [row for row in rows if row.ours_accepts]
-    lines = ["| accepted script | shapes that prove it |", "| --- | --- |"] if taken else []
+    lines = ["| accepted script | shapes that prove it | target |", "| --- | --- | --- |"] if taken else []
     for row in taken:
         mark = "" if row.accepted else " (rewritten for the installed trainer)"
-        lines.append(f"| {row.script}{mark} | {' '.join(row.shapes) or 'one rank'} |")
+        lines.append(f"| {row.script}{mark} | {' '.join(row.shapes) or 'one rank'} | {row.family or 'none'} |")
     return lines
 
 
@@ -95,7 +100,14 @@ def judge(line: Mapping[str, Any], find: FindModel) -> Row:
         SpecConfigError: if no adapter for that trainer is here.
     """
     module = str(line["module"])
-    judgement = find_check(module.partition(".")[0])(["-m", module, *line["args"]], find)
+    looked_up: list[Mapping[str, Any]] = []
+
+    def noting(name: str) -> Model:
+        model = find(name)
+        looked_up.append(model.config or {})
+        return model
+
+    judgement = find_check(module.partition(".")[0])(["-m", module, *line["args"]], noting)
     return Row(
         str(line["script"]),
         tuple(dict.fromkeys(o.reason for o in judgement.objections)),
@@ -103,8 +115,20 @@ def judge(line: Mapping[str, Any], find: FindModel) -> Row:
         tuple(map(str, judgement.objections)),
         judgement.unseen,
         judgement.shapes,
+        family_of(looked_up[0]) if looked_up else "",
         bool(judgement.facts),
     )
+
+
+def family_of(hf: Mapping[str, Any]) -> str:
+    """The tiny target that stands for a model: of the same class of vLLM, or of the same kind of text part.
+
+    Args:
+        hf: the model's config.json.
+    """
+    found, kind = engine_class(hf), (hf.get("text_config") or hf).get("model_type")
+    same = [room.name for room in tiny_targets().values() if found is not None and room.engine_class == found.name]
+    return next(iter(same), str(kind) if kind in tiny_targets() else "")
 
 
 def finder(given: Mapping[str, Path], families: Mapping[str, Any]) -> FindModel:

@@ -13,7 +13,8 @@ from spec_plugin.commands.judgement import Judgement, Model, Objection
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.targets import shown
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
-from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class
+from spec_plugin.engine.states import check_states
+from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class, keeps_states
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MEBIBYTE = 1 << 20
+_STATES = (
+    "the target keeps recurrent states: the flag turns the engine's prefix caching off (vLLM issue 53912), all batch sizes draft "
+    "alike, and the self-test asks for states, too"
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,9 @@ def judge(plan: Plan) -> Judgement:
                 unseen.append(f"method {plan.spec.method}: a plugin's, which was not asked")
             else:
                 objections += _lossy_method(method)
+                check_states(plan.target.hf_config, method.ragged, method.name)
+                if keeps_states(plan.target.hf_config):
+                    notes.append(_STATES)
         except SpecConfigError as error:
             objections.append(_about_draft(plan, error))
     draft = method.draft.config if method is not None and method.draft is not None else None

@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from safetensors.torch import save_file
@@ -28,6 +29,8 @@ from spec_plugin.engine.schedule.scheduler import (
 )
 from spec_plugin.engine.selftest.probe import TOP
 from spec_plugin.engine.selftest.test import questions_and_noise, run_self_test
+from spec_plugin.engine.states import check_states, for_states, without_prefix_caching
+from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError, pass_on
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
 from spec_plugin.folders import memory, own_folder, sweep_own
@@ -84,6 +87,7 @@ class EngineFront:
         check_speculative_config(config, device_type=target.device_type)
         check_sampling(dict(target.sampling))
         check_engine_options(given)
+        check_states(target.hf_config, method.ragged, method.name)
         if self.session.config.self_test and target.vocab_size is None:
             raise SpecConfigError(
                 f"{target.file} names no vocab_size, which the self-test needs; give the whole config.json"
@@ -95,6 +99,7 @@ class EngineFront:
                 )
         return {
             **(with_own_settings(given, **ours) if (ours := method.worker_settings()) else {}),
+            **(without_prefix_caching(given) if self.stateful else {}),
             "speculative_config": config,
             "scheduler_cls": SCHEDULER,
             "worker_extension_cls": extension,
@@ -112,7 +117,8 @@ class EngineFront:
 
     def control(self) -> Control | None:
         """Is the next request one of the control group: then the tokens that it samples without drafts."""
-        return self._group.draw() if self.drafting else None
+        control = self._group.draw() if self.drafting else None
+        return replace(control, first=0) if control is not None and self.stateful else control
 
     def sampled(self, prompt: Sequence[int], response: Sequence[int], version: int, control: Control | None) -> None:
         """Keep what is known of a request that is complete, or of what one policy version sampled of it; raises nothing.
@@ -163,6 +169,11 @@ class EngineFront:
     def take_spans(self) -> list[Span]:
         """What was kept since the last call."""
         return self._flights.take_spans()
+
+    @property
+    def stateful(self) -> bool:
+        """Does the target keep recurrent states: then not everything may change while requests are in flight."""
+        return keeps_states(self.session.target.hf_config)
 
     @property
     def drafting(self) -> bool:
@@ -248,6 +259,9 @@ class EngineFront:
 
         Where this raises, it is not known what is in force, and all that is sampled counts as drafted.
         """
+        if self.stateful:
+            current = self.session.config.k if self._schedule is None else max(self._schedule.table)
+            schedule = for_states(schedule, current, self.busy)
         self._schedule = None
         await self.engine.reset_prefix_cache()
         await set_schedule(self.engine, schedule.table, schedule.break_even)

@@ -23,7 +23,7 @@ TRAINERS = {"verl": "verl_examples.jsonl", "openrlhf": "openrlhf_scripts.jsonl"}
 
 
 def row(script: str, *reasons: str, trainer: tuple[str, ...] = (), judged: bool = True) -> coverage.Row:
-    return coverage.Row(script, reasons, trainer, reasons, (), ("tp2", "packed"), judged)
+    return coverage.Row(script, reasons, trainer, reasons, (), ("tp2", "packed"), "qwen3", judged)
 
 
 ROWS = [
@@ -48,7 +48,7 @@ def test_the_table_tells_our_refusals_from_the_trainers_own() -> None:
 
 def test_each_accepted_script_is_listed_with_its_shapes() -> None:
     lines = coverage.shape_table(ROWS)
-    assert "| good | tp2 packed |" in lines and any(line.startswith("| old (rewritten") for line in lines)
+    assert "| good | tp2 packed | qwen3 |" in lines and any(line.startswith("| old (rewritten") for line in lines)
     assert not any("megatron" in line or "nothing known" in line for line in lines)
 
 
@@ -120,3 +120,17 @@ def test_the_readme_shows_the_last_results(trainer: str) -> None:
     text = (ROOT / "README.md").read_text()
     (shown,) = re.findall(rf"<!-- coverage-{trainer}:begin -->\n(.*?)\n<!-- coverage-{trainer}:end -->", text, re.S)
     assert shown == "\n".join(coverage.main_table(rows))
+
+
+def test_each_accepted_line_is_mapped_to_shapes_and_a_target_that_exist() -> None:
+    """Shapes that a test of the trainer, and not the kit, proves are named here."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    from check import ACTORS, SHAPES
+
+    from spec_plugin.conformance.targets import tiny_targets
+
+    known = {*SHAPES["verl"], *(shape for shapes in ACTORS.values() for shape in shapes), "sp2", "fully", "one-step"}
+    for table in json.loads((ROOT / "examples" / "bench" / "results" / "coverage-verl.json").read_text()):
+        if table["judged"] and set(table["reasons"]) <= set(table["of_trainer"]):
+            assert set(table["shapes"]) <= known, table["script"]
+            assert not table["family"] or table["family"] in tiny_targets(), table["script"]

@@ -6,6 +6,8 @@ in the same batches (``spec_plugin.engine.schedule.scheduler``) and must be alik
 ``greedy``      at temperature 0 the same tokens; a difference is a tie when the plain request's own log-probs of the two
                 tokens are closer than rounding explains, or than what plain requests show among themselves in batches of
                 other shapes explains; and it counts only if it shows again;
+``states``      where the target keeps recurrent states, the same of long requests that share prefixes, arrive while others
+                run and are cut (``spec_plugin.engine.selftest.states``);
 ``finite``      no log-prob is NaN or infinite, in either arm;
 ``samples``     at the run's own sampling options, equal distributions by exact tests (``spec_plugin.engine.selftest.stats``): of
                 token counts between the arms, and of the speculating arm against its stated log-probs;
@@ -38,6 +40,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.engine.schedule.scheduler import pause_idle_draft, schedule_state, set_schedule, take_steps
 from spec_plugin.engine.selftest.probe import Probe, calibrate, gather_or_cancel
+from spec_plugin.engine.selftest.states import keeps_states, states_checks
 from spec_plugin.engine.selftest.verdicts import (
     LEAST_SAMPLES,
     Sampled,
@@ -172,6 +175,8 @@ class _SelfTest:
 
         if await self._guarded("engine", prepare):
             await self._guarded("greedy", self._greedy)
+            if keeps_states(self.engine.vllm_config):
+                await self._guarded("states", self._states)
             await self._guarded("samples", self._sample)
             await self._guarded("logprobs", self._logprobs)
             if table is not None:
@@ -232,6 +237,10 @@ class _SelfTest:
                 again = greedy_check(spec, plain, limit)
                 check = again if again.passed else check
         self.checks.append(check)
+
+    async def _states(self) -> None:
+        self.checks += await states_checks(self.probe, self.engine, self.prompts, self.tolerance)
+        await self.engine.reset_prefix_cache()
 
     @staticmethod
     async def _in_groups(work: Sequence[Coroutine[Any, Any, Sampled]], size: int) -> list[Sampled]:

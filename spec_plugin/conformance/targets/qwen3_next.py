@@ -1,0 +1,20 @@
+"""Qwen3-Next: experts, and a gated delta net in three layers of four."""
+
+from spec_plugin.conformance.targets import TinyTarget
+
+TARGET = TinyTarget(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    "engine",
+    dtype="bfloat16",  # vLLM's CPU kernels of the delta net take no other
+    changes={
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+)

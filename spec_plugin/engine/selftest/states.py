@@ -1,0 +1,114 @@
+"""Are a target's recurrent states right while requests share prefixes, come and go in the middle of drafted stretches.
+
+Only for engines that keep states (a gated delta net, Mamba), on the run's own scheduler settings. A state that was taken up at
+the wrong token, or read from a cache that rejected tokens were written over, changes every token behind it, so requests are
+long and compared token by token with plain ones on a fresh cache:
+
+1. plain requests: the reference, and once more, one after the other: what rounding explains;
+2. speculating requests of the same prompts arrive one by one while others run; every second one is cut in its middle;
+3. the prompts with the first half of their answers go on, speculating: where prefixes are cached, they hit what 2 has left. Of
+   each prompt the cached block ends at another token, before, in and behind what was drafted.
+
+Two checks of each arm, as in ``greedy`` and ``logprobs``, with the same limits. They have tolerances for rounding, no level: a
+correct engine fails where its two plain arms agree and the drafted one differs by ``greedy_limit`` or ten times the tolerance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
+from spec_plugin.engine.selftest.verdicts import Sampled, greedy_check, greedy_limit, greedy_noise, logprob_check
+from spec_plugin.events import Check
+
+TOKENS = 48  # of an answer; its first half is drafted in 2, the second in 3
+PAUSE_S = 0.02  # between two arrivals
+
+
+def keeps_states(vllm_config: Any) -> bool:
+    """Does a running engine hold states beside its cache of keys and values."""
+    return bool(vllm_config.model_config.is_hybrid)
+
+
+def shared_prefix(vllm_config: Any, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """What all requests begin with: where prefixes are cached, so long that the first block ends within their answers.
+
+    Empty where the model's context has no room for it.
+    """
+    cache = vllm_config.cache_config
+    block = cache.mamba_block_size or cache.block_size or 0
+    words = [token for prompt in prompts for token in prompt]
+    if not cache.enable_prefix_caching or block + 2 * TOKENS > vllm_config.model_config.max_model_len:
+        return []
+    longest = max(map(len, prompts))
+    return (words * (block // len(words) + 1))[: max(0, block - longest - TOKENS // 2)]
+
+
+async def states_checks(
+    probe: Probe, engine: Any, prompts: Sequence[Sequence[int]], tolerance: float
+) -> tuple[Check, ...]:
+    """See the module.
+
+    Args:
+        probe: of the engine.
+        engine: vLLM's AsyncLLM, with a schedule that drafts at every batch size.
+        prompts: token ids; a few.
+        tolerance: in nats, what rounding explains.
+    """
+    begin = shared_prefix(engine.vllm_config, prompts)
+    # the end of a block lies at another token of each answer
+    asked = [[*begin, *(list(p) * 2)[: len(p) + i * TOKENS // (2 * len(prompts))]] for i, p in enumerate(prompts)]
+    half = TOKENS // 2
+    options: dict[str, Any] = {"temperature": 0.0, "logprobs": probe.top}
+    plain, spec = probe.params(TOKENS, True, **options), probe.params(half, False, **options)
+    reference = await gather_or_cancel([probe.sample(i, p, plain) for i, p in enumerate(asked)])
+    await engine.reset_prefix_cache()
+    again = [await probe.sample(i, p, plain) for i, p in enumerate(asked)]
+    await engine.reset_prefix_cache()
+    arrived = [_late(probe, i, p, spec, i * PAUSE_S) for i, p in enumerate(asked)]
+    cut = [_cut(probe, i, p, probe.params(TOKENS, False, **options), i) for i, p in enumerate(asked) if i % 2]
+    first = (await gather_or_cancel([*arrived, *cut]))[: len(asked)]
+    go_on = [[*p, *r.tokens[:half]] for p, r in zip(asked, reference, strict=True)]
+    second = await gather_or_cancel([_late(probe, i, p, spec, i * PAUSE_S) for i, p in enumerate(go_on)])
+    found = [*(f for f in first if f is not None), *(s for s in second if s is not None)]
+    expected = [*(_part(r, 0, half) for r in reference), *(_part(r, half, TOKENS) for r in reference)]
+    limit = max(tolerance, greedy_limit(greedy_noise(reference, again), tolerance))
+    tokens, noise = greedy_check(found, expected, limit), _differences(again, reference)
+    stated = logprob_check("states: log-probs", _differences(found, expected), noise, tolerance)
+    return Check("states: tokens", tokens.passed, tokens.detail), stated
+
+
+async def _late(probe: Probe, index: int, prompt: Sequence[int], params: Any, seconds: float) -> Sampled | None:
+    await asyncio.sleep(seconds)
+    return await probe.sample(index, prompt, params)
+
+
+async def _cut(probe: Probe, index: int, prompt: Sequence[int], params: Any, after: int) -> None:
+    """Begins a request and lets go of it after a few tokens: the engine aborts it in the middle of a drafted stretch."""
+    try:
+        await asyncio.wait_for(probe.sample(index, prompt, params), PAUSE_S * (1 + after))
+    except (asyncio.TimeoutError, TimeoutError):
+        return
+
+
+def _part(s: Sampled, begin: int, end: int) -> Sampled:
+    return Sampled(
+        s.prompt,
+        s.tokens[begin:end],
+        *(np.asarray(getattr(s, name))[begin:end] for name in ("logprobs", "top", "top_ids", "rank")),
+    )
+
+
+def _differences(found: Sequence[Sampled], expected: Sequence[Sampled]) -> list[float]:
+    """|log-prob - the reference's| in nats of each token, as long as a request goes with its reference."""
+    out: list[float] = []
+    for a, b in zip(found, expected, strict=True):
+        for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)):
+            if x != y:
+                break
+            out.append(abs(float(a.logprobs[i] - b.logprobs[i])))
+    return out
