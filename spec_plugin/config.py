@@ -109,6 +109,11 @@ class SpecConfig(BaseModel):
     )
     replay_share: float = Field(0.25, ge=0.0, le=0.9, description="share of older policy versions in a draft batch")
 
+    recurrent_states: Literal["refuse", "try"] = Field(
+        "refuse",
+        description="targets that keep recurrent states (gated delta nets, Mamba), whose drafting no whole run has shown: refuse "
+        "them, or turn the engine's prefix caching and asynchronous scheduling off and let the self-test judge",
+    )
     self_test: bool = Field(True, description="statistical self-test on the engine before the first rollout")
     self_test_alpha: float = Field(
         1e-6, gt=0.0, le=0.05, description="chance that the self-test rejects a correct engine"

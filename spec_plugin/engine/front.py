@@ -29,7 +29,7 @@ from spec_plugin.engine.schedule.scheduler import (
 )
 from spec_plugin.engine.selftest.probe import TOP
 from spec_plugin.engine.selftest.test import questions_and_noise, run_self_test
-from spec_plugin.engine.states import check_states, for_states, without_prefix_caching
+from spec_plugin.engine.states import check_states, for_states, turned_off
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError, pass_on
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
@@ -87,7 +87,7 @@ class EngineFront:
         check_speculative_config(config, device_type=target.device_type)
         check_sampling(dict(target.sampling))
         check_engine_options(given)
-        check_states(target.hf_config, method.ragged, method.name)
+        check_states(target.hf_config, method.ragged, method.name, self.session.config.recurrent_states == "try")
         if self.session.config.self_test and target.vocab_size is None:
             raise SpecConfigError(
                 f"{target.file} names no vocab_size, which the self-test needs; give the whole config.json"
@@ -99,7 +99,7 @@ class EngineFront:
                 )
         return {
             **(with_own_settings(given, **ours) if (ours := method.worker_settings()) else {}),
-            **(without_prefix_caching(given) if self.stateful else {}),
+            **(turned_off(given) if self.stateful else {}),
             "speculative_config": config,
             "scheduler_cls": SCHEDULER,
             "worker_extension_cls": extension,

@@ -4,7 +4,8 @@ In a gated delta net or a Mamba layer a request has a state in place of a cache.
 each drafted token, and the *next* verification step takes up that of the last accepted one. Two things follow in vLLM 0.29:
 
 prefix caching      caches a state that rejected tokens were written over (vLLM issue 53912: other text, without a word; on a
-                    CPU two of its kernels are missing, so the engine dies). It is turned off.
+                    CPU two of its kernels are missing, so the engine dies). It is turned off, and so is asynchronous
+                    scheduling, which that issue names, too: no CPU engine has it, so nothing was shown with it.
 fewer drafted       a step without drafts takes up the first state, whatever was accepted before it (``gdn_attn.py``), and one
 tokens in flight    with fewer than before finds its convolution too short. So all batch sizes draft alike, nothing is dropped
                     in the middle of a phase, a table with fewer waits until no request is in flight, a request of the control
@@ -23,20 +24,31 @@ from spec_plugin.events import Schedule
 
 logger = logging.getLogger(__name__)
 
-PREFIX_CACHING = "enable_prefix_caching"
+TURNED_OFF = ("enable_prefix_caching", "async_scheduling")
 
 
-def check_states(hf: Mapping[str, Any], ragged: bool, method: str) -> None:
-    """Refuse a method that drafts now and then for a target that cannot bear it.
+class RecurrentStates(SpecConfigError):
+    """The target keeps recurrent states, and nobody has asked to try it."""
+
+
+def check_states(hf: Mapping[str, Any], ragged: bool, method: str, tried: bool) -> None:
+    """Refuse a target with states where it is not to be tried, and a method that drafts now and then for it anyhow.
 
     Args:
         hf: the target's config.json.
         ragged: does the method propose another number of tokens for each request, often none.
         method: its name, for the message.
+        tried: the option ``recurrent_states`` says so.
 
     Raises:
         SpecConfigError: in one sentence.
     """
+    if keeps_states(hf) and not tried:
+        raise RecurrentStates(
+            "this target keeps recurrent states (gated delta nets, Mamba), and drafting for those has been shown in no whole run "
+            "yet: set spec.recurrent_states=try, which turns the engine's prefix caching and asynchronous scheduling off and "
+            "lets the self-test judge, or leave the flag out"
+        )
     if ragged and keeps_states(hf):
         raise SpecConfigError(
             f"spec.method={method} drafts for some steps of a request and not for others, and this target keeps recurrent "
@@ -45,19 +57,18 @@ def check_states(hf: Mapping[str, Any], ragged: bool, method: str) -> None:
         )
 
 
-def without_prefix_caching(given: Mapping[str, Any]) -> dict[str, bool]:
-    """The engine option to add for a target with states.
+def turned_off(given: Mapping[str, Any]) -> dict[str, bool]:
+    """The engine options to add for a target with states.
 
     Args:
-        given: the trainer's engine arguments; where they are silent, vLLM may turn it on.
+        given: the trainer's engine arguments; where they are silent, vLLM may turn them on.
     """
-    if given.get(PREFIX_CACHING):
-        logger.warning(
-            "spec-plugin: %s=True is set to False: this target keeps recurrent states, and vLLM caches those that rejected "
-            "tokens were written over (vLLM issue 53912)",
-            PREFIX_CACHING,
-        )
-    return {PREFIX_CACHING: False}
+    for name in TURNED_OFF:
+        if given.get(name):
+            logger.warning(
+                "spec-plugin: %s=True is set to False: this target keeps recurrent states (vLLM issue 53912)", name
+            )
+    return dict.fromkeys(TURNED_OFF, False)
 
 
 def for_states(wanted: Schedule, current: int, in_flight: bool) -> Schedule:

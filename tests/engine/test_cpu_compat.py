@@ -44,8 +44,9 @@ def on_a_cpu():
         pytest.skip("repairs of the CPU build")
 
 
-def test_both_repairs_are_in_force_in_the_worker(llm):
+def test_the_repairs_are_in_force_in_the_worker(llm):
     states = {p["name"]: p["state"] for p in small.rpc(llm, "spec_draft_info")["patches"]}
+    assert states.pop("dense_state_indices") in ("in force", "not needed")  # of a processor without that kernel
     assert states == {"expand_kernel": "in force", "live_weights": "in force"}
 
 
@@ -83,6 +84,7 @@ def test_the_repair_can_be_left_out_by_an_engine_option_and_is_still_needed(targ
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-3000:]
     share, states = json.loads(lines[0].removeprefix("RESULT "))
+    states.pop("dense_state_indices")
     assert states == {"expand_kernel": "skipped", "live_weights": "in force"}
     assert share > 0.2
 

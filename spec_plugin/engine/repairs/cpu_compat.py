@@ -123,6 +123,37 @@ def weights_are_dead(function: Callable[..., Any]) -> bool:
     return False
 
 
+def indices_must_be_dense(function: Callable[..., Any]) -> bool:
+    """True if the update of gated delta nets refuses a column of a table as the indices of its states."""
+    if not hasattr(torch.ops._C, "fused_sigmoid_gating_delta_rule_update_cpu"):
+        return False  # of this processor vLLM's build has no such kernel, and runs no such target
+    one = torch.ones(1, 1, 1, 128, dtype=torch.bfloat16)
+    gates, table = torch.zeros(1, 1, dtype=torch.bfloat16), torch.zeros(1, 4, dtype=torch.int32)
+    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 1], dtype=torch.int32), "use_qk_l2norm_in_kernel": True}
+    named = {"A_log": torch.zeros(1), "dt_bias": torch.zeros(1, dtype=torch.bfloat16), "q": one, "k": one, "v": one}
+    state = torch.zeros(1, 1, 128, 128)
+    try:
+        function(**named, a=gates, b=gates, initial_state_source=state, initial_state_indices=table[:, 0], **options)
+    except RuntimeError as error:
+        if "contiguous" not in str(error):
+            raise
+        return True
+    return False
+
+
+def with_dense_indices(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with a copy of the indices: of one request ``contiguous`` would hand out the column itself."""
+
+    @functools.wraps(original)
+    def update(*args: Any, **kwargs: Any) -> Any:
+        indices = kwargs.get("initial_state_indices")
+        if indices is not None:
+            kwargs["initial_state_indices"] = indices.clone(memory_format=torch.contiguous_format)
+        return original(*args, **kwargs)
+
+    return update
+
+
 CPU_PATCHES = (
     Patch(
         name="expand_kernel",
@@ -150,6 +181,35 @@ CPU_PATCHES = (
         guard=Guard(
             parameters=("layer", "remove_weight"),
             landmarks=("layer.cpu_linear = ", "if remove_weight:", "layer.weight.ndim != 2"),
+        ),
+    ),
+    Patch(
+        name="dense_state_indices",
+        symbol="vllm._custom_ops:fused_sigmoid_gating_delta_rule_update_cpu",
+        reason="an engine with a gated delta net and drafts died of the first step that drafted nothing: its kernel takes no "
+        "column of the table of states",
+        upstream="no issue that we know",
+        versions="0.29.0",
+        optional=True,
+        needed=indices_must_be_dense,
+        replacement=with_dense_indices,
+        guard=Guard(
+            parameters=(
+                "A_log",
+                "dt_bias",
+                "q",
+                "k",
+                "v",
+                "a",
+                "b",
+                "initial_state_source",
+                "initial_state_indices",
+                "cu_seqlens",
+                "use_qk_l2norm_in_kernel",
+                "softplus_beta",
+                "softplus_threshold",
+            ),
+            landmarks=("torch.ops._C.fused_sigmoid_gating_delta_rule_update_cpu(",),
         ),
     ),
 )

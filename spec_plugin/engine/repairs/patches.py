@@ -36,6 +36,7 @@ class Patch:
     needed: Callable[[Callable[..., Any]], bool]  # takes the function, runs it on tiny inputs: is the fault there?
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]]  # takes the original, returns the repaired function
     guard: Guard
+    optional: bool = False  # versions that lack the function have no use for its repair
     moved_to: tuple[str, ...] = ()  # where other versions keep the same function; the first that exists is patched
 
 
@@ -66,7 +67,12 @@ def apply(patch: Patch) -> PatchStatus:
     """
     if patch.name in _originals:
         return _statuses[patch.name]
-    owner, attribute, original = resolve(patch)
+    try:
+        owner, attribute, original = resolve(patch)
+    except PatchError:
+        if not patch.optional:
+            raise
+        return _record(patch, "not needed", "this version has no such function")
     if not _probe(patch, original, "the library's own function"):
         return _record(patch, "not needed", "fixed upstream: the probe finds no fault in the library's own function")
     _check_guard(patch, original)

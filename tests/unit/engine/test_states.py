@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spec_plugin.engine.states import check_states, for_states, without_prefix_caching
+from spec_plugin.engine.states import check_states, for_states, turned_off
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import Schedule
@@ -19,16 +19,22 @@ def test_states_are_told_by_the_class_and_by_the_layers() -> None:
     assert keeps_states(HYBRID | {"layer_types": ["linear_attention", "full_attention"]})
 
 
-def test_prefix_caching_is_turned_off_also_where_the_trainer_says_nothing() -> None:
-    assert without_prefix_caching({}) == without_prefix_caching({"enable_prefix_caching": True})
-    assert without_prefix_caching({}) == {"enable_prefix_caching": False}
+def test_what_corrupts_states_is_turned_off_also_where_the_trainer_says_nothing() -> None:
+    off = {"enable_prefix_caching": False, "async_scheduling": False}
+    assert turned_off({}) == turned_off({"enable_prefix_caching": True}) == off
+
+
+def test_states_are_refused_unless_they_are_to_be_tried() -> None:
+    check_states(DENSE, False, "eagle3", tried=False)
+    check_states(HYBRID, False, "eagle3", tried=True)
+    with pytest.raises(SpecConfigError, match=r"recurrent states.*set spec.recurrent_states=try"):
+        check_states(HYBRID, False, "eagle3", tried=False)
 
 
 def test_methods_that_draft_now_and_then_are_refused_for_states_alone() -> None:
-    check_states(DENSE, True, "suffix")
-    check_states(HYBRID, False, "eagle3")
+    check_states(DENSE, True, "suffix", tried=False)
     with pytest.raises(SpecConfigError, match=r"suffix.*recurrent states.*set spec.method to eagle3"):
-        check_states(HYBRID, True, "suffix")
+        check_states(HYBRID, True, "suffix", tried=True)
 
 
 @pytest.mark.parametrize(
