@@ -52,8 +52,7 @@ def check_states(hf: Mapping[str, Any], ragged: bool, method: str, tried: bool) 
     if ragged and keeps_states(hf):
         raise SpecConfigError(
             f"spec.method={method} drafts for some steps of a request and not for others, and this target keeps recurrent "
-            "states, which vLLM then takes up at the wrong token: set spec.method to eagle3, or mtp where the target has a layer "
-            "for it"
+            "states, which vLLM then takes up at the wrong token: set spec.method to one that drafts at every step"
         )
 
 

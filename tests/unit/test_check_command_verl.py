@@ -93,7 +93,6 @@ KWARGS = f"{ROLLOUT}engine_kwargs.vllm"
 REFUSED = (
     ((f"{ROLLOUT}name", "sglang"), "rollouts by sglang", "set it to vllm"),
     (("actor_rollout_ref.actor.strategy", "torchtitan"), "torchtitan actors", "fsdp or fsdp2 or veomni or megatron"),
-    (("actor_rollout_ref.actor.strategy", "veomni"), "veomni actors", "fsdp or fsdp2"),
     (
         ("trainer.v1.trainer_mode", "my_async"),
         "trainer mode my_async",

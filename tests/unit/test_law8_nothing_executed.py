@@ -21,7 +21,7 @@ KIT = {
     "spec_plugin/conformance/forks/__init__.py": {"socket"},
     "spec_plugin/conformance/forks/server.py": {"socket", "exec"},
     "spec_plugin/conformance/forks/stand_in.py": {"socket"},
-    "adapters/spec_plugin_verl_cpu/conformance.py": {"torch.load"},
+    "adapters/spec_plugin_verl_cpu/checkpoints.py": {"torch.load"},
     "adapters/spec_plugin_openrlhf_cpu/conformance.py": {"torch.load"},
 }
 

@@ -108,7 +108,7 @@ def test_wrong_settings_are_refused_before_anything_is_begun(tmp_path):
         (PretrainSettings(policy, tmp_path / "out", prompts, (prompts,)), "--prompts"),
         (PretrainSettings(tmp_path, tmp_path / "out", prompts), "no config.json"),
         (PretrainSettings(policy, tmp_path / "there", prompts), "exists"),
-        (PretrainSettings(policy, tmp_path / "out", prompts), "gpt2"),
+        (PretrainSettings(policy, tmp_path / "out", prompts), "GPT2LMHeadModel"),
     ):
         with pytest.raises(SpecConfigError, match=said):
             pretrain(settings, show=False)

@@ -13,4 +13,5 @@ TARGET = TinyTarget(
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 2,
     },
+    packages=("torchvision",),
 )

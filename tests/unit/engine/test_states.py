@@ -33,7 +33,9 @@ def test_states_are_refused_unless_they_are_to_be_tried() -> None:
 
 def test_methods_that_draft_now_and_then_are_refused_for_states_alone() -> None:
     check_states(DENSE, True, "suffix", tried=False)
-    with pytest.raises(SpecConfigError, match=r"suffix.*recurrent states.*set spec.method to eagle3"):
+    with pytest.raises(
+        SpecConfigError, match=r"suffix.*recurrent states.*set spec.method to one that drafts at every step"
+    ):
         check_states(HYBRID, True, "suffix", tried=True)
 
 
