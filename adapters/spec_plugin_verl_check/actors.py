@@ -35,6 +35,11 @@ def objections(strategy: str, options: Any, lora: bool) -> Iterator[Objection]:
         yield from ACTORS[strategy].refused(options, lora)
 
 
+def options_of(actor: Any) -> Any:
+    """The options of an actor's backend, in verl's configuration of it; None where that backend is not known."""
+    return actor.get(ACTORS[actor.strategy].section) if actor.strategy in ACTORS else None
+
+
 def _size(options: Any, name: str) -> int:
     size = getattr(options, name, None)
     return size if isinstance(size, int) and not isinstance(size, bool) else 1

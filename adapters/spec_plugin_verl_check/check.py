@@ -13,7 +13,7 @@ from spec_plugin.commands.judgement import FindModel, Judgement, Model, Objectio
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin_verl_check import options
-from spec_plugin_verl_check.actors import ACTORS
+from spec_plugin_verl_check.actors import ACTORS, options_of
 from spec_plugin_verl_check.compose import compose_config, has_module, not_taken, verl_version
 from spec_plugin_verl_check.entries import MAIN, Entry, entry_of, with_engines_beside
 
@@ -172,7 +172,7 @@ def _shapes(config: Any, entry: Entry, family: Any) -> tuple[str, ...]:
     }
     actor = config.actor_rollout_ref.actor
     if (backend := ACTORS.get(actor.strategy)) is not None:
-        used |= backend.shapes(actor.get(backend.section))
+        used |= backend.shapes(options_of(actor))
     return tuple(name for name, uses in used.items() if uses)
 
 

@@ -321,8 +321,7 @@ def _run(config: Any) -> Iterator[Objection]:
             "algorithm.rollout_correction", str(correction), WRONG_KIND, "these are no options", "leave it", "verl"
         )
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    section = actor.get(actors.ACTORS[actor.strategy].section) if actor.strategy in actors.ACTORS else None
-    yield from actors.objections(actor.strategy, section, lora(model) is not None)
+    yield from actors.objections(actor.strategy, actors.options_of(actor), lora(model) is not None)
     if not config.trainer.use_v1:
         yield unsupported("trainer.use_v1", False, "verl's legacy trainer", "set it to True")
     yield from _mode(config)

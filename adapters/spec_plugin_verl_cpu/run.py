@@ -121,6 +121,15 @@ class Backend:
 
 _ACTOR = "actor_rollout_ref.actor"
 _MEGATRON = f"{_ACTOR}.megatron"
+#: of Megatron's layers, what it takes by itself and a card alone has
+CARDS_OWN = (
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "gradient_accumulation_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+)
 FSDP = Backend(
     (
         f"{_ACTOR}.strategy=fsdp2",
@@ -130,7 +139,7 @@ FSDP = Backend(
         f"{_ACTOR}.fsdp_config.use_torch_compile=False",
     )
 )
-#: padded batches of a fixed size; the fused kernels that Megatron takes by itself are a card's
+#: padded batches of a fixed size
 MEGATRON = Backend(
     (
         "model_engine=megatron",
@@ -138,17 +147,7 @@ MEGATRON = Backend(
         f"{_MEGATRON}.use_remove_padding=False",
         f"{_ACTOR}.use_dynamic_bsz=False",
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=False",
-        *(
-            f"+{_MEGATRON}.override_transformer_config.{name}=False"
-            for name in (
-                "masked_softmax_fusion",
-                "persist_layer_norm",
-                "gradient_accumulation_fusion",
-                "bias_activation_fusion",
-                "bias_dropout_fusion",
-                "apply_rope_fusion",
-            )
-        ),
+        *(f"+{_MEGATRON}.override_transformer_config.{name}=False" for name in CARDS_OWN),
         f"{_MEGATRON}.override_transformer_config.attention_backend=unfused",
     ),
     ("spec_plugin_verl_cpu.megatron",),

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from spec_plugin_verl.runtime import RUNTIME
+from spec_plugin_verl_cpu.run import CARDS_OWN
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
@@ -42,14 +43,6 @@ from spec_plugin.session import SpecSession
 
 AUX = (2, 4, 5)
 LENGTHS, RESPONSES, MICRO = (13, 24, 7, 30, 18, 21), (8, 16, 4, 20, 12, 14), 2
-UNFUSED = (
-    "masked_softmax_fusion",
-    "persist_layer_norm",
-    "gradient_accumulation_fusion",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "apply_rope_fusion",
-)
 #: name -> ranks, engine options
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one padded": (1, {}),
@@ -84,7 +77,7 @@ class Kept:
 
 def make_engine(model: str, options: dict[str, Any]) -> Any:
     """verl's engine, as its actor worker builds it."""
-    override = {name: False for name in UNFUSED} | {"attention_backend": "unfused"}
+    override = {name: False for name in CARDS_OWN} | {"attention_backend": "unfused"}
     if Path(model).name.endswith("moe"):
         override |= EXPERTS
     sizes = {"micro_batch_size_per_gpu": MICRO, "infer_micro_batch_size_per_gpu": MICRO, "use_dynamic_bsz": False}
