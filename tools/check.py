@@ -44,6 +44,7 @@ class Part:
     gigabytes: float = 1.0  # of memory at its peak, as measured
     tags: frozenset[str] = frozenset()  # two with the same tag need a /tmp each
     daily: bool = True  # runs when nothing is named
+    limit: float = 2400.0  # seconds; far above what a busy machine needs: it is there for what hangs
 
 
 VERL, OPENRLHF = ".envs/verl/bin", ".envs/openrlhf/bin"
@@ -292,7 +293,7 @@ class Lanes:
         folder = self.folder / part.name
         folder.mkdir(parents=True, exist_ok=True)
         commands = [words(command, self.extra) for command in part.commands]
-        job = Job(commands, fine(self.extra), str(self.root), str(folder), self.namespace, os.getpid())
+        job = Job(commands, fine(self.extra), str(self.root), str(folder), self.namespace, os.getpid(), part.limit)
         self.waiting.remove(part)
         with (folder / "log").open("wb") as log:
             # From the main thread: a supervisor is told when the thread that started it ends.

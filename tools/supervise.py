@@ -28,6 +28,7 @@ TMP_VARIABLES = ("TMPDIR", "TMP", "TEMP", "RAY_TMPDIR")
 WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 SECONDS_TO_END = 5.0  # between SIGTERM and SIGKILL
 SAMPLE_SECONDS = 5.0
+OVERTIME = 124  # the exit code of a command that is ended at the limit, as timeout(1) gives it
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -45,6 +46,7 @@ class Job:
     folder: str  # for ``tmp`` and ``result.json``; the log is standard output
     namespace: bool  # whether a folder can be put in the place of /tmp
     parent: int  # process id of who started the supervisor
+    limit: float = float("inf")  # seconds for all commands
 
 
 @dataclass(frozen=True)
@@ -305,6 +307,9 @@ class Part:
         """The exit code of a child, or None when this process is told to stop."""
         while True:
             now = time.monotonic()
+            if now - self.start > self.job.limit:
+                print(f"\n{self.ran_out()}", flush=True)
+                return OVERTIME
             if now >= self.next_sample:
                 self._sample()
                 self.next_sample = now + min(SAMPLE_SECONDS, 0.2 + (now - self.start) / 2)
@@ -315,6 +320,16 @@ class Part:
             if child in ended:
                 self._sample()  # what it leaves
                 return ended[child]
+
+    def ran_out(self) -> str:
+        """What to say at the limit: a hang is found by the processes that it leaves, and by what they last wrote."""
+        names = []
+        for pid in descendants(os.getpid()):
+            with suppress(OSError):
+                words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
+                state = Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].split()[0].decode()
+                names.append(f"  {pid} {state} {b' '.join(words).decode(errors='replace')[:160]}")
+        return "\n".join([f"supervise: over the limit of {self.job.limit:.0f} s, with these processes:", *names])
 
     def _sample(self) -> None:
         self.peak = max(self.peak, sum(map(memory, descendants(os.getpid()))))

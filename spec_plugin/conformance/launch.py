@@ -9,11 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from spec_plugin.conformance.driver import RunFailed
-from spec_plugin.conformance.forks import warm_python
+from spec_plugin.conformance.forks import server_processes, warm_python
 
 #: quiet libraries and a patient Ray, for a trainer on a small machine
 ENVIRONMENT = {
@@ -35,7 +38,11 @@ ENVIRONMENT = {
     "RAY_raylet_start_wait_time_s": "240",
     "RAY_raylet_client_connect_timeout_milliseconds": "20000",
     "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",  # who is aborted says where it was
 }
+#: without a step; the first one of a run has imports, an engine and a self-test before it, two minutes on an idle machine
+STALL_S = 1200.0
+PATIENCE_S = 10.0  # for Ray's driver to write what its workers said
 START_FAILURES = ("node timed out", "raylet", "GCS", "Failed to register worker")
 RAY_PREFIX = re.compile(r"\x1b\[[\d;]*m|\((\w+ )?pid=[^)]*\) ?")
 ERROR_LINE = re.compile(r"\s*(ERROR\b|[\w.]*(Error|Exception)\b[^\w])")
@@ -74,7 +81,7 @@ def follow(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], No
     Closing the generator stops the trainer.
 
     Raises:
-        RunFailed: if it exits before the last step.
+        RunFailed: if it exits before the last step, or takes ``STALL_S`` seconds for one, or for its end.
     """
     launch.out.mkdir(parents=True, exist_ok=True)
     for attempt in (1, 2):
@@ -106,15 +113,19 @@ def _follow_once(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetric
             [python, *words], env=launch.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        position = 0
+        position, moved = 0, time.monotonic()
         while True:
             running = process.poll() is None  # asked before reading, so that the last lines are not missed
             lines, position = read_lines(read.file, position)
             for line in lines:
                 if record := read.parse(line):
                     yield record
+                    moved = time.monotonic()
             if not running:
                 return
+            if time.monotonic() - moved > STALL_S:
+                abort(process)
+                raise RunFailed(f"{launch.name} did nothing new for {STALL_S:.0f} s\n{last_words(launch.log_file)}")
             time.sleep(0.2)
     finally:
         stop(process)
@@ -128,6 +139,26 @@ def read_lines(path: Path, position: int) -> tuple[list[str], int]:
         file.seek(position)
         complete, newline, _ = file.read().rpartition(b"\n")
     return complete.decode(errors="replace").splitlines(), position + len(complete) + len(newline)
+
+
+def abort(process: subprocess.Popen[bytes]) -> None:
+    """Have a trainer that hangs say where, in its log: the workers first, since Ray's driver is who writes what they say."""
+    driver = psutil.Process(process.pid)
+    spared = {driver.pid, *server_processes()}
+    for other in (*(p for p in psutil.Process().children(recursive=True) if p.pid not in spared), driver):
+        if other == driver:
+            time.sleep(PATIENCE_S)
+        with suppress(psutil.Error):
+            if "python" in other.name() or other.name().startswith("ray::"):
+                other.send_signal(signal.SIGABRT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(PATIENCE_S)
+
+
+def last_words(log: Path) -> str:
+    """The end of a log whose processes have said where they were."""
+    lines = [plain_line(line) for line in log.read_text(errors="replace").splitlines()]
+    return "\n".join([line for line in lines if line.strip() and not line.startswith("Extension modules")][-300:])
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_scripts import results
 
 from spec_plugin.conformance import tiny
 
@@ -33,13 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     root = tmp_path_factory.mktemp("megatron")
     for family in ("qwen3", "qwen3_moe"):
         tiny.make_target(root / family, family=family, num_key_value_heads=2)
-    script = Path(__file__).with_name("megatron_layouts.py")
-    command = [sys.executable, str(script), str(root), str(root)]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return dict(map(json.loads, lines))
+    return dict(results("megatron_layouts.py", root, root, seconds=SECONDS))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -162,6 +162,14 @@ def test_what_a_part_leaves_is_ended_and_measured(tmp_path: Path, marker: str) -
     assert result["left"] == 2 and result["cpu"] > 0.1 and 0.2 < result["peak_gb"] < 0.5 and result["wall"] > 0.1
 
 
+def test_a_part_that_hangs_is_ended_at_its_limit_and_shows_what_ran(tmp_path: Path, marker: str) -> None:
+    parts = [Part("hangs", (f"sh -c 'setsid sleep {marker} & sleep {marker}'",), limit=1.0), Part("next", ("true",))]
+    done = check(tmp_path, parts, "--jobs", "1")
+    assert done.returncode == 1 and not running(marker)
+    assert re.search(r"\| hangs +\| failed \(124\)", done.stdout) and re.search(r"\| next +\| passed", done.stdout)
+    assert "over the limit of 1 s" in done.stdout and f"sleep {marker}" in done.stdout.split("over the limit")[1]
+
+
 def test_who_ignores_sigterm_is_killed() -> None:
     script = (
         "import subprocess, supervise, time; supervise.adopt_orphans();"

@@ -281,6 +281,22 @@ def test_an_early_end_with_exit_code_zero_is_a_failure(tmp_path: Path, monkeypat
         list(verl_run(tmp_path / "out").follow())
 
 
+def test_a_run_that_hangs_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STALL_S", 4.0)
+    monkeypatch.setattr(launch, "PATIENCE_S", 0.5)
+    body = """
+import subprocess, time
+lost = "def lost_in_here():\\n import time; time.sleep(600)\\nlost_in_here()"
+def worker(): return subprocess.Popen([sys.executable, "-c", lost])
+def waits_for_the_worker(): worker().wait(); time.sleep(600)
+waits_for_the_worker()
+"""
+    fake_verl(tmp_path, monkeypatch, LOG_STEP + 'log(1, **{"training/global_step": 1})' + body)
+    with pytest.raises(launch.RunFailed, match="nothing new for 4 s") as failure:
+        list(verl_run(tmp_path / "out").follow())
+    assert "in lost_in_here" in str(failure.value) and "in waits_for_the_worker" in str(failure.value)
+
+
 def test_rays_start_is_tried_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = (
         LOG_STEP

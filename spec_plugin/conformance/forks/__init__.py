@@ -45,6 +45,11 @@ def warm_python(modules: Sequence[str], env: Mapping[str, str]) -> str:
     return _servers[key].python
 
 
+def server_processes() -> set[int]:
+    """Process numbers of the servers of this process."""
+    return {server.pid for server in _servers.values()}
+
+
 def is_fork() -> bool:
     """Whether this process was forked by a fork server."""
     return sys.orig_argv[1:2] == [str(_HERE / "server.py")]
@@ -87,6 +92,11 @@ class ForkServer:
                 start_new_session=True,
             )
         atexit.register(self.close)
+
+    @property
+    def pid(self) -> int:
+        """Of the server."""
+        return self._process.pid
 
     def close(self) -> None:
         """End it and every process that it forked."""
