@@ -27,7 +27,12 @@ AT_ONCE = 16
 def parts() -> tuple[str, str]:
     """Folders of (target, draft): what the target says depends on its states, and the draft is right now and then."""
     root = Path(tempfile.mkdtemp(prefix="spec-hybrid-"))
-    target = tiny.make_target(root / "target", num_key_value_heads=2, family=FAMILY, initializer_range=float(__import__("os").environ.get("HYB_RANGE","0.15")))
+    target = tiny.make_target(
+        root / "target",
+        num_key_value_heads=2,
+        family=FAMILY,
+        initializer_range=float(__import__("os").environ.get("HYB_RANGE", "0.15")),
+    )
     config = small.draft_config(target)
     save_draft(root / "draft", config, {n: t.to(DTYPE) for n, t in small.good_tensors(config).items()})
     return str(target), str(root / "draft")

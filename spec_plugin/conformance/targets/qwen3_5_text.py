@@ -10,7 +10,7 @@ TARGET = TinyTarget(
     changes={
         "linear_key_head_dim": 128,  # nor other widths
         "linear_value_head_dim": 128,
-        "linear_num_key_heads": 2,
+        "linear_num_key_heads": 1,
         "linear_num_value_heads": 2,
     },
     packages=("torchvision",),

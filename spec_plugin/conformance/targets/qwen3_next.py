@@ -10,8 +10,8 @@ TARGET = TinyTarget(
     changes={
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
