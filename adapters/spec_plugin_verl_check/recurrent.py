@@ -11,6 +11,7 @@ from typing import Any
 from spec_plugin.commands.judgement import Objection, unsupported
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.sources import parsed, source_of
+from spec_plugin_verl_check.actors import ACTORS
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 #: backends of actors with which a whole run was shown
@@ -31,7 +32,7 @@ def objections(hf: Mapping[str, Any], strategy: str, packed: bool, tried: bool) 
     if not keeps_states(hf):
         return
     if strategy not in _SHOWN:
-        if not tried:
+        if strategy in ACTORS and not tried:  # others are refused anyhow
             instead = f"set it to {' or '.join(_SHOWN)}, or spec.recurrent_states=try, which no run has shown"
             yield unsupported(f"{_ACTOR}.strategy", strategy, f"recurrent states in {strategy} actors", instead)
         return

@@ -21,18 +21,15 @@ from spec_plugin.engine.schedule.scheduler import SCHEDULER
 FAMILY = "qwen3_next"
 DTYPE = getattr(torch, tiny_targets()[FAMILY].dtype)
 AT_ONCE = 16
+#: of the target's weights: with less its states hardly matter, with more the draft is hardly ever right
+SPREAD = 0.12
 
 
 @cache
 def parts() -> tuple[str, str]:
     """Folders of (target, draft): what the target says depends on its states, and the draft is right now and then."""
     root = Path(tempfile.mkdtemp(prefix="spec-hybrid-"))
-    target = tiny.make_target(
-        root / "target",
-        num_key_value_heads=2,
-        family=FAMILY,
-        initializer_range=float(__import__("os").environ.get("HYB_RANGE", "0.15")),
-    )
+    target = tiny.make_target(root / "target", num_key_value_heads=2, family=FAMILY, initializer_range=SPREAD)
     config = small.draft_config(target)
     save_draft(root / "draft", config, {n: t.to(DTYPE) for n, t in small.good_tensors(config).items()})
     return str(target), str(root / "draft")
@@ -135,3 +132,11 @@ class Hybrid(LiveEngine):
 def start(**options: Any) -> Hybrid:
     """An engine with these options."""
     return Hybrid((), "hybrid.FaultyStates", options)
+
+
+def unguarded(vllm_config: Any, **kwargs: Any) -> Any:
+    """vLLM's ``scheduler_cls``: ours, without what computes requests anew where their drafts end."""
+    from spec_plugin.engine.schedule import anew, scheduler
+
+    del anew.AnewWhereDraftsEnd.schedule  # in EngineCore's process
+    return scheduler.make_scheduler(vllm_config, **kwargs)

@@ -5,7 +5,7 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "qwen3_next",
     "Qwen3NextForCausalLM",
-    "engine",
+    "trainer",
     dtype="bfloat16",  # vLLM's CPU kernels of the delta net take no other
     changes={
         "linear_key_head_dim": 128,
