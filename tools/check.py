@@ -55,7 +55,7 @@ KEEPS = f"{MINIMAL}::test_the_minimal_adapter_keeps_the_contract"
 STARTS_VERL = frozenset({"verl"})
 #: deployment shapes of the kit's drivers; all checks of one take 5 to 15 minutes
 SHAPES = {
-    "verl": ("tp2", "dp2", "nodes2", "lora", "packed", "mistral", "colocate", "separate", "separate2"),
+    "verl": ("tp2", "dp2", "nodes2", "lora", "lora-adapters", "packed", "mistral", "colocate", "separate", "separate2"),
     "openrlhf": ("tp2", "dp2", "zero3", "job", "async", "partial"),
 }
 #: of verl, with other actors: in environments of their own

@@ -17,7 +17,7 @@ from spec_plugin.ranks import actor_group, is_first
 from spec_plugin.session import SpecSession
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 from spec_plugin_verl.runtime import RUNTIME
-from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyTap
+from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyStream
 
 
 class VerlLink(ActorsLink):
@@ -63,6 +63,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         link = self._link(spec.refresh_timeout_s) if is_first() else None
         self._control = RolloutControl(SpecSession(spec, target), link, sleeps=config.free_cache_engine)
         self._syncs = 0
+        self._policy = PolicyStream(self._control.session)
         RUNTIME.control = self._control
         engine.attach(self._control)
 
@@ -85,9 +86,11 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
                 "spec-plugin does not support delta weight syncs yet: set "
                 "actor_rollout_ref.rollout.checkpoint_engine.backend=naive, or leave the flag out"
             )
-        tap = PolicyTap(weights, self._control.session.copy_of, self._control.session.target.hf_config)
+        tap = self._policy.tap(weights, **kwargs)
         await super().update_weights(aiter(tap), global_steps=global_steps, wire_format=wire_format, **kwargs)
         self._syncs += global_steps is not None  # verl announces no other sync to its servers
+        if not self._policy.complete(tap, **kwargs):
+            return  # the adapters come now
         await self._all_replicas(awake=False)
         # verl syncs without a step after a reward model had the cards, on the way to validation: the weights are the same
         version = max(0, self._control.policy_version) if global_steps is None else global_steps

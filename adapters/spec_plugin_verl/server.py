@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import ray
+from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from vllm.lora.request import LoRARequest
 
 from spec_plugin.engine.front import EngineFront, is_listed
 from spec_plugin.engine.schedule.scheduler import PLAIN
@@ -77,6 +79,8 @@ class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
             self._spec_front.engine = self.engine
+            if self.lora_as_adapter:
+                self._spec_front.adapter = LoRARequest(VLLM_LORA_NAME, VLLM_LORA_INT_ID, VLLM_LORA_PATH)
 
 
 class SpecReplica(vLLMReplica):  # type: ignore[misc]

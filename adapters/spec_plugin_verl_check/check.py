@@ -166,6 +166,7 @@ def _shapes(config: Any, entry: Entry, family: Any) -> tuple[str, ...]:
         "nodes2": isinstance(config.trainer.nnodes, int) and config.trainer.nnodes > 1,
         "sp2": slices > 1,
         "lora": options.lora(model) == "merged",
+        "lora-adapters": options.lora(model) == "adapter",
         "packed": bool(model.use_remove_padding),
         "mistral": family == "mistral",
         "colocate": mode == "colocate_async",
@@ -189,6 +190,10 @@ def _notes(config: Any, entry: Entry) -> tuple[str, ...]:
     if model.external_lib and "spec_plugin_verl" not in str(model.external_lib):
         notes.append(
             f"model.external_lib={model.external_lib} is set: give both, [{model.external_lib},spec_plugin_verl]"
+        )
+    if model.lora_adapter_path and options.lora(model) is None:
+        notes.append(
+            "model.lora_adapter_path without model.lora_rank: verl 0.9.1 loads no adapter, and trains all weights"
         )
     if (config.get("distillation") or {}).get("enabled"):
         notes.append("distillation: the teachers' engines run without drafts")

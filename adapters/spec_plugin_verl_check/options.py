@@ -146,13 +146,16 @@ def target_info(rollout: Any, path: str, hf_config: Mapping[str, Any], **known: 
     )
 
 
+#: which the draft shares with the policy
+SHARED_MODULES = ("embed_tokens", "lm_head")
+
+
 def lora(model: Any) -> str | None:
     """``merged`` or ``adapter``, and None without LoRA."""
     options = plain(getattr(model, "lora", None)) or {}
-    ranks = [getattr(model, "lora_rank", 0), options.get("rank")]
-    paths = [getattr(model, "lora_adapter_path", None), options.get("adapter_path")]
-    if not any(rank and rank > 0 for rank in ranks) and not any(paths):
-        return None
+    ranks = (getattr(model, "lora_rank", 0), options.get("rank"))
+    if not any(rank and rank > 0 for rank in ranks):
+        return None  # whatever adapter a path names: verl loads none without a rank
     return "merged" if options.get("merge") else "adapter"
 
 
@@ -171,6 +174,8 @@ def objections(rollout: Any, model: Any, config: Any = None, device: str = "cuda
     yield from _engine(rollout)
     yield from _handed_to_vllm(rollout)
     yield from _model(model)
+    if lora(model) == "adapter":
+        yield from _adapters(rollout, model, device)
     if device not in DEVICES:
         yield unsupported("trainer.device", device, f"the device {device}", f"use one of {', '.join(DEVICES)}")
     if config is not None:
@@ -278,16 +283,28 @@ def _handed_to_vllm(rollout: Any) -> Iterator[Objection]:
 
 
 def _model(model: Any) -> Iterator[Objection]:
-    if lora(model) == "adapter":
-        option = next((o for o in ("lora_rank", "lora_adapter_path") if getattr(model, o, None)), "lora.rank")
-        value = getattr(model, option, None) or plain(model.lora).get("rank")
-        broken = missing_for_adapters()
-        why = f"LoRA adapters in the engine{f' (nor does verl here: {broken})' if broken else ''}"
-        found = unsupported(f"{_MODEL}{option}", value, why, f"set {_MODEL}lora.merge=True")
-        yield Objection(found.option, found.value, "LoRA adapters in the engine", found.why, found.instead)
     mtp = getattr(model, "mtp", None)
     if mtp is not None and mtp.enable:
         yield unsupported(f"{_MODEL}mtp.enable", True, "a second drafting method (MTP)", "set it to False")
+
+
+def _adapters(rollout: Any, model: Any, device: str) -> Iterator[Objection]:
+    """LoRA adapters in the engine."""
+    what, merge = "LoRA adapters in the engine", f"set {_MODEL}lora.merge=True"
+    options = plain(getattr(model, "lora", None)) or {}
+    option, value = ("lora_rank", rank) if (rank := model.lora_rank) else ("lora.rank", options["rank"])
+    if device != "cpu" and (broken := missing_for_adapters()):
+        yield Objection(
+            f"{_MODEL}{option}", str(value), what, f"verl cannot serve adapters here: {broken}", merge, "verl"
+        )
+    if (backend := rollout.checkpoint_engine.backend) != "naive":
+        where = f"{_ROLLOUT}checkpoint_engine.backend"
+        yield unsupported(where, backend, "LoRA adapters in engines apart from the actor", merge)
+    trained = plain(getattr(model, "target_modules", None)) or ()
+    names = (trained,) if isinstance(trained, str) else tuple(map(str, trained))
+    if shared := [name for name in names if name.rpartition(".")[2] in SHARED_MODULES]:
+        instead = "leave them out: the draft uses the target's own"
+        yield unsupported(f"{_MODEL}target_modules", shared, "LoRA adapters of the embedding or the LM head", instead)
 
 
 def missing_for_adapters() -> str:

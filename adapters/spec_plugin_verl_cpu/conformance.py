@@ -90,6 +90,10 @@ SHAPES = {
     ),
     "nodes2": Shape("two Ray nodes: one replica of the engine and one FSDP2 rank on each", (), ranks=2, nodes=2),
     "lora": Shape("LoRA, merged before each weight sync", (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora.merge=True")),
+    "lora-adapters": Shape(
+        "LoRA adapters in the engine, beside a base that it has read itself",
+        (f"{_MODEL}.lora_rank=8", f"{_ROLLOUT}.load_format=safetensors"),
+    ),
     "packed": Shape(
         "remove-padding, dynamic batch sizes, gradient checkpointing, offloading, log-probs that the trainer does not want",
         (

@@ -28,6 +28,7 @@ from spec_plugin.engine.refresh import swap as refresh
 from spec_plugin.engine.refresh.layout import Layout, draft_layout
 from spec_plugin.engine.refresh.swap import Staging
 from spec_plugin.engine.repairs import patches
+from spec_plugin.engine.repairs.adapters import apply_adapter_patches
 from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, repack
 from spec_plugin.engine.schedule.pause import pause_draft
 from spec_plugin.rollouts import Rollout
@@ -72,6 +73,8 @@ class SpecWorkerExtension:
         vllm_config = kwargs.get("vllm_config") or _current_vllm_config()
         if vllm_config.speculative_config is not None:
             check_running_config(vllm_config.speculative_config, str(vllm_config.device_config.device_type))
+            if getattr(vllm_config, "lora_config", None) is not None:
+                apply_adapter_patches()
         apply_cpu_patches(skip=tuple(own_settings(vllm_config).get("skip_patches", ())))
         prepare_proposer(own_settings(vllm_config))
         parent: Any = super().__new__
@@ -262,7 +265,8 @@ class SpecWorkerExtension:
         installed, if they are still what they were then.
         """
         layout = self._spec_layout()
-        target = {name: p.detach() for name, p in self.model_runner.get_model().named_parameters() if p.numel()}
+        model = self.model_runner.get_model()
+        target = {name: p.detach() for name, p in model.named_parameters() if p.numel()} | _adapters(model)
         return {
             "target": weights_digest({name: t.cpu() for name, t in target.items()}),
             **self._spec_shared_digests(target),
@@ -274,7 +278,8 @@ class SpecWorkerExtension:
         """Of the embedding and the head, without the padding of the vocabulary; "" where each rank holds a part."""
         whole = self.vllm_config.parallel_config.tensor_parallel_size == 1
         rows = self.vllm_config.model_config.get_vocab_size()
-        ends = {name.rpartition("model.")[2].removesuffix(".weight"): tensor for name, tensor in target.items()}
+        bare = ((name.removesuffix(".weight").removesuffix(".base_layer"), tensor) for name, tensor in target.items())
+        ends = {name.rpartition("model.")[2]: tensor for name, tensor in bare}
         embed = ends.get("embed_tokens")
         found = {"embed": embed, "head": ends.get("lm_head", embed)}  # a tied head has no name of its own
         return {n: weights_digest({"": t[:rows]}) if whole and t is not None else "" for n, t in found.items()}
@@ -342,6 +347,20 @@ class SpecWorkerExtension:
         if reason is None and names is not None and set(names) != state.staging.tensors.keys():
             reason = f"torn: sent but not arrived {sorted(set(names) - state.staging.tensors.keys())}"
         return layout, reason
+
+
+def _adapters(model: Any) -> dict[str, Tensor]:
+    """What the engine holds of LoRA adapters: tensors that are no parameters, by layer."""
+    return {
+        f"{path}.{name}.{i}": tensor
+        for path, module in model.named_modules()
+        for name in ("lora_a_stacked", "lora_b_stacked")
+        for i, tensor in enumerate(_tensors(getattr(module, name, ())))
+    }
+
+
+def _tensors(stacked: Any) -> tuple[Tensor, ...]:
+    return (stacked,) if isinstance(stacked, Tensor) else tuple(stacked)
 
 
 def _all_ranks(ok: bool) -> bool:

@@ -57,6 +57,7 @@ class EngineFront:
         """
         self.session, self.tokenizer = session, tokenizer
         self.engine: Any = None
+        self.adapter: Any = None  # vLLM's LoRARequest that the run's requests come with, once the engine has it
         self.policy_version = -1  # of the weights that roll out, as the actor announced them
         config = session.config
         self._group = ControlGroup(config.control_share, config.k, config.seed)
@@ -303,11 +304,18 @@ class EngineFront:
             limit=PATIENCE * seconds,
             max_num_seqs=target.max_num_seqs,
             whole=self.session.method.whole,
+            adapter=await self._served_adapter(),
         )
         if self.session.method.remembers:
             await self.engine.collective_rpc("spec_forget_rollouts")  # the test's own questions
         self.reset_phase()
         return report
+
+    async def _served_adapter(self) -> Any:
+        """What is tested is what samples: the target with its adapter, where the engine has one."""
+        if self.adapter is not None and self.adapter.lora_int_id in await self.engine.list_loras():
+            return self.adapter
+        return None
 
     def start_phase(self, policy_version: int) -> None:
         """A rollout phase begins: counters and clock start anew."""

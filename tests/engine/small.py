@@ -32,7 +32,10 @@ def reference(target: Path, model: Any = None) -> list[list[int]]:
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         with torch.no_grad():
-            out = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+            whole = torch.ones_like(ids)  # else it leaves out the tokens that are its padding's
+            out = model.generate(
+                input_ids=ids, attention_mask=whole, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
+            )
         outputs.append(out[0, len(prompt) :].tolist())
     return outputs
 

@@ -119,8 +119,6 @@ REFUSED = (
     ((f"{MODEL}path", None), "no path", "name a model"),
     ((f"{KWARGS}", 5), "no options", "set some"),
     ((f"{MODEL}mtp.enable", True), "MTP", "set it to False"),
-    ((f"{MODEL}lora_rank", 8), "LoRA adapters in the engine", "model.lora.merge=True"),
-    ((f"{MODEL}lora_adapter_path", "an/adapter"), "LoRA adapters in the engine", "model.lora.merge=True"),
     ((f"{KWARGS}.speculative_config", {"method": "ngram"}), "sets it too", "remove it"),
     ((f"{KWARGS}.data_parallel_size", 2), "engine data parallel", "leave it out"),
     ((f"{KWARGS}.quantization", "fp8"), "quantized rollouts", "leave it out"),
@@ -315,6 +313,42 @@ def test_adapters_need_a_symbol_of_vllm_that_is_looked_for_as_text(monkeypatch: 
     assert "get_unstacked_mapper" in options.missing_for_adapters()
     sources["vllm"] = "def get_unstacked_mapper(self): ..."
     assert options.missing_for_adapters() == ""
+
+
+@needs_verl
+def test_adapters_in_the_engine_are_taken_where_verl_itself_can_serve_them(
+    stock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = (f"{MODEL}lora_rank", 8)
+    monkeypatch.setattr(options, "missing_for_adapters", lambda: "")
+    assert judged(stock, rank) == []
+    monkeypatch.setattr(options, "missing_for_adapters", lambda: "it lacks a symbol")
+    assert judged(stock, rank, ("trainer.device", "cpu")) == []
+    (said,) = judged(stock, rank)
+    assert "it lacks a symbol" in said and "model.lora.merge=True" in said
+
+
+@needs_verl
+def test_an_adapter_that_verl_does_not_load_is_a_note() -> None:
+    found = verl_check([PATH, VLLM, f"{MODEL}lora_adapter_path=an/adapter"], a_qwen3)
+    assert found.accepted and "lora-adapters" not in found.shapes
+    assert any("loads no adapter, and trains all weights" in note for note in found.notes)
+
+
+@needs_verl
+@pytest.mark.parametrize(
+    ("change", "what", "instead"),
+    [
+        ((f"{MODEL}target_modules", ["q_proj", "lm_head"]), "of the embedding or the LM head", "leave them out"),
+        ((f"{ROLLOUT}checkpoint_engine.backend", "nccl"), "in engines apart from the actor", "model.lora.merge=True"),
+    ],
+)
+def test_what_adapters_have_not_been_shown_to_do_is_refused(
+    stock: Any, monkeypatch: pytest.MonkeyPatch, change: tuple[str, Any], what: str, instead: str
+) -> None:
+    monkeypatch.setattr(options, "missing_for_adapters", lambda: "")
+    (said,) = [said for said in judged(stock, (f"{MODEL}lora_rank", 8), change) if "adapter" in said]
+    assert what in said and instead in said and change[0] in said
 
 
 @needs_verl

@@ -37,6 +37,8 @@ async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 class Probe:
     """Sends requests to one engine, each plain or speculating, and counts what speculation did."""
 
+    adapter: Any = None  # vLLM's LoRARequest that the run's own requests come with
+
     def __init__(self, engine: AsyncLLM, sampling: Mapping[str, Any], max_num_seqs: int) -> None:
         """Keep what every request needs.
 
@@ -64,7 +66,8 @@ class Probe:
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Any:
         """vLLM's own stream of outputs for one request."""
         request_id = f"{self._name}-{next(self._ids)}"
-        return self.engine.generate({"prompt_token_ids": list(prompt)}, params, request_id=request_id)
+        prompt_ids = {"prompt_token_ids": list(prompt)}
+        return self.engine.generate(prompt_ids, params, request_id=request_id, lora_request=self.adapter)
 
     async def sample(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Sampled:
         """Run one request to its end, waiting for a free slot first."""

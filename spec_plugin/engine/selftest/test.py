@@ -111,6 +111,7 @@ async def run_self_test(
     score: Score | None = None,
     max_num_seqs: int,
     whole: bool = False,
+    adapter: Any = None,
 ) -> SelfTestReport:
     """Test a running engine; never raises for what the engine does, every trouble is a failed check.
 
@@ -127,9 +128,11 @@ async def run_self_test(
         score: the trainer's own teacher-forced log-probs, used beside the engine's.
         max_num_seqs: the engine's.
         whole: can only 0 and k tokens be drafted.
+        adapter: vLLM's LoRARequest that the run's own requests come with, if they do.
     """
     limit = seconds if limit is None else limit
     test = _SelfTest(engine, prompts, sampling, k, vocab_size, alpha, seconds, limit, score, max_num_seqs)
+    test.probe.adapter = adapter
     test.timed = (0, k) if whole else tuple(dict.fromkeys((0, 1, min(3, k), k)))
     return await test.run()
 
