@@ -7,6 +7,7 @@ TARGET = TinyTarget(
     "Qwen3_5ForCausalLM",
     "engine",
     dtype="bfloat16",  # vLLM's CPU kernels of the delta net take no other
+    self_test_seconds=45,
     changes={
         "linear_key_head_dim": 128,  # nor other widths
         "linear_value_head_dim": 128,

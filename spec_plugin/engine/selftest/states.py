@@ -17,8 +17,8 @@ tolerances for rounding, no level: a correct engine fails where its plain arms a
 Measured on a tiny Qwen3-Next in bfloat16 on a CPU (``tests/engine/hybrid.py``; its draft makes 3.6 of 4 tokens a step, and a
 wrong state costs 0.3 nats): of 12 tests of a correct engine none failed, the mean was at most 0.63 of its limit. Of
 engines that took up the state of another accepted token, one less, one more, always the first, or of another request, in all
-steps, all of 16 failed. In one step of ten: RATES. A request that begins in the state which another one has left is
-not seen (0 of 4): that fades within the prompt, and it happens to plain requests, too.
+steps, all of 16 failed. In one step of ten, 13 of 16 did (one more: one of four). A request that begins in the state which
+another one has left is not seen (0 of 8): that fades within the prompt, and it happens to plain requests, too.
 """
 
 from __future__ import annotations
