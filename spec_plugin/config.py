@@ -109,10 +109,10 @@ class SpecConfig(BaseModel):
     )
     replay_share: float = Field(0.25, ge=0.0, le=0.9, description="share of older policy versions in a draft batch")
 
-    recurrent_states: Literal["refuse", "try"] = Field(
-        "refuse",
-        description="targets that keep recurrent states (gated delta nets, Mamba), whose drafting no whole run has shown: refuse "
-        "them, or turn the engine's prefix caching and asynchronous scheduling off and let the self-test judge",
+    recurrent_states: Literal["shown", "try"] = Field(
+        "shown",
+        description="targets that keep recurrent states (gated delta nets, Mamba): take them with actors with which a whole run "
+        "was shown, or try them with any",
     )
     self_test: bool = Field(True, description="statistical self-test on the engine before the first rollout")
     self_test_alpha: float = Field(

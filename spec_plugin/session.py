@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import pluggy
 from draft_training import OtherRankFailed
 from spec_plugin.answers import many, number, one, shown
 from spec_plugin.config import SpecConfig
+from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError, pass_on
 from spec_plugin.events import (
     DraftRefresh,
@@ -317,4 +319,5 @@ def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginMana
         raise SpecConfigError(
             f"spec.method={config.method!r}: a plugin's spec_method answered {shown(found)}, no Method"
         )
-    return found
+    # recurrent states stand behind k drafted tokens or none, see spec_plugin.engine.states
+    return replace(found, whole=True) if keeps_states(target.hf_config) else found

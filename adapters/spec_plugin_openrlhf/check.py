@@ -51,6 +51,7 @@ def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
         except SpecConfigError as error:
             found.append(Objection(options.MODEL, flags.model, "an unreadable model", str(error), "repair it"))
             model = Model(flags.model, None, str(error))
+        found += options.of_states(flags.model, model.config or {}, spec)
     return judge(
         Plan(
             trainer="openrlhf",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spec_plugin.commands.judgement import Objection, load_hf_config, refuse, unsupported
+from spec_plugin.config import SpecConfig
+from spec_plugin.engine_class import keeps_states
 from spec_plugin.events import TargetInfo
 
 LEAVE_OUT = "leave out --spec.enable"
@@ -117,6 +119,19 @@ def objections(flags: argparse.Namespace) -> Iterator[Objection]:
     for refused, option, value, what, instead in checks:
         if refused:
             yield unsupported(option, value, what, instead)
+
+
+def of_states(model: str, hf_config: Mapping[str, Any], config: SpecConfig) -> Iterator[Objection]:
+    """A target with recurrent states, unless it is to be tried: no run with these actors was shown.
+
+    Args:
+        model: as the user gives it.
+        hf_config: its config.json.
+        config: the run's options.
+    """
+    if keeps_states(hf_config) and config.recurrent_states != "try":
+        instead = "set --spec.recurrent_states try, which no run has shown"
+        yield unsupported(MODEL, model, "recurrent states in DeepSpeed actors", instead)
 
 
 def target_info(flags: argparse.Namespace, hf_config: dict[str, Any], **known: Any) -> TargetInfo:

@@ -21,10 +21,11 @@ from typing import Any
 import ray
 
 from spec_plugin.arguments import read_config
+from spec_plugin.commands.judgement import refuse
 from spec_plugin.errors import PatchError
 from spec_plugin.manager import create_manager
 from spec_plugin.session import method_of
-from spec_plugin_openrlhf.options import read_target
+from spec_plugin_openrlhf.options import LEAVE_OUT, of_states, read_target
 
 _NEEDS = {
     "RolloutRayActor": ("generate", "generate_responses", "sleep", "wake_up", "pause_generation", "resume_generation"),
@@ -44,6 +45,7 @@ def install(theirs: Sequence[str], ours: Mapping[str, Any]) -> None:
         PatchError: if OpenRLHF's actors have changed.
     """
     config, target = read_config(dict(ours)), read_target(theirs)
+    refuse(of_states(target.path, target.hf_config, config), LEAVE_OUT)
     method_of(config, target, create_manager(config.block, config.plugins))  # refuses now what would fail later
 
     from openrlhf.trainer.ray import ppo_actor, vllm_engine

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from spec_plugin_verl_check import recurrent
 from spec_plugin_verl_check.actors import objections
 from spec_plugin_verl_check.options import LEAVE_OUT, lora
 from torch import Tensor, nn
@@ -92,7 +93,14 @@ class SpecActor(BackendParts):
             RUNTIME.engine = self
 
     def attach(self, control: RolloutControl) -> None:
-        """Start harvesting for this control's session."""
+        """Start harvesting for this control's session.
+
+        Raises:
+            SpecConfigError: if the target keeps recurrent states, and this actor's passes do not leave them right.
+        """
+        hf, tried = control.session.target.hf_config, control.session.config.recurrent_states == "try"
+        packed = bool(self.model_config.use_remove_padding)
+        refuse(recurrent.objections(hf, self.engine_config.strategy, packed, tried), LEAVE_OUT)
         self._session = control.session
         self._harvest = self.spec_harvest(control)
         if self._resumed is not None:

@@ -12,7 +12,7 @@ from spec_plugin.commands.forecast import Plan, judge
 from spec_plugin.commands.judgement import FindModel, Judgement, Model, Objection, find_model, split_launch, unsupported
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
-from spec_plugin_verl_check import options
+from spec_plugin_verl_check import options, recurrent
 from spec_plugin_verl_check.actors import ACTORS, options_of
 from spec_plugin_verl_check.compose import compose_config, has_module, not_taken, verl_version
 from spec_plugin_verl_check.entries import MAIN, Entry, entry_of, with_engines_beside
@@ -97,10 +97,13 @@ def _judge(config: Any, entry: Entry, before: list[Objection], find: FindModel) 
     except SpecConfigError as error:
         found.append(Objection(_MODEL, model.path, "an unreadable model", str(error), "repair it"))
         looked_up = Model(model.path, None, str(error))
+    hf, packed = looked_up.config or {}, bool(model.use_remove_padding)
+    strategy, tried = config.actor_rollout_ref.actor.strategy, spec.recurrent_states == "try"
+    found += recurrent.objections(hf, strategy, packed, tried)
     correction = config.algorithm.get("rollout_correction") or {}
     bypass = bool(correction.get("bypass_mode"))
     arguments = options.engine_arguments(rollout)
-    target = options.target_info(rollout, model.path, looked_up.config or {}, engine_options=arguments)
+    target = options.target_info(rollout, model.path, hf, engine_options=arguments)
     return judge(
         Plan(
             trainer="verl",
@@ -109,13 +112,13 @@ def _judge(config: Any, entry: Entry, before: list[Objection], find: FindModel) 
             model=looked_up,
             model_option=_MODEL,
             shape=_shape(config, entry),
-            shapes=_shapes(config, entry, (looked_up.config or {}).get("model_type")),
+            shapes=_shapes(config, entry, hf.get("model_type")),
             eager=bool(arguments["enforce_eager"]),
             graphs=options.graph_mode(rollout),
             rollout_in_loss=bypass or any(correction.get(name) for name in ("rollout_is", "rollout_rs")),
             bypass=bypass,
             objections=tuple(found),
-            notes=_notes(config, entry),
+            notes=(*_notes(config, entry), *recurrent.notes(hf, packed)),
         )
     )
 

@@ -13,7 +13,7 @@ from spec_plugin.commands.judgement import Judgement, Model, Objection
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.targets import shown
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
-from spec_plugin.engine.states import RecurrentStates, check_states
+from spec_plugin.engine.states import check_states
 from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class, keeps_states
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
@@ -27,7 +27,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MEBIBYTE = 1 << 20
 _STATES = (
     "the target keeps recurrent states: the flag turns the engine's prefix caching and asynchronous scheduling off, all batch "
-    "sizes draft alike, and the self-test asks for states, too"
+    "sizes draft spec.k tokens or none, and the self-test asks for states, too"
 )
 
 
@@ -69,7 +69,7 @@ def judge(plan: Plan) -> Judgement:
                 unseen.append(f"method {plan.spec.method}: a plugin's, which was not asked")
             else:
                 objections += _lossy_method(method)
-                check_states(plan.target.hf_config, method.ragged, method.name, plan.spec.recurrent_states == "try")
+                check_states(plan.target.hf_config, method.ragged, method.name)
                 if keeps_states(plan.target.hf_config):
                     notes.append(_STATES)
         except SpecConfigError as error:
@@ -134,9 +134,6 @@ def _truncated(plan: Plan) -> Iterator[Objection]:
 def _about_draft(plan: Plan, error: SpecConfigError) -> Objection:
     if isinstance(error, NoHiddenStates):
         return Objection(plan.model_option, plan.model.name, error.reason, error.why, error.instead)
-    if isinstance(error, RecurrentStates):
-        what = "recurrent states, not tried in a whole run"
-        return Objection(plan.model_option, plan.model.name, what, str(error), "see there")
     return Objection(plan.model_option, plan.model.name, "a draft for this model", str(error), "change what is named")
 
 

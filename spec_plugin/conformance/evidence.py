@@ -19,6 +19,7 @@ from spec_plugin.conformance.faults import SHORT, STEPS, FaultTour, ShortTour, r
 from spec_plugin.conformance.forward import Pack, read_pack
 from spec_plugin.conformance.plants import SELF_TEST, Plants
 from spec_plugin.conformance.recorder import read_trace
+from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
 from spec_plugin.method import Method
@@ -184,7 +185,9 @@ class Evidence:
         tour = FaultTour if self._whole_tour else ShortTour
         plugin = f"{tour.__module__}:{tour.__name__}={self._records('faults')}"
         # the self-test must report; what it finds, main has shown
-        options = self._options("faults") | {"self_test": self._whole_tour, "self_test_seconds": 15}
+        room = tiny_targets().get(self.driver.family or "")
+        seconds = 15 if room is None else room.self_test_seconds
+        options = self._options("faults") | {"self_test": self._whole_tour, "self_test_seconds": seconds}
         options["plugins"] = [*options["plugins"], plugin]
         killed, steps = None, STEPS if self._whole_tour else SHORT
         steps *= 1 + self.driver.asynchronous  # half of whose phases may sample nothing

@@ -244,13 +244,14 @@ def policys_states(trace: Trace) -> list[str]:
     """The harvested states, put through the engine's head, give the log-probs that the policy recomputed, at each version."""
     problems, later = [], 0
     checked = _all(trace, "spec_check_logprobs")
+    engines = [_AGREE[e["dtype"]] for e in _all(trace, "engine_configured")]  # their head is rounded to that
     for e in _all(trace, "spec_target_forward"):
         version, rows = e["policy_version"], e["log_probs"]
         recomputed = [r for c in checked if c["policy_version"] == version for r in c["rows"]["recomputed"]]
         if rows is None or not recomputed:
             continue
         later += version > 0
-        far = [f for row in rows if row and (f := _nearest(row, recomputed)) > _AGREE[e["dtype"]]]
+        far = [f for row in rows if row and (f := _nearest(row, recomputed)) > max([_AGREE[e["dtype"]], *engines])]
         if far:
             problems.append(
                 f"policy version {version}: hidden states of {len(far)} of {len(rows)} documents are not the policy's: their "

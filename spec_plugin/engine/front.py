@@ -88,7 +88,7 @@ class EngineFront:
         check_speculative_config(config, device_type=target.device_type)
         check_sampling(dict(target.sampling))
         check_engine_options(given)
-        check_states(target.hf_config, method.ragged, method.name, self.session.config.recurrent_states == "try")
+        check_states(target.hf_config, method.ragged, method.name)
         if self.session.config.self_test and target.vocab_size is None:
             raise SpecConfigError(
                 f"{target.file} names no vocab_size, which the self-test needs; give the whole config.json"
@@ -261,8 +261,9 @@ class EngineFront:
         Where this raises, it is not known what is in force, and all that is sampled counts as drafted.
         """
         if self.stateful:
-            current = self.session.config.k if self._schedule is None else max(self._schedule.table)
-            schedule = for_states(schedule, current, self.busy)
+            k = self.session.config.k
+            current = k if self._schedule is None else max(self._schedule.table)
+            schedule = for_states(schedule, k, current, self.busy)
         self._schedule = None
         await self.engine.reset_prefix_cache()
         await set_schedule(self.engine, schedule.table, schedule.break_even)

@@ -56,6 +56,20 @@ MUTATIONS = (
         ("engine/test_front_phase.py",),
     ),
     Mutation(
+        "spec_plugin/engine/schedule/anew.py",
+        "        drafted.update(name for name, tokens in output.scheduled_spec_decode_tokens.items() if tokens)\n",
+        "",
+        "law 2: the last tokens of a full context are sampled from the state of another token",
+        ("engine/test_anew.py",),
+    ),
+    Mutation(
+        "spec_plugin/session.py",
+        "replace(found, whole=True) if keeps_states(target.hf_config) else found",
+        "found",
+        "law 2: a target with states drafts fewer tokens than the engine was built for",
+        ("engine/test_states.py",),
+    ),
+    Mutation(
         _FRONT,
         "        check_sampling(dict(target.sampling))\n",
         "",

@@ -36,6 +36,9 @@ class TinyTarget:
     #: of a model that reads images: transformers' classes of its processor, and of those for images and videos in it
     processor: tuple[str, str, str] | None = None
     packages: tuple[str, ...] = ()  # that its engine or trainer imports, and the environments here do without
+    self_test_seconds: int = (
+        15  # that prove it where a run is to be short; more for what vLLM's CPU kernels are slow at
+    )
     mixed: bool = True  # do trainers take prompts with and without images beside each other
 
     @property

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spec_plugin.engine.repairs import patches
+from spec_plugin.engine.repairs.convolutions import CONVOLUTIONS
 from spec_plugin.engine.repairs.patches import Guard, Patch, PatchStatus
 from spec_plugin.errors import SpecConfigError
 
@@ -212,6 +213,7 @@ CPU_PATCHES = (
             landmarks=("torch.ops._C.fused_sigmoid_gating_delta_rule_update_cpu(",),
         ),
     ),
+    *CONVOLUTIONS,
 )
 
 

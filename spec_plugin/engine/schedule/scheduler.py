@@ -34,6 +34,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
 
+from spec_plugin.engine.schedule.anew import AnewWhereDraftsEnd
 from spec_plugin.engine.schedule.flight import spec_in_flight, spec_stand_aside
 from spec_plugin.engine.schedule.guard import Guard, GuardedDrafts
 from spec_plugin.engine.schedule.steps import TimedSteps
@@ -88,11 +89,11 @@ class _PlainRequests:
                 request.spec_token_ids = []
 
 
-class SpecScheduler(TimedSteps, GuardedDrafts, _PlainRequests, Scheduler):  # type: ignore[misc]
+class SpecScheduler(TimedSteps, GuardedDrafts, _PlainRequests, AnewWhereDraftsEnd, Scheduler):  # type: ignore[misc]
     """vLLM's synchronous scheduler, with plain requests, a guard and a step log."""
 
 
-class SpecAsyncScheduler(TimedSteps, GuardedDrafts, _PlainRequests, AsyncScheduler):  # type: ignore[misc]
+class SpecAsyncScheduler(TimedSteps, GuardedDrafts, _PlainRequests, AnewWhereDraftsEnd, AsyncScheduler):  # type: ignore[misc]
     """vLLM's asynchronous scheduler, with plain requests, a guard and a step log."""
 
 

@@ -4,18 +4,28 @@ Only for engines that keep states (a gated delta net, Mamba), on the run's own s
 the wrong token, or read from a cache that rejected tokens were written over, changes every token behind it, so requests are
 long and compared token by token with plain ones on a fresh cache:
 
-1. plain requests: the reference, and once more, one after the other: what rounding explains;
+1. plain requests: the reference; and plain requests whose prompts have half of its answers, which a prefill's kernels read in
+   place of those that decode: what rounding explains;
 2. speculating requests of the same prompts arrive one by one while others run; every second one is cut in its middle;
 3. the prompts with the first half of their answers go on, speculating: where prefixes are cached, they hit what 2 has left. Of
    each prompt the cached block ends at another token, before, in and behind what was drafted.
 
-Two checks of each arm, as in ``greedy`` and ``logprobs``, with the same limits. They have tolerances for rounding, no level: a
-correct engine fails where its two plain arms agree and the drafted one differs by ``greedy_limit`` or ten times the tolerance.
+Three checks: tokens as in ``greedy``, log-probs as in ``logprobs``, with the same limits, and the mean of the latter. They have
+tolerances for rounding, no level: a correct engine fails where its plain arms agree, and the drafted one differs from them by
+``greedy_limit``, ten times the tolerance, or four times what rounding explains in the mean.
+
+Measured on a tiny Qwen3-Next in bfloat16 on a CPU (``tests/engine/hybrid.py``; its draft makes 3.6 of 4 tokens a step, and a
+wrong state costs 0.3 nats): of 12 tests of a correct engine none failed, the mean was at most 0.63 of its limit. Of
+engines that took up the state of another accepted token, one less, one more, always the first, or of another request, in all
+steps, all of 16 failed. In one step of ten, 13 of 16 did (one more: one of four). A request that begins in the state which
+another one has left is not seen (0 of 8): that fades within the prompt, and it happens to plain requests, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +36,9 @@ from spec_plugin.engine.selftest.verdicts import Sampled, greedy_check, greedy_l
 from spec_plugin.events import Check
 
 TOKENS = 48  # of an answer; its first half is drafted in 2, the second in 3
-PAUSE_S = 0.02  # between two arrivals
+MOST_DRIFT = 4.0  # times the mean that rounding explains
+LEAST_DRIFT = 1 / 16  # of the tolerance, below which no drift is looked at
+PAUSE_S = 0.02  # between two arrivals, at least: where a step takes longer, one step
 
 
 def keeps_states(vllm_config: Any) -> bool:
@@ -65,21 +77,36 @@ async def states_checks(
     half = TOKENS // 2
     options: dict[str, Any] = {"temperature": 0.0, "logprobs": probe.top}
     plain, spec = probe.params(TOKENS, True, **options), probe.params(half, False, **options)
+    begun = time.perf_counter()
     reference = await gather_or_cancel([probe.sample(i, p, plain) for i, p in enumerate(asked)])
+    pause = max(PAUSE_S, (time.perf_counter() - begun) / TOKENS)
     await engine.reset_prefix_cache()
-    again = [await probe.sample(i, p, plain) for i, p in enumerate(asked)]
-    await engine.reset_prefix_cache()
-    arrived = [_late(probe, i, p, spec, i * PAUSE_S) for i, p in enumerate(asked)]
-    cut = [_cut(probe, i, p, probe.params(TOKENS, False, **options), i) for i, p in enumerate(asked) if i % 2]
-    first = (await gather_or_cancel([*arrived, *cut]))[: len(asked)]
     go_on = [[*p, *r.tokens[:half]] for p, r in zip(asked, reference, strict=True)]
-    second = await gather_or_cancel([_late(probe, i, p, spec, i * PAUSE_S) for i, p in enumerate(go_on)])
+    ends = [_part(r, half, TOKENS) for r in reference]
+    plain = probe.params(half, True, **options)
+    again = await gather_or_cancel([probe.sample(i, p, plain) for i, p in enumerate(go_on)])
+    await engine.reset_prefix_cache()
+    arrived = [_late(probe, i, p, spec, i * pause) for i, p in enumerate(asked)]
+    cut = [
+        _cut(probe, i, p, probe.params(TOKENS, False, **options), (2 + i) * pause) for i, p in enumerate(asked) if i % 2
+    ]
+    first = (await gather_or_cancel([*arrived, *cut]))[: len(asked)]
+    second = await gather_or_cancel([_late(probe, i, p, spec, i * pause) for i, p in enumerate(go_on)])
     found = [*(f for f in first if f is not None), *(s for s in second if s is not None)]
-    expected = [*(_part(r, 0, half) for r in reference), *(_part(r, half, TOKENS) for r in reference)]
-    limit = max(tolerance, greedy_limit(greedy_noise(reference, again), tolerance))
-    tokens, noise = greedy_check(found, expected, limit), _differences(again, reference)
-    stated = logprob_check("states: log-probs", _differences(found, expected), noise, tolerance)
-    return Check("states: tokens", tokens.passed, tokens.detail), stated
+    expected = [*(_part(r, 0, half) for r in reference), *ends]
+    limit = max(tolerance, greedy_limit(greedy_noise(ends, again), tolerance))
+    tokens, noise = greedy_check(found, expected, limit), _differences(again, ends)
+    differences = _differences(found, expected)
+    stated = logprob_check("states: log-probs", differences, noise, tolerance)
+    return Check("states: tokens", tokens.passed, tokens.detail), stated, _drift(differences, noise, tolerance)
+
+
+def _drift(spec: Sequence[float], plain: Sequence[float], tolerance: float) -> Check:
+    """A mean that is far from what rounding explains, where no single token is: states that are slightly wrong."""
+    found, base = (float(np.mean(arm)) if arm else math.nan for arm in (spec, plain))
+    limit = max(tolerance * LEAST_DRIFT, MOST_DRIFT * base)
+    detail = f"mean {found:.2g} nats (limit {limit:.2g}), of what rounding explains {base:.2g}"
+    return Check("states: drift", found <= limit, detail, out_of_time=not (spec and plain))  # a NaN compares false
 
 
 async def _late(probe: Probe, index: int, prompt: Sequence[int], params: Any, seconds: float) -> Sampled | None:
@@ -87,10 +114,10 @@ async def _late(probe: Probe, index: int, prompt: Sequence[int], params: Any, se
     return await probe.sample(index, prompt, params)
 
 
-async def _cut(probe: Probe, index: int, prompt: Sequence[int], params: Any, after: int) -> None:
+async def _cut(probe: Probe, index: int, prompt: Sequence[int], params: Any, seconds: float) -> None:
     """Begins a request and lets go of it after a few tokens: the engine aborts it in the middle of a drafted stretch."""
     try:
-        await asyncio.wait_for(probe.sample(index, prompt, params), PAUSE_S * (1 + after))
+        await asyncio.wait_for(probe.sample(index, prompt, params), seconds)
     except (asyncio.TimeoutError, TimeoutError):
         return
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from spec_plugin.config import SpecConfig
 from spec_plugin.engine.states import check_states, for_states, turned_off
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import Schedule
+from spec_plugin.events import Schedule, TargetInfo
+from spec_plugin.manager import create_manager
+from spec_plugin.session import method_of
 
 HYBRID = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
 DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -24,30 +27,36 @@ def test_what_corrupts_states_is_turned_off_also_where_the_trainer_says_nothing(
     assert turned_off({}) == turned_off({"enable_prefix_caching": True}) == off
 
 
-def test_states_are_refused_unless_they_are_to_be_tried() -> None:
-    check_states(DENSE, False, "eagle3", tried=False)
-    check_states(HYBRID, False, "eagle3", tried=True)
-    with pytest.raises(SpecConfigError, match=r"recurrent states.*set spec.recurrent_states=try"):
-        check_states(HYBRID, False, "eagle3", tried=False)
-
-
 def test_methods_that_draft_now_and_then_are_refused_for_states_alone() -> None:
-    check_states(DENSE, True, "suffix", tried=False)
+    check_states(DENSE, True, "suffix")
+    check_states(HYBRID, False, "eagle3")
     with pytest.raises(
         SpecConfigError, match=r"suffix.*recurrent states.*set spec.method to one that drafts at every step"
     ):
-        check_states(HYBRID, True, "suffix", tried=True)
+        check_states(HYBRID, True, "suffix")
 
 
 @pytest.mark.parametrize(
     ("table", "current", "in_flight", "k"),
     [
-        ((0, 3, 3, 2), 0, False, 2),  # one k, the smallest: nobody is slower than plain
+        ((0, 3, 3, 3), 0, False, 3),
+        ((0, 3, 3, 2), 3, False, 0),  # k tokens or none, and no batch size is slower than plain
         ((0, 3, 3, 0), 3, False, 0),
-        ((0, 0, 0, 0), 3, True, 3),  # requests have drafted with 3: none of them may get less
-        ((0, 3, 3, 3), 1, True, 3),  # more is no harm
+        ((0, 0, 0, 0), 3, True, 3),  # requests have drafted: none of them may go on without
+        ((0, 0, 0, 0), 0, True, 0),
+        ((0, 3, 3, 3), 0, True, 3),  # more is no harm
     ],
 )
-def test_all_batch_sizes_draft_alike_and_never_less_in_flight(table, current, in_flight, k) -> None:  # type: ignore[no-untyped-def]
-    found = for_states(Schedule(table, (1.0,) * len(table)), current, in_flight)
+def test_all_batch_sizes_draft_k_or_nothing_and_not_nothing_in_flight(table, current, in_flight, k) -> None:  # type: ignore[no-untyped-def]
+    found = for_states(Schedule(table, (1.0,) * len(table)), 3, current, in_flight)
     assert found == Schedule((k,) * len(table)), "and no guard, which would drop drafts in the middle of a phase"
+
+
+def test_a_method_drafts_all_or_nothing_for_a_target_with_states() -> None:
+    for hf, whole in ((HYBRID, True), (DENSE, False)):
+        hf = hf | {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 2}
+        target = TargetInfo(
+            "policy", hf | {"head_dim": 32, "intermediate_size": 128, "max_position_embeddings": 512}, "bfloat16"
+        )
+        config = SpecConfig.parse(None)
+        assert method_of(config, target, create_manager((), ())).whole == whole

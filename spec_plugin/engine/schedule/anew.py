@@ -1,0 +1,88 @@
+"""Requests of a target with recurrent states are computed anew where their drafts end: their states stand at another token.
+
+A verification step leaves one state behind each of its tokens, and only a verification step takes up that of the last
+accepted one (vLLM 0.29). A step without drafts takes up the first, whatever was accepted: wrong text from there on, on every
+device, without a word. One with fewer drafts than the engine's k is right on a card, but the convolution of vLLM's CPU
+kernels then reads at the wrong place, or dies. vLLM schedules such steps by itself:
+
+the end of the context   drafts are cut to what ``max_model_len`` leaves, down to none in the last step
+a full step              and to what ``max_num_batched_tokens`` leaves
+
+So drafts are verified whole or not at all, and a request that had some and gets none is preempted, vLLM's own way: all of it
+is a prompt again, whose state is right, and it goes on plain. Costs one prefill for a request that fills its context.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+
+class AnewWhereDraftsEnd:
+    """Mixed into a scheduler of vLLM; does nothing where the target keeps no states."""
+
+    running: list[Any]
+    requests: dict[str, Any]
+    _drafted: set[str] | None = None  # verified drafts when they were last scheduled
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own, with the requests set back before it that would take up a wrong state."""
+        if not self.vllm_config.model_config.is_hybrid:  # type: ignore[attr-defined]
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        drafted = self._drafted = self._drafted or set()
+        if self._pause_state.name != "PAUSED_ALL":  # type: ignore[attr-defined]
+            for request in list(self._ending(drafted)):
+                self._set_back(request)
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        drafted.difference_update(output.num_scheduled_tokens)
+        drafted.update(name for name, tokens in output.scheduled_spec_decode_tokens.items() if tokens)
+        drafted.intersection_update(self.requests)
+        return output
+
+    def _ending(self, drafted: set[str]) -> Iterator[Any]:
+        """Running requests that had drafts, and will have none in this step; drafts that vLLM would cut are taken away."""
+        budget = _Budget(self)
+        for request in self.running:
+            room = budget.room(request)
+            wanted = request.num_tokens_with_spec - request.num_computed_tokens
+            # of a request without room nothing is scheduled: it keeps its drafts for a later step
+            if room > 0 and request.spec_token_ids and (wanted > room or len(request.spec_token_ids) < budget.k):
+                wanted -= len(request.spec_token_ids)
+                request.spec_token_ids = []
+            if room > 0 and request.request_id in drafted and not request.spec_token_ids:
+                yield request
+            else:
+                budget.spend(min(wanted, room))
+
+    def _set_back(self, request: Any) -> None:
+        """As ``reset_prefix_cache`` does it with all: whatever was scheduled for it, it waits as if it had just come."""
+        self.running.remove(request)
+        self._preempt_request(request, time.monotonic())  # type: ignore[attr-defined]
+        self.prev_step_scheduled_req_ids.discard(request.request_id)  # type: ignore[attr-defined]
+        assert self._drafted is not None
+        self._drafted.discard(request.request_id)
+
+
+class _Budget:
+    """Tokens that vLLM has left for each running request of the step to come, as ``Scheduler.schedule`` counts them."""
+
+    def __init__(self, scheduler: Any) -> None:
+        speculative = scheduler.vllm_config.speculative_config
+        self.k: int = scheduler.num_spec_tokens
+        self._slots: int = speculative.max_num_new_slots_for_drafting if speculative is not None else 0
+        self._tokens: int = scheduler.max_num_scheduled_tokens
+        self._inputs: int = scheduler.scheduler_config.max_num_batched_tokens
+        self._longest: int = scheduler.scheduler_config.long_prefill_token_threshold or self._tokens
+        self._context: int = scheduler.max_model_len - scheduler.num_sampled_tokens_per_step
+
+    def room(self, request: Any) -> int:
+        """For this one; never below 0."""
+        context: int = self._context - request.num_computed_tokens
+        return max(0, min(self._longest, self._tokens, self._inputs - self._slots, context))
+
+    def spend(self, tokens: int) -> None:
+        """They are scheduled for one request."""
+        if tokens:
+            self._tokens -= tokens
+            self._inputs -= tokens + self._slots
