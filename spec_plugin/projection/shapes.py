@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_plugin.builtin.break_even.experts import NAMES as EXPERTS
+from spec_plugin.builtin.break_even.experts import Experts
 from spec_plugin.errors import SpecConfigError
 
 
@@ -59,15 +61,8 @@ class ModelShape:
         return self.shared_parameters + embedding + self.layers * self.experts * self.expert_parameters
 
     def experts_touched(self, tokens: float) -> float:
-        """Experts of a layer that at least one of so many tokens takes, if routing is even: E (1 - (1 - top/E)^tokens).
-
-        MoESD, arXiv 2505.19645, section 3: from a few dozen tokens on nearly all of them are read, and verification
-        reads no more than plain decoding.
-        """
-        if not self.experts:
-            return 0.0
-        missed: float = (1.0 - self.experts_per_token / self.experts) ** tokens
-        return self.experts * (1.0 - missed)
+        """Experts of a layer that at least one of so many tokens takes, if routing is even."""
+        return Experts(self.experts, self.experts_per_token).touched(tokens) if self.experts else 0.0
 
     def kv_bytes(self, bytes_per_number: float) -> float:
         """Bytes in the KV cache for one token of one request, all layers."""
@@ -92,7 +87,6 @@ class ModelShape:
 
 
 _NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") -> ModelShape:
@@ -119,7 +113,7 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
         return value if isinstance(value, int) and _is_size(value) else default
 
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
-    experts = next((text[key] for key in _EXPERTS if _is_size(text.get(key))), 0)
+    experts = next((text[key] for key in EXPERTS if _is_size(text.get(key))), 0)
     dense = size("intermediate_size", 4 * hidden)
     return ModelShape(
         name=name,

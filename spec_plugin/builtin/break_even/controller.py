@@ -13,6 +13,7 @@ from pathlib import Path
 
 from spec_plugin.builtin.break_even import plan
 from spec_plugin.builtin.break_even.cost import CostModel, conditional_acceptance, constant_acceptance, tokens_per_step
+from spec_plugin.builtin.break_even.experts import Experts
 from spec_plugin.builtin.break_even.plan import Plan
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
@@ -136,6 +137,7 @@ class BreakEvenController:
     def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
         """A break-even that the user set holds for every batch size."""
         self._config, self._target, self._method = config, target, method
+        self.cost = CostModel(Experts.of(target.hf_config))
         self._plan = plan.nothing(target.max_num_seqs)
         self._fixed = config.serve == "always" or (config.serve == "auto" and config.controller == "fixed")
         if config.serve == "auto" and not self._fixed and config.break_even is None and not config.self_test:

@@ -1,0 +1,45 @@
+"""Which of a mixture's experts a decoding step touches: what its weights' reading time follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from draft_training.outside import text_part
+
+#: what families call the number of experts of a layer
+NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Those of one layer."""
+
+    total: int
+    taken: int  # by each token
+
+    @classmethod
+    def of(cls, hf: Mapping[str, Any]) -> Experts | None:
+        """Of a target's config.json; None where it has none, or does not say."""
+        text = text_part(hf)
+        total = next((text[name] for name in NAMES if _is_size(text.get(name))), 0)
+        taken = text.get("num_experts_per_tok")
+        return cls(total, min(total, taken)) if total and isinstance(taken, int) and _is_size(taken) else None
+
+    def touched(self, tokens: float, evenness: float = 1.0) -> float:
+        """Experts that at least one of so many tokens takes: E (1 - (1 - top/E)^n), if routing is even.
+
+        MoESD, arXiv 2505.19645, section 3: from a few dozen tokens on nearly all of them are read, and verification
+        reads no more than plain decoding; before that each drafted token brings experts of its own.
+
+        Args:
+            tokens: n.
+            evenness: tokens that are alike take the same experts: n counts as so many times n.
+        """
+        missed: float = (1.0 - self.taken / self.total) ** (evenness * tokens)
+        return self.total * (1.0 - missed)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
