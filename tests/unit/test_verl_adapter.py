@@ -17,6 +17,7 @@ SCRIPT = """
     import torch
     from spec_plugin_verl.rollout import SpecServerAdapter
     from spec_plugin_verl.server import SpecHttpServer
+    from spec_plugin_verl.weights import PolicyStream
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
@@ -42,13 +43,20 @@ SCRIPT = """
     for steps in ([None, 0, None, 1, 2, None], [7, None, 8]):
         adapter = object.__new__(SpecServerAdapter)
         adapter.config = SimpleNamespace(free_cache_engine=True)
-        adapter._syncs, adapter._control = 0, Control()
+        adapter._syncs, adapter._control, adapter._policy = 0, Control(), PolicyStream(Control.session)
         seen = []
         for step in steps:
             weights = iter([("model.embed_tokens.weight", torch.zeros(2, 2))])
             asyncio.run(adapter.update_weights(weights, global_steps=step))
             seen.append(adapter._control.policy_version)
         found["versions"].append(seen)
+    adapter._control = Control()
+    found["adapters"] = []
+    for done in (False, True, True):
+        weights = iter([("model.embed_tokens.weight" if not done else "q_proj.lora_A.weight", torch.zeros(2, 2))])
+        adapter._control.policy_version = -1
+        asyncio.run(adapter.update_weights(weights, global_steps=3, peft_config=object(), base_sync_done=done))
+        found["adapters"].append(adapter._control.policy_version)
     print("FOUND", json.dumps(found))
 """
 
@@ -65,3 +73,7 @@ def test_the_weights_stay_in_the_hosts_memory_while_verls_engine_sleeps(found):
 def test_a_weight_sync_without_a_step_is_of_the_same_policy(found):
     """verl's, on the way to validation, after a reward model had the cards; its servers go on naming the step before."""
     assert found["versions"] == [[0, 0, 0, 1, 2, 2], [7, 7, 8]]
+
+
+def test_with_adapters_in_the_engine_a_sync_is_announced_when_they_have_come(found):
+    assert found["adapters"] == [-1, 3, 3]
