@@ -100,4 +100,11 @@ MUTATIONS = (
         "a paused draft leaves the ranks that keep step with it waiting",
         ("engine/test_pause.py",),
     ),
+    Mutation(
+        "adapters/spec_plugin_verl/weights.py",
+        "        if not base_sync_done:\n            self._base = tap.kept\n            return False\n",
+        "        if not base_sync_done:\n            self._base = tap.kept\n",
+        "the draft is tested on the base, whose adapters are yet to come",
+        ("test_verl_adapters.py",),
+    ),
 )

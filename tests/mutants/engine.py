@@ -335,4 +335,18 @@ MUTATIONS = (
         "requests that were aborted during the self-test come back",
         ("engine/test_stand_aside.py",),
     ),
+    Mutation(
+        "spec_plugin/engine/selftest/probe.py",
+        "lora_request=self.adapter)",
+        "lora_request=None)",
+        "law 2: the self-test asks the base, and the run samples from the adapted target",
+        ("engine/test_served_adapter.py::test_law_2_each_request_of_the_self_test_comes_with_the_runs_adapter",),
+    ),
+    Mutation(
+        "spec_plugin/builtin/break_even/experts.py",
+        "** (evenness * tokens)",
+        "** 1.0",
+        "law 7: each drafted token of a mixture seems to cost nothing",
+        ("test_cost_of_experts.py",),
+    ),
 )
