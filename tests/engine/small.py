@@ -16,6 +16,7 @@ from spec_plugin.conformance import tiny
 VOCAB, EXTENSION = tiny.VOCAB, "spec_plugin.engine.extension.SpecWorkerExtension"
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(6 + i)] for i in range(6)]
 TOKENS = 24
+KV_BLOCKS = 64  # of 128 tokens
 
 
 def make_target(folder: Path, family: str = "qwen3") -> Path:
@@ -88,6 +89,8 @@ def engine_options(draft: Path) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # raw ones hide wrong sampling
         "speculative_config": {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 3},
         "worker_extension_cls": EXTENSION,
+        # twice what all sequences need; by itself an engine takes a gigabyte, and those of this process stay until its end
+        "num_gpu_blocks_override": KV_BLOCKS,
     }
 
 

@@ -111,11 +111,11 @@ def served_exactly(family: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_that_is_not_trained_is_served_exactly(family: str, tmp_path: Path) -> None:
+def test_a_layer_that_is_not_trained_is_served_exactly(family: str, tmp_path: Path, warm_python: str) -> None:
     """In a process of its own: vLLM makes the groups that experts need only where the first engine of a process has some."""
     roots = (Path(__file__).parent, Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, roots), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, __file__, family, str(tmp_path / "target")]
+    command = [warm_python, __file__, family, str(tmp_path / "target")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
 
