@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from draft_training.outside import text_part
+from spec_plugin.completable import COMPLETABLE
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.sources import parsed, source_of
 
@@ -41,8 +42,8 @@ class EngineClass:
 
     @property
     def hands_out_states(self) -> bool:
-        """Can a draft read the hidden states that enter its layers."""
-        return _STATES in self.bases
+        """Can a draft read the hidden states that enter its layers: as vLLM has it, or as our engine completes it."""
+        return _STATES in self.bases or (self.name in COMPLETABLE and not COMPLETABLE[self.name].changed)
 
     @property
     def hybrid(self) -> bool:

@@ -26,8 +26,7 @@ END, PAD = "<|im_end|>", "<|pad|>"  # verl asks any Qwen tokenizer for <|im_end|
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 CHAT_TEMPLATE_OF_PARTS = (
     "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{% endfor %}"
+    "{% if c['type'] == 'image' %}IMAGE{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 REWARD = '''"""Share of different characters in the response; verl calls compute_score, OpenRLHF calls reward_func."""
 
@@ -91,6 +90,9 @@ def make_target(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any
     model.get_input_embeddings().weight.data = embed * 8
     model.get_output_embeddings().weight.data = embed.roll(STEP, 0).clone()  # row i + 37 points where token i does
     room = tiny_targets().get(config.model_type)
+    for name, parameter in model.named_parameters():
+        if room is not None and name.split(".")[-2] in room.quiet:
+            parameter.data *= 0.1
     if room is not None and room.processor is not None:
         # what trainers forbid the engine to sample (verl does, and not the actor), the policy must hardly ever mean
         model.get_output_embeddings().weight.data[2 : 2 + len(room.tokens)] = 0
@@ -121,8 +123,9 @@ def make_processor(room: TinyTarget) -> Any:
         parts = {"image_processor": images(**sizes, **limits), "video_processor": videos(**sizes, **limits)}
     except ImportError as error:
         raise RuntimeError(f"the kit's {room.name} reads images: install torchvision ({error})") from error
-    tokenizer.chat_template = CHAT_TEMPLATE_OF_PARTS
-    return whole(tokenizer=tokenizer, chat_template=CHAT_TEMPLATE_OF_PARTS, **parts)
+    image, _, begin, end, *_ = room.tokens
+    tokenizer.chat_template = CHAT_TEMPLATE_OF_PARTS.replace("IMAGE", f"{begin}{image}{end}")
+    return whole(tokenizer=tokenizer, chat_template=tokenizer.chat_template, **parts)
 
 
 def add_mtp_layer(folder: Path, seed: int = 0) -> None:

@@ -30,6 +30,7 @@ from spec_plugin.engine.refresh.swap import Staging
 from spec_plugin.engine.repairs import patches
 from spec_plugin.engine.repairs.adapters import apply_adapter_patches
 from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, repack
+from spec_plugin.engine.repairs.hidden_states import complete_target
 from spec_plugin.engine.schedule.pause import pause_draft
 from spec_plugin.rollouts import Rollout
 
@@ -75,6 +76,7 @@ class SpecWorkerExtension:
             check_running_config(vllm_config.speculative_config, str(vllm_config.device_config.device_type))
             if getattr(vllm_config, "lora_config", None) is not None:
                 apply_adapter_patches()
+            complete_target(vllm_config)
         apply_cpu_patches(skip=tuple(own_settings(vllm_config).get("skip_patches", ())))
         prepare_proposer(own_settings(vllm_config))
         parent: Any = super().__new__

@@ -63,6 +63,13 @@ MUTATIONS = (
         ("engine/test_anew.py",),
     ),
     Mutation(
+        "spec_plugin/engine_class.py",
+        " and not COMPLETABLE[self.name].changed",
+        "",
+        "law 2: a class that vLLM has rewritten is served by what completed the old one",
+        ("test_engine_class.py",),
+    ),
+    Mutation(
         "spec_plugin/session.py",
         "replace(found, whole=True) if keeps_states(target.hf_config) else found",
         "found",

@@ -87,7 +87,7 @@ def test_what_cannot_learn_is_looked_up(package: Any, there: bool, name: str) ->
         assert found.why.startswith("nothing to train")
 
 
-@pytest.mark.parametrize("architecture", ["SeedOssForCausalLM", "Glm4vForConditionalGeneration", "HYV3ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "MiniCPMO", "HYV3ForCausalLM"])
 def test_a_target_that_no_draft_can_read_is_drafted_for_by_look_up(package: Any, architecture: str) -> None:
     package(False)
     found = chosen({**QWEN, "architectures": [architecture], "model_type": "any"})

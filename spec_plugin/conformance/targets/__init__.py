@@ -32,9 +32,12 @@ class TinyTarget:
         default_factory=dict
     )  # to the kit's settings; for a model of parts, of its text part
     more: Mapping[str, Any] = field(default_factory=dict)  # of a model of parts: what stands beside its text part
-    tokens: tuple[str, ...] = ()  # special ones that trainers and transformers ask its tokenizer for; ids 2 and up
+    #: special ones that trainers and transformers ask its tokenizer for; ids 2 and up. Of one that reads images: in place of an
+    #: image, of a video, what begins an image, what ends it
+    tokens: tuple[str, ...] = ()
     #: of a model that reads images: transformers' classes of its processor, and of those for images and videos in it
     processor: tuple[str, str, str] | None = None
+    quiet: tuple[str, ...] = ()  # norms behind its parts, scaled down: else what they add drowns the embedding
     packages: tuple[str, ...] = ()  # that its engine or trainer imports, and the environments here do without
     self_test_seconds: int = (
         15  # that prove it where a run is to be short; more for what vLLM's CPU kernels are slow at
