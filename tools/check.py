@@ -105,7 +105,7 @@ PARTS = (
         ("verl",),
         5,
     ),
-    Part("families", (f"{PYTEST} tests/engine/test_families.py -m family",), ("verl",), 5, daily=False),
+    Part("families", (f"{PYTEST} tests/engine -m family",), ("verl",), 5, daily=False),
     Part("soak", (f"{PYTEST} {SOAK} -m engine",), ("verl",), 5, daily=False),
     Part("wrong-adapters", (f"{PYTEST} {MINIMAL} --deselect {KEEPS}",), ("verl",), 5),
     Part("unit", (f"{PYTEST} tests/unit -n 2",), ("verl",), 3),

@@ -162,7 +162,7 @@ def test_uneven_drafts_are_judged_by_the_same_rule(extension):
         assert wrong, "all drafted tokens are taken unasked"
 
 
-@pytest.mark.parametrize("method", ["mtp", "frozen"])
+@pytest.mark.parametrize("method", ["mtp", pytest.param("frozen", marks=pytest.mark.family)])
 def test_a_layer_of_the_target_and_a_frozen_draft_are_judged_on_their_own_path(method):
     """Both verdicts of one engine: as it is, and with a sampler that takes drafted tokens unasked in a quarter of the cases."""
     live = live_engine(extension="live.SwitchedExtension", method=method)

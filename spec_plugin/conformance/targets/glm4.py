@@ -5,7 +5,8 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "glm4",
     "Glm4ForCausalLM",
-    "engine",
+    "trainer",
+    tokens=("<|user|>", "<|observation|>"),
     changes={"partial_rotary_factor": 0.5},
     quiet=("post_self_attn_layernorm", "post_mlp_layernorm"),
 )

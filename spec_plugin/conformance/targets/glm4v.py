@@ -6,6 +6,8 @@ TARGET = TinyTarget(
     "glm4v",
     "Glm4vForConditionalGeneration",
     "engine",
+    note="transformers reads a table of the vision part past its module, which FSDP2 hands out in shards, and verl's FSDP1 "
+    "needs a card",
     tokens=(
         "<|image|>",
         "<|video|>",
@@ -13,6 +15,8 @@ TARGET = TinyTarget(
         "<|end_of_image|>",
         "<|begin_of_video|>",
         "<|end_of_video|>",
+        "<|user|>",
+        "<|observation|>",
     ),
     changes={
         "rope_parameters": {
@@ -29,8 +33,8 @@ TARGET = TinyTarget(
             "intermediate_size": 64,
             "num_heads": 2,
             "out_hidden_size": 64,
-            "image_size": 32,
-            "patch_size": 4,
+            "image_size": 112,
+            "patch_size": 14,  # verl gives prompts without images one of so many pixels
         },
         "image_token_id": 2,
         "video_token_id": 3,
