@@ -134,6 +134,15 @@ PARTS = (
         daily=False,
     ),
     Part(
+        "verl-kills",
+        (f"{PYTEST} tests/trainers/test_verl_kills.py -m trainer -s",),
+        ("verl",),
+        9,
+        STARTS_VERL,
+        daily=False,
+        limit=5400.0,
+    ),
+    Part(
         "megatron-layouts",
         (".envs/megatron/bin/python -m pytest tests/trainers/test_megatron.py -m trainer",),
         ("megatron",),

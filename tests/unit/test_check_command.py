@@ -161,8 +161,8 @@ def test_a_model_is_found_in_a_folder_and_in_the_hubs_cache(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ({"model_type": "seed_oss"}, "SeedOssForCausalLM"),
-        ({"architectures": ["Glm4vForConditionalGeneration"]}, "Glm4vForConditionalGeneration"),
+        ({"model_type": "gemma3_text"}, "Gemma3ForCausalLM"),
+        ({"architectures": ["MiniCPMO"]}, "MiniCPMO"),
         ({"architectures": ["OfTomorrowForCausalLM"]}, "does not know"),
     ],
 )

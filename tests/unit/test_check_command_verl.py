@@ -144,7 +144,7 @@ def test_all_objections_are_reported_at_once() -> None:
         "trainer.v1.trainer_mode=separate_async",
     ]
     found = verl_check(
-        [PATH, VLLM, *overrides, f"{SPEC}k=99"], lambda name: Model(name, {"model_type": "seed_oss"}, "x")
+        [PATH, VLLM, *overrides, f"{SPEC}k=99"], lambda name: Model(name, {"model_type": "gemma3_text"}, "x")
     )
     said = "\n".join(map(str, found.objections))
     assert len(found.objections) == 5 and not found.accepted
@@ -153,7 +153,7 @@ def test_all_objections_are_reported_at_once() -> None:
         "pipeline parallel engines",
         "separate_async",
         "custom.spec.k=99",
-        "SeedOssForCausalLM",
+        "Gemma3ForCausalLM",
     ):
         assert part in said
 
