@@ -80,12 +80,15 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
 
         Raises:
             LosslessError: if the start-up self-test finds that the engine does not sample from the target.
+            ray.exceptions.ActorDiedError: if the engine is gone; verl's sender would wait for it without an end.
         """
         if wire_format != "named_tensors":
             raise SpecConfigError(
                 "spec-plugin does not support delta weight syncs yet: set "
                 "actor_rollout_ref.rollout.checkpoint_engine.backend=naive, or leave the flag out"
             )
+        if self._ensure_server_handle():
+            await self.server_handle.__ray_ready__.remote()
         tap = self._policy.tap(weights, **kwargs)
         await super().update_weights(aiter(tap), global_steps=global_steps, wire_format=wire_format, **kwargs)
         self._syncs += global_steps is not None  # verl announces no other sync to its servers

@@ -28,9 +28,14 @@ def kit(python: str, driver: str, *more: str) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("driver", ["Driver", "LaggingDriver"])
-def test_the_minimal_adapter_keeps_the_contract(driver, warm_python):
-    done = kit(warm_python, f"minimal_adapter.driver:{driver}")
+def test_the_minimal_adapter_keeps_the_contract(warm_python):
+    done = kit(warm_python, "minimal_adapter.driver:Driver")
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert "26 passed" in done.stdout
+
+
+def test_one_whose_rollouts_lag_behind_keeps_it(warm_python):
+    done = kit(warm_python, "minimal_adapter.driver:LaggingDriver")
     assert done.returncode == 0, done.stdout[-8000:]
     assert "26 passed" in done.stdout
 

@@ -17,7 +17,7 @@ from spec_plugin.conformance.tiny import byte_tokenizer, make_target
 pytestmark = pytest.mark.engine
 
 
-def command(tmp_path: Path) -> list[str]:
+def command(tmp_path: Path, python: str) -> list[str]:
     inputs = [
         "--target",
         str(tmp_path / "target"),
@@ -27,15 +27,15 @@ def command(tmp_path: Path) -> list[str]:
         str(tmp_path / "draft"),
     ]
     amounts = ["--responses", "192", "--tokens", "24", "--steps", "96", "--k", "4", "--train-tokens", "256"]
-    return [sys.executable, "-m", "spec_plugin.commands.cli", "train", *inputs, *amounts]
+    return [python, "-m", "spec_plugin.commands.cli", "train", *inputs, *amounts]
 
 
-def test_a_draft_is_trained_before_a_run_and_goes_on_after_a_kill(tmp_path):
+def test_a_draft_is_trained_before_a_run_and_goes_on_after_a_kill(tmp_path, warm_python):
     target = make_target(tmp_path / "target")
     byte_tokenizer(320, ("<|im_end|>", "<|pad|>")).save_pretrained(target)
     (tmp_path / "p.json").write_text(json.dumps([chr(97 + i) * 3 for i in range(26)]))
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    first = subprocess.Popen(command(tmp_path), env=environment, start_new_session=True)
+    first = subprocess.Popen(command(tmp_path, sys.executable), env=environment, start_new_session=True)
     sampled = tmp_path / "draft.work" / "rollouts.jsonl"
     limit = time.monotonic() + 180
     while not (sampled.exists() and sampled.read_bytes().count(b"\n") >= 64) and time.monotonic() < limit:
@@ -46,7 +46,7 @@ def test_a_draft_is_trained_before_a_run_and_goes_on_after_a_kill(tmp_path):
     kept = before[: before.rfind(b"\n") + 1]
     assert kept.count(b"\n") >= 64 and not (tmp_path / "draft").exists()
 
-    done = subprocess.run(command(tmp_path), env=environment, text=True, capture_output=True)
+    done = subprocess.run(command(tmp_path, warm_python), env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tokens a step, measured" in done.stdout and "spec.draft=" in done.stdout
     about = json.loads((tmp_path / "draft" / "training.json").read_text())

@@ -14,6 +14,20 @@ _EVIDENCE, _STATS, _VERDICTS, _TEST = (
 
 MUTATIONS = (
     Mutation(
+        "spec_plugin/engine/parent.py",
+        'if parent is None or not here.name.startswith("EngineCore"):',
+        "if parent is None:",
+        "an engine inside the trainer's process ends it when the launcher goes, which is no fault",
+        ("engine/test_parent.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/parent.py",
+        "    time.sleep(END_S)\n    os.kill(os.getpid(), signal.SIGKILL)\n",
+        "",
+        "an engine that cannot end by itself keeps its card after its server was killed",
+        ("engine/test_parent.py",),
+    ),
+    Mutation(
         _FRONT,
         'installed=all(r["installed"] for r in reports)',
         'installed=any(r["installed"] for r in reports)',

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -122,8 +124,17 @@ def started_here() -> set[int]:
     } - server_processes()
 
 
-def own_folders() -> set[Path]:
-    return {path for where in (memory(), disk()) for path in where.glob("spec-plugin.own.*")}
+def left_behind() -> list[Path]:
+    """Our folders whose process is gone, made as old as they must be before they are removed."""
+    found = []
+    for folder in {path for where in (memory(), disk()) for path in where.glob("spec-plugin.own.*")}:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.utime(folder, (0, 0))
+            found.append(folder)
+        os.close(descriptor)
+    return found
 
 
 def becomes(condition: Callable[[], bool], seconds: float) -> bool:
@@ -144,7 +155,7 @@ def test_a_killed_process_ends_the_run_leaves_nothing_and_the_run_resumes(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     supervise.adopt_orphans()  # then they are found among the descendants
-    before, folders = started_here(), own_folders()
+    before = started_here()
     metrics, failure = follow(verl(stage, tmp_path / "first", 8, f"test_verl_kills:Kills={phase}:{name}:{tmp_path}"))
     ended = time.time()
     told = json.loads((tmp_path / "killed.json").read_text())
@@ -154,14 +165,19 @@ def test_a_killed_process_ends_the_run_leaves_nothing_and_the_run_resumes(
         psutil.Process(p).cmdline() for p in started_here() - before
     ]
 
+    left = left_behind()
     checkpoints = tmp_path / "first" / "checkpoints"
     step = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     where = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoints / f'global_step_{step}'}")
     metrics, failure = follow(verl(stage, tmp_path / "second", step + 2, more=where))
     assert not failure and max(metrics) == step + 2
     assert all(m["actor/spec/failed"] == 0 and m["actor/spec/logprob_alarms"] == 0 for m in metrics.values())
-    then = {tuple(e["published"]) for e in published(tmp_path / "first" / "trace")}
-    assert tuple(published(tmp_path / "second" / "trace")[0]["published"]) in then, "another draft than was saved"
+    saved = json.loads((checkpoints / f"global_step_{step}/actor/spec_plugin/draft/trainer.json").read_text())
+    draft = [saved["draft_version"], saved["draft_digest"]]
+    assert published(tmp_path / "second" / "trace")[0]["published"] == draft, "another draft than was saved"
     assert becomes(lambda: started_here() <= before, EXIT_S)
-    assert own_folders() <= folders, "what the killed process left behind, the next run removes"
-    print(f"{phase}, {name}: ended {ended - told['time']:.0f} s after the kill; resumed from step {step}")
+    assert not [folder for folder in left if folder.exists()], (
+        "what the killed process left behind, the next run removes"
+    )
+    seconds = ended - told["time"]
+    print(f"{phase}, {name}: ended {seconds:.0f} s after the kill; {len(left)} folders; resumed from step {step}")

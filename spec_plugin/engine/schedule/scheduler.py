@@ -34,6 +34,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
 
+from spec_plugin.engine.parent import end_with_parent
 from spec_plugin.engine.schedule.anew import AnewWhereDraftsEnd
 from spec_plugin.engine.schedule.flight import spec_in_flight, spec_stand_aside
 from spec_plugin.engine.schedule.guard import Guard, GuardedDrafts
@@ -104,6 +105,7 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
         PatchError: if this vLLM no longer has what the channel is made of.
     """
     verify()
+    end_with_parent()
     EngineCore.spec_set_schedule = spec_set_schedule
     EngineCore.spec_schedule_state = spec_schedule_state
     EngineCore.spec_take_steps = spec_take_steps
