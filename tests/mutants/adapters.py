@@ -10,6 +10,13 @@ _REFUSED = ("test_check_command_verl.py::test_an_objection_names_the_option_and_
 
 MUTATIONS = (
     Mutation(
+        "adapters/spec_plugin_verl/rollout.py",
+        "if self._ensure_server_handle():",
+        "if not self._ensure_server_handle():",
+        "a run whose engine was killed waits without an end at the next weight sync",
+        ("test_verl_adapter.py::test_no_weight_is_sent_to_an_engine_that_has_died",),
+    ),
+    Mutation(
         "adapters/spec_plugin_openrlhf/turns.py",
         "LAST_VERSION: max(last)",
         "LAST_VERSION: min(last)",

@@ -38,11 +38,24 @@ SCRIPT = """
         async for _ in weights:
             pass
 
+    class Server:  # its actor
+        alive, asked = True, 0
+
+        def remote(self):
+            self.asked += 1
+            return asyncio.sleep(0) if self.alive else dead()
+
+    async def dead():
+        raise RuntimeError("the actor is dead")
+
+    server = Server()
     ServerAdapter.update_weights = transport
+    ServerAdapter._ensure_server_handle = lambda adapter: adapter.server_handle is not None
+    ready = SimpleNamespace(__ray_ready__=server)
     found["versions"] = []
     for steps in ([None, 0, None, 1, 2, None], [7, None, 8]):
         adapter = object.__new__(SpecServerAdapter)
-        adapter.config = SimpleNamespace(free_cache_engine=True)
+        adapter.config, adapter.server_handle = SimpleNamespace(free_cache_engine=True), ready
         adapter._syncs, adapter._control, adapter._policy = 0, Control(), PolicyStream(Control.session)
         seen = []
         for step in steps:
@@ -57,6 +70,15 @@ SCRIPT = """
         adapter._control.policy_version = -1
         asyncio.run(adapter.update_weights(weights, global_steps=3, peft_config=object(), base_sync_done=done))
         found["adapters"].append(adapter._control.policy_version)
+    found["asked"] = server.asked
+    server.alive = False
+    weights = iter([("model.embed_tokens.weight", torch.zeros(2, 2))])
+    try:
+        asyncio.run(adapter.update_weights(weights, global_steps=9))
+    except RuntimeError as error:
+        found["dead"] = [str(error), len(list(weights))]
+    adapter.server_handle = None  # of a rank that has no server
+    asyncio.run(adapter.update_weights(weights, global_steps=10))
     print("FOUND", json.dumps(found))
 """
 
@@ -77,3 +99,8 @@ def test_a_weight_sync_without_a_step_is_of_the_same_policy(found):
 
 def test_with_adapters_in_the_engine_a_sync_is_announced_when_they_have_come(found):
     assert found["adapters"] == [-1, 3, 3]
+
+
+def test_no_weight_is_sent_to_an_engine_that_has_died(found):
+    assert found["asked"] == 12, "before each sync"
+    assert found["dead"] == ["the actor is dead", 1]
