@@ -62,7 +62,8 @@ def policy_versions_agree(evidence: Evidence) -> None:
     trace, asynchronous = evidence.finished("main").trace, evidence.driver.asynchronous
     problems = versions.policy_versions(trace, asynchronous)
     if asynchronous:  # recorded rollouts may not lag
-        problems += versions.lags(trace if versions.lagging(trace) else evidence.run("faults").trace)
+        faults = None if versions.lagging(trace) else evidence.run("faults")
+        problems += versions.lags(trace) if faults is None else versions.lags(faults.trace, faults.tour)
     _judge(problems)
 
 

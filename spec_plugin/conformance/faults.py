@@ -111,6 +111,7 @@ class FaultTour:
         if self._healthy and self._wrong and self._planted is None:
             self._planted, self._refused, self._patience = self._wrong.pop(0), False, PATIENCE
             self._plants.plant(self._planted)
+            self._write("planted", what=self._planted)
         self._stop_at("spec_rollout_start")
 
     @hookimpl

@@ -80,7 +80,7 @@ def wrong_answers_refused(tour: Trace, asynchronous: bool) -> list[str]:
     """
     problems = []
     for what in (LOGPROB,) if asynchronous else (LOGPROB, VERSION):
-        found = [e for e in tour if e.get("what") == what]
+        found = [e for e in tour if e["event"] in ("refused", "missed") and e["what"] == what]
         if not found:
             problems.append(f"the run never came to the wrong {what}")
         elif found[0]["event"] == "missed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 from spec_plugin.conformance.judge import Event, Trace, actor, at_least, audits, of
@@ -67,11 +68,17 @@ def lagging(trace: Trace) -> bool:
     return any(int(lag) for e in of(trace, "spec_check_logprobs") for lag in e["differences"])
 
 
-def lags(trace: Trace) -> list[str]:
-    """What an asynchronous run must show: older text, and no more than rounding where no version lies in between."""
+def lags(trace: Trace, tour: Trace = ()) -> list[str]:
+    """What an asynchronous run must show: older text, and no more than rounding where no version lies in between.
+
+    Args:
+        trace: of the run.
+        tour: of faults, if it made one: from where that has log-probs made wrong these show nothing.
+    """
     if not lagging(trace):
         return ["no sequence was older than the policy that recomputed it: this trainer is not asynchronous"]
-    checked = of(trace, "spec_check_logprobs")
+    planted = min((e["policy_version"] for e in tour if e["event"] == "planted"), default=math.inf)
+    checked = [e for e in of(trace, "spec_check_logprobs") if e["policy_version"] < planted]
     now = max((mean for e in checked for lag, mean in e["differences"].items() if not int(lag)), default=0.0)
     if now > ROUNDING and _single_precision(trace):
         return [

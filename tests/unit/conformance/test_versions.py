@@ -8,6 +8,7 @@ import pytest
 from traces import Trace
 
 from spec_plugin.conformance import judge, versions
+from spec_plugin.conformance.plants import LOGPROB
 
 
 class Lagging(Trace):
@@ -54,6 +55,15 @@ def test_a_synchronous_trainer_is_not_taken_for_an_asynchronous_one():
             event["differences"] = {"0": 2e-6}
     (said,) = problems(trace)
     assert "not asynchronous" in said
+
+
+def test_from_where_the_kit_has_planted_a_wrong_log_prob_differences_show_nothing_and_before_they_do():
+    trace, tour = Lagging(), [{"event": "planted", "what": LOGPROB, "policy_version": 2}]
+    trace.check(2)["differences"]["0"] = 0.03
+    assert versions.lags(trace.events, tour) == []
+    trace.check(1)["differences"]["0"] = 0.03
+    (said,) = versions.lags(trace.events, tour)
+    assert "no rounding" in said
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ def tour() -> list[Event]:
         events.append({"event": "plain", "hook": hook, "policy_version": version + 1, **plain})
         events.append({"event": "drafting", "policy_version": version + 2, "drafts": 40})
         version += 2
-    events += [
-        {"event": "refused", "what": what, "policy_version": version, "why": "not the target's"} for what in WRONG
-    ]
+    for what in WRONG:
+        events.append({"event": "planted", "what": what, "policy_version": version})
+        events.append({"event": "refused", "what": what, "policy_version": version, "why": "not the target's"})
     events.append({"event": "violation", "policy_version": version})
     return events
