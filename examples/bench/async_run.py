@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from examples.bench import common  # noqa: E402
 from examples.bench.common import Spread, paired, say, show, spread  # noqa: E402
 from examples.quickstart import report  # noqa: E402
 from examples.quickstart.policy import QUICKSTART, cached_policy  # noqa: E402
-from examples.quickstart.trainers import TRAINERS, Start  # noqa: E402
+from examples.quickstart.trainers import PROMPTS_PER_STEP, TRAINERS, Start  # noqa: E402
 
 HELP = """Measure what the flag does to an asynchronous GRPO run: the quickstart's in verl (separate_async), trainer and
 engine in processes of their own, a core each.
@@ -35,10 +33,21 @@ passed to verl, as in the quickstart.
 \b
 --acceptance asks one thing only: does a draft accept less because its policy lags? Runs with the flag alone, always drafting,
 at one k and with the same number of draft training steps, so that nothing else differs at the same step.
+
+\b
+--refresh asks one, too: where the policy is synced after every fourth update (verl's own parameter_sync_step), do rollouts gain
+from a draft that is refreshed after each of the four (spec.eager_refresh)? Runs of one lag differ by that alone.
 """
 
 #: for runs that differ by their lag alone: nothing is decided by a clock
 FIXED = {"serve": "always", "k": 3, "train_share": 0.5, "train_max_steps": 8}
+
+#: verl's default: the draft is trained in four slices from one weight sync to the next
+SYNC_STEP = 4
+_SLICES = (
+    f"trainer.v1.separate_async.parameter_sync_step={SYNC_STEP}",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS_PER_STEP // SYNC_STEP}",
+)
 
 KINDS = ("plain", "flag")
 _LAG = "trainer.v1.separate_async.num_warmup_batches"
@@ -60,6 +69,16 @@ class Cell:
     policy_lag: Spread | None  # versions between sampling and recomputation, mean of a step's tokens
 
 
+@dataclass(frozen=True)
+class Arm:
+    """One of several runs whose acceptance is compared step by step."""
+
+    name: str
+    lag: int
+    base: str  # name of the one that it is compared with
+    overrides: tuple[str, ...] = ()
+
+
 @click.command(
     help=HELP, context_settings={"ignore_unknown_options": True, "max_content_width": 120, "show_default": True}
 )
@@ -68,18 +87,28 @@ class Cell:
 @click.option("--first", default=7, help="First step that counts.")
 @click.option("--repeats", default=1, help="Runs of each kind.")
 @click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of JSON and PNG.")
-@click.option("--acceptance", is_flag=True, help="Compare acceptance alone.")
+@click.option("--acceptance", is_flag=True, help="Compare acceptance alone, lag by lag.")
+@click.option("--refresh", is_flag=True, help="Compare acceptance alone, with and without refreshes between syncs.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 def main(
-    lags: str, steps: int, first: int, repeats: int, out: Path, acceptance: bool, overrides: tuple[str, ...]
+    lags: str,
+    steps: int,
+    first: int,
+    repeats: int,
+    out: Path,
+    acceptance: bool,
+    refresh: bool,
+    overrides: tuple[str, ...],
 ) -> None:
     """Run, compare, report."""
     where = common.environment("cpu")
     chosen = [int(lag) for lag in lags.split(",")]
-    if acceptance:
-        return compare_acceptance(chosen, steps, first, repeats, out, overrides, where)
-    runs: dict[tuple[int, str], list[Records]] = {}
     settings = {"lags": chosen, "steps": steps, "first": first, "repeats": repeats, "overrides": overrides}
+    if acceptance or refresh:
+        arms = refresh_arms(chosen) if refresh else lag_arms(chosen)
+        name = "async-refresh" if refresh else "async-acceptance"
+        return compare_acceptance(arms, name, settings, out, where)
+    runs: dict[tuple[int, str], list[Records]] = {}
     try:
         for repeat in range(repeats):
             for lag in chosen:
@@ -91,35 +120,63 @@ def main(
             finish(runs, settings, where, out)
 
 
+def lag_arms(lags: Sequence[int]) -> list[Arm]:
+    """One run for each lag, compared with the first."""
+    names = [f"lag {lag}" if lag else "synchronous" for lag in lags]
+    return [Arm(name, lag, names[0]) for name, lag in zip(names, lags, strict=True)]
+
+
+def refresh_arms(lags: Sequence[int]) -> list[Arm]:
+    """Two runs for each lag, the second with refreshes between weight syncs.
+
+    Raises:
+        click.BadParameter: for lag 0, where nothing is sampled between two syncs while the draft is trained.
+    """
+    if 0 in lags:
+        raise click.BadParameter("0 is synchronous: no rollout runs beside training; --lags 1,2", param_hint="--lags")
+    arms = []
+    for lag in lags:
+        once = f"lag {lag}, at syncs"
+        arms.append(Arm(once, lag, once, _SLICES))
+        arms.append(Arm(f"lag {lag}, after each slice", lag, once, (*_SLICES, f"{SPEC}eager_refresh=true")))
+    return arms
+
+
 def compare_acceptance(
-    lags: Sequence[int],
-    steps: int,
-    first: int,
-    repeats: int,
-    out: Path,
-    overrides: tuple[str, ...],
-    where: Mapping[str, Any],
+    arms: Sequence[Arm], name: str, settings: Mapping[str, Any], out: Path, where: Mapping[str, Any]
 ) -> None:
-    """Acceptance length of each lag, and how far it is from the first lag's at the same step."""
-    fixed = tuple(f"{SPEC}{name}={value}" for name, value in FIXED.items())
-    found: dict[int, list[list[float]]] = {lag: [] for lag in lags}
-    for repeat in range(repeats):
-        for lag in lags:
-            records = run(lag, "flag", steps, out / f"acceptance-{lag}-{repeat}", (*fixed, *overrides))
-            found[lag].append([float(r["acceptance_length"] or math.nan) for r in records])
-    base = [statistics.fmean(values) for values in zip(*found[lags[0]], strict=True)]
+    """Acceptance length of each run, and how far it is from that of its base at the same step of the same repeat."""
+    fixed = tuple(f"{SPEC}{option}={value}" for option, value in FIXED.items())
+    found: dict[str, list[list[float | None]]] = {arm.name: [] for arm in arms}
+    for repeat in range(int(settings["repeats"])):
+        for arm in arms:
+            overrides = (*fixed, *arm.overrides, *settings["overrides"])
+            folder = out / f"{name}-{arm.name.replace(', ', '-').replace(' ', '-')}-{repeat}"
+            records = run(arm.lag, "flag", int(settings["steps"]), folder, overrides)
+            found[arm.name].append([r["acceptance_length"] for r in records])
     rows, results = [], []
-    for lag, repeated in found.items():
-        length = spread([value for values in repeated for value in values[first - 1 :]])
-        away = spread(
-            [v - b for values in repeated for v, b in zip(values[first - 1 :], base[first - 1 :], strict=True)]
-        )
-        rows.append([f"lag {lag}" if lag else "synchronous", length.text(".2f"), away.text("+.2f")])
-        results.append({"lag": lag, "acceptance_length": length, "from_first_lag": away, "steps": repeated})
-    settings = {"lags": list(lags), "steps": steps, "first": first, "repeats": repeats, "fixed": FIXED}
-    head = ["", "acceptance\nlength", f"away from lag {lags[0]}\nat the same step"]
-    show(f"GRPO in verl, always drafting, from step {first} on. Medians (quartiles)", head, rows)
-    common.write_results("async-acceptance", settings, results, where, out)
+    for arm in arms:
+        length, away = compared(found[arm.name], found[arm.base], int(settings["first"]))
+        rows.append([arm.name, length.text(".2f"), away.text("+.2f")])
+        results.append({"arm": arm, "acceptance_length": length, "from_base": away, "steps": found[arm.name]})
+    head = ["", "acceptance\nlength", f"away from {arms[0].base}\nat the same step"]
+    if len({arm.base for arm in arms}) > 1:
+        head[-1] = "away from the first of its lag\nat the same step"
+    show(f"GRPO in verl, always drafting, from step {settings['first']} on. Medians (quartiles)", head, rows)
+    common.write_results(name, {**settings, "fixed": FIXED}, results, where, out)
+
+
+def compared(
+    mine: Sequence[Sequence[float | None]], base: Sequence[Sequence[float | None]], first: int
+) -> tuple[Spread, Spread]:
+    """Of all repeats from this step on, where something was drafted: the values, and by how much they are above the base's."""
+    pairs = [
+        (a, b)
+        for ours, theirs in zip(mine, base, strict=True)
+        for a, b in zip(ours[first - 1 :], theirs[first - 1 :], strict=True)
+        if a is not None and b is not None
+    ]
+    return spread([a for a, _ in pairs]), spread([a - b for a, b in pairs])
 
 
 def finish(

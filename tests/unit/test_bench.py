@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft  # noqa: E402
-from examples.bench import common, harvest, off_cost, refresh, run_all, speedup, workload  # noqa: E402
+from examples.bench import async_run, common, harvest, off_cost, refresh, run_all, speedup, workload  # noqa: E402
 from spec_plugin.actor.decoder import find_decoder  # noqa: E402
 from spec_plugin.builtin.trainer import documents_of  # noqa: E402
 from spec_plugin.events import HiddenStates  # noqa: E402
@@ -185,3 +185,19 @@ def test_every_benchmark_that_run_all_names_is_there_and_takes_its_quick_options
     for name in run_all.NAMES:
         source = (ROOT / "examples" / "bench" / f"{name}.py").read_text()
         assert f'"{run_all.quick_options(name)[0]}"' in source
+
+
+def test_acceptance_is_compared_step_by_step_within_a_repeat_where_both_drafted() -> None:
+    base = [[9.0, 1.0, 2.0, None, 3.0], [9.0, 2.0, 3.0, 3.0, 4.0]]
+    mine = [[9.0, 1.5, 2.5, 4.0, 3.5], [9.0, 2.5, 3.5, None, 4.5]]
+    length, away = async_run.compared(mine, base, 2)
+    assert away == common.Spread(0.5, 0.5, 0.5, 6)
+    assert length.n == 6 and length.median == 3.0
+
+
+def test_what_a_refresh_between_syncs_gains_is_asked_of_runs_that_differ_by_that_alone() -> None:
+    once, often, *_ = async_run.refresh_arms([1, 2])
+    assert often.base == once.name == once.base and often.lag == once.lag == 1
+    assert set(often.overrides) - set(once.overrides) == {f"{async_run.SPEC}eager_refresh=true"}
+    with pytest.raises(async_run.click.BadParameter, match="synchronous"):
+        async_run.refresh_arms([0, 1])
