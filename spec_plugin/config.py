@@ -250,7 +250,7 @@ def meant_for_us(name: str, value: Any) -> bool:
 
 
 def options_table() -> str:
-    """All options as a Markdown table; the README's copy is checked against it in CI."""
+    """All options as a Markdown table; the copy in docs/reference.md is checked against it in CI."""
     rows = ["| option | default | allowed | meaning |", "| --- | --- | --- | --- |"]
     for name, field in SpecConfig.model_fields.items():
         default = "none" if field.default is None else repr(field.default).strip("'").replace("()", "[]")

@@ -19,7 +19,7 @@ from examples.bench import common  # noqa: E402
 from examples.bench.common import Spread, paired, say, show, spread  # noqa: E402
 from examples.quickstart import report  # noqa: E402
 from examples.quickstart.policy import QUICKSTART, cached_policy  # noqa: E402
-from examples.quickstart.trainers import PROMPTS_PER_STEP, TRAINERS, Start  # noqa: E402
+from examples.quickstart.trainers import PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, TRAINERS, Start  # noqa: E402
 
 HELP = """Measure what the flag does to an asynchronous GRPO run: the quickstart's in verl (separate_async), trainer and
 engine in processes of their own, a core each.
@@ -47,6 +47,7 @@ SYNC_STEP = 4
 _SLICES = (
     f"trainer.v1.separate_async.parameter_sync_step={SYNC_STEP}",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS_PER_STEP // SYNC_STEP}",
+    f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={PROMPTS_PER_STEP // SYNC_STEP * SAMPLES_PER_PROMPT}",
 )
 
 KINDS = ("plain", "flag")

@@ -223,7 +223,7 @@ def _line(finding: Finding) -> Text:
 
 
 @main.command()
-@click.option("--markdown", is_flag=True, help="As the Markdown table in the README.")
+@click.option("--markdown", is_flag=True, help="As the Markdown table in docs/reference.md.")
 def options(markdown: bool) -> None:
     """Every option with its default, bounds and meaning."""
     if markdown:

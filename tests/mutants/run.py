@@ -30,7 +30,7 @@ from mutants.mutation import Mutation, NotApplicable  # noqa: E402
 from spec_plugin.conformance.forks import ForkServer  # noqa: E402  (this tree's, wherever an installed one lies)
 
 #: what tests need of the tree
-COPIED = ("spec_plugin", "draft_training", "adapters", "tests", "README.md", "pyproject.toml")
+COPIED = ("spec_plugin", "draft_training", "adapters", "tests", "docs", "README.md", "pyproject.toml")
 #: of third parties only: our own modules are each copy's
 WARM = (
     "torch.distributed",

@@ -23,7 +23,7 @@ def windows(mean: float, largest: float, count: int = 32) -> Windows:
     ("dtype", "mean", "largest"), [("float32", 2e-3, 0.05), ("float16", 3e-2, 1.0), ("bfloat16", 0.1, 3.0)]
 )
 def test_law_3_without_plain_text_drafted_text_may_differ_by_what_correct_runs_show_and_no_more(dtype, mean, largest):
-    """Means of correct bfloat16 runs are 5e-3 to 4e-2 nats, single tokens beyond 1; the README says how wide that is."""
+    """Means of correct bfloat16 runs are 5e-3 to 4e-2 nats, single tokens beyond 1."""
     judge = baseline(dtype)
     assert judge.too_far(windows(0.9 * mean, 0.9 * largest), Windows(), 0) is None
     for found in (windows(1.1 * mean, 0.9 * largest), windows(0.1 * mean, 1.1 * largest)):

@@ -1,4 +1,4 @@
-"""coverage.py's counting, its data, and the README's tables, which are its results."""
+"""coverage.py's counting, its data, and the documents' tables, which are its results."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ def test_command_lines_are_complete_and_name_nothing_of_a_machine(file: str) -> 
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_the_readme_shows_the_last_results(trainer: str) -> None:
+def test_the_documents_show_the_last_results(trainer: str) -> None:
     results = ROOT / "examples" / "bench" / "results" / f"coverage-{trainer}.json"
     rows = [
         coverage.Row(**{name: tuple(v) if isinstance(v, list) else v for name, v in table.items()})
         for table in json.loads(results.read_text())
     ]
     assert len(rows) == len((coverage.DATA / TRAINERS[trainer]).read_text().splitlines())
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "supported.md").read_text()
     (shown,) = re.findall(rf"<!-- coverage-{trainer}:begin -->\n(.*?)\n<!-- coverage-{trainer}:end -->", text, re.S)
     assert shown == "\n".join(coverage.main_table(rows))
 

@@ -10,12 +10,18 @@ from spec_plugin import __version__
 from spec_plugin.config import options_table
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
-TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")}
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+NAMES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *(f"docs/{file.name}" for file in sorted(ROOT.glob("docs/*.md"))),
+)
+TEXTS = {name: (ROOT / name).read_text() for name in NAMES}
 
 
 def between(name: str) -> str:
-    (found,) = re.findall(rf"<!-- {name}:begin -->\n(.*?)\n<!-- {name}:end -->", README, re.S)
+    (found,) = re.findall(rf"<!-- {name}:begin -->\n(.*?)\n<!-- {name}:end -->", REFERENCE, re.S)
     return found
 
 
@@ -46,14 +52,22 @@ def test_the_metrics_table_names_exactly_what_a_run_logs(tmp_path):
     assert set(re.findall(r"^\| `actor/(spec/[^`]+)`", between("metrics"), re.M)) == general | of_one_method
 
 
-def test_the_place_for_measured_numbers_is_there():
-    assert "## Measured\n" in README
+def anchors(text: str) -> set[str]:
+    """What a link may name behind #, as GitHub makes it of the headings."""
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
 
 
 @pytest.mark.parametrize("name", list(TEXTS))
 def test_links_inside_the_repository_lead_somewhere(name):
-    for link in re.findall(r"\]\(([^)#:]+)\)", TEXTS[name]):
-        assert (ROOT / link).exists(), link
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", TEXTS[name]):
+        file = (ROOT / name).parent / link if link else ROOT / name
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file.read_text()), f"{link}#{anchor}"
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("docs/*.md")), ids=lambda file: file.name)
+def test_every_page_is_found_from_the_readme(file):
+    assert f"](docs/{file.name}" in TEXTS["README.md"]
 
 
 @pytest.mark.parametrize("name", list(TEXTS))
