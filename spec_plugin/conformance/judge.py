@@ -44,6 +44,8 @@ _OVERLAPPING: Mapping[str, tuple[str, ...]] = {
     "spec_rollout_end": ("spec_weight_sync",),
     "spec_rollouts": ("spec_weight_sync",),
 }
+#: characters of the reason why a run stopped, its last ones
+_SHOWN = 400
 _CAUGHT = ("nan recomputed", "nan rollout", "another model", "the next token", "stale versions")
 
 
@@ -255,12 +257,13 @@ def stopped(tour: Trace, failure: str | None, trace: Trace) -> list[str]:
     """After the planted violation the run stops, says why, and never rolls out again."""
     planted = [e for e in tour if e["event"] == "violation"]
     if not planted:
-        return ["the run never came to the planted violation"]
+        why = "" if failure is None else f": it stopped before, {failure[-_SHOWN:]}"
+        return [f"the run never came to the planted violation{why}"]
     problems = []
     if failure is None:
         problems.append("the run went on to its end")
     elif PLANTED not in failure and "LogprobProvenanceError" not in failure:
-        problems.append(f"the run stopped without naming LogprobProvenanceError: {failure[-400:]}")
+        problems.append(f"the run stopped without naming LogprobProvenanceError: {failure[-_SHOWN:]}")
     version = planted[0]["policy_version"]
     later = [e["policy_version"] for e in of(trace, "spec_rollout_start") if e["policy_version"] > version]
     if later:

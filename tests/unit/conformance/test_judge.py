@@ -238,6 +238,7 @@ def test_a_run_that_goes_on_after_a_violation_is_seen():
     one(judge.stopped(tour(), None, []), "went on to its end")
     one(judge.stopped(tour(), "killed", []), "without naming")
     one(judge.stopped(tour()[:-1], None, []), "never came")
+    one(judge.stopped(tour()[:-1], "the engine is dead", []), "it stopped before, the engine is dead")
     later = Trace(first_version=21).events
     one(judge.stopped(tour(), PLANTED, later), "rolled out after the violation")
 
