@@ -44,10 +44,12 @@ FIXED = {"serve": "always", "k": 3, "train_share": 0.5, "train_max_steps": 8}
 
 #: verl's default: the draft is trained in four slices from one weight sync to the next
 SYNC_STEP = 4
+_SLICE = PROMPTS_PER_STEP // SYNC_STEP
 _SLICES = (
     f"trainer.v1.separate_async.parameter_sync_step={SYNC_STEP}",
-    f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS_PER_STEP // SYNC_STEP}",
-    f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={PROMPTS_PER_STEP // SYNC_STEP * SAMPLES_PER_PROMPT}",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={_SLICE}",
+    f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={_SLICE * SAMPLES_PER_PROMPT}",
+    f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={_SLICE * SAMPLES_PER_PROMPT}",
 )
 
 KINDS = ("plain", "flag")
