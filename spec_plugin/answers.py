@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -45,6 +46,16 @@ def many(values: object, kind: type[T], who: str) -> list[T]:
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise TypeError(f"{who} answered {shown(values)}; expected several {kind.__name__}")
     return [one(value, kind, who) for value in values]
+
+
+def is_cancelled() -> bool:
+    """Is the work that this is part of being cancelled, and not only something that it waited for."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no coroutine: nobody can cancel it
+        return False
+    asked = getattr(task, "cancelling", None)  # since Python 3.11
+    return task is not None and (asked is None or asked() > 0)
 
 
 def number(value: Any) -> float | None:

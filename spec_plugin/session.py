@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from asyncio import CancelledError
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from draft_training import OtherRankFailed
-from spec_plugin.answers import many, number, one, shown
+from spec_plugin.answers import is_cancelled, many, number, one, shown
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError, pass_on
@@ -93,10 +94,15 @@ class SpecSession:
         """Draft work: what fails in this block turns speculation off, and the run goes on behind it (law 6).
 
         Raises:
-            BaseException: what must stop the run, see ``fail``; and whatever is no ``Exception``, at once.
+            BaseException: what must stop the run, see ``fail``; and whatever is no ``Exception``, at once, such as the
+                cancellation of the work that this block is part of.
         """
         try:
             yield
+        except CancelledError as error:
+            if is_cancelled():
+                raise
+            self.fail(where, error)  # what somebody else has cancelled is an answer that does not come
         except Exception as error:  # law 6
             self.fail(where, error)
 

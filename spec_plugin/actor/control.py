@@ -309,7 +309,8 @@ class RolloutHarvest:
             decoder: see ``find_decoder``; not asked for where nothing is harvested.
             shards: see ``Harvester``.
         """
-        self._control, session = control, control.session
+        self._control, self.session = control, control.session
+        session = self.session
         wanted = session.method.harvest if session.config.train else None
         self._harvester: Harvester | None = None
         if wanted is not None:

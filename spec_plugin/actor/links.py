@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Protocol
 
+from spec_plugin.errors import stops_the_run
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
 from spec_plugin.rollouts import Rollout
 from spec_plugin.spans import Span
@@ -71,13 +72,18 @@ class ActorsLink:
         return self._engines
 
     async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call a method on every engine at once.
+        """Call a method on every engine at once, and wait for all.
 
         Raises:
+            BaseException: what an engine has raised; of several what must stop the run, else that of the first of them.
             TimeoutError: if one does not answer in time.
         """
         calls = [getattr(engine, method).remote(*args) for engine in self.engines()]
-        return list(await asyncio.wait_for(asyncio.gather(*calls), timeout_s or self.timeout_s))
+        everything = asyncio.gather(*calls, return_exceptions=True)
+        answers = await asyncio.wait_for(everything, timeout_s or self.timeout_s)
+        if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
+            raise next((error for error in errors if stops_the_run(error)), errors[0])
+        return answers
 
     async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
         """Every engine installs this draft, or all go back to the one that they served.

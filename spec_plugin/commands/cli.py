@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,11 @@ Examples:
 @click.group(help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="spec-plugin")
 def main() -> None:
-    """The group; its help text is ``_HELP``."""
+    """The group; its help text is ``_HELP``. A name that is no text, or not in this terminal's encoding, is printed escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # of a stream whose file has been given away since it was opened
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
 
 
 @main.command()
@@ -194,7 +199,7 @@ def report(runs: tuple[Path, ...], out: Path | None, base: str | None, as_json: 
     try:
         made = make_report(runs, base)
         if page:
-            page.write_text(to_html(made), encoding="utf-8")
+            page.write_text(to_html(made), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from error
     except SpecPluginError as error:

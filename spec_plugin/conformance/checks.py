@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from spec_plugin.conformance import judge, told, versions
+from spec_plugin.conformance import complete, judge, told, versions
 from spec_plugin.conformance.evidence import REFUSED, SAVED, Evidence
 from spec_plugin.conformance.forward import judge_packs
 
@@ -54,7 +54,11 @@ def off_is_off(evidence: Evidence) -> None:
 def hooks_fire_in_order(evidence: Evidence) -> None:
     """The hooks fire in lifecycle order, and none is missing in any step."""
     how = evidence.harvests, evidence.remembers, evidence.driver.asynchronous
-    _judge(judge.order(evidence.finished("main").trace, *how))
+    trace = evidence.finished("main").trace
+    problems = judge.order(trace, *how)
+    if not evidence.driver.asynchronous:  # whose steps overlap
+        problems += complete.budgets_opened(trace)
+    _judge(problems)
 
 
 def policy_versions_agree(evidence: Evidence) -> None:
@@ -140,8 +144,9 @@ def token_counts_are_the_engines(evidence: Evidence) -> None:
 
 
 def samples_are_the_targets(evidence: Evidence) -> None:
-    """The statistical self-test passed on the trainer's own engine before the first rollout."""
-    _judge(judge.samples(evidence.finished("main").trace))
+    """The statistical self-test passed on the trainer's own engines, each of them, before the first rollout."""
+    trace = evidence.finished("main").trace
+    _judge(judge.samples(trace) + complete.engines_tested(trace))
 
 
 def failed_self_test_stops_the_run(evidence: Evidence) -> None:
@@ -151,8 +156,12 @@ def failed_self_test_stops_the_run(evidence: Evidence) -> None:
 
 
 def logprobs_come_from_the_engine(evidence: Evidence) -> None:
-    """Every rollout log-prob that the guards see is one that the engine reported."""
-    _judge(told.engines_logprobs(evidence.finished("main").trace))
+    """Every rollout log-prob that the guards see is one that the engine reported, and none is kept from them."""
+    trace = evidence.finished("main").trace
+    problems = told.engines_logprobs(trace)
+    if not evidence.driver.asynchronous:  # whose responses may be of several requests
+        problems += complete.answers_checked(trace)
+    _judge(problems)
 
 
 def logprobs_are_checked_before_they_are_used(evidence: Evidence) -> None:
@@ -229,9 +238,12 @@ def metrics_are_named_and_in_range(evidence: Evidence) -> None:
 
 
 def all_metrics_reach_the_log(evidence: Evidence) -> None:
-    """Whatever the session hands out as metrics is in the trainer's log."""
+    """Whatever the session hands out as metrics is in the trainer's log, and with its own step."""
     run = evidence.finished("main")
-    _judge(told.metrics_logged(run.trace, run.metrics, evidence.prefix))
+    problems = told.metrics_logged(run.trace, run.metrics, evidence.prefix)
+    if not evidence.driver.asynchronous:  # which may log an update when the next one is over
+        problems += complete.a_step_late(run.trace, run.metrics, evidence.prefix)
+    _judge(problems)
 
 
 #: in the order in which they run

@@ -22,7 +22,14 @@ from spec_plugin.builtin.baseline import ENOUGH
 from spec_plugin.builtin.provenance import ProvenanceGuard, by_lag
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.plants import Plants
-from spec_plugin.conformance.watch import CONFIGURATION, sampling_of, watch_engine, watch_metrics, watch_updates
+from spec_plugin.conformance.watch import (
+    CONFIGURATION,
+    sampling_of,
+    watch_engine,
+    watch_harvests,
+    watch_metrics,
+    watch_updates,
+)
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import (
     DraftRefresh,
@@ -63,6 +70,7 @@ class Recorder:
         self._events = 0
         self._packs = 0
         self._head: Tensor | None = None  # [V, H] of the policy that the engine has
+        self._announced: dict[str, tuple[Tensor, str]] = {}  # what the last weight sync carried, and its digest
         self._training = False  # the draft, now
 
     def _write(self, hook: str, **what: Any) -> None:
@@ -95,6 +103,7 @@ class Recorder:
         for session in SESSIONS:
             if session.manager.is_registered(self):
                 watch_metrics(session, self._write)
+                watch_harvests(session, self._write)
         self._write(
             "spec_configure",
             method=config.method,
@@ -173,6 +182,7 @@ class Recorder:
             token_versions=versions_of_tokens(batch),
             differences=differences(batch),
             speculating=batch.speculating,
+            rollout_in_loss=batch.rollout_in_loss,
             caught={name: self._violates(mutant, batch) for name, mutant in mutants(batch, self._vocab_size).items()},
         )
 
@@ -205,7 +215,8 @@ class Recorder:
     @hookimpl(wrapper=True)
     def spec_train_draft(self, step: int, seconds: float) -> Generator[None, Any, Any]:
         """The slice that the draft gets."""
-        self._write("spec_train_draft", step=step, seconds=seconds)
+        changed = [name for name, (tensor, was) in self._announced.items() if self._digest(tensor) != was]
+        self._write("spec_train_draft", step=step, seconds=seconds, changed=changed)
         self._training = True
         try:
             return (yield)
@@ -218,9 +229,15 @@ class Recorder:
         self._head = None if event.lm_head is None else event.lm_head.detach().float().cpu().clone()
         shared = {"embed": event.embed, "head": event.lm_head}
         shapes = {name: None if t is None else list(t.shape) for name, t in shared.items()}
-        dtype = getattr(torch, self._target.dtype)
-        digests = {f"{n}_digest": "" if t is None else weights_digest({"": t.to(dtype)}) for n, t in shared.items()}
-        self._write("spec_weight_sync", policy_version=event.policy_version, **shapes, **digests)
+        digests = {name: "" if t is None else self._digest(t) for name, t in shared.items()}
+        names = {"embedding": "embed", "head": "head"}
+        self._announced = {n: (t, digests[short]) for n, short in names.items() if (t := shared[short]) is not None}
+        said = {f"{name}_digest": digest for name, digest in digests.items()}
+        self._write("spec_weight_sync", policy_version=event.policy_version, **shapes, **said)
+
+    def _digest(self, tensor: Tensor) -> str:
+        """In the engine's dtype."""
+        return weights_digest({"": tensor.to(getattr(torch, self._target.dtype))})
 
     @hookimpl(wrapper=True)
     def spec_draft_weights(self, event: WeightSync) -> Generator[None, DraftRefresh | None, DraftRefresh | None]:

@@ -85,6 +85,10 @@ def wrong_answers_refused(tour: Trace, asynchronous: bool) -> list[str]:
             problems.append(f"the run never came to the wrong {what}")
         elif found[0]["event"] == "missed":
             problems.append(f"the engine said a wrong {what} of each response, and no guard has seen it")
+        elif " recomputed log-probs are not finite" in found[0]["why"]:
+            problems.append(
+                f"the engine's wrong {what} came to the guard as the actor's: the engine is compared with itself"
+            )
     return problems
 
 
@@ -210,6 +214,11 @@ def weights_arrived(trace: Trace) -> list[str]:
     """
     problems, compared, held = [], 0, None
     for e in actor(trace):
+        if e.get("changed"):
+            problems.append(
+                f"step {e['step']}: the {' and the '.join(e['changed'])} that the weight sync announced changed with the update: "
+                "no copies, but the policy's own, so the draft learns from another policy than sampled"
+            )
         if e["hook"] == "spec_audit" and e["moment"] == "synced":
             held = e
         elif e["hook"] == "spec_weight_sync" and held is not None:

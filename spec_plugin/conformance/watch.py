@@ -16,10 +16,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from spec_plugin.actor.control import RolloutHarvest
 from spec_plugin.conformance.plants import LOGPROB, PERTURBED, PLANTED, SELF_TEST, VERSION, Plants
 from spec_plugin.events import Check, SelfTestReport
 from spec_plugin.session import SpecSession
@@ -45,6 +47,7 @@ DISTRIBUTION: Mapping[str, Any] = {
 #: what ``TargetInfo`` and the engine both say of the engine
 CONFIGURATION = ("dtype", "max_model_len", "max_num_seqs", "tensor_parallel", "device_type", "load_format")
 _testing: ContextVar[bool] = ContextVar("testing", default=False)
+_harvests: WeakKeyDictionary[SpecSession, Write] = WeakKeyDictionary()
 _watched: list[Plants] = []  # of this process's engines, once they are
 
 
@@ -58,6 +61,21 @@ def watch_metrics(session: SpecSession, write: Write) -> None:
         return values
 
     session.metrics = metrics  # type: ignore[method-assign]
+
+
+def watch_harvests(session: SpecSession, write: Write) -> None:
+    """Each new budget that the adapter gives the harvest of this session."""
+    if not _harvests:
+        opened = RolloutHarvest.open
+
+        @functools.wraps(opened)
+        def new_budget(self: RolloutHarvest) -> None:
+            if (note := _harvests.get(self.session)) is not None:
+                note("harvest_opened")
+            opened(self)
+
+        RolloutHarvest.open = new_budget  # type: ignore[method-assign]
+    _harvests[session] = write
 
 
 def watch_updates(write: Write, ours: Callable[[], bool]) -> None:
@@ -106,17 +124,17 @@ def _options(original: Any, plants: Plants, write: Write) -> Any:
 
 
 def _requests(original: Any, plants: Plants, write: Write, shown: Mapping[str, Any]) -> Any:
-    seen: set[int] = set()
+    seen: dict[int, int] = {}  # engines of this process, in the order of their first requests
 
     @functools.wraps(original)
     async def generate(
         self: Any, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncIterator[Any]:
         if id(self) not in seen:
-            seen.add(id(self))
+            seen[id(self)] = len(seen)
             write("engine_configured", **configuration(self.vllm_config), **_seen_options(self.vllm_config, shown))
         testing, answer = _testing.get(), Answer(sampling_params)
-        write("engine_request_begins", test=testing)
+        write("engine_request_begins", test=testing, engine=seen[id(self)])
         try:
             async with contextlib.aclosing(original(self, prompt, sampling_params, request_id, **kwargs)) as outputs:
                 async for output in outputs:

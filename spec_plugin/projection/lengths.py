@@ -15,6 +15,8 @@ from spec_plugin.errors import SpecConfigError
 
 #: of the logarithm, where only a mean is given: the 99th percentile is about five times the median
 SIGMA = 0.7
+#: of a response that is simulated
+MOST_TOKENS = 1e9
 _STEPS = 512  # of the quantile function that is kept
 _NORMAL = np.array([NormalDist().inv_cdf((i + 0.5) / _STEPS) for i in range(_STEPS)])
 
@@ -54,8 +56,10 @@ def lognormal(mean: float, longest: float, sigma: float = SIGMA) -> Lengths:
     Raises:
         SpecConfigError: if no such distribution exists.
     """
-    if not 1 <= mean <= longest < math.inf:
-        raise SpecConfigError(f"a mean response of {mean:g} tokens must lie between 1 and the longest, {longest:g}")
+    if not 1 <= mean <= longest <= MOST_TOKENS:
+        raise SpecConfigError(
+            f"a mean response of {mean:g} tokens must lie between 1 and the longest, {longest:g}, and that below {MOST_TOKENS:g}"
+        )
 
     def cut(median: float) -> np.ndarray:
         return np.minimum(longest, median * np.exp(sigma * _NORMAL))
@@ -79,9 +83,10 @@ def percentiles(points: Mapping[float, float]) -> Lengths:
     """
     known = sorted(points.items())
     tokens = [value for _, value in known]
-    if len(known) < 2 or tokens != sorted(tokens) or tokens[0] < 1 or known[0][0] < 0 or known[-1][0] > 100:
+    whole = all(0 <= p <= 100 and 1 <= length <= MOST_TOKENS for p, length in known)  # NaN is neither
+    if len(known) < 2 or not whole or tokens != sorted(tokens):
         raise SpecConfigError(
-            f"percentiles {dict(known)}: at least two, of 0 to 100, with lengths of at least 1 token that do not fall"
+            f"percentiles {dict(known)}: at least two, of 0 to 100, with lengths of 1 to {MOST_TOKENS:g} tokens that do not fall"
         )
     grid = (np.arange(_STEPS) + 0.5) / _STEPS * 100
     values = np.interp(grid, [p for p, _ in known], tokens)
@@ -94,9 +99,13 @@ def of_responses(tokens: Sequence[float], described: str) -> Lengths:
     Raises:
         SpecConfigError: if there is none, or one is no length.
     """
-    if not tokens or not all(isinstance(t, int | float) and math.isfinite(t) and t >= 1 for t in tokens):
-        raise SpecConfigError(f"{described}: a list of numbers of tokens, each at least 1")
+    if not tokens or not all(_is_length(t) for t in tokens):
+        raise SpecConfigError(f"{described}: expected a list of numbers of tokens, each of 1 to {MOST_TOKENS:g}")
     return Lengths(tuple(float(t) for t in sorted(tokens)), f"{described}, {len(tokens)} responses")
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MOST_TOKENS
 
 
 def from_file(file: Path) -> Lengths:
@@ -108,6 +117,6 @@ def from_file(file: Path) -> Lengths:
     try:
         text = file.read_text()
         tokens = json.loads(text) if text.lstrip().startswith("[") else [float(line) for line in text.split()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecConfigError(f"lengths {file}: {error}; a JSON list of tokens, or one number a line") from error
     return of_responses(tokens, str(file))

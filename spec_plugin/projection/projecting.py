@@ -25,7 +25,7 @@ CHOICES = (0, 1, 2, 3, 4, 6, 8)
 DRAWS = 24
 #: a run whose rollouts took so many times longer or shorter than they would here is not one of this deployment
 _FAR = 4.0
-_MOST = 1_000_000
+MOST_RESPONSES = 1_000_000
 AUTO = -1  # k by batch size, as the controller would choose
 
 
@@ -60,11 +60,13 @@ class Question:
         for option, value in least.items():
             if value < 1:
                 raise SpecConfigError(f"{option} {value}: at least 1")
-        if self.prompt < 0 or self.lag < 0:
-            raise SpecConfigError(f"--prompt {self.prompt} and --lag {self.lag}: at least 0")
-        if self.batch * max(1, self.lag) > _MOST:
+        counts = {"--prompt": self.prompt, "--lag": self.lag, "--logprob-passes": self.logprob_passes}
+        for option, value in counts.items():
+            if value < 0:
+                raise SpecConfigError(f"{option} {value}: at least 0")
+        if self.batch * max(1, self.lag) > MOST_RESPONSES:
             raise SpecConfigError(
-                f"--batch {self.batch}: at most {_MOST} responses are simulated, those of all --lag steps"
+                f"--batch {self.batch}: at most {MOST_RESPONSES} responses are simulated, those of all --lag steps"
             )
         if self.gpus % d.tp:
             raise SpecConfigError(f"--gpus {self.gpus} is no multiple of --tp {d.tp}")

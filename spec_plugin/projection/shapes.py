@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draft_training import files
+from draft_training.errors import CheckpointError
+from draft_training.outside import show
 from spec_plugin.builtin.break_even.experts import NAMES as EXPERTS
 from spec_plugin.builtin.break_even.experts import Experts
 from spec_plugin.errors import SpecConfigError
@@ -87,6 +89,10 @@ class ModelShape:
 
 
 _NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+#: all that are read
+_SIZES = {*_NAMES, *EXPERTS, "intermediate_size", "moe_intermediate_size", "num_key_value_heads", "head_dim"}
+#: no size of a model is larger
+_LARGEST = 1 << 24
 
 
 def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") -> ModelShape:
@@ -96,6 +102,10 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
         SpecConfigError: if it lacks a size, or describes layers of other kinds.
     """
     text = config.get("text_config", config)
+    absurd = [key for key, value in text.items() if key in _SIZES and _is_size(value) and value > _LARGEST]
+    if absurd:
+        said = f"{absurd[0]}={show(text[absurd[0]])}"
+        raise SpecConfigError(f"model {name}: {said} in its config.json: no model has that many; correct it there")
     missing = [key for key in _NAMES if not _is_size(text.get(key))]
     if missing:
         raise SpecConfigError(
@@ -209,19 +219,27 @@ def find_model(name: str) -> ModelShape:
         SpecConfigError: if it is neither, or the file is not one.
     """
     known = MODELS.get(name.rsplit("/", 1)[-1].lower().removesuffix("-base").removesuffix("-instruct"))
-    path = Path(name)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
+    file = _file(name)
+    if file is None:
         if known is not None:
             return known
         raise SpecConfigError(
-            f"model {name!r} is neither known nor a folder with a config.json; known are "
+            f"model {show(name)} is neither known nor a folder with a config.json; known are "
             f"{', '.join(shape.name for shape in MODELS.values())}"
         )
     try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise SpecConfigError(f"model {name}: {file} is not JSON: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
+        config = files.read_json(file)
+    except CheckpointError as error:
+        raise SpecConfigError(f"model {name}: {error}") from error
+    if not isinstance(config.get("text_config", {}), dict):
         raise SpecConfigError(f"model {name}: {file} holds no object, so it is not a config.json")
     return shape_of(config, file.resolve().parent.name, str(file))
+
+
+def _file(name: str) -> Path | None:
+    path = Path(name)
+    try:
+        file = path / "config.json" if path.is_dir() else path
+        return file if file.is_file() else None
+    except OSError:  # a name that no file can have
+        return None

@@ -58,6 +58,7 @@ RAISED: dict[str, tuple[Callable[[], BaseException], str]] = {
     "exception": (lambda: RuntimeError("out of luck"), OFF),
     "no memory": (lambda: MemoryError(), OFF),  # the policy's own want of memory stops the trainer by itself
     "unprintable": (UnprintableError, OFF),
+    "cancelled": (asyncio.CancelledError, OFF),  # by whoever should have answered, not the run itself
     "law 2": (lambda: LosslessError("on purpose"), STOPS),
     "law 3": (lambda: LogprobProvenanceError("on purpose"), STOPS),
     "law 2, remote": (lambda: RemoteError(LosslessError("on purpose")), STOPS),

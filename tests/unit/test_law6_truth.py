@@ -29,6 +29,38 @@ def said(caplog) -> Callable[[str], list[str]]:
     return lambda words: [r.getMessage() for r in caplog.records if words in r.getMessage()]
 
 
+# ---- what is cancelled
+
+
+def test_the_cancellation_of_the_run_itself_is_no_draft_trouble(tmp_path, said):
+    """Ctrl-C cancels what an event loop is at; a run that took it for a broken draft would go on."""
+    link = FakeLink(Fault("link.start_phase", TIME_OUT))
+    control = make(link.fault, link, refresh_timeout_s=60.0)
+
+    async def ended() -> None:
+        beginning = asyncio.create_task(control.begin())
+        while "start_phase" not in link.calls:
+            await asyncio.sleep(0.001)
+        beginning.cancel()
+        await beginning
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(ended())
+    assert not control.session.failed and not said("speculation is off")
+
+
+def test_law_6_an_answer_that_somebody_else_has_cancelled_is_one_that_does_not_come(said):
+    class Closing(FakeLink):
+        async def start_phase(self, policy_version: int) -> None:
+            answer = asyncio.get_running_loop().create_future()
+            answer.cancel()
+            await answer
+
+    control = make(Fault(), Closing(Fault()))
+    asyncio.run(control.begin())
+    assert control.session.failed and len(said("speculation is off")) == 1
+
+
 # ---- the state that is told is the state that is
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from spec_plugin.actor.links import merge_refreshes, merge_reports, merge_stats
+from spec_plugin.actor.links import ActorsLink, merge_refreshes, merge_reports, merge_stats
+from spec_plugin.errors import LosslessError
 from spec_plugin.events import Check, RefreshReport, RolloutStats, SelfTestReport, StepTiming
 
 TOOK = RefreshReport(True, 2, "two", 5.0)
@@ -42,3 +47,40 @@ def test_law_2_one_engine_that_fails_its_self_test_is_enough_and_is_named():
         assert not merged.passed and merged.seconds == 3.0
         assert merged.failures() == f"  engine {failing} greedy: numbers"
     assert merge_reports((good, good)).passed and merge_reports((bad,)) is bad
+
+
+def an_engine(answer: Any, seconds: float = 0.0) -> Any:
+    """Whose every call ends so."""
+
+    async def remote(*_: Any) -> Any:
+        await asyncio.sleep(seconds)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    return SimpleNamespace(spec_do=SimpleNamespace(remote=remote))
+
+
+@pytest.mark.parametrize("later", [0.0, 0.01])
+def test_law_2_an_engine_that_must_stop_the_run_is_heard_behind_one_that_only_fails(later):
+    wrong = RuntimeError("the other side failed")
+    wrong.__cause__ = LosslessError("not the target's")
+    link = ActorsLink([an_engine(1), an_engine(OSError("gone")), an_engine(wrong, later)], timeout_s=5.0)
+    with pytest.raises(RuntimeError, match="the other side failed"):
+        asyncio.run(link.all("spec_do"))
+
+
+def test_of_several_engines_that_fail_the_first_is_told_when_all_have_answered():
+    answered = []
+
+    class Slow:
+        @staticmethod
+        async def remote() -> None:
+            await asyncio.sleep(0.01)
+            answered.append(1)
+
+    engines = [an_engine(OSError("first")), an_engine(ValueError("second")), SimpleNamespace(spec_do=Slow)]
+    with pytest.raises(OSError, match="first"):
+        asyncio.run(ActorsLink(engines, timeout_s=5.0).all("spec_do"))
+    assert answered, "no call is left behind in flight"
+    assert asyncio.run(ActorsLink([an_engine(1), an_engine(2)], timeout_s=5.0).all("spec_do")) == [1, 2]

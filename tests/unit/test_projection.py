@@ -101,8 +101,8 @@ def test_of_experts_one_token_touches_its_own_and_many_touch_all() -> None:
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        ("nonsense", "not JSON"),
-        ("[1]", "no object"),
+        ("nonsense", "no JSON"),
+        ("[1]", "not a JSON object"),
         ("{}", "lacks hidden_size"),
         (json.dumps(QWEN_8B | {"num_attention_heads": 0}), "lacks num_attention_heads"),
         ("MLA", "kv_lora_rank"),

@@ -13,7 +13,9 @@ from typing import Any
 
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import StepTiming
+from spec_plugin.projection.lengths import MOST_TOKENS
 from spec_plugin.projection.measured import Measured, Times, Work
+from spec_plugin.projection.projecting import MOST_RESPONSES
 
 #: metrics of trainers, the first one that a step has: what it is -> names
 _STAGES = {
@@ -43,7 +45,7 @@ def of_run(run: Path) -> Measured:
     """
     file = run / "metrics.jsonl" if run.is_dir() else run
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise SpecConfigError(f"--from {run}: {error}; give a folder with metrics.jsonl, or the file") from error
     steps = [step for line in lines if (step := _step(line))]
@@ -62,6 +64,8 @@ def _times(steps: Sequence[Metrics], k: int) -> Times | None:
     generation = _engine_seconds(steps) or found["generation"]
     tokens, mean, longest, prompt = (found[name] for name in ("tokens", "mean", "longest", "prompt"))
     if not generation or not tokens or not mean or not longest or prompt is None:
+        return None
+    if not 1 <= mean <= longest <= MOST_TOKENS or tokens / mean > MOST_RESPONSES:  # no rollouts of a step
         return None
     logprob, training = found["logprob"], found["training"]
     return Times(
@@ -89,17 +93,17 @@ def of_calibration(file: Path) -> list[StepTiming]:
         if not all(isinstance(value, int | float) for step in steps for value in asdict(step).values()):
             raise ValueError("a value is no number")
         return steps
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise SpecConfigError(
             f"--calibration {file}: {error}; a JSON list of objects with batch, k, paused, seconds, steps and context"
         ) from error
 
 
 def _step(line: str) -> Metrics | None:
-    """The metrics of a line; None of one that was cut off."""
+    """The metrics of a line; None of one that was cut off, or holds something else."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict):
         return None
@@ -115,7 +119,10 @@ def _ours(step: Metrics, name: str) -> float | None:
 
 def _number(value: object) -> float | None:
     """A finite number, else None."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond any float
+        return None
 
 
 def _numbered(step: Metrics, pattern: re.Pattern[str]) -> dict[int, float]:

@@ -72,8 +72,8 @@ def _has_steps(file: Path) -> bool:
         first = lines.readline(1 << 20)
     try:
         record = json.loads(first) if first.strip() else {"step": 0}
-    except ValueError:
-        return b'"step"' in first[:200]  # cut off in its first line
+    except (ValueError, RecursionError):
+        return b'"step"' in first[:200]  # cut off in its first line, or none
     return isinstance(record, dict) and "step" in record and len(record) <= 3
 
 

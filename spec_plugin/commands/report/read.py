@@ -7,7 +7,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice, pairwise
 from pathlib import Path
+from typing import Any
 
 from spec_plugin.commands.report.formats import LogFormat
 from spec_plugin.commands.report.places import Place, ReportError, kind_of
@@ -20,6 +22,9 @@ _OURS = " spec-plugin: "
 _NOTICE = re.compile(rf"\b(INFO|WARNING|ERROR) \d{{4}}-\d\d-\d\d [\d:,]+{_OURS}(.*)")
 _STOPPED = re.compile(rf"^(?:spec_plugin\.errors\.)?({'|'.join(error.__name__ for error in FATAL)}): (.*)")
 _LINES_OF_A_NOTICE = 8
+#: no run comes to this step; a number beyond it is a time, or no step at all
+_MOST_STEPS = 1_000_000
+_DIGITS = len(str(_MOST_STEPS)) - 1
 _SPEC = re.compile(r"(?:^|/)(spec/.+)$")
 
 
@@ -94,7 +99,7 @@ def read_file(file: Path, formats: Sequence[LogFormat]) -> Raw:
     kind = kind_of(file)
     if kind == "events":
         return read_events(file)
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    with file.open(encoding="utf-8-sig", errors="replace") as lines:
         return read_json_lines(lines, file, formats) if kind == "json" else read_console(lines, file, formats)
 
 
@@ -106,10 +111,10 @@ def read_json_lines(lines: Iterable[str], file: Path, formats: Sequence[LogForma
             continue
         try:
             step, metrics = _record(json.loads(line), formats)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             broken.append((number, line.endswith("\n")))
             continue
-        raw.add(step, {name: float(v) for name, v in metrics.items() if isinstance(v, int | float)}, file)
+        raw.add(step, {name: _real(v) for name, v in metrics.items() if isinstance(v, int | float)}, file)
     if broken and not broken[-1][1]:
         raw.remarks.append(f"{file.name}: its last line, {broken.pop()[0]}, is cut off in the middle and was left out")
     if broken:
@@ -121,8 +126,28 @@ def _record(record: object, formats: Sequence[LogFormat]) -> tuple[int, Mapping[
     for form in formats:
         keys = form.json_lines
         if keys and isinstance(record, dict) and isinstance(record.get(keys.metrics), dict):
-            return int(record[keys.step]), record[keys.metrics]
+            return _step_number(record[keys.step]), record[keys.metrics]
     raise ValueError("no step")
+
+
+def _step_number(value: Any) -> int:
+    """A step's.
+
+    Raises:
+        ValueError, TypeError, OverflowError: if it can be none.
+    """
+    step = int(value)
+    if abs(step) > _MOST_STEPS:
+        raise ValueError(f"no run comes to step {step}")
+    return step
+
+
+def _real(value: float) -> float:
+    """A metric; one that no float can hold is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def read_events(file: Path) -> Raw:
@@ -146,7 +171,7 @@ def read_events(file: Path) -> Raw:
         for record in _records(file):
             event = Event.FromString(record)
             found = {v.tag: float(v.simple_value) for v in event.summary.value if v.HasField("simple_value")}
-            if found:
+            if found and abs(event.step) <= _MOST_STEPS:
                 raw.add(int(event.step), found, file)
     except (DecodeError, EOFError):
         raw.remarks.append(
@@ -182,13 +207,13 @@ def read_console(lines: Iterable[str], file: Path, formats: Sequence[LogFormat])
             pending.append(said)
             continue
         for form in formats:
-            if found := form.find_step(line):
+            if (found := form.find_step(line)) and len(found["step"]) <= _DIGITS:
                 metrics = {m["name"]: float(m["value"]) for m in form.metric_pattern.finditer(found["metrics"])}
                 last = int(found["step"])
                 raw.add(last, metrics, file)
                 raw.notices += [Notice(last, n.level, n.text) for n in pending]
                 pending = []
-            elif found := form.find_planned(line):
+            elif (found := form.find_planned(line)) and len(found["steps"]) <= _DIGITS:
                 raw.planned = int(found["steps"])
     raw.notices += [Notice(last + 1 if last is not None else None, n.level, n.text) for n in pending]
     return raw
@@ -248,8 +273,9 @@ def _not_numbers(steps: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
 def _cut_off(steps: Mapping[int, Mapping[str, float]], planned: int | None) -> Iterator[str]:
     """What is missing: steps in between, at the end, or metrics of the last one."""
     numbers = sorted(steps)
-    if missing := sorted(set(range(numbers[0], numbers[-1])) - set(numbers)):
-        yield f"steps are missing between the first and the last: {', '.join(map(str, missing[:8]))}"
+    gaps = chain.from_iterable(range(before + 1, after) for before, after in pairwise(numbers))
+    if missing := list(islice(gaps, 8)):
+        yield f"steps are missing between the first and the last: {', '.join(map(str, missing))}"
     if planned and numbers[-1] < planned:
         yield f"the run was to have {planned} steps and ends at step {numbers[-1]}: it is still running, or was cut off"
     last, before = (len(steps[number]) for number in (numbers[-1], numbers[max(0, len(numbers) - 2)]))

@@ -134,6 +134,23 @@ def test_what_the_engine_says_wrong_is_missed_by_an_adapter_that_says_something_
     assert len(told.wrong_answers_refused(story, asynchronous=False)) == 2
 
 
+def test_an_engine_that_is_compared_with_itself_is_no_guard(tmp_path, monkeypatch):
+    """What it says wrong is refused by its sign alone, on whichever side it is shown."""
+    honest = batch
+
+    def twice(version: int = 3, engine: Plants | None = None) -> LogprobBatch:
+        found = honest(version, engine)
+        assert found.rollout is not None
+        return replace(found, recomputed=found.rollout.clone())
+
+    monkeypatch.setitem(globals(), "batch", twice)
+    session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
+    with pytest.raises(LogprobProvenanceError, match=PLANTED):
+        drive(session, SHORT, engine=Plants(tmp_path))
+    (problem,) = told.wrong_answers_refused(read_tour(tmp_path), asynchronous=False)
+    assert "wrong log-prob came to the guard as the actor's" in problem
+
+
 def test_a_violation_that_was_not_planted_stops_the_run_at_once(tmp_path):
     session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError, match="not sampled by policy version 3"):

@@ -182,6 +182,12 @@ def test_a_stale_embedding_or_head_is_seen(key, name):
     one(told.weights_arrived(trace.events), f"policy version 2: the {name} that is announced is not the engine's")
 
 
+def test_an_announced_head_that_the_update_changes_is_seen():
+    trace = Trace()
+    trace.find("spec_train_draft", 1)["changed"] = ["head"]
+    one(told.weights_arrived(trace.events), "step 1: the head that the weight sync announced changed with the update")
+
+
 def test_weights_that_were_rounded_on_their_way_are_seen():
     trace = Trace()
     trace.find("spec_check_logprobs", 1)["differences"] = {"0": 4e-4}

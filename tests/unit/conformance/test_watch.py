@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 import torch
 from test_session import TARGET
+from vllm import SamplingParams
 
 from draft_training import digest
 from spec_plugin import SpecConfig
+from spec_plugin.actor.control import RolloutControl, RolloutHarvest
+from spec_plugin.actor.decoder import Decoder
 from spec_plugin.conformance import watch
 from spec_plugin.conformance.plants import LOGPROB, PERTURBED, VERSION, Plants
 from spec_plugin.conformance.recorder import log_probs_of, read_trace
@@ -112,3 +116,47 @@ def test_hidden_states_stand_for_log_probs_of_the_sampled_tokens_document_by_doc
     expected = (last @ head.T).log_softmax(-1)
     assert found[0] == pytest.approx([float(expected[0, 2]), float(expected[1, 3])])
     assert found[1] == pytest.approx([float(expected[3, 5])])
+
+
+def test_what_a_weight_sync_announced_is_looked_at_again_after_the_update(session, tmp_path):
+    vocab, hidden = TARGET.hf_config["vocab_size"], TARGET.hf_config["hidden_size"]
+    weight = torch.randn(vocab, hidden)
+    session.weight_sync(WeightSync(0, weight.clone(), weight))
+    session.train_draft(0, 0.0)
+    weight += 1.0
+    session.train_draft(1, 0.0)
+    changed = [e["changed"] for e in read_trace(tmp_path) if e["hook"] == "spec_train_draft"]
+    assert changed == [[], ["head"]]
+
+
+def test_each_new_budget_of_a_harvest_is_noted_by_the_recorder_of_its_session(session, tmp_path):
+    control = RolloutControl(session, None)
+    harvest = RolloutHarvest(control, lambda: Decoder([torch.nn.Identity()] * 8, torch.nn.Identity()))
+    harvest.open()
+    harvest.open()
+    assert [e["hook"] for e in read_trace(tmp_path)].count("harvest_opened") == 2
+
+
+def test_engines_of_one_process_are_told_apart(tmp_path):
+    async def generate(self, prompt, sampling_params, request_id, **kwargs):
+        yield output(1, 2)
+
+    written = []
+    configured = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float32, max_model_len=8, logprobs_mode="x", logits_processors=None),
+        load_config=SimpleNamespace(load_format="auto"),
+        scheduler_config=SimpleNamespace(max_num_seqs=2),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+    watched = watch._requests(generate, Plants(tmp_path), lambda hook, **what: written.append((hook, what)), {})
+    params = SamplingParams(temperature=1.0)
+
+    async def ask(engine):
+        return [answer async for answer in watched(engine, "p", params, "id")]
+
+    first, second = (SimpleNamespace(vllm_config=configured) for _ in range(2))
+    for engine in (first, second, first):
+        asyncio.run(ask(engine))
+    assert [what["engine"] for hook, what in written if hook == "engine_request_begins"] == [0, 1, 0]
+    assert [hook for hook, _ in written].count("engine_configured") == 2

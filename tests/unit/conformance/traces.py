@@ -27,6 +27,7 @@ class Trace:
             self.sync(version, draft + version - first_version)
             if version == first_version:
                 checks = [{"name": "greedy", "passed": True, "detail": "8 of 8", "out_of_time": False}]
+                self.add("engine_request_begins", session="e", test=True, engine=0)
                 self.add("spec_engine_ready", checks=checks)
             self.step(version, draft + version - first_version)
 
@@ -55,10 +56,11 @@ class Trace:
         self.add("spec_rollout_start", policy_version=version)
         rows = [[-(i + 1 + version) / 64 for i in range(n)] for n in (5, 7)]
         for row in rows:
-            self.add("engine_request_begins", session="e", test=False)
+            self.add("engine_request_begins", session="e", test=False, engine=0)
             self.add("engine_request", session="e", test=False, sampling={}, prompt=3, log_probs=row)
         self.add("spec_rollout_end", policy_version=version, drafts=40, tokens=12)
         self.audit("rolled out", version, draft, version)
+        self.add("harvest_opened")
         self.add("spec_target_forward", policy_version=version, dtype="float32", log_probs=rows)
         caught = dict.fromkeys(
             ("nan recomputed", "nan rollout", "another model", "the next token", "stale versions"), True
@@ -75,10 +77,11 @@ class Trace:
             differences={"0": 1e-6},
             speculating=True,
             lag_allowed=False,
+            rollout_in_loss=False,
         )
         self.add("policy_update", optimizer="AdamW")
         self.add("spec_head_start", step=version)
-        self.add("spec_train_draft", step=version)
+        self.add("spec_train_draft", step=version, changed=[])
         self.add("spec_metrics", failure=None)
         self.add("handed_metrics", values=handed(version + 1))
         self.add("spec_save", path="x")

@@ -1,0 +1,136 @@
+"""What an adapter leaves out: text that no guard sees, engines that nobody tests, harvests without a budget, a step of the log.
+
+Pure functions from a trace to problems, as in ``judge``. What is left out raises nothing and looks right where it was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from spec_plugin.conformance.judge import Event, Trace, actor, of
+
+#: share of the responses of a step that the guards see of a trainer that shows them all; some may be filtered away
+_MOST = 0.75
+Row = tuple[float, ...]
+
+
+def answers_checked(trace: Trace) -> list[str]:
+    """The guards see whole responses, and all of them, of a trainer that samples, checks and trains in turn.
+
+    Not all where the trainer skips its log-prob pass (some are recomputed for the check) or asks for no log-probs of the
+    engine (which keeps those of some).
+    """
+    answers, problems = _answers(trace), []
+    shown = {version: _shown(trace, version) for version in answers}
+    rows = [row for found in shown.values() for row in found]
+    cut = [row for version, found in shown.items() for row in found if _is_part(row, answers[version])]
+    if rows and 2 * len(cut) > len(rows):
+        problems.append(
+            f"{len(cut)} of {len(rows)} sequences that a guard was shown are parts of what the engine answered: the mask leaves "
+            "tokens out"
+        )
+        return problems
+    whole = [version for version, found in shown.items() if found and not _some(trace, version)]
+    sampled = sum(len(answers[version]) for version in whole)
+    seen = sum(len(answers[version] & set(shown[version])) for version in whole)
+    if seen < _MOST * sampled:
+        problems.append(f"a guard has seen {seen} of {sampled} responses that were trained on")
+    return problems
+
+
+def _answers(trace: Trace) -> dict[int, set[Row]]:
+    """What the engines answered in each phase, by policy version, but for what they were not asked the log-probs of."""
+    found: dict[int, set[Row]] = {}
+    session = next((e["session"] for e in actor(trace)), None)
+    version: int | None = None
+    for e in trace:
+        if e["hook"] == "engine_request" and version is not None and not e["test"]:
+            if e["log_probs"] and None not in e["log_probs"]:
+                found.setdefault(version, set()).add(_single(e["log_probs"], "float32"))
+        elif e["session"] == session and e["hook"] == "spec_rollout_start":
+            version = e["policy_version"]
+        elif e["session"] == session and e["hook"] == "spec_rollout_end":
+            version = None
+    dtypes = {e["rollout_dtype"] for e in trace if e["hook"] == "spec_check_logprobs" and e["rollout"]}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    return {v: {_single(row, dtype) for row in rows} for v, rows in found.items()}
+
+
+def _single(row: Sequence[float], dtype: str) -> Row:
+    """As the trainer keeps it."""
+    return tuple(torch.tensor(row, dtype=torch.float32).to(getattr(torch, dtype)).tolist())
+
+
+def _shown(trace: Trace, version: int) -> list[Row]:
+    events = (e for e in trace if e["hook"] == "spec_check_logprobs" and e["rollout"])
+    rows = (row for e in events if e["policy_version"] == version for row in e["rows"]["rollout"])
+    return [tuple(row) for row in rows if row]
+
+
+def _some(trace: Trace, version: int) -> bool:
+    """Does the guard get some responses of this version only."""
+    events = [e for e in trace if e["hook"] == "spec_check_logprobs" and e["policy_version"] == version]
+    return any(not e["rollout"] or e.get("rollout_in_loss") for e in events)
+
+
+def _is_part(row: Row, answers: set[Row]) -> bool:
+    """Is it in the middle of an answer, or one of its ends, and no answer by itself."""
+    if row in answers:
+        return False
+    longer = (answer for answer in answers if len(answer) > len(row))
+    return any(answer[i : i + len(row)] == row for answer in longer for i in range(len(answer) - len(row) + 1))
+
+
+def engines_tested(trace: Trace) -> list[str]:
+    """Each engine that rolls out has answered the self-test before."""
+    tested: set[tuple[int, int]] = set()
+    untested: set[tuple[int, int]] = set()
+    for e in trace:
+        if e["hook"] != "engine_request_begins":
+            continue
+        engine = e["pid"], e.get("engine", 0)
+        if e["test"]:
+            tested.add(engine)
+        elif engine not in tested:
+            untested.add(engine)
+    engines = len(tested | untested)
+    return [f"{len(untested)} of {engines} engines rolled out before they were tested"] if untested else []
+
+
+def budgets_opened(trace: Trace) -> list[str]:
+    """The harvest of each step has a budget of its own, where the adapter uses ``RolloutHarvest``."""
+    events = actor(trace, watched=True)
+    if not any(e["hook"] == "harvest_opened" for e in events):
+        return []
+    starts = [i for i, e in enumerate(events) if e["hook"] == "spec_rollout_start"]
+    problems = []
+    for begin, end in pairwise(starts):
+        hooks = [e["hook"] for e in events[begin:end]]
+        if "spec_target_forward" in hooks and "harvest_opened" not in hooks:
+            version = events[begin]["policy_version"]
+            problems.append(
+                f"in the step of policy version {version} hidden states were harvested without RolloutHarvest.open: there are "
+                "none any more when its first budget is used up"
+            )
+    return problems
+
+
+def a_step_late(trace: Trace, logged: Mapping[int, Mapping[str, float]], prefix: str) -> list[str]:
+    """The log shows, with each step, that step's metrics, and not those of the step before."""
+    handed = [e["values"] for e in of(trace, "handed_metrics")]
+    steps = [metrics for _, metrics in sorted(logged.items())]
+    now = [_same(a, b, prefix) for a, b in zip(handed, steps, strict=False)]
+    before = [_same(a, b, prefix) for a, b in zip(handed, steps[1:], strict=False)]
+    if len(before) >= 2 and not all(now) and all(before):
+        return [f"each step's {prefix}spec/ metrics are logged with the step after it"]
+    return []
+
+
+def _same(handed: Mapping[str, Any], logged: Event, prefix: str) -> bool:
+    """Are these the metrics that were handed out, as far as they were logged and but for rounding."""
+    both = [(value, logged[f"{prefix}{name}"]) for name, value in handed.items() if f"{prefix}{name}" in logged]
+    return bool(both) and all(abs(a - b) <= 1e-3 * max(abs(a), abs(b)) + 1e-6 for a, b in both)

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+from traces import Trace, handed, metrics
+
+from spec_plugin.conformance import complete
+
+
+def one(problems: list[str], text: str) -> None:
+    """Exactly one problem, and it says this."""
+    assert len(problems) == 1, problems
+    assert text in problems[0]
+
+
+def checks(trace: Trace) -> list[dict]:
+    return [e for e in trace.events if e["hook"] == "spec_check_logprobs"]
+
+
+def test_a_right_trace_passes():
+    trace = Trace().events
+    assert complete.answers_checked(trace) == complete.engines_tested(trace) == complete.budgets_opened(trace) == []
+
+
+# logprobs_come_from_the_engine
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, -1), (1, None), (1, -1)])
+def test_a_mask_that_leaves_tokens_of_each_response_out_is_seen(first, last):
+    trace = Trace()
+    for event in checks(trace):
+        event["rows"]["rollout"] = [row[first:last] for row in event["rows"]["rollout"]]
+    one(complete.answers_checked(trace.events), "8 of 8 sequences that a guard was shown are parts")
+
+
+def test_a_trainer_that_cuts_a_long_response_has_left_nothing_out():
+    trace = Trace()
+    rows = checks(trace)[0]["rows"]["rollout"]
+    checks(trace)[0]["rows"]["rollout"] = [rows[0][:-1], *rows[1:]]
+    assert complete.answers_checked(trace.events) == []
+
+
+def test_responses_that_no_guard_has_seen_are_counted():
+    trace = Trace()
+    for event in checks(trace):
+        event["rows"]["rollout"] = event["rows"]["rollout"][:1]
+    one(complete.answers_checked(trace.events), "a guard has seen 4 of 8 responses")
+
+
+def test_ranks_see_them_together():
+    trace = Trace()
+    for event in checks(trace):
+        rows = event["rows"]["rollout"]
+        event["rows"]["rollout"] = rows[:1]
+        trace.add("spec_check_logprobs", session="b", **{**told_of(event), "rows": {"rollout": rows[1:]}})
+    assert complete.answers_checked(trace.events) == []
+
+
+def told_of(event: dict) -> dict:
+    return {k: v for k, v in event.items() if k not in ("hook", "session", "pid", "event", "time")}
+
+
+@pytest.mark.parametrize("some", [{"rollout_in_loss": True}, {"rollout": False}])
+def test_where_some_are_recomputed_or_kept_nobody_expects_all(some):
+    trace = Trace()
+    for event in checks(trace):
+        event["rows"]["rollout"] = event["rows"]["rollout"][:1]
+        told = {**told_of(event), "rows": {"rollout": None}} | some
+        event["rollout_in_loss"] = "rollout_in_loss" in some
+        trace.add("spec_check_logprobs", session="b", **told | ({} if "rollout" in some else {"rollout": False}))
+    assert complete.answers_checked(trace.events) == []
+
+
+def test_responses_are_compared_as_the_trainer_keeps_them():
+    trace = Trace()
+    for event in trace.events:
+        if event["hook"] == "engine_request":
+            event["log_probs"] = [v + 1e-5 for v in event["log_probs"]]
+        if event["hook"] == "spec_check_logprobs":
+            event["rollout_dtype"] = "bfloat16"
+    assert complete.answers_checked(trace.events) == []
+    for event in checks(trace):
+        event["rows"]["rollout"] = event["rows"]["rollout"][:1]
+    one(complete.answers_checked(trace.events), "4 of 8")
+
+
+# samples_are_the_targets
+
+
+def test_an_engine_that_rolls_out_untested_is_seen():
+    trace = Trace()
+    trace.find("engine_request_begins", 2)["engine"] = 1
+    one(complete.engines_tested(trace.events), "1 of 2 engines rolled out before they were tested")
+    trace = Trace()
+    trace.find("engine_request_begins", 2)["pid"] = 2
+    one(complete.engines_tested(trace.events), "1 of 2 engines")
+
+
+# hooks_fire_in_order
+
+
+def test_a_step_that_harvests_from_the_budget_of_another_is_seen():
+    trace = Trace().drop("harvest_opened", 1)
+    one(complete.budgets_opened(trace.events), "in the step of policy version 1 hidden states were harvested without")
+    for _ in range(3):
+        trace.drop("harvest_opened")
+    assert complete.budgets_opened(trace.events) == [], "an adapter may have a harvest of its own"
+
+
+# all_metrics_reach_the_log
+
+
+def test_metrics_that_are_logged_a_step_late_are_seen():
+    late = {step: handed(max(1, step - 1)) for step in (1, 2, 3, 4)}
+    one(complete.a_step_late(Trace().events, late, ""), "logged with the step after it")
+    assert complete.a_step_late(Trace().events, metrics("train/"), "train/") == []
+
+
+def test_metrics_that_stand_still_are_not_late():
+    trace = Trace()
+    for event in trace.events:
+        if event["hook"] == "handed_metrics":
+            event["values"] = handed(1)
+    assert complete.a_step_late(trace.events, {step: handed(1) for step in (1, 2, 3)}, "") == []

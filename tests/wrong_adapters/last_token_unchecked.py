@@ -1,0 +1,29 @@
+"""Its mask, made for the next token, leaves out each response's last one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minimal_adapter import driver
+from minimal_adapter.adapter import MinimalAdapter
+from minimal_adapter.loop import Rollouts
+from torch import Tensor
+
+from spec_plugin.events import LogprobBatch
+
+CAUGHT_BY = "logprobs_come_from_the_engine"
+
+
+class Adapter(MinimalAdapter):
+    def batch(self, rollouts: Rollouts, recomputed: Tensor) -> LogprobBatch:
+        shown = super().batch(rollouts, recomputed)
+        lengths = shown.mask.sum(-1, keepdim=True)
+        return replace(shown, mask=shown.mask & (shown.mask.cumsum(-1) < lengths))
+
+    def documents(self, rollouts: Rollouts) -> tuple[list[Tensor], list[Tensor]]:
+        documents, masks = super().documents(rollouts)
+        return [d[:-1] for d in documents], [m[:-1] for m in masks]
+
+
+class Driver(driver.Driver):
+    adapter = "wrong_adapters.last_token_unchecked:Adapter"
