@@ -170,11 +170,12 @@ def logprobs_are_checked_before_they_are_used(evidence: Evidence) -> None:
 
 
 def speculation_is_told_as_it_was(evidence: Evidence) -> None:
-    """Text that was drafted for is said to be, and plain text is not."""
+    """Text that was drafted for is said to be, and plain text is not; nor plain tokens of a phase that drafts."""
     problems = told.drafting_told(evidence.finished("main").trace, evidence.driver.asynchronous)
     if not problems and not evidence.driver.asynchronous:  # whose batches are of several phases
         faults = evidence.run("faults")
         problems = told.plain_told(faults.trace, faults.tour)
+        problems += complete.undrafted_told(evidence.finished("main").trace)
     _judge(problems)
 
 

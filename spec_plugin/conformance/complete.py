@@ -15,6 +15,8 @@ from spec_plugin.conformance.judge import Event, Trace, actor, of
 
 #: share of the responses of a step that the guards see of a trainer that shows them all; some may be filtered away
 _MOST = 0.75
+#: share of tokens by which what is said of plain ones may be off, where a part of the responses is recomputed
+_FEW = 0.1
 Row = tuple[float, ...]
 
 
@@ -83,6 +85,26 @@ def _is_part(row: Row, answers: set[Row]) -> bool:
         return False
     longer = (answer for answer in answers if len(answer) > len(row))
     return any(answer[i : i + len(row)] == row for answer in longer for i in range(len(answer) - len(row) + 1))
+
+
+def undrafted_told(trace: Trace) -> list[str]:
+    """Of phases that draft, no more tokens are said to be plain than the engine was asked to sample so, and some if it was."""
+    checked = [e for e in trace if e["hook"] == "spec_check_logprobs" and e["speculating"]]
+    answered = [e for e in trace if e["hook"] == "engine_request" and not e["test"]]
+    said = _share(sum(e["plain"] for e in checked), sum(sum(e["response_lengths"]) for e in checked))
+    asked = _share(sum(e["plain"] for e in answered), sum(len(e["log_probs"]) for e in answered))
+    if said > 2 * asked + _FEW:
+        return [
+            f"{said:.0%} of the tokens are said to be sampled without drafts, of the engine that was asked for {asked:.0%}: the "
+            "guard judges the others only"
+        ]
+    if asked and not said:
+        return [f"the engine sampled {asked:.1%} of the tokens without drafts, and the guard is told of none"]
+    return []
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
 
 
 def engines_tested(trace: Trace) -> list[str]:

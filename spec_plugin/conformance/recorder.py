@@ -183,6 +183,7 @@ class Recorder:
             differences=differences(batch),
             speculating=batch.speculating,
             rollout_in_loss=batch.rollout_in_loss,
+            plain=0 if batch.plain is None else int((batch.plain & batch.mask).sum()),
             caught={name: self._violates(mutant, batch) for name, mutant in mutants(batch, self._vocab_size).items()},
         )
 

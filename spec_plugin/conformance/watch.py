@@ -144,7 +144,9 @@ def _requests(original: Any, plants: Plants, write: Write, shown: Mapping[str, A
                     yield output
         finally:
             sampling = sampling_of(sampling_params)
-            write("engine_request", test=testing, sampling=sampling, prompt=answer.prompt, log_probs=answer.log_probs)
+            told = {"prompt": answer.prompt, "log_probs": answer.log_probs}
+            plain = undrafted(sampling_params.extra_args, len(answer.log_probs))
+            write("engine_request", test=testing, sampling=sampling, plain=plain, **told)
 
     return generate
 
@@ -171,6 +173,14 @@ class Answer:
     def log_probs(self) -> list[float | None]:
         """One for each token that was sampled; None where it was not asked for."""
         return [value for index in sorted(self._found) for value in self._found[index]]
+
+
+def undrafted(extra_args: Mapping[str, Any] | None, tokens: int) -> int:
+    """How many of a response's tokens the engine was asked to sample without drafts, in a phase that drafts."""
+    off = (extra_args or {}).get("spec_off")
+    if isinstance(off, list):
+        return max(0, min(tokens, off[1]) - off[0])
+    return tokens if off else 0
 
 
 def perturb(output: Any) -> None:

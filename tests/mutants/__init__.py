@@ -10,6 +10,7 @@ from mutants.actor import MUTATIONS as ACTOR
 from mutants.adapters import MUTATIONS as ADAPTERS
 from mutants.builtin import MUTATIONS as BUILTIN
 from mutants.engine import MUTATIONS as ENGINE
+from mutants.kit import MUTATIONS as KIT
 from mutants.mutation import Mutation
 from mutants.refresh import MUTATIONS as REFRESH
 from mutants.training import MUTATIONS as TRAINING
@@ -21,5 +22,6 @@ ROOMS: dict[str, tuple[Mutation, ...]] = {
     "builtin plugins": BUILTIN,
     "draft training": TRAINING,
     "adapters": ADAPTERS,
+    "kit and commands": KIT,
 }
 MUTATIONS: tuple[Mutation, ...] = tuple(m for room in ROOMS.values() for m in room)

@@ -323,4 +323,32 @@ MUTATIONS = (
         "the method that remembers keeps the oldest answers to a prompt",
         ("test_rollouts.py",),
     ),
+    Mutation(
+        _SESSION,
+        "            if is_cancelled():\n                raise\n",
+        "            raise\n",
+        "law 6: a link call that somebody else cancels stops training",
+        ("test_law6_truth.py",),
+    ),
+    Mutation(
+        "spec_plugin/answers.py",
+        "asked is None or asked() > 0",
+        "asked is None",
+        "a run that the user interrupts goes on plain",
+        ("test_law6_truth.py",),
+    ),
+    Mutation(
+        _LINKS,
+        "next((error for error in errors if stops_the_run(error)), errors[0])",
+        "errors[0]",
+        "law 2: what must stop the run is lost behind an engine that only fails",
+        ("test_links_merged.py",),
+    ),
+    Mutation(
+        _LINKS,
+        "asyncio.gather(*calls, return_exceptions=True)",
+        "asyncio.gather(*calls)",
+        "law 5: calls are left in flight behind the first that fails",
+        ("test_links_merged.py",),
+    ),
 )

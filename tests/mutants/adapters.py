@@ -6,6 +6,7 @@ from mutants.mutation import Mutation
 
 _VERL, _OPENRLHF = "adapters/spec_plugin_verl_check/options.py", "adapters/spec_plugin_openrlhf/options.py"
 _GATE = "adapters/spec_plugin_verl/gate.py"
+_WEIGHTS, _STANDALONE = (f"adapters/spec_plugin_verl/{name}.py" for name in ("weights", "standalone"))
 _REFUSED = ("test_check_command_verl.py::test_an_objection_names_the_option_and_what_to_do",)
 
 MUTATIONS = (
@@ -113,5 +114,40 @@ MUTATIONS = (
         "        if not base_sync_done:\n            self._base = tap.kept\n",
         "the draft is tested on the base, whose adapters are yet to come",
         ("test_verl_adapters.py",),
+    ),
+    Mutation(
+        _WEIGHTS,
+        "            self._base = tap.kept\n            return False\n",
+        "            return True\n",
+        "verl with adapters: the phase begins between the two streams of the first sync, with a draft that has no embedding",
+        ("test_verl_adapters.py",),
+    ),
+    Mutation(
+        _WEIGHTS,
+        "tap.kept |= self._base",
+        "pass",
+        "verl with adapters: embedding and head are forgotten at the second sync",
+        ("test_verl_adapters.py",),
+    ),
+    Mutation(
+        _STANDALONE,
+        "self._error, problem = error, str(error) or type(error).__name__",
+        "problem = str(error) or type(error).__name__",
+        "law 2: separate_async: a failed self-test in the thread stops nothing",
+        ("test_verl_standalone.py",),
+    ),
+    Mutation(
+        _STANDALONE,
+        "self._thread.join()\n            self._thread = None",
+        "self._thread = None",
+        "separate_async: an update begins while the phase before it still begins",
+        ("test_verl_standalone.py",),
+    ),
+    Mutation(
+        "adapters/spec_plugin_verl/batches.py",
+        "return (-1, -1) if low is None or high is None else (int(low), int(high))",
+        "return (int(low or 0), int(high or 0))",
+        "law 3: verl: a sequence of unknown version is taken for one of version 0",
+        ("test_verl_batches.py", "test_verl_adapter.py"),
     ),
 )

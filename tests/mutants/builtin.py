@@ -298,4 +298,11 @@ MUTATIONS = (
         "the draft of another run that just starts is removed",
         ("test_served.py",),
     ),
+    Mutation(
+        "spec_plugin/builtin/break_even/experts.py",
+        "** (evenness * tokens)",
+        "** tokens",
+        "law 7: tokens that are alike are taken to read experts of their own",
+        ("test_cost_of_experts.py",),
+    ),
 )

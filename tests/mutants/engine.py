@@ -11,6 +11,7 @@ _GUARD, _STEPS, _SCHEDULER = (f"spec_plugin/engine/schedule/{name}.py" for name 
 _EVIDENCE, _STATS, _VERDICTS, _TEST = (
     f"spec_plugin/engine/selftest/{name}.py" for name in ("evidence", "stats", "verdicts", "test")
 )
+_STATES, _ANEW = "spec_plugin/engine/states.py", "spec_plugin/engine/schedule/anew.py"
 
 MUTATIONS = (
     Mutation(
@@ -369,5 +370,61 @@ MUTATIONS = (
         "** 1.0",
         "law 7: each drafted token of a mixture seems to cost nothing",
         ("test_cost_of_experts.py",),
+    ),
+    Mutation(
+        _STATES,
+        "min(wanted.table[1:], default=0) >= k",
+        "max(wanted.table[1:], default=0) >= k",
+        "law 7: a target with states drafts at batch sizes where that is slower",
+        ("engine/test_states.py",),
+    ),
+    Mutation(
+        _STATES,
+        "or (in_flight and current > 0)",
+        "",
+        "law 2: requests in flight take up a wrong state where a table without drafts does not wait for them",
+        ("engine/test_states.py",),
+    ),
+    Mutation(
+        _STATES,
+        "if ragged and keeps_states(hf):",
+        "if False:",
+        "law 2: a method that drafts now and then serves a target with states",
+        ("engine/test_states.py",),
+    ),
+    Mutation(
+        _ANEW,
+        "wanted > room or len(request.spec_token_ids) < budget.k",
+        "wanted > room",
+        "law 2: drafts shorter than k are verified where states then stand at another token",
+        ("engine/test_anew.py",),
+    ),
+    Mutation(
+        _ANEW,
+        "if room > 0 and request.request_id in drafted",
+        "if request.request_id in drafted",
+        "a request without room is computed anew for nothing",
+        ("engine/test_anew.py",),
+    ),
+    Mutation(
+        _ANEW,
+        "drafted.intersection_update(self.requests)",
+        "pass",
+        "names of requests that are gone are kept for ever",
+        ("engine/test_anew.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine_class.py",
+        "all(kind in _STATELESS for kind in types)",
+        "any(kind in _STATELESS for kind in types)",
+        "law 2: a target of which some layers keep states is taken for one without",
+        ("engine/test_states.py", "test_engine_class.py"),
+    ),
+    Mutation(
+        "spec_plugin/engine/selftest/states.py",
+        'Check("states: drift", found <= limit,',
+        'Check("states: drift", not found > limit,',
+        "law 2: a self-test of states that compared nothing passes",
+        ("test_selftest_states.py",),
     ),
 )

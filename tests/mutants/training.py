@@ -252,4 +252,11 @@ MUTATIONS = (
         "a draft whose positions end before the target's is served",
         ("draft_training/test_draft_config.py",),
     ),
+    Mutation(
+        "draft_training/rope.py",
+        "made if made.reach >= layer.max_position_embeddings else cls(made.theta)",
+        "made",
+        "a draft has a yarn that does not reach as far as its target's positions",
+        ("draft_training/test_draft_config.py",),
+    ),
 )

@@ -83,6 +83,31 @@ def test_responses_are_compared_as_the_trainer_keeps_them():
     one(complete.answers_checked(trace.events), "4 of 8")
 
 
+# speculation_is_told_as_it_was
+
+
+def test_drafted_tokens_that_are_said_to_be_plain_are_seen():
+    trace = Trace()
+    assert complete.undrafted_told(trace.events) == []
+    for event in checks(trace):
+        event["plain"] = 12
+    one(complete.undrafted_told(trace.events), "100% of the tokens are said to be sampled without drafts")
+    for event in checks(trace):
+        event["speculating"] = False
+    assert complete.undrafted_told(trace.events) == [], "nothing was drafted"
+
+
+def test_a_control_group_that_the_guard_is_not_told_of_is_seen():
+    trace = Trace()
+    trace.find("engine_request", 1)["plain"] = 5
+    one(
+        complete.undrafted_told(trace.events),
+        "sampled 10.4% of the tokens without drafts, and the guard is told of none",
+    )
+    checks(trace)[0]["plain"] = 3
+    assert complete.undrafted_told(trace.events) == [], "a stretch is said to be shorter than it was asked for"
+
+
 # samples_are_the_targets
 
 

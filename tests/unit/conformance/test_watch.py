@@ -58,6 +58,15 @@ def test_sampling_options_are_compared_by_what_they_change():
     assert watch.sampling_of({"temperature": 0.7, "top_k": 5}) == {"temperature": 0.7, "top_k": 5}
 
 
+@pytest.mark.parametrize(
+    ("asked", "plain"),
+    [(None, 0), ({"x": 1}, 0), ({"spec_off": True}, 9), ({"spec_off": [2, 5]}, 3), ({"spec_off": [4, 80]}, 5)],
+)
+def test_tokens_that_were_to_be_sampled_without_drafts_are_counted(asked, plain):
+    assert watch.undrafted(asked, 9) == plain
+    assert watch.undrafted({"spec_off": [20, 30]}, 9) == 0
+
+
 class Engine:
     version: int | None = None
 

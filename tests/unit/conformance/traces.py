@@ -57,7 +57,7 @@ class Trace:
         rows = [[-(i + 1 + version) / 64 for i in range(n)] for n in (5, 7)]
         for row in rows:
             self.add("engine_request_begins", session="e", test=False, engine=0)
-            self.add("engine_request", session="e", test=False, sampling={}, prompt=3, log_probs=row)
+            self.add("engine_request", session="e", test=False, sampling={}, prompt=3, log_probs=row, plain=0)
         self.add("spec_rollout_end", policy_version=version, drafts=40, tokens=12)
         self.audit("rolled out", version, draft, version)
         self.add("harvest_opened")
@@ -78,6 +78,7 @@ class Trace:
             speculating=True,
             lag_allowed=False,
             rollout_in_loss=False,
+            plain=0,
         )
         self.add("policy_update", optimizer="AdamW")
         self.add("spec_head_start", step=version)

@@ -120,6 +120,29 @@ def test_where_nothing_is_left_of_a_step_the_drafts_wait():
     assert scheduler.requests["b"].spec_token_ids == [7] * K and not scheduler.waiting
 
 
+def test_a_request_of_which_nothing_is_scheduled_is_not_computed_again():
+    """It takes up no state in this step; in a later one it has drafts again, or room for all of it."""
+    scheduler = Scheduler()
+    scheduler.add("a", 8), scheduler.add("b", 8)
+    scheduler.step(), scheduler.step()
+    scheduler.max_num_scheduled_tokens, before = 4, scheduler.requests["b"].num_computed_tokens
+    scheduler.requests["b"].spec_token_ids = []
+    assert scheduler.step().num_scheduled_tokens == {"a": 4}
+    assert not scheduler.waiting and scheduler.requests["b"].num_computed_tokens == before
+    scheduler.max_num_scheduled_tokens = 1000
+    assert scheduler.step().num_scheduled_tokens == {"a": 4, "b": before + 1}, "now it would take up a wrong state"
+
+
+def test_requests_that_are_gone_are_forgotten():
+    scheduler = Scheduler()
+    scheduler.add("a", 8), scheduler.add("b", 8)
+    scheduler.step(), scheduler.step()
+    assert scheduler._drafted == {"a", "b"}
+    scheduler.running.remove(scheduler.requests.pop("a"))
+    scheduler.step()
+    assert scheduler._drafted == {"b"}
+
+
 @pytest.mark.parametrize("drafts", [[], [7]])
 def test_a_request_whose_drafts_are_taken_away_is_computed_anew(drafts):
     """Of a plain stretch, a smaller table, a grammar that cuts them."""

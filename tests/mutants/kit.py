@@ -1,0 +1,119 @@
+"""Mistakes in the conformance kit, which would then let an adapter's mistake pass; and in what commands read of others' files."""
+
+from __future__ import annotations
+
+from mutants.mutation import Mutation
+
+_COMPLETE, _TOLD, _RECORDER, _WATCH, _JUDGE = (
+    f"spec_plugin/conformance/{name}.py" for name in ("complete", "told", "recorder", "watch", "judge")
+)
+_READ, _EVIDENCE = "spec_plugin/commands/report/read.py", "spec_plugin/commands/project/evidence.py"
+_LENGTHS = "spec_plugin/projection/lengths.py"
+
+MUTATIONS = (
+    Mutation(
+        _COMPLETE,
+        "if row in answers:\n        return False",
+        "if True:\n        return False",
+        "law 3: a mask that leaves a token of each response out passes the kit",
+        ("conformance/test_complete.py",),
+    ),
+    Mutation(
+        _COMPLETE,
+        "if seen < _MOST * sampled:",
+        "if seen < 0:",
+        "law 3: an adapter that shows the guard half of a batch passes the kit",
+        ("conformance/test_complete.py",),
+    ),
+    Mutation(
+        _COMPLETE,
+        "if rows and 2 * len(cut) > len(rows):",
+        "if cut:",
+        "a trainer that cuts one long response fails the kit",
+        ("conformance/test_complete.py",),
+    ),
+    Mutation(
+        _COMPLETE,
+        'any(not e["rollout"] or e.get("rollout_in_loss") for e in events)',
+        "False",
+        "a trainer that skips its log-prob pass fails the kit",
+        ("conformance/test_complete.py",),
+    ),
+    Mutation(
+        _COMPLETE,
+        'engine = e["pid"], e.get("engine", 0)',
+        'engine = e["pid"], 0',
+        "law 2: an engine that nobody has tested passes the kit, where another one was",
+        ("conformance/test_complete.py",),
+    ),
+    Mutation(
+        _COMPLETE,
+        "not all(now) and all(before)",
+        "all(before)",
+        "metrics that stand still fail the kit",
+        ("conformance/test_complete.py",),
+    ),
+    Mutation(
+        _COMPLETE,
+        "if said > 2 * asked + _FEW:",
+        "if said > 2.0:",
+        "law 3: an adapter that says of every token that it is plain passes the kit",
+        ("conformance/test_complete.py",),
+    ),
+    Mutation(
+        _TOLD,
+        '" recomputed log-probs are not finite" in found[0]["why"]',
+        "False",
+        "law 3: an adapter that compares the engine with itself passes the kit",
+        ("conformance/test_recorder_and_faults.py",),
+    ),
+    Mutation(
+        _RECORDER,
+        "if self._digest(tensor) != was]",
+        "if tensor is None]",
+        "an adapter that announces the policy's own head, not a copy, passes the kit",
+        ("conformance/test_watch.py",),
+    ),
+    Mutation(
+        _WATCH,
+        "seen[id(self)] = len(seen)",
+        "seen[id(self)] = 0",
+        "law 2: several engines of one process are taken for one",
+        ("conformance/test_watch.py",),
+    ),
+    Mutation(
+        _JUDGE,
+        'if e["admitted"]:',
+        "if False:",
+        "an engine that samples while weights and draft come in passes the kit",
+        ("conformance/test_judge.py",),
+    ),
+    Mutation(
+        _READ,
+        "if abs(step) > _MOST_STEPS:\n        raise",
+        "if False:\n        raise",
+        "a log with a time for a step fills the memory of whoever reports on it",
+        ("bad_input/test_bad_runs.py",),
+    ),
+    Mutation(
+        _READ,
+        "except (ValueError, TypeError, OverflowError, RecursionError):",
+        "except (ValueError, TypeError):",
+        "a line of brackets ends a report in a traceback",
+        ("bad_input/test_bad_runs.py",),
+    ),
+    Mutation(
+        _EVIDENCE,
+        "except OverflowError:",
+        "except ZeroDivisionError:",
+        "a number beyond any float ends a projection in a traceback",
+        ("bad_input/test_bad_runs.py",),
+    ),
+    Mutation(
+        _LENGTHS,
+        "all(0 <= p <= 100 and 1 <= length <= MOST_TOKENS for p, length in known)",
+        "all(1 <= length <= MOST_TOKENS for _, length in known)",
+        "a projection is made of percentiles that are none",
+        ("bad_input/test_bad_runs.py",),
+    ),
+)
