@@ -6,8 +6,8 @@ A mix-in before the engine class that verl has registered for a backend; what de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,6 +78,7 @@ class SpecActor(BackendParts):
     _session: SpecSession | None = None
     _harvest: Harvest | None = None
     _resumed: Path | None = None  # what a session that comes later is to load
+    _without_adapter = False  # inside ``disable_adapter``
 
     def initialize(self) -> None:
         """Build the model as verl does, and be found by the rollout adapter.
@@ -118,6 +119,16 @@ class SpecActor(BackendParts):
             RUNTIME.control = RUNTIME.standalone.control
         return RUNTIME.standalone.tap(weights), peft_config
 
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Where LoRA is trained verl asks the actor for the reference's log-probs, too: those of the base, not the policy's."""
+        self._without_adapter = True
+        try:
+            with super().disable_adapter():  # type: ignore[misc]
+                yield
+        finally:
+            self._without_adapter = False
+
     def infer_batch(self, data: Any, loss_function: Any = None) -> Any:
         """The log-prob pass: harvest on the way, then check the log-probs before verl gets them.
 
@@ -125,7 +136,7 @@ class SpecActor(BackendParts):
             LogprobProvenanceError: if they are not the target's.
         """
         session = self._session
-        if session is None or self.engine_config.forward_only:
+        if session is None or self.engine_config.forward_only or self._without_adapter:
             return super().infer_batch(data, loss_function)  # type: ignore[misc]
         RUNTIME.finish()
         output = self._harvesting_pass(data, loss_function)
@@ -209,6 +220,8 @@ class SpecActor(BackendParts):
         count = min(len(data), session.config.bypass_check_sequences)
         few = tu.index_select_tensor_dict(data, torch.arange(count))
         tu.assign_non_tensor(few, calculate_entropy=False, micro_batch_size_per_gpu=1, use_dynamic_bsz=False)
+        # of an update that distils: no teacher is asked here, and log-probs are computed
+        tu.assign_non_tensor(few, distillation_use_topk=False, distillation_only=False)
         with ExitStack() as back:
             for module in self.spec_modules():
                 back.callback(module.train, module.training)

@@ -61,9 +61,33 @@ def _megatron(options: Any, lora: bool) -> Iterator[Objection]:
             yield no(f"override_transformer_config.{name}", given[name], "graphed layers", "leave it out")
     if given.get("fp8"):
         yield no("override_transformer_config.fp8", given["fp8"], "8-bit training", "leave it out")
+    yield from _routes("megatron", options)
     if lora:
         instead = "train all weights, or set model_engine=dp with lora.merge=True"
         yield unsupported("actor_rollout_ref.model.lora", "set", "LoRA in Megatron actors", instead)
+
+
+def rollouts_routes(option: str, value: Any, instead: str) -> Objection:
+    """Of a mixture of experts, verl has the actor take the routes that the engine took (R3).
+
+    Args:
+        option: that asks for it.
+        value: that it has.
+        instead: an imperative.
+    """
+    what = "the replay of the rollouts' routes (R3)"
+    why = f"spec-plugin does not support {what}: nobody has shown that vLLM returns those of accepted tokens alone"
+    return Objection(option, str(value), what, why, instead)
+
+
+def _routes(section: str, options: Any) -> Iterator[Objection]:
+    if getattr(getattr(options, "router_replay", None), "mode", None) == "R3":
+        instead = "set it to R2, which replays the actor's own, or to disabled"
+        yield rollouts_routes(f"{_ACTOR}.{section}.router_replay.mode", "R3", instead)
+
+
+def _veomni(options: Any, _lora: bool) -> Iterator[Objection]:
+    yield from _routes("veomni", options)
 
 
 def _megatron_shapes(options: Any) -> Mapping[str, bool]:
@@ -81,6 +105,6 @@ def _megatron_shapes(options: Any) -> Mapping[str, bool]:
 ACTORS = {
     "fsdp": Actor("fsdp_config"),
     "fsdp2": Actor("fsdp_config"),
-    "veomni": Actor("veomni", shapes=lambda _: {"veomni": True}),
+    "veomni": Actor("veomni", _veomni, lambda _: {"veomni": True}),
     "megatron": Actor("megatron", _megatron, _megatron_shapes),
 }

@@ -229,20 +229,13 @@ def _engine(rollout: Any) -> Iterator[Objection]:
         yield no("pipeline_model_parallel_size", size, "pipeline parallel engines", "set it to 1")
     if (size := rollout.data_parallel_size) != 1:
         yield no("data_parallel_size", size, "engine data parallel", "set it to 1: verl then starts more replicas")
-    experts, ranks = getattr(rollout, "expert_parallel_size", None) or 1, rollout.tensor_model_parallel_size
-    if experts > max(ranks, 1):
-        yield no(
-            "expert_parallel_size", experts, "expert parallel over data parallel engines", f"set it to {ranks} or 1"
-        )
-    elif experts > 1:
-        yield no("expert_parallel_size", experts, "expert parallel engines", "set it to 1")
+    if (experts := getattr(rollout, "expert_parallel_size", None) or 1) > 1:
+        beyond = experts > rollout.tensor_model_parallel_size
+        what = "expert parallel over data parallel engines" if beyond else "expert parallel engines"
+        yield no("expert_parallel_size", experts, what, "set it to 1")
     if getattr(rollout, "enable_rollout_routing_replay", False):
-        yield no(
-            "enable_rollout_routing_replay",
-            True,
-            "the replay of the rollouts' routes (R3): that vLLM returns those of accepted tokens alone is not shown",
-            "set it to False, and router_replay.mode to R2, which replays the actor's own",
-        )
+        instead = "set it to False, and router_replay.mode to R2, which replays the actor's own"
+        yield actors.rollouts_routes(f"{_ROLLOUT}enable_rollout_routing_replay", True, instead)
     if getattr(getattr(rollout, "disaggregation", None), "enabled", False):
         yield no("disaggregation.enabled", True, "prefill-decode disaggregation", "set it to False")
     if (plain(getattr(rollout, "qat", None)) or {}).get("enable"):
@@ -275,6 +268,7 @@ def _handed_to_vllm(rollout: Any) -> Iterator[Objection]:
     refused = {
         "quantization": ("quantized rollouts", None),
         "data_parallel_size": ("engine data parallel", 1),
+        "enable_expert_parallel": ("expert parallel engines", False),
         "tensor_parallel_size": ("an engine of another size than its replica", rollout.tensor_model_parallel_size),
     }
     for name, (what, allowed) in refused.items():
@@ -339,9 +333,35 @@ def _run(config: Any) -> Iterator[Objection]:
         )
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     yield from actors.objections(actor.strategy, actors.options_of(actor), lora(model) is not None)
+    yield from _adapter_without_rank(config)
     if not config.trainer.use_v1:
         yield unsupported("trainer.use_v1", False, "verl's legacy trainer", "set it to True")
     yield from _mode(config)
+
+
+def _adapter_without_rank(config: Any) -> Iterator[Objection]:
+    """verl takes the path for a sign that the actor has adapters, and its rank for the reason to give it some."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    path = model.get("lora_adapter_path")
+    wanted = actor.get("use_kl_loss") or (config.get("algorithm") or {}).get("use_kl_in_reward")
+    if path is not None and lora(model) is None and wanted and misses_an_adapter():
+        yield Objection(
+            f"{_MODEL}lora_adapter_path",
+            str(path),
+            "an adapter without its rank",
+            "verl loads no adapter whose rank is not given, and then dies of the KL term: it asks the actor for the reference's "
+            "log-probs without the adapter",
+            f"set {_MODEL}lora_rank to the adapter's rank",
+            "verl",
+        )
+
+
+def misses_an_adapter() -> bool:
+    """Does verl ask the actor for the reference's log-probs wherever the path of an adapter is given."""
+    asks = (
+        'self.ref_in_actor = lora_rank > 0 or self.config.actor_rollout_ref.model.get("lora_adapter_path") is not None'
+    )
+    return asks in source_of("verl", "trainer/ppo/v1/trainer_base.py")
 
 
 def _mode(config: Any) -> Iterator[Objection]:

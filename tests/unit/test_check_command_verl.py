@@ -104,7 +104,10 @@ REFUSED = (
     (("actor_rollout_ref.hybrid_engine", False), "outside of the actors' processes", "set it to True"),
     ((f"{ROLLOUT}pipeline_model_parallel_size", 2), "pipeline parallel", "set it to 1"),
     ((f"{ROLLOUT}data_parallel_size", 2), "engine data parallel", "set it to 1"),
-    ((f"{ROLLOUT}expert_parallel_size", 4), "expert parallel over data parallel", "set it to 2 or 1"),
+    ((f"{ROLLOUT}expert_parallel_size", 4), "expert parallel over data parallel", "set it to 1"),
+    ((f"{ROLLOUT}expert_parallel_size", 2), "expert parallel engines", "set it to 1"),
+    ((f"{KWARGS}.enable_expert_parallel", True), "expert parallel engines", "leave it out"),
+    ((f"{ROLLOUT}enable_rollout_routing_replay", True), "routes (R3)", "set it to False"),
     ((f"{ROLLOUT}disaggregation.enabled", True), "prefill-decode", "set it to False"),
     ((f"{ROLLOUT}quantization", "fp8"), "quantized rollouts", "set it to null"),
     ((f"{ROLLOUT}qat", {"enable": True}), "quantized rollouts", "qat.enable=False"),
@@ -208,12 +211,25 @@ MEGATRON = "actor_rollout_ref.actor.megatron."
         (f"+{MEGATRON}override_transformer_config.enable_cuda_graph=True", "graphed layers of Megatron actors"),
         (f"+{MEGATRON}override_transformer_config.fp8=hybrid", "8-bit training of Megatron actors"),
         (f"{MODEL}lora_rank=8", "LoRA in Megatron actors"),
+        (f"{MEGATRON}router_replay.mode=R3", "the replay of the rollouts' routes (R3)"),
     ],
 )
 def test_what_a_megatron_actor_has_not_been_shown_to_do_is_refused_by_name(given: str, what: str) -> None:
     found = verl_check([PATH, VLLM, "model_engine=megatron", given, f"{MODEL}lora.merge=True"], a_qwen3)
     said = [str(o) for o in found.objections if o.by != "verl"]
     assert len(said) == 1 and what in said[0] and ": " in said[0], said
+
+
+@needs_verl
+@pytest.mark.parametrize("engine", ["megatron", "veomni"])
+def test_the_replay_of_the_actors_own_routes_is_taken_and_that_of_the_rollouts_is_not(engine: str) -> None:
+    """R2 replays in the update what the log-prob pass has recorded; the log-probs are those of either."""
+    mode = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
+    assert verl_check([PATH, VLLM, f"model_engine={engine}", f"{mode}=R2"], a_qwen3).accepted
+    both = (f"{mode}=R3", f"{ROLLOUT}enable_rollout_routing_replay=True")
+    said = [str(o) for o in verl_check([PATH, VLLM, f"model_engine={engine}", *both], a_qwen3).objections]
+    assert [mode in one or "enable_rollout_routing_replay" in one for one in said] == [True, True]
+    assert all("(R3): nobody has shown" in one for one in said) and f"({mode}=R3): set it to R2" in "".join(said)
 
 
 @needs_verl
@@ -326,13 +342,6 @@ def test_adapters_in_the_engine_are_taken_where_verl_itself_can_serve_them(
     assert judged(stock, rank, ("trainer.device", "cpu")) == []
     (said,) = judged(stock, rank)
     assert "it lacks a symbol" in said and "model.lora.merge=True" in said
-
-
-@needs_verl
-def test_an_adapter_that_verl_does_not_load_is_a_note() -> None:
-    found = verl_check([PATH, VLLM, f"{MODEL}lora_adapter_path=an/adapter"], a_qwen3)
-    assert found.accepted and "lora-adapters" not in found.shapes
-    assert any("loads no adapter, and trains all weights" in note for note in found.notes)
 
 
 @needs_verl

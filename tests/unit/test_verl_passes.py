@@ -1,0 +1,107 @@
+"""Which passes of verl's actor are the policy's own: those are harvested and judged, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("verl")
+from spec_plugin_verl import actor as room
+from spec_plugin_verl.actor import SpecActor
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+
+class Stock:
+    """What the mix-in asks of verl's engine; a log-prob pass notes what it was told."""
+
+    engine_config = SimpleNamespace(forward_only=False)
+    module = torch.nn.Linear(1, 1)
+
+    def __init__(self) -> None:
+        self.passes: list[dict[str, Any]] = []
+        self.adapters = True
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        self.adapters = False
+        yield
+        self.adapters = True
+
+    def infer_batch(self, data: Any, loss_function: Any) -> dict[str, Any]:
+        told = {name: tu.get(data, key=name, default=None) for name in ("distillation_use_topk", "distillation_only")}
+        self.passes.append({"adapters": self.adapters, "loss": loss_function, **told})
+        return {"model_output": {"log_probs": torch.zeros(2, 3)}}
+
+
+class Harvest:
+    """Counts the passes that may be harvested."""
+
+    def __init__(self) -> None:
+        self.opened = self.closed = 0
+
+    def open(self) -> None:
+        self.opened += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Actor(SpecActor, Stock):
+    """The mix-in before it; what it judges is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._session: Any = SimpleNamespace(config=SimpleNamespace(bypass_check_sequences=2))
+        self._harvest: Any = Harvest()
+        self.judged = 0
+
+    def _check(self, *_: Any, **__: Any) -> None:
+        self.judged += 1
+
+
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
+    monkeypatch.setattr(room.RUNTIME, "finish", lambda: None)
+    return Actor()
+
+
+def batch(**options: Any) -> TensorDict:
+    data = TensorDict({"input_ids": torch.zeros(3, 4)}, batch_size=[3])
+    tu.assign_non_tensor(data, **options)
+    return data
+
+
+def test_the_policys_log_prob_pass_is_harvested_and_judged(actor: Actor) -> None:
+    assert actor.infer_batch(batch()) is not None
+    assert (actor._harvest.opened, actor._harvest.closed, actor.judged) == (1, 1, 1)
+
+
+def test_the_references_pass_through_a_lora_actor_is_left_alone(actor: Actor) -> None:
+    """verl 0.9.1 asks the actor for both, with rollout log-probs in the batch: the base's are not the samples'."""
+    with actor.disable_adapter():
+        assert actor.infer_batch(batch()) is not None
+    assert [one["adapters"] for one in actor.passes] == [False]
+    assert (actor._harvest.opened, actor.judged) == (0, 0)
+    actor.infer_batch(batch())
+    assert (actor._harvest.opened, actor.judged) == (1, 1), "the policy's next pass is"
+
+
+def test_a_references_pass_that_fails_leaves_the_next_one_to_be_judged(actor: Actor) -> None:
+    with pytest.raises(ValueError, match="planted"), actor.disable_adapter():
+        raise ValueError("planted")
+    actor.infer_batch(batch())
+    assert actor.judged == 1
+
+
+def test_where_the_pass_is_bypassed_log_probs_are_computed_whatever_the_update_distils(actor: Actor) -> None:
+    actor._check_bypassed(actor._session, batch(distillation_use_topk=True, distillation_only=True))
+    assert actor.passes == [
+        {"adapters": True, "loss": None, "distillation_use_topk": False, "distillation_only": False}
+    ]
+    assert (actor._harvest.opened, actor.judged) == (1, 1)
