@@ -174,4 +174,4 @@ def spec_save(path: Path) -> None:
 
 @hookspec
 def spec_load(path: Path) -> None:
-    """(A) The trainer resumes: ``path`` is the folder that ``spec_save`` got, and may be missing."""
+    """(A) The trainer resumes: ``path`` is the folder that ``spec_save`` wrote, wherever it lies now, and may be missing."""

@@ -22,6 +22,7 @@ from spec_plugin.events import LogprobBatch, TargetInfo, WeightSync
 from spec_plugin.logs import configure_logging
 from spec_plugin.ranks import actor_group, is_first
 from spec_plugin.session import SpecSession
+from spec_plugin_openrlhf import checkpoints
 from spec_plugin_openrlhf.registration import undecorated
 from spec_plugin_openrlhf.turns import LAST_VERSION, VERSION
 
@@ -56,8 +57,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         resumed = int(self.checkpoint_states.get("global_step", 0))
         self._spec_next_version = resumed
         if resumed:  # the trainer sends the weights before it begins
-            folder = Path(strategy.args.ckpt.path) / "_actor"
-            session.load(folder / (folder / "latest").read_text().strip() / "spec_plugin")
+            session.load(checkpoints.latest(Path(strategy.args.ckpt.path)))
         else:  # the engines have loaded the same checkpoint as the actor
             self._spec_synced()
 
@@ -139,10 +139,14 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
 
     def save_checkpoint(self, tag: str, *args: Any, **kwargs: Any) -> None:
         """OpenRLHF's checkpoint, and the plugins' in ``_actor/<tag>/spec_plugin``."""
+        folder, session = Path(self.strategy.args.ckpt.path), self._spec.session
+        saves = torch.distributed.get_rank() == 0 and not self.disable_ds_ckpt
+        if saves:
+            session.save(checkpoints.waiting(folder, tag))
         super().save_checkpoint(tag, *args, **kwargs)
-        folder = Path(self.strategy.args.ckpt.path) / "_actor" / tag
-        if torch.distributed.get_rank() == 0 and folder.is_dir():
-            self._spec.session.save(folder / "spec_plugin")
+        if saves:
+            with session.guarded("save"):
+                checkpoints.move_in(folder, tag)
 
 
 def _documents(sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> tuple[list[Tensor], list[Tensor]]:

@@ -7,6 +7,10 @@ from mutants.mutation import Mutation
 _VERL, _OPENRLHF = "adapters/spec_plugin_verl_check/options.py", "adapters/spec_plugin_openrlhf/options.py"
 _GATE = "adapters/spec_plugin_verl/gate.py"
 _WEIGHTS, _STANDALONE = (f"adapters/spec_plugin_verl/{name}.py" for name in ("weights", "standalone"))
+_CHECKPOINTS = "adapters/spec_plugin_openrlhf/checkpoints.py"
+_KILLED = (
+    "test_openrlhf_checkpoints.py::test_a_run_that_was_killed_while_it_saved_resumes_with_the_draft_of_the_latest_checkpoint",
+)
 _REFUSED = ("test_check_command_verl.py::test_an_objection_names_the_option_and_what_to_do",)
 
 MUTATIONS = (
@@ -16,6 +20,27 @@ MUTATIONS = (
         "if not self._ensure_server_handle():",
         "a run whose engine was killed waits without an end at the next weight sync",
         ("test_verl_adapter.py::test_no_weight_is_sent_to_an_engine_that_has_died",),
+    ),
+    Mutation(
+        _CHECKPOINTS,
+        "return beside if beside.is_dir() else folder",
+        "return folder",
+        "a run that was killed while OpenRLHF saved resumes with a draft that knows nothing",
+        _KILLED,
+    ),
+    Mutation(
+        _CHECKPOINTS,
+        "    shutil.rmtree(checkpoints / _WAITING, ignore_errors=True)\n    return checkpoints",
+        "    return checkpoints",
+        "what a killed save has left is mixed with the next one's",
+        _KILLED,
+    ),
+    Mutation(
+        _CHECKPOINTS,
+        "        shutil.rmtree(theirs / _OURS, ignore_errors=True)  # of this step, before a run went back\n",
+        "",
+        "law 6: a checkpoint of a step that was saved before turns speculation off",
+        ("test_openrlhf_checkpoints.py::test_the_same_step_again_after_the_run_went_back",),
     ),
     Mutation(
         "adapters/spec_plugin_openrlhf/turns.py",
