@@ -9,6 +9,7 @@ from __future__ import annotations
 from mutants.actor import MUTATIONS as ACTOR
 from mutants.adapters import MUTATIONS as ADAPTERS
 from mutants.builtin import MUTATIONS as BUILTIN
+from mutants.commands import MUTATIONS as COMMANDS
 from mutants.engine import MUTATIONS as ENGINE
 from mutants.mutation import Mutation
 from mutants.refresh import MUTATIONS as REFRESH
@@ -21,5 +22,6 @@ ROOMS: dict[str, tuple[Mutation, ...]] = {
     "builtin plugins": BUILTIN,
     "draft training": TRAINING,
     "adapters": ADAPTERS,
+    "commands, projection": COMMANDS,
 }
 MUTATIONS: tuple[Mutation, ...] = tuple(m for room in ROOMS.values() for m in room)
