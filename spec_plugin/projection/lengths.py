@@ -79,7 +79,15 @@ def percentiles(points: Mapping[float, float]) -> Lengths:
     """
     known = sorted(points.items())
     tokens = [value for _, value in known]
-    if len(known) < 2 or tokens != sorted(tokens) or tokens[0] < 1 or known[0][0] < 0 or known[-1][0] > 100:
+    finite = all(map(math.isfinite, (*tokens, *points)))
+    if (
+        len(known) < 2
+        or not finite
+        or tokens != sorted(tokens)
+        or tokens[0] < 1
+        or known[0][0] < 0
+        or known[-1][0] > 100
+    ):
         raise SpecConfigError(
             f"percentiles {dict(known)}: at least two, of 0 to 100, with lengths of at least 1 token that do not fall"
         )
