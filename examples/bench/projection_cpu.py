@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,14 +26,19 @@ if TYPE_CHECKING:
 HELP = """Measure one CPU engine twice: as the start-up calibration does, and in whole rollouts with each k.
 
 The calibration is that of the plugin (batch sizes 1, 8 and 32; k = 0, 1, 3 and --k; requests of 17 tokens). The rollouts
-are those of control.py: 48 tokens at each --batch, and 32 requests of different lengths that drain to one. By two clocks: with
---threads 1, CPU seconds are those of an idle machine. projection.py predicts the second from the first.
+are those of control.py: 48 tokens at each --batch, and 32 requests of different lengths that drain to one, within answers as a
+trainer's end, and far beyond their end, where a draft knows nothing. By two clocks: with --threads 1, CPU seconds are near those
+of an idle machine. projection.py predicts the second from the first.
 """
 
 CALIBRATED = (1, 8, 32)
 REQUESTS = 32  # of the batch that drains
-TOKENS = 17  # of a request of the calibration, as in spec_plugin.engine.selftest.probe
+#: of the calibration, as in ``spec_plugin.engine.selftest.probe``: tokens of a request, rounds of all kinds and batch sizes
+TOKENS, CALIBRATION_ROUNDS = 17, 3
 CLOCKS = ("wall", "cpu")
+#: glibc maps what is larger than 32 MB anew each time: padded MLPs pass that at some hundred tokens a step, whose page faults
+#: then take as long as its products. No card has that, so the engine's process keeps what it once has
+ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class Measured:
     prompt: float  # mean tokens
     seconds: dict[str, list[float]]  # by clock, of each round
     acceptance_length: float
+    drafts: int = 0  # verification steps of all rounds
+    accepted_per_pos: tuple[int, ...] = ()
 
 
 @click.command(help=HELP, context_settings={"max_content_width": 120, "show_default": True})
@@ -79,6 +87,7 @@ def main(**options: Any) -> None:
     from examples.bench.engines import EngineSettings, Remote  # slow to import
 
     say("starting the engine")
+    os.environ.update(ALLOCATOR)
     engine = Remote(options["threads"], "flag", served, EngineSettings(), draft, options["k"]).wait()
     calibration = calibrate(engine, target, options["k"])
     found = [row for regime in regimes(options) for row in measure(engine, target, *regime, options)]
@@ -91,11 +100,15 @@ def regimes(options: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     """Name and lengths, as in control.py."""
     rng, tokens = random.Random(0), options["tokens"]
     tail = tuple(min(4 * tokens, 8 + int(rng.expovariate(1.5 / tokens))) for _ in range(REQUESTS))
-    return [*((f"batch {b}", (tokens,) * b) for b in options["batches"]), (f"{REQUESTS} requests, draining to 1", tail)]
+    within = tuple(max(4, length // 4) for length in tail)
+    draining = f"{REQUESTS} requests, draining to 1"
+    even = ((f"batch {b}", (tokens,) * b) for b in options["batches"])
+    return [*even, (f"{draining} within their answers", within), (f"{draining} beyond them", tail)]
 
 
-def calibrate(engine: Remote, target: Path, k: int, repeats: int = 2) -> Calibration:
-    """The plugin's start-up calibration, by two clocks; the first repeat warms up."""
+def calibrate(engine: Remote, target: Path, k: int) -> Calibration:
+    """The plugin's start-up calibration, by two clocks, and one round before it that warms up."""
+    repeats = 1 + CALIBRATION_ROUNDS
     prompts = workload.prompts_of(target, None, max(CALIBRATED), seed=5)
     found: dict[str, list[StepTiming]] = {clock: [] for clock in CLOCKS}
     drafts, accepted = 0, [0] * k
@@ -137,8 +150,10 @@ def measure(
     for k, timings in runs.items():
         drafts = sum(t.drafts for t in timings)
         accepted = sum(t.accepted for t in timings)
+        by_position = tuple(map(sum, zip(*(t.per_pos for t in timings), strict=True)))
         seconds = {clock: [float(getattr(t.total, clock)) for t in timings] for clock in CLOCKS}
-        out.append(Measured(name, int(k), tuple(lengths), prompt, seconds, 1 + accepted / max(1, drafts)))
+        length = 1 + accepted / max(1, drafts)
+        out.append(Measured(name, int(k), tuple(lengths), prompt, seconds, length, drafts, by_position))
         say(f"{name}, k={k}: {spread(seconds['wall']).text('.2f')} s, CPU {spread(seconds['cpu']).text('.2f')} s")
     return out
 

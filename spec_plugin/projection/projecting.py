@@ -21,11 +21,11 @@ from spec_plugin.projection.stages import Stages, exposed_seconds, step_seconds,
 
 #: k that the table's last row may choose from, as the controller does
 CHOICES = (0, 1, 2, 3, 4, 6, 8)
-#: draws of all constants and lengths, beside the typical one
-DRAWS = 24
+#: draws of all constants and lengths, beside the typical one; fewer of larger batches, so that an answer takes seconds
+DRAWS, _FEWEST_DRAWS, _FREE_RESPONSES = 24, 6, 16_384
 #: a run whose rollouts took so many times longer or shorter than they would here is not one of this deployment
 _FAR = 4.0
-MOST_RESPONSES = 1_000_000
+MOST_RESPONSES = 65_536  # simulated, of all steps that are in the engines at once
 AUTO = -1  # k by batch size, as the controller would choose
 
 
@@ -60,16 +60,22 @@ class Question:
         for option, value in least.items():
             if value < 1:
                 raise SpecConfigError(f"{option} {value}: at least 1")
-        counts = {"--prompt": self.prompt, "--lag": self.lag, "--logprob-passes": self.logprob_passes}
-        for option, value in counts.items():
+        for option, value in {
+            "--prompt": self.prompt,
+            "--lag": self.lag,
+            "--logprob-passes": self.logprob_passes,
+        }.items():
             if value < 0:
                 raise SpecConfigError(f"{option} {value}: at least 0")
-        if self.batch * max(1, self.lag) > MOST_RESPONSES:
+        if self.responses > MOST_RESPONSES:
             raise SpecConfigError(
-                f"--batch {self.batch}: at most {MOST_RESPONSES} responses are simulated, those of all --lag steps"
+                f"--batch {self.batch}: at most {MOST_RESPONSES} responses are simulated, those of all --lag steps; a share of "
+                "them on the same share of the cards is as fast"
             )
         if self.gpus % d.tp:
             raise SpecConfigError(f"--gpus {self.gpus} is no multiple of --tp {d.tp}")
+        if d.model.heads % d.tp:
+            raise SpecConfigError(f"--tp {d.tp}: the {d.model.heads} attention heads of {d.model.name} do not split so")
         if d.ep > 1 and (not d.model.experts or d.ep % d.tp or self.gpus % d.ep or d.model.experts % d.ep):
             raise SpecConfigError(
                 f"--ep {d.ep}: a multiple of --tp {d.tp} that divides --gpus {self.gpus} and the model's experts, of which it "
@@ -81,6 +87,16 @@ class Question:
             if not 1 <= k <= 16:
                 raise SpecConfigError(f"--k {k}: from 1 to 16")
         check_acceptance(self.acceptance)
+
+    @property
+    def responses(self) -> int:
+        """That are simulated: with lag L those of L steps are in the engines at once."""
+        return self.batch * max(1, self.lag)
+
+    @property
+    def draws(self) -> int:
+        """Draws of all constants, beside the typical ones."""
+        return min(DRAWS, max(_FEWEST_DRAWS, DRAWS * _FREE_RESPONSES // self.responses))
 
     @property
     def engines(self) -> int:
@@ -191,19 +207,19 @@ class Known:
     measured: Measured = field(default_factory=Measured)
 
 
-def project(question: Question, known: Known | None = None, draws: int = DRAWS) -> Answer:
+def project(question: Question, known: Known | None = None, draws: int | None = None) -> Answer:
     """Simulate plain rollouts and those with each k, for typical constants and for drawn ones.
 
     Args:
         question: what is asked.
         known: what was measured.
-        draws: beside the typical one.
+        draws: beside the typical one; default: as many as take seconds.
     """
     known = of_this_deployment(question, known or Known())
     chances = chances_through(question.acceptance)
     rng = Random(question.seed)
     found = [_Draw(question, known, Constants.typical().but(**known.pinned), question.seed).outcomes(chances)]
-    for i in range(draws):
+    for i in range(question.draws if draws is None else draws):
         constants = Constants.drawn(rng).but(**known.pinned)
         found.append(_Draw(question, known, constants, question.seed + 1 + i).outcomes(chances))
     rows = tuple(_row(k, found) for k in found[0])
@@ -228,11 +244,21 @@ def of_this_deployment(question: Question, known: Known) -> Known:
 
 
 def seats_of(question: Question, cost: StepCost | None = None) -> int:
-    """Requests that one engine runs at once: what is asked, or what the KV cache has room for at the mean length."""
+    """Requests that one engine runs at once: what is asked, or what the KV cache has room for at the mean length.
+
+    Raises:
+        SpecConfigError: if it has no room for the longest alone, or for none of the weights.
+    """
     if cost is not None:
         return question.seats
-    each = question.prompt + question.lengths.mean
-    return max(1, min(question.seats, int(question.deployment.cache_tokens() / each)))
+    each, room = question.prompt + question.lengths.mean, question.deployment.cache_tokens()
+    if room < question.prompt + question.lengths.longest:
+        d = question.deployment
+        raise SpecConfigError(
+            f"a prompt of {question.prompt} tokens and a response of {question.lengths.longest:.0f} do not fit into the KV cache "
+            f"of an engine of {d.tp} {d.card.name}, {room} tokens: split {d.model.name} over more cards (--tp), or shorten them"
+        )
+    return max(1, min(question.seats, int(room / each)))
 
 
 class _Draw:
@@ -243,8 +269,7 @@ class _Draw:
         held = question.prompt + question.lengths.mean / 2
         seen = self.times.break_even if self.times else {}
         self.constants = draft_pass_from(question.deployment, constants, seen, held)
-        responses = question.batch * max(1, question.lag)
-        lengths = question.lengths.drawn(responses, np.random.default_rng(seed))
+        lengths = question.lengths.drawn(question.responses, np.random.default_rng(seed))
         seats = seats_of(question, known.cost)
         self.rollout = Rollout(lengths, question.prompt, question.group, question.engines, seats)
         self.cost: StepCost = known.cost or Roofline(question.deployment, self.constants, held)

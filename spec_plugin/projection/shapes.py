@@ -33,6 +33,7 @@ class ModelShape:
     dense_intermediate: int = (
         0  # units of the MLP that a draft of this model gets, where ``intermediate`` is an expert's
     )
+    window: int = 0  # tokens that some layers look back at most; they are counted as if they looked at all
     source: str = "config.json"
 
     @property
@@ -138,8 +139,16 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
         experts=experts,
         experts_per_token=min(experts, size("num_experts_per_tok", 1)) if experts else 0,
         dense_intermediate=dense if experts else 0,
+        window=_window(text),
         source=source,
     )
+
+
+def _window(text: Mapping[str, Any]) -> int:
+    """Tokens that some layers look back, 0 where all look at everything."""
+    window, kinds = text.get("sliding_window"), text.get("layer_types")
+    used = text.get("use_sliding_window", True) is True and (not kinds or "sliding_attention" in kinds)
+    return window if used and isinstance(window, int) and _is_size(window) else 0
 
 
 def _is_size(value: object) -> bool:
@@ -194,6 +203,34 @@ MODELS: dict[str, ModelShape] = {
         _known("Llama-3.1-8B", 4096, 32, 32, 8, 128, 14336, 128256),
         _known("Llama-3.1-70B", 8192, 80, 64, 8, 128, 28672, 128256),
         _known("Llama-3.1-405B", 16384, 126, 128, 8, 128, 53248, 128256),
+        _known(
+            "gpt-oss-20b",
+            2880,
+            24,
+            64,
+            8,
+            64,
+            2880,
+            201088,
+            experts=32,
+            experts_per_token=4,
+            dense_intermediate=2880,
+            window=128,
+        ),
+        _known(
+            "gpt-oss-120b",
+            2880,
+            36,
+            64,
+            8,
+            64,
+            2880,
+            201088,
+            experts=128,
+            experts_per_token=4,
+            dense_intermediate=2880,
+            window=128,
+        ),
         _known("Mistral-7B-v0.3", 4096, 32, 32, 8, 128, 14336, 32768),
         _known(
             "Mixtral-8x7B-v0.1",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from mutants.actor import MUTATIONS as ACTOR
 from mutants.adapters import MUTATIONS as ADAPTERS
 from mutants.builtin import MUTATIONS as BUILTIN
+from mutants.commands import MUTATIONS as COMMANDS
 from mutants.engine import MUTATIONS as ENGINE
 from mutants.kit import MUTATIONS as KIT
 from mutants.mutation import Mutation
@@ -23,5 +24,6 @@ ROOMS: dict[str, tuple[Mutation, ...]] = {
     "draft training": TRAINING,
     "adapters": ADAPTERS,
     "kit and commands": KIT,
+    "commands, projection": COMMANDS,
 }
 MUTATIONS: tuple[Mutation, ...] = tuple(m for room in ROOMS.values() for m in room)

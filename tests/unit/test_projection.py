@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,8 @@ def roofline(model: str = "Qwen3-8B", card: str = "H100", **split: float) -> Roo
         ("Llama-3.1-70B", 70.6),
         ("Llama-3.1-405B", 405.9),
         ("Mixtral-8x7B-v0.1", 46.7),
+        ("gpt-oss-20b", 20.91),
+        ("gpt-oss-120b", 116.83),
     ],
 )
 def test_a_known_models_parameters_are_those_that_its_makers_state(name: str, billions: float) -> None:
@@ -392,6 +395,93 @@ def test_more_acceptance_is_never_slower() -> None:
     assert speeds == sorted(speeds)
 
 
+questions = st.tuples(
+    st.sampled_from(["Qwen3-8B", "Qwen3-30B-A3B"]),
+    st.sampled_from(["H100", "B200", "L40S"]),
+    st.integers(1, 400),  # responses
+    st.integers(50, 4000),  # their mean
+    st.sampled_from([1, 4, 64]),  # seats
+)
+
+
+def question_of(model: str, card: str, batch: int, mean: int, seats: int, **changed: object) -> Question:
+    deployment = Deployment(find_model(model), find_card(card), tp=2)
+    given = {"batch": batch, "lengths": lognormal(mean, 2 * mean), "seats": seats, "ks": (3,), "group": 1}
+    return asked(deployment=deployment, **(given | changed))
+
+
+@given(questions, st.floats(1.0, 4.0), st.floats(1.0, 4.0))
+@settings(max_examples=40, deadline=None)
+def test_whatever_is_asked_plain_is_one_and_more_acceptance_is_no_slower(
+    of: tuple[str, str, int, int, int], one: float, other: float
+) -> None:
+    answers = [project(question_of(*of, acceptance={3: length}), draws=1) for length in sorted((one, other))]
+    for answer in answers:
+        plain = answer.rows[0]
+        assert (plain.k, plain.tokens) == (0, 1.0)
+        for span in (plain.rollout_speedup, plain.step_speedup):
+            assert (span.low, span.typical, span.high) == (1.0, 1.0, 1.0)
+        assert all(math.isfinite(row.rollout_s.high) and row.rollout_s.low > 0 for row in answer.rows)
+    less, more = (answer.rows[1].rollout_speedup.typical for answer in answers)
+    # what is drawn is the luck of each response, so that equal chances may differ by a step of the longest
+    assert more >= less * (1 - 4 / of[3]) - 0.01
+
+
+@given(questions, st.integers(2, 4))
+@settings(max_examples=40, deadline=None)
+def test_a_larger_batch_takes_longer_and_no_longer_than_one_batch_after_the_other(
+    of: tuple[str, str, int, int, int], times: int
+) -> None:
+    model, card, batch, mean, seats = of
+    even = of_responses([float(mean)], "even")
+    small, large = (
+        project(question_of(model, card, n, mean, seats, lengths=even), draws=0) for n in (batch, times * batch)
+    )
+    for one, many in zip(small.rows[:1], large.rows[:1], strict=True):
+        # each of the four engines may get one response more than its share, hence one more wave
+        assert one.rollout_s.typical <= many.rollout_s.typical * 1.001
+        assert many.rollout_s.typical <= (times + 1) * one.rollout_s.typical * 1.001
+
+
+@given(st.integers(1, 4), st.integers(20, 200))
+@settings(max_examples=20, deadline=None)
+def test_a_batch_that_finds_no_room_at_once_runs_in_waves(waves: int, mean: int) -> None:
+    """One engine, seats for four: each further four of equal length take as long as the first."""
+    deployment = Deployment(find_model("Qwen3-8B"), find_card("H100"))
+    even = of_responses([float(mean)], "even")
+
+    def seconds(batch: int) -> float:
+        question = asked(deployment=deployment, gpus=1, batch=batch, lengths=even, seats=4, prompt=0)
+        return project(question, draws=0).rows[0].rollout_s.typical
+
+    assert seconds(4 * waves) == pytest.approx(waves * seconds(4), rel=1e-6)
+
+
+@pytest.mark.parametrize("acceptance", [1.5, 2.8])
+def test_more_lag_makes_no_step_longer_and_exposes_no_more(acceptance: float) -> None:
+    answers = [project(asked(acceptance={3: acceptance}, lag=lag, train_gpus=8), draws=0) for lag in (0, 1, 2, 4)]
+    for k in range(len(answers[0].rows)):
+        steps = [answer.rows[k].step_s.typical for answer in answers]
+        exposed = [answer.rows[k].exposed_s.typical for answer in answers]
+        assert all(later <= 1.01 * before for before, later in pairwise(steps)), (k, steps)
+        assert all(later <= 1.01 * before + 0.01 for before, later in pairwise(exposed)), (
+            k,
+            exposed,
+        )
+
+
+def test_layers_that_look_back_only_so_far_are_named() -> None:
+    config = QWEN_8B | {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 18}
+    assert shape_of(config, "windows").window == 128
+    for none in ({"layer_types": ["full_attention"] * 36}, {"use_sliding_window": False}, {"sliding_window": None}):
+        assert shape_of(config | none, "none").window == 0
+
+
+def test_large_batches_are_drawn_less_often() -> None:
+    assert asked().draws > asked(batch=65_536).draws >= 6
+    assert asked(batch=1000, lag=4, train_gpus=8).responses == 4000
+
+
 def test_the_typical_value_lies_in_its_range_and_ranges_are_no_points() -> None:
     for row in project(asked(), draws=8).rows[1:]:
         for span in (row.rollout_s, row.rollout_speedup, row.step_s, row.step_speedup):
@@ -431,6 +521,9 @@ def test_acceptance_lengths_that_no_draft_can_have_together_are_refused(given: d
         ({"ks": (0,)}, "--k 0"),
         ({"deployment": Deployment(find_model("Qwen3-8B"), find_card("H100"), tp=3)}, "no multiple of --tp 3"),
         ({"deployment": Deployment(find_model("Qwen3-8B"), find_card("H100"), ep=2)}, "--ep 2"),
+        ({"deployment": Deployment(find_model("Qwen2.5-7B"), find_card("H100"), tp=8)}, "the 28 attention heads"),
+        ({"lag": -1}, "--lag -1: at least 0"),
+        ({"logprob_passes": -1}, "--logprob-passes -1: at least 0"),
     ],
 )
 def test_a_question_that_cannot_be_is_refused_in_a_sentence(changed: dict[str, object], word: str) -> None:

@@ -64,19 +64,33 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
         (["--calibration", "/nowhere"], "a JSON list of objects"),
         (["--model", "Llama-3.1-405B"], "do not fit"),
         (["--draft-share", "2"], "from 0 to 1"),
+        (["--draft-share", "nan"], "from 0 to 1"),
+        (["--lag", "-1"], "--lag -1: at least 0"),
+        (["--prompt", "-1"], "--prompt -1: at least 0"),
+        (["--logprob-passes", "-1"], "--logprob-passes -1: at least 0"),
+        (["--mean", "nan"], "between 1 and the longest"),
+        (["--mean", "0"], "between 1 and the longest"),
+        (["--longest", "inf"], "between 1 and the longest"),
+        (["--lengths", "50=100,99=nan"], "that do not fall"),
+        (["--lengths", "nan=100,99=200"], "that do not fall"),
+        (["--tp", "3", "--gpus", "9"], "--tp 3: the 32 attention heads of Qwen3-8B do not split so"),
+        (["--acceptance", "3=nan"], "--acceptance 3=nan"),
+        (["--acceptance", "3=2,3=2.5"], "k=3 was given 2 tokens before"),
+        (["--lengths", "50=1000,100=500000"], "do not fit into the KV cache of an engine of 1 H100"),
+        (["--batch", "70000"], "at most 65536 responses are simulated"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(options: list[str], word: str) -> None:
     given = options if "--acceptance" in options else ["--acceptance", "3=2.8", *options]
     code, text = run(*given)
-    assert code == 1
+    assert code == 2
     assert word in text
     assert len(text.strip().splitlines()) == 1 and text.startswith("Error: ")
 
 
 def test_without_acceptance_it_says_what_to_give() -> None:
     code, text = run()
-    assert code == 1 and "give --acceptance" in text
+    assert code == 2 and "give --acceptance" in text
 
 
 def metrics(step: int, **ours: float) -> str:
@@ -178,7 +192,7 @@ def test_a_calibration_that_contradicts_itself_is_refused(tmp_path: Path) -> Non
     steps = [{"batch": 1, "k": 0, "paused": True, "seconds": 0.01, "steps": 20, "context": 50.0}]
     (tmp_path / "steps.json").write_text(json.dumps(steps))
     code, text = run("--acceptance", "3=2.8", "--calibration", str(tmp_path / "steps.json"))
-    assert code == 1 and "no speculating step was timed" in text
+    assert code == 2 and "no speculating step was timed" in text
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "[1]", '[{"batch": 1}]', "TEXT"])

@@ -45,8 +45,19 @@ def test_the_numbers_in_the_repository_are_those_that_the_code_gives(rows: list[
 
 
 def test_our_own_rollouts_are_predicted_from_the_calibration_alone(rows: list[Held]) -> None:
-    """Measured once beside other work: two of three within the goal, and half of them within a tenth or so."""
-    errors = sorted(abs(row.error or 0.0) for row in rows if row.part == "CPU")
-    assert len(errors) == 20
-    assert sum(error <= GOALS["CPU"] for error in errors) >= 14
-    assert errors[len(errors) // 2] < 0.13 and errors[-1] < 0.35
+    """Measured beside other work; what is beyond the answers has an acceptance that no start-up has seen."""
+    mine = [row for row in rows if row.part == "CPU" and row.how == "predicted"]
+    beyond = ("beyond them, k=3", "beyond them, k=8")
+    errors = {row.name: abs(row.error or 0.0) for row in mine if not any(name in row.name for name in beyond)}
+    assert len(mine) == 25 and len(errors) == 21
+    assert [name for name, error in errors.items() if error > GOALS["CPU"]] == ["batch 8, k=3 against k=0"]
+    assert max(errors.values()) < 0.17 and sorted(errors.values())[10] < 0.05
+
+
+def test_where_the_acceptance_was_another_one_that_is_most_of_the_error(rows: list[Held]) -> None:
+    held = {row.name: row for row in rows if row.part == "CPU"}
+    own = [row for row in held.values() if row.how == "for comparison"]
+    assert len(own) == 2
+    for row in own:
+        predicted = held[row.name.removesuffix(", with the acceptance of these rollouts")]
+        assert predicted.how == "predicted" and abs(row.error or 0.0) < 0.4 * abs(predicted.error or 0.0)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -41,6 +42,43 @@ def write(file: Path, text: str) -> Path:
 
 def test_every_adapter_says_how_its_trainer_writes_down_steps():
     assert sorted(form.trainer for form in FORMATS) == ["OpenRLHF", "verl"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "verl.log"])
+def test_what_was_packed_is_read_like_what_was_not(tmp_path, name):
+    with gzip.open(tmp_path / f"{name}.gz", "wt") as packed:
+        packed.write((DATA / "verl-flag" / name).read_text())
+    unpacked = read(DATA / "verl-flag" / name)
+    for path in (tmp_path, tmp_path / f"{name}.gz"):
+        assert read(path).steps == unpacked.steps and read(path).notices == unpacked.notices
+
+
+@pytest.mark.parametrize(("kept", "steps"), [(1500, 3), (8, 0), (0, 0)])
+def test_a_packed_file_that_was_cut_off_is_read_up_to_there_and_that_is_said(tmp_path, kept, steps):
+    whole = gzip.compress("".join(lines("verl-flag")).encode())
+    (tmp_path / "metrics.jsonl.gz").write_bytes(whole[:kept])
+    if steps:
+        run = read(tmp_path)
+        assert len(run.numbers) >= steps and any("compressed data is broken or cut off" in r for r in run.remarks)
+    else:
+        with pytest.raises(ReportError, match="broken or cut off" if kept else "is empty"):
+            read(tmp_path)
+
+
+def test_what_is_packed_in_name_only_is_said_to_be(tmp_path):
+    (tmp_path / "train.log.gz").write_text("step:1 - actor/lr:1.0\n")
+    with pytest.raises(ReportError, match=r"compressed data is broken or cut off.*Not a gzipped file"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["NaN", "nan", "Infinity", "-Infinity", "inf"])
+def test_what_a_logger_writes_for_no_number_is_none_and_is_named(file, value):
+    records = [json.loads(line) for line in lines("verl-flag")]
+    records[3]["data"]["actor/entropy"] = value
+    records[4]["data"]["note"] = "warm-up"
+    run = read(write(file, "".join(json.dumps(record) + "\n" for record in records)))
+    assert "entropy is not a finite number at step 4" in run.remarks and "entropy" not in run.steps[4]
+    assert len(run.remarks) == 1
 
 
 def test_a_misspelt_name_in_a_log_format_is_refused():

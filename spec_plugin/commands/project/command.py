@@ -37,6 +37,14 @@ _HELP = """What would the flag do for this model on these cards? A projection, w
 A step of the engine is counted from the model's config.json and the card's data sheet; each response of a rollout is
 simulated until the slowest engine has finished; log-probs and training are counted likewise. Nothing is started.
 """
+
+
+class _Refused(click.ClickException):
+    """What was asked cannot be: one sentence, and the exit code of a wrong option."""
+
+    exit_code = 2
+
+
 _WIDTH = 120  # of a table that is not printed to a terminal
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
 
@@ -80,7 +88,7 @@ def project(**options: Any) -> None:
         if options["out"]:
             write_picture(question, known, options["out"])
     except SpecPluginError as error:
-        raise click.ClickException(str(error)) from error
+        raise _Refused(str(error)) from error
     if options["as_json"]:
         click.echo(json.dumps(to_json(question, answer), indent=1))
         return
@@ -154,9 +162,12 @@ def parse_acceptance(texts: Sequence[str]) -> dict[int, float]:
     for text in ",".join(texts).split(",") if texts else ():
         k, _, length = text.partition("=")
         try:
-            found[int(k)] = float(length)
+            drafted, tokens = int(k), float(length)
         except ValueError as error:
             raise SpecConfigError(f"--acceptance {text}: give K=TOKENS, for example 3=2.8") from error
+        if drafted in found:
+            raise SpecConfigError(f"--acceptance {text}: k={drafted} was given {found[drafted]:g} tokens before")
+        found[drafted] = tokens
     return found
 
 

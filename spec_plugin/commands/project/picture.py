@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from spec_plugin.errors import SpecConfigError
-from spec_plugin.projection.projecting import Answer, Known, Question, project
+from spec_plugin.projection.projecting import MOST_RESPONSES, Answer, Known, Question, project
 
 #: batches that are shown, as multiples of the one that is asked for
 _BATCHES = (1 / 16, 1 / 4, 1, 4, 16)
 _KS = (1, 2, 3, 4, 5, 6, 7, 8)
-_DRAWS = 4
 
 
 def write_picture(question: Question, known: Known, file: Path) -> None:
@@ -28,10 +27,11 @@ def write_picture(question: Question, known: Known, file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True, sharey=True)
-    sizes = dict.fromkeys(max(1, round(question.batch * share)) for share in _BATCHES)
+    largest = MOST_RESPONSES // max(1, question.lag)
+    sizes = dict.fromkeys(min(largest, max(1, round(question.batch * share))) for share in _BATCHES)
     for i, batch in enumerate(sizes):
         asked = batch == question.batch
-        answer = project(replace(question, batch=batch, ks=_KS), known, _DRAWS if asked else 0)
+        answer = project(replace(question, batch=batch, ks=_KS), known, None if asked else 0)
         colour = plt.get_cmap("viridis")(0.9 * i / max(1, len(sizes) - 1))
         for panel, kind in zip(panels, ("rollout_speedup", "step_speedup"), strict=True):
             _line(panel, answer, kind, f"{batch} responses a step", colour, asked)
@@ -42,7 +42,7 @@ def write_picture(question: Question, known: Known, file: Path) -> None:
     panels[0].set_ylabel("speed (plain: 1)")
     panels[1].legend(fontsize=8)
     d = question.deployment
-    figure.suptitle(f"{d.model.name} on {question.gpus} {d.card.name}, projected")
+    figure.suptitle(f"{d.model.name} on {question.gpus} {d.card.name}, projected; the band is the table's range")
     try:
         figure.savefig(file, dpi=120)
     except (OSError, ValueError) as error:

@@ -103,6 +103,8 @@ def unknown(question: Question) -> Iterator[str]:
     )
     if question.deployment.ep > question.deployment.tp:
         yield "experts are taken evenly, and engines that share them never wait for each other"
+    if window := question.deployment.model.window:
+        yield f"layers that look back {window} tokens are counted as if they looked at all: they read less than that"
     if question.lag:
         yield f"with lag {question.lag}, {question.lag} batches are in the engines at once, and nothing is cut short"
 

@@ -16,6 +16,9 @@ from spec_plugin.commands.report.read import read_place
 from spec_plugin.commands.report.run import Run
 from spec_plugin.commands.report.state import Span, spans_of
 
+#: of the JSON: raised when a key is taken away or gets another meaning
+SCHEMA = 1
+
 
 @dataclass(frozen=True)
 class View:
@@ -72,13 +75,14 @@ def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
 
 
 def _with_names(runs: Sequence[Run]) -> list[Run]:
-    """Names that differ: with folders above, as many as it takes."""
+    """Names that differ: with folders above, as many as it takes; numbers where these are the same."""
     named = list(runs)
     for above in range(2, 6):
         seen = Counter(run.name for run in named)
         named = [replace(run, name=_longer(run, above)) if seen[run.name] > 1 else run for run in named]
     seen = Counter(run.name for run in named)
-    return [replace(run, name=f"{run.name} ({i})") if seen[run.name] > 1 else run for i, run in enumerate(named, 1)]
+    short = [run.name for run in runs]  # of the same run twice folders tell nothing
+    return [replace(run, name=f"{short[i]} ({i + 1})") if seen[run.name] > 1 else run for i, run in enumerate(named)]
 
 
 def _longer(run: Run, above: int) -> str:
@@ -86,8 +90,9 @@ def _longer(run: Run, above: int) -> str:
 
 
 def to_json(report: Report) -> str:
-    """For programs; no number in it is other than finite."""
+    """For programs; no number in it is other than finite. README.md says what the keys are: new ones may come, none goes."""
     table = {
+        "schema": SCHEMA,
         "base": report.base,
         "problems": list(report.problems),
         "caveats": list(report.caveats),

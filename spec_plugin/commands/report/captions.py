@@ -63,6 +63,10 @@ LOG_PROBS_OLDER = (
     "of the same age."
 )
 LAG = Caption("Policy lag", "versions", "Policy versions between sampling and training, mean of the step's tokens.")
+THINNED = (
+    "Of many steps, a line shows the median of {size} neighbouring ones; what is light around it reaches from the smallest "
+    "to the largest of them."
+)
 #: one line for each run, by metric
 LINES = {
     "ms_per_token": Caption("Generation, per token", "ms"),

@@ -14,6 +14,8 @@ COMPARED = {
     "generation_s": "generation, as far as the trainer waits",
     "step_s": "whole step",
 }
+#: of these an asynchronous run has only what training does not hide, a second or none: ratios of it say nothing
+_HIDDEN = ("ms_per_token", "generation_s")
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ def compare(runs: Sequence[Run], base: Run | None) -> list[Comparison]:
         start = max(2, *run.drafted[:1]) if run.drafted else 2
         hidden = run.overlaps or base.overlaps
         for name, what in COMPARED.items():
-            if hidden and name == "ms_per_token":
-                continue  # what training hides is not in it
+            if hidden and name in _HIDDEN:
+                continue
             theirs = base.series(name)
             pairs = [(s, theirs.at(s), v) for s, v in run.series(name).pairs() if s >= start and v > 0]
             known = [(s, reference / v) for s, reference, v in pairs if reference]
@@ -82,7 +84,7 @@ def caveats(runs: Sequence[Run], base: Run | None) -> list[str]:
     found = [text for run in runs if base is not None and run is not base for text in _differences(run, base)]
     if base is not None and any(run.overlaps for run in runs):
         found.append(
-            "in an asynchronous run generation is what training does not hide: its ratio is no speed of decoding"
+            "in an asynchronous run the trainer waits only for what training does not hide of generation: that gives no ratio"
         )
     return found
 

@@ -115,6 +115,12 @@ class Canvas:
                 text = "" if math.isnan(value) else f"{value:.0f}"
                 self.axes.text(step, y, text, ha="center", va="center", color=ink, fontsize=8)
 
+    def count_upwards(self) -> None:
+        """The vertical axis counts: it has whole numbers only."""
+        from matplotlib.ticker import MaxNLocator
+
+        self.axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+
     def svg(self) -> str:
         """The figure as an SVG element, without an XML header."""
         target = io.StringIO()

@@ -9,13 +9,14 @@ from importlib.resources import files
 from spec_plugin import __version__
 from spec_plugin.commands.report.build import Report, View
 from spec_plugin.commands.report.findings import Finding
-from spec_plugin.commands.report.panels import Panel, panels_of, together
+from spec_plugin.commands.report.panels import Panel, panels_of, thinning, together
 from spec_plugin.commands.report.places import ReportError
 from spec_plugin.commands.report.run import Run, Spread
 from spec_plugin.commands.report.state import Span
 
 _MARKS = {"bad": "wrong", "warn": "look", "fine": "fine"}
 _MANY_ROWS = 300
+_REWARDED = 5  # steps whose rewards are compared
 #: a heading, a metric and its format
 _COLUMNS = (
     ("reward", "reward", ".3f"),
@@ -41,10 +42,11 @@ _OVERVIEW = (
     ("steps", "", ""),
     ("drafted", "", ""),
     ("ms a token", "ms_per_token", ".2f"),
+    ("waits for rollouts, s", "generation_s", ".2f"),
     ("step, s", "step_s", ".2f"),
     ("acceptance", "spec/acceptance_length", ".2f"),
     ("realised", "spec/speedup_realised", ".2f"),
-    ("reward, last 5", "reward", ".3f"),
+    ("reward", "reward", ".3f"),
 )
 
 
@@ -58,6 +60,7 @@ class Section:
     tiles: list[tuple[str, str]]
     panels: list[Panel]
     shaded: bool
+    thinned: str
     columns: list[tuple[str, str]]
     rows: list[tuple[int, list[str]]]
 
@@ -78,6 +81,7 @@ def to_html(report: Report) -> str:
     template = files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     runs = [view.run for view in report.views]
     several = len(runs) > 1
+    rewarded = sorted(set.intersection(*(set(run.series("reward").steps) for run in runs)))[-_REWARDED:]
     return (
         Environment(autoescape=True)
         .from_string(template)
@@ -88,8 +92,10 @@ def to_html(report: Report) -> str:
             marks=_MARKS,
             views=[_section(view, not several) for view in report.views],
             together=together(runs) if several else [],
+            thinned=thinning(runs),
             overview_columns=[name for name, *_ in _OVERVIEW],
-            overview=[_overview(run) for run in runs],
+            overview=[_overview(run, rewarded) for run in runs],
+            rewarded=rewarded,
             comparisons=report.comparisons,
             caveats=report.caveats,
             base=report.base,
@@ -109,6 +115,7 @@ def _section(view: View, alone: bool) -> Section:
         tiles=_tiles(run),
         panels=panels_of(run, view.spans, alone),
         shaded=any(span.state != "on" for span in view.spans),
+        thinned=thinning([run]),
         columns=[(heading, metric) for heading, metric, _ in columns],
         rows=rows,
     )
@@ -138,14 +145,15 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     return tiles
 
 
-def _overview(run: Run) -> list[str]:
+def _overview(run: Run, rewarded: Sequence[int]) -> list[str]:
+    """A line of the table in which runs stand side by side; rewards are those of the same steps of all."""
     drafted, later = run.drafted, run.numbers[1:]
     cells = [run.name, str(len(run.numbers)), str(len(drafted)) if run.has_plugin else "plain"]
     for _, metric, form in _OVERVIEW[2:]:
         if metric == "ms_per_token" and run.overlaps:
             cells.append("–")  # what training hides is not in it
             continue
-        steps = drafted if metric == "spec/acceptance_length" else run.numbers[-5:] if metric == "reward" else later
+        steps = drafted if metric == "spec/acceptance_length" else rewarded if metric == "reward" else later
         spread = Spread.of(run.series(metric).only(steps).values)
         cells.append(spread.text(form) if spread else "–")
     return cells

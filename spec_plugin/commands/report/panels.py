@@ -15,6 +15,7 @@ from spec_plugin.commands.report.state import Span
 
 _DOTS_UP_TO = 80  # steps
 _NUMBERS_UP_TO = 24
+_POINTS = 400  # of a line; of more steps it shows medians
 _LOG_PROBS = {
     "spec/logprob_diff_mean": ("mean", COLOURS[0], "-"),
     "spec/logprob_diff_plain": ("mean of plain text", COLOURS[1], ":"),
@@ -116,7 +117,9 @@ def _ks(subject: Subject) -> Iterator[Panel]:
         return
     canvas = Canvas(captions.KS.title, captions.KS.unit, subject.run.name)
     steps = range(subject.run.numbers[0], subject.run.numbers[-1] + 1)
-    rows = [[math.nan if (k := series.at(step)) is None else k for step in steps] for series in family.values()]
+    failed = {s for span in subject.spans if span.state == "failed" for s in range(span.first, span.last + 1)}
+    found = [[0.0 if step in failed else series.at(step) for step in steps] for series in family.values()]
+    rows = [[math.nan if k is None else k for k in row] for row in found]
     top = max([1.0, *(k for row in rows for k in row if not math.isnan(k))])
     few = len(steps) <= _NUMBERS_UP_TO
     canvas.heat(rows, steps[0], [str(size) for size in family], top, "" if few else "k")
@@ -133,8 +136,10 @@ def _draft(subject: Subject) -> Iterator[Panel]:
         yield _panel(captions.LOSS, canvas, _from_zero(canvas, [loss]))
     if version:
         canvas = subject.canvas(captions.VERSION)
-        canvas.axes.step(version.steps, version.values, where="post", color=COLOURS[0])
-        yield _panel(captions.VERSION, canvas)
+        canvas.count_upwards()
+        drawn, _, _ = version.thinned(_POINTS)
+        canvas.axes.step(drawn.steps, drawn.values, where="post", color=COLOURS[0])
+        yield _panel(captions.VERSION, canvas, _from_zero(canvas, [version]))
 
 
 def _stages(subject: Subject) -> Iterator[Panel]:
@@ -142,10 +147,12 @@ def _stages(subject: Subject) -> Iterator[Panel]:
     if not stages:
         return
     canvas = subject.canvas(captions.STAGES)
-    columns = [[series.at(step) or 0.0 for step in numbers] for series in stages.values()]
+    filled = [Series(numbers, tuple(series.at(step) or 0.0 for step in numbers)) for series in stages.values()]
+    columns = [series.thinned(_POINTS)[0] for series in filled]
     colours = [FAINT if name == "other" else COLOURS[i] for i, name in enumerate(stages)]
-    canvas.axes.stackplot(numbers, columns, labels=list(stages), colors=colours, step="mid", alpha=0.75, linewidth=0)
-    totals = Series(numbers, tuple(map(sum, zip(*columns, strict=True))))
+    numbers, seconds = columns[0].steps, [series.values for series in columns]
+    canvas.axes.stackplot(numbers, seconds, labels=list(stages), colors=colours, step="mid", alpha=0.75, linewidth=0)
+    totals = Series(numbers, tuple(map(sum, zip(*seconds, strict=True))))
     ours = captions.STAGES_WITH if subject.run.has_plugin else ""
     yield _panel(captions.STAGES, canvas, ours + _from_zero(canvas, [totals]))
 
@@ -205,10 +212,21 @@ _PANELS: tuple[Callable[[Subject], Iterator[Panel]], ...] = (
 )
 
 
+def thinning(runs: Sequence[Run]) -> str:
+    """What is to be said of the figures of long runs; else empty."""
+    size = max(-(-len(run.numbers) // _POINTS) for run in runs)
+    return captions.THINNED.format(size=size) if size > 1 else ""
+
+
 def _line(canvas: Canvas, series: Series, name: str, colour: str, style: str = "-") -> None:
-    """Draw one series, if it has anything."""
+    """Draw one series, if it has anything; of a long one medians, and how far its values lie from them."""
     if series:
         marker = "." if len(series.steps) <= _DOTS_UP_TO else ""
+        if len(series.steps) > _POINTS:
+            series, low, high = series.thinned(_POINTS)
+            canvas.axes.fill_between(
+                series.steps, low.values, high.values, color=colour, alpha=0.22, linewidth=0, label="_"
+            )
         canvas.axes.plot(series.steps, series.values, color=colour, label=name, linestyle=style, marker=marker)
 
 

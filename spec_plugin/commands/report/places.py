@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, cast
 
 from spec_plugin.errors import SpecPluginError
 
 Kind = Literal["json", "events", "console"]
 _CONSOLE = (".log", ".out")  # looked for in folders; a file that was named may be called anything
 _DEPTH = 3  # folders below the one that was named
+_PACKED = ".gz"
+#: what is raised by compressed data that was cut off, or is none
+BROKEN = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
 class ReportError(SpecPluginError, ValueError):
@@ -41,12 +46,14 @@ def find_places(path: Path) -> list[Place]:
     if not path.exists():
         raise ReportError(f"{path}: there is no such file or folder")
     if path.is_file():
-        return [Place(path.resolve().parent.name if path.stem == "metrics" else path.stem, (path,))]
+        stem = _unpacked(path).stem
+        return [Place(path.resolve().parent.name if stem == "metrics" else stem, (path,))]
     folders = {folder: files for folder in _folders(path) if (files := _files(folder))}
     if not folders:
         raise ReportError(
             f"{path}: no trainer's output is in this folder: neither JSON lines of steps (*.jsonl), nor tensorboard's "
-            f"event files, nor a console log ({', '.join('*' + s for s in _CONSOLE)}); name the file that it went to"
+            f"event files, nor a console log ({', '.join('*' + s for s in _CONSOLE)}), nor one of these as *{_PACKED}; "
+            "name the file that it went to"
         )
     name = path.resolve().name
     if path in folders:
@@ -59,17 +66,31 @@ def find_places(path: Path) -> list[Place]:
 
 def kind_of(file: Path) -> Kind | None:
     """By the file's name and, of JSON lines, its first line; None if it is nothing that is read here."""
-    if "tfevents" in file.name:
+    if "tfevents" in file.name and file.suffix != _PACKED:
         return "events"
-    if file.suffix == ".jsonl":
+    suffix = _unpacked(file).suffix
+    if suffix == ".jsonl":
         return "json" if _has_steps(file) else None
-    return "console" if file.suffix in _CONSOLE else None
+    return "console" if suffix in _CONSOLE else None
+
+
+def opened(file: Path) -> IO[bytes]:
+    """The file to read, unpacked if it is compressed; reading may then raise what is in ``BROKEN``."""
+    return cast(IO[bytes], gzip.open(file)) if file.suffix == _PACKED else file.open("rb")
+
+
+def _unpacked(file: Path) -> Path:
+    """Its name without that of the compression."""
+    return file.with_suffix("") if file.suffix == _PACKED else file
 
 
 def _has_steps(file: Path) -> bool:
     """Is the first line about numbers of a step. An empty file may become one; other JSON lines are prompts or rollouts."""
-    with file.open("rb") as lines:
-        first = lines.readline(1 << 20)
+    with opened(file) as lines:
+        try:
+            first = lines.readline(1 << 20)
+        except BROKEN:
+            return True  # the reader says so
     try:
         record = json.loads(first) if first.strip() else {"step": 0}
     except (ValueError, RecursionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -9,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from spec_plugin.commands.report.formats import LogFormat
-from spec_plugin.commands.report.places import Place, ReportError, kind_of
+from spec_plugin.commands.report.places import BROKEN, Place, ReportError, kind_of, opened
 from spec_plugin.commands.report.run import Notice, Run
 from spec_plugin.errors import FATAL
 
@@ -25,6 +26,8 @@ _LINES_OF_A_NOTICE = 8
 #: no run comes to this step; a number beyond it is a time, or no step at all
 _MOST_STEPS = 1_000_000
 _DIGITS = len(str(_MOST_STEPS)) - 1
+#: as which "not a number" and the infinities are written by loggers that keep to JSON, in small letters
+_NO_NUMBERS = ("nan", "infinity", "-infinity", "inf", "-inf")
 _SPEC = re.compile(r"(?:^|/)(spec/.+)$")
 
 
@@ -99,8 +102,22 @@ def read_file(file: Path, formats: Sequence[LogFormat]) -> Raw:
     kind = kind_of(file)
     if kind == "events":
         return read_events(file)
-    with file.open(encoding="utf-8-sig", errors="replace") as lines:
-        return read_json_lines(lines, file, formats) if kind == "json" else read_console(lines, file, formats)
+    broken: list[str] = []
+    lines = _lines_of(file, broken)
+    raw = read_json_lines(lines, file, formats) if kind == "json" else read_console(lines, file, formats)
+    raw.remarks += broken
+    return raw
+
+
+def _lines_of(file: Path, broken: list[str]) -> Iterator[str]:
+    """The lines, as far as it can be unpacked; a sentence in ``broken`` if it ends before its end."""
+    with opened(file) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", errors="replace") as lines:
+        try:
+            yield from lines
+        except BROKEN as error:
+            broken.append(
+                f"{file.name}: its compressed data is broken or cut off, and it was read up to there: {error}"
+            )
 
 
 def read_json_lines(lines: Iterable[str], file: Path, formats: Sequence[LogFormat]) -> Raw:
@@ -114,12 +131,17 @@ def read_json_lines(lines: Iterable[str], file: Path, formats: Sequence[LogForma
         except (ValueError, TypeError, OverflowError, RecursionError):
             broken.append((number, line.endswith("\n")))
             continue
-        raw.add(step, {name: _real(v) for name, v in metrics.items() if isinstance(v, int | float)}, file)
+        raw.add(step, {name: _real(v) for name, v in metrics.items() if _is_number(v)}, file)
     if broken and not broken[-1][1]:
         raw.remarks.append(f"{file.name}: its last line, {broken.pop()[0]}, is cut off in the middle and was left out")
     if broken:
         raw.remarks.append(f"{file.name}: {len(broken)} of its lines hold no step, the first is line {broken[0][0]}")
     return raw
+
+
+def _is_number(value: object) -> TypeGuard[int | float | str]:
+    """Is it one, or the name that some writers give what JSON has no number for."""
+    return isinstance(value, int | float) or (isinstance(value, str) and value.lower() in _NO_NUMBERS)
 
 
 def _record(record: object, formats: Sequence[LogFormat]) -> tuple[int, Mapping[str, object]]:
@@ -142,12 +164,12 @@ def _step_number(value: Any) -> int:
     return step
 
 
-def _real(value: float) -> float:
+def _real(value: float | str) -> float:
     """A metric; one that no float can hold is infinite."""
     try:
         return float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return math.inf if int(value) > 0 else -math.inf
 
 
 def read_events(file: Path) -> Raw:

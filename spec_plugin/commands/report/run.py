@@ -52,6 +52,15 @@ class Series:
         kept = [step for i, step in enumerate(self.steps) if not i or self.values[i] != self.values[i - 1]]
         return self.only(kept)
 
+    def thinned(self, most: int) -> tuple[Series, Series, Series]:
+        """At most so many values, each the median of neighbouring ones, with the smallest and the largest of these."""
+        size = max(1, -(-len(self.steps) // most))
+        groups = [self.values[i : i + size] for i in range(0, len(self.values), size)]
+        steps = self.steps[size // 2 :: size]
+        steps += self.steps[-1:] if len(steps) < len(groups) else ()  # a last group that is shorter than half of one
+        middle, low, high = (Series(steps, tuple(map(of, groups))) for of in (median, min, max))
+        return middle, low, high
+
     def only(self, steps: Sequence[int]) -> Series:
         """Its part in these steps."""
         wanted = set(steps)

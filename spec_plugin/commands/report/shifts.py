@@ -11,6 +11,8 @@ from spec_plugin.commands.report.run import Series
 
 _BEFORE, _AFTER = 5, 3  # values that make a level
 _NOISES = 4.0  # a shift is larger than so many times what a value usually differs from the next one by
+#: so many values say what levels usually change by, which a shift must exceed by as much: a run that wanders has no news
+_MANY = 30
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,13 @@ def shifts_of(series: Series, least: float, floor: float = 0.0) -> list[Shift]:
         floor: the value that is no gain; changes are relative to the distance from it.
     """
     values, found = series.values, []
-    noise = _noise(values)
-    for i in range(2, len(values) - 1):
-        before, after = median(values[max(0, i - _BEFORE) : i]), median(values[i : i + _AFTER])
+    places = range(2, len(values) - 1)
+    levels = [(median(values[max(0, i - _BEFORE) : i]), median(values[i : i + _AFTER])) for i in places]
+    usual = median(abs(after - before) for before, after in levels) if len(values) >= _MANY else 0.0
+    least_change = _NOISES * max(_noise(values), usual)
+    for i, (before, after) in zip(places, levels, strict=True):
         change = abs(after - before)
-        if change >= least * max(abs(before - floor), 1e-12) and change > _NOISES * noise:
+        if change >= least * max(abs(before - floor), 1e-12) and change > least_change:
             found.append((i, Shift(series.steps[i], before, after)))
     return _one_each(found, values)
 

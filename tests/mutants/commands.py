@@ -1,0 +1,143 @@
+"""Mistakes in what a person reads: the report of a run, and the projection to other machines."""
+
+from __future__ import annotations
+
+from mutants.mutation import Mutation
+
+_PLACES, _READ, _COMPARE, _FINDINGS, _SHIFTS, _PANELS, _PAGE, _BUILD = (
+    f"spec_plugin/commands/report/{name}.py"
+    for name in ("places", "read", "compare", "findings", "shifts", "panels", "page", "build")
+)
+_COMMAND = "spec_plugin/commands/project/command.py"
+_PROJECTING, _LENGTHS, _SHAPES, _ROLLOUT = (
+    f"spec_plugin/projection/{name}.py" for name in ("projecting", "lengths", "shapes", "rollout")
+)
+
+MUTATIONS = (
+    Mutation(
+        _PLACES,
+        'return cast(IO[bytes], gzip.open(file)) if file.suffix == _PACKED else file.open("rb")',
+        'return file.open("rb")',
+        "a packed log is said to hold no step",
+        ("test_report_read.py",),
+    ),
+    Mutation(
+        _READ,
+        "        except BROKEN as error:\n            broken.append",
+        "        except EOFError as error:\n            broken.append",
+        "a file that is packed in name only ends in a traceback",
+        ("test_report_read.py",),
+    ),
+    Mutation(
+        _READ,
+        "if _is_number(v)}, file)",
+        "if isinstance(v, int | float)}, file)",
+        "a metric that a logger writes as the word NaN is passed over in silence",
+        ("test_report_read.py",),
+    ),
+    Mutation(
+        _COMPARE,
+        "if hidden and name in _HIDDEN:",
+        'if hidden and name == "ms_per_token":',
+        "what training hides of generation is called a speed-up of hundreds",
+        ("test_report_findings.py",),
+    ),
+    Mutation(
+        _FINDINGS,
+        'yield Finding("fine" if few else "warn", text',
+        'yield Finding("warn", text',
+        "nearly every second healthy run is warned of",
+        ("test_report_findings.py", "test_report_alarms.py"),
+    ),
+    Mutation(
+        _FINDINGS,
+        "few = len(slow) < _OFTEN * len(realised.values) and min(realised.values) >= _FAR_SLOWER",
+        "few = True",
+        "drafting that loses is no warning",
+        ("test_report_findings.py",),
+    ),
+    Mutation(
+        _SHIFTS,
+        "least_change = _NOISES * max(_noise(values), usual)",
+        "least_change = _NOISES * _noise(values)",
+        "an acceptance that wanders is a series of falls",
+        ("test_report_alarms.py",),
+    ),
+    Mutation(
+        _PANELS,
+        "[0.0 if step in failed else series.at(step) for step in steps]",
+        "[series.at(step) for step in steps]",
+        "drafts are shown in steps at which speculation had failed",
+        ("test_report_shown.py::test_after_a_failure_nothing_is_shown_as_drafted",),
+    ),
+    Mutation(
+        _PANELS,
+        "        if len(series.steps) > _POINTS:\n",
+        "        if len(series.steps) > 100 * _POINTS:\n",
+        "the page of a long run is megabytes of noise",
+        ("test_report_shown.py::test_long_runs_are_read_and_drawn_in_seconds_on_a_page_that_a_browser_takes",),
+    ),
+    Mutation(
+        _PAGE,
+        'rewarded if metric == "reward"',
+        'run.numbers[-5:] if metric == "reward"',
+        "rewards of different steps stand side by side",
+        ("test_report_shown.py::test_rewards_side_by_side_are_those_of_the_same_steps",),
+    ),
+    Mutation(
+        _BUILD,
+        '        "schema": SCHEMA,\n',
+        "",
+        "the JSON does not say what its keys mean",
+        ("test_report_shown.py::test_the_keys_of_the_json_are_those_that_the_readme_promises",),
+    ),
+    Mutation(
+        _COMMAND,
+        "    exit_code = 2\n",
+        "    exit_code = 1\n",
+        "a question that cannot be looks like a run that failed",
+        ("test_projection_command.py",),
+    ),
+    Mutation(
+        _LENGTHS,
+        "if len(known) < 2 or not whole or tokens != sorted(tokens):",
+        "if len(known) < 2 or tokens != sorted(tokens):",
+        "a length that is no number ends in a traceback",
+        ("test_projection_command.py",),
+    ),
+    Mutation(
+        _PROJECTING,
+        "        if d.model.heads % d.tp:\n",
+        "        if False:\n",
+        "an engine is projected that vLLM does not start",
+        ("test_projection.py", "test_projection_command.py"),
+    ),
+    Mutation(
+        _PROJECTING,
+        "    if room < question.prompt + question.lengths.longest:\n",
+        "    if False:\n",
+        "responses are projected that no KV cache holds",
+        ("test_projection_command.py",),
+    ),
+    Mutation(
+        _PROJECTING,
+        "max(_FEWEST_DRAWS, DRAWS * _FREE_RESPONSES // self.responses)",
+        "DRAWS",
+        "a large batch takes minutes to project",
+        ("test_projection.py",),
+    ),
+    Mutation(
+        _SHAPES,
+        '(not kinds or "sliding_attention" in kinds)',
+        "True",
+        "a model is said to have windows that it does not use",
+        ("test_projection.py",),
+    ),
+    Mutation(
+        _ROLLOUT,
+        "while waiting and len(running) < self._rollout.seats:",
+        "while waiting:",
+        "a batch that the KV cache has no room for runs at once",
+        ("test_projection.py",),
+    ),
+)
