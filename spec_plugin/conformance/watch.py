@@ -179,7 +179,8 @@ def undrafted(extra_args: Mapping[str, Any] | None, tokens: int) -> int:
     """How many of a response's tokens the engine was asked to sample without drafts, in a phase that drafts."""
     off = (extra_args or {}).get("spec_off")
     if isinstance(off, list):
-        return max(0, min(tokens, off[1]) - off[0])
+        first, until = map(int, off)
+        return max(0, min(tokens, until) - first)
     return tokens if off else 0
 
 
