@@ -39,6 +39,17 @@ def test_numbers_for_programs_are_json() -> None:
     found = json.loads(text)
     assert [row["k"] for row in found["rows"]] == ["plain", 3, "by batch size"]
     assert found["asked"]["model"] == "Qwen3-8B"
+    assert found["schema"] == 1 and found.keys() == {"schema", "asked", "plain", "rows"}
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    spans = {"rollout_s", "rollout_speedup", "step_s", "step_speedup", "exposed_s"}
+    for row in found["rows"]:
+        assert row.keys() == {"k", "tokens", *spans}
+        assert all(row[name].keys() == {"typical", "low", "high"} for name in spans)
+    assert not [
+        key
+        for key in (*found, *found["plain"], *found["rows"][0], "typical", "low", "high")
+        if f"`{key}`" not in readme
+    ]
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.report import make_report, to_html
 from spec_plugin.commands.report.captions import KS
-from spec_plugin.commands.report.panels import panels_of
+from spec_plugin.commands.report.panels import panels_of, short_names
 from spec_plugin.commands.report.run import Series, Spread
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "report"
@@ -27,7 +27,7 @@ def long_run(folder: Path, steps: int) -> Path:
     noise = random.Random(0)
 
     def line(step: int) -> str:
-        data = {n: v * noise.uniform(0.9, 1.1) if "/spec/" not in n else v for n, v in record["data"].items()}
+        data = {n: v if float(v).is_integer() else v * noise.uniform(0.9, 1.1) for n, v in record["data"].items()}
         return json.dumps({"step": step, "data": data}) + "\n"
 
     (folder / "metrics.jsonl").write_text("".join(map(line, range(1, steps + 1))))
@@ -97,3 +97,15 @@ def test_the_keys_of_the_json_are_those_that_the_readme_promises():
     part = readme.partition("<!-- report-json:begin -->")[2].partition("<!-- report-json:end -->")[0]
     for keys in promised.values():
         assert not [key for key in keys if not re.search(rf"`(runs\[\]\.)?{key}`", part)]
+
+
+@given(st.lists(st.text("ab1-_/", min_size=1, max_size=90), min_size=1, max_size=12, unique=True))
+def test_names_in_a_legend_are_short_and_differ(names):
+    short = short_names(names)
+    assert len(set(short)) == len(names)
+    assert max(map(len, short)) <= 31 and (max(map(len, names)) > 27 or short == names)
+
+
+def test_long_names_lose_what_they_begin_with():
+    names = [f"grpo-qwen3-8b-dapo-math-17k-temperature-1.0-{kind}-lr1e-6-0001" for kind in ("k5", "plain")]
+    assert short_names(names) == ["…k5-lr1e-6-0001", "…plain-lr1e-6-0001"]

@@ -14,6 +14,8 @@ from spec_plugin.projection.constants import described
 from spec_plugin.projection.measured import Measured
 from spec_plugin.projection.projecting import AUTO, Answer, Question, Row, Span
 
+#: of the JSON: raised when a key is taken away or gets another meaning
+SCHEMA = 1
 _ALL_K = {0: "plain", AUTO: "by batch size"}
 #: constants that are not of the engine
 _TRAINERS = {"training_reached", "recomputation", "prepare_s"}
@@ -110,9 +112,10 @@ def unknown(question: Question) -> Iterator[str]:
 
 
 def to_json(question: Question, answer: Answer) -> dict[str, Any]:
-    """For programs: the rows, and what was asked."""
+    """For programs: the rows, and what was asked. README.md says what the keys are: new ones may come, none goes."""
     d = question.deployment
     return {
+        "schema": SCHEMA,
         "asked": {
             "model": d.model.name,
             "card": d.card.name,

@@ -119,7 +119,7 @@ class Canvas:
         """The vertical axis counts: it has whole numbers only."""
         from matplotlib.ticker import MaxNLocator
 
-        self.axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        self.axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
 
     def svg(self) -> str:
         """The figure as an SVG element, without an XML header."""

@@ -9,7 +9,7 @@ from importlib.resources import files
 from spec_plugin import __version__
 from spec_plugin.commands.report.build import Report, View
 from spec_plugin.commands.report.findings import Finding
-from spec_plugin.commands.report.panels import Panel, panels_of, thinning, together
+from spec_plugin.commands.report.panels import Panel, panels_of, short_names, thinning, together
 from spec_plugin.commands.report.places import ReportError
 from spec_plugin.commands.report.run import Run, Spread
 from spec_plugin.commands.report.state import Span
@@ -41,12 +41,12 @@ _COLUMNS = (
 _OVERVIEW = (
     ("steps", "", ""),
     ("drafted", "", ""),
+    ("reward", "reward", ".3f"),
     ("ms a token", "ms_per_token", ".2f"),
-    ("waits for rollouts, s", "generation_s", ".2f"),
+    ("rollouts, s", "generation_s", ".2f"),
     ("step, s", "step_s", ".2f"),
     ("acceptance", "spec/acceptance_length", ".2f"),
     ("realised", "spec/speedup_realised", ".2f"),
-    ("reward", "reward", ".3f"),
 )
 
 
@@ -80,13 +80,13 @@ def to_html(report: Report) -> str:
         ) from error
     template = files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     runs = [view.run for view in report.views]
-    several = len(runs) > 1
+    several, names = len(runs) > 1, [run.name for run in runs]
     rewarded = sorted(set.intersection(*(set(run.series("reward").steps) for run in runs)))[-_REWARDED:]
     return (
         Environment(autoescape=True)
         .from_string(template)
         .render(
-            title=", ".join(run.name for run in runs),
+            title=", ".join(names),
             version=__version__,
             problems=report.problems,
             marks=_MARKS,
@@ -96,6 +96,7 @@ def to_html(report: Report) -> str:
             overview_columns=[name for name, *_ in _OVERVIEW],
             overview=[_overview(run, rewarded) for run in runs],
             rewarded=rewarded,
+            short=dict(zip(names, short_names(names), strict=True)),
             comparisons=report.comparisons,
             caveats=report.caveats,
             base=report.base,

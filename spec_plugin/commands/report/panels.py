@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from spec_plugin.commands.report import captions
 from spec_plugin.commands.report.captions import Caption
@@ -15,6 +16,7 @@ from spec_plugin.commands.report.state import Span
 
 _DOTS_UP_TO = 80  # steps
 _NUMBERS_UP_TO = 24
+_LETTERS = 27  # of a run's name in a legend
 _POINTS = 400  # of a line; of more steps it shows medians
 _LOG_PROBS = {
     "spec/logprob_diff_mean": ("mean", COLOURS[0], "-"),
@@ -56,7 +58,7 @@ def panels_of(run: Run, spans: tuple[Span, ...], alone: bool = True) -> list[Pan
 
 def together(runs: Sequence[Run]) -> list[Panel]:
     """Several runs in the same figures, a colour for each; of asynchronous ones generation per token says nothing."""
-    found = []
+    found, labels = [], short_names([run.name for run in runs])
     for name, caption in captions.LINES.items():
         series = {run.name: run.series(name) for run in runs if name != "ms_per_token" or not run.overlaps}
         if sum(map(bool, series.values())) < (1 if name.startswith("spec/") else 2):
@@ -64,9 +66,26 @@ def together(runs: Sequence[Run]) -> list[Panel]:
         canvas = Canvas(caption.title, caption.unit, "together")
         for i, run in enumerate(runs):
             if run.name in series:
-                _line(canvas, series[run.name], run.name, COLOURS[i % len(COLOURS)], "-" if i < len(COLOURS) else "--")
+                _line(canvas, series[run.name], labels[i], COLOURS[i % len(COLOURS)], "-" if i < len(COLOURS) else "--")
         found.append(_panel(caption, canvas, _from_zero(canvas, list(series.values()), name)))
     return found
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names that a legend has room for: without what they all begin with, and without their middle; they still differ."""
+    if max(map(len, names)) <= _LETTERS:
+        return list(names)
+    pairs = zip(min(names), max(names), strict=False)  # what these two begin with all do
+    same = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) if len(names) > 1 else ""
+    begins = max(same.rfind(mark) for mark in "-_/. ") + 1
+    short = [name if len(name) <= _LETTERS else _without_middle("…" + name[begins:]) for name in names]
+    return [f"{i}: {name}" if short.count(name) > 1 else name for i, name in enumerate(short, 1)]
+
+
+def _without_middle(name: str) -> str:
+    """At most as many letters as a legend has room for, more of the beginning than of the end."""
+    end = _LETTERS // 3
+    return name if len(name) <= _LETTERS else f"{name[: _LETTERS - end - 1]}…{name[-end:]}"
 
 
 def _panel(caption: Caption, canvas: Canvas, more: str = "") -> Panel:
