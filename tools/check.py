@@ -144,6 +144,14 @@ PARTS = (
         limit=5400.0,
     ),
     Part(
+        "openrlhf-kills",
+        (f"{OPENRLHF}/python -m pytest tests/trainers/test_openrlhf_kills.py -m trainer -s",),
+        ("openrlhf",),
+        5,
+        daily=False,
+        limit=5400.0,
+    ),
+    Part(
         "megatron-layouts",
         (".envs/megatron/bin/python -m pytest tests/trainers/test_megatron.py -m trainer",),
         ("megatron",),

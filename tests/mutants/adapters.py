@@ -1,4 +1,4 @@
-"""Mistakes in what the adapters for verl and OpenRLHF read, refuse and say; and in an engine that they put to sleep."""
+"""Mistakes in what the adapters for verl and OpenRLHF read, refuse and say; and in how a CPU runs them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ MUTATIONS = (
         "if not self._ensure_server_handle():",
         "a run whose engine was killed waits without an end at the next weight sync",
         ("test_verl_adapter.py::test_no_weight_is_sent_to_an_engine_that_has_died",),
+    ),
+    Mutation(
+        "spec_plugin/conformance/forks/stand_in.py",
+        'if os.environ.get("RAY_RAYLET_PID") == str(parent):',
+        "if False:",
+        "where Ray's raylet is killed, the forked workers outlive it",
+        ("conformance/test_forks.py",),
     ),
     Mutation(
         _CHECKPOINTS,

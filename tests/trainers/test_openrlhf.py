@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from spec_plugin_openrlhf.checkpoints import latest
 
 pytestmark = pytest.mark.trainer
 
+#: the actor's process is killed when OpenRLHF has named its checkpoint the latest
+SAVE = """
+import os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace as Some
+
+import torch
+import spec_plugin_openrlhf_cpu
+spec_plugin_openrlhf_cpu.setup_worker()
+from spec_plugin_openrlhf.policy import SpecPolicyModelActor
+
+folder = Path(sys.argv[1])
+
+def save_checkpoint(self, tag):
+    (folder / "_actor" / tag).mkdir(parents=True)
+    (folder / "_actor/latest").write_text(tag)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def save(path):
+    path.mkdir(parents=True)
+    (path / "draft").write_text("of step 3")
+
+SpecPolicyModelActor.__mro__[1].save_checkpoint = save_checkpoint
+actor = object.__new__(SpecPolicyModelActor)
+actor.strategy, actor.disable_ds_ckpt = Some(args=Some(ckpt=Some(path=str(folder)))), False
+actor._spec = Some(session=Some(save=save))
+torch.distributed.get_rank = lambda: 0
+actor.save_checkpoint("global_step3")
+"""
 FLAGS = ("--actor.model_name_or_path", "nowhere", "--vllm.num_engines", "1")
 
 
@@ -40,6 +71,13 @@ def test_what_is_not_supported_is_refused_in_one_sentence() -> None:
 def test_options_without_the_flag_are_refused() -> None:
     done = launcher(*FLAGS, "--spec.k", "5")
     assert done.returncode != 0 and "--spec.enable" in done.stderr
+
+
+def test_the_draft_is_saved_before_openrlhf_names_the_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAVE, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, text=True, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (latest(tmp_path) / "draft").read_text() == "of step 3"
 
 
 def test_a_bad_target_ends_in_a_line_and_not_in_a_traceback(tmp_path: Path) -> None:

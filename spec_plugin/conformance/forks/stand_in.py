@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 
+_LOOK_S = 1.0  # between two looks whether Ray's raylet is there
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 Program = tuple[str, str, list[str]]
 
@@ -67,8 +69,21 @@ def forward(pid: int, number: int) -> None:
             os.kill(pid, number)
 
 
+def answer(server: socket.socket, parent: int) -> bytes:
+    """How the process ended; empty if the server was killed, or Ray's raylet, which would end its workers by itself.
+
+    They ask whether the process with the number in RAY_RAYLET_PID is there, which is the server to them.
+    """
+    if os.environ.get("RAY_RAYLET_PID") == str(parent):
+        while not select.select([server], [], [], _LOOK_S)[0]:
+            if os.getppid() != parent:
+                return b""
+    return server.recv(8, socket.MSG_WAITALL)
+
+
 def main() -> None:
     """Ask, wait, and end as the process ended; without a server, become the real interpreter."""
+    parent = os.getppid()
     python, address, *arguments = sys.argv[1:]
     program, files, pid = parsed(arguments), inherited(), 0
     early: list[int] = []  # signals that came before the process was known: it may be running already
@@ -100,10 +115,10 @@ def main() -> None:
         forward(pid, missed)
     for file in files:
         os.close(file)  # the process has them: whoever waits for their end must not wait for us
-    answer = server.recv(8, socket.MSG_WAITALL)
-    if not answer:  # the server was killed, and its processes with it
+    ended = answer(server, parent)
+    if not ended:  # its process ends with us
         os._exit(1)
-    code = os.waitstatus_to_exitcode(int.from_bytes(answer, "big"))
+    code = os.waitstatus_to_exitcode(int.from_bytes(ended, "big"))
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)

@@ -177,6 +177,27 @@ def test_a_process_dies_with_its_stand_in_and_with_the_server(server: ForkServer
     assert not Path(other.python).exists()
 
 
+@pytest.mark.parametrize("raylet", [True, False])
+def test_a_worker_of_ray_ends_with_its_raylet_and_other_processes_outlive_their_starter(
+    server: ForkServer, raylet: bool
+) -> None:
+    code = f"""
+        import subprocess, time
+        code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+        env = {{**os.environ, **({{"RAY_RAYLET_PID": str(os.getpid())}} if {raylet} else {{}})}}
+        subprocess.Popen([{server.python!r}, "-c", code], env=env)
+        time.sleep(60)
+    """
+    starter, _ = start(sys.executable, code)
+    assert starter.stdout is not None
+    worker = int(starter.stdout.readline())
+    starter.kill()
+    starter.wait()
+    assert gone(worker) == raylet
+    if not raylet:
+        os.kill(worker, signal.SIGKILL)
+
+
 def test_a_server_dies_with_the_process_that_started_it() -> None:
     code = """
     import os, signal, subprocess
