@@ -75,9 +75,9 @@ def test_what_a_figure_of_several_runs_leaves_out_is_said_below_it():
     assert "Step 1, which starts things up, reaches 55.3 and is cut off." in together
 
 
-def test_the_keys_of_the_json_are_those_that_the_readme_promises():
+def test_the_keys_of_the_json_are_those_that_the_documents_promise():
     table = json.loads(CliRunner().invoke(main, ["report", *map(str, RUNS), "--json"], catch_exceptions=False).stdout)
-    readme = (DATA.parents[2] / "README.md").read_text()
+    text = (DATA.parents[2] / "docs" / "reference.md").read_text()
     promised = {
         "": {"schema", "base", "problems", "caveats", "comparisons", "runs"},
         "comparisons": {"run", "base", "what", "ratio", "first", "last", "sentence"},
@@ -94,7 +94,7 @@ def test_the_keys_of_the_json_are_those_that_the_readme_promises():
         assert run.keys() == promised["runs"]
         for name in ("speculation", "findings", "notices"):
             assert all(entry.keys() == promised[name] for entry in run[name])
-    part = readme.partition("<!-- report-json:begin -->")[2].partition("<!-- report-json:end -->")[0]
+    part = text.partition("<!-- report-json:begin -->")[2].partition("<!-- report-json:end -->")[0]
     for keys in promised.values():
         assert not [key for key in keys if not re.search(rf"`(runs\[\]\.)?{key}`", part)]
 
