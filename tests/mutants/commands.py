@@ -89,7 +89,7 @@ MUTATIONS = (
         '        "schema": SCHEMA,\n',
         "",
         "the JSON does not say what its keys mean",
-        ("test_report_shown.py::test_the_keys_of_the_json_are_those_that_the_readme_promises",),
+        ("test_report_shown.py::test_the_keys_of_the_json_are_those_that_the_documents_promise",),
     ),
     Mutation(
         _COMMAND,
