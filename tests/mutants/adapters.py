@@ -26,7 +26,9 @@ MUTATIONS = (
         'if os.environ.get("RAY_RAYLET_PID") == str(parent):',
         "if False:",
         "where Ray's raylet is killed, the forked workers outlive it",
-        ("conformance/test_forks.py",),
+        (
+            "conformance/test_forks.py::test_a_worker_of_ray_ends_with_its_raylet_and_other_processes_outlive_their_starter",
+        ),
     ),
     Mutation(
         _CHECKPOINTS,
