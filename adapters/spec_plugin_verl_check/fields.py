@@ -13,8 +13,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from spec_plugin.commands.judgement import Objection
+from spec_plugin.config import meant_for_us
 from spec_plugin.sources import parsed
 from spec_plugin_verl_check.compose import not_taken, verl_version
+from spec_plugin_verl_check.options import plain
 
 #: verl's package of the dataclasses that its workers make, each named in the configuration by ``_target_``
 _PACKAGE = "verl.workers.config"
@@ -57,10 +59,11 @@ def _unknown(node: Any, path: str) -> Iterator[Objection]:
     known = fields_of(target.rpartition(".")[2]) if target.startswith(f"{_PACKAGE}.") else None
     for name in names:
         if known is not None and name not in known and not name.startswith("_"):
-            kind = target.rpartition(".")[2]
-            why = f"verl {verl_version()} refuses this itself: its {kind} has no {name}"
-            value = "" if OmegaConf.is_missing(node, name) else str(node.get(name))
-            yield Objection(f"+{path}.{name}", value, not_taken(), why, "leave it out", "verl")
+            value = None if OmegaConf.is_missing(node, name) else plain(node.get(name))
+            if not meant_for_us(name, value):  # of those ``options.misplaced`` says where they belong
+                kind = target.rpartition(".")[2]
+                why = f"verl {verl_version()} refuses this itself: its {kind} has no {name}"
+                yield Objection(f"+{path}.{name}", str(value), not_taken(), why, "leave it out", "verl")
         elif not OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name):
             yield from _unknown(node.get(name), f"{path}.{name}")
 
