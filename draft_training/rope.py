@@ -84,6 +84,9 @@ class Rope:
         Partial rotation, sections for images (mrope), a rope for each kind of layer: a draft has none of them. It is given the
         positions of the text, and learns with what it has.
 
+        Raises:
+            DraftConfigError: for missing or bad numbers of a kind that is known.
+
         Args:
             hf: of the target's config.json, the part for texts.
             where: the file, for the messages.
@@ -98,7 +101,9 @@ class Rope:
             return cls.from_hf(hf, where)  # says what it is
         plain = kind not in ROPE_TYPES or kinds or "partial_rotary_factor" in raw or layer.partial_rotary_factor
         strange = kind == "yarn" and any(raw.get(name) is not None for name in _NOT_OF_YARN)
-        if not plain and not strange:
+        # Llama 4: nothing lies between the two, where a draft's would be divided by their difference
+        level = kind == "llama3" and raw.get("low_freq_factor") == raw.get("high_freq_factor") is not None
+        if not plain and not strange and not level:
             made = cls.from_hf(hf, where)
             return made if made.reach >= layer.max_position_embeddings else cls(made.theta)
         told = read(Rotary, {"rope_theta": raw.get("rope_theta")}, f"the rope scaling of {where}")

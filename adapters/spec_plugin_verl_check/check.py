@@ -12,7 +12,7 @@ from spec_plugin.commands.forecast import Plan, judge
 from spec_plugin.commands.judgement import FindModel, Judgement, Model, Objection, find_model, split_launch, unsupported
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
-from spec_plugin_verl_check import options, recurrent
+from spec_plugin_verl_check import fields, options, recurrent
 from spec_plugin_verl_check.actors import ACTORS, options_of
 from spec_plugin_verl_check.compose import compose_config, has_module, not_taken, verl_version
 from spec_plugin_verl_check.entries import MAIN, Entry, entry_of, with_engines_beside
@@ -42,9 +42,10 @@ def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
         before.append(_about_module(str(module)))
     entry = entry or MAIN
     composed = compose_config(given, entry)
-    before += composed.objections
     if composed.config is None:
+        before += composed.objections
         return Judgement("verl", tuple(before), unseen=("everything else: verl would not get a configuration",))
+    before += fields.with_unknown(composed.config, composed.objections)
     if absent := [name for name in _SECTIONS if not isinstance(OmegaConf.select(composed.config, name), DictConfig)]:
         before += [
             Objection(name, "null", "a section that is not there", "verl needs it", "leave it", "verl")

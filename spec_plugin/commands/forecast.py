@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from draft_training.outside import text_part
+from spec_plugin.commands.cache import share
 from spec_plugin.commands.judgement import Judgement, Model, Objection
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.targets import shown
@@ -198,8 +199,8 @@ def _actor_memory(plan: Plan, method: Method, draft: DraftShape) -> str:
 
 def _engine_memory(plan: Plan, draft: DraftShape) -> str:
     weights = draft.parameters * _BYTES.get(plan.target.dtype, 2) / _MEBIBYTE
-    layers = text_part(plan.target.hf_config).get("num_hidden_layers")
-    cache = f", and {100 / layers:.0f} % more KV cache (one layer beside {layers})" if isinstance(layers, int) else ""
+    more = share(draft.to_hf(), plan.target.hf_config)
+    cache = f", and {more}" if more else ""
     split = f", split over {plan.target.tensor_parallel} ranks" if plan.target.tensor_parallel > 1 else ""
     return f"{_size(weights)} of weights{split}{cache}"
 

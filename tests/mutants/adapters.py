@@ -226,4 +226,25 @@ MUTATIONS = (
         "LoRA runs that begin with an adapter are refused",
         ("test_check_command_lora.py",),
     ),
+    Mutation(
+        "adapters/spec_plugin_verl_check/fields.py",
+        "        fields |= above\n",
+        "        pass\n",
+        "options that a dataclass of verl's has from the one above it are refused",
+        ("test_check_command_fields.py",),
+    ),
+    Mutation(
+        "adapters/spec_plugin_verl_check/fields.py",
+        'yield replace(objection, instead="leave it out") if lost else objection',
+        "yield objection",
+        "who follows the advice to append an option with a plus gets a run that dies of it",
+        ("test_check_command_fields.py::test_a_plus_is_not_advised_where_the_dataclass_lacks_the_option_too",),
+    ),
+    Mutation(
+        "spec_plugin/commands/cache.py",
+        "rank + turned if rank else 2 * heads * width",
+        "2 * heads * width",
+        "the check says that a draft of plain heads takes no more cache than a layer of latent attention",
+        ("test_cache_share.py",),
+    ),
 )

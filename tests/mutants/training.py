@@ -259,4 +259,11 @@ MUTATIONS = (
         "a draft has a yarn that does not reach as far as its target's positions",
         ("draft_training/test_draft_config.py",),
     ),
+    Mutation(
+        "draft_training/rope.py",
+        "if not plain and not strange and not level:",
+        "if not plain and not strange:",
+        "Llama 4, whose two factors are equal, is refused as if its config.json were wrong",
+        ("draft_training/test_draft_config.py",),
+    ),
 )

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.update(
@@ -59,6 +60,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 #: a stage whose layers are not called as expected
 FAULTY = "pp2 faulty"
+#: where documents are put together; no rank runs
+PLACES = "places"
 #: kernels for groups of experts are a card's
 EXPERTS = {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": False, "moe_permute_fusion": False}
 
@@ -172,6 +175,35 @@ def faulty(rank: int, policies: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def places() -> list[dict[str, Any]]:
+    """What verl's functions are told of a batch that lies elsewhere than the states, padded and packed."""
+    from spec_plugin_verl.backends import megatron as room
+
+    told: list[dict[str, Any]] = []
+
+    def note(ids: torch.Tensor, **more: Any) -> tuple[None, None, None]:
+        told.append({"device": ids.device.type, **more})
+        return None, None, None
+
+    def behind(*_: Any, **more: Any) -> torch.Tensor:
+        told[-1] |= {"behind": more}
+        return torch.zeros(1, 1)
+
+    for kind in ("thd", "bshd"):
+        setattr(room, f"preprocess_{kind}_engine", note)
+        setattr(room, f"postprocess_{kind}_engine", behind)
+    harvest: Any = object.__new__(room.PipelineHarvest)
+    options = SimpleNamespace(use_remove_padding=False, pad_to_length=False)
+    harvest._engine = SimpleNamespace(
+        tf_config=SimpleNamespace(sequence_parallel=False, fp8=None), engine_config=options
+    )
+    ids = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(2)], layout=torch.jagged)
+    batch = TensorDict({"input_ids": ids}, batch_size=[2])
+    for options.use_remove_padding in (False, True):
+        harvest._whole(torch.empty(5, 1, 3, device="meta"), batch, "contiguous")
+    return told
+
+
 def start(rank: int, model: str, folder: str, layout: str, what: tuple[int, dict[str, Any]]) -> Any:
     """This rank's engine."""
     ranks, options = what
@@ -209,7 +241,7 @@ def work(rank: int, policies: str, folder: str, layout: str) -> None:
 
 if __name__ == "__main__":
     _, policy, folder, *chosen = sys.argv
-    for name in [name for name in chosen or LAYOUTS if name != FAULTY]:
+    for name in [name for name in chosen or LAYOUTS if name not in (FAULTY, PLACES)]:
         ranks = LAYOUTS[name][0]
         mp.start_processes(work, (policy, folder, name), nprocs=ranks, start_method="fork")
         found = [json.loads((Path(folder) / f"{name} {rank}.json").read_text()) for rank in range(ranks)]
@@ -218,3 +250,5 @@ if __name__ == "__main__":
         mp.start_processes(faulty, (policy, folder), nprocs=2, start_method="fork")
         found = [json.loads((Path(folder) / f"{FAULTY} {rank}.json").read_text()) for rank in range(2)]
         print("RESULT " + json.dumps([FAULTY, found]), flush=True)
+    if not chosen or PLACES in chosen:
+        print("RESULT " + json.dumps([PLACES, places()]), flush=True)

@@ -59,3 +59,10 @@ def test_law_6_a_stage_that_cannot_harvest_switches_off_on_every_stage_and_the_p
     assert "planted" in first["failed"] and "no stage of the pipeline owns the layers" in last["failed"]
     assert first["packs"] == last["packs"] == 0
     assert first["sequences"] == last["sequences"] == len(LENGTHS)
+
+
+def test_documents_are_put_together_where_the_states_are_and_in_the_layout_that_verl_has_split_them_by(found):
+    """verl moves a batch to the card in its own step: masks of it are gathered over ranks, which NCCL does on a card alone."""
+    padded, packed = found["places"]
+    assert padded["device"] == packed["device"] == "meta"
+    assert packed["cp_layout"] == packed["behind"]["cp_layout"] == "contiguous"

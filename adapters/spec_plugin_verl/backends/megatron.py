@@ -160,7 +160,7 @@ class PipelineHarvest:
         finally:
             taps.remove()
         with self._timed(), session.guarded("harvest"):
-            self._keep(taps, batch)
+            self._keep(taps, batch, self._engine._get_context_parallel_layout(unwrap_model(model)))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -168,7 +168,7 @@ class PipelineHarvest:
         yield
         self._seconds += time.perf_counter() - began
 
-    def _keep(self, taps: Taps, batch: Any) -> None:
+    def _keep(self, taps: Taps, batch: Any, layout: str) -> None:
         ids, masks = batches.documents(batch)
         lengths = [len(document) for document in ids]
         budget = self._ranks * self._control.session.config.harvest_tokens
@@ -184,21 +184,21 @@ class PipelineHarvest:
         kept.masks += [masks[i][-cut:].bool().cpu() for i, _ in mine]
         kept.stages += [stage for _, stage in mine]
         for layer, state in taps.states():
-            whole = self._whole(state, batch)
+            whole = self._whole(state, batch, layout)
             kept.states.setdefault(layer, []).extend(whole[i][-cut:].cpu() for i, _ in mine)
 
-    def _whole(self, state: Tensor, batch: Any) -> Sequence[Tensor]:
+    def _whole(self, state: Tensor, batch: Any, layout: str) -> Sequence[Tensor]:
         """Each document's rows, [n, H], from a part of the batch, [S / tensor, B, H] or packed [T / (tensor context), 1, H]."""
-        engine, ids = self._engine, batch["input_ids"]
+        engine, ids = self._engine, batch["input_ids"].to(state.device)  # masks are made where they are, and gathered
         if engine.tf_config.sequence_parallel:
             state = gather_from_sequence_parallel_region(state, tensor_parallel_output_grad=False)
         state, narrow = state.transpose(0, 1).contiguous(), engine.tf_config.fp8 in ("e4m3", "hybrid")
         if engine.engine_config.use_remove_padding:
             bucket = engine.engine_config.pad_to_length_bucket if engine.engine_config.pad_to_length else None
             _, packed, _ = preprocess_thd_engine(
-                ids, pre_process=False, use_fp8_padding=narrow, pad_to_length_bucket=bucket
+                ids, pre_process=False, use_fp8_padding=narrow, pad_to_length_bucket=bucket, cp_layout=layout
             )
-            return list(postprocess_thd_engine(state, packed, ids, ids.shape[0]).unbind())
+            return list(postprocess_thd_engine(state, packed, ids, ids.shape[0], cp_layout=layout).unbind())
         longest = tu.get_non_tensor_data(data=batch, key="forced_max_seqlen", default=None)
         _, mask, _ = preprocess_bshd_engine(ids, pre_process=False, use_fp8_padding=narrow, forced_max_seqlen=longest)
         return list(postprocess_bshd_engine(state, mask).unbind())

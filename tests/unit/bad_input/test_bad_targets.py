@@ -92,11 +92,11 @@ SCALINGS: tuple[tuple[dict[str, Any], str, str], ...] = (
         {
             "rope_type": "llama3",
             "factor": 8.0,
-            "low_freq_factor": 4.0,
+            "low_freq_factor": 5.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 32,
         },
-        "low_freq_factor=4.0",
+        "low_freq_factor=5.0",
         "below high_freq_factor=4.0",
     ),
     (

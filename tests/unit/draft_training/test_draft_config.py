@@ -87,6 +87,12 @@ def test_a_new_draft_has_plain_rope_with_the_targets_theta_where_the_targets_is_
     assert DraftConfig.from_target(target(**changes)).rope == Rope(3e4)
 
 
+def test_llama_4_whose_factors_are_equal_gets_a_plain_one() -> None:
+    level = {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    assert DraftConfig.from_target(target(rope_parameters=level | {"rope_theta": 5e5})).rope == Rope(5e5)
+    assert DraftConfig.from_target(target(rope_parameters=LLAMA3)).rope.type == "llama3"
+
+
 def test_rope_theta_is_read_from_either_place():
     old = {k: v for k, v in TINY.items() if k != "rope_parameters"}
     assert DraftConfig.from_target({**old, "rope_theta": 5e5}).rope.theta == 5e5

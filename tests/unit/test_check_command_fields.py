@@ -1,0 +1,56 @@
+"""``spec-plugin check verl`` on options that hydra takes, or would take with a ``+``, and verl's dataclasses do not."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+from spec_plugin_verl_check import check as verl_check
+from spec_plugin_verl_check import fields
+from test_check_command import MODEL, PATH, ROLLOUT, VLLM, a_qwen3, needs_verl
+
+pytestmark = needs_verl
+LOSS, MEGATRON = "actor_rollout_ref.actor.policy_loss", "actor_rollout_ref.actor.megatron"
+
+
+def test_an_option_that_the_dataclass_lacks_is_verls_own_refusal() -> None:
+    (said,) = verl_check([PATH, VLLM, f"+{LOSS}.tau_pos=1.0"], a_qwen3).objections
+    assert said.by == "verl" and said.reason.startswith("arguments that verl")
+    assert "its PolicyLossConfig has no tau_pos" in str(said) and f"(+{LOSS}.tau_pos=1.0): leave it out" in str(said)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        f"+{MEGATRON}.override_transformer_config.anything=1",  # a mapping, whatever is in it
+        f"+{ROLLOUT}engine_kwargs.vllm.anything=1",
+        f"+{ROLLOUT}custom.anything=1",
+        f"+{ROLLOUT}enable_sleep_mode=False",  # a field that verl's own file leaves out
+        f"+{MODEL}override_config.attn_implementation=sdpa",
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32}",
+    ],
+)
+def test_what_the_dataclass_has_or_holds_in_a_mapping_is_taken(given: str) -> None:
+    found = verl_check([PATH, VLLM, "model_engine=megatron" if MEGATRON in given else VLLM, given], a_qwen3)
+    assert found.accepted, list(map(str, found.objections))
+
+
+def test_a_plus_is_not_advised_where_the_dataclass_lacks_the_option_too() -> None:
+    (said,) = verl_check([PATH, VLLM, "model_engine=megatron", f"{MEGATRON}.grad_offload=True"], a_qwen3).objections
+    assert "Could not override" in said.why and said.instead == "leave it out"
+    (said,) = verl_check([PATH, VLLM, f"{ROLLOUT}enable_sleep_mode=False"], a_qwen3).objections
+    assert f"use +{ROLLOUT}enable_sleep_mode" in said.instead, "it has that one"
+
+
+def test_fields_are_those_of_verls_dataclasses_and_of_all_above_them() -> None:
+    from dataclasses import fields as of
+
+    from verl.workers import config
+
+    for name in ("FSDPActorConfig", "McoreEngineConfig", "RolloutConfig", "HFModelConfig", "PolicyLossConfig"):
+        theirs = {field.name for field in of(getattr(config, name)) if not field.name.startswith("_")}
+        assert fields.fields_of(name) == theirs, name
+    assert fields.fields_of("NoSuchConfig") is None
+
+
+def test_a_section_that_is_missing_is_no_concern_of_this() -> None:
+    assert list(fields.with_unknown(OmegaConf.create({"actor_rollout_ref": {"actor": None}}), ())) == []
