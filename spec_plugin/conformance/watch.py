@@ -65,7 +65,7 @@ def watch_metrics(session: SpecSession, write: Write) -> None:
 
 def watch_harvests(session: SpecSession, write: Write) -> None:
     """Each new budget that the adapter gives the harvest of this session."""
-    if not _harvests:
+    if not hasattr(RolloutHarvest.open, "__wrapped__"):  # once, though the sessions before may be gone
         opened = RolloutHarvest.open
 
         @functools.wraps(opened)
