@@ -107,6 +107,14 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         """Largest batch of this engine."""
         return self._spec_front.session.target.max_num_seqs
 
+    async def spec_lives(self) -> None:
+        """Says nothing, where the engine works.
+
+        Raises:
+            EngineDeadError: if vLLM's own process is gone.
+        """
+        await self.llm.check_health()
+
     async def sleep(self, level: int = 1) -> None:
         """OpenRLHF's; it is known what sleeps."""
         await super().sleep(level)

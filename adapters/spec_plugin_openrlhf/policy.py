@@ -133,9 +133,16 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         return replace(batch, lag_allowed=True, speculating=drafted, token_versions=versions, plain=plain)
 
     def broadcast_to_vllm(self) -> None:
-        """OpenRLHF's weight sync (inside the asynchronous trainer's lock and pause); then, at the same safe point, ours."""
+        """OpenRLHF's weight sync (inside the asynchronous trainer's lock and pause); then, at the same safe point, ours.
+
+        Raises:
+            ray.exceptions.RayError: if an engine is gone. OpenRLHF would notice with its next rollouts, and save a checkpoint
+                before, which has no draft, since that counts as draft trouble until it is known whose it is.
+        """
         super().broadcast_to_vllm()
         self._spec_synced()
+        if self._spec.session.failed and self._spec.link is not None:
+            ray.get([engine.spec_lives.remote() for engine in self.vllm_engines])
 
     def save_checkpoint(self, tag: str, *args: Any, **kwargs: Any) -> None:
         """OpenRLHF's checkpoint, and the plugins' in ``_actor/<tag>/spec_plugin``."""

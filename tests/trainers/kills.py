@@ -182,8 +182,13 @@ def started_here() -> set[int]:
     """Processes of the runs: all that descends from this one but for the fork servers."""
     found = set()
     for p in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            found |= {p.pid} if p.status() != psutil.STATUS_ZOMBIE else set()
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):  # it has just ended
+            if p.status() != psutil.STATUS_ZOMBIE:
+                found.add(p.pid)
+            elif p.ppid() == os.getpid():
+                os.waitpid(
+                    p.pid, os.WNOHANG
+                )  # adopted: Ray's workers take their raylet for alive until somebody does so
     return found - server_processes()
 
 

@@ -13,8 +13,8 @@ from spec_plugin_openrlhf.checkpoints import latest
 
 pytestmark = pytest.mark.trainer
 
-#: the actor's process is killed when OpenRLHF has named its checkpoint the latest
-SAVE = """
+#: an engine is gone and the refresh has failed; then the actor is killed when OpenRLHF has named its checkpoint the latest
+ACTOR = """
 import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace as Some
@@ -22,6 +22,7 @@ from types import SimpleNamespace as Some
 import torch
 import spec_plugin_openrlhf_cpu
 spec_plugin_openrlhf_cpu.setup_worker()
+from spec_plugin_openrlhf import policy
 from spec_plugin_openrlhf.policy import SpecPolicyModelActor
 
 folder = Path(sys.argv[1])
@@ -35,10 +36,22 @@ def save(path):
     path.mkdir(parents=True)
     (path / "draft").write_text("of step 3")
 
-SpecPolicyModelActor.__mro__[1].save_checkpoint = save_checkpoint
+def dead():
+    raise RuntimeError("the engine is gone")
+
+stock = SpecPolicyModelActor.__mro__[1]
+stock.save_checkpoint, stock.broadcast_to_vllm = save_checkpoint, lambda self: None
+SpecPolicyModelActor._spec_synced = lambda self: None
+policy.ray = Some(get=lambda answers: answers)
 actor = object.__new__(SpecPolicyModelActor)
 actor.strategy, actor.disable_ds_ckpt = Some(args=Some(ckpt=Some(path=str(folder)))), False
-actor._spec = Some(session=Some(save=save))
+actor.vllm_engines = [Some(spec_lives=Some(remote=dead))]
+for failed, link in ((False, "link"), (True, None), (True, "link")):
+    actor._spec = Some(session=Some(save=save, failed=failed), link=link)
+    try:
+        actor.broadcast_to_vllm()
+    except RuntimeError as error:
+        print(failed, link, error, flush=True)
 torch.distributed.get_rank = lambda: 0
 actor.save_checkpoint("global_step3")
 """
@@ -73,11 +86,14 @@ def test_options_without_the_flag_are_refused() -> None:
     assert done.returncode != 0 and "--spec.enable" in done.stderr
 
 
-def test_the_draft_is_saved_before_openrlhf_names_the_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SAVE, str(tmp_path)]
+def test_the_draft_is_saved_before_openrlhf_names_the_checkpoint_and_none_after_an_engine_is_gone(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", ACTOR, str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, text=True, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert (latest(tmp_path) / "draft").read_text() == "of step 3"
+    assert done.stdout.splitlines()[-1] == "True link the engine is gone" and done.stdout.count("is gone") == 1
 
 
 def test_a_bad_target_ends_in_a_line_and_not_in_a_traceback(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ CASES = [
     *((phase, name, "") for phase, name in itertools.product(kills.PHASES, ("actor", "engine", "driver"))),
     ("rollout", "core", ""),  # vLLM's own process dies, and OpenRLHF's actor around it lives
     ("training", "core", ""),
+    ("refresh", "core", ""),
     ("named", "actor", "hf"),
     ("refresh", "actor", "async"),
     ("training", "engine", "async"),
