@@ -8,11 +8,11 @@ import threading
 import time
 from pathlib import Path
 
+import kills
 import pytest
 from spec_plugin_verl_cpu.run import SEPARATE, SMALL, SPEC, VerlRun
 
 from spec_plugin import hookimpl
-from spec_plugin.conformance.launch import RunFailed, StepMetrics
 from spec_plugin.conformance.recorder import read_trace
 from spec_plugin.events import WeightSync
 
@@ -54,24 +54,13 @@ def verl(
     return VerlRun(policy, train, val, REWARD, root / name, steps, overrides=(*SMALL, *SEPARATE, *words, *more))
 
 
-def follow(run: VerlRun) -> tuple[dict[int, StepMetrics], str]:
-    """Metrics by step, and why the run stopped early."""
-    found: dict[int, StepMetrics] = {}
-    try:
-        for step, metrics in run.follow():
-            found[step] = metrics
-    except RunFailed as error:
-        return found, str(error)
-    return found, ""
-
-
 def test_a_late_actor_costs_a_plain_phase_and_one_that_dies_in_a_refresh_resumes(
     stage: tuple[Path, Path, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     plugins = ("test_verl_separate:Late", "test_verl_separate:Dies")
     first = verl(stage, "first", 12, *plugins, more=("trainer.save_freq=2",))
-    metrics, failure = follow(first)
+    metrics, failure = kills.follow(first)
     assert failure and DIES - 1 <= max(metrics) <= DIES + 1
     log = (stage[0] / "first" / "verl.log").read_text()
     assert log.count("the actor has not said that the draft is in") == 2, "once it was late, once it was dead"
@@ -81,7 +70,7 @@ def test_a_late_actor_costs_a_plain_phase_and_one_that_dies_in_a_refresh_resumes
     checkpoints = stage[0] / "first" / "checkpoints"
     step = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     where = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoints / f'global_step_{step}'}")
-    metrics, failure = follow(verl(stage, "second", step + 3, more=where))
+    metrics, failure = kills.follow(verl(stage, "second", step + 3, more=where))
     assert not failure and max(metrics) == step + 3
     assert all(m["actor/spec/failed"] == 0 for m in metrics.values())
     then = {tuple(e["published"]) for e in published(stage[0] / "first" / "trace")}
@@ -93,5 +82,5 @@ def published(trace: Path) -> list[dict[str, object]]:
 
 
 def test_law_2_an_engine_whose_sampler_is_wrong_never_opens_its_gate(stage: tuple[Path, Path, Path, Path]) -> None:
-    metrics, failure = follow(verl(stage, "wrong", 2, more=(UNREPAIRED,)))
+    metrics, failure = kills.follow(verl(stage, "wrong", 2, more=(UNREPAIRED,)))
     assert not metrics and "LosslessError" in failure
