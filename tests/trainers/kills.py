@@ -42,7 +42,8 @@ PHASES: Mapping[str, float] = {
     "refresh": 0.01,
     "saving": 0.005,
 }
-DEATH_S, EXIT_S = 180.0, 30.0  # until the run has ended; until its processes are gone
+#: seconds until the run has ended; until its processes are gone: Ray's agents try to tell a GCS that is gone of their raylet
+DEATH_S, EXIT_S = 180.0, 150.0
 
 
 def process(who: str) -> int:
