@@ -89,7 +89,10 @@ SHAPES = {
         (f"{_ROLLOUT}.free_cache_engine=True", f"++{_ROLLOUT}.enable_sleep_mode=True"),
     ),
     "nodes2": Shape("two Ray nodes: one replica of the engine and one FSDP2 rank on each", (), ranks=2, nodes=2),
-    "lora": Shape("LoRA, merged before each weight sync", (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora.merge=True")),
+    "lora": Shape(  # the reference is the actor without its adapters
+        "LoRA, merged before each weight sync, with a KL term",
+        (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora.merge=True", f"{_ACTOR}.use_kl_loss=True"),
+    ),
     "lora-adapters": Shape(
         "LoRA adapters in the engine, beside a base that it has read itself",
         (f"{_MODEL}.lora_rank=8", f"{_ROLLOUT}.load_format=safetensors"),
