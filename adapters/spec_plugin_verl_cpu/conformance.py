@@ -91,7 +91,12 @@ SHAPES = {
     "nodes2": Shape("two Ray nodes: one replica of the engine and one FSDP2 rank on each", (), ranks=2, nodes=2),
     "lora": Shape(  # the reference is the actor without its adapters
         "LoRA, merged before each weight sync, with a KL term",
-        (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora.merge=True", f"{_ACTOR}.use_kl_loss=True"),
+        (
+            f"{_MODEL}.lora_rank=8",
+            f"{_MODEL}.lora.merge=True",
+            f"{_ACTOR}.use_kl_loss=True",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16",
+        ),
     ),
     "lora-adapters": Shape(
         "LoRA adapters in the engine, beside a base that it has read itself",
