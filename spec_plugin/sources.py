@@ -12,11 +12,17 @@ from pathlib import Path
 _V2_LOADER = ("v1/worker/gpu/spec_decode/eagle/utils.py", "load_eagle_model")
 
 
-def source_of(package: str, file: str) -> str:
-    """The text of a file of an installed package, which is not imported; empty where there is none."""
+def folder_of(package: str) -> Path | None:
+    """Where an installed package lies, which is not imported; None where it is not installed."""
     spec = find_spec(package)
     folders = list(spec.submodule_search_locations or ()) if spec else []
-    path = Path(folders[0]) / file if folders else None
+    return Path(folders[0]) if folders else None
+
+
+def source_of(package: str, file: str) -> str:
+    """The text of a file of an installed package, which is not imported; empty where there is none."""
+    folder = folder_of(package)
+    path = folder / file if folder else None
     return path.read_text() if path and path.is_file() else ""
 
 

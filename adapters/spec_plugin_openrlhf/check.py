@@ -8,15 +8,13 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
 
 from spec_plugin.arguments import ENABLE, PREFIX, read_config, split_arguments
 from spec_plugin.commands.forecast import Plan, judge
 from spec_plugin.commands.judgement import FindModel, Judgement, Model, Objection, find_model, split_launch, unsupported
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
-from spec_plugin.sources import parsed
+from spec_plugin.sources import parsed, source_of
 from spec_plugin_openrlhf import options
 
 #: modules that are this run, stock or with our launcher before it
@@ -75,12 +73,8 @@ def known_flags() -> tuple[str, ...]:
 
     Its parser is built where nobody else can reach it, under ``if __name__ == "__main__"``, so its source is read.
     """
-    spec = find_spec("openrlhf")  # finds it without importing it
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    file = Path(folders[0]) / "cli" / "train_ppo_ray.py" if folders else None
-    if file is None or not file.is_file():
-        return ()
-    calls = (node for node in ast.walk(parsed(file.read_text())) if isinstance(node, ast.Call))
+    tree = parsed(source_of("openrlhf", "cli/train_ppo_ray.py"))
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     named = (c.args[0] for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument" and c.args)
     return tuple(filter(None, map(_pattern, named)))
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from spec_plugin.commands.judgement import Objection
+from spec_plugin.sources import folder_of
 from spec_plugin_verl_check.entries import MAIN, Entry
 
 #: hydra's own flags that choose the configuration, with the long name that we use
@@ -53,7 +53,7 @@ def not_taken() -> str:
 
 def has_module(name: str) -> bool:
     """True when the installed verl has this module; found as a file, since importing takes half a minute."""
-    folder, path = _verl_folder(), Path(*name.split(".")[1:])
+    folder, path = folder_of("verl"), Path(*name.split(".")[1:])
     return folder is not None and any((folder / p).is_file() for p in (f"{path}.py", path / "__main__.py"))
 
 
@@ -68,7 +68,7 @@ def compose_config(arguments: Sequence[str], entry: Entry = MAIN) -> Composed:
         entry: which of verl's trainers.
     """
     found: list[Objection] = []
-    folder = _verl_folder()
+    folder = folder_of("verl")
     if folder is None:
         return Composed(None, (_says("", "verl is not installed here", "run it where verl is installed"),))
     chosen, overrides = _split(arguments, found)
@@ -99,12 +99,6 @@ def compose_config(arguments: Sequence[str], entry: Entry = MAIN) -> Composed:
             else:
                 overrides[at] = f"++{overrides[at].lstrip('+')}"
     return Composed(None, tuple(found))
-
-
-def _verl_folder() -> Path | None:
-    spec = find_spec("verl")  # finds it without importing it
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(folders[0]) if folders else None
 
 
 def _split(arguments: Sequence[str], found: list[Objection]) -> tuple[dict[str, str], list[str]]:

@@ -6,15 +6,13 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from spec_plugin.commands.judgement import Objection
 from spec_plugin.config import meant_for_us
-from spec_plugin.sources import parsed
+from spec_plugin.sources import folder_of, parsed
 from spec_plugin_verl_check.compose import not_taken, verl_version
 from spec_plugin_verl_check.options import plain
 
@@ -93,9 +91,8 @@ def fields_of(name: str) -> frozenset[str] | None:
 
 @lru_cache
 def _classes() -> Mapping[str, _Class]:
-    spec = find_spec("verl")  # finds it without importing it
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    files = [file for folder in folders for file in sorted((Path(folder) / "workers" / "config").glob("*.py"))]
+    folder = folder_of("verl")
+    files = sorted(folder.joinpath("workers", "config").glob("*.py")) if folder else []
     trees = [parsed(file.read_text()) for file in files]
     return {node.name: _class(node) for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
 

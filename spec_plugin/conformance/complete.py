@@ -5,13 +5,12 @@ Pure functions from a trace to problems, as in ``judge``. What is left out raise
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from spec_plugin.conformance.judge import Event, Trace, actor, of
+from spec_plugin.conformance.told import as_kept, rollouts_requests
 
 #: share of the responses of a step that the guards see of a trainer that shows them all; some may be filtered away
 _MOST = 0.75
@@ -47,24 +46,19 @@ def answers_checked(trace: Trace) -> list[str]:
 def _answers(trace: Trace) -> dict[int, set[Row]]:
     """What the engines answered in each phase, by policy version, but for what they were not asked the log-probs of."""
     found: dict[int, set[Row]] = {}
+    dtypes = {e["rollout_dtype"] for e in trace if e["hook"] == "spec_check_logprobs" and e["rollout"]}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     session = next((e["session"] for e in actor(trace)), None)
     version: int | None = None
     for e in trace:
         if e["hook"] == "engine_request" and version is not None and not e["test"]:
             if e["log_probs"] and None not in e["log_probs"]:
-                found.setdefault(version, set()).add(_single(e["log_probs"], "float32"))
+                found.setdefault(version, set()).add(tuple(as_kept(e["log_probs"], dtype)))
         elif e["session"] == session and e["hook"] == "spec_rollout_start":
             version = e["policy_version"]
         elif e["session"] == session and e["hook"] == "spec_rollout_end":
             version = None
-    dtypes = {e["rollout_dtype"] for e in trace if e["hook"] == "spec_check_logprobs" and e["rollout"]}
-    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-    return {v: {_single(row, dtype) for row in rows} for v, rows in found.items()}
-
-
-def _single(row: Sequence[float], dtype: str) -> Row:
-    """As the trainer keeps it."""
-    return tuple(torch.tensor(row, dtype=torch.float32).to(getattr(torch, dtype)).tolist())
+    return found
 
 
 def _shown(trace: Trace, version: int) -> list[Row]:
@@ -90,7 +84,7 @@ def _is_part(row: Row, answers: set[Row]) -> bool:
 def undrafted_told(trace: Trace) -> list[str]:
     """Of phases that draft, no more tokens are said to be plain than the engine was asked to sample so, and some if it was."""
     checked = [e for e in trace if e["hook"] == "spec_check_logprobs" and e["speculating"]]
-    answered = [e for e in trace if e["hook"] == "engine_request" and not e["test"]]
+    answered = rollouts_requests(trace)
     said = _share(sum(e["plain"] for e in checked), sum(sum(e["response_lengths"]) for e in checked))
     asked = _share(sum(e["plain"] for e in answered), sum(len(e["log_probs"]) for e in answered))
     if said > 2 * asked + _FEW:

@@ -25,22 +25,28 @@ def _all(trace: Trace, *hooks: str) -> list[Event]:
     return [e for e in trace if e["hook"] in hooks]
 
 
-def _requests(trace: Trace) -> list[Event]:
+def rollouts_requests(trace: Trace) -> list[Event]:
     """Those of the rollouts."""
     return [e for e in _all(trace, "engine_request") if not e["test"]]
 
 
+def as_kept(values: Sequence[float], dtype: str) -> list[float]:
+    """Log-probs of the engine, as a trainer has them that keeps them in this dtype."""
+    kept: list[float] = torch.tensor(values, dtype=torch.float32).to(getattr(torch, dtype)).tolist()
+    return kept
+
+
 def engines_logprobs(trace: Trace) -> list[str]:
     """Each rollout log-prob that a guard is shown is one that vLLM has answered."""
-    answered = [v for e in _requests(trace) for v in e["log_probs"] if v is not None]
+    answered = [v for e in rollouts_requests(trace) for v in e["log_probs"] if v is not None]
     problems, shown = [], 0
     known: dict[str, set[float]] = {}
     for e in _all(trace, "spec_check_logprobs"):
         if not e["rollout"]:
             continue
         dtype = e["rollout_dtype"]
-        if dtype not in known:  # as the trainer keeps them
-            known[dtype] = set(torch.tensor(answered, dtype=torch.float32).to(getattr(torch, dtype)).tolist())
+        if dtype not in known:
+            known[dtype] = set(as_kept(answered, dtype))
         values = [v for row in e["rows"]["rollout"] for v in row]
         shown += len(values)
         foreign = sum(v not in known[dtype] for v in values)
@@ -99,8 +105,8 @@ def self_test_stopped(trace: Trace, failure: str | None) -> list[str]:
         problems.append("the run went on to its end")
     elif PLANTED not in failure and "LosslessError" not in failure:
         problems.append(f"the run stopped without naming LosslessError: {failure[-400:]}")
-    if _requests(trace):
-        problems.append(f"{len(_requests(trace))} responses were sampled after the self-test had failed")
+    if rollouts_requests(trace):
+        problems.append(f"{len(rollouts_requests(trace))} responses were sampled after the self-test had failed")
     return problems + at_least(_all(trace, "spec_configure"), 1, "sessions")
 
 
@@ -109,7 +115,7 @@ def engine_facts(trace: Trace) -> list[str]:
     engines, sessions, requests = (
         _all(trace, "engine_configured"),
         _all(trace, "spec_configure"),
-        _requests(trace),
+        rollouts_requests(trace),
     )
     problems = []
     for engine in engines:
@@ -301,7 +307,7 @@ def all_tokens_counted(trace: Trace) -> list[str]:
 
     A request that was still in flight when the run was killed may have sampled as much as the longest of the others.
     """
-    phases, answers = of(trace, "spec_rollout_end"), _requests(trace)
+    phases, answers = of(trace, "spec_rollout_end"), rollouts_requests(trace)
     begun = sum(not e["test"] for e in _all(trace, "engine_request_begins"))
     lengths = [len(e["log_probs"]) for e in answers]
     counted, most = sum(e["tokens"] for e in phases), sum(lengths) + (begun - len(answers)) * max(lengths, default=0)

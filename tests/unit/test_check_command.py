@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from spec_plugin_verl_check import check as verl_check
 
 from draft_training import DraftConfig, DraftTrainer, Eagle3Draft, TrainSettings, save_draft
-from spec_plugin import SpecConfigError
+from spec_plugin import SpecConfigError, sources
 from spec_plugin.commands.check import find_check
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.judgement import Model, find_model, refuse, split_launch
@@ -132,7 +132,7 @@ def test_openrlhfs_flags_are_read_from_its_source(tmp_path: Path, monkeypatch: p
     (tmp_path / "cli").mkdir()
     source = 'for prefix in ("actor",):\n    p.add_argument(f"--{prefix}.adam.lr")\np.add_argument("--data.max_len", type=int)\n'
     (tmp_path / "cli" / "train_ppo_ray.py").write_text(source)
-    monkeypatch.setattr(openrlhf, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    monkeypatch.setattr(sources, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
     assert set(openrlhf.known_flags()) == {r"\-\-\w+\.adam\.lr", r"\-\-data\.max_len"}
 
 

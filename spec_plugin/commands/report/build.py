@@ -90,7 +90,7 @@ def _longer(run: Run, above: int) -> str:
 
 
 def to_json(report: Report) -> str:
-    """For programs; no number in it is other than finite. README.md says what the keys are: new ones may come, none goes."""
+    """For programs, with finite numbers only. docs/reference.md says what the keys are: new ones may come, none goes."""
     table = {
         "schema": SCHEMA,
         "base": report.base,

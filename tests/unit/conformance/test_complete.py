@@ -72,11 +72,7 @@ def test_where_some_are_recomputed_or_kept_nobody_expects_all(some):
 
 def test_responses_are_compared_as_the_trainer_keeps_them():
     trace = Trace()
-    for event in trace.events:
-        if event["hook"] == "engine_request":
-            event["log_probs"] = [v + 1e-5 for v in event["log_probs"]]
-        if event["hook"] == "spec_check_logprobs":
-            event["rollout_dtype"] = "bfloat16"
+    trace.kept_in_half_precision()
     assert complete.answers_checked(trace.events) == []
     for event in checks(trace):
         event["rows"]["rollout"] = event["rows"]["rollout"][:1]

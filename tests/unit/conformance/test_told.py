@@ -100,11 +100,7 @@ def test_log_probs_that_no_engine_reported_are_seen():
 
 def test_log_probs_that_the_trainer_keeps_in_half_precision_are_the_engines_all_the_same():
     trace = Trace()
-    for event in trace.events:
-        if event["hook"] == "engine_request":
-            event["log_probs"] = [v + 1e-5 for v in event["log_probs"]]
-        if event["hook"] == "spec_check_logprobs":
-            event["rollout_dtype"] = "bfloat16"
+    trace.kept_in_half_precision()
     assert told.engines_logprobs(trace.events) == []
 
 

@@ -35,6 +35,14 @@ class Trace:
         number = len(self.events)
         self.events.append({"hook": hook, "session": session, "pid": 1, "event": number, "time": number, **what})
 
+    def kept_in_half_precision(self) -> None:
+        """The engine answers in single precision, of which the trainer keeps less."""
+        for event in self.events:
+            if event["hook"] == "engine_request":
+                event["log_probs"] = [v + 1e-5 for v in event["log_probs"]]
+            if event["hook"] == "spec_check_logprobs":
+                event["rollout_dtype"] = "bfloat16"
+
     def audit(self, moment: str, policy: int, draft: int, digest: int) -> None:
         state = {"draft_version": draft, "draft_digest": f"d{draft}", "target_digest": f"t{digest}", "admitted": 0}
         state |= {"embed_digest": f"e{digest}", "head_digest": f"h{digest}"}
