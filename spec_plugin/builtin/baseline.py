@@ -19,6 +19,9 @@ from spec_plugin.events import TargetInfo
 
 #: chance that a batch of a correct run is refused, for each of the two statistics
 ERROR_LEVEL = 1e-7
+#: chance that a correct phase without drafts is not taken into the baseline: what is doubtful must not become the measure, and
+#: to leave it out costs nothing
+DOUBT_LEVEL = 1e-3
 #: windows below which there is no evidence: of plain text, and of drafted text (they wait for those of the next batch)
 ENOUGH = 16
 #: phases with plain text that the run's own baseline reaches back, and windows that are kept of each
@@ -111,6 +114,7 @@ class Baseline:
         self._scale = 1.0 / temperature  # differences of logits are divided by it
         self._bounds = {"mean": _MEANS[coarser], "largest": _MAXIMA[coarser]}
         self._phases: dict[int, deque[Phase]] = defaultdict(lambda: deque(maxlen=PHASES))
+        self._doubtful: dict[int, Phase] = {}  # by lag, the last one that was left out
         self.kind = [target.dtype, target.actor_dtype, f"{self._scale:.6g}"]  # what may be compared after a resume
 
     @property
@@ -127,51 +131,70 @@ class Baseline:
         """All that is remembered of plain text so many versions old."""
         return sum((phase.plain for phase in self._phases.get(lag, ())), Windows())
 
-    def remember(self, version: int, lag: int, plain: Windows, drafted: bool) -> None:
-        """Plain text of a batch.
+    def remember(self, version: int, lag: int, plain: Windows, drafted: bool) -> Excess | None:
+        """Plain text of a batch becomes part of what is known; unless its phase is doubtful, all of which is left out then.
+
+        A phase without drafts that is further off than those before it must not become the measure of the next ones (law 3).
 
         Args:
             version: that recomputed it.
             lag: versions between sampling and that.
             plain: its windows.
-            drafted: was it the control group's.
+            drafted: was it the control group's; what is to be thought of that, drafted text of the same phase has shown.
+
+        Returns:
+            In what this phase, as far as it is known now, is too far off; None where it is not, or was drafted.
         """
+        doubtful = self._doubtful.get(lag)
+        known = doubtful is not None and doubtful.version == version
         phases = self._phases[lag]
-        if phases and phases[-1].version == version:
-            plain = phases.pop().plain + plain
-        phases.append(Phase(version, Windows(plain.means[:KEPT], plain.maxima[:KEPT]), drafted))
+        before = doubtful if known else phases.pop() if phases and phases[-1].version == version else None
+        whole = (before.plain if before is not None else Windows()) + plain
+        if not whole:
+            return None
+        phase = Phase(version, Windows(whole.means[:KEPT], whole.maxima[:KEPT]), drafted)
+        if known or (not drafted and self.too_far(whole, Windows(), lag, DOUBT_LEVEL) is not None):
+            self._doubtful[lag] = phase
+            return None if drafted else self.too_far(whole, Windows(), lag)
+        phases.append(phase)
+        return None
 
     def control(self, now: Windows, version: int, lag: int) -> Windows:
         """What the control group shows; where its requests are too few, with those of the phases before.
 
-        With a lag those of this batch only: how far the policy has moved is another thing in each step.
+        With a lag those of this policy version only, of all its batches: how far the policy has moved differs from step to step.
         """
-        for phase in reversed(self._phases[0]) if lag == 0 else ():
-            if len(now) >= CONTROL or phase.version < version - _RECENT:
+        for phase in reversed(self._phases[lag]):
+            recent = phase.version == version if lag else len(now) < CONTROL and phase.version >= version - _RECENT
+            if not recent:
                 break
             now += phase.plain if phase.drafted else Windows()
         return now
 
-    def too_far(self, found: Windows, control: Windows, lag: int) -> Excess | None:
-        """Are too many windows further off than plain text is, and than the control group."""
+    def too_far(self, found: Windows, control: Windows, lag: int, level: float = ERROR_LEVEL) -> Excess | None:
+        """Are too many windows further off than plain text is, and than the control group.
+
+        Args:
+            found: these windows.
+            control: what plain requests of the same phase show.
+            lag: versions between sampling and recomputation.
+            level: chance that this is said of a correct run.
+        """
         for name, of in _STATISTICS.items():
             values, now = of(found), of(control)
-            verdict = self._lagging(name, values, now, lag) if lag else self._agreeing(name, values, now)
-            if verdict is not None:
+            verdict = self._lagging(name, values, now, lag) if lag else self._agreeing(name, values, now, level)
+            if verdict is not None and verdict.p_value <= level:
                 what = f"the {name} difference in {verdict.above} of {verdict.of} stretches of text"
                 return Excess(what, median(values), verdict.bound)
         return None
 
-    def _agreeing(self, name: str, values: Values, now: Values) -> Verdict | None:
-        """Sampled and recomputed by the same weights; None: nothing is wrong."""
+    def _agreeing(self, name: str, values: Values, now: Values, level: float) -> Verdict | None:
+        """Sampled and recomputed by the same weights; None: plain requests of the same phase show it, too."""
         bounds, past = self._bounds[name], _STATISTICS[name](self.past(0))
         verdict = self._same_policy(values, past, bounds, bounds.factor)
-        if verdict.p_value > ERROR_LEVEL:
-            return None
         same = len(now) >= CONTROL and median(values) <= bounds.factor * median(now)
-        if same and self._same_policy(values, past, bounds, bounds.jump).p_value > ERROR_LEVEL:
-            return None  # drift: plain requests of the same phase show it, too
-        return verdict
+        drift = same and self._same_policy(values, past, bounds, bounds.jump).p_value > level
+        return None if drift else verdict
 
     def _same_policy(self, values: Values, past: Values, bounds: Bounds, factor: float) -> Verdict:
         if len(past) < ENOUGH:
@@ -179,7 +202,7 @@ class Baseline:
         return compared(values, past, factor, bounds.least * self._scale)
 
     def _lagging(self, name: str, values: Values, now: Values, lag: int) -> Verdict | None:
-        """The policy has really moved in between; None: nothing is wrong."""
+        """The policy has really moved in between; None: plain text of the same batches shows the same."""
         bounds, move, scale = self._bounds[name], _MOVES[name], lag * self._scale
         of, phases = _STATISTICS[name], self._phases.get(lag, ())
         if len(now) >= CONTROL:
@@ -190,13 +213,14 @@ class Baseline:
                 verdict = replace(verdict, bound=verdict.bound * unit)
             elif median(values) <= bounds.factor * median(now):
                 return None
-            else:
-                verdict = judged(values, move.most * scale)
+            else:  # no earlier step to learn from: against the plain text beside it, or against what no step does
+                beside = compared(values, now, bounds.factor, bounds.least * self._scale)
+                verdict = min(beside, judged(values, move.most * scale), key=lambda v: v.p_value)
         elif len(of(self.past(lag))) >= ENOUGH:
             verdict = compared(values, of(self.past(lag)), bounds.jump, move.least * scale)
         else:
             verdict = judged(values, move.most * scale)
-        return verdict if verdict.p_value <= ERROR_LEVEL else None
+        return verdict
 
     def beyond(self, lag: int, means: Sequence[float]) -> float:
         """Nats: no sequence of a correct run has such a mean.

@@ -32,7 +32,7 @@ from pathlib import Path
 from torch import Tensor, int64
 
 from spec_plugin.builtin.agreement import Spread, Windows, difference, median, spread, windows
-from spec_plugin.builtin.baseline import ENOUGH, Baseline
+from spec_plugin.builtin.baseline import ENOUGH, Baseline, Excess
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import LogprobBatch, TargetInfo
@@ -130,6 +130,11 @@ class _Found:
     bound: float
     where: Tensor  # [B, T] bool
 
+    @classmethod
+    def of(cls, excess: Excess, mask: Tensor, diff: Tensor) -> _Found:
+        """What the baseline says of differences [B, T] under a mask [B, T]."""
+        return cls(excess.what, excess.value, excess.bound, mask & (diff > excess.bound))
+
 
 _ADVICE = (
     "Training stopped before they entered the loss. `spec-plugin doctor` checks the engine; without the flag the run "
@@ -159,6 +164,7 @@ class ProvenanceGuard:
         self._lag = 0.0  # mean, of the last batch's tokens
         self._versions_known = 0.0
         self._alarms = 0
+        self._alarmed: int | None = None  # the last policy version whose plain text raised one
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
@@ -207,13 +213,16 @@ class ProvenanceGuard:
         found = self._wrong(diff, drafted, self._baseline.control(shown, version, lag), lag, version)
         if found is not None:
             raise LogprobProvenanceError(f"{_described(found, batch)}. {_ADVICE}")
-        if not batch.speculating:
-            fixed = self._config.logprob_tolerance is not None
-            found = self._over_fixed(diff, plain) if fixed else self._too_far(diff, plain, shown, Windows(), lag)
-            if found is not None:
-                self._warn(found, batch)
-        if len(shown):
-            self._baseline.remember(batch.policy_version, lag, shown, batch.speculating)
+        self._learn(batch, lag, diff, plain, shown)
+
+    def _learn(self, batch: LogprobBatch, lag: int, diff: Tensor, plain: Tensor, shown: Windows) -> None:
+        """Keep what plain text shows; a phase without drafts that looks wrong raises an alarm, and is no measure of others."""
+        excess = self._baseline.remember(batch.policy_version, lag, shown, batch.speculating)
+        found = None if excess is None else _Found.of(excess, plain, diff)
+        if self._config.logprob_tolerance is not None:
+            found = None if batch.speculating else self._over_fixed(diff, plain)
+        if found is not None:
+            self._warn(found, batch)
 
     def _wrong(self, diff: Tensor, drafted: Tensor, control: Windows, lag: int, version: int) -> _Found | None:
         if self._config.logprob_tolerance is not None:
@@ -239,9 +248,7 @@ class ProvenanceGuard:
     def _too_far(self, diff: Tensor, mask: Tensor, found: Windows, control: Windows, lag: int) -> _Found | None:
         """Too many windows further off than plain text is."""
         excess = self._baseline.too_far(found, control, lag)
-        if excess is None:
-            return None
-        return _Found(excess.what, excess.value, excess.bound, mask & (diff > excess.bound))
+        return None if excess is None else _Found.of(excess, mask, diff)
 
     def _beyond(self, diff: Tensor, mask: Tensor, lag: int) -> _Found | None:
         """A single sequence, far beyond anything that was ever seen."""
@@ -255,13 +262,15 @@ class ProvenanceGuard:
         return _Found("the mean difference of a sequence", float(means[rows].max()), bound, mask & rows[:, None])
 
     def _warn(self, found: _Found, batch: LogprobBatch) -> None:
-        self._alarms += 1
-        if self._alarms == 1:
-            logger.warning(
-                "spec-plugin: without drafts, too, %s. The run goes on, as it would without the flag; "
-                "later phases are counted in spec/logprob_alarms",
-                _described(found, batch),
-            )
+        """Once for each phase."""
+        if batch.policy_version == self._alarmed:
+            return
+        self._alarms, self._alarmed = self._alarms + 1, batch.policy_version
+        logger.warning(
+            "spec-plugin: without drafts, too, %s. The run goes on, as it would without the flag; what this phase showed is no "
+            "measure of the next ones (alarm %d, see spec/logprob_alarms)",
+            *(_described(found, batch), self._alarms),
+        )
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:

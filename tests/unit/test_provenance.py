@@ -251,9 +251,9 @@ def test_phases_without_drafts_are_warned_of_and_never_stopped(honest, caplog):
     assert not caplog.records
     for version in (1, 2):
         checked.spec_check_logprobs(plain(noisy(honest, 0.5), version))
-    (record,) = caplog.records
-    assert "without drafts, too" in record.message and "sequence 0 position 0" in record.message
-    assert checked.spec_metrics()["spec/logprob_alarms"] >= 1
+    assert [r.message.count("without drafts, too") for r in caplog.records] == [1, 1], "each of them is said"
+    assert "sequence 0 position 0" in caplog.records[0].message
+    assert checked.spec_metrics()["spec/logprob_alarms"] == 2
 
 
 @pytest.mark.parametrize("source", ["rollout", "recomputed"])
@@ -315,6 +315,42 @@ def test_a_control_group_of_one_request_a_phase_is_remembered(honest):
         batch = controlled(noisy(honest, 0.01 * 1.4**version, version), sequences=1)
         checked.spec_check_logprobs(replace(batch, policy_version=version, rollout_versions=None))
     assert checked.spec_metrics()["spec/logprob_alarms"] == 0
+
+
+@pytest.mark.parametrize("pieces", [1, 16])
+def test_law_3_a_wrong_phase_without_drafts_does_not_teach_that_wrong_is_normal(pieces, tmp_path):
+    """bfloat16, honest mean 0.016 nats; one plain phase is 0.4 off, in one batch or in micro-batches of eight responses."""
+    generator, checked = torch.Generator().manual_seed(3), guard("bfloat16")
+
+    def phase(version: int, mean: float, speculating: bool) -> None:
+        found = heavy_tailed(generator, 128, 200, mean)
+        for part in found.chunk(pieces):
+            checked.spec_check_logprobs(simulated(part, version, speculating))
+
+    for version in range(3):
+        phase(version, 0.016, speculating=False)
+    before = checked._baseline.state()
+    phase(3, 0.4, speculating=False)
+    assert checked.spec_metrics()["spec/logprob_alarms"] == 1
+    assert checked._baseline.state() == before, "nothing of it is kept, and a checkpoint holds nothing of it either"
+    phase(4, 0.4, speculating=False)
+    assert checked.spec_metrics()["spec/logprob_alarms"] == 2, "the next one is as wrong"
+    phase(5, 0.016, speculating=True)
+    phase(6, 0.016, speculating=False)
+    assert len(checked._baseline.state()) == len(before) + 1, "a correct phase behind it is kept"
+    checked.spec_save(tmp_path)
+    resumed = guard("bfloat16")
+    resumed.spec_load(tmp_path)
+    for by in (checked, resumed):
+        for mean in (0.4, 0.8):
+            assert "not the target's" in refusal(simulated(heavy_tailed(generator, 128, 200, mean), 7), by)
+
+
+def test_law_3_a_wrong_phase_that_is_the_first_is_no_measure_either():
+    generator, checked = torch.Generator().manual_seed(4), guard("bfloat16")
+    checked.spec_check_logprobs(simulated(heavy_tailed(generator, 64, 200, 0.6), 0, speculating=False))
+    assert checked.spec_metrics()["spec/logprob_alarms"] == 1
+    assert "not the target's" in refusal(simulated(heavy_tailed(generator, 64, 200, 0.6), 1), checked)
 
 
 def test_few_sequences_are_judged_together_with_the_next(honest):

@@ -9,6 +9,7 @@ import torch
 from test_provenance import guard, heavy_tailed, refusal, simulated
 
 from spec_plugin.builtin.provenance import by_lag
+from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import LogprobBatch
 
 SEQUENCES, TOKENS = 64, 200
@@ -181,3 +182,43 @@ def power(fault: float, runs: int = 20) -> float:
         except Exception:
             seen += 1
     return seen / runs
+
+
+def of_one_age(
+    generator: torch.Generator, version: int, drift: float, drafted: float, control: int, sequences: int = 32
+) -> LogprobBatch:
+    """As one step off has it: all text is one version old, and so many sequences have a plain stretch of 64 tokens."""
+    found = heavy_tailed(generator, sequences, TOKENS, drift)
+    plain = torch.zeros(sequences, TOKENS, dtype=torch.bool)
+    plain[:control, 60:124] = True
+    found = found + torch.where(plain, 0.0, drafted)
+    spans = {name: torch.full((sequences,), version - 1) for name in ("rollout_versions", "last_versions")}
+    return replace(simulated(found, version, plain=plain), lag_allowed=True, **spans)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_law_3_the_first_batch_with_a_lag_is_judged_by_the_plain_text_in_it(dtype):
+    """0.8 nats a token is no more than a step may do; here the plain text says that this one did less."""
+    for seed in range(10):
+        generator, checked = torch.Generator().manual_seed(seed), guard(dtype)
+        assert "not the target's" in refusal(of_one_age(generator, 1, 0.01, 0.8, control=6), checked)
+        checked = guard(dtype)
+        for version in range(1, 9):
+            checked.spec_check_logprobs(of_one_age(generator, version, 0.01 * 3 ** (version % 3), 0.0, control=6))
+
+
+def test_law_3_the_control_group_of_all_micro_batches_of_a_step_counts_for_each_of_them():
+    generator, checked = torch.Generator().manual_seed(2), guard("bfloat16")
+    wrong = [of_one_age(generator, 1, 0.01, 0.8, control=1, sequences=8) for _ in range(7)]
+    with pytest.raises(LogprobProvenanceError, match="not the target's"):
+        for batch in wrong:
+            checked.spec_check_logprobs(batch)
+
+
+def test_law_3_drafted_text_that_waits_to_be_judged_is_not_put_together_with_that_of_another_step():
+    """Six sequences each time, too few to be judged; the policy has moved in between, by a hundred times as much once."""
+    generator, checked = torch.Generator().manual_seed(2), guard("bfloat16")
+    for version in range(1, 5):
+        batch = of_one_age(generator, version, 0.005 if version % 2 else 0.5, 0.0, control=0, sequences=6)
+        checked.spec_check_logprobs(batch)
+    assert checked._waiting[1][0] == 4 and len(checked._waiting[1][1]) == 12
