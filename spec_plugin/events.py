@@ -126,6 +126,8 @@ class Schedule:
     #: [max_num_seqs + 1] tokens per verification step below which drafting is slower than not drafting; a draft that stays
     #: below is dropped there for the rest of the phase. Empty: never.
     break_even: tuple[float, ...] = ()
+    #: share of the phase's requests in the control group; None: ``spec.control_share``
+    control_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,8 @@ class LogprobBatch:
         None  # [B] int64 policy version that sampled each last token; None: ``rollout_versions``
     )
     token_versions: Tensor | None = None  # [B, T] int64 what the engine itself says of each token, -1 unknown
+    #: steps that the trainer has trained since the weight sync of ``policy_version``: the weights that recompute are newer by those
+    ahead: int = 0
 
     def of(self, rows: Tensor) -> LogprobBatch:
         """Some of its sequences, by index or [B] mask."""
@@ -214,6 +218,19 @@ class LogprobBatch:
             last_versions=some(self.last_versions),
             token_versions=some(self.token_versions),
         )
+
+
+@dataclass(frozen=True)
+class StatedLogprobs:
+    """Log-probs that enter the loss as the engine stated them, and that nobody recomputes (the trainer bypasses its own pass)."""
+
+    policy_version: int  # of the last weight sync
+    rollout: Tensor  # [B, T] float, by the engine while sampling
+    mask: Tensor  # [B, T] bool, True where the policy sampled the token
+    rollout_versions: Tensor | None  # [B] int64, as in ``LogprobBatch``
+    last_versions: Tensor | None = None
+    lag_allowed: bool = False
+    token_versions: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ blocked one replaces it.
 Which process calls what: ``A`` the actor process (draft training, harvest, log-prob checks), ``S`` the process that
 builds the engine. Failures: an exception turns speculation off and training goes on, except ``SpecConfigError``,
 ``LosslessError``, ``LogprobProvenanceError`` and ``PatchError``, which stop the run (also as the cause of another), and any
-exception from ``spec_method``, ``spec_configure`` (nothing has started yet) and ``spec_check_logprobs`` (law 3). An answer of
-another type than is written here counts as an exception; a metric that is no finite number is left out, with one warning.
+exception from ``spec_method``, ``spec_configure`` (nothing has started yet), ``spec_check_logprobs`` and ``spec_check_stated``
+(law 3). An answer of another type than is written here counts as an exception; a metric that is no finite number is left out,
+with one warning.
 Every call and kind of failure: ``tests/unit/test_law6_table.py``.
 """
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         RolloutStats,
         Schedule,
         SelfTestReport,
+        StatedLogprobs,
         TargetInfo,
         WeightSync,
     )
@@ -113,6 +115,17 @@ def spec_check_logprobs(batch: LogprobBatch) -> None:
 
     Raises:
         LogprobProvenanceError: if any of them is not the target's at the recorded policy version.
+    """
+
+
+@hookspec
+def spec_check_stated(batch: StatedLogprobs) -> None:
+    """(A) Log-probs that the engine stated are about to enter the loss, and the trainer recomputes none of this batch.
+
+    A few sequences of the same step, recomputed for that purpose, come to ``spec_check_logprobs``.
+
+    Raises:
+        LogprobProvenanceError: if any of them is no log-prob, or of another policy version than may be.
     """
 
 

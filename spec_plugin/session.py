@@ -27,6 +27,7 @@ from spec_plugin.events import (
     RolloutStats,
     Schedule,
     SelfTestReport,
+    StatedLogprobs,
     TargetInfo,
     WeightSync,
 )
@@ -71,6 +72,7 @@ class SpecSession:
             None  # do the engines draft in this phase, as ``RolloutControl`` knows; None: not known
         )
         self._left_out: set[tuple[str, object]] = set()  # metrics that a warning has named
+        self._judged = (-1, 0), 0  # the last step whose log-probs were judged, and the sequences that they were chosen from
         if self.method.why:
             logger.info("spec-plugin: spec.method=%s is %s: %s", config.method, self.method.name, self.method.why)
         SESSIONS.add(self)
@@ -80,6 +82,11 @@ class SpecSession:
     def failed(self) -> bool:
         """True once draft trouble has turned speculation off for good."""
         return self.failure is not None
+
+    @property
+    def judged_together(self) -> int:
+        """Sequences of the last step among which those lie that are judged together; 0: nothing was judged yet."""
+        return self._judged[1]
 
     @property
     def unguarded(self) -> str:
@@ -162,13 +169,28 @@ class SpecSession:
             with self.guarded("harvest"):
                 self.manager.hook.spec_target_forward(hidden=hidden)
 
-    def check_logprobs(self, batch: LogprobBatch) -> None:
+    def check_logprobs(self, batch: LogprobBatch, chosen_from: int | None = None) -> None:
         """Let the guards look at log-probs before they enter the loss.
+
+        Args:
+            batch: what is about to enter it.
+            chosen_from: where only some sequences of a step are recomputed, from how many they were chosen.
 
         Raises:
             LogprobProvenanceError: naming the first sequences, positions and values.
         """
+        step = batch.policy_version, batch.ahead
+        before = self._judged[1] if self._judged[0] == step else 0
+        self._judged = step, before + (len(batch.mask) if chosen_from is None else chosen_from)
         self.manager.hook.spec_check_logprobs(batch=batch)
+
+    def check_stated(self, batch: StatedLogprobs) -> None:
+        """The same of log-probs that the engine stated and nobody recomputes.
+
+        Raises:
+            LogprobProvenanceError: naming the first sequences, positions and values.
+        """
+        self.manager.hook.spec_check_stated(batch=batch)
 
     def head_start(self, step: int) -> float:
         """Seconds that the coming slice may take beyond its share; 0 after a failure."""

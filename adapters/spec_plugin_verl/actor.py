@@ -22,9 +22,10 @@ from verl.utils import tensordict_utils as tu
 from spec_plugin.actor.control import RolloutControl, run_blocking
 from spec_plugin.actor.links import ActorsLink
 from spec_plugin.commands.judgement import refuse
-from spec_plugin.engine.control import plain_tokens
-from spec_plugin.events import LogprobBatch
+from spec_plugin.engine.control import chosen_to_recompute, plain_tokens
+from spec_plugin.events import LogprobBatch, StatedLogprobs
 from spec_plugin.session import SpecSession
+from spec_plugin.spans import Spans
 from spec_plugin.witness import witnessed
 from spec_plugin_verl import batches
 from spec_plugin_verl.runtime import RUNTIME
@@ -143,6 +144,7 @@ class SpecActor(BackendParts):
         log_probs = self.spec_log_probs(output, data)
         if log_probs is not None:
             self._check(session, data, log_probs, rollout_in_loss=False)
+            RUNTIME.judged.in_pass = True
         return output
 
     def _harvesting_pass(self, data: Any, loss_function: Any) -> Any:
@@ -153,32 +155,41 @@ class SpecActor(BackendParts):
         finally:
             self._harvest.close()
 
-    def _check(self, session: SpecSession, data: Any, log_probs: Tensor, rollout_in_loss: bool) -> None:
-        rollout = data["rollout_log_probs"] if "rollout_log_probs" in data.keys() else None  # noqa: SIM118
+    def _check(
+        self, session: SpecSession, data: Any, log_probs: Tensor, rollout_in_loss: bool, chosen_from: int | None = None
+    ) -> None:
         sampled, starts, said = batches.sampled(data), batches.starts(data), batches.said(data)
         assert RUNTIME.control is not None
         first, last = batches.versions(said) if RUNTIME.policy_version >= 0 else (None, None)
         batch = LogprobBatch(
             policy_version=RUNTIME.policy_version,
             recomputed=batches.responses(log_probs, data),
-            rollout=None if rollout is None else batches.padded(rollout),
+            rollout=batches.rollout(data),
             mask=sampled,
             rollout_versions=first,
             last_versions=last,
             speculating=RUNTIME.control.speculating,
             rollout_in_loss=rollout_in_loss,
             plain=plain_tokens(sampled, said, starts),
+            ahead=RUNTIME.ahead if rollout_in_loss else 0,  # verl's own pass puts the synced weights back first
         )
-        spans = RUNTIME.control.spans()
+        spans = self._spans()
         if RUNTIME.control.lags:
             told = None if first is None or last is None else (first, last)
             versions, plain = spans.of(batches.ids(data), starts, sampled, told)
             drafted = bool((sampled & ~plain).any())
             batch = replace(batch, lag_allowed=True, speculating=drafted, token_versions=versions, plain=plain)
-        session.check_logprobs(batch)
-        if rollout is None and (known := self._known(batch, data)) is not None:
+        session.check_logprobs(batch, chosen_from)
+        if batch.rollout is None and (known := self._known(batch, data)) is not None:
             session.check_logprobs(known)
-        RUNTIME.checked_version = RUNTIME.policy_version
+
+    @staticmethod
+    def _spans() -> Spans:
+        """What the engines say of what they sampled, asked once a step (collective)."""
+        assert RUNTIME.control is not None
+        if RUNTIME.judged.spans is None:
+            RUNTIME.judged.spans = RUNTIME.control.spans()
+        return RUNTIME.judged.spans
 
     @staticmethod
     def _known(batch: LogprobBatch, data: Any) -> LogprobBatch | None:
@@ -198,11 +209,12 @@ class SpecActor(BackendParts):
         session = self._session
         if session is None:
             return super().train_batch(data, loss_function)  # type: ignore[misc]
-        if RUNTIME.checked_version != RUNTIME.policy_version:
+        if not RUNTIME.judged.in_pass:
             self._check_bypassed(session, data)
         output = super().train_batch(data, loss_function)  # type: ignore[misc]
         if tu.get(data, key="update_lr_scheduler", default=False):
             assert RUNTIME.control is not None
+            RUNTIME.step_ended()
             RUNTIME.control.train_draft(RUNTIME.policy_version)
             found = self.spec_reported(session.metrics() if RUNTIME.control.link is not None else {})
             if found:
@@ -212,13 +224,38 @@ class SpecActor(BackendParts):
         return output
 
     def _check_bypassed(self, session: SpecSession, data: Any) -> None:
-        """verl was told to skip the log-prob pass (bypass_mode): verify and harvest on a few sequences ourselves.
+        """verl was told to skip the log-prob pass (bypass_mode): look at all that the engine stated, and recompute a few.
 
-        Runs before the first update of the step, while the weights are still those that rolled out.
+        Each mini-batch of each step is looked at, which takes no forward pass; a few of its sequences are recomputed once a
+        step, before its first update.
         """
-        RUNTIME.finish()
-        count = min(len(data), session.config.bypass_check_sequences)
-        few = tu.index_select_tensor_dict(data, torch.arange(count))
+        if not RUNTIME.judged.sample:
+            RUNTIME.finish()
+        self._check_stated(session, data)
+        if not RUNTIME.judged.sample:
+            self._check_sample(session, data)
+            RUNTIME.judged.sample = True
+
+    def _check_stated(self, session: SpecSession, data: Any) -> None:
+        rollout = batches.rollout(data)
+        assert RUNTIME.control is not None
+        if rollout is None:
+            return
+        first, last = batches.versions(batches.said(data)) if RUNTIME.policy_version >= 0 else (None, None)
+        batch = StatedLogprobs(RUNTIME.policy_version, rollout, batches.sampled(data), first, last)
+        spans = self._spans()
+        if RUNTIME.control.lags:
+            told = None if first is None or last is None else (first, last)
+            versions, _ = spans.of(batches.ids(data), batches.starts(data), batch.mask, told)
+            batch = replace(batch, lag_allowed=True, token_versions=versions)
+        session.check_stated(batch)
+
+    def _check_sample(self, session: SpecSession, data: Any) -> None:
+        """Verify and harvest on a few sequences, half of them of the control group: they say what rounding and lag explain."""
+        sampled = batches.sampled(data)
+        plain = plain_tokens(sampled, batches.said(data), batches.starts(data)) & sampled
+        rows = chosen_to_recompute(plain.any(-1).tolist(), session.config.bypass_check_sequences)
+        few = tu.index_select_tensor_dict(data, torch.tensor(rows))
         tu.assign_non_tensor(few, calculate_entropy=False, micro_batch_size_per_gpu=1, use_dynamic_bsz=False)
         # of an update that distils: no teacher is asked here, and log-probs are computed
         tu.assign_non_tensor(few, distillation_use_topk=False, distillation_only=False)
@@ -229,7 +266,7 @@ class SpecActor(BackendParts):
             output = self._harvesting_pass(few, None)
         log_probs = self.spec_log_probs(output, few)
         assert log_probs is not None
-        self._check(session, few, log_probs, rollout_in_loss=True)
+        self._check(session, few, log_probs, rollout_in_loss=True, chosen_from=len(data))
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's checkpoint, and the plugins' in ``<local_path>/spec_plugin``."""

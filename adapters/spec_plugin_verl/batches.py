@@ -50,6 +50,11 @@ def lengths(data: Any) -> list[int]:
     return found
 
 
+def rollout(data: Any) -> Tensor | None:
+    """Log-probs as the engine stated them, [B, T] on the CPU; None where verl's batch has none."""
+    return padded(data["rollout_log_probs"]) if "rollout_log_probs" in data.keys() else None  # noqa: SIM118
+
+
 def starts(data: Any) -> list[int]:
     """Where the response begins in each document."""
     return [len(whole) - n for whole, n in zip(data["input_ids"].unbind(), lengths(data), strict=True)]

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from spec_plugin.actor.control import run_blocking
+from spec_plugin.spans import Spans
 
 if TYPE_CHECKING:
     from spec_plugin.actor.control import RolloutControl
     from spec_plugin_verl.actor import SpecActor
     from spec_plugin_verl.standalone import Standalone
+
+
+@dataclass
+class Judged:
+    """What the guards have seen of a step; it ends with its last mini-batch."""
+
+    in_pass: bool = False  # all of it, in the trainer's own log-prob pass
+    sample: bool = False  # the few sequences that are recomputed where there is no such pass
+    spans: Spans | None = None  # what the engines have said, once they were asked
 
 
 @dataclass
@@ -20,12 +30,24 @@ class ActorRuntime:
     engine: SpecActor | None = None
     control: RolloutControl | None = None
     standalone: Standalone | None = None  # where the engines live in processes of their own
-    checked_version: int = -1  # version whose log-probs the log-prob pass has checked
+    judged: Judged = field(default_factory=Judged)  # of the step in progress
+    _trained: tuple[int, int] = (-1, 0)  # policy version, and the steps that were trained since its weight sync
 
     @property
     def policy_version(self) -> int:
         """Version of the weights that the engine rolls out with."""
         return self.control.policy_version if self.control is not None else -1
+
+    @property
+    def ahead(self) -> int:
+        """Steps that were trained since the last weight sync: the actor's weights are newer than the engine's by those."""
+        version, steps = self._trained
+        return steps if version == self.policy_version else 0
+
+    def step_ended(self) -> None:
+        """The last mini-batch of a step was trained."""
+        self._trained = self.policy_version, self.ahead + 1
+        self.judged = Judged()
 
     def finish(self) -> None:
         """Before the trainer's first pass over what was generated: collect what the engines did.

@@ -19,6 +19,7 @@ from spec_plugin.actor.decoder import Decoder
 from spec_plugin.actor.harvest import Harvester, SequenceShards
 from spec_plugin.actor.links import EngineLink
 from spec_plugin.answers import many, one
+from spec_plugin.engine.control import share_for
 from spec_plugin.errors import LosslessError
 from spec_plugin.events import (
     DraftRefresh,
@@ -175,7 +176,7 @@ class RolloutControl:
         for wanted in tables:
             self._drafts = True  # one of several engines may have taken it before the others failed
             with self.session.guarded("schedule"):
-                await self._reach(link.set_schedule(wanted))
+                await self._reach(link.set_schedule(replace(wanted, control_share=self._control_share)))
                 self._drafts = any(wanted.table)
                 break
         if schedule is None:
@@ -191,6 +192,14 @@ class RolloutControl:
                 "counts as drafted. They are asked again before each rollout"
             )
         self.speculating = self.session.drafting = self._drafts
+
+    @property
+    def _control_share(self) -> float | None:
+        """Text that is older than the policy is measured by the plain text of its own step: each must have enough of it."""
+        session = self.session
+        if not self.lags or session.target.truncated:
+            return None
+        return share_for(session.config.control_share, session.judged_together)
 
     def _say_once(self, text: str, *values: object) -> None:
         if text not in self._said:

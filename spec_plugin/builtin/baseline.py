@@ -206,7 +206,9 @@ class Baseline:
         bounds, move, scale = self._bounds[name], _MOVES[name], lag * self._scale
         of, phases = _STATISTICS[name], self._phases.get(lag, ())
         if len(now) >= CONTROL:
-            past = tuple(v for p in phases if len(p.plain) >= CONTROL for v in _in_units(of(p.plain), of(p.plain)))
+            # a step that has moved nothing (no learning rate yet) says nothing of how uneven a move is
+            told = [of(p.plain) for p in phases if len(p.plain) >= CONTROL and median(of(p.plain)) > _SMALLEST]
+            past = tuple(v for plain in told for v in _in_units(plain, plain))
             if len(past) >= ENOUGH:
                 unit = max(median(now), _SMALLEST)
                 verdict = compared(_in_units(values, now), past, bounds.factor, bounds.least * self._scale / unit)

@@ -35,7 +35,7 @@ from spec_plugin.builtin.agreement import Spread, Windows, difference, median, s
 from spec_plugin.builtin.baseline import ENOUGH, Baseline, Excess
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import LogprobBatch, TargetInfo
+from spec_plugin.events import LogprobBatch, StatedLogprobs, TargetInfo
 from spec_plugin.hookspecs import hookimpl
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def check_finite(name: str, values: Tensor, mask: Tensor) -> None:
         raise LogprobProvenanceError(f"{what}: {_show(bad, {name: values})}. {_ADVICE}")
 
 
-def check_versions(batch: LogprobBatch) -> None:
+def check_versions(batch: LogprobBatch | StatedLogprobs) -> None:
     """Refuse sequences that another policy version sampled than the trainer may train on.
 
     Raises:
@@ -106,17 +106,19 @@ def _refuse_versions(wrong: Tensor, now: int, first: Tensor, last: Tensor, reaso
 def by_lag(batch: LogprobBatch) -> Iterator[tuple[int, LogprobBatch]]:
     """Split a batch by how many policy versions lie between sampling and recomputation of a token; 0 first.
 
+    Steps that were trained since the last sync count as versions, too: the weights have moved.
+
     Where only the versions of a sequence's first and last token are known, the first one's counts; unknown counts as 1.
     """
     if not batch.lag_allowed or batch.rollout is None:
-        yield int(batch.lag_allowed), batch
+        yield int(batch.lag_allowed) + batch.ahead, batch
         return
     first = batch.rollout_versions
     versions = batch.mask.new_full((), -1, dtype=int64) if first is None else first[:, None]
     versions = versions.expand_as(batch.mask)
     if batch.token_versions is not None:
         versions = batch.token_versions.where(batch.token_versions >= 0, versions)
-    lags = (batch.policy_version - versions).masked_fill(versions < 0, 1)
+    lags = (batch.policy_version - versions).masked_fill(versions < 0, 1) + batch.ahead
     for lag in sorted(set(lags[batch.mask].tolist())):
         yield int(lag), replace(batch, mask=batch.mask & (lags == lag))
 
@@ -172,6 +174,16 @@ class ProvenanceGuard:
         self._config, self._target = config, target
         self._comparable = not target.truncated
         self._baseline = Baseline(target)
+
+    @hookimpl
+    def spec_check_stated(self, batch: StatedLogprobs) -> None:
+        """Finite and right version; what cannot be compared here is compared on a sample.
+
+        Raises:
+            LogprobProvenanceError: on the first violation.
+        """
+        check_finite("rollout", batch.rollout, batch.mask)
+        check_versions(batch)
 
     @hookimpl
     def spec_check_logprobs(self, batch: LogprobBatch) -> None:

@@ -264,6 +264,8 @@ class EngineFront:
             k = self.session.config.k
             current = k if self._schedule is None else max(self._schedule.table)
             schedule = for_states(schedule, k, current, self.busy)
+        share = schedule.control_share
+        self._group.share = self.session.config.control_share if share is None else share
         self._schedule = None
         await self.engine.reset_prefix_cache()
         await set_schedule(self.engine, schedule.table, schedule.break_even)

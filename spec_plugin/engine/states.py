@@ -72,4 +72,4 @@ def for_states(wanted: Schedule, k: int, current: int, in_flight: bool) -> Sched
         in_flight: are there requests that may have drafted with it.
     """
     drafts = min(wanted.table[1:], default=0) >= k or (in_flight and current > 0)
-    return Schedule((k * drafts,) * len(wanted.table))
+    return Schedule((k * drafts,) * len(wanted.table), control_share=wanted.control_share)

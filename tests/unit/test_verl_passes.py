@@ -100,7 +100,11 @@ def test_a_references_pass_that_fails_leaves_the_next_one_to_be_judged(actor: Ac
 
 
 def test_where_the_pass_is_bypassed_log_probs_are_computed_whatever_the_update_distils(actor: Actor) -> None:
-    actor._check_bypassed(actor._session, batch(distillation_use_topk=True, distillation_only=True))
+    rows = {"input_ids": [torch.zeros(4).long()] * 3, "response_mask": [torch.ones(2).long()] * 3}
+    nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
+    data = TensorDict(nested, batch_size=[3])
+    tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=True)
+    actor._check_sample(actor._session, data)
     assert actor.passes == [
         {"adapters": True, "loss": None, "distillation_use_topk": False, "distillation_only": False}
     ]
