@@ -199,7 +199,7 @@ class LogprobBatch:
         None  # [B] int64 policy version that sampled each last token; None: ``rollout_versions``
     )
     token_versions: Tensor | None = None  # [B, T] int64 what the engine itself says of each token, -1 unknown
-    #: steps that the trainer has trained since the weight sync of ``policy_version``: the weights that recompute are newer by those
+    #: steps trained since the weight sync of ``policy_version``: the weights that recompute are newer by those
     ahead: int = 0
 
     def of(self, rows: Tensor) -> LogprobBatch:
@@ -241,6 +241,7 @@ class Check:
     passed: bool
     detail: str  # numbers, in one line
     out_of_time: bool = False  # not passed only because the time limit came first: nothing was found wrong
+    unproven: bool = False  # nothing was found wrong with drafts, but what it is there to prove is not proven
 
 
 #: steps of one kind that say what such a step takes
@@ -259,6 +260,11 @@ class SelfTestReport:
     def passed(self) -> bool:
         """True when every check passed."""
         return all(c.passed for c in self.checks)
+
+    @property
+    def unproven(self) -> tuple[Check, ...]:
+        """What is not proven, although nothing was found wrong with drafts."""
+        return tuple(c for c in self.checks if c.unproven)
 
     @property
     def out_of_time(self) -> bool:

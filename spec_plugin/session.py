@@ -72,7 +72,11 @@ class SpecSession:
             None  # do the engines draft in this phase, as ``RolloutControl`` knows; None: not known
         )
         self._left_out: set[tuple[str, object]] = set()  # metrics that a warning has named
-        self._judged = (-1, 0), 0  # the last step whose log-probs were judged, and the sequences that they were chosen from
+        self._unproven = 0  # checks of the last self-test
+        self._judged = (
+            (-1, 0),
+            0,
+        )  # the last step whose log-probs were judged, and the sequences that they were chosen from
         if self.method.why:
             logger.info("spec-plugin: spec.method=%s is %s: %s", config.method, self.method.name, self.method.why)
         SESSIONS.add(self)
@@ -137,6 +141,7 @@ class SpecSession:
 
     def engine_ready(self, report: SelfTestReport) -> None:
         """The self-test passed; hand its measurements on."""
+        self._unproven = len(report.unproven)
         with self.guarded("engine_ready"):
             self.manager.hook.spec_engine_ready(report=report)
 
@@ -276,6 +281,7 @@ class SpecSession:
         if self.drafting is False:
             merged.update({name: 0.0 for name in merged if name.startswith("spec/k_b")})
         merged["spec/failed"] = float(self.failed)
+        merged["spec/unproven"] = float(self._unproven)
         merged["spec/provenance"] = float(not self.unguarded)
         return merged
 

@@ -90,6 +90,13 @@ SCHEMA = (
         "spec/logprob_tolerance", "nats", 0, math.inf, "mean difference from which a stretch of text counts against it"
     ),
     Metric("spec/logprob_alarms", "", 0, 1e9, "phases without drafts that looked wrong since the run began"),
+    Metric(
+        "spec/unproven",
+        "",
+        0,
+        9,
+        "checks of the self-test that found nothing wrong and prove nothing; a warning names them",
+    ),
     Metric("spec/provenance", "", 0, 1, "1 while the engine's log-probs are compared with the policy's"),
     Metric("spec/versions_known", "", 0, 1, "share of sequences whose policy version the trainer recorded"),
 )

@@ -24,7 +24,7 @@ from spec_plugin.engine.schedule.scheduler import (
     SCHEDULER,
     in_flight,
     pause_idle_draft,
-    set_schedule,
+    put_in_force,
     take_steps,
 )
 from spec_plugin.engine.selftest.probe import TOP
@@ -268,8 +268,7 @@ class EngineFront:
         self._group.share = self.session.config.control_share if share is None else share
         self._schedule = None
         await self.engine.reset_prefix_cache()
-        await set_schedule(self.engine, schedule.table, schedule.break_even)
-        await pause_idle_draft(self.engine, schedule.table)
+        await put_in_force(self.engine, schedule.table, schedule.break_even)
         self._schedule = schedule
 
     async def go_plain(self) -> None:
@@ -292,12 +291,12 @@ class EngineFront:
         config, target = self.session.config, self.session.target
         vocab_size = target.vocab_size
         assert vocab_size is not None, "engine_arguments has asked"
-        if self.tokenizer is not None:
-            vocab_size = min(len(self.tokenizer), vocab_size)
+        # rows beyond the tokenizer's pad the matrix: nobody asks by them, but an engine may well sample them
+        asked = vocab_size if self.tokenizer is None else min(len(self.tokenizer), vocab_size)
         await pause_idle_draft(self.engine, [config.k])
         report = await run_self_test(
             self.engine,
-            prompts=questions_and_noise(self.tokenizer, vocab_size, config.seed),
+            prompts=questions_and_noise(self.tokenizer, asked, config.seed),
             sampling=dict(target.sampling),
             k=config.k,
             vocab_size=vocab_size,

@@ -33,7 +33,7 @@ def live() -> Any:
 @pytest.fixture
 def front(live) -> EngineFront:
     target = TargetInfo("", tiny_config().to_dict(), "float32", max_num_seqs=MAX_NUM_SEQS, sampling=ROLLOUT)
-    front = EngineFront(SpecSession(SpecConfig(), target, create_manager((), (), load_entry_points=False)), None)
+    front = EngineFront(SpecSession(SpecConfig(k=K), target, create_manager((), (), load_entry_points=False)), None)
     front.engine = live.engine
     return front
 

@@ -15,6 +15,27 @@ _REFUSED = ("test_check_command_verl.py::test_an_objection_names_the_option_and_
 
 MUTATIONS = (
     Mutation(
+        "adapters/spec_plugin_verl/actor.py",
+        "        self._check_stated(session, data)\n        if not RUNTIME.judged.sample:\n            self._check_sample",
+        "        if not RUNTIME.judged.sample:\n            self._check_stated(session, data)\n            self._check_sample",
+        "law 3: where the pass is bypassed all mini-batches but the first of a step go unseen",
+        ("test_verl_ways.py",),
+    ),
+    Mutation(
+        "adapters/spec_plugin_verl/runtime.py",
+        "        self.judged = Judged()\n\n",
+        "\n",
+        "law 3: where the pass is bypassed only the first step is judged",
+        ("test_verl_ways.py",),
+    ),
+    Mutation(
+        "adapters/spec_plugin_verl/runtime.py",
+        "        return steps if version == self.policy_version else 0\n",
+        "        return 0\n",
+        "with several steps a sync the sample of the second one is judged as if the weights had not moved, and stops the run",
+        ("test_verl_ways.py",),
+    ),
+    Mutation(
         "adapters/spec_plugin_verl/rollout.py",
         "if self._ensure_server_handle():",
         "if not self._ensure_server_handle():",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -459,6 +460,42 @@ def test_a_small_gain_is_compared_with_a_plain_phase_before_it_is_believed(accep
     if not speculates:
         c.spec_rollout_end(phase(100.0))
         assert c.brake.compares
+        for version in range(2, 20):
+            assert any(c.spec_schedule(version).table), "the plain phase was slower: what was measured holds"
+            c.spec_rollout_end(phase(110.0, K, acceptance))
+
+
+def test_a_draft_that_no_training_predicts_is_not_forgotten_over_phases_that_say_nothing_of_it():
+    c = controller({8: 1.2}, draft="d")
+    c.spec_refreshed(DraftRefresh(0, 0, {}, "", ()), RefreshReport(True, 0, "", 1.0))
+    c.spec_schedule(0)
+    c.spec_rollout_end(phase(100.0, K, 3.0))
+    few = RolloutStats(1, 8, 40, 1.0, 5, 5 * K, 10, (5, 3, 2), (StepTiming(8, K, False, 0.2, 2),))
+    for silent in (phase(50.0), few, phase(50.0)):
+        c.spec_schedule(1)
+        c.spec_rollout_end(silent)
+        assert any(c.spec_schedule(2).table), "it was worth 2.5 times plain decoding when it was last seen"
+
+
+def test_what_training_promises_of_a_newer_draft_replaces_what_was_measured_of_the_one_before():
+    c = controller({8: 1.2})
+    promised(c, (0.9, 0.9, 0.9))
+    on(c)
+    drafted(c, 3, 0.05)
+    assert not on(c)
+    c.spec_rollout_end(phase(100.0))
+    promised(c, (0.9, 0.9, 0.9))
+    assert c.acceptance_curve is not None and c.acceptance_curve[0] != pytest.approx(0.05, abs=0.01)
+
+
+def test_what_the_engine_would_have_accepted_replaces_what_it_accepted_before():
+    c = controller({8: 1.2}, draft="d")
+    c.spec_schedule(0)
+    c.spec_rollout_end(phase(100.0, K, 1.05))
+    c.spec_schedule(1)
+    plain = phase(100.0)
+    c.spec_rollout_end(replace(plain, shadow_rounds=200, shadow_per_pos=(180, 160, 150)))
+    assert any(c.spec_schedule(2).table)
 
 
 def test_once_it_was_served_there_is_no_head_start_any_more():

@@ -12,7 +12,15 @@ from test_training import TARGET, sync
 
 from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest
-from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport
+from spec_plugin.events import (
+    DraftRefresh,
+    EngineState,
+    LogprobBatch,
+    RefreshReport,
+    RolloutStats,
+    Schedule,
+    SelfTestReport,
+)
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
@@ -48,6 +56,26 @@ class Engines:
     async def state(self, moment: str) -> EngineState:
         self.calls.append(f"read weights: {moment}")
         return EngineState(moment, 0, 0, "", "")
+
+
+@pytest.mark.parametrize(("overlaps", "shares"), [(False, [None, None]), (True, [0.25, 6 / 40])])
+def test_law_3_the_engines_are_told_how_many_requests_each_judged_batch_needs_in_the_control_group(overlaps, shares):
+    """Synchronous: as many as the options say. Else six sequences of those that are judged together, once that is known."""
+    engines, told = Engines(), []
+
+    async def set_schedule(schedule: Schedule) -> None:
+        told.append(schedule.control_share)
+
+    engines.set_schedule = set_schedule  # type: ignore[method-assign]
+    session = SpecSession(SpecConfig(), TARGET, create_manager(load_entry_points=False))
+    control = RolloutControl(session, engines, overlaps=overlaps)
+    for version in range(2):
+        asyncio.run(control.synced(sync(version)))
+        asyncio.run(control.begin())
+        for _ in range(2):  # micro-batches of one step
+            values = torch.full((20, 9), -1.0)
+            session.check_logprobs(LogprobBatch(version, values, None, values < 0, None, False, False))
+    assert told == shares
 
 
 @pytest.mark.parametrize("sleeps", [True, False])

@@ -20,6 +20,7 @@ from spec_plugin.engine.selftest.verdicts import (
     greedy_limit,
     greedy_noise,
     logprob_check,
+    not_stated,
     path_check,
 )
 
@@ -306,7 +307,47 @@ def test_log_probs_that_plain_requests_do_not_follow_either_say_nothing_of_specu
     assert evidence_check([follows] * 9, [follows] * 9, V, 5e-7).passed
     assert not evidence_check([deviates] * 9, [follows] * 9, V, 5e-7).passed
     check = evidence_check([deviates] * 9, [deviates] * 9, V, 5e-7)
-    assert check.passed and check.detail.startswith("not applicable")
+    assert check.passed and check.unproven and "unproven: plain requests, too, deviate" in check.detail
+    assert "looks like" in check.detail
+    assert not evidence_check([follows] * 9, [follows] * 9, V, 5e-7).unproven
+
+
+def _hotter(rng: np.random.Generator, sequences: int, times: float) -> list[Sampled]:
+    """An engine whose sampler runs at so many times the temperature that its log-probs are stated for."""
+    out = []
+    for _ in range(sequences):
+        logits = rng.normal(size=(9, 20))
+        stated = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        real = np.exp(logits / times) / np.exp(logits / times).sum(-1, keepdims=True)
+        tokens = [int(rng.choice(20, p=p)) for p in real]
+        order = np.argsort(-stated, axis=-1)
+        top = np.take_along_axis(stated, order, -1)
+        ranks = np.array([int(np.flatnonzero(order[t] == tokens[t])[0]) for t in range(9)])
+        out.append(Sampled(0, tuple(tokens), stated[np.arange(9), tokens], top, order, ranks))
+    return out
+
+
+@pytest.mark.parametrize(("times", "unproven"), [(1.0, False), (1.1, True), (0.9, True)])
+def test_law_2_an_engine_whose_plain_requests_contradict_their_own_log_probs_is_not_proven(times, unproven):
+    """A temperature 10 % off in both arms: equal counts, right log-probs, and not the samples that are stated."""
+    rng = np.random.default_rng(1)
+    spec, plain = (_hotter(rng, 1500, times) for _ in range(2))
+    check = evidence_check(spec, plain, 20, 5e-7)
+    assert (check.passed, check.unproven) == (True, unproven)
+    assert counts_check(spec, plain, 5e-7).passed, "nothing else sees it"
+
+
+def test_law_2_where_other_log_probs_are_stated_than_sampled_by_that_is_said_to_be_unproven():
+    check = not_stated("raw_logprobs", {"temperature": 0.7})
+    assert check.passed and check.unproven and "logprobs_mode=processed_logprobs would prove it" in check.detail
+
+
+@pytest.mark.parametrize("token", [30, 31, 39])
+def test_law_2_tokens_beyond_the_tokenizers_are_samples_like_others(token):
+    """Qwen names 151,669 tokens and has 151,936 rows; an untrained row is as likely as any."""
+    flat, ids = [[math.log(0.5), math.log(0.5)]] * 101, [[1, token]] * 101
+    arm = [_sequence([1, token] * 50 + [1], flat, ids)] * 9
+    assert evidence_check(arm, arm, 40, 5e-7).passed
 
 
 def test_a_handful_of_samples_is_no_proof():

@@ -102,7 +102,9 @@ class Control:
 class Trainer:
     """One of verl's trainers: its steps, each of mini-batches, with or without a log-prob pass; weights synced every so often."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, lags: bool, sync_every: int, bypass: bool) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, lags: bool, sync_every: int, bypass: bool, older: bool | None = None
+    ) -> None:
         self.runtime = ActorRuntime()
         monkeypatch.setattr(room, "RUNTIME", self.runtime)
         target = TargetInfo(path="", hf_config={"vocab_size": VOCABULARY}, dtype="float32")
@@ -112,7 +114,7 @@ class Trainer:
         self.runtime.control = self.control
         self.actor = Actor()
         self.actor._session, self.actor._harvest = session, SimpleNamespace(open=lambda: None, close=lambda: None)
-        self.lags, self.sync_every, self.bypass = lags, sync_every, bypass
+        self.older, self.sync_every, self.bypass = lags if older is None else older, sync_every, bypass
         self._rng, self.steps = random.Random(0), 0
         self._sampler = Policy()  # the engine's copy
 
@@ -140,7 +142,7 @@ class Trainer:
         self.actor.module.load_state_dict(now)
 
     def _batch(self, m: int, wrong: dict[tuple[int, int], str], controlled: int) -> Any:
-        sampler, version = (self._older, self.control.policy_version - 1) if self.lags else (self._sampler, None)
+        sampler, version = (self._older, self.control.policy_version - 1) if self.older else (self._sampler, None)
         version = self.control.policy_version if version is None else version
         ids = [torch.tensor([self._rng.randrange(VOCABULARY) for _ in range(PROMPT + TOKENS)]) for _ in range(ROWS)]
         with torch.no_grad():
@@ -162,15 +164,20 @@ class Trainer:
                 stated[r][STRETCH] += 4.0 * (fault == "another model")  # what was not drafted is right
             document = ids[r].tolist()
             self.control.known.add([span_of(document[:PROMPT], document[PROMPT:], version, stretch)], version)
-        nested = {"input_ids": ids, "response_mask": [torch.ones(TOKENS, dtype=torch.long)] * ROWS, "rollout_log_probs": stated}
+        nested = {
+            "input_ids": ids,
+            "response_mask": [torch.ones(TOKENS, dtype=torch.long)] * ROWS,
+            "rollout_log_probs": stated,
+        }
         data = TensorDict(
-            {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in nested.items()}, batch_size=[ROWS]
+            {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in nested.items()},
+            batch_size=[ROWS],
         )
         tu.assign_non_tensor_stack(data, "extra_fields", said)
         return data
 
 
-#: name: (older text, steps a sync, no log-prob pass)
+#: name: (asynchronous, steps a sync, no log-prob pass, is the text older than the last sync)
 WAYS = {
     "a log-prob pass": (False, 1, False),
     "bypassed": (False, 1, True),
@@ -178,6 +185,7 @@ WAYS = {
     "one step off, bypassed": (True, 1, True),
     "several steps a sync, a log-prob pass": (True, 3, False),
     "several steps a sync, bypassed": (True, 3, True),
+    "several steps a sync, bypassed, text of the last one": (True, 3, True, False),
 }
 
 

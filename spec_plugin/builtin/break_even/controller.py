@@ -119,7 +119,8 @@ class BreakEvenController:
         self.brake = Brake()
         self._predicted: tuple[float, ...] = ()  # chance of each position; empty: no prediction
         self._served_prediction: tuple[float, ...] = ()
-        self._measured: tuple[float, ...] | None = None  # chance of each position, in the last phase
+        #: chance of each position, in the last phase that drafted enough; until something newer is known of the draft
+        self._measured: tuple[float, ...] | None = None
         self._deepest: tuple[float, ...] = ()  # the same, beyond that one's largest k from phases before it
         self._tried = False
         self._correction = 1.0
@@ -171,8 +172,8 @@ class BreakEvenController:
         if not report.installed:
             return
         self._predicted = refresh.expected_chances
-        if self._predicted and self._measured is not None and self._useless(self._measured):
-            self._measured = None
+        if self._predicted and (self._undrafted or (self._measured is not None and self._useless(self._measured))):
+            self._measured = None  # of a draft before this one
 
     @hookimpl
     def spec_rollout_end(self, stats: RolloutStats) -> None:
@@ -184,10 +185,10 @@ class BreakEvenController:
             self._plain_seconds = stats.seconds
             if stats.shadow_rounds >= _MIN_DRAFTS:  # the engine itself has seen what drafting would have done
                 self._predicted = conditional_acceptance(stats.shadow_per_pos, stats.shadow_rounds)
+                self._measured = None
         self._tried = self._tried or drafted  # too few drafts to measure are still some that the guard let pass
-        enough = drafted and stats.forwards >= _MIN_DRAFTS
-        self._measured = _acceptance_of(stats) if enough else None
-        if self._measured is not None:
+        if drafted and stats.forwards >= _MIN_DRAFTS:
+            self._measured = _acceptance_of(stats)
             self._deepest = (*self._measured, *self._deepest[len(self._measured) :])
             self._compare(stats)
             if self._useless(self._measured):

@@ -134,6 +134,11 @@ def _guard(run: Run) -> Iterator[Finding]:
     for step, by in _increments(run.series("spec/logprob_alarms")):
         text = f"{by:.0f} phase{'s' * (by > 1)} without drafts looked wrong at step {step}: engine and actor differ on plain text"
         yield Finding("warn", text, step)
+    if unproven := [s for s, v in run.series("spec/unproven").pairs() if v > 0]:
+        text = (
+            "the self-test has not proven that the engine samples by the log-probs that it states; its warning says why"
+        )
+        yield Finding("warn", text, unproven[0])
     if unguarded := [s for s, v in run.series("spec/provenance").pairs() if v < 1]:
         text = f"nobody compared the engine's log-probs with the policy's at {_steps(unguarded)}"
         yield Finding("bad", text, unguarded[0])

@@ -240,6 +240,23 @@ async def pause_idle_draft(engine: AsyncLLM, table: Sequence[int]) -> None:
     await _call(engine, "spec_pause", not any(table))
 
 
+async def put_in_force(engine: AsyncLLM, table: Sequence[int], break_even: Sequence[float] = ()) -> None:
+    """Install a table, with the draft paused if and only if no batch size of it drafts; requests may be in flight.
+
+    At no moment does the table ask for drafts that a paused draft does not make: V2 would verify what it drafted long ago, for
+    other requests. So the draft runs again before such a table is set, and is paused behind one that asks for none.
+
+    Raises:
+        ValueError: if the engine refuses the table; the old one stays in force.
+        PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
+    """
+    if any(table):
+        await pause_idle_draft(engine, table)
+    await set_schedule(engine, table, break_even)
+    if not any(table):
+        await pause_idle_draft(engine, table)
+
+
 async def in_flight(engine: AsyncLLM) -> dict[int, int]:
     """Tokens that each numbered request has sampled so far, by its number; exact while the engine is paused.
 

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from spec_plugin.engine.schedule.scheduler import PLAIN, pause_idle_draft, set_schedule
+from spec_plugin.engine.schedule.scheduler import PLAIN, put_in_force
 from spec_plugin.engine.selftest.verdicts import Sampled
 
 T = TypeVar("T")
@@ -120,8 +120,7 @@ async def calibrate(
                 return
             for width in ks:
                 table = [width] * entries
-                await set_schedule(probe.engine, table)
-                await pause_idle_draft(probe.engine, table)
+                await put_in_force(probe.engine, table)
                 await gather_or_cancel([_run(probe, prompts[i % len(prompts)], params) for i in range(batch)])
             took[batch] = latest = time.perf_counter() - begin
 

@@ -51,6 +51,7 @@ from spec_plugin.engine.selftest.verdicts import (
     greedy_limit,
     greedy_noise,
     logprob_check,
+    not_stated,
     path_check,
     spread,
 )
@@ -203,8 +204,8 @@ class _SelfTest:
     async def _restore(self, table: list[int] | None) -> None:
         async def restore() -> None:
             if table is not None:
-                await set_schedule(self.engine, table)
                 await pause_idle_draft(self.engine, [self.k])  # not paused, as it was
+                await set_schedule(self.engine, table)
             await self.engine.reset_prefix_cache()
 
         try:
@@ -273,6 +274,8 @@ class _SelfTest:
         self.checks.append(counts_check(self.spec, self.plain, self.alpha / 2))
         if self._states_what_it_samples():
             self.checks.append(evidence_check(self.spec, self.plain, self.vocab_size, self.alpha / 2))
+        else:
+            self.checks.append(not_stated(self.probe.logprobs_mode, self.probe.sampling))
         self.checks.append(path_check(before, read_spec_counters()))
 
     def _states_what_it_samples(self) -> bool:

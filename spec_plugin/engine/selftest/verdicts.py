@@ -115,8 +115,9 @@ def counts_check(spec: Sequence[Sampled], plain: Sequence[Sampled], alpha: float
 def evidence_check(spec: Sequence[Sampled], plain: Sequence[Sampled], vocab_size: int, alpha: float) -> Check:
     """The speculating arm's tokens come from the distribution that its log-probs state.
 
-    When the *plain* arm does not either, the stated log-probs are not those of the sampler (an option that we do not know
-    of): then this says nothing about speculation, and passes with a note.
+    When the *plain* arm does not either, the stated log-probs are not those of the sampler, drafts or none: the engine samples
+    wrongly, or by an option that we do not know of. The run would be no better without the flag, so it is not refused; but
+    that samples follow the stated distribution is unproven, and said to be.
     """
     stated = {}
     for name, arm in (("speculating", spec), ("plain", plain)):
@@ -127,11 +128,19 @@ def evidence_check(spec: Sequence[Sampled], plain: Sequence[Sampled], vocab_size
         f"would show {detectable(stated['speculating'], alpha)}"
     )
     if base.p_value <= alpha:
-        return Check(
-            "samples: log-probs", True, f"not applicable, plain requests deviate from their log-probs: {detail}"
-        )
+        found = f"unproven: plain requests, too, deviate from their own stated log-probs; looks like {base.alternative}"
+        return Check("samples: log-probs", True, f"{found}: {detail}", unproven=True)
     passed = r.p_value > alpha
     return Check("samples: log-probs", passed, detail if passed else f"{detail}; looks like {r.alternative}")
+
+
+def not_stated(logprobs_mode: str, sampling: Mapping[str, Any]) -> Check:
+    """In place of ``evidence_check`` where the engine states other log-probs than those that it samples by."""
+    detail = (
+        f"unproven: logprobs_mode={logprobs_mode} with {dict(sampling)} states other log-probs than tokens are sampled by, so "
+        "only counts are compared; logprobs_mode=processed_logprobs would prove it"
+    )
+    return Check("samples: log-probs", True, detail, unproven=True)
 
 
 def _stated(arm: Sequence[Sampled], vocab_size: int) -> Stated:

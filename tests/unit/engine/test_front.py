@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,19 @@ SETTING = ("reset_prefix_cache", "spec_set_schedule", "spec_pause")
 
 
 def test_nobody_is_in_the_control_group_while_nothing_is_drafted(front):
-    front._group._share, front.engine = 1.0, Core()
-    asyncio.run(front.set_schedule(NOTHING))
+    front.engine = Core()
+    asyncio.run(front.set_schedule(replace(NOTHING, control_share=1.0)))
     assert front.control() is None
-    asyncio.run(front.set_schedule(DRAFT))
+    asyncio.run(front.set_schedule(replace(DRAFT, control_share=1.0)))
     assert front.control() is not None
+
+
+def test_law_3_the_actor_says_how_many_are_in_the_control_group_and_else_the_options_do(front):
+    front.engine = Core()
+    for said, share in ((0.5, 0.5), (None, 0.02)):
+        asyncio.run(front.set_schedule(replace(DRAFT, control_share=said)))
+        members = sum(front.control() is not None for _ in range(1000))
+        assert members == pytest.approx(1000 * share, abs=1)
 
 
 def test_law_3_an_engine_that_was_told_nothing_yet_drafts(front):

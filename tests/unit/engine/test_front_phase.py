@@ -161,9 +161,10 @@ def test_what_a_phase_did_is_what_the_counters_have_moved_by(front, counters):
 
 def test_a_table_is_set_behind_a_fresh_prefix_cache_and_a_draft_that_nobody_uses_is_paused(front):
     asyncio.run(front.set_schedule(Schedule(TABLE)))
-    assert front.engine.calls == ["reset_prefix_cache", "spec_set_schedule", "spec_pause"] and front.drafting
+    assert front.engine.calls == ["reset_prefix_cache", "spec_pause", "spec_set_schedule"] and front.drafting
+    front.engine.calls.clear()
     asyncio.run(front.go_plain())
-    assert not front.drafting
+    assert front.engine.calls == ["reset_prefix_cache", "spec_set_schedule", "spec_pause"] and not front.drafting
 
 
 def test_workers_that_serve_different_drafts_are_an_error(front):
@@ -205,6 +206,32 @@ def test_the_self_test_shares_its_error_level_is_patient_and_counts_as_no_rollou
     asyncio.run(front.self_test(30.0, engines=4))
     assert told["alpha"] == 1e-6 / 4 and (told["seconds"], told["limit"]) == (30.0, 120.0)
     assert asyncio.run(front.stats(0)).tokens == 0
+
+
+class Tokenizer:
+    """Knows fewer tokens than the embedding has rows, as Qwen's does."""
+
+    chat_template = None
+
+    def __len__(self) -> int:
+        return 90
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % 90 for letter in text]}
+
+
+def test_law_2_prompts_are_the_tokenizers_and_what_is_stated_is_the_models(front, monkeypatch):
+    told: dict[str, Any] = {}
+
+    async def run_self_test(engine: Any, **options: Any) -> SelfTestReport:
+        told.update(options)
+        return SelfTestReport((), 1.0)
+
+    monkeypatch.setattr(front_module, "run_self_test", run_self_test)
+    front.tokenizer = Tokenizer()
+    asyncio.run(front.self_test(30.0))
+    assert told["vocab_size"] == front.session.target.vocab_size > 90
+    assert max(token for prompt in told["prompts"] for token in prompt) < 90
 
 
 @pytest.mark.parametrize(
