@@ -17,9 +17,9 @@ from torch import Tensor
 
 from spec_plugin.actor.decoder import Decoder
 from spec_plugin.actor.harvest import Harvester, SequenceShards
+from spec_plugin.actor.judged import share_for
 from spec_plugin.actor.links import EngineLink
 from spec_plugin.answers import many, one
-from spec_plugin.engine.control import share_for
 from spec_plugin.errors import LosslessError
 from spec_plugin.events import (
     DraftRefresh,

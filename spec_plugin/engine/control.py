@@ -17,12 +17,6 @@ if TYPE_CHECKING:
 
 #: tokens of a stretch
 TOKENS = 64
-#: Stretches that are wanted among the sequences that are judged together, where text is older than the policy that recomputes
-#: it: how far the policy has moved is measured there and nowhere else. Each gives two windows; see
-#: ``spec_plugin.builtin.baseline`` for what so many can show.
-WANTED = 6
-#: share of the requests as long as nothing was judged yet, and the most that it becomes
-_AT_FIRST, _MOST = 0.25, 0.5
 #: the names under which adapters hand ``Control.span`` on, beside a response
 PLAIN_FROM, PLAIN_UNTIL = "spec_plain_from", "spec_plain_until"
 #: what the newest response weighs in the mean length
@@ -53,34 +47,6 @@ class Control:
         """
         until = min(tokens, self.first + TOKENS)
         return {PLAIN_FROM: prompt + self.first, PLAIN_UNTIL: prompt + until} if until > self.first else {}
-
-
-def share_for(least: float, judged_together: int) -> float:
-    """The share of the requests that gives each judged batch enough of the control group.
-
-    Args:
-        least: ``spec.control_share``; 0: none at all.
-        judged_together: sequences that are judged together, or from which those are chosen; 0: not known yet.
-    """
-    if not least:
-        return 0.0
-    return min(max(_MOST, least), max(least, WANTED / judged_together if judged_together else _AT_FIRST))
-
-
-def chosen_to_recompute(controlled: Sequence[bool], count: int) -> list[int]:
-    """Which sequences of a batch are recomputed where only some are: half of them of the control group, if it has so many.
-
-    Args:
-        controlled: of each sequence, has it a stretch of the control group.
-        count: how many are wanted.
-
-    Returns:
-        Their indices, ascending; the others are spread evenly.
-    """
-    first = [i for i, yes in enumerate(controlled) if yes][: count // 2]
-    others = [i for i in range(len(controlled)) if i not in first]
-    n = min(count - len(first), len(others))
-    return sorted(first + [others[i * len(others) // n] for i in range(n)])
 
 
 class ControlGroup:

@@ -125,8 +125,8 @@ MUTATIONS = (
     ),
     Mutation(
         _BASELINE,
-        "phases.append(Phase(version, Windows(plain.means[:KEPT], plain.maxima[:KEPT]), drafted))",
-        "phases.append(Phase(version, plain, drafted))",
+        "phase = Phase(version, Windows(whole.means[:KEPT], whole.maxima[:KEPT]), drafted)",
+        "phase = Phase(version, whole, drafted)",
         "the baseline's cap: one long phase outweighs all others, and the checkpoint grows",
         ("test_baseline.py",),
     ),
