@@ -139,8 +139,8 @@ MUTATIONS = (
     ),
     Mutation(
         _BASELINE,
-        "if same and self._same_policy(values, past, bounds, bounds.jump).p_value > ERROR_LEVEL:",
-        "if same:",
+        "drift = same and self._same_policy(values, past, bounds, bounds.jump).p_value > level",
+        "drift = same",
         "law 3: a wrong sync passes for drift, since plain requests show it, too",
         ("test_provenance.py::test_law_3_a_jump_is_no_drift_although_the_control_group_shows_it",),
     ),
