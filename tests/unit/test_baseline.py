@@ -41,7 +41,7 @@ def test_no_phase_of_plain_text_outweighs_the_others():
 
 def test_what_plain_text_showed_long_ago_is_forgotten():
     judge = baseline("float32")
-    judge.remember(0, 0, windows(1.0, 9.0), drafted=False)
+    judge.remember(0, 0, windows(1e-3, 0.01), drafted=False)
     for version in range(1, PHASES + 1):
         judge.remember(version, 0, windows(1e-5, 1e-4, 10), drafted=False)
     assert judge.past(0) == windows(1e-5, 1e-4, 10 * PHASES)
