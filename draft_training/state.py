@@ -32,10 +32,7 @@ def save(trainer: DraftTrainer, path: str | Path, extra: Mapping[str, Any]) -> s
         write_tensors(folder / "trainer.safetensors", own)
         about = {
             "format": FORMAT,
-            "draft_version": trainer.draft_version,
-            "policy_version": trainer.policy_version,
-            "skipped": trainer.skipped,
-            "unroll": trainer.unroll.state_dict(),
+            **_about(trainer),
             "settings": asdict(trainer.settings),
             "draft_digest": weights,
             "trainer_digest": digest(own),
@@ -43,6 +40,20 @@ def save(trainer: DraftTrainer, path: str | Path, extra: Mapping[str, Any]) -> s
         }
         write_json(folder / "trainer.json", about)
     return weights
+
+
+def _about(trainer: DraftTrainer) -> dict[str, Any]:
+    return {
+        "draft_version": trainer.draft_version,
+        "policy_version": trainer.policy_version,
+        "skipped": trainer.skipped,
+        "unroll": trainer.unroll.state_dict(),
+    }
+
+
+def held(trainer: DraftTrainer) -> Saved:
+    """What ``save`` would write, from memory."""
+    return Saved({**_about(trainer), "extra": {}}, trainer.engine_tensors(), _own_tensors(trainer))
 
 
 @dataclass(frozen=True)

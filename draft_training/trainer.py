@@ -301,6 +301,16 @@ class DraftTrainer:
         with self._one_for_all(torch.zeros(1, device=self.device)):
             if dist.get_rank(self._group) == 0:
                 saved = state.read(self, path)
+        return self._take(saved)
+
+    def follow_first(self) -> None:
+        """Go on with the first rank's draft, optimizer, versions and random stream: ranks may have parted (collective)."""
+        if self._group is not None:
+            self._take(state.held(self) if dist.get_rank(self._group) == 0 else None)
+
+    def _take(self, saved: state.Saved | None) -> dict[str, Any]:
+        """The first rank's, on every rank; it alone has some (collective)."""
+        assert self._group is not None
         about: list[Any] = [saved and saved.about]
         dist.broadcast_object_list(about, src=dist.get_global_rank(self._group, 0), group=self._group)
         weights, own = (self._from_first(part) for part in ((saved.weights, saved.own) if saved else (None, None)))

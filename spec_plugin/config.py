@@ -154,6 +154,13 @@ class SpecConfig(BaseModel):
         description="where rollouts go on while the trainer trains: refresh the draft after each slice of its training, too, not "
         "only at weight syncs",
     )
+    recoveries: int = Field(
+        5,
+        ge=0,
+        le=64,
+        description="fresh starts after draft trouble (new refresh, self-test, a plain phase to compare with): 8 weight syncs "
+        "behind it, then 16, 32, ...; 0: drafts stay off",
+    )
     gate_timeout_s: float = Field(
         600.0,
         gt=0.0,

@@ -160,6 +160,15 @@ def spec_refreshed(refresh: DraftRefresh, report: RefreshReport) -> None:
     """(A) The engine has installed, or refused, this refresh."""
 
 
+@hookspec
+def spec_recover() -> None:
+    """(A) Draft work failed some steps ago, and gets a fresh start with this weight sync: drop what may be half done.
+
+    Called on every rank, before ``spec_weight_sync``. The phase that follows is plain; the draft is sent, and the engine tested,
+    at the next weight sync.
+    """
+
+
 @hookspec(firstresult=True)
 def spec_schedule(policy_version: int) -> Schedule | None:
     """(A) After the refresh: how many tokens to draft for each batch size, for the coming rollout phase.

@@ -33,6 +33,7 @@ from spec_plugin.events import (
 )
 from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
+from spec_plugin.recovery import Recovery
 from spec_plugin.rollouts import Rollout
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ SESSIONS: weakref.WeakSet[SpecSession] = weakref.WeakSet()
 class SpecSession:
     """Fires the hooks in lifecycle order for one process of the trainer.
 
-    A failure in draft work turns speculation off for the rest of the run, with one warning and the metric
-    ``spec/failed``; configuration, losslessness and provenance errors pass through and stop the run.
+    A failure in draft work turns speculation off, with one warning and the metric ``spec/failed``, until a fresh start
+    (``spec.recoveries``); configuration, losslessness and provenance errors pass through and stop the run.
     """
 
     def __init__(self, config: SpecConfig, target: TargetInfo, manager: pluggy.PluginManager | None = None) -> None:
@@ -67,11 +68,13 @@ class SpecSession:
         self.manager = manager or create_manager(config.block, config.plugins)
         self.method = method_of(config, target, self.manager)
         self.failure: str | None = None
+        self._recovery = Recovery(config.recoveries)
         self.follows = False  # has speculation failed here only because it failed on another rank
         self.drafting: bool | None = (
             None  # do the engines draft in this phase, as ``RolloutControl`` knows; None: not known
         )
         self._left_out: set[tuple[str, object]] = set()  # metrics that a warning has named
+        self._recoveries = 0
         self._unproven = 0  # checks of the last self-test
         self._judged = (
             (-1, 0),
@@ -84,7 +87,7 @@ class SpecSession:
 
     @property
     def failed(self) -> bool:
-        """True once draft trouble has turned speculation off for good."""
+        """True while draft trouble has turned speculation off."""
         return self.failure is not None
 
     @property
@@ -117,8 +120,13 @@ class SpecSession:
         except Exception as error:  # law 6
             self.fail(where, error)
 
-    def fail(self, where: str, error: BaseException | str) -> None:
-        """Turn speculation off for the rest of the run; only the first call warns, and only where the trouble is.
+    def fail(self, where: str, error: BaseException | str, for_good: bool = False) -> None:
+        """Turn speculation off; only the first call warns, and only where the trouble is.
+
+        Args:
+            where: in what.
+            error: what was wrong.
+            for_good: trying again would not help.
 
         Raises:
             BaseException: if this error, or one that it was raised for, must stop the run, see ``stops_the_run``.
@@ -129,10 +137,34 @@ class SpecSession:
             self.follow(str(error))
         elif self.failure is None or self.follows:
             self.failure, self.follows = f"{where}: {_said(error)}", False
+            self._recovery.failed(for_good)
             exc = error if isinstance(error, BaseException) else None
+            left = self._recovery.left
             logger.warning(
-                "spec-plugin: speculation is off from here on, training goes on plain; %s", self.failure, exc_info=exc
+                "spec-plugin: speculation is off from here on, training goes on plain; %s. %s",
+                *(self.failure, f"Tried again after {left} weight syncs" if left else "Not tried again"),
+                exc_info=exc,
             )
+        elif for_good:
+            self._recovery.failed(for_good)
+
+    def try_again(self) -> bool:
+        """At a weight sync: is it time for a fresh start, of what failed on this rank; then nothing has failed any more."""
+        if self.failure is None or self.follows or not self._recovery.synced():
+            return False
+        logger.warning(
+            "spec-plugin: drafts are tried again (%d of %d times): a plain phase first, then a new refresh and a self-test; they "
+            "were off because of %s",
+            *(self._recovery.begun, self.config.recoveries, self.failure),
+        )
+        self.failure = None
+        return True
+
+    def recover(self) -> None:
+        """All ranks have agreed to begin anew (on every rank)."""
+        self._recoveries += 1
+        with self.guarded("recover"):
+            self.manager.hook.spec_recover()
 
     def follow(self, failure: str | None) -> None:
         """What became of the other ranks: speculation is off here while it is off on one of them."""
@@ -281,6 +313,7 @@ class SpecSession:
         if self.drafting is False:
             merged.update({name: 0.0 for name in merged if name.startswith("spec/k_b")})
         merged["spec/failed"] = float(self.failed)
+        merged["spec/recoveries"] = float(self._recoveries)
         merged["spec/unproven"] = float(self._unproven)
         merged["spec/provenance"] = float(not self.unguarded)
         return merged

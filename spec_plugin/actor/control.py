@@ -73,6 +73,8 @@ class RolloutControl:
         self._running: int | None = None  # policy version of the phase in progress
         self._recalled = False  # do the engines know what a run before this one has sampled
         self._installed = -1  # draft version that the engines serve
+        self._resting = False  # is this the plain phase of a fresh start
+        self._anew = False  # and was nothing sent to the engines since
         self._drafts = True  # do the engines draft, as far as is known; until they are told otherwise they do
         self._said: set[str] = set()  # what is said once
         self._slice_ended = time.monotonic()
@@ -103,8 +105,21 @@ class RolloutControl:
             await self._end_phase()
         self.policy_version = event.policy_version
         await self._audit("synced")
+        failed = self.session.failed
+        self.session.try_again()
         self.agree()
-        await self._install(self.session.weight_sync(event))
+        recovers = failed and not self.session.failed
+        if recovers:
+            self.session.recover()
+        refresh = self.session.weight_sync(event)
+        if recovers:
+            # a plain phase, on which all ranks harvest and train again; what is sent and tested is sent behind the next sync,
+            # for which all replicas were waited
+            self._resting = True
+            return
+        if self._resting:
+            self._resting, self._tested, self._anew = False, None, True
+        await self._install(refresh)
 
     async def _reach(self, call: Awaitable[T], seconds: float = 0.0) -> T:
         """An answer of the engines, in time: a link may have forgotten its own limit, and nothing may wait for ever."""
@@ -116,9 +131,9 @@ class RolloutControl:
         began = time.perf_counter()
         with self.session.guarded("refresh"):
             # the same version again: after sleep, or an untrained draft
-            force = refresh.draft_version == self._installed
+            force = self._anew or refresh.draft_version == self._installed
             report = one(await self._reach(self.link.install(refresh, force=force)), RefreshReport, "install")
-            self._installed = operator.index(report.draft_version)
+            self._installed, self._anew = operator.index(report.draft_version), False
             if not report.installed:
                 self._say_refused(refresh, report)
             self.session.refreshed(refresh, replace(report, milliseconds=(time.perf_counter() - began) * 1e3))
@@ -149,7 +164,7 @@ class RolloutControl:
             self._slice_ended = time.monotonic()  # start-up is no part of the first step
         if not self._recalled and not session.failed:
             await self._recall(link)
-        schedule = session.schedule(self.policy_version)
+        schedule = session.plain_schedule if self._resting else session.schedule(self.policy_version)
         if schedule is not None and any(schedule.table) and self._tested == 0 < self._installed:
             # a newborn draft is never right, so only now can the sampler's accepting half be seen at work
             began = time.monotonic()
@@ -245,7 +260,7 @@ class RolloutControl:
         )
         if session.config.on_self_test_failure == "raise" and not report.out_of_time:
             raise LosslessError(message)
-        session.fail("self-test", message)
+        session.fail("self-test", message, for_good=not report.out_of_time)
 
     async def finish(self) -> None:
         """Collect what the engines did in the phase; later calls do nothing until the next ``begin``.

@@ -25,7 +25,8 @@ class Metric:
 SCHEMA = (
     Metric("spec/on", "", 0, 1, "1 if any batch size speculates in this step"),
     Metric("spec/dropped", "", 0, 1, "1 if the draft did not pay and was dropped within the last rollout"),
-    Metric("spec/failed", "", 0, 1, "1 once draft trouble has turned speculation off for good"),
+    Metric("spec/failed", "", 0, 1, "1 while draft trouble has turned speculation off"),
+    Metric("spec/recoveries", "", 0, 64, "fresh starts after draft trouble since the run began, see recoveries"),
     Metric(
         "spec/acceptance_length",
         "",

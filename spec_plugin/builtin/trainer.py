@@ -68,6 +68,17 @@ class DraftTraining:
         """Remember; the model itself is built at the first weight sync, when the policy's embedding is known."""
         self._config, self._target, self._method = config, target, method
 
+    @hookimpl
+    def spec_recover(self) -> None:
+        """All ranks go on with the first one's draft; where they do not all have one, a new one begins (collective)."""
+        counts = self._token_counts is not None
+        lacks, counting, counted = on_any_rank(self._trainer is None or self._buffer is None, counts, not counts)
+        self._judged = self._slice = None
+        if lacks or (counting and counted):
+            self._trainer = self._buffer = self._token_counts = None
+        elif self._trainer is not None:
+            self._trainer.follow_first()
+
     @hookimpl(wrapper=True)
     def spec_weight_sync(self, event: WeightSync) -> Generator[None, Any, Any]:
         """The draft's embedding and head are the policy's: follow them, when all ranks' other plugins have."""

@@ -29,11 +29,16 @@ from minimal_adapter.loop import Settings, Trainer
 from spec_plugin import LogprobProvenanceError, hookimpl, hookspecs
 from spec_plugin.actor import control as control_module
 from spec_plugin.events import LogprobBatch
+from spec_plugin.recovery import Recovery
 
 #: chance of a fault in each call
 CHANCE = 0.03
-#: chance that a failed session is healed at the end of a step: a user's run stays plain, and would show no more
-HEALS = 0.7
+#: chance that nothing more is planted after a failure until drafts are back; else faults go on, in what runs without them
+QUIET = 0.7
+#: weight syncs until a fresh start, at most: a user's run waits for eight, and then for longer
+WAITS = 3
+#: steps in which drafts must be back, where nothing more is planted: those, a plain phase, the one that refreshes, one to spare
+BACK_WITHIN = WAITS + 3
 #: of the KV cache
 KV_BLOCKS = 64
 #: nats by which planted log-probs of drafted text are wrong
@@ -59,10 +64,11 @@ class Dice:
 
     def __init__(self, seed: str) -> None:
         self.rng, self.struck = random.Random(seed), Counter[str]()
+        self.quiet = False
 
     def fault(self, call: str, kinds: tuple[str, ...]) -> str:
         """A kind, or nothing."""
-        if self.rng.random() >= CHANCE:
+        if self.rng.random() >= CHANCE or self.quiet:
             return ""
         kind = self.rng.choice(kinds)
         self.struck[f"{call}: {kind}"] += 1
@@ -89,7 +95,12 @@ def faulty_plugin(dice: Dice) -> object:
 
         return hookimpl(tryfirst=True)(fire)
 
-    strict = {"spec_method", "spec_configure", "spec_check_logprobs"}  # there every failure stops the run
+    strict = {
+        "spec_method",
+        "spec_configure",
+        "spec_check_logprobs",
+        "spec_check_stated",
+    }  # there every failure stops the run
     names = [name for name in vars(hookspecs) if name.startswith("spec_") and name not in strict]
     return type("Chaos", (), {name: hook(name) for name in names})()
 
@@ -168,6 +179,18 @@ def planted(batch: LogprobBatch, rng: random.Random) -> LogprobBatch:
     return replace(batch, rollout=wrong)
 
 
+class Impatient(Recovery):
+    """Tries again sooner than in a user's run, and without an end."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(most=1)
+        self._rng = rng
+
+    def failed(self, for_good: bool) -> None:
+        """See ``Recovery``."""
+        self._left = None if for_good else self._rng.randint(1, WAITS)
+
+
 class Chaos(MinimalAdapter):
     """Mixed in before an adapter."""
 
@@ -178,6 +201,8 @@ class Chaos(MinimalAdapter):
         self.dice = Dice(os.environ["SOAK_SEED"])
         self.counts = Counter[str]()
         self.worst = 0.0  # nats between engine and actor, in batches that entered the loss
+        self.session._recovery = Impatient(self.dice.rng)
+        self.away: int | None = None  # steps since a failure behind which nothing more is planted
         self.session.manager.register(faulty_plugin(self.dice), name="chaos")
         self.control.link = FaultyLink(self.link, self.dice)  # type: ignore[assignment]
         self._check = self.session.check_logprobs
@@ -187,7 +212,7 @@ class Chaos(MinimalAdapter):
         """With a KV cache that has been used from end to end soon: until then memory grows."""
         return {**super().engine_arguments(), "num_gpu_blocks_override": KV_BLOCKS}
 
-    def checked(self, batch: LogprobBatch) -> None:
+    def checked(self, batch: LogprobBatch, chosen_from: int | None = None) -> None:
         """A wrong batch must not pass, and the right one must."""
         guard: Any = self.session.manager.get_plugin("provenance")
         before = copy.deepcopy(vars(guard))
@@ -199,7 +224,7 @@ class Chaos(MinimalAdapter):
         except LogprobProvenanceError:
             self.counts["wrong_refused"] += 1
         vars(guard).update(before)  # what was planted is no part of the run's own history
-        self._check(batch)
+        self._check(batch, chosen_from)
         assert batch.rollout is not None
         same = batch.mask  # the policy that sampled is the one that recomputes
         if batch.token_versions is not None:
@@ -210,14 +235,25 @@ class Chaos(MinimalAdapter):
         self.counts["drafted_phases"] += batch.speculating
 
     def metrics(self) -> dict[str, float]:
-        """The adapter's, what the process holds, and what was planted; then, perhaps, the session is healed."""
+        """The adapter's, what the process holds, and what was planted."""
         own = {"struck": self.dice.struck.total(), "worst": self.worst, "failed": self.session.failed, **self.counts}
         logged = {**super().metrics(), **{f"soak/{name}": float(value) for name, value in (own | holds()).items()}}
         assert all(math.isfinite(value) for value in logged.values())
-        if self.session.failed and self.dice.rng.random() < HEALS:
-            self.session.failure = None
+        self._watch_recovery()
         (self.settings.out / "struck.txt").write_text("\n".join(sorted(self.dice.struck.elements())))
         return logged
+
+    def _watch_recovery(self) -> None:
+        """Drafts must come back after each failure, if nothing else fails meanwhile."""
+        if self.away is None:
+            if self.session.failed and self.dice.rng.random() < QUIET:
+                self.away, self.dice.quiet = 0, True
+            return
+        self.away += 1
+        back = not self.session.failed and self.control.speculating
+        if back or self.away > BACK_WITHIN:
+            self.counts["came_back" if back else "stayed_away"] += 1
+            self.away, self.dice.quiet = None, False
 
     def save(self, folder: Path) -> None:
         """The loop's own part is spared."""

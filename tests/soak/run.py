@@ -2,7 +2,8 @@
 
     python -m soak.run --steps 200 --seed 7
 
-What must be: no wrong log-prob accepted, no hang, no process left behind, memory and open files flat.
+What must be: no wrong log-prob accepted, drafts back after each failure, no hang, no process left behind, memory and open files
+flat.
 """
 
 from __future__ import annotations
@@ -197,6 +198,8 @@ class Soak:
         """What was wrong."""
         wrong = sum(rows[-1].get("soak/wrong_accepted", 0.0) for rows in self.rows if rows)
         found = list(self.problems)
+        if away := sum(rows[-1].get("soak/stayed_away", 0.0) for rows in self.rows if rows):
+            found.append(f"{away:g} times drafts did not come back after a failure, though nothing else was planted")
         if wrong:
             found.append(f"{wrong:g} wrong log-probs were accepted")
         for name, most in (
@@ -224,6 +227,9 @@ class Soak:
             "kills": ", ".join(f"{n} of {how}" for how, n in sorted(self.kills.items())) or "none",
             "faults": f"{total['struck']:g}",
             "steps with speculation off": f"{sum(row['soak/failed'] for row in steps):g}",
+            "failures behind which drafts came back / stayed away": " / ".join(
+                f"{sum(row.get(f'soak/{n}', 0.0) for row in last):g}" for n in ("came_back", "stayed_away")
+            ),
             "phases that drafted": f"{sum(row.get('soak/drafted_phases', 0.0) for row in last):g}",
             "wrong log-probs planted and refused": f"{total['wrong_refused']:g}",
             "accepted": f"{total['wrong_accepted']:g}",

@@ -22,6 +22,7 @@ from spec_plugin.events import (
     RolloutStats,
     Schedule,
     SelfTestReport,
+    StatedLogprobs,
 )
 from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
@@ -200,6 +201,7 @@ def steps(control: RolloutControl, folder: Path, count: int = 3) -> Iterator[dic
     session, link = control.session, control.link
     assert isinstance(link, FakeLink)
     session.load(folder)
+    session.recover()  # as after an earlier failure
     for version in range(count):
         asyncio.run(control.synced(sync(version)))
         asyncio.run(control.begin())
@@ -210,6 +212,7 @@ def steps(control: RolloutControl, folder: Path, count: int = 3) -> Iterator[dic
         control.agree()
         logprobs, mask = torch.full((2, 4), -1.0), torch.ones(2, 4, dtype=torch.bool)
         session.check_logprobs(LogprobBatch(version, logprobs, logprobs, mask, None, control.speculating, False))
+        session.check_stated(StatedLogprobs(version, logprobs, mask, None))
         control.train_draft(version)
         session.save(folder)
         yield session.metrics()

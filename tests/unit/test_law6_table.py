@@ -42,6 +42,7 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "spec_target_forward": (ON, ON, ON),
     "spec_train_draft": (ON, ON, ON),
     "spec_weight_sync": (ON, ON, ON),
+    "spec_recover": (ON, ON, ON),
     "spec_refreshed": (ON, ON, ON),
     "spec_audit": (ON, ON, ON),
     "spec_save": (ON, ON, ON),
@@ -69,6 +70,7 @@ STRICT: dict[str, tuple[str, str, str]] = {
     "spec_method": (STOPS, ON, STOPS),
     "spec_configure": (ON, ON, ON),
     "spec_check_logprobs": (ON, ON, ON),
+    "spec_check_stated": (ON, ON, ON),
 }
 
 
