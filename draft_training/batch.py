@@ -22,6 +22,7 @@ class Document:
     last: Tensor  # [n, H] output of the target's final norm
     loss_mask: Tensor  # [n] bool, True where the policy sampled the token
     policy_version: int
+    offset: int = 0  # tokens of the rollout before the first one here, see ``window``
 
     def __post_init__(self) -> None:
         """Refuse tensors of different numbers of tokens: they would be misaligned."""
@@ -40,7 +41,8 @@ class Document:
     def window(self, start: int, stop: int) -> Document:
         """Tokens ``start`` to ``stop``; the hidden states were computed with the whole prefix and stay valid."""
         s = slice(start, stop)
-        return Document(self.input_ids[s], self.aux[s], self.last[s], self.loss_mask[s], self.policy_version)
+        ids, mask = self.input_ids[s], self.loss_mask[s]
+        return Document(ids, self.aux[s], self.last[s], mask, self.policy_version, self.offset + start)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class PackedBatch:
     rows: Tensor  # [R] int64 teacher rows, ascending
     run: Tensor  # [R] int64: sampled tokens in a row up to and including the teacher row, as far as anchors exist
     stop: Tensor  # [N] int64: last row of each row's document
+    positions: Tensor  # [N] int64: of each token in its rollout
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -99,6 +102,7 @@ def pack(documents: Sequence[Document], device: torch.device | str = "cpu") -> P
     stop = stops.repeat_interleave(size)
     start = (stops - size + 1).repeat_interleave(size)
     row = torch.arange(mask.numel(), device=device)
+    offset = torch.tensor([d.offset for d in documents], device=device).repeat_interleave(size)
     # the last row at or before each row at which a chain is cut: an unsampled token, or the document's first token
     cut = torch.where(mask & (row > start), start, row).cummax(0).values
     successor_sampled = mask.roll(-1) & (row < stop)
@@ -111,4 +115,5 @@ def pack(documents: Sequence[Document], device: torch.device | str = "cpu") -> P
         rows=rows,
         run=(row - cut)[rows],
         stop=stop,
+        positions=row - start + offset,
     )

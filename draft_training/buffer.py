@@ -80,6 +80,7 @@ class HiddenBuffer:
                 last=self._copy(cut.last),
                 loss_mask=self._copy(cut.loss_mask),
                 policy_version=cut.policy_version,
+                offset=cut.offset,
             )
         self._truncated += fits < len(document)
         self._added += 1

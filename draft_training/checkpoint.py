@@ -164,6 +164,12 @@ def settled_folder(path: str | Path) -> Path:
     raise CheckpointError(f"{target} does not exist: give the folder of a checkpoint")
 
 
+def is_settled(path: str | Path) -> bool:
+    """Is there a folder for ``settled_folder`` to read."""
+    target = Path(path)
+    return target.is_dir() or _aside(target).is_dir()
+
+
 def _aside(target: Path) -> Path:
     return target.with_name(f".{target.name}.previous")
 

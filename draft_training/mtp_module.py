@@ -62,7 +62,7 @@ class MtpLayer(nn.Module):
         """The final norm's output [N, H] of each step, which is also what the next one reads, as in the engine."""
         layer: Any = self
         dtype = self.input_proj.weight.dtype
-        positions = torch.cat([torch.arange(n, device=embed.device) for n in batch.lengths])
+        positions = batch.positions
         hidden, next_ids = batch.aux.detach().to(dtype), batch.next_ids(steps)
         past: list[tuple[Tensor, Tensor]] = []
         for j in range(steps):

@@ -48,6 +48,7 @@ def _about(trainer: DraftTrainer) -> dict[str, Any]:
         "policy_version": trainer.policy_version,
         "skipped": trainer.skipped,
         "unroll": trainer.unroll.state_dict(),
+        "newborn": trainer._newborn,
     }
 
 
@@ -91,6 +92,7 @@ def restore(trainer: DraftTrainer, saved: Saved) -> dict[str, Any]:
     trainer.policy_version = int(saved.about["policy_version"])
     trainer.skipped = int(saved.about["skipped"])
     trainer.unroll.load_state_dict(saved.about.get("unroll", {}))  # none in checkpoints of an earlier version
+    trainer._newborn = bool(saved.about.get("newborn", trainer._newborn))
     extra: dict[str, Any] = saved.about["extra"]
     return extra
 

@@ -140,7 +140,8 @@ class DraftTrainer:
         yield from (t for t in (self._embed, self._lm_head) if t is not None)
 
     def begin_short(self) -> None:
-        """Unroll as for a newborn draft: what was given turned out to know nothing."""
+        """Unroll, and learn at the rates, as a newborn draft does: what was given turned out to know nothing."""
+        self._newborn = True
         self.unroll = Unroll(self.settings.first_steps, self.settings.ttt_steps)
 
     def install(self, tensors: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from verl.workers.rollout.replica import RolloutMode
 
 from spec_plugin.engine.calls import SpecEngineMethods
 from spec_plugin.errors import LosslessError, SpecConfigError, pass_on
-from spec_plugin.events import SelfTestReport
+from spec_plugin.events import Check, Schedule, SelfTestReport
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class Gate(SpecEngineMethods):
     _spec_described = False  # has an actor asked for the options
     _spec_at_gate = False  # standalone: with the weights of a sync, awake, without a request
     _spec_gone = 0  # syncs after which the actor let the requests in
+    _spec_given_up = 0  # the last sync after which the gate opened without the actor
     _spec_problem = ""  # why the run must stop
     _spec_testing = False
     _spec_heard = 0.0  # when the actor was last known to be busy with us
@@ -101,7 +102,18 @@ class Gate(SpecEngineMethods):
                 "this engine rolls out without drafts until the next sync",
                 limit,
             )
+            self._spec_given_up = self._spec_syncs
             await self._spec_plain()
+
+    @property
+    def _spec_late(self) -> bool:
+        """Has the gate opened without the actor: what it still says of this sync is for a phase that has begun plain."""
+        return self._spec_gone < self._spec_syncs == self._spec_given_up
+
+    async def spec_set_schedule(self, schedule: Schedule) -> None:
+        """k per batch size for the coming phase; one that is rolled out already stays plain."""
+        if not (self._spec_late and any(schedule.table)):
+            await super().spec_set_schedule(schedule)
 
     async def _spec_plain(self) -> None:
         """Nobody has said which draft is in: use none. The gate opens in any case (law 6)."""
@@ -121,21 +133,30 @@ class Gate(SpecEngineMethods):
         return self._spec_front.session.config, self._spec_front.session.target
 
     async def spec_at_gate(self, syncs: int) -> int:
-        """Wait until this engine has the weights of the n-th sync, is awake and admits no request yet; their version."""
-        while self._spec_syncs < syncs or not self._spec_at_gate:
+        """Wait until this engine has the weights of the n-th sync, is awake and admits no request yet; their version.
+
+        Where the gate has opened without the actor by then, it is late, and need not wait.
+        """
+        while self._spec_syncs < syncs or not (self._spec_at_gate or self._spec_given_up >= syncs):
             await asyncio.sleep(_POLL_S)
         return int(self.global_steps or 0)
 
-    async def spec_go(self, syncs: int, problem: str) -> None:
-        """The actor has begun the phase after its n-th sync, or the run must stop for this reason."""
+    async def spec_go(self, syncs: int, problem: str) -> bool:
+        """The actor has begun the phase after its n-th sync, or the run must stop for this reason; did it come in time."""
         self._spec_gone, self._spec_problem = syncs, problem
+        return self._spec_given_up < syncs
 
     async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
         """The self-test on this engine (law 2); one that is paused between two phases runs for it.
 
+        Where the gate has opened without the actor nothing is tested, and so nothing proven.
+
         Raises:
-            RuntimeError: if requests are in flight: the gate has opened without us.
+            RuntimeError: if requests are in flight all the same.
         """
+        if self._spec_late:
+            late = "the gate has opened without the actor (spec.gate_timeout_s), and the engine rolls out"
+            return SelfTestReport((Check("gate", False, late, out_of_time=True),), 0.0)
         if self._spec_front.busy:
             raise RuntimeError("the engine rolls out already")
         self._spec_testing = True

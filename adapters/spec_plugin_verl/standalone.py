@@ -95,7 +95,9 @@ class Standalone:
             return
         try:
             with self.control.session.guarded("opening the gate"):  # law 6: the gate has a time-out of its own
-                asyncio.run(self._link.all("spec_go", self._syncs, problem))
+                in_time = asyncio.run(self._link.all("spec_go", self._syncs, problem))
+                if not any(in_time):
+                    self.control.went_plain()
         except BaseException as error:
             self._error = self._error or error
 

@@ -216,6 +216,10 @@ class RolloutControl:
             return None
         return share_for(session.config.control_share, session.judged_together)
 
+    def went_plain(self) -> None:
+        """The engines, all of them, have begun the phase without waiting for us, and draft nothing in it."""
+        self.speculating = self.session.drafting = self._drafts = False
+
     def _say_once(self, text: str, *values: object) -> None:
         if text not in self._said:
             self._said.add(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -94,7 +95,13 @@ class ActorsLink:
         several = len(self.engines()) > 1
         # a GPU's memory does not travel
         stored = self._put(replace(refresh, tensors={n: t.detach().cpu() for n, t in refresh.tensors.items()}))
-        report = merge_refreshes(await self.all("spec_refresh", stored, force, several))
+        try:
+            report = merge_refreshes(await self.all("spec_refresh", stored, force, several))
+        except BaseException:
+            if several:  # those that did install it go back, as well as they can
+                with suppress(Exception):
+                    await self.all("spec_settle", False)
+            raise
         if several:  # each holds on to its previous draft until it is known what became of the others
             await self.all("spec_settle", report.installed)
         return report

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draft_training import Document, DraftTrainer, HiddenBuffer, SliceReport, TrainSettings, digest
+from draft_training.checkpoint import is_settled
 from draft_training.outside import logit_cap
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecPluginError
@@ -215,7 +216,7 @@ class DraftTraining:
     def spec_load(self, path: Path) -> None:
         """Continue where ``spec_save`` left off, at the coming weight sync; a checkpoint without a draft starts a new one."""
         folder = path / "draft"
-        if folder.exists():
+        if is_settled(folder):
             self._resume_from = folder
         elif is_first():  # another rank may sit on a node that has no folder
             logger.warning(

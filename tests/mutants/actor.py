@@ -9,6 +9,41 @@ _SESSION = "spec_plugin/session.py"
 
 MUTATIONS = (
     Mutation(
+        "spec_plugin/actor/control.py",
+        "            self._resting, self._tested, self._anew = False, None, True",
+        "            self._resting, self._anew = False, True",
+        "law 2: behind a fresh start nobody tests the engines",
+        ("test_recovery.py",),
+    ),
+    Mutation(
+        "spec_plugin/actor/control.py",
+        "            force = self._anew or refresh",
+        "            force = refresh",
+        "behind a fresh start engines refuse the draft, whose version they know",
+        ("test_recovery.py",),
+    ),
+    Mutation(
+        "spec_plugin/recovery.py",
+        "again = self.begun < self._most and not for_good",
+        "again = not for_good",
+        "draft trouble that stays is tried again for ever",
+        ("test_recovery.py",),
+    ),
+    Mutation(
+        "spec_plugin/recovery.py",
+        "again = self.begun < self._most and not for_good",
+        "again = self.begun < self._most",
+        "law 2: an engine that was found to sample wrongly is served drafts again",
+        ("test_recovery.py",),
+    ),
+    Mutation(
+        "spec_plugin/session.py",
+        "        self.failure = None\n        return True",
+        "        return True",
+        "draft trouble is for ever",
+        ("test_recovery.py",),
+    ),
+    Mutation(
         _CONTROL,
         "self._tested: int | None = None",
         "self._tested: int | None = 0",

@@ -15,6 +15,34 @@ _REFUSED = ("test_check_command_verl.py::test_an_objection_names_the_option_and_
 
 MUTATIONS = (
     Mutation(
+        "adapters/spec_plugin_verl/gate.py",
+        "        if not (self._spec_late and any(schedule.table)):\n            await super()",
+        "        if True:\n            await super()",
+        "law 6: an actor that is late turns drafts on in a phase that was begun without",
+        ("test_verl_gate.py",),
+    ),
+    Mutation(
+        "adapters/spec_plugin_verl/gate.py",
+        "not (self._spec_at_gate or self._spec_given_up >= syncs)",
+        "not self._spec_at_gate",
+        "an actor that is late waits for the gate of the next sync, and speculation goes off",
+        ("test_verl_gate.py",),
+    ),
+    Mutation(
+        "adapters/spec_plugin_verl/gate.py",
+        "        await super().set_global_steps(global_steps)  # type: ignore[misc]\n        self._spec_syncs += 1\n",
+        "        self._spec_syncs += 1\n        await super().set_global_steps(global_steps)  # type: ignore[misc]\n",
+        "law 5: a sync counts before its weights are in place",
+        ("test_verl_gate.py",),
+    ),
+    Mutation(
+        "adapters/spec_plugin_verl/gate.py",
+        'tags is None or "kv_cache" in tags',
+        "True",
+        "a replica counts as awake when only its weights are",
+        ("test_verl_gate.py",),
+    ),
+    Mutation(
         "adapters/spec_plugin_verl/actor.py",
         "        self._check_stated(session, data)\n        if not RUNTIME.judged.sample:\n            self._check_sample",
         "        if not RUNTIME.judged.sample:\n            self._check_stated(session, data)\n            self._check_sample",

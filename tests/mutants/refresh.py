@@ -13,6 +13,20 @@ _EXTENSION, _FRONT, _FOLDERS = (
 
 MUTATIONS = (
     Mutation(
+        "spec_plugin/engine/refresh/swap.py",
+        "        if reason is not None and backup:",
+        "        if reason is not None:",
+        "a rank without memory for the previous draft dies of putting it back, instead of saying so",
+        ("engine/test_refresh_checks.py",),
+    ),
+    Mutation(
+        "spec_plugin/actor/links.py",
+        '                    await self.all("spec_settle", False)\n',
+        "                    pass\n",
+        "law 5: where one replica raises the others go on with a draft that it does not have",
+        ("test_ranks.py",),
+    ),
+    Mutation(
         _SWAP,
         "if version <= served_version and not force",
         "if version < served_version and not force",

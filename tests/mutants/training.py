@@ -22,6 +22,41 @@ _LOSS, _TRAINER, _BUFFER, _CHECKPOINT, _STATE, _CONFIG, _BATCH, _OPTIMIZER, _UNR
 
 MUTATIONS = (
     Mutation(
+        "draft_training/trainer.py",
+        "        self._newborn = True\n        self.unroll",
+        "        self.unroll",
+        "a draft that turned out to know nothing learns at the rates of a trained one",
+        ("draft_training/test_draft_trainer.py",),
+    ),
+    Mutation(
+        "draft_training/batch.py",
+        "self.policy_version, self.offset + start)",
+        "self.policy_version, self.offset)",
+        "the first token of a window is taken for the first of its rollout",
+        ("test_method_mtp.py",),
+    ),
+    Mutation(
+        "draft_training/buffer.py",
+        "                offset=cut.offset,\n",
+        "",
+        "the buffer forgets where a window stood",
+        ("test_method_mtp.py",),
+    ),
+    Mutation(
+        "spec_plugin/builtin/trainer.py",
+        "        if is_settled(folder):",
+        "        if folder.exists():",
+        "a draft that was set aside between two renames is lost",
+        ("test_training.py",),
+    ),
+    Mutation(
+        "spec_plugin/builtin/trainer.py",
+        "            self._trainer.follow_first()\n",
+        "            pass\n",
+        "behind a fresh start the ranks train drafts that have parted",
+        ("test_recovery.py",),
+    ),
+    Mutation(
         _LOSS,
         "state[(batch.rows - 1 - j).clamp_min(0)]",
         "state[(batch.rows - j).clamp_min(0)]",

@@ -190,3 +190,34 @@ def test_no_token_stands_before_the_first() -> None:
 
     assert torch.equal(rows(4, 5), rows(40, 5))
     assert torch.equal(rows(4, 5)[0], rows(4, 50)[0]) and not torch.allclose(rows(4, 5)[1], rows(4, 50)[1])
+
+
+def test_the_first_token_of_a_window_is_not_the_first_of_its_rollout() -> None:
+    """A window from the midst of a long rollout: the engine clears the embedding of the rollout's position 0 alone."""
+    shape = MtpShape.from_target(HF)
+    layer = shape.build("cpu", torch.float32)
+    layer.reset_parameters(torch.Generator().manual_seed(0))
+    embed, states = torch.randn(96, 64), torch.randn(9, 64)
+
+    def first_row(second: int) -> torch.Tensor:
+        ids = torch.tensor([3, 4, 5, 6, second, 8, 9, 10, 11])
+        document = Document(ids, states, states, torch.ones(9, dtype=torch.bool), 0)
+        window = document.window(2, 9).window(1, 6)
+        batch = pack([document.window(0, 4), window])
+        assert batch.positions.tolist() == [0, 1, 2, 3, 3, 4, 5, 6, 7]
+        (step,) = layer.states(batch, embed, 1)
+        return step.detach()[4]
+
+    assert not torch.allclose(first_row(4), first_row(40))
+
+
+def test_what_the_buffer_draws_of_a_long_rollout_knows_where_it_stood() -> None:
+    n = 50
+    document = Document(
+        torch.arange(n), torch.arange(n)[:, None].float(), torch.zeros(n, 4), torch.ones(n, dtype=torch.bool), 0
+    )
+    buffer = HiddenBuffer(1 << 20, 1 << 30, 0)
+    buffer.add(document.window(5, n))
+    for _ in range(20):
+        (drawn,) = buffer.sample(8, 0.0)
+        assert drawn.offset == int(drawn.input_ids[0]) >= 5

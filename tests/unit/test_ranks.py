@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import queue
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.harvest import Harvester, PackedShards
 from spec_plugin.actor.links import ActorsLink, merge_states, merge_stats
 from spec_plugin.builtin import registry as builtins
+from spec_plugin.errors import PatchError
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.ranks import is_first, on_any_rank, together
@@ -269,6 +271,21 @@ def test_law_5_a_draft_that_one_replica_refuses_is_taken_back_by_all(refusing, l
     assert [e.version for e in engines] == [left] * 3 and all(e.held == [True] for e in engines)
     assert report.installed == (not refusing)
     assert report.reason == "; ".join(f"engine {i}: no memory" for i in refusing)
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), PatchError("another vLLM")])
+@pytest.mark.parametrize("settles", [True, False])
+def test_law_5_where_one_replica_raises_the_others_go_back(error, settles):
+    def broken(*_: Any) -> None:
+        raise error
+
+    engines = [Engine() for _ in range(3)]
+    engines[1].spec_refresh = Method(broken)
+    if not settles:
+        engines[2].spec_settle = Method(lambda keep: time.sleep("nonsense"))  # type: ignore[arg-type]
+    with pytest.raises(type(error), match=str(error)):  # and what must stop the run is heard
+        asyncio.run(ActorsLink(engines, 5.0).install(DraftRefresh(2, 1, {}, "digest", None), force=False))
+    assert [e.version for e in engines] == [1, 1, 1 if settles else 2]
 
 
 def test_a_single_engine_holds_nothing_back():

@@ -148,12 +148,15 @@ def test_a_new_pruned_draft_takes_the_tokens_that_the_policy_uses() -> None:
     assert torch.equal(refresh.tensors["lm_head.weight"], event.lm_head[ids])
 
 
-def test_a_resumed_run_continues_the_saved_draft(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", [False, True], ids=["saved", "killed between two renames"])
+def test_a_resumed_run_continues_the_saved_draft(tmp_path: Path, torn: bool) -> None:
     p = plugin(train_max_steps=2)
     p.spec_weight_sync(event=sync())
     p.spec_target_forward(hidden=hidden(torch.arange(40)))
     p.spec_train_draft(step=1, seconds=30.0)
     p.spec_save(path=tmp_path)
+    if torn:  # the old draft was set aside, and the new one not yet put in its place
+        (tmp_path / "draft").rename(tmp_path / ".draft.previous")
     resumed = plugin()
     resumed.spec_load(path=tmp_path)
     resumed.spec_weight_sync(event=sync())

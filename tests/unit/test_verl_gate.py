@@ -15,7 +15,7 @@ from spec_plugin_verl_check.options import dies_of_its_own_log
 from verl.workers.rollout.replica import RolloutMode
 
 from spec_plugin import LosslessError, SpecConfig, SpecConfigError
-from spec_plugin.events import SelfTestReport
+from spec_plugin.events import Schedule, SelfTestReport
 
 
 class Front:
@@ -26,6 +26,10 @@ class Front:
         self.busy = self.interrupted = False
         self.plain = self.tested = 0
         self.broken: Exception | None = None
+        self.schedules: list[Schedule] = []
+
+    async def set_schedule(self, schedule: Schedule) -> None:
+        self.schedules.append(schedule)
 
     async def go_plain(self) -> None:
         self.plain += 1
@@ -208,6 +212,93 @@ def test_a_go_of_the_sync_before_opens_nothing():
         return server
 
     assert run(scene())._spec_front.plain == 1
+
+
+DRAFTS, NOTHING = Schedule((3, 3)), Schedule((0, 0))
+
+
+def test_law_6_an_actor_that_is_late_changes_nothing_in_the_phase_that_has_begun_and_is_in_time_for_the_next():
+    async def scene() -> list[Any]:
+        server, seen = await described(timeout=0.1), []
+        server.engine = Engine(paused=False)
+        await server.set_global_steps(1)
+        await server.open_submission_gate()
+        server._spec_front.busy = True
+        seen.append(await asyncio.wait_for(server.spec_at_gate(1), 1.0))
+        report = await server.spec_self_test(1.0)
+        seen.append((report.passed, report.out_of_time))
+        await server.spec_set_schedule(DRAFTS)
+        await server.spec_set_schedule(NOTHING)
+        seen.append(list(server._spec_front.schedules))
+        seen.append(await server.spec_go(1, ""))
+        server._spec_front.busy = False
+        await server.set_global_steps(2)
+        opening = asyncio.ensure_future(server.open_submission_gate())
+        await server.spec_at_gate(2)
+        await server.spec_set_schedule(DRAFTS)
+        seen.append(await server.spec_go(2, ""))
+        await opening
+        seen.append(list(server._spec_front.schedules))
+        return [*seen, server._spec_front.plain]
+
+    assert run(scene()) == [1, (False, True), [NOTHING], False, True, [NOTHING, DRAFTS], 1]
+
+
+def test_law_6_the_gate_of_the_next_sync_is_not_open_because_the_one_before_was_given_up():
+    async def scene() -> None:
+        server = await described(timeout=0.1)
+        await server.set_global_steps(1)
+        await server.open_submission_gate()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(server.spec_at_gate(2), 0.2)
+
+    run(scene())
+
+
+def test_a_sync_counts_once_its_weights_are_in_place():
+    class Slow(TrainersServer):
+        async def set_global_steps(self, global_steps: int) -> None:
+            await asyncio.sleep(0.2)
+            await super().set_global_steps(global_steps)
+
+    class SlowServer(Gate, Slow):
+        pass
+
+    async def scene() -> int | None:
+        server = SlowServer()
+        setting = asyncio.ensure_future(server.set_global_steps(7))
+        await server.spec_synced(1, awake=False)
+        found = server.global_steps
+        await setting
+        return found
+
+    assert run(scene()) == 7
+
+
+@pytest.mark.parametrize(("tags", "awake"), [(["weights"], False), (["kv_cache"], True), (None, True)])
+def test_a_replica_is_awake_once_its_kv_cache_is(tags, awake):
+    class Sleeper(TrainersServer):
+        async def wake_up(self, tags: list[str] | None = None) -> None:
+            pass
+
+        async def sleep(self) -> None:
+            pass
+
+    class SleepingServer(Gate, Sleeper):
+        pass
+
+    async def scene() -> bool:
+        server = SleepingServer()
+        await server.set_global_steps(1)
+        await server.sleep()
+        await server.wake_up(tags)
+        try:
+            await asyncio.wait_for(server.spec_synced(1, awake=True), 0.2)
+        except TimeoutError:
+            return False
+        return True
+
+    assert run(scene()) == awake
 
 
 def test_cutting_requests_short_is_noticed():

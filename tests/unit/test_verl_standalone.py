@@ -22,24 +22,27 @@ class Servers:
     """A link that knows whether requests were let in, and why not."""
 
     def __init__(self, broken: str = "", error: BaseException | None = None) -> None:
-        self.broken, self.error, self.went = broken, error, []
+        self.broken, self.error, self.went, self.in_time = broken, error, [], True
 
     async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         if method == "spec_go":
             self.went.append(args)
         if method == self.broken and self.error is not None:
             raise self.error
-        return [7, 7]
+        return [self.in_time, False] if method == "spec_go" else [7, 7]
 
 
 class Control:
     """Where something may fail."""
 
     def __init__(self, session: SpecSession, error: BaseException | None) -> None:
-        self.session, self.error, self.versions = session, error, []
+        self.session, self.error, self.versions, self.plain = session, error, [], False
 
     async def synced(self, event: Any) -> None:
         self.versions.append(event.policy_version)
+
+    def went_plain(self) -> None:
+        self.plain = True
 
     async def begin(self) -> None:
         if self.error is not None:
@@ -60,6 +63,15 @@ def test_the_next_phase_begins_behind_the_weights():
     actor, servers = synced()
     actor.wait()
     assert actor.control.versions == [7] and servers.went == [(1, "")]
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_law_6_an_actor_that_no_engine_has_waited_for_knows_that_the_phase_is_plain(in_time):
+    servers = Servers()
+    servers.in_time = in_time
+    actor, _ = synced(link=servers)
+    actor.wait()
+    assert actor.control.plain == (not in_time) and not actor.control.session.failed
 
 
 @pytest.mark.parametrize("error", [LosslessError("not the target"), KeyboardInterrupt(), SystemExit(3)], ids=repr)

@@ -137,24 +137,27 @@ def swap(
     Raises:
         RuntimeError: if the previous weights could not be put back either; the draft must not be served.
     """
-    unsent = _unsent(layout, tensors)
-    tensors = {**unsent, **tensors}
-    backup = {name: p.detach().to("cpu", copy=True) for name, p in layout.parameters.items()}
-    backup |= {layout.slots[name].parameter: tensor for name, tensor in unsent.items()}
-    addresses = {name: p.data_ptr() for name, p in layout.parameters.items()}
+    backup: dict[str, Tensor] = {}
+    doing = "keeping the previous draft"
     reason: str | None = "interrupted"
     try:
         try:
+            unsent = _unsent(layout, tensors)
+            tensors = {**unsent, **tensors}
+            kept = {name: p.detach().to("cpu", copy=True) for name, p in layout.parameters.items()}
+            backup = kept | {layout.slots[name].parameter: tensor for name, tensor in unsent.items()}
+            addresses = {name: p.data_ptr() for name, p in layout.parameters.items()}
+            doing = "loading"
             load([(name, t) for name, t in tensors.items() if layout.canonical(name) in layout.slots])
             settle()
             moved = [name for name, p in layout.parameters.items() if p.data_ptr() != addresses[name]]
             reason = f"{moved[0]} moved in memory" if moved else mismatch(layout, tensors)
         except Exception as error:
-            reason = f"{type(error).__name__} while loading: {error}"
+            reason = f"{type(error).__name__} while {doing}: {error}"
         if not agree(reason is None):
             reason = reason or "another rank could not install it"
     finally:
-        if reason is not None:
+        if reason is not None and backup:  # without one nothing was loaded here
             restore(layout, backup)
             settle()
     if reason is None:

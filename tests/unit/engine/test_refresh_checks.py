@@ -275,6 +275,24 @@ def test_one_rank_that_fails_makes_all_ranks_restore(draft, layout):
     assert reason == "another rank could not install it" and same(before, bits(draft))
 
 
+def test_a_rank_without_memory_for_the_previous_draft_says_so_to_the_others(draft, layout, monkeypatch):
+    """Else they wait in a collective call for a rank that has gone; nothing was loaded, so nothing is put back."""
+    before, asked = bits(draft), []
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError("no room on the host")
+
+    def agree(ok: bool) -> bool:
+        asked.append(ok)
+        return ok
+
+    monkeypatch.setattr(torch.Tensor, "to", no_memory)
+    reason = refresh.swap(layout, whole(1), draft.load_weights, agree=agree)
+    monkeypatch.undo()
+    assert asked == [False] and reason == "MemoryError while keeping the previous draft: no room on the host"
+    assert same(before, bits(draft))
+
+
 def test_every_change_of_a_running_weight_changes_the_fingerprint(draft):
     parameters = [p for p in draft.parameters()]
     clean = refresh.fingerprint(parameters)
