@@ -137,15 +137,15 @@ class SpecSession:
             self.follow(str(error))
         elif self.failure is None or self.follows:
             self.failure, self.follows = f"{where}: {_said(error)}", False
-            self._recovery.failed(for_good)
             exc = error if isinstance(error, BaseException) else None
+            self._recovery.failed(for_good)
             left = self._recovery.left
             logger.warning(
                 "spec-plugin: speculation is off from here on, training goes on plain; %s. %s",
                 *(self.failure, f"Tried again after {left} weight syncs" if left else "Not tried again"),
                 exc_info=exc,
             )
-        elif for_good:
+        if for_good and not isinstance(error, OtherRankFailed):
             self._recovery.failed(for_good)
 
     def try_again(self) -> bool:

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,13 +24,14 @@ from spec_plugin.errors import LosslessError
 from spec_plugin.events import (
     DraftRefresh,
     EngineState,
+    HiddenStates,
     RefreshReport,
     RolloutStats,
     Schedule,
     SelfTestReport,
     WeightSync,
 )
-from spec_plugin.ranks import most_of_any_rank, of_first, on_any_rank
+from spec_plugin.ranks import RanksPartedError, most_of_any_rank, of_first, on_any_rank, together
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span, Spans
@@ -96,7 +97,13 @@ class RolloutControl:
         """Make all ranks know whether the phase drafted, and stop speculating together (collective)."""
         session = self.session
         drafted = self.speculating and self.link is not None
-        self.speculating, self.lags, failed = on_any_rank(drafted, self.lags, session.failed and not session.follows)
+        try:
+            self.speculating, self.lags, failed = on_any_rank(
+                drafted, self.lags, session.failed and not session.follows
+            )
+        except RanksPartedError as error:
+            session.fail("the ranks' agreement", error, for_good=True)
+            return
         session.follow("another rank: its own warning says why" if failed else None)
 
     async def synced(self, event: WeightSync) -> None:
@@ -297,8 +304,8 @@ class RolloutControl:
         if self.link is not None:
             with self.session.guarded("what the engines say of their samples"):
                 found = many(run_blocking(self._reach(self.link.spans())), Span, "spans")
-        found = of_first(found)
         with self.session.guarded("what the engines say of their samples"):
+            found = of_first(found)
             self._spans.add(found, self.policy_version)
         return self._spans
 
@@ -307,7 +314,10 @@ class RolloutControl:
         session = self.session
         wanted = session.head_start(step) if session.config.head_start else 0.0
         self.agree()  # behind it: who failed there takes no part in the slice
-        head_start = most_of_any_rank(wanted) if session.config.head_start else 0.0
+        head_start = 0.0
+        if session.config.head_start:
+            with session.guarded("head start"):
+                head_start = most_of_any_rank(wanted)
         began = time.monotonic()
         share = session.config.train_share
         session.train_draft(step, share / (1.0 - share) * (began - self._slice_ended) + head_start)
@@ -341,16 +351,23 @@ class RolloutHarvest:
         """
         self._control, self.session = control, control.session
         session = self.session
-        wanted = session.method.harvest if session.config.train else None
+        self._wanted = session.method.harvest if session.config.train else None
+        self._decoder, self._shards = decoder, shards
         self._harvester: Harvester | None = None
-        if wanted is not None:
-            with session.guarded("harvest"):
-                self._harvester = Harvester(decoder(), wanted, shards)
+        self._build()
         self._ranks = 1 if shards is None else shards.size
+        self._among = None if shards is None else shards.group
         self._left = 0  # tokens that may still be harvested, by all ranks that share the documents
+
+    def _build(self) -> None:
+        """If there is none: at the start, and again after a fresh start of what had failed there."""
+        if self._wanted is not None and self._harvester is None and not self.session.failed:
+            with self.session.guarded("harvest"):
+                self._harvester = Harvester(self._decoder(), self._wanted, self._shards)
 
     def open(self) -> None:
         """Allow ``harvest_tokens`` tokens from here on; none if no draft is trained, or none is to be (collective)."""
+        self._build()
         self._control.agree()
         session = self._control.session
         wanted = self._harvester is not None and not session.failed
@@ -374,18 +391,29 @@ class RolloutHarvest:
         if harvester is None or self._left <= 0 or (session.failed and self._ranks == 1):
             yield
             return
-        with ExitStack() as capturing:
+        try:
+            with ExitStack() as capturing:
+                with session.guarded("harvest"):
+                    capturing.enter_context(harvester.capture())
+                yield
+            hidden = None
             with session.guarded("harvest"):
-                capturing.enter_context(harvester.capture())
-            yield
-        hidden = None
-        with session.guarded("harvest"):
-            # a document longer than the whole budget would be harvested in no step
-            untouched = self._left == self._ranks * session.config.harvest_tokens
-            hidden = harvester.take(*documents(), self._control.policy_version, self._left, cut_long=untouched)
-        self._left -= harvester.taken
+                hidden = self._taken(harvester, documents)
+            self._left -= harvester.taken
+        finally:
+            harvester.forget()  # whatever has failed: hidden states must not stay on the card
         if hidden is not None:
             session.target_forward(hidden)
+
+    def _taken(
+        self, harvester: Harvester, documents: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]]
+    ) -> HiddenStates | None:
+        # a document longer than the whole budget would be harvested in no step
+        untouched = self._left == self._ranks * self.session.config.harvest_tokens
+        with together("harvest the pass", self._among) if self._among is not None else nullcontext():
+            harvester.check()  # behind this ranks that share rows exchange them: all of them, or none
+            ids, masks = documents()
+        return harvester.take(ids, masks, self._control.policy_version, self._left, cut_long=untouched)
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:

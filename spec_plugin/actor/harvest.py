@@ -20,6 +20,7 @@ class SequenceShards(Protocol):
 
     rank: int
     size: int
+    group: Any  # of these ranks
 
     def whole(self, part: Tensor) -> Tensor:
         """The row of all ranks, [1, N, H] or longer, from this rank's part of it (collective)."""
@@ -30,13 +31,13 @@ class PackedShards:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """The group of these ranks."""
-        self._group = group
+        self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def whole(self, part: Tensor) -> Tensor:
         """[1, N, H] from [1, N / size, H] (collective)."""
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous(), group=self._group)
+        dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)
 
 
@@ -100,6 +101,21 @@ class Harvester:
         except Exception as error:  # law 6
             self._trouble = error
 
+    def check(self) -> None:
+        """Did the last forward pass leave what ``take`` packs.
+
+        Raises:
+            RuntimeError: if no forward pass was captured.
+        """
+        if self._trouble is not None:
+            raise RuntimeError(f"the decoder's layers were not called as expected: {self._trouble}") from self._trouble
+        if self._last is None or any(a is None for a in self._aux):
+            raise RuntimeError("nothing was captured: the forward pass did not go through the hooked layers")
+
+    def forget(self) -> None:
+        """Let go of what the last forward pass left."""
+        self._aux, self._last, self._trouble, self.taken = [None] * len(self._layers), None, None, 0
+
     def take(
         self,
         input_ids: Sequence[Tensor],
@@ -125,12 +141,12 @@ class Harvester:
         """
         began = time.perf_counter()
         self.taken = 0
-        if self._trouble is not None:
-            trouble, self._trouble = self._trouble, None
-            raise RuntimeError(f"the decoder's layers were not called as expected: {trouble}") from trouble
-        if self._last is None or any(a is None for a in self._aux):
-            raise RuntimeError("nothing was captured: the forward pass did not go through the hooked layers")
-        states = [a for a in self._aux if a is not None] + [self._last]
+        try:
+            self.check()
+        finally:
+            last, self._trouble = self._last, None
+        assert last is not None
+        states = [a for a in self._aux if a is not None] + [last]
         self._aux, self._last = [None] * len(self._layers), None
         lengths = [len(ids) for ids in input_ids]
         fitting, cut = chosen(lengths, max_tokens, cut_long)

@@ -10,6 +10,34 @@ _SESSION = "spec_plugin/session.py"
 MUTATIONS = (
     Mutation(
         "spec_plugin/actor/control.py",
+        "            harvester.forget()  # whatever has failed: hidden states must not stay on the card\n",
+        "            pass\n",
+        "hidden states stay on the card where the pass or its documents fail",
+        ("test_harvest_budget.py",),
+    ),
+    Mutation(
+        "spec_plugin/actor/control.py",
+        "if harvester is None or self._left <= 0 or (session.failed and self._ranks == 1):",
+        "if harvester is None or self._left <= 0:",
+        "law 6: hidden states are captured for a draft that has failed",
+        ("test_harvest_budget.py",),
+    ),
+    Mutation(
+        "spec_plugin/actor/control.py",
+        'with together("harvest the pass", self._among) if self._among is not None else nullcontext():',
+        "with nullcontext():",
+        "law 6: a rank that fails before the exchange of rows leaves the others waiting",
+        ("test_ranks.py",),
+    ),
+    Mutation(
+        "spec_plugin/ranks.py",
+        '        flags = dist.new_group(backend="gloo", timeout=limit)\n',
+        "        flags = world\n",
+        "what is agreed in a thread meets the trainer's own collective calls",
+        ("test_ranks.py",),
+    ),
+    Mutation(
+        "spec_plugin/actor/control.py",
         "            self._resting, self._tested, self._anew = False, None, True",
         "            self._resting, self._anew = False, True",
         "law 2: behind a fresh start nobody tests the engines",
@@ -87,8 +115,8 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
-        "self._installed = operator.index(report.draft_version)",
-        "self._installed = refresh.draft_version",
+        "self._installed, self._anew = operator.index(report.draft_version), False",
+        "self._installed, self._anew = refresh.draft_version, False",
         "law 5: a refused draft is believed to be served",
         ("test_control_phases.py",),
     ),
@@ -304,8 +332,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/ranks.py",
-        "(failed,) = on_any_rank(not done)",
-        "failed = not done",
+        "on_any_rank(not done)[0]",
+        "not done",
         "a rank waits for ever for one that failed",
         ("test_ranks.py::test_a_block_that_fails_on_one_rank_stops_both",),
     ),

@@ -240,7 +240,7 @@ MUTATIONS = (
     ),
     Mutation(
         _STATE,
-        '            "unroll": trainer.unroll.state_dict(),\n',
+        '        "unroll": trainer.unroll.state_dict(),\n',
         "",
         "a resumed draft begins to unroll anew",
         ("draft_training/test_draft_policy.py",),

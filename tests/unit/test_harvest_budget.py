@@ -33,7 +33,7 @@ class Heard:
 class Shards:
     """Two ranks that see whole rows each."""
 
-    rank, size = 0, 2
+    rank, size, group = 0, 2, None
 
     def __init__(self) -> None:
         self.gathered = 0
@@ -114,6 +114,66 @@ def test_law_6_nobody_harvests_for_a_draft_that_has_failed():
     actor.harvest.open()
     actor.runs(12)
     assert actor.heard.lengths == [] and shards.gathered == 0
+
+
+def held(actor: Actor) -> bool:
+    harvester = actor.harvest._harvester
+    assert harvester is not None
+    return harvester._last is not None or any(a is not None for a in harvester._aux)
+
+
+@pytest.mark.parametrize("fails", ["the pass", "the documents", "nothing"])
+def test_no_hidden_states_stay_on_the_card_whatever_fails(fails):
+    actor = Actor()
+    actor.harvest.open()
+
+    def documents() -> Any:
+        if fails == "the documents":
+            raise KeyError("no mask")
+        return [torch.arange(8)], [torch.ones(8, dtype=torch.bool)]
+
+    try:
+        with actor.harvest.capture(documents):
+            states = torch.randn(1, 8, 4)
+            for layer in actor.decoder.layers:
+                states = layer(states)
+            actor.decoder.norm(states)
+            if fails == "the pass":
+                raise MemoryError("in the head")
+    except MemoryError:
+        pass
+    assert not held(actor)
+    assert actor.session.failed == (fails == "the documents")
+
+
+def test_law_6_behind_a_failure_the_pass_goes_on_and_nothing_more_is_captured():
+    """In the next micro-batch of the same step, of a single rank."""
+    actor = Actor()
+    actor.harvest.open()
+    actor.session.fail("test", "on purpose")
+    hooks: list[int] = []
+    with actor.harvest.capture(lambda: ([], [])):
+        hooks.append(len(actor.decoder.norm._forward_hooks))
+    assert hooks == [0]
+
+
+def test_a_harvest_that_could_not_be_made_is_made_anew_behind_a_fresh_start():
+    actor = Actor()
+    made = iter([ValueError("no decoder"), actor.decoder])
+
+    def decoder() -> nn.Module:
+        found = next(made)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    harvest = RolloutHarvest(RolloutControl(actor.session, None), decoder)
+    assert actor.session.failed
+    harvest.open()
+    assert harvest._left == 0
+    actor.session.failure = None
+    harvest.open()
+    assert harvest._left == BUDGET
 
 
 def test_law_6_a_harvest_that_fails_costs_speculation_and_not_the_pass():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,14 +18,15 @@ from test_training import TARGET, hidden, sync
 
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, OtherRankFailed, TrainSettings, digest
 from spec_plugin import SpecConfig
-from spec_plugin.actor.control import RolloutControl
+from spec_plugin import ranks as ranks_module
+from spec_plugin.actor.control import RolloutControl, RolloutHarvest
 from spec_plugin.actor.harvest import Harvester, PackedShards
 from spec_plugin.actor.links import ActorsLink, merge_states, merge_stats
 from spec_plugin.builtin import registry as builtins
 from spec_plugin.errors import PatchError
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport
 from spec_plugin.hookspecs import hookimpl
-from spec_plugin.ranks import is_first, on_any_rank, together
+from spec_plugin.ranks import actor_group, is_first, on_any_rank, together
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 
@@ -230,6 +232,83 @@ def test_slices_of_a_packed_row_become_whole_documents_of_which_each_rank_keeps_
     assert first[2] == rows[:5] + rows[9:] and second[2] == rows[5:9]
     assert first[3] == [[x + 1 for x in row] for row in first[2]]
     assert second[1] == ids[1].tolist()
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("what", ["documents", "hook"])
+def test_law_6_a_rank_that_fails_before_the_exchange_of_rows_leaves_no_other_waiting(tmp_path, where, what):
+    """Ulysses: each rank has a part of each row; one of them cannot say which documents they are, or has captured nothing."""
+
+    def work(rank: int) -> Any:
+        layer, norm = torch.nn.Identity(), torch.nn.Identity()
+        decoder = torch.nn.Module()
+        decoder.layers, decoder.norm = torch.nn.ModuleList([layer]), norm
+        session = SpecSession(SpecConfig(), replace(TARGET, actor_group=dist.group.WORLD))
+        session.method = replace(session.method, harvest=(0,))
+        control = RolloutControl(session, None)
+        harvest = RolloutHarvest(control, lambda: decoder, PackedShards(dist.group.WORLD))
+        harvest.open()
+        broken = rank == where
+
+        def documents() -> Any:
+            if broken and what == "documents":
+                raise KeyError("no mask")
+            return [torch.arange(6)], [torch.ones(6)]
+
+        left = []
+        for _ in range(2):  # micro-batches of one step
+            with harvest.capture(documents):
+                states = torch.ones(1, 3, 4)
+                norm(states if broken and what == "hook" else layer(states))
+            left.append(harvest._left)
+        held = harvest._harvester._last is not None or any(a is not None for a in harvest._harvester._aux)
+        return session.failed, session.follows, left, held
+
+    found = on_two_ranks(tmp_path, work)
+    assert [f[0] for f in found] == [True, True] and [f[1] for f in found] == [rank != where for rank in (0, 1)]
+    assert found[0][2] == found[1][2], "what is left of the budget is the same on both"
+    assert not found[0][3] and not found[1][3]
+
+
+def test_what_is_agreed_in_a_thread_does_not_meet_the_trainers_own_calls(tmp_path):
+    """In another order on each rank, as a thread beside the trainer may come to it."""
+
+    def work(rank: int) -> Any:
+        actor_group()
+        found: list[Any] = []
+
+        def beside() -> None:
+            time.sleep(0.5 * (rank == 0))
+            found.append(on_any_rank(rank == 0, False))
+
+        thread = threading.Thread(target=beside)
+        thread.start()
+        time.sleep(0.5 * (rank == 1))
+        numbers = torch.full((3,), 1.0 + rank)
+        dist.all_reduce(numbers)
+        thread.join()
+        return found, numbers.tolist()
+
+    assert on_two_ranks(tmp_path, work) == [([(True, False)], [3.0] * 3)] * 2
+
+
+def test_law_6_a_rank_that_does_not_come_is_given_up_in_our_own_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks_module, "LIMIT_S", 2.0)
+
+    def work(rank: int) -> Any:
+        session = SpecSession(SpecConfig(), replace(TARGET, actor_group=actor_group()))
+        control = RolloutControl(session, None)
+        control.agree()
+        if rank == 1:
+            time.sleep(6.0)
+            return None
+        began = time.monotonic()
+        for _ in range(5):
+            control.agree()
+        return session.failed, time.monotonic() - began < 5.0, session.failure, session._recovery.left
+
+    (failed, soon, why, left), _ = on_two_ranks(tmp_path, work)
+    assert failed and soon and "did not come to an agreement within 2 s" in why and left is None
 
 
 class Method:

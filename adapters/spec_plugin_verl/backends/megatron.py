@@ -32,6 +32,7 @@ from verl.utils.megatron_utils import unwrap_model
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.harvest import chosen
 from spec_plugin.events import HiddenStates
+from spec_plugin.ranks import together
 from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
 
@@ -169,7 +170,10 @@ class PipelineHarvest:
         self._seconds += time.perf_counter() - began
 
     def _keep(self, taps: Taps, batch: Any, layout: str) -> None:
-        ids, masks = batches.documents(batch)
+        # the ranks of a stage gather their parts of the states behind this: all of them, or none
+        with together("harvest the pass", mpu.get_tensor_and_context_parallel_group()):
+            states = taps.states()
+            ids, masks = batches.documents(batch)
         lengths = [len(document) for document in ids]
         budget = self._ranks * self._control.session.config.harvest_tokens
         picked, cut = chosen(lengths, self._left, cut_long=self._left == budget)
@@ -183,7 +187,7 @@ class PipelineHarvest:
         kept.ids += [ids[i][-cut:].cpu() for i, _ in mine]
         kept.masks += [masks[i][-cut:].bool().cpu() for i, _ in mine]
         kept.stages += [stage for _, stage in mine]
-        for layer, state in taps.states():
+        for layer, state in states:
             whole = self._whole(state, batch, layout)
             kept.states.setdefault(layer, []).extend(whole[i][-cut:].cpu() for i, _ in mine)
 
