@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,53 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} is not a JSON object, but {show(value)}; give the whole config.json")
     return value
+
+
+#: fields by which a config.json names code to run: of the folder, or of anybody's repository ("someone/repo--file.Class")
+CODE = ("auto_map", "custom_pipelines")
+#: files of a checkpoint in which vLLM and transformers look for them
+_CONFIGS = (
+    "config.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
+def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without the fields that name code, in whatever part of it they stand."""
+    return {
+        name: without_code(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if name not in CODE
+    }
+
+
+def refuse_code(folder: Path) -> None:
+    """A checkpoint that brings code of its own, which is run where the policy's ``trust_remote_code`` is on.
+
+    Raises:
+        DraftConfigError: naming file, field and what it names.
+        CheckpointError: if a file cannot be read.
+    """
+    for file in (folder / name for name in _CONFIGS):
+        config = read_json(file) if file.exists() else {}
+        if without_code(config) != config:
+            found = next(iter(_named(config)))
+            raise DraftConfigError(
+                f"{file} names code to run, {found}: a draft is weights and nothing else; take {' and '.join(CODE)} out of the "
+                "file if the draft works without, or choose another draft"
+            )
+
+
+def _named(config: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in config.items():
+        if name in CODE:
+            yield f"{name}={show(value)}"
+        elif isinstance(value, Mapping):
+            yield from _named(value)
 
 
 def places(folder: Path) -> dict[str, Path] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draft_training.errors import DraftConfigError
-from draft_training.files import places, read_json
+from draft_training.files import places, read_json, without_code
 from draft_training.outside import TARGET, Every, MtpTarget, read, show
 from draft_training.rope import Rope
 
@@ -58,7 +58,7 @@ class MtpShape:
             )
         read(MtpTarget, hf, where)
         Rope.from_hf(hf, where)  # refuses what the layer does not know
-        return cls({name: value for name, value in hf.items() if name not in _OF_THE_FILE})
+        return cls({name: value for name, value in without_code(hf).items() if name not in _OF_THE_FILE})
 
     @property
     def vocab_size(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draft_training.errors import DraftConfigError
-from draft_training.files import read_json
+from draft_training.files import read_json, without_code
 from draft_training.outside import DRAFT, TARGET, CausalLm, Sizes, read, show, text_part
 
 if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
@@ -144,7 +144,8 @@ class SmallLmShape:
         """A folder in the layout of transformers."""
         from draft_training.weights import check_values, read_folder
 
-        hf = {name: value for name, value in read_json(folder / "config.json").items() if name not in _DTYPES}
+        found = without_code(read_json(folder / "config.json"))
+        hf = {name: value for name, value in found.items() if name not in _DTYPES}
         shape = replace(self, hf=hf)
         dropped = ("lm_head.weight",) if shape.tied else ()
         tensors = {n: t for n, t in read_folder(folder).items() if n not in dropped and not n.endswith("inv_freq")}

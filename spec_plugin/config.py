@@ -194,7 +194,7 @@ class SpecConfig(BaseModel):
             SpecConfigError: naming each bad option, its value, the allowed range and, for an unknown one, the nearest name.
         """
         try:
-            return cls(**dict(raw or {}))
+            return cls(**{str(name): value for name, value in dict(raw or {}).items()})
         except ValidationError as error:
             lines = [_explain(e, prefix) for e in error.errors()]
             raise SpecConfigError("; ".join(lines)) from None

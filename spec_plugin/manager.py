@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 import pluggy
 
+from draft_training.errors import CheckpointError, DraftConfigError
+from draft_training.files import refuse_code
 from spec_plugin import hookspecs
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
@@ -67,6 +71,25 @@ def built_in_method(config: SpecConfig, target: TargetInfo) -> Method | None:
     manager.add_hookspecs(hookspecs)
     for name, plugin in built_in_methods().items():
         manager.register(plugin, name=name)
+    return ask_method(config, target, manager)
+
+
+def ask_method(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginManager) -> Method | None:
+    """How the run drafts, from the first plugin that knows; whoever that is, a draft that brings code is refused (law 8).
+
+    vLLM reads a draft's config.json with the *policy's* ``trust_remote_code``, so that code beside it would run unasked.
+
+    Raises:
+        SpecConfigError: if a plugin refuses this target, or the draft names code.
+    """
+    if (
+        config.draft is not None and Path(config.draft).resolve() != Path(target.path).resolve()
+    ):  # that is trusted, or not
+        try:
+            with suppress(CheckpointError):  # of what cannot be read the method says so, in its own words
+                refuse_code(Path(config.draft))
+        except DraftConfigError as error:
+            raise SpecConfigError(f"spec.draft={config.draft!r} is refused: {error}") from error
     found: Method | None = manager.hook.spec_method(config=config, target=target)
     return found
 
@@ -81,6 +104,10 @@ def _register_extra(manager: pluggy.PluginManager, spec: str) -> None:
             plugin = plugin(argument) if has_argument else plugin()
         manager.register(plugin, name=place)
         manager.check_pending()
+        if not manager.get_hookcallers(plugin):
+            raise ValueError(
+                "it has no function that is named after a hook and marked with hookimpl; see `spec-plugin hooks`"
+            )
     except Exception as error:
         raise SpecConfigError(
             f"spec.plugins: {spec!r} cannot be registered: {type(error).__name__}: {error}; expected module:attribute, or "
@@ -91,7 +118,8 @@ def _register_extra(manager: pluggy.PluginManager, spec: str) -> None:
 def _register_entry_point(manager: pluggy.PluginManager, ep: EntryPoint) -> None:
     try:
         plugin = ep.load()
-        manager.register(plugin() if isinstance(plugin, type) else plugin, name=ep.name)
+        plugin = plugin() if isinstance(plugin, type) else plugin
+        manager.register(plugin, name=ep.name)
         manager.check_pending()
     except Exception as error:
         raise SpecConfigError(

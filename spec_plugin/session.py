@@ -31,7 +31,7 @@ from spec_plugin.events import (
     TargetInfo,
     WeightSync,
 )
-from spec_plugin.manager import create_manager
+from spec_plugin.manager import ask_method, create_manager
 from spec_plugin.method import Method
 from spec_plugin.recovery import Recovery
 from spec_plugin.rollouts import Rollout
@@ -220,6 +220,13 @@ class SpecSession:
         before = self._judged[1] if self._judged[0] == step else 0
         self._judged = step, before + (len(batch.mask) if chosen_from is None else chosen_from)
         self.manager.hook.spec_check_logprobs(batch=batch)
+        self._insist()
+
+    def _insist(self) -> None:
+        """A plugin around the guard may not swallow what the guard has refused (law 3)."""
+        refused = getattr(self.manager.get_plugin("provenance"), "refused", None)
+        if refused is not None:
+            raise refused
 
     def check_stated(self, batch: StatedLogprobs) -> None:
         """The same of log-probs that the engine stated and nobody recomputes.
@@ -228,6 +235,7 @@ class SpecSession:
             LogprobProvenanceError: naming the first sequences, positions and values.
         """
         self.manager.hook.spec_check_stated(batch=batch)
+        self._insist()
 
     def head_start(self, step: int) -> float:
         """Seconds that the coming slice may take beyond its share; 0 after a failure."""
@@ -378,7 +386,7 @@ def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginMana
     Raises:
         SpecConfigError: if no plugin knows ``config.method``, or the one that does refuses this target.
     """
-    found: Method | None = manager.hook.spec_method(config=config, target=target)
+    found = ask_method(config, target, manager)
     if found is None:
         names = ", ".join(sorted(n for n, _ in manager.list_name_plugin()))
         raise SpecConfigError(f"spec.method={config.method!r}: no active plugin provides it; active plugins: {names}")

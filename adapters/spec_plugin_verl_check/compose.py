@@ -20,6 +20,11 @@ from spec_plugin.sources import folder_of
 from spec_plugin_verl_check.entries import MAIN, Entry
 
 #: hydra's own flags that choose the configuration, with the long name that we use
+#: hydra's other flags, and whether a value follows
+_OF_HYDRA = {
+    **dict.fromkeys(("--run", "-r", "--multirun", "-m", "--resolve"), False),
+    **dict.fromkeys(("--cfg", "-c", "--package", "-p", "--info", "-i"), True),
+}
 _FLAGS = {
     "--config-path": "path",
     "-cp": "path",
@@ -109,6 +114,10 @@ def _split(arguments: Sequence[str], found: list[Objection]) -> tuple[dict[str, 
     while rest:
         argument = rest.pop(0)
         flag, has_value, value = argument.partition("=")
+        if flag in _OF_HYDRA:  # what to do with the configuration, not what is in it
+            if _OF_HYDRA[flag] and not has_value and rest:
+                rest.pop(0)
+            continue
         if flag in _FLAGS:
             chosen[_FLAGS[flag]] = value if has_value or not rest else rest.pop(0)
             continue

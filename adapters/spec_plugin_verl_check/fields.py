@@ -52,18 +52,18 @@ def _within(option: str, key: str) -> bool:
 def _unknown(node: Any, path: str) -> Iterator[Objection]:
     if not isinstance(node, DictConfig):
         return
-    names = [str(name) for name in node]
     target = str(node.get("_target_") or "")
     known = fields_of(target.rpartition(".")[2]) if target.startswith(f"{_PACKAGE}.") else None
-    for name in names:
+    for key in node:
+        name = str(key)
         if known is not None and name not in known and not name.startswith("_"):
-            value = None if OmegaConf.is_missing(node, name) else plain(node.get(name))
+            value = None if OmegaConf.is_missing(node, key) else plain(node.get(key))
             if not meant_for_us(name, value):  # of those ``options.misplaced`` says where they belong
                 kind = target.rpartition(".")[2]
                 why = f"verl {verl_version()} refuses this itself: its {kind} has no {name}"
                 yield Objection(f"+{path}.{name}", str(value), not_taken(), why, "leave it out", "verl")
-        elif not OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name):
-            yield from _unknown(node.get(name), f"{path}.{name}")
+        elif not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
+            yield from _unknown(node.get(key), f"{path}.{name}")
 
 
 def fields_of(name: str) -> frozenset[str] | None:

@@ -26,6 +26,7 @@ import math
 import os
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -165,6 +166,7 @@ class ProvenanceGuard:
         self._last: Spread | None = None
         self._lag = 0.0  # mean, of the last batch's tokens
         self._versions_known = 0.0
+        self.refused: LogprobProvenanceError | None = None  # in the last batch
         self._alarms = 0
         self._alarmed: int | None = None  # the last policy version whose plain text raised one
 
@@ -182,8 +184,9 @@ class ProvenanceGuard:
         Raises:
             LogprobProvenanceError: on the first violation.
         """
-        check_finite("rollout", batch.rollout, batch.mask)
-        check_versions(batch)
+        with self._refusing():
+            check_finite("rollout", batch.rollout, batch.mask)
+            check_versions(batch)
 
     @hookimpl
     def spec_check_logprobs(self, batch: LogprobBatch) -> None:
@@ -192,6 +195,20 @@ class ProvenanceGuard:
         Raises:
             LogprobProvenanceError: on the first violation.
         """
+        with self._refusing():
+            self._judge(batch)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Keep what was refused: the session asks for it, whatever a plugin around this one has made of the exception."""
+        self.refused = None
+        try:
+            yield
+        except LogprobProvenanceError as error:
+            self.refused = error
+            raise
+
+    def _judge(self, batch: LogprobBatch) -> None:
         check_finite("recomputed", batch.recomputed, batch.mask)
         check_versions(batch)
         versions = batch.rollout_versions

@@ -19,10 +19,13 @@ from spec_plugin.commands.check import to_json as judgement_to_json
 from spec_plugin.commands.check import to_text as judgement_to_text
 from spec_plugin.commands.doctor import Finding, Section, examine, hook_summaries, to_json, works
 from spec_plugin.commands.project import project
+from spec_plugin.commands.terminal import Refused, echo, visible
 from spec_plugin.config import SpecConfig, describe_range, options_table
 from spec_plugin.conformance.cli import conformance
 from spec_plugin.errors import SpecConfigError, SpecPluginError
+from spec_plugin.outside import write_whole
 
+_WIDTH = 250  # of a table that is not printed to a terminal
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "bold red")}
 _HELP = """Lossless speculative rollouts for RL trainers on vLLM.
 
@@ -51,7 +54,23 @@ Examples:
 """
 
 
-@click.group(help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _Commands(click.Group):
+    """Trouble of this machine's, in one sentence: no room for the output, a folder that was removed while we stand in it."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """click's."""
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):  # click's own business: whoever reads has gone
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            raise Refused(f"{where}{error.strerror or error}: nothing more could be done here") from error
+
+
+@click.group(
+    cls=_Commands, help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(__version__, prog_name="spec-plugin")
 def main() -> None:
     """The group; its help text is ``_HELP``. A name that is no text, or not in this terminal's encoding, is printed escaped."""
@@ -70,7 +89,7 @@ def doctor(target: Path | None, draft: Path | None, as_json: bool) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # libraries log to stdout while they are imported
         sections = examine(target, draft)
     if as_json:
-        click.echo(to_json(sections))
+        echo(to_json(sections))
     else:
         _print_report(sections)
     sys.exit(0 if works(sections) else 1)
@@ -107,8 +126,8 @@ def check(trainer: str, arguments: tuple[str, ...], model_config: Path | None, a
     try:
         judgement = check_run(trainer, arguments, model_config)
     except SpecConfigError as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(judgement_to_json(judgement) if as_json else "\n".join(judgement_to_text(judgement)))
+        raise Refused(error) from error
+    echo(judgement_to_json(judgement) if as_json else "\n".join(judgement_to_text(judgement)))
     sys.exit(0 if judgement.accepted else 1)
 
 
@@ -159,13 +178,13 @@ def train(**options: Any) -> None:
     try:
         outcome = pretrain(PretrainSettings(**options))
     except SpecPluginError as error:
-        raise click.ClickException(str(error)) from error
+        raise Refused(error) from error
     for name, chances in (("predicted", outcome.predicted), ("measured", outcome.measured)):
         lengths = ", ".join(
             f"k={k}: {outcome.length(chances, k):.2f}" for k in sorted({1, min(3, outcome.k), outcome.k})
         )
-        click.echo(f"tokens a step, {name}: {lengths}")
-    click.echo(f"the draft is in {outcome.draft}; in a run: spec.draft={outcome.draft.absolute()}")
+        echo(f"tokens a step, {name}: {lengths}")
+    echo(f"the draft is in {outcome.draft}; in a run: spec.draft={outcome.draft.absolute()}")
 
 
 _REPORT_HELP = """Show what a run did, as one page of HTML that opens anywhere.
@@ -199,24 +218,24 @@ def report(runs: tuple[Path, ...], out: Path | None, base: str | None, as_json: 
     try:
         made = make_report(runs, base)
         if page:
-            page.write_text(to_html(made), encoding="utf-8", errors="backslashreplace")
+            write_whole(page, to_html(made))
     except OSError as error:
-        raise click.ClickException(f"{error.filename}: {error.strerror}") from error
+        raise Refused(f"{error.filename}: {error.strerror}") from error
     except SpecPluginError as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(to_json(made) if as_json else "\n".join(to_text(made)))
+        raise Refused(error) from error
+    echo(to_json(made) if as_json else "\n".join(to_text(made)))
     if page and not as_json:
-        click.echo(f"the page: {page.absolute()}")
+        echo(f"the page: {page.absolute()}")
 
 
 def _print_report(sections: list[Section]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     for section in sections:
-        console.print(Text(section.title, style="bold"))
+        console.print(Text(visible(section.title), style="bold"))
         for finding in section.findings:
             console.print(_line(finding))
             if finding.fix:
-                console.print(Text(f"       {'':<20} fix: {finding.fix}", style=_MARKS[finding.state][1]))
+                console.print(Text(visible(f"       {'':<20} fix: {finding.fix}"), style=_MARKS[finding.state][1]))
     failures = sum(f.state == "fail" for s in sections for f in s.findings)
     verdict = "everything that a run needs is here" if not failures else f"{failures} of these lines would stop a run"
     console.print(Text(verdict, style="bold"))
@@ -224,7 +243,7 @@ def _print_report(sections: list[Section]) -> None:
 
 def _line(finding: Finding) -> Text:
     mark, style = _MARKS[finding.state]
-    return Text.assemble("  ", (f"{mark:<4}", style), f" {finding.name:<20} {finding.detail}")
+    return Text.assemble("  ", (f"{mark:<4}", style), visible(f" {finding.name:<20} {finding.detail}"))
 
 
 @main.command()
@@ -232,13 +251,16 @@ def _line(finding: Finding) -> Text:
 def options(markdown: bool) -> None:
     """Every option with its default, bounds and meaning."""
     if markdown:
-        click.echo(options_table())
+        echo(options_table())
         return
-    table = Table("option", "default", "allowed", "meaning", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("option", no_wrap=True, min_width=max(map(len, SpecConfig.model_fields)))
+    for name in ("default", "allowed", "meaning"):
+        table.add_column(name)
     for name, field in SpecConfig.model_fields.items():
         default = "none" if field.default is None else str(field.default)
         table.add_row(*(Text(c) for c in (name, default, describe_range(name), field.description or "")))
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(table)
     console.print("\nverl: +actor_rollout_ref.rollout.custom.spec.<option>=<value>", highlight=False)
 
@@ -246,10 +268,12 @@ def options(markdown: bool) -> None:
 @main.command()
 def hooks() -> None:
     """Every hook that a plugin may implement; spec_plugin/hookspecs.py has the details."""
-    table = Table("hook", "when", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("hook", no_wrap=True)
+    table.add_column("when")
     for name, when in hook_summaries():
         table.add_row(Text(name), Text(when))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
 
 main.add_command(conformance)

@@ -18,7 +18,7 @@ from spec_plugin.engine.states import check_states
 from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class, keeps_states
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
-from spec_plugin.manager import built_in_method
+from spec_plugin.manager import built_in_method, create_manager
 from spec_plugin.method import Method
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class Plan:
 
 def judge(plan: Plan) -> Judgement:
     """The adapter's objections, those of the core, and what the run would do."""
-    objections, unseen, notes = [*plan.objections, *_lossless(plan), *_truncated(plan)], [*plan.unseen], [*plan.notes]
+    refused = (*plan.objections, *_plugins(plan.spec), *_lossless(plan), *_truncated(plan))
+    objections, unseen, notes = [*refused], [*plan.unseen], [*plan.notes]
     facts = {"model": f"{plan.model.name} ({plan.model.source})" if plan.model.config else plan.model.name}
     method: Method | None = None
     if plan.model.config is None:
@@ -80,6 +81,16 @@ def judge(plan: Plan) -> Judgement:
         notes += _untried(plan.target.hf_config)
     facts |= dict(_facts(plan, method))
     return Judgement(plan.trainer, tuple(objections), facts, tuple(notes), tuple(unseen), plan.shapes)
+
+
+def _plugins(spec: SpecConfig) -> Iterator[Objection]:
+    """Names to block and plugins to add, by the code that the run asks; only where there are some, since it loads torch."""
+    if not (spec.block or spec.plugins):
+        return
+    try:
+        create_manager(spec.block, spec.plugins)
+    except SpecConfigError as error:
+        yield Objection("", "", "a plugin that is not there", str(error), "correct it, or leave it out")
 
 
 def without_accelerator() -> bool:

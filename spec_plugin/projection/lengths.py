@@ -12,6 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.outside import text_of
 
 #: of the logarithm, where only a mean is given: the 99th percentile is about five times the median
 SIGMA = 0.7
@@ -115,8 +116,8 @@ def from_file(file: Path) -> Lengths:
         SpecConfigError: if it is neither.
     """
     try:
-        text = file.read_text()
+        text = text_of(file)
         tokens = json.loads(text) if text.lstrip().startswith("[") else [float(line) for line in text.split()]
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, SpecConfigError) as error:
         raise SpecConfigError(f"lengths {file}: {error}; a JSON list of tokens, or one number a line") from error
     return of_responses(tokens, str(file))

@@ -34,8 +34,8 @@ MUTATIONS = (
     ),
     Mutation(
         _PROVENANCE,
-        'check_finite("rollout", batch.rollout, batch.mask)\n        check_versions(batch)\n\n',
-        'check_finite("rollout", batch.rollout, batch.mask)\n\n',
+        'check_finite("rollout", batch.rollout, batch.mask)\n            check_versions(batch)\n',
+        'check_finite("rollout", batch.rollout, batch.mask)\n',
         "law 3: where the pass is bypassed another version's samples enter the loss",
         ("test_verl_ways.py",),
     ),

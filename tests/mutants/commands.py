@@ -15,6 +15,48 @@ _PROJECTING, _LENGTHS, _SHAPES, _ROLLOUT = (
 
 MUTATIONS = (
     Mutation(
+        "spec_plugin/manager.py",
+        "                refuse_code(Path(config.draft))\n",
+        "                pass\n",
+        "law 8: a draft's code runs under the policy's trust_remote_code",
+        ("test_law8_drafts_bring_no_code.py",),
+    ),
+    Mutation(
+        "draft_training/files.py",
+        "        name: without_code(value) if isinstance(value, Mapping) else value\n",
+        "        name: value\n",
+        "law 8: code that a part of a draft's config.json names is not seen",
+        ("test_law8_drafts_bring_no_code.py",),
+    ),
+    Mutation(
+        "draft_training/small_lm.py",
+        'found = without_code(read_json(folder / "config.json"))',
+        'found = read_json(folder / "config.json")',
+        "law 8: what is served names code",
+        ("test_law8_drafts_bring_no_code.py",),
+    ),
+    Mutation(
+        "spec_plugin/session.py",
+        "        if refused is not None:\n            raise refused\n",
+        "",
+        "law 3: a plugin around the guard swallows what it has refused",
+        ("test_guard_insists.py",),
+    ),
+    Mutation(
+        "spec_plugin/outside.py",
+        "            if self._left < 0:\n",
+        "            if False:\n",
+        "a few KiB that unpack to GiB take all of the memory",
+        ("test_outside.py",),
+    ),
+    Mutation(
+        "spec_plugin/commands/terminal.py",
+        'unicodedata.category(character) == "Cc"',
+        "False",
+        "law 8: a hostile file writes the terminal's title",
+        ("test_outside.py",),
+    ),
+    Mutation(
         _PLACES,
         'return cast(IO[bytes], gzip.open(file)) if file.suffix == _PACKED else file.open("rb")',
         'return file.open("rb")',
@@ -23,8 +65,8 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
-        "        except BROKEN as error:\n            broken.append",
-        "        except EOFError as error:\n            broken.append",
+        "    except BROKEN as error:\n        broken.append",
+        "    except EOFError as error:\n        broken.append",
         "a file that is packed in name only ends in a traceback",
         ("test_report_read.py",),
     ),
@@ -92,7 +134,7 @@ MUTATIONS = (
         ("test_report_shown.py::test_the_keys_of_the_json_are_those_that_the_documents_promise",),
     ),
     Mutation(
-        _COMMAND,
+        "spec_plugin/commands/terminal.py",
         "    exit_code = 2\n",
         "    exit_code = 1\n",
         "a question that cannot be looks like a run that failed",

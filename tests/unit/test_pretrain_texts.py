@@ -84,7 +84,7 @@ def test_rollouts_are_read_from_rows_and_from_a_folder_of_verls_dumps(tmp_path, 
 
 
 def test_rollouts_without_a_response_are_refused(tmp_path, tokenizer):
-    with pytest.raises(SpecConfigError, match="entry 1: no response"):
+    with pytest.raises(SpecConfigError, match="line 1: no response"):
         read_rollouts([written(tmp_path / "r.jsonl", [{"prompt": "a"}])], tokenizer)
     (tmp_path / "empty").mkdir()
     with pytest.raises(SpecConfigError, match=r"no \.jsonl file"):

@@ -15,6 +15,7 @@ from rich.console import Console
 from spec_plugin.commands.project.evidence import of_calibration, of_run
 from spec_plugin.commands.project.picture import write_picture
 from spec_plugin.commands.project.table import asked, rests_on, rows_table, to_json, unknown
+from spec_plugin.commands.terminal import RefusedOption, echo, visible
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError, SpecPluginError
 from spec_plugin.projection.hardware import find_card
@@ -37,12 +38,6 @@ _HELP = """What would the flag do for this model on these cards? A projection, w
 A step of the engine is counted from the model's config.json and the card's data sheet; each response of a rollout is
 simulated until the slowest engine has finished; log-probs and training are counted likewise. Nothing is started.
 """
-
-
-class _Refused(click.ClickException):
-    """What was asked cannot be: one sentence, and the exit code of a wrong option."""
-
-    exit_code = 2
 
 
 _WIDTH = 120  # of a table that is not printed to a terminal
@@ -88,9 +83,9 @@ def project(**options: Any) -> None:
         if options["out"]:
             write_picture(question, known, options["out"])
     except SpecPluginError as error:
-        raise _Refused(str(error)) from error
+        raise RefusedOption(error) from error
     if options["as_json"]:
-        click.echo(json.dumps(to_json(question, answer), indent=1))
+        echo(json.dumps(to_json(question, answer), indent=1))
         return
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     for title, lines in (
@@ -104,7 +99,7 @@ def project(**options: Any) -> None:
             continue
         console.print(f"[bold]{title}[/bold]")
         for line in lines:
-            console.print(f"  {line}", markup=False)
+            console.print(f"  {visible(line)}", markup=False)
 
 
 def read(options: Mapping[str, Any]) -> tuple[Question, Known]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import StepTiming
+from spec_plugin.outside import text_of
 from spec_plugin.projection.lengths import MOST_TOKENS
 from spec_plugin.projection.measured import Measured, Times, Work
 from spec_plugin.projection.projecting import MOST_RESPONSES
@@ -45,8 +46,8 @@ def of_run(run: Path) -> Measured:
     """
     file = run / "metrics.jsonl" if run.is_dir() else run
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, ValueError) as error:
+        lines = text_of(file).splitlines()
+    except (OSError, ValueError, SpecConfigError) as error:
         raise SpecConfigError(f"--from {run}: {error}; give a folder with metrics.jsonl, or the file") from error
     steps = [step for line in lines if (step := _step(line))]
     ours = [step for step in steps if _ours(step, "spec/acceptance_length") is not None]
@@ -86,14 +87,14 @@ def of_calibration(file: Path) -> list[StepTiming]:
         SpecConfigError: if it is not one.
     """
     try:
-        rows = json.loads(file.read_text())
+        rows = json.loads(text_of(file))
         if not isinstance(rows, list) or not rows:
             raise ValueError("it is no list of steps")
         steps = [StepTiming(**row) for row in rows]
         if not all(isinstance(value, int | float) for step in steps for value in asdict(step).values()):
             raise ValueError("a value is no number")
         return steps
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, SpecConfigError) as error:
         raise SpecConfigError(
             f"--calibration {file}: {error}; a JSON list of objects with batch, k, paused, seconds, steps and context"
         ) from error

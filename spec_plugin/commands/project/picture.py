@@ -19,6 +19,8 @@ def write_picture(question: Question, known: Known, file: Path) -> None:
     Raises:
         SpecConfigError: where matplotlib is not installed, or the file cannot be written.
     """
+    if file.is_dir():
+        raise SpecConfigError(f"--out {file} is a folder: name a file in it, such as {file / 'projection.png'}")
     try:
         import matplotlib
     except ImportError as error:

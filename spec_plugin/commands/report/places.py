@@ -34,6 +34,10 @@ class Place:
     files: tuple[Path, ...]
 
 
+#: lines within which the first step stands, behind what a logger writes at its start
+_HEADER = 20
+
+
 def find_places(path: Path) -> list[Place]:
     """The runs in a file or folder.
 
@@ -85,16 +89,20 @@ def _unpacked(file: Path) -> Path:
 
 
 def _has_steps(file: Path) -> bool:
-    """Is the first line about numbers of a step. An empty file may become one; other JSON lines are prompts or rollouts."""
+    """Is one of the first lines a step's. An empty file may become one; other JSON lines are prompts or rollouts."""
     with opened(file) as lines:
         try:
-            first = lines.readline(1 << 20)
+            first = [line for _ in range(_HEADER) if (line := lines.readline(1 << 20)).strip()]
         except BROKEN:
             return True  # the reader says so
+    return not first or any(map(_is_step, first))
+
+
+def _is_step(line: bytes) -> bool:
     try:
-        record = json.loads(first) if first.strip() else {"step": 0}
+        record = json.loads(line)
     except (ValueError, RecursionError):
-        return b'"step"' in first[:200]  # cut off in its first line, or none
+        return b'"step"' in line[:200]  # cut off
     return isinstance(record, dict) and "step" in record and len(record) <= 3
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -13,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from spec_plugin.commands.report.formats import LogFormat
-from spec_plugin.commands.report.places import BROKEN, Place, ReportError, kind_of, opened
+from spec_plugin.commands.report.places import BROKEN, Place, ReportError, kind_of
 from spec_plugin.commands.report.run import Notice, Run
 from spec_plugin.errors import FATAL
+from spec_plugin.outside import TooMuchError, lines_of
 
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _RAY_PREFIX = re.compile(r"(?:\x1b\[[\d;]*m)*\((?:\w+ )?pid=[^)]*\)(?:\x1b\[[\d;]*m)* ?")
@@ -111,13 +111,12 @@ def read_file(file: Path, formats: Sequence[LogFormat]) -> Raw:
 
 def _lines_of(file: Path, broken: list[str]) -> Iterator[str]:
     """The lines, as far as it can be unpacked; a sentence in ``broken`` if it ends before its end."""
-    with opened(file) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", errors="replace") as lines:
-        try:
-            yield from lines
-        except BROKEN as error:
-            broken.append(
-                f"{file.name}: its compressed data is broken or cut off, and it was read up to there: {error}"
-            )
+    try:
+        yield from lines_of(file)
+    except TooMuchError as error:
+        broken.append(f"{file.name}: {error}; it was read up to there")
+    except BROKEN as error:
+        broken.append(f"{file.name}: its compressed data is broken or cut off, and it was read up to there: {error}")
 
 
 def read_json_lines(lines: Iterable[str], file: Path, formats: Sequence[LogFormat]) -> Raw:

@@ -87,10 +87,16 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> Outcome:
     target = _target(settings)
     method = built_in_method(_spec(settings), target)
     assert method is not None, "the default one is ours"
+    begun = _work_of(settings).exists()
     work = _work_folder(settings)
-    rollouts = _rollouts(settings, target, work, show)
-    if len(rollouts) < 2:
-        raise SpecConfigError("there is one rollout, and one must be kept to measure on: give at least two")
+    try:
+        rollouts = _rollouts(settings, target, work, show)
+        if len(rollouts) < 2:
+            raise SpecConfigError("there is one rollout, and one must be kept to measure on: give at least two")
+    except SpecConfigError:
+        if not begun:  # what is refused leaves nothing behind
+            shutil.rmtree(work, ignore_errors=True)
+        raise
     held_out = rollouts[: min(_HELD_OUT, max(1, len(rollouts) // 10))]
     training = rollouts[len(held_out) :]
 
@@ -149,9 +155,13 @@ def _spec(settings: PretrainSettings) -> SpecConfig:
     )
 
 
+def _work_of(settings: PretrainSettings) -> Path:
+    return settings.out.with_name(f"{settings.out.name}.work")
+
+
 def _work_folder(settings: PretrainSettings) -> Path:
     """Where what is done so far lies; refuses what another call with other settings has left."""
-    work = settings.out.with_name(f"{settings.out.name}.work")
+    work = _work_of(settings)
     now = json.loads(json.dumps(asdict(settings), default=str))
     told = work / "settings.json"
     if told.exists():

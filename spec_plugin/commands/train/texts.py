@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.outside import check_regular, lines_of, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def read_prompts(file: Path, tokenizer: Any, vocabulary: int | None = None) -> l
         SpecConfigError: naming the file, the entry and what was expected.
     """
     reader = _Reader(tokenizer, vocabulary)
-    prompts = [reader.prompt(entry, f"{file}, entry {i + 1}") for i, entry in enumerate(_entries(file))]
+    prompts = [reader.prompt(entry, f"{file}, {unit} {i}") for unit, i, entry in _entries(file)]
     if not prompts:
         raise SpecConfigError(f"{file} holds no prompts")
     return prompts
@@ -58,8 +59,8 @@ def read_rollouts(files: Sequence[Path], tokenizer: Any, vocabulary: int | None 
     """
     found, reader = [], _Reader(tokenizer, vocabulary)
     for file in (f for path in files for f in _files(path)):
-        for i, entry in enumerate(_entries(file)):
-            where = f"{file}, entry {i + 1}"
+        for unit, i, entry in _entries(file):
+            where = f"{file}, {unit} {i}"
             response = _first(entry, _RESPONSE)
             if response is None:
                 raise SpecConfigError(f"{where}: no response; expected one of {', '.join(_RESPONSE)} in each row")
@@ -84,27 +85,30 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _entries(file: Path) -> Iterator[Any]:
+def _entries(file: Path) -> Iterator[tuple[str, int, Any]]:
+    """What there is, and where: the line of .jsonl, else the entry, counted from 1."""
     try:
         if file.suffix == ".parquet":
             import pandas
 
-            yield from pandas.read_parquet(file).to_dict("records")
+            check_regular(file)
+            yield from (("entry", i, row) for i, row in enumerate(pandas.read_parquet(file).to_dict("records"), 1))
         elif file.suffix == ".jsonl":
-            with file.open() as lines:
-                yield from (json.loads(line) for line in lines if line.strip())
+            for number, line in enumerate(lines_of(file), 1):
+                if line.strip():
+                    yield "line", number, json.loads(line)
         else:
-            content = json.loads(file.read_text())
+            content = json.loads(text_of(file))
             if not isinstance(content, list):
                 raise SpecConfigError(f"{file}: expected a list, found {type(content).__name__}")
-            yield from content
+            yield from (("entry", i, entry) for i, entry in enumerate(content, 1))
     except ImportError as error:
         raise SpecConfigError(f"{file}: reading parquet needs pandas and pyarrow ({error}); or give .jsonl") from error
     except RecursionError as error:
         raise SpecConfigError(
             f"{file} cannot be read: it is nested too deeply; expected texts in a list or lines"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise SpecConfigError(f"{file} cannot be read: {error}; expected .json (a list), .jsonl or .parquet") from error
 
 

@@ -131,7 +131,9 @@ def test_a_file_for_a_projection_that_is_none_is_named(
 def test_a_folder_in_the_place_of_that_file_is_named(tmp_path: Path, option: str) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     done = invoke(*ASKED, option, str(tmp_path))
-    assert done.exit_code == 2 and not list(missing(done.output, str(tmp_path), "Is a directory")), done.output
+    assert done.exit_code == 2 and not list(missing(done.output, str(tmp_path), "is a folder: give a file")), (
+        done.output
+    )
 
 
 @pytest.mark.parametrize(

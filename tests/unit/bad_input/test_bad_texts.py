@@ -56,11 +56,11 @@ def test_what_is_no_prompt_is_named_with_its_place(
 
 
 ROLLOUTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ('{"prompt": [1]}', ("entry 1: no response", "expected one of")),
-    ('{"prompt": [1], "response": [1, 999]}', ("entry 1: token id 999", "0 to 319")),
-    ('{"prompt": [1], "response": 5}', ("entry 1: expected a text", "5")),
-    ('{"response": [1]}', ("entry 1: no prompt",)),
-    ("5", ("entry 1: no response",)),
+    ('{"prompt": [1]}', ("line 1: no response", "expected one of")),
+    ('{"prompt": [1], "response": [1, 999]}', ("line 1: token id 999", "0 to 319")),
+    ('{"prompt": [1], "response": 5}', ("line 1: expected a text", "5")),
+    ('{"response": [1]}', ("line 1: no prompt",)),
+    ("5", ("line 1: no response",)),
     ('{"prompt": [1], "response": []}', ("no rollouts in",)),
 )
 
