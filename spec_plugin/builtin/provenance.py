@@ -167,6 +167,7 @@ class ProvenanceGuard:
         self._lag = 0.0  # mean, of the last batch's tokens
         self._versions_known = 0.0
         self.refused: LogprobProvenanceError | None = None  # in the last batch
+        self._coarse = False  # was it said that plain text is coarser than its dtype
         self._alarms = 0
         self._alarmed: int | None = None  # the last policy version whose plain text raised one
 
@@ -252,6 +253,15 @@ class ProvenanceGuard:
             found = None if batch.speculating else self._over_fixed(diff, plain)
         if found is not None:
             self._warn(found, batch)
+        if not self._coarse and (shown_by := self._baseline.coarse) is not None:
+            self._coarse = True
+            logger.warning(
+                "spec-plugin: engine and actor are both float32, and differ by %.1e nats a token on plain text, drafts or none: "
+                "rounding to float32 explains 1e-4 at most. The likely cause is a weight sync that goes through bfloat16 (a "
+                "bucket, an adapter merged in bfloat16), so that the engine samples from a slightly other policy; or matrix "
+                "multiplications in TF32. The run goes on, as it would without the flag",
+                shown_by,
+            )
 
     def _wrong(self, diff: Tensor, drafted: Tensor, control: Windows, lag: int, version: int) -> _Found | None:
         if self._config.logprob_tolerance is not None:

@@ -12,6 +12,13 @@ _SERVED = "spec_plugin/builtin/methods/served.py"
 
 MUTATIONS = (
     Mutation(
+        _BASELINE,
+        "shown > _COARSE * self._scale else None",
+        "shown > 1e3 * _COARSE * self._scale else None",
+        "law 3: a float32 run whose sync rounds to bfloat16 from the first step is told nothing",
+        ("test_provenance.py",),
+    ),
+    Mutation(
         _PROVENANCE,
         "values.isfinite() & (values <= _ABOVE_ZERO)",
         "~values.isnan()",

@@ -486,3 +486,16 @@ def test_law_3_faults_of_a_bfloat16_run_are_seen_in_one_batch(fault, share):
         rows = int(share * 128)
         found[:rows] = fault(found[:rows], generator)
         assert "not the target's" in refusal(simulated(found, 1), checked)
+
+
+@pytest.mark.parametrize(("mean", "dtype", "said"), [(1e-3, "float32", 1), (1e-4, "float32", 0), (1e-3, "bfloat16", 0)])
+@pytest.mark.parametrize("speculating", [False, True])
+def test_law_3_a_sync_that_rounds_to_bfloat16_in_a_float32_run_is_named_once(mean, dtype, said, speculating, caplog):
+    """From the first step on: nothing that was seen before is better, so no comparison shows it."""
+    generator, checked = torch.Generator().manual_seed(9), guard(dtype)
+    for version in range(20):
+        plain = torch.zeros(64, 200, dtype=torch.bool)
+        plain[:4] = True
+        batch = simulated(heavy_tailed(generator, 64, 200, mean), version, speculating, plain if speculating else None)
+        checked.spec_check_logprobs(batch)
+    assert [r.getMessage().count("a weight sync that goes through bfloat16") for r in caplog.records] == [1] * said
