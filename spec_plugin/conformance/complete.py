@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from spec_plugin.conformance.judge import Event, Trace, actor, of
-from spec_plugin.conformance.told import as_kept, rollouts_requests
+from spec_plugin.conformance.told import CHECKED, as_kept, rollouts_requests
 
 #: share of the responses of a step that the guards see of a trainer that shows them all; some may be filtered away
 _MOST = 0.75
@@ -22,8 +22,8 @@ Row = tuple[float, ...]
 def answers_checked(trace: Trace) -> list[str]:
     """The guards see whole responses, and all of them, of a trainer that samples, checks and trains in turn.
 
-    Not all where the trainer skips its log-prob pass (some are recomputed for the check) or asks for no log-probs of the
-    engine (which keeps those of some).
+    Where the trainer skips its log-prob pass, all are seen as the engine stated them. Not all where it asks for no log-probs of
+    the engine (which keeps those of some).
     """
     answers, problems = _answers(trace), []
     shown = {version: _shown(trace, version) for version in answers}
@@ -62,15 +62,16 @@ def _answers(trace: Trace) -> dict[int, set[Row]]:
 
 
 def _shown(trace: Trace, version: int) -> list[Row]:
-    events = (e for e in trace if e["hook"] == "spec_check_logprobs" and e["rollout"])
+    events = (e for e in trace if e["hook"] in CHECKED and e["rollout"])
     rows = (row for e in events if e["policy_version"] == version for row in e["rows"]["rollout"])
     return [tuple(row) for row in rows if row]
 
 
 def _some(trace: Trace, version: int) -> bool:
     """Does the guard get some responses of this version only."""
-    events = [e for e in trace if e["hook"] == "spec_check_logprobs" and e["policy_version"] == version]
-    return any(not e["rollout"] or e.get("rollout_in_loss") for e in events)
+    events = [e for e in trace if e["hook"] in CHECKED and e["policy_version"] == version]
+    all_stated = any(e["hook"] == "spec_check_stated" for e in events)
+    return any(not e["rollout"] or (e.get("rollout_in_loss") and not all_stated) for e in events)
 
 
 def _is_part(row: Row, answers: set[Row]) -> bool:

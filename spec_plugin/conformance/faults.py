@@ -1,7 +1,7 @@
 """FaultTour: a plugin that breaks every guarded hook of one run in turn, and heals it again, to test law 6 and law 3.
 
-Then it has the engine itself say something wrong, once of a log-prob and once of a policy version, and sees whether the guard
-refuses what the adapter makes of that.
+Then it has the engine itself say something wrong, of a log-prob and of a policy version, and sees whether the guard refuses
+what the adapter makes of that. The last wrong thing, a NaN, is not forgiven: it must stop the run.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from spec_plugin.conformance.plants import LOGPROB, PLANTED, VERSION, Plants
+from spec_plugin.conformance.plants import LOGPROB, NAN, PLANTED, VERSION, Plants
 from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import EngineState, HiddenStates, LogprobBatch, RolloutStats
+from spec_plugin.events import EngineState, HiddenStates, LogprobBatch, RolloutStats, StatedLogprobs
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
 from spec_plugin.ranks import is_first
@@ -34,15 +34,16 @@ TOUR = (
     "spec_audit",
 )
 #: what the engine says wrong afterwards, and steps in which the guard must have refused it
-WRONG, PATIENCE = (LOGPROB, VERSION), 3
+WRONG, PATIENCE = (LOGPROB, VERSION, NAN), 3
 #: each stop takes a phase that drafts and one that does not; some slack, and the planted violations
-STEPS = 2 * len(TOUR) + 2 * PATIENCE + 8
+STEPS = 2 * len(TOUR) + len(WRONG) * PATIENCE + 8
 
 
 class FaultTour:
     """Raises once in each hook of ``TOUR``, waits for a phase that drafts nothing, heals, and waits for drafts again.
 
-    At the end it raises ``LogprobProvenanceError``, which must stop the run. ``<folder>/faults.jsonl`` tells the story.
+    At the end the guard's ``LogprobProvenanceError`` of a NaN must stop the run; where the guard has seen none, the tour raises
+    one itself. ``<folder>/faults.jsonl`` tells the story.
     """
 
     stops: ClassVar[tuple[str, ...]] = TOUR
@@ -192,12 +193,25 @@ class FaultTour:
 
     @hookimpl(wrapper=True)
     def spec_check_logprobs(self, batch: LogprobBatch) -> Generator[None, Any, Any]:
-        """Let the guard refuse what is planted; it is wrong no more once it did, but what is in flight may come later.
+        """Let the guard refuse what is planted.
 
         Raises:
             LogprobProvenanceError: at the end of the tour; this must stop the run.
         """
-        if batch.lag_allowed and VERSION in self._wrong:
+        return (yield from self._around(batch.lag_allowed))
+
+    @hookimpl(wrapper=True)
+    def spec_check_stated(self, batch: StatedLogprobs) -> Generator[None, Any, Any]:
+        """The same of what nobody recomputes.
+
+        Raises:
+            LogprobProvenanceError: at the end of the tour; this must stop the run.
+        """
+        return (yield from self._around(batch.lag_allowed))
+
+    def _around(self, lag_allowed: bool) -> Generator[None, Any, Any]:
+        """What is planted is wrong no more once the guard has refused it, but what is in flight may come later."""
+        if lag_allowed and VERSION in self._wrong:
             self._wrong.remove(VERSION)  # nothing is wrong with an older one
         if self._healthy and not self._wrong and self._planted is None:
             self._write("violation")
@@ -206,17 +220,26 @@ class FaultTour:
             found = yield
         except LogprobProvenanceError as error:
             if self._planted is None:
-                if not is_first() and self._plants.any_yet:
-                    return None  # the first rank planted it, and sees to it; ranks may share a batch
-                raise
+                if is_first() or not self._plants.any_yet:
+                    raise
+                return self._forgive()  # the first rank planted it, and sees to it; ranks may share a batch
             if not self._refused:
                 self._write("refused", what=self._planted, why=str(error))
+            if self._planted == NAN:
+                self._write("violation")
+                raise
+            if not self._refused:
                 self._uproot()
             self._refused = True
-            return None
+            return self._forgive()
         if self._refused:
             self._planted, self._refused = None, False
         return found
+
+    def _forgive(self) -> None:
+        """The session insists on what the guard has refused, but not on this."""
+        guard: Any = self._session().manager.get_plugin("provenance")
+        guard.refused = None
 
 
 class ShortTour(FaultTour):
@@ -226,7 +249,7 @@ class ShortTour(FaultTour):
 
 
 #: that it takes
-SHORT = 2 * PATIENCE + 8
+SHORT = len(WRONG) * PATIENCE + 8
 
 
 def read_tour(folder: Path) -> list[dict[str, Any]]:

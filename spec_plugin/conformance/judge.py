@@ -44,6 +44,10 @@ _OVERLAPPING: Mapping[str, tuple[str, ...]] = {
     "spec_rollout_end": ("spec_weight_sync",),
     "spec_rollouts": ("spec_weight_sync",),
 }
+#: hooks that are judged apart, or by others
+_ANYWHERE = ("spec_metrics", "spec_save", "spec_recover")
+#: a hook that may come where another may
+_ALIKE = {"spec_check_stated": "spec_check_logprobs"}
 #: characters of the reason why a run stopped, its last ones
 _SHOWN = 400
 _CAUGHT = ("nan recomputed", "nan rollout", "another model", "the next token", "stale versions")
@@ -121,7 +125,7 @@ def order(trace: Trace, harvests: bool = True, remembers: bool = False, asynchro
     if not events:
         return ["no session fired spec_rollout_start"]
     problems = [] if events[0]["hook"] == "spec_configure" else [f"{events[0]['hook']} came before spec_configure"]
-    line = [e["hook"] for e in events if e["hook"] not in ("spec_metrics", "spec_save")]
+    line = [_ALIKE.get(e["hook"], e["hook"]) for e in events if e["hook"] not in _ANYWHERE]
     for before, after in pairwise(line):
         may = _FOLLOWS[before] + (_OVERLAPPING.get(before, ()) if asynchronous else ())
         if after not in may:

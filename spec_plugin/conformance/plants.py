@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-#: a log-prob of each response is another one; its policy version is one too old; the self-test finds the engine wrong
-LOGPROB, VERSION, SELF_TEST = "log-prob", "version", "self-test"
+#: a log-prob of each response is another one, or no number; its policy version is one too old; the self-test finds the engine
+#: wrong
+LOGPROB, NAN, VERSION, SELF_TEST = "log-prob", "NaN", "version", "self-test"
 #: in each message that is about one of them
 PLANTED = "planted by the conformance kit"
 #: a log-prob that nothing has, of the first token of each response
 PERTURBED = 1.0
+#: what is then said of that token
+SAID = {LOGPROB: PERTURBED, NAN: float("nan")}
 
 
 class Plants:

@@ -40,6 +40,7 @@ from spec_plugin.events import (
     RolloutStats,
     Schedule,
     SelfTestReport,
+    StatedLogprobs,
     TargetInfo,
     WeightSync,
 )
@@ -187,6 +188,19 @@ class Recorder:
             caught={name: self._violates(mutant, batch) for name, mutant in mutants(batch, self._vocab_size).items()},
         )
 
+    @hookimpl
+    def spec_check_stated(self, batch: StatedLogprobs) -> None:
+        """What the guards see of log-probs that nobody recomputes."""
+        self._write(
+            "spec_check_stated",
+            policy_version=batch.policy_version,
+            response_lengths=batch.mask.sum(-1).tolist(),
+            rollout=True,
+            rows={"rollout": rows_of(batch.rollout, batch.mask)},
+            rollout_dtype=str(batch.rollout.dtype).removeprefix("torch."),
+            lag_allowed=batch.lag_allowed,
+        )
+
     @property
     def _vocab_size(self) -> int:
         return int(self._target.hf_config["vocab_size"])
@@ -223,6 +237,11 @@ class Recorder:
             return (yield)
         finally:
             self._training = False
+
+    @hookimpl
+    def spec_recover(self) -> None:
+        """Draft work begins anew."""
+        self._write("spec_recover")
 
     @hookimpl
     def spec_weight_sync(self, event: WeightSync) -> None:

@@ -12,12 +12,16 @@ from typing import Any
 import torch
 
 from spec_plugin.conformance.judge import Event, Trace, actor, at_least, of
-from spec_plugin.conformance.plants import LOGPROB, PLANTED, VERSION
+from spec_plugin.conformance.plants import LOGPROB, NAN, PLANTED, VERSION
 from spec_plugin.conformance.versions import ROUNDING
 
 #: mean difference, in nats, of log-probs of the same text by the same weights, computed in this dtype in two ways
 _AGREE = {"float32": ROUNDING, "float16": 5e-3, "bfloat16": 2e-2}
 _SINGLE = "float32"
+#: what is planted, in a sentence
+_SPOKEN = {LOGPROB: "a wrong log-prob", NAN: "a NaN", VERSION: "a wrong policy version"}
+#: hooks that judge log-probs
+CHECKED = frozenset({"spec_check_logprobs", "spec_check_stated"})
 
 
 def _all(trace: Trace, *hooks: str) -> list[Event]:
@@ -41,7 +45,7 @@ def engines_logprobs(trace: Trace) -> list[str]:
     answered = [v for e in rollouts_requests(trace) for v in e["log_probs"] if v is not None]
     problems, shown = [], 0
     known: dict[str, set[float]] = {}
-    for e in _all(trace, "spec_check_logprobs"):
+    for e in _all(trace, "spec_check_logprobs", "spec_check_stated"):
         if not e["rollout"]:
             continue
         dtype = e["rollout_dtype"]
@@ -69,8 +73,8 @@ def checked_first(trace: Trace) -> list[str]:
             continue
         updates += 1
         before = hooks[: hooks.index("policy_update")]
-        if "spec_check_logprobs" not in before:
-            late = "only checked afterwards" if "spec_check_logprobs" in hooks else "never checked"
+        if not CHECKED & set(before):
+            late = "only checked afterwards" if CHECKED & set(hooks) else "never checked"
             problems.append(
                 f"the log-probs of policy version {events[begin]['policy_version']} entered an update and were {late}"
             )
@@ -85,15 +89,15 @@ def wrong_answers_refused(tour: Trace, asynchronous: bool) -> list[str]:
         asynchronous: may sequences be older than the policy: then an older version is no error.
     """
     problems = []
-    for what in (LOGPROB,) if asynchronous else (LOGPROB, VERSION):
+    for what in (LOGPROB, NAN) if asynchronous else (LOGPROB, VERSION, NAN):
         found = [e for e in tour if e["event"] in ("refused", "missed") and e["what"] == what]
         if not found:
-            problems.append(f"the run never came to the wrong {what}")
+            problems.append(f"the run never came to {_SPOKEN[what]}")
         elif found[0]["event"] == "missed":
-            problems.append(f"the engine said a wrong {what} of each response, and no guard has seen it")
+            problems.append(f"the engine said {_SPOKEN[what]} of each response, and no guard has seen it")
         elif " recomputed log-probs are not finite" in found[0]["why"]:
             problems.append(
-                f"the engine's wrong {what} came to the guard as the actor's: the engine is compared with itself"
+                f"{_SPOKEN[what]} that the engine said came to the guard as the actor's: the engine is compared with itself"
             )
     return problems
 

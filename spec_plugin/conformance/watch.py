@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spec_plugin.actor.control import RolloutHarvest
-from spec_plugin.conformance.plants import LOGPROB, PERTURBED, PLANTED, SELF_TEST, VERSION, Plants
+from spec_plugin.conformance.plants import PLANTED, SAID, SELF_TEST, VERSION, Plants
 from spec_plugin.events import Check, SelfTestReport
 from spec_plugin.session import SpecSession
 
@@ -138,8 +138,9 @@ def _requests(original: Any, plants: Plants, write: Write, shown: Mapping[str, A
         try:
             async with contextlib.aclosing(original(self, prompt, sampling_params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
-                    if not testing and plants.planted(LOGPROB):
-                        perturb(output)
+                    for what, said in SAID.items():
+                        if not testing and plants.planted(what):
+                            perturb(output, said)
                     answer.add(output)
                     yield output
         finally:
@@ -184,11 +185,11 @@ def undrafted(extra_args: Mapping[str, Any] | None, tokens: int) -> int:
     return tokens if off else 0
 
 
-def perturb(output: Any) -> None:
-    """Falsify the log-prob of each response's first token, in place, in a ``RequestOutput``."""
+def perturb(output: Any, said: float) -> None:
+    """Say this of the log-prob of each response's first token, in place, in a ``RequestOutput``."""
     for sample in output.outputs:
         if sample.logprobs and sample.token_ids:
-            sample.logprobs[0][sample.token_ids[0]].logprob = PERTURBED
+            sample.logprobs[0][sample.token_ids[0]].logprob = said
 
 
 def sampling_of(options: Any) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -103,3 +104,15 @@ def found_by(warm_run: Callable[..., subprocess.CompletedProcess[str]]) -> Calla
         return found
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _log_lines_reach_caplog() -> Iterator[None]:
+    """Whatever a test before this one, or an adapter's import, has done to our logger."""
+    logger = logging.getLogger("spec_plugin")
+    before = logger.handlers, logger.propagate, logger.level
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)  # also forgets what children have cached
+    yield
+    logger.handlers, logger.propagate = before[:2]
+    logger.setLevel(before[2])

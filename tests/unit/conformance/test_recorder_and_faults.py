@@ -10,7 +10,7 @@ from spec_plugin import LogprobProvenanceError, SpecConfig
 from spec_plugin.conformance import faults, judge, told
 from spec_plugin.conformance.faults import SHORT, STEPS, TOUR, FaultTour, read_tour
 from spec_plugin.conformance.forward import read_pack
-from spec_plugin.conformance.plants import LOGPROB, PERTURBED, PLANTED, VERSION, Plants
+from spec_plugin.conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, Plants
 from spec_plugin.conformance.recorder import Recorder, mutants, read_trace
 from spec_plugin.events import (
     EngineState,
@@ -19,6 +19,7 @@ from spec_plugin.events import (
     RefreshReport,
     RolloutStats,
     SelfTestReport,
+    StatedLogprobs,
     WeightSync,
 )
 from spec_plugin.manager import create_manager
@@ -43,6 +44,8 @@ def test_every_hook_of_a_session_is_recorded_and_nothing_fails(tmp_path):
     assert not session.failed, session.failure
     session.audit(EngineState("synced", 0, 0, "d", "t"))
     session.recall()
+    session.check_stated(stated())
+    session.recover()
     session.rollouts([Rollout(b"", b"\0\0\0\0")])
     trace = read_trace(tmp_path / "r")
     from spec_plugin import hookspecs
@@ -72,7 +75,15 @@ def batch(version: int = 3, engine: Plants | None = None) -> LogprobBatch:
         rollout[:, 0] = PERTURBED
     if engine is not None and engine.planted(VERSION):
         versions -= 1
+    if engine is not None and engine.planted(NAN):
+        rollout[:, 0] = torch.nan
     return LogprobBatch(version, found, rollout, torch.ones(2, 4, dtype=torch.bool), versions, True, False)
+
+
+def stated(version: int = 3, engine: Plants | None = None) -> StatedLogprobs:
+    of = batch(version, engine)
+    assert of.rollout is not None
+    return StatedLogprobs(version, of.rollout, of.mask, of.rollout_versions)
 
 
 @pytest.mark.parametrize("version", [0, 3])
@@ -89,7 +100,13 @@ def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
     assert [e["hook"] for e in read_trace(tmp_path)] == ["a"]
 
 
-def drive(session: SpecSession, steps: int, drafts_when_failed: bool = False, engine: Plants | None = None) -> None:
+def drive(
+    session: SpecSession,
+    steps: int,
+    drafts_when_failed: bool = False,
+    engine: Plants | None = None,
+    bypassed: bool = False,
+) -> None:
     """Steps as an adapter drives them; the engine drafts as the table says, and says wrong what is planted."""
     k = (0,)
     for version in range(steps):
@@ -107,22 +124,42 @@ def drive(session: SpecSession, steps: int, drafts_when_failed: bool = False, en
         session.rollout_end(RolloutStats(version, 2, 10, 1.0, 9 * on, 27 * on, 9 * on, (9, 0, 0) if on else ()))
         ids = torch.arange(8)
         session.target_forward(HiddenStates(ids, torch.randn(8, 96), torch.randn(8, 32), ids > 3, (8,), version))
+        if bypassed:
+            session.check_stated(stated(version, engine))
         session.check_logprobs(batch(version, engine))
         session.head_start(version)
         session.train_draft(version, 0.0)
         session.metrics()
 
 
-def test_the_tour_breaks_and_heals_every_hook_and_then_stops_the_run(tmp_path):
+@pytest.mark.parametrize("bypassed", [False, True])
+def test_the_tour_breaks_and_heals_every_hook_and_then_stops_the_run(tmp_path, bypassed):
+    """Its end is the guard's own refusal of a NaN, which the session insists on."""
     session = session_of(f"spec_plugin.conformance.faults:FaultTour={tmp_path}")
-    with pytest.raises(LogprobProvenanceError, match=PLANTED):
-        drive(session, STEPS, engine=Plants(tmp_path))
+    with pytest.raises(LogprobProvenanceError, match=r"rollout log-probs are not finite.*=nan"):
+        drive(session, STEPS, engine=Plants(tmp_path), bypassed=bypassed)
     story = read_tour(tmp_path)
     assert [e["hook"] for e in story if e["event"] == "broken"] == list(TOUR)
     assert judge.faults(story) == []
     assert told.wrong_answers_refused(story, asynchronous=False) == []
     assert not any(Plants(tmp_path).planted(what) for what in (LOGPROB, VERSION))
-    assert judge.stopped(story, PLANTED, []) == []
+    assert judge.stopped(story, "LogprobProvenanceError: not finite", []) == []
+
+
+def test_what_cleans_a_nan_before_the_guard_sees_it_is_seen(tmp_path, monkeypatch):
+    honest = batch
+
+    def cleaned(version: int = 3, engine: Plants | None = None) -> LogprobBatch:
+        found = honest(version, engine)
+        assert found.rollout is not None
+        return replace(found, rollout=found.rollout.nan_to_num(0.0))
+
+    monkeypatch.setitem(globals(), "batch", cleaned)
+    session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
+    with pytest.raises(LogprobProvenanceError, match=PLANTED):
+        drive(session, SHORT, engine=Plants(tmp_path))
+    (problem,) = told.wrong_answers_refused(read_tour(tmp_path), asynchronous=False)
+    assert problem == "the engine said a NaN of each response, and no guard has seen it"
 
 
 def test_what_the_engine_says_wrong_is_missed_by_an_adapter_that_says_something_else(tmp_path):
@@ -131,7 +168,7 @@ def test_what_the_engine_says_wrong_is_missed_by_an_adapter_that_says_something_
         drive(session, SHORT)
     story = read_tour(tmp_path)
     assert [e["hook"] for e in story if e["event"] == "broken"] == ["spec_rollout_end"]
-    assert len(told.wrong_answers_refused(story, asynchronous=False)) == 2
+    assert len(told.wrong_answers_refused(story, asynchronous=False)) == 3
 
 
 def test_an_engine_that_is_compared_with_itself_is_no_guard(tmp_path, monkeypatch):
@@ -145,10 +182,10 @@ def test_an_engine_that_is_compared_with_itself_is_no_guard(tmp_path, monkeypatc
 
     monkeypatch.setitem(globals(), "batch", twice)
     session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
-    with pytest.raises(LogprobProvenanceError, match=PLANTED):
+    with pytest.raises(LogprobProvenanceError, match="not finite"):
         drive(session, SHORT, engine=Plants(tmp_path))
-    (problem,) = told.wrong_answers_refused(read_tour(tmp_path), asynchronous=False)
-    assert "wrong log-prob came to the guard as the actor's" in problem
+    (problem, _) = told.wrong_answers_refused(read_tour(tmp_path), asynchronous=False)
+    assert "wrong log-prob that the engine said came to the guard as the actor's" in problem
 
 
 def test_a_violation_that_was_not_planted_stops_the_run_at_once(tmp_path):

@@ -150,10 +150,10 @@ def test_a_plain_batch_that_is_said_to_be_drafted_is_seen():
 def test_a_planted_error_that_nobody_refuses_is_seen():
     assert told.wrong_answers_refused(tour(), False) == []
     missed = [e | {"event": "missed"} if e.get("what") == VERSION else e for e in tour()]
-    one(told.wrong_answers_refused(missed, False), "wrong version of each response, and no guard")
+    one(told.wrong_answers_refused(missed, False), "wrong policy version of each response, and no guard")
     assert told.wrong_answers_refused(missed, True) == []
     never = [e for e in tour() if e.get("what") != LOGPROB]
-    one(told.wrong_answers_refused(never, False), "never came to the wrong log-prob")
+    one(told.wrong_answers_refused(never, False), "never came to a wrong log-prob")
 
 
 # failed_self_test_stops_the_run

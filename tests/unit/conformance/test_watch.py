@@ -49,7 +49,7 @@ def test_tokens_without_log_probs_are_counted():
 
 def test_only_the_first_tokens_log_prob_is_falsified():
     found = output(1, 2)
-    watch.perturb(found)
+    watch.perturb(found, PERTURBED)
     assert answer("FINAL_ONLY", found).log_probs == [PERTURBED, -0.25]
 
 
