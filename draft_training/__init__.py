@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draft_training.batch import Document, PackedBatch, pack
     from draft_training.buffer import BufferStats, HiddenBuffer
-    from draft_training.checkpoint import digest, load_draft, save_draft
+    from draft_training.checkpoint import digest, load_draft, row_digests, save_draft
     from draft_training.config import DraftConfig, validate_draft
     from draft_training.errors import CheckpointError, DraftConfigError, OtherRankFailed
     from draft_training.loss import LossStats, ttt_loss
@@ -36,6 +36,7 @@ __all__ = [
     "digest",
     "load_draft",
     "pack",
+    "row_digests",
     "save_draft",
     "training_memory",
     "ttt_loss",
@@ -46,7 +47,7 @@ __all__ = [
 _HOMES = {
     "batch": ("Document", "PackedBatch", "pack"),
     "buffer": ("BufferStats", "HiddenBuffer"),
-    "checkpoint": ("digest", "load_draft", "save_draft"),
+    "checkpoint": ("digest", "load_draft", "row_digests", "save_draft"),
     "config": ("DraftConfig", "validate_draft"),
     "errors": ("CheckpointError", "DraftConfigError", "OtherRankFailed"),
     "loss": ("LossStats", "ttt_loss"),

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,18 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
         sha.update(f"{name}\0{str(tensor.dtype).removeprefix('torch.')}\0{list(tensor.shape)}\0".encode())
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+def row_digests(tensors: Iterable[Tensor]) -> list[str]:
+    """A digest of each row (all of the last dimension) of some weights, each digest once: whoever stacks or splits matrices by
+    rows has the same rows.
+    """
+    found: set[str] = set()
+    for tensor in tensors:
+        rows = tensor.detach().to("cpu").contiguous().view(-1, tensor.shape[-1] if tensor.dim() else 1)
+        for row in rows.view(torch.uint8).numpy():
+            found.add(hashlib.blake2b(row.data, digest_size=8).hexdigest())
+    return sorted(found)
 
 
 def save_draft(path: str | Path, config: DraftConfig, tensors: Mapping[str, Tensor]) -> str:

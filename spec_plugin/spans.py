@@ -78,6 +78,7 @@ class Spans:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], list[Span]] = {}  # several requests may have sampled the same text
+        self._marks: NDArray[np.uint64] = np.zeros(0, np.uint64)  # of ``_known``, in order
 
     def add(self, spans: Iterable[Span], policy_version: int) -> None:
         """Take note; what was sampled long before this version is forgotten."""
@@ -89,6 +90,7 @@ class Spans:
         oldest = policy_version - _VERSIONS
         kept = ((key, [s for s in same if s.version >= oldest]) for key, same in self._known.items())
         self._known = {key: same for key, same in kept if same}
+        self._marks = np.unique(np.array([mark for _, mark in self._known], np.uint64))
 
     def of(
         self,
@@ -124,8 +126,13 @@ class Spans:
         return found, plain
 
     def _within(self, document: Tensor) -> list[list[Span]]:
-        marks = fingerprints(document.cpu().numpy()).tolist()
-        found = (self._known.get((until, mark)) for until, mark in enumerate(marks))
+        """Spans that end in the document, in their order. A step has as many tokens as a million, and this is on its path."""
+        if not len(self._marks):
+            return []
+        marks = fingerprints(document.cpu().numpy())
+        places = np.searchsorted(self._marks, marks).clip(max=len(self._marks) - 1)
+        ends = np.flatnonzero(self._marks[places] == marks)
+        found = (self._known.get((int(until), int(marks[until]))) for until in ends)
         return [same for same in found if same]
 
 

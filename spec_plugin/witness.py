@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from spec_plugin.events import LogprobBatch
+from spec_plugin.spans import fingerprints
 
 #: requests of a phase that each engine keeps
 KEPT = 64
@@ -38,14 +40,15 @@ def witnessed(
         starts: where the first column of ``batch`` lies in each document.
         witnesses: of the same phase.
     """
-    known = {witness.tokens: witness.log_probs for witness in witnesses}
-    lengths = sorted({len(tokens) for tokens in known})
+    known = {(len(w.tokens), int(fingerprints(w.tokens)[-1])): w.log_probs for w in witnesses}
+    lengths = np.array(sorted({length for length, _ in known}), np.int64)
     rollout, seen = batch.recomputed.clone(), torch.zeros_like(batch.mask)
     for row, (document, start) in enumerate(zip(documents, starts, strict=True)):
-        tokens = tuple(document.tolist())
-        for end in (n for n in lengths if n <= len(tokens)):
-            said = known.get(tokens[:end])
-            if said:
+        ends = lengths[lengths <= len(document)]
+        marks = fingerprints(document.cpu().numpy())[ends]
+        for end, mark in zip(ends.tolist(), marks.tolist(), strict=True):
+            said = known.get((end, mark))
+            if said and end > start:  # else it is all of the prompt
                 first = max(end - len(said), start)
                 columns = slice(first - start, end - start)
                 rollout[row, columns] = torch.tensor(said[len(said) - (end - first) :], dtype=rollout.dtype)

@@ -124,7 +124,8 @@ PARTS = (
     ),
     Part("kit-minimal", (f"{PYTEST} {MINIMAL} -k keeps_the_contract",), ("verl",), 4),
     Part("kit-minimal-others", (f"{PYTEST} {MINIMAL} -k 'behind or two_engines'",), ("verl",), 4, daily=False),
-    Part("families", (f"{PYTEST} tests/engine -m family",), ("verl",), 5, daily=False),
+    Part("only", (f"{PYTEST} {MINIMAL} -k by_no_other_check",), ("verl",), 5, daily=False, limit=5400.0),
+    Part("families", (f"{PYTEST} tests/engine -m family -k 'not by_no_other_check'",), ("verl",), 5, daily=False),
     Part("soak", (f"{PYTEST} {SOAK} -m engine",), ("verl",), 5, daily=False),
     Part(
         "verl-trouble",

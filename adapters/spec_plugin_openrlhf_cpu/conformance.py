@@ -24,7 +24,7 @@ from spec_plugin_openrlhf_cpu.replay import ReplayExecutor
 class AgentExecutor(ReplayExecutor):
     folder, reward_file = Path({folder!r}), {reward!r}
 '''
-SAMPLES = 8
+SAMPLES, TOKENS = 8, 40
 _TWO_RANKS = ("--actor.num_gpus_per_node", "2")
 _ASYNC = ("--train.async_enable",)
 #: most requests that the engine runs at once, so that rollouts last longer than training, and a sync finds some in flight
@@ -60,6 +60,8 @@ class Driver(ConformanceDriver):
         """Make policy, data and reward."""
         super().__init__(root, shape, family)
         self.asynchronous = shape in ("async", "partial")
+        # of a response that goes on under the next policy, the rest
+        self.requests = {"min_tokens": 1, "max_tokens": (1, 80) if shape == "partial" else TOKENS}
         root.mkdir(parents=True, exist_ok=True)
         self._room = tiny_targets()[family or "qwen3"]
         self._target = tiny.make_target(root / "policy", torch.bfloat16, family=self._room.name)
@@ -76,7 +78,14 @@ class Driver(ConformanceDriver):
 
     def _flags(self, run: RunSettings) -> list[str]:
         flags = ["--rollout.batch_size", "1", "--rollout.n_samples_per_prompt", str(SAMPLES)]
-        flags += ["--rollout.micro_batch_size", "4", "--train.micro_batch_size", "4", "--rollout.max_new_tokens", "40"]
+        flags += [
+            "--rollout.micro_batch_size",
+            "4",
+            "--train.micro_batch_size",
+            "4",
+            "--rollout.max_new_tokens",
+            str(TOKENS),
+        ]
         flags += ["--data.max_samples", "64", "--actor.adam.lr", "1e-3", "--ckpt.path", str(self._checkpoints(run))]
         flags += ["--actor.lr_warmup_ratio", "0.0"]
         flags += SHAPES[self.shape][1] if self.shape else ()

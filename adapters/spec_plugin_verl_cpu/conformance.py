@@ -51,6 +51,7 @@ class Shape:
     family: str = "qwen3"  # of the policy
     mtp: bool = False  # has it a layer for multi-token prediction
     asynchronous: bool = False
+    tokens: int = 40  # of a response, at most
     main: Main = PPO
     backend: Backend = FSDP
     format: checkpoints.Format = checkpoints.FSDP
@@ -175,6 +176,8 @@ class Driver(ConformanceDriver):
         super().__init__(root, shape, family)
         self._shape = SHAPES[shape] if shape else Shape("", ())
         self.asynchronous = self._shape.asynchronous
+        # of a response that goes on under the next policy, the rest
+        self.requests = {"max_tokens": (1, self._shape.tokens) if self.asynchronous else self._shape.tokens}
         root.mkdir(parents=True, exist_ok=True)
         self._room = tiny_targets()[family or self._shape.family]
         split: dict[str, Any] = {"num_key_value_heads": self._shape.kv_heads} if self._shape.kv_heads > 1 else {}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from spec_plugin.conformance import complete, judge, told, versions
+from spec_plugin.conformance import complete, engines, judge, told, versions
 from spec_plugin.conformance.evidence import REFUSED, SAVED, Evidence
 from spec_plugin.conformance.forward import judge_packs
 
@@ -93,6 +93,15 @@ def weights_arrive_as_they_are(evidence: Evidence) -> None:
     _judge(told.weights_arrived(evidence.finished("main").trace))
 
 
+def every_weight_arrives(evidence: Evidence) -> None:
+    """Each row of each weight of a checkpoint is one that the engine rolled out with."""
+    run = evidence.finished("main")
+    policy = evidence.driver.weights(run.settings, SAVED)
+    if policy is None:
+        pytest.skip(f"{REFUSED}the checkpoint has the weights in parts, or in other shapes than the engine")
+    _judge(engines.weights_arrived(run.trace, policy))
+
+
 def policy_is_bitwise_equal(evidence: Evidence) -> None:
     """On the same rollouts the policy trains to the same bits with and without the flag."""
     problems = _other_bits(evidence, "main")  # the run that recorded the rollouts
@@ -137,6 +146,28 @@ def told_facts_are_the_engines(evidence: Evidence) -> None:
     _judge(told.engine_facts(trace) + told.trainers_facts(trace, evidence.driver.asynchronous))
 
 
+def requests_are_the_trainers(evidence: Evidence) -> None:
+    """Each request asks for the lengths, the stops and the sampling that the trainer's configuration says, and no more."""
+    if not evidence.driver.requests:
+        pytest.fail("the driver names no requests: what the trainer asks of vLLM without the flag", pytrace=False)
+    _judge(engines.asked_as_configured(evidence.finished("main").trace, evidence.driver.requests))
+
+
+def requests_run_at_once(evidence: Evidence) -> None:
+    """As many requests are in flight as the trainer sends, not one after the other."""
+    _judge(engines.at_once(evidence.finished("main").trace, evidence.driver.asynchronous))
+
+
+def phases_are_timed_as_they_ran(evidence: Evidence) -> None:
+    """The seconds of a phase are those with requests in flight, each on the clock of its engine."""
+    _judge(engines.timed_as_it_ran(evidence.finished("main").trace, evidence.driver.asynchronous))
+
+
+def every_engine_is_told(evidence: Evidence) -> None:
+    """Each engine that samples is told of each phase, drafts by the table that the others have, and shows its draft."""
+    _judge(engines.all_told(evidence.finished("main").trace))
+
+
 def token_counts_are_the_engines(evidence: Evidence) -> None:
     """The tokens of a phase are those that the engine sampled in it."""
     trace = evidence.finished("main").trace
@@ -153,6 +184,12 @@ def failed_self_test_stops_the_run(evidence: Evidence) -> None:
     """An engine that fails its self-test stops the run before the first rollout."""
     run = evidence.run("refused")
     _judge(told.self_test_stopped(run.trace, run.failure))
+
+
+def wrong_options_stop_the_run(evidence: Evidence) -> None:
+    """An option that the plugin refuses stops the run before it samples; it does not go on without the flag."""
+    run = evidence.run("misconfigured")
+    _judge(engines.options_refused(run.metrics, run.failure, run.trace))
 
 
 def logprobs_come_from_the_engine(evidence: Evidence) -> None:
@@ -257,12 +294,18 @@ CHECKS: tuple[Check, ...] = (
     target_is_untouched_by_a_refresh,
     target_arrives_before_the_draft,
     weights_arrive_as_they_are,
+    every_weight_arrives,
     policy_is_bitwise_equal,
     random_streams_are_untouched,
     told_facts_are_the_engines,
+    requests_are_the_trainers,
+    requests_run_at_once,
+    phases_are_timed_as_they_ran,
+    every_engine_is_told,
     token_counts_are_the_engines,
     samples_are_the_targets,
     failed_self_test_stops_the_run,
+    wrong_options_stop_the_run,
     logprobs_come_from_the_engine,
     logprobs_are_checked_before_they_are_used,
     speculation_is_told_as_it_was,

@@ -5,15 +5,13 @@ Pure functions from a trace to problems, as in ``judge``. What is left out raise
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from spec_plugin.conformance.judge import Event, Trace, actor, of
 from spec_plugin.conformance.told import CHECKED, as_kept, rollouts_requests
 
-#: share of the responses of a step that the guards see of a trainer that shows them all; some may be filtered away
-_MOST = 0.75
 #: share of tokens by which what is said of plain ones may be off, where a part of the responses is recomputed
 _FEW = 0.1
 Row = tuple[float, ...]
@@ -37,8 +35,8 @@ def answers_checked(trace: Trace) -> list[str]:
         return problems
     whole = [version for version, found in shown.items() if found and not _some(trace, version)]
     sampled = sum(len(answers[version]) for version in whole)
-    seen = sum(len(answers[version] & set(shown[version])) for version in whole)
-    if seen < _MOST * sampled:
+    seen = sum(_seen(answers[version], shown[version]) for version in whole)
+    if seen < sampled:
         problems.append(f"a guard has seen {seen} of {sampled} responses that were trained on")
     return problems
 
@@ -80,6 +78,12 @@ def _is_part(row: Row, answers: set[Row]) -> bool:
         return False
     longer = (answer for answer in answers if len(answer) > len(row))
     return any(answer[i : i + len(row)] == row for answer in longer for i in range(len(answer) - len(row) + 1))
+
+
+def _seen(answers: set[Row], rows: Sequence[Row]) -> int:
+    """How many answers a guard has been shown, or what a trainer that cuts long ones has left of them."""
+    cut = [row for row in rows if row not in answers]
+    return sum(answer in rows or any(_is_part(row, {answer}) for row in cut) for answer in answers)
 
 
 def undrafted_told(trace: Trace) -> list[str]:
@@ -127,8 +131,13 @@ def budgets_opened(trace: Trace) -> list[str]:
     problems = []
     for begin, end in pairwise(starts):
         hooks = [e["hook"] for e in events[begin:end]]
-        if "spec_target_forward" in hooks and "harvest_opened" not in hooks:
-            version = events[begin]["policy_version"]
+        version, opened = events[begin]["policy_version"], hooks.count("harvest_opened")
+        if opened > 1:
+            problems.append(
+                f"in the step of policy version {version} RolloutHarvest.open was called {opened} times: the harvest has that many "
+                "budgets"
+            )
+        if "spec_target_forward" in hooks and not opened:
             problems.append(
                 f"in the step of policy version {version} hidden states were harvested without RolloutHarvest.open: there are "
                 "none any more when its first budget is used up"

@@ -47,6 +47,9 @@ class ConformanceDriver(ABC):
     #: where an engine keeps the policy version that it stamps on what it samples, as ``module:Class.attribute``; the kit has it
     #: say one less for a moment. Not needed where ``asynchronous``
     engine_version = ""
+    #: options of vLLM's ``SamplingParams`` that the trainer's own configuration asks of each rollout request, where they are not
+    #: vLLM's defaults: ``max_tokens``, ``temperature``, stops, … A pair is the least and the most, for what differs by request
+    requests: Mapping[str, Any] = {}
     #: what a run of the trainer without the flag must not import
     adapter_modules: tuple[str, ...] = ()
     #: modules that such a run imports first
@@ -78,6 +81,10 @@ class ConformanceDriver(ABC):
     @abstractmethod
     def policy(self, run: RunSettings, step: int) -> dict[str, Tensor]:
         """The policy's parameters in the checkpoint after ``step``."""
+
+    def weights(self, run: RunSettings, step: int) -> Mapping[str, Tensor] | None:
+        """The same as the engine is to have them, matrix by matrix; None: the checkpoint has them in parts, or in other shapes."""
+        return self.policy(run, step)
 
     def random_state(self, run: RunSettings, step: int) -> Mapping[str, str] | None:
         """Digests of the random streams that the trainer saves in that checkpoint, by name; None: it saves none."""

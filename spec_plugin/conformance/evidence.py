@@ -15,6 +15,7 @@ import pytest
 
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.driver import ConformanceDriver, RunFailed, RunSettings
+from spec_plugin.conformance.engines import WRONG_OPTION, WRONG_VALUE
 from spec_plugin.conformance.faults import SHORT, STEPS, FaultTour, ShortTour, read_tour
 from spec_plugin.conformance.forward import Pack, read_pack
 from spec_plugin.conformance.plants import SELF_TEST, Plants
@@ -83,7 +84,7 @@ class Progress:
 
 
 class Evidence:
-    """The runs that the checks judge, by name: main, off, faults, refused, and on if main and off end with other bits."""
+    """The runs that the checks judge, by name: main, off, faults, refused, misconfigured, and on if main and off end with other bits."""
 
     def __init__(
         self,
@@ -202,6 +203,11 @@ class Evidence:
         """Its engine says that the self-test failed."""
         Plants(self._records("refused")).plant(SELF_TEST)
         self._launch("refused", RunSettings(self._out("refused"), 1, options=self._options("refused")))
+
+    def _run_misconfigured(self) -> None:
+        """With an option that the plugin refuses."""
+        options = self._options("misconfigured") | {WRONG_OPTION: WRONG_VALUE}
+        self._launch("misconfigured", RunSettings(self._out("misconfigured"), 1, options=options))
 
     def _options(self, name: str) -> dict[str, Any]:
         return {

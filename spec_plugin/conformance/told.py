@@ -99,6 +99,10 @@ def wrong_answers_refused(tour: Trace, asynchronous: bool) -> list[str]:
             problems.append(
                 f"{_SPOKEN[what]} that the engine said came to the guard as the actor's: the engine is compared with itself"
             )
+        elif what == NAN and "not finite" not in found[0]["why"]:
+            problems.append(
+                "a NaN that the engine said came to the guard as another number: something cleans log-probs on the way"
+            )
     return problems
 
 

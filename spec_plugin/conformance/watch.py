@@ -12,7 +12,8 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
@@ -44,9 +45,16 @@ DISTRIBUTION: Mapping[str, Any] = {
     "allowed_token_ids": None,
     "bad_words": None,
 }
+#: options of a request that change nothing of what is sampled, and nothing of how long it is
+_NEUTRAL = frozenset(
+    ("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs", "extra_args", "output_kind", "detokenize")
+    + ("skip_special_tokens", "spaces_between_special_tokens", "skip_clone", "skip_reading_prefix_cache")
+)
 #: what ``TargetInfo`` and the engine both say of the engine
 CONFIGURATION = ("dtype", "max_model_len", "max_num_seqs", "tensor_parallel", "device_type", "load_format")
 _testing: ContextVar[bool] = ContextVar("testing", default=False)
+_clock: ContextVar[Any] = ContextVar("clock", default=None)  # the front that times the request that is being made
+_numbers: dict[int, int] = {}  # engines of this process, as they are seen
 _harvests: WeakKeyDictionary[SpecSession, Write] = WeakKeyDictionary()
 _watched: list[Plants] = []  # of this process's engines, once they are
 
@@ -102,6 +110,13 @@ def watch_engine(plants: Plants, write: Write) -> None:
     front.engine_arguments = _options(front.engine_arguments, plants, write)
     front.self_test = _self_tests(front.self_test, plants)
     front.state = _states(front.state, write)
+    front.request = _clocks(front.request)
+    front.set_schedule = _schedules(front.set_schedule, write)
+    front.start_phase = _phases(front.start_phase, write)
+
+
+def _number(engine: Any) -> int:
+    return _numbers.setdefault(id(engine), len(_numbers))
 
 
 def _options(original: Any, plants: Plants, write: Write) -> Any:
@@ -124,17 +139,20 @@ def _options(original: Any, plants: Plants, write: Write) -> Any:
 
 
 def _requests(original: Any, plants: Plants, write: Write, shown: Mapping[str, Any]) -> Any:
-    seen: dict[int, int] = {}  # engines of this process, in the order of their first requests
+    configured: set[int] = set()
 
     @functools.wraps(original)
     async def generate(
         self: Any, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        if id(self) not in seen:
-            seen[id(self)] = len(seen)
+        engine = {"engine": _number(self)}
+        if engine["engine"] not in configured:
+            configured.add(engine["engine"])
             write("engine_configured", **configuration(self.vllm_config), **_seen_options(self.vllm_config, shown))
         testing, answer = _testing.get(), Answer(sampling_params)
-        write("engine_request_begins", test=testing, engine=seen[id(self)])
+        front, began = _clock.get(), time.time()
+        clock = "none" if front is None else "own" if front.engine is self else "another"
+        write("engine_request_begins", test=testing, clock=clock, **engine)
         try:
             async with contextlib.aclosing(original(self, prompt, sampling_params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
@@ -147,7 +165,8 @@ def _requests(original: Any, plants: Plants, write: Write, shown: Mapping[str, A
             sampling = sampling_of(sampling_params)
             told = {"prompt": answer.prompt, "log_probs": answer.log_probs}
             plain = undrafted(sampling_params.extra_args, len(answer.log_probs))
-            write("engine_request", test=testing, sampling=sampling, plain=plain, **told)
+            asked = {"sampling": sampling, "asked": asked_of(sampling_params)}
+            write("engine_request", test=testing, plain=plain, began=began, **engine, **asked, **told)
 
     return generate
 
@@ -204,6 +223,20 @@ def sampling_of(options: Any) -> dict[str, Any]:
     return {name: v for name, v in found.items() if v != DISTRIBUTION[name] and v not in (None, [], {})}
 
 
+def asked_of(sampling_params: Any) -> dict[str, Any]:
+    """Every option of a request that is not vLLM's default, but for those that change nothing of the text."""
+    usual = type(sampling_params)()
+    names = (name for name in sampling_params.__struct_fields__ if not name.startswith("_"))
+    rest = [name for name in names if name not in _NEUTRAL and name not in DISTRIBUTION]
+    found = {name: (getattr(sampling_params, name), getattr(usual, name)) for name in rest}
+    other = {name: _for_json(value) for name, (value, default) in found.items() if (value or 0) != (default or 0)}
+    return sampling_of(sampling_params) | other
+
+
+def _for_json(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
 def configuration(vllm_config: Any) -> dict[str, Any]:
     """The engine's own, under the names of ``TargetInfo``."""
     model = vllm_config.model_config
@@ -256,10 +289,47 @@ def _states(original: Any, write: Write) -> Any:
     @functools.wraps(original)
     async def state(self: Any, moment: str) -> Any:
         found = await original(self, moment)
-        write("engine_state", **asdict(found))
+        write("engine_state", engine=_number(self.engine), **asdict(found))
+        whole = self.engine.vllm_config.parallel_config.tensor_parallel_size == 1
+        if moment == "rollout" and whole:
+            (rows,) = await self.engine.collective_rpc("spec_rows")
+            write("engine_rows", engine=_number(self.engine), policy_version=found.policy_version, rows=rows)
         return found
 
     return state
+
+
+def _clocks(original: Any) -> Any:
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def request(self: Any) -> Iterator[Any]:
+        with original(self) as counted:
+            token = _clock.set(self)
+            try:
+                yield counted
+            finally:
+                with contextlib.suppress(ValueError):  # it ends in another task than it began in
+                    _clock.reset(token)
+
+    return request
+
+
+def _schedules(original: Any, write: Write) -> Any:
+    @functools.wraps(original)
+    async def set_schedule(self: Any, schedule: Any) -> None:
+        await original(self, schedule)
+        write("engine_schedule", engine=_number(self.engine), table=list(schedule.table))
+
+    return set_schedule
+
+
+def _phases(original: Any, write: Write) -> Any:
+    @functools.wraps(original)
+    def start_phase(self: Any, policy_version: int) -> None:
+        original(self, policy_version)
+        write("engine_phase", engine=_number(self.engine), policy_version=policy_version)
+
+    return start_phase
 
 
 def delay_version(place: str, plants: Plants) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_training import digest as weights_digest
+from draft_training import row_digests
 from spec_plugin.engine.additional import own_settings, prepare_proposer
 from spec_plugin.engine.capabilities import find_draft
 from spec_plugin.engine.lossless import check_running_config
@@ -275,6 +276,14 @@ class SpecWorkerExtension:
             "draft": self._spec_held_digest(layout),
             "draft_version": self._spec_state.served.version,
         }
+
+    def spec_rows(self) -> dict[str, list[str]]:
+        """A digest of each row (last dimension) of every weight of the target, for the conformance kit: how vLLM has packed
+        them leaves rows as they are. In the engine's dtype, and in bfloat16.
+        """
+        model = self.model_runner.get_model()
+        tensors = [t.detach().cpu() for _, t in (*model.named_parameters(), *model.named_buffers()) if t.numel()]
+        return {"own": row_digests(tensors), "bfloat16": row_digests([t.bfloat16() for t in tensors])}
 
     def _spec_shared_digests(self, target: Mapping[str, Tensor]) -> dict[str, str]:
         """Of the embedding and the head, without the padding of the vocabulary; "" where each rank holds a part."""

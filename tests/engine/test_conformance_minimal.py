@@ -39,13 +39,13 @@ def kit(python: str, driver: str, *more: str) -> subprocess.CompletedProcess[str
 def test_the_minimal_adapter_keeps_the_contract(warm_python):
     done = kit(warm_python, "minimal_adapter.driver:Driver")
     assert done.returncode == 0, done.stdout[-8000:]
-    assert "26 passed" in done.stdout
+    assert "32 passed" in done.stdout
 
 
 def test_one_whose_rollouts_lag_behind_keeps_it(warm_python):
     done = kit(warm_python, "minimal_adapter.driver:LaggingDriver")
     assert done.returncode == 0, done.stdout[-8000:]
-    assert "26 passed" in done.stdout
+    assert "32 passed" in done.stdout
 
 
 def test_two_engines_hold_the_same_draft_and_are_counted_together(warm_python):
@@ -72,3 +72,17 @@ def test_a_wrong_adapter_is_caught_by_the_check_that_is_meant(name, warm_python)
     # one that cannot even run fails every check, and shows nothing; one that the guard stops is caught
     stopped = re.search(r"the run '\w+'\s+stopped early", done.stdout)
     assert not stopped or "LogprobProvenanceError" in done.stdout, done.stdout[-8000:]
+
+
+def told_apart() -> list[str]:
+    """Wrong adapters whose mistake no other check sees."""
+    return [n for n in WRONG if "ONLY = True" in (ROOT / "tests" / "wrong_adapters" / f"{n}.py").read_text()]
+
+
+@pytest.mark.family
+@pytest.mark.parametrize("name", told_apart())
+def test_and_by_no_other_check(name, warm_python):
+    """So each of these checks is needed. Minutes each: ``make conformance SHAPES=only``."""
+    done = kit(warm_python, f"wrong_adapters.{name}:Driver")
+    failed = set(re.findall(r"FAILED \S+::(\w+)", done.stdout))
+    assert failed == {caught_by(name)}, done.stdout[-8000:]

@@ -12,6 +12,20 @@ _SERVED = "spec_plugin/builtin/methods/served.py"
 
 MUTATIONS = (
     Mutation(
+        "spec_plugin/builtin/agreement.py",
+        "start = i * room + rng.randrange(room - size + 1)",
+        "start = i * room",
+        "law 3: what goes wrong late in a response is never looked at",
+        ("test_agreement.py",),
+    ),
+    Mutation(
+        "spec_plugin/builtin/provenance.py",
+        "(counts.nonzero().flatten() + least)",
+        "counts.nonzero().flatten()",
+        "law 3: tokens that lag are judged as those of another lag",
+        ("test_every_token.py",),
+    ),
+    Mutation(
         _BASELINE,
         "shown > _COARSE * self._scale else None",
         "shown > 1e3 * _COARSE * self._scale else None",

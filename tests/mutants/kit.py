@@ -7,10 +7,81 @@ from mutants.mutation import Mutation
 _COMPLETE, _TOLD, _RECORDER, _WATCH, _JUDGE = (
     f"spec_plugin/conformance/{name}.py" for name in ("complete", "told", "recorder", "watch", "judge")
 )
+_ENGINES, _CHECKS = "spec_plugin/conformance/engines.py", "spec_plugin/conformance/checks.py"
 _READ, _EVIDENCE = "spec_plugin/commands/report/read.py", "spec_plugin/commands/project/evidence.py"
 _LENGTHS = "spec_plugin/projection/lengths.py"
 
 MUTATIONS = (
+    Mutation(
+        _ENGINES,
+        'e["asked"].keys() | configured.keys()',
+        "configured.keys()",
+        "law 2: requests with an option that the trainer has not set pass the kit",
+        ("conformance/test_engines.py",),
+    ),
+    Mutation(
+        _ENGINES,
+        "if most < max(2, _TOGETHER * len(intervals)):",
+        "if most < 1:",
+        "an adapter that lets requests through one by one passes the kit",
+        ("conformance/test_engines.py",),
+    ),
+    Mutation(
+        _ENGINES,
+        "if too_long or too_short:",
+        "if too_short:",
+        "law 7: a reward that is timed as sampling passes the kit",
+        ("conformance/test_engines.py",),
+    ),
+    Mutation(
+        _ENGINES,
+        "if missing := len(serving - told.keys()):",
+        "if missing := 0:",
+        "an engine that nobody tells of a phase passes the kit",
+        ("conformance/test_engines.py",),
+    ),
+    Mutation(
+        _ENGINES,
+        "if silent := len(serving - shown.get(version, set())):",
+        "if silent := 0:",
+        "law 5: an engine that never shows its draft passes the kit",
+        ("conformance/test_engines.py",),
+    ),
+    Mutation(
+        _ENGINES,
+        'held["bfloat16" if coarse else "own"]',
+        'held["bfloat16"] | held["own"]',
+        "law 4: weights that were rounded on the way pass the kit",
+        ("conformance/test_engines.py",),
+    ),
+    Mutation(
+        _ENGINES,
+        "if metrics or rollouts_requests(trace):",
+        "if metrics:",
+        "a run that samples with an option that is refused passes the kit",
+        ("conformance/test_engines.py",),
+    ),
+    Mutation(
+        _CHECKS,
+        "return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))",
+        "return torch.allclose(a, b)",
+        "law 4: the kit takes nearly equal policies for equal ones",
+        ("conformance/test_engines.py",),
+    ),
+    Mutation(
+        _COMPLETE,
+        "if opened > 1:",
+        "if opened > 9:",
+        "a harvest with a budget for each micro-batch passes the kit",
+        ("conformance/test_engines.py",),
+    ),
+    Mutation(
+        _TOLD,
+        'elif what == NAN and "not finite" not in found[0]["why"]:',
+        'elif what == NAN and "" not in found[0]["why"]:',
+        "law 3: an adapter that makes a NaN a number passes the kit",
+        ("conformance/test_told.py",),
+    ),
     Mutation(
         _COMPLETE,
         "if row in answers:\n        return False",
@@ -20,7 +91,7 @@ MUTATIONS = (
     ),
     Mutation(
         _COMPLETE,
-        "if seen < _MOST * sampled:",
+        "if seen < sampled:",
         "if seen < 0:",
         "law 3: an adapter that shows the guard half of a batch passes the kit",
         ("conformance/test_complete.py",),

@@ -22,6 +22,41 @@ _LOSS, _TRAINER, _BUFFER, _CHECKPOINT, _STATE, _CONFIG, _BATCH, _OPTIMIZER, _UNR
 
 MUTATIONS = (
     Mutation(
+        "draft_training/mtp.py",
+        "        check_values(tensors, folder)\n",
+        "",
+        "a layer of NaNs is trained and served",
+        ("test_method_mtp.py",),
+    ),
+    Mutation(
+        "spec_plugin/projection/rollout.py",
+        "np.concatenate([groups[i] for i in mine]) for mine in shares",
+        "np.concatenate([groups[i] for i in mine])[::-1] if False else rollout.lengths[rng.permutation(len(rollout.lengths))[: sum(len(groups[i]) for i in mine)]] for mine in shares",
+        "the projection tears groups apart, whose prompt is prefilled once",
+        ("test_projection.py",),
+    ),
+    Mutation(
+        "spec_plugin/projection/rollout.py",
+        "(done + until) / 2",
+        "until",
+        "the projection has requests see their whole response from the start",
+        ("test_projection.py",),
+    ),
+    Mutation(
+        "spec_plugin/projection/rollout.py",
+        "math.ceil(len(lengths) / self._rollout.group) * self._rollout.prompt",
+        "len(lengths) * self._rollout.prompt",
+        "the projection prefills a prompt for each of its responses",
+        ("test_projection.py",),
+    ),
+    Mutation(
+        "spec_plugin/projection/rollout.py",
+        "if 8 * batch <= most)",
+        "if batch <= most)",
+        "the projection calls a whole batch its tail",
+        ("test_projection.py",),
+    ),
+    Mutation(
         "draft_training/trainer.py",
         "        self._newborn = True\n        self.unroll",
         "        self.unroll",

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from draft_training import Document, DraftTrainer, HiddenBuffer, TrainSettings
+from draft_training import Document, DraftConfigError, DraftTrainer, HiddenBuffer, TrainSettings
 from draft_training.batch import pack
 from draft_training.mtp import MtpShape
 from spec_plugin import SpecConfig, SpecConfigError
@@ -221,3 +221,13 @@ def test_what_the_buffer_draws_of_a_long_rollout_knows_where_it_stood() -> None:
     for _ in range(20):
         (drawn,) = buffer.sample(8, 0.0)
         assert drawn.offset == int(drawn.input_ids[0]) >= 5
+
+
+def test_a_layer_that_holds_no_numbers_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    layer_of(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.mtp_layers.0.input_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, file)
+    with pytest.raises(DraftConfigError, match="not finite"):
+        MtpShape.from_target(HF).of_checkpoint(tmp_path)

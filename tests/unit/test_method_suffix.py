@@ -237,3 +237,14 @@ def test_the_patch_refuses_a_proposer_that_it_does_not_know(monkeypatch: pytest.
     monkeypatch.setattr(suffix_decoding, "SuffixDecodingProposer", Another)
     with pytest.raises(PatchError, match="does not fit this vLLM"):
         prepare({})
+
+
+@needs_package
+def test_what_other_engines_sampled_is_of_the_phase_that_was_taken() -> None:
+    """Of each prompt the last two phases are kept: all of both, whichever engine sampled it."""
+    rng, memory, prompt = random.Random(0), trees(), list(range(10))
+    for phase in range(2):
+        say(memory, f"{phase}", prompt, [rng.randrange(64) for _ in range(8)], k=4)
+        memory.take()
+        memory.remember([Rollout(ids(*prompt), ids(*(rng.randrange(64) for _ in range(8))))])
+    assert memory._trees[ids(*prompt)].sequences == 4

@@ -21,7 +21,7 @@ from spec_plugin.projection.hardware import CARDS, find_card
 from spec_plugin.projection.lengths import from_file, lognormal, of_responses, percentiles
 from spec_plugin.projection.measured import Measured, Times, Work, calibrated, draft_pass_from
 from spec_plugin.projection.projecting import AUTO, Known, Question, chances_through, project, seats_of
-from spec_plugin.projection.rollout import Rollout, emission, needed, simulate
+from spec_plugin.projection.rollout import Phase, Rollout, emission, needed, simulate, split
 from spec_plugin.projection.roofline import Deployment, Roofline
 from spec_plugin.projection.shapes import MODELS, find_model, shape_of
 from spec_plugin.projection.stages import Stages, exposed_seconds, step_seconds, trainer_seconds
@@ -597,3 +597,34 @@ def test_a_calibration_takes_the_place_of_the_roofline() -> None:
     answer = project(asked(gpus=8, batch=8, group=1, lengths=same, prompt=0), Known(cost=cost), draws=0)
     assert max(answer.phase.load) == 1  # one response an engine
     assert answer.rows[0].rollout_s.typical == pytest.approx(1000 * 0.011, rel=0.02)
+
+
+class OfContext:
+    """A step takes as many seconds as there are tokens before it; prefill as many as it has tokens."""
+
+    def seconds(self, batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
+        return float(batch) if not context else batch + context
+
+
+def test_the_context_of_a_step_grows_with_the_response() -> None:
+    phase = simulate(rollout([10], prompt=4.0), OfContext(), (), 0, np.random.default_rng(0))
+    # prefill, and nine steps that each see the prompt and what was decoded until their middle
+    assert phase.seconds == pytest.approx(4 + sum(1 + 4 + at + 0.5 for at in range(9)))
+
+
+def test_a_prompt_is_prefilled_once_for_its_group() -> None:
+    alone, together = (Rollout(np.full(8, 1.0), 5.0, group, 1, 64) for group in (1, 4))
+    seconds = [simulate(r, OfContext(), (), 0, np.random.default_rng(0)).seconds for r in (alone, together)]
+    assert seconds[0] - seconds[1] == pytest.approx(5.0 * 6)
+
+
+def test_responses_of_a_group_stay_together() -> None:
+    lengths = np.arange(48, dtype=float)
+    for part in split(Rollout(lengths, 0.0, 4, 3, 64), np.random.default_rng(1)):
+        assert len(part) == 16
+        for group in part.reshape(-1, 4).astype(int):
+            assert group.tolist() == list(range(group[0], group[0] + 4)) and group[0] % 4 == 0
+
+
+def test_the_tail_is_what_few_requests_generate() -> None:
+    assert Phase(1.0, {64: 640.0, 9: 20.0, 8: 80.0, 1: 10.0}).tail == pytest.approx(90 / 750)

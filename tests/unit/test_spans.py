@@ -97,3 +97,10 @@ def test_of_two_requests_of_which_one_was_complete_before_a_sync_each_has_its_ow
     spans = known(*cut, span_of(PROMPT, response, 3))
     assert spans.of([DOCUMENT], [3], MASK, both(3, 3))[0].tolist() == [[3] * 5]
     assert spans.of([DOCUMENT], [3], MASK, both(3, 4))[0].tolist() == [[3, 3, 4, 4, 4]]
+
+
+def test_what_is_said_again_is_the_newest():
+    """The same text sampled by version 3, by 5, and once more by 3, whose engine was late."""
+    response = [*FIRST, *SECOND]
+    spans = known(*(span_of(PROMPT, response, version) for version in (3, 5, 3)))
+    assert spans.of([DOCUMENT], [3], MASK)[0].tolist() == [[3] * 5]

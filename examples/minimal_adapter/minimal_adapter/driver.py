@@ -8,11 +8,13 @@ import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from minimal_adapter.loop import Settings
 from spec_plugin.conformance import tiny
 from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
 from spec_plugin.conformance.launch import Launch, Steps, follow
@@ -25,6 +27,7 @@ class Driver(ConformanceDriver):
     adapter_modules = ("minimal_adapter.adapter", "minimal_adapter.spec_worker", "spec_plugin")
     trainer_modules = ("minimal_adapter.loop", "minimal_adapter.worker")
     engine_version = "minimal_adapter.loop:Engine.version"
+    requests: ClassVar = {"max_tokens": Settings.max_tokens}
 
     def __init__(self, root: Path) -> None:
         """Make the tiny policy."""
@@ -91,6 +94,7 @@ class LaggingDriver(Driver):
 
     adapter = "minimal_adapter.lagging:LaggingAdapter"
     asynchronous = True
+    requests: ClassVar = {"max_tokens": (Settings.max_tokens // 2, Settings.max_tokens)}
 
 
 def _root(cls: type) -> str:

@@ -9,6 +9,7 @@ import torch
 from traces import Trace, metrics
 
 from spec_plugin.conformance.driver import ConformanceDriver, RunFailed
+from spec_plugin.conformance.engines import WRONG_OPTION, WRONG_VALUE
 
 NEEDS_A_TRAINER = (
     "hidden_states_equal_a_plain_forward",
@@ -24,6 +25,7 @@ class Driver(ConformanceDriver):
     metric_prefix = "actor/"
     adapter_modules = ("no_such_adapter",)
     trainer_modules = ("json",)
+    requests = {"max_tokens": 8}
     refused = dict.fromkeys(NEEDS_A_TRAINER, "there is no trainer | here")
 
     @property
@@ -33,6 +35,8 @@ class Driver(ConformanceDriver):
     def launch(self, run):
         with (self.root / "launched").open("a") as file:
             file.write(f"{run.out.name}\n")
+        if run.options.get(WRONG_OPTION) == WRONG_VALUE:
+            raise RunFailed(f"SpecConfigError: {WRONG_OPTION}={WRONG_VALUE}")
         if run.enabled:
             folder = Path(run.options["plugins"][0].partition("=")[2])
             folder.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ def test_without_arguments_exactly_the_checks_run_and_what_is_refused_is_reporte
 
 def test_each_run_is_started_once(right):
     launched = (right[1] / "kept" / "driver" / "launched").read_text().split()
-    assert sorted(launched) == ["faults", "main", "off"]
+    assert sorted(launched) == ["faults", "main", "misconfigured", "off"]
 
 
 def test_the_terminal_shows_every_check_with_its_state_and_the_runs_with_their_times(right):
@@ -64,7 +64,7 @@ def test_the_terminal_shows_every_check_with_its_state_and_the_runs_with_their_t
 
 def test_the_badge_counts_and_lists(right):
     lines = (right[1] / "b.md").read_text().splitlines()
-    assert lines[0] == "**fake_driver:Driver**: 20 supported, 6 refused (of 26 checks)"
+    assert lines[0] == "**fake_driver:Driver**: 26 supported, 6 refused (of 32 checks)"
     assert "| `off_is_off` | supported |" in lines
     assert "| `violations_stop_the_run` | refused: there is no trainer \\| here |" in lines
 
@@ -72,7 +72,7 @@ def test_the_badge_counts_and_lists(right):
 def test_a_check_that_fails_says_what_it_found(tmp_path, warm_run):
     done = kit(warm_run, tmp_path, "fake_driver:Impure", "-k", "policy_is_bitwise_equal", "--badge", "b.md")
     assert done.returncode == 1
-    assert "1 failed, 25 deselected" in done.stdout
+    assert "1 failed, 31 deselected" in done.stdout
     assert "`policy_is_bitwise_equal` | failed: weight differs" in (tmp_path / "b.md").read_text()
 
 

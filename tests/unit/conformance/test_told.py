@@ -4,7 +4,7 @@ import pytest
 from traces import Trace, handed, metrics, tour
 
 from spec_plugin.conformance import judge, told
-from spec_plugin.conformance.plants import LOGPROB, PLANTED, VERSION
+from spec_plugin.conformance.plants import LOGPROB, NAN, PLANTED, VERSION
 
 
 def one(problems: list[str], text: str) -> None:
@@ -145,6 +145,11 @@ def test_a_plain_batch_that_is_said_to_be_drafted_is_seen():
 
 
 # planted_errors_reach_the_guard
+
+
+def test_a_nan_that_was_made_a_number_is_seen_though_the_guard_refuses_the_number():
+    cleaned = [e | {"why": "not the target's"} if e.get("what") == NAN and "why" in e else e for e in tour()]
+    one(told.wrong_answers_refused(cleaned, True), "came to the guard as another number")
 
 
 def test_a_planted_error_that_nobody_refuses_is_seen():

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from draft_training import row_digests
 from spec_plugin.conformance.faults import TOUR, WRONG
 from spec_plugin.conformance.plants import PLANTED
 
@@ -43,10 +47,20 @@ class Trace:
             if event["hook"] == "spec_check_logprobs":
                 event["rollout_dtype"] = "bfloat16"
 
+    @staticmethod
+    def weights(version: int) -> dict[str, Tensor]:
+        """Of the policy; the norm never changes."""
+        return {"matrix": torch.arange(6.0).view(2, 3) + version / 3, "norm": torch.ones(3)}
+
+    @classmethod
+    def rows(cls, version: int) -> dict[str, list[str]]:
+        held = cls.weights(version).values()
+        return {"own": row_digests(held), "bfloat16": row_digests([t.bfloat16() for t in held])}
+
     def audit(self, moment: str, policy: int, draft: int, digest: int) -> None:
         state = {"draft_version": draft, "draft_digest": f"d{draft}", "target_digest": f"t{digest}", "admitted": 0}
         state |= {"embed_digest": f"e{digest}", "head_digest": f"h{digest}"}
-        self.add("engine_state", session="e", moment=moment, policy_version=policy, **state)
+        self.add("engine_state", session="e", engine=0, moment=moment, policy_version=policy, **state)
         self.add("spec_audit", moment=moment, policy_version=policy, **state)
 
     def sync(self, version: int, draft: int) -> None:
@@ -60,13 +74,19 @@ class Trace:
 
     def step(self, version: int, draft: int) -> None:
         self.add("spec_schedule", policy_version=version, k=3)
+        self.add("engine_schedule", session="e", engine=0, table=[3, 3, 0])
         self.audit("rollout", version, draft, version)
+        self.add("engine_rows", session="e", engine=0, policy_version=version, rows=self.rows(version))
+        self.add("engine_phase", session="e", engine=0, policy_version=version)
         self.add("spec_rollout_start", policy_version=version)
         rows = [[-(i + 1 + version) / 64 for i in range(n)] for n in (5, 7)]
+        began = len(self.events)
+        for _ in rows:
+            self.add("engine_request_begins", session="e", test=False, engine=0, clock="own")
         for row in rows:
-            self.add("engine_request_begins", session="e", test=False, engine=0)
-            self.add("engine_request", session="e", test=False, sampling={}, prompt=3, log_probs=row, plain=0)
-        self.add("spec_rollout_end", policy_version=version, drafts=40, tokens=12)
+            asked = {"engine": 0, "began": began, "asked": {"max_tokens": 8}}
+            self.add("engine_request", session="e", test=False, sampling={}, prompt=3, log_probs=row, plain=0, **asked)
+        self.add("spec_rollout_end", policy_version=version, drafts=40, tokens=12, seconds=3.0)
         self.audit("rolled out", version, draft, version)
         self.add("harvest_opened")
         self.add("spec_target_forward", policy_version=version, dtype="float32", log_probs=rows)
@@ -136,6 +156,8 @@ def tour() -> list[Event]:
         version += 2
     for what in WRONG:
         events.append({"event": "planted", "what": what, "policy_version": version})
-        events.append({"event": "refused", "what": what, "policy_version": version, "why": "not the target's"})
+        events.append(
+            {"event": "refused", "what": what, "policy_version": version, "why": "rollout log-probs are not finite"}
+        )
     events.append({"event": "violation", "policy_version": version})
     return events
