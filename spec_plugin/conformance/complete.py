@@ -134,7 +134,7 @@ def budgets_opened(trace: Trace) -> list[str]:
         version, opened = events[begin]["policy_version"], hooks.count("harvest_opened")
         if opened > 1:
             problems.append(
-                f"in the step of policy version {version} RolloutHarvest.open was called {opened} times: the harvest has that many "
+                f"in the step of policy version {version} RolloutHarvest.open was called {opened} times: the harvest has as many "
                 "budgets"
             )
         if "spec_target_forward" in hooks and not opened:

@@ -83,7 +83,7 @@ class ConformanceDriver(ABC):
         """The policy's parameters in the checkpoint after ``step``."""
 
     def weights(self, run: RunSettings, step: int) -> Mapping[str, Tensor] | None:
-        """The same as the engine is to have them, matrix by matrix; None: the checkpoint has them in parts, or in other shapes."""
+        """The same as the engine is to have them, matrix by matrix; None: the checkpoint has them in parts or other shapes."""
         return self.policy(run, step)
 
     def random_state(self, run: RunSettings, step: int) -> Mapping[str, str] | None:

@@ -129,8 +129,8 @@ def timed_as_it_ran(trace: Trace, asynchronous: bool) -> list[str]:
         too_short = not asynchronous and end["seconds"] * _FACTOR + _SLACK_S < ran
         if too_long or too_short:
             problems.append(
-                f"policy version {begin['policy_version']}: the phase is said to have taken {end['seconds']:.2f} s, requests were "
-                f"in flight for {ran:.2f} s"
+                f"policy version {begin['policy_version']}: the phase is said to have taken {end['seconds']:.2f} s, requests "
+                f"were in flight for {ran:.2f} s"
             )
     begun = [e for e in trace if e["hook"] == "engine_request_begins" and not e["test"]]
     for clock, what in (("another", "another engine's clock"), ("none", "no engine's clock")):

@@ -84,7 +84,7 @@ class Progress:
 
 
 class Evidence:
-    """The runs that the checks judge, by name: main, off, faults, refused, misconfigured, and on if main and off end with other bits."""
+    """The runs that the checks judge: main, off, faults, refused, misconfigured, and on if main and off end with other bits."""
 
     def __init__(
         self,

@@ -47,8 +47,19 @@ DISTRIBUTION: Mapping[str, Any] = {
 }
 #: options of a request that change nothing of what is sampled, and nothing of how long it is
 _NEUTRAL = frozenset(
-    ("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs", "extra_args", "output_kind", "detokenize")
-    + ("skip_special_tokens", "spaces_between_special_tokens", "skip_clone", "skip_reading_prefix_cache")
+    {
+        "detokenize",
+        "extra_args",
+        "flat_logprobs",
+        "logprob_token_ids",
+        "logprobs",
+        "output_kind",
+        "prompt_logprobs",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+    }
 )
 #: what ``TargetInfo`` and the engine both say of the engine
 CONFIGURATION = ("dtype", "max_model_len", "max_num_seqs", "tensor_parallel", "device_type", "load_format")

@@ -30,8 +30,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/projection/rollout.py",
-        "np.concatenate([groups[i] for i in mine]) for mine in shares",
-        "np.concatenate([groups[i] for i in mine])[::-1] if False else rollout.lengths[rng.permutation(len(rollout.lengths))[: sum(len(groups[i]) for i in mine)]] for mine in shares",
+        "rollout.lengths[i : i + rollout.group] for i in range(0, len(rollout.lengths), rollout.group)",
+        "rollout.lengths[i : i + 1] for i in range(len(rollout.lengths))",
         "the projection tears groups apart, whose prompt is prefilled once",
         ("test_projection.py",),
     ),

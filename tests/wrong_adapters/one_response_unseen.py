@@ -12,7 +12,6 @@ from torch import Tensor
 from spec_plugin import events
 
 CAUGHT_BY = "logprobs_come_from_the_engine"
-ONLY = True
 
 
 class Adapter(MinimalAdapter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from traces import Trace, metrics
@@ -25,7 +26,7 @@ class Driver(ConformanceDriver):
     metric_prefix = "actor/"
     adapter_modules = ("no_such_adapter",)
     trainer_modules = ("json",)
-    requests = {"max_tokens": 8}
+    requests: ClassVar = {"max_tokens": 8}
     refused = dict.fromkeys(NEEDS_A_TRAINER, "there is no trainer | here")
 
     @property
