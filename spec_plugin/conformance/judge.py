@@ -125,7 +125,7 @@ def order(trace: Trace, harvests: bool = True, remembers: bool = False, asynchro
     if not events:
         return ["no session fired spec_rollout_start"]
     problems = [] if events[0]["hook"] == "spec_configure" else [f"{events[0]['hook']} came before spec_configure"]
-    line: list[str] = [_ALIKE.get(e["hook"], e["hook"]) for e in events if e["hook"] not in _ANYWHERE]
+    line = [_ALIKE.get(str(e["hook"]), str(e["hook"])) for e in events if e["hook"] not in _ANYWHERE]
     for before, after in pairwise(line):
         may = _FOLLOWS[before] + (_OVERLAPPING.get(before, ()) if asynchronous else ())
         if after not in may:

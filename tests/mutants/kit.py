@@ -49,8 +49,8 @@ MUTATIONS = (
     ),
     Mutation(
         _ENGINES,
-        'held["bfloat16" if coarse else "own"]',
-        'held["bfloat16"] | held["own"]',
+        'coarse = tensor.dtype == torch.bfloat16 and engine == "float32"',
+        "tensor, coarse = tensor.bfloat16(), True",
         "law 4: weights that were rounded on the way pass the kit",
         ("conformance/test_engines.py",),
     ),
