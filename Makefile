@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env verl-env quickstart test times lint format unit mutants engine-test trainer-test conformance soak bench bench-card clean
+.PHONY: guards help env verl-env quickstart test times lint format unit mutants engine-test trainer-test conformance soak bench bench-card clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
@@ -53,6 +53,9 @@ unit:  ## tests without an engine (seconds)
 
 mutants: verl-env  ## make each known mistake in a copy, and see the unit tests notice it (minutes); ARGS="-k law"
 	@$(PY) tests/mutants/run.py $(ARGS)
+
+guards: verl-env  ## simulated runs with known truth under each guard: false alarms, misses, time to notice; ARGS="--only guard --runs 50"
+	.envs/verl/bin/python tests/simulators/run.py $(ARGS)
 
 engine-test:  ## tests with a real vLLM engine (minutes)
 	@$(CHECK) --foreground engine -- $(ARGS)

@@ -173,7 +173,8 @@ def settled_folder(path: str | Path) -> Path:
     for candidate in (target, _aside(target)):
         if candidate.is_dir():
             return candidate
-    raise CheckpointError(f"{target} does not exist: give the folder of a checkpoint")
+    found = "is no folder" if Path(target).exists() else "does not exist"
+    raise CheckpointError(f"{target} {found}: give the folder of a checkpoint")
 
 
 def is_settled(path: str | Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -54,11 +55,18 @@ def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
         return Judgement("verl", tuple(before), unseen=("everything else",))
     try:
         entry.complete(composed.config)
-        return _judge(composed.config, entry, before, find)
+        found = _judge(composed.config, entry, before, find)
     except OmegaConfBaseException as error:  # a mandatory value is missing, an interpolation leads nowhere
         message = str(error).splitlines()[0]
         before.append(Objection("", "", "a configuration that is not complete", message, "set it", "verl"))
         return Judgement("verl", tuple(before), unseen=("everything behind that option",))
+    try:
+        OmegaConf.resolve(composed.config)  # as the run does: also what nobody here has looked at
+    except OmegaConfBaseException as error:
+        message = str(error).splitlines()[0]
+        leads_nowhere = Objection("", "", "a configuration that is not complete", message, "set it", "verl")
+        return replace(found, objections=(*found.objections, leads_nowhere))
+    return found
 
 
 def _about_module(module: str) -> Objection:

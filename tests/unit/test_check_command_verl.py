@@ -180,6 +180,8 @@ def test_a_key_that_verl_does_not_know_is_said_in_hydras_words_and_the_rest_is_j
         (["model_engine=nothing"], "model_engine=nothing"),
         (["=3"], "=3"),
         ([VLLM, "trainer=null"], "trainer.v1"),
+        ([VLLM, "trainer.project_name=${nope.x}"], "Interpolation key 'nope.x' not found"),
+        ([VLLM, "trainer.project_name=${oc.env:NO_SUCH_VARIABLE}"], "'NO_SUCH_VARIABLE' not found"),
         ([VLLM, f"+{ROLLOUT}custom=7"], "expected options such as"),
         ([], "actor_rollout_ref.rollout.name"),
         (["-m", "verl.trainer.main_ppo_never", VLLM], "no such module"),

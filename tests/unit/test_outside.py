@@ -143,3 +143,14 @@ def test_options_name_is_whole_in_a_pipe():
 
     output = run("options").output
     assert all(f"{name} " in output for name in SpecConfig.model_fields)
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "spec_plugin.commands", "--help"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Aborted!\n")

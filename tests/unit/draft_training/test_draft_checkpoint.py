@@ -191,6 +191,8 @@ def test_torn_files_are_refused(tmp_path, tiny):
         load_draft(tmp_path / "d")
     with pytest.raises(CheckpointError, match="does not exist"):
         load_draft(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no folder"):
+        load_draft(file)
 
 
 @pytest.mark.parametrize("kind", ["tiny", "pruned", "trained_head"])

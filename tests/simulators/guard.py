@@ -1,0 +1,216 @@
+"""Runs of a trainer under the provenance guard.
+
+Truth. Log-probs of engine and actor differ by rounding: heavy-tailed (Student's t, 3 degrees of freedom), on a scale of each
+sequence's own, of a run's own, which drifts from phase to phase, and is larger by an honest factor where text was drafted for
+(verifying steps have other shapes than plain ones). A fifth of the phases is plain, as the controller decides. In every phase
+with drafts some requests are the control group's, with a stretch of 64 plain tokens. Where text is a policy version old the
+policy has moved, by so much in each step as learning rate and batch say (lognormal over steps, and over sequences).
+A fault begins at some phase and stays: what it does is done to drafted text only, unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spec_plugin.actor.judged import share_for
+from spec_plugin.builtin.provenance import ProvenanceGuard
+from spec_plugin.config import SpecConfig
+from spec_plugin.engine.control import TOKENS
+from spec_plugin.errors import LogprobProvenanceError
+from spec_plugin.events import LogprobBatch, TargetInfo
+
+#: mean |difference| in nats of honest plain text
+ROUNDING = {"float32": 2e-6, "bfloat16": 0.016}
+#: log-scale of sequences, of the drift from one phase to the next, and the honest factors of drafted text
+_SEQUENCES, _DRIFT, _DRAFTED = 0.5, 0.03, (1.0, 1.5)
+_PLAIN_EVERY = 5
+#: by which the policy moves in a step: median in nats, log-scale over steps
+_MOVE, _STEPS = 0.03, 0.8
+
+Fault = Callable[[Tensor, torch.Generator], Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A kind of run."""
+
+    name: str
+    dtype: str = "bfloat16"
+    sequences: int = 64  # of a phase
+    judged: int = 64  # of them that are judged together: the trainer's micro-batch, or mini-batch
+    tokens: int = 192
+    lag: int = 0  # policy versions between sampling and recomputation
+    mixed: bool = False  # only a half of the sequences is that old, the others are new
+    drift: float = _DRIFT
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one run."""
+
+    alarms: int  # phases without drafts that the guard warned of before anything was wrong
+    stopped_in: int | None  # the phase
+    fault_at: int | None
+
+    @property
+    def false_stop(self) -> bool:
+        """Was a correct run stopped."""
+        return self.stopped_in is not None and (self.fault_at is None or self.stopped_in < self.fault_at)
+
+    @property
+    def noticed_after(self) -> int | None:
+        """Phases of wrong text that the loss got before; None: never noticed."""
+        if self.false_stop or self.stopped_in is None or self.fault_at is None:
+            return None
+        return self.stopped_in - self.fault_at
+
+
+@dataclass(frozen=True)
+class Off:
+    """A share of the tokens is so many nats off, as by another model."""
+
+    nats: float
+    share: float = 1.0
+
+    def __call__(self, difference: Tensor, generator: torch.Generator) -> Tensor:
+        """What becomes of honest differences, [B, T]."""
+        return difference + self.nats * (torch.rand(difference.shape, generator=generator) < self.share)
+
+
+@dataclass(frozen=True)
+class Noisier:
+    """Differences are so many times as large."""
+
+    times: float
+
+    def __call__(self, difference: Tensor, generator: torch.Generator) -> Tensor:
+        """What becomes of honest differences, [B, T]."""
+        return difference * self.times
+
+
+def _heavy(generator: torch.Generator, sequences: int, tokens: int) -> Tensor:
+    """[sequences, tokens] with a mean of the absolute of about 1."""
+    normal, chi = (torch.randn(*shape, sequences, tokens, generator=generator) for shape in ((), (3,)))
+    scale = (_SEQUENCES * torch.randn(sequences, 1, generator=generator)).exp()
+    return normal / chi.pow(2).mean(0).sqrt() * scale / 1.25
+
+
+class _Run:
+    """One run of the trainer."""
+
+    def __init__(self, setting: Setting, seed: int) -> None:
+        self.setting, self.generator = setting, torch.Generator().manual_seed(seed)
+        self.guard = ProvenanceGuard()
+        target = TargetInfo("", {}, setting.dtype, actor_dtype=setting.dtype)
+        self.config = SpecConfig()
+        self.guard.spec_configure(config=self.config, target=target)
+        self.scale = ROUNDING[setting.dtype] * math.exp(0.5 * self._normal())
+        self.drafted = _DRAFTED[0] + (_DRAFTED[1] - _DRAFTED[0]) * float(torch.rand((), generator=self.generator))
+        self.due = float(torch.rand((), generator=self.generator))
+
+    def _normal(self) -> float:
+        return float(torch.randn((), generator=self.generator))
+
+    def phase(self, version: int, fault: Fault | None, everywhere: bool) -> None:
+        """Sample, recompute, check.
+
+        Raises:
+            LogprobProvenanceError: if the guard refuses.
+        """
+        s = self.setting
+        speculating = version % _PLAIN_EVERY != 0
+        self.scale *= math.exp(s.drift * self._normal())
+        plain = self._control(speculating)
+        difference = self.scale * _heavy(self.generator, s.sequences, s.tokens)
+        difference = difference.where(plain, difference * self.drafted)
+        old = torch.zeros(s.sequences, 1, dtype=torch.bool)
+        if s.lag:
+            old |= (torch.arange(s.sequences)[:, None] % 2 == 0) if s.mixed else True
+            moved = s.lag * _MOVE * math.exp(_STEPS * self._normal())
+            difference += old * moved * _heavy(self.generator, s.sequences, s.tokens)
+        if fault is not None:
+            wrong = fault(difference, self.generator)
+            difference = wrong if everywhere else difference.where(plain, wrong)
+        versions = (version - s.lag * old.long()).expand(-1, s.tokens)
+        for rows in torch.arange(s.sequences).split(s.judged):
+            recomputed = torch.full((len(rows), s.tokens), -500.0, dtype=torch.float64)
+            self.guard.spec_check_logprobs(
+                batch=LogprobBatch(
+                    policy_version=version,
+                    recomputed=recomputed,
+                    rollout=recomputed + difference[rows],
+                    mask=torch.ones(len(rows), s.tokens, dtype=torch.bool),
+                    rollout_versions=versions[rows, 0] if s.lag else None,
+                    speculating=speculating,
+                    rollout_in_loss=False,
+                    lag_allowed=bool(s.lag),
+                    token_versions=versions[rows] if s.lag else None,
+                    plain=plain[rows] if speculating else None,
+                )
+            )
+
+    def _control(self, speculating: bool) -> Tensor:
+        """[B, T] which tokens are plain; requests of the control group are evenly spaced, as the engine draws them."""
+        s = self.setting
+        plain = torch.full((s.sequences, s.tokens), not speculating)
+        if not speculating:
+            return plain
+        share = self.config.control_share if not s.lag else share_for(self.config.control_share, s.judged)
+        for row in range(s.sequences):
+            self.due += share
+            if self.due >= 1.0:
+                self.due -= 1.0
+                first = TOKENS * int(torch.randint(max(1, s.tokens // TOKENS), (), generator=self.generator))
+                plain[row, first : first + TOKENS] = True
+        return plain
+
+
+def run(setting: Setting, seed: int, phases: int, fault: Fault | None = None, everywhere: bool = False) -> Outcome:
+    """One run.
+
+    Args:
+        setting: its kind.
+        seed: of everything random in it.
+        phases: rollout phases; the first one is plain. A fault begins anywhere in the first half of them, in the first three
+            never.
+        fault: None: a correct run.
+        everywhere: is plain text as wrong, too.
+    """
+    one = _Run(setting, seed)
+    at = None if fault is None else 3 + int(torch.randint(max(1, phases // 2 - 3), (), generator=one.generator))
+    if at is not None and at % _PLAIN_EVERY == 0:
+        at += 1  # a phase that drafts
+    alarms, stopped = 0, None
+    for version in range(phases):
+        wrong = fault if at is not None and version >= at else None
+        try:
+            one.phase(version, wrong, everywhere)
+        except LogprobProvenanceError:
+            stopped = version
+            break
+        if wrong is None:
+            alarms = int(one.guard.spec_metrics().get("spec/logprob_alarms", 0))
+    return Outcome(alarms, stopped, at)
+
+
+SETTINGS: Sequence[Setting] = (
+    Setting("bfloat16, 64 sequences"),
+    Setting("bfloat16, micro-batches of 8", judged=8),
+    Setting("bfloat16, 16 short ones", sequences=16, judged=16, tokens=48),
+    Setting("float32, 64 sequences", dtype="float32"),
+    Setting("bfloat16, lag 1, mini-batches of 16", judged=16, lag=1),
+    Setting("bfloat16, lag 1 for a half", judged=32, lag=1, mixed=True),
+)
+#: name, and what it does
+FAULTS: Sequence[tuple[str, Fault]] = (
+    ("0.1 nats a token", Off(0.1)),
+    ("0.4 nats a token", Off(0.4)),
+    ("0.8 nats a token", Off(0.8)),
+    ("8 nats, 1 token of 100", Off(8.0, 0.01)),
+    ("noise six times as large", Noisier(6.0)),
+)

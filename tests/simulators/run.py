@@ -1,0 +1,225 @@
+"""``make guards``: simulated runs with known truth under each guard, hundreds of each kind, and the bounds that are stated.
+
+Exit code 1 if a bound does not hold. ``--markdown`` prints the tables of docs/guards.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+
+from rich.console import Console  # noqa: E402
+from rich.progress import Progress  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from simulators import controller, guard, selftest  # noqa: E402
+
+Map = Callable[[Callable[[int], Any], Sequence[int]], Iterable[Any]]
+
+
+@dataclass
+class Shown:
+    """One table, and what of it does not hold."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    def hold(self, ok: bool, what: str) -> None:
+        """A bound."""
+        if not ok:
+            self.broken.append(what)
+
+
+def _most(seen: int, of: int) -> float:
+    """Upper end of the 95 % interval of a chance that showed itself so often (the rule of three, where it never did)."""
+    return 3.0 / of if seen == 0 else (seen + 1.645 * seen**0.5 + 1.645**2) / of
+
+
+def correct_guard(mapped: Map, runs: int, phases: int) -> Shown:
+    """Correct runs under the provenance guard."""
+    out = Shown(
+        f"Provenance guard, correct runs of {phases} phases",
+        ("kind of run", "runs", "stopped", "phases with an alarm", "chance of a stop in a phase, at most"),
+    )
+    for setting in guard.SETTINGS:
+        found = list(mapped(partial(_guard, setting, phases, None), range(runs)))
+        stopped, alarms = sum(o.false_stop for o in found), sum(o.alarms for o in found)
+        at_most = f"{_most(stopped, runs * phases):.1e}"
+        out.rows.append((setting.name, str(runs), str(stopped), str(alarms), at_most))
+        out.hold(stopped == 0, f"{setting.name}: {stopped} of {runs} correct runs were stopped")
+        out.hold(alarms <= max(1, runs * phases // 20_000), f"{setting.name}: {alarms} false alarms")
+    return out
+
+
+#: of wrong runs, those that must be stopped, by setting and fault; what is not named has none
+_MUST_NOTICE = {"0.4 nats a token": 0.97, "0.8 nats a token": 0.99, "noise six times as large": 0.9}
+
+
+def wrong_guard(mapped: Map, runs: int, phases: int) -> Shown:
+    """Runs that become wrong: a third as many, and half as long, of each kind and fault."""
+    runs, phases = max(1, runs // 3), max(8, phases // 2)
+    out = Shown(
+        f"Provenance guard, {runs} runs of {phases} phases that become wrong: stopped, in the median after so many wrong phases",
+        ("kind of run", *(name for name, _ in guard.FAULTS)),
+    )
+    for setting in guard.SETTINGS:
+        cells = []
+        for name, fault in guard.FAULTS:
+            found = list(mapped(partial(_guard, setting, phases, fault), range(10_000, 10_000 + runs)))
+            after = [o.noticed_after for o in found if o.noticed_after is not None]
+            share = len(after) / runs
+            cells.append(f"{share:.0%}, {statistics.median(after):.0f}" if after else "0%")
+            bound = _MUST_NOTICE.get(name, 0.0)
+            out.hold(share >= bound, f"{setting.name}, {name}: {share:.0%} noticed, at least {bound:.0%} is stated")
+        out.rows.append((setting.name, *cells))
+    return out
+
+
+def _guard(setting: guard.Setting, phases: int, fault: guard.Fault | None, seed: int) -> guard.Outcome:
+    return guard.run(setting, seed, phases, fault)
+
+
+def self_tests(mapped: Map, runs: int, phases: int) -> Shown:
+    """Engines under the self-test."""
+    out = Shown(
+        f"Self-test, {selftest.N * selftest.PROMPTS} sequences an arm: what becomes of an engine",
+        ("engine", "runs", "refused", "with the same mistake in plain requests: refused", "named unproven"),
+    )
+    found = list(mapped(partial(_selftest, None, False, selftest.ALPHA), range(runs)))
+    refused, unproven = sum(v.failed for v in found), sum(v.unproven for v in found)
+    out.rows.append(("right", str(runs), str(refused), "", str(unproven)))
+    out.hold(refused == unproven == 0, f"{refused} of {runs} right engines refused, {unproven} unproven")
+    level = 0.05
+    at_level = sum(v.failed for v in mapped(partial(_selftest, None, False, level), range(runs)))
+    out.rows.append((f"right, at an error level of {level:.0%}", str(runs), str(at_level), "", ""))
+    slack = 3 * (level * (1 - level) * runs) ** 0.5
+    out.hold(at_level <= level * runs + slack, f"at {level:.0%}, {at_level} of {runs} right engines refused")
+    for index, (name, _) in enumerate(selftest.MISTAKES):
+        wrong = list(mapped(partial(_selftest, index, False, selftest.ALPHA), range(10_000, 10_000 + runs)))
+        both = list(mapped(partial(_selftest, index, True, selftest.ALPHA), range(10_000, 10_000 + runs)))
+        seen = sum(v.failed for v in wrong)
+        shares = (seen, sum(v.failed for v in both), sum(v.unproven for v in both))
+        out.rows.append((name, str(runs), *(f"{n / runs:.0%}" for n in shares)))
+        out.hold(index not in (0, 2, 5) or seen >= 0.97 * runs, f"{name}: {seen} of {runs} refused")
+    return out
+
+
+def _selftest(index: int | None, everywhere: bool, alpha: float, seed: int) -> selftest.Verdict:
+    return selftest.run(seed, None if index is None else selftest.MISTAKES[index][1], everywhere, alpha)
+
+
+#: the most that a whole run may take of what it takes without drafts, by the order of ``controller.TRUTHS``
+_RATIOS = (0.75, 1.03, 0.9, 0.7, 1.03, 0.97)
+
+
+def controllers(mapped: Map, runs: int, phases: int) -> Shown:
+    """Runs under the break-even controller."""
+    out = Shown(
+        f"Break-even controller, runs of {phases} phases",
+        (
+            "draft",
+            "runs",
+            "seconds of the whole run against plain (worst run)",
+            "phases with something to gain",
+            "of them plain: median (most)",
+            "phases more than 3 % slower than plain: median (most)",
+        ),
+    )
+    for index, (truth, bound) in enumerate(zip(controller.TRUTHS, _RATIOS, strict=True)):
+        found = list(mapped(partial(_controller, index, phases), range(runs)))
+        ratios = [o.ratio for o in found]
+        counts = [[getattr(o, name) for o in found] for name in ("missed", "slower")]
+        cells = (f"{statistics.median(c):.0f} ({max(c)})" for c in counts)
+        median = f"{statistics.median(ratios):.2f} ({max(ratios):.2f})"
+        out.rows.append((truth.name, str(runs), median, f"{statistics.median(o.worth for o in found):.0f}", *cells))
+        out.hold(
+            max(ratios) <= bound,
+            f"{truth.name}: a run took {max(ratios):.3f} of a plain one, at most {bound} is stated",
+        )
+    return out
+
+
+def _controller(index: int, phases: int, seed: int) -> controller.Outcome:
+    return controller.run(controller.TRUTHS[index], seed, phases)
+
+
+PARTS: dict[str, tuple[Callable[[Map, int, int], Shown], ...]] = {
+    "guard": (correct_guard, wrong_guard),
+    "selftest": (self_tests,),
+    "controller": (controllers,),
+}
+
+
+def _quiet() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+
+
+def as_markdown(shown: Shown) -> str:
+    """For docs/guards.md."""
+    rows = [shown.head, tuple("---" for _ in shown.head), *shown.rows]
+    return "\n".join([f"{shown.title}:", "", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def as_table(shown: Shown) -> Table:
+    """For a terminal."""
+    table = Table(title=shown.title, title_justify="left")
+    for name in shown.head:
+        table.add_column(name, justify="left" if name == shown.head[0] else "right")
+    for row in shown.rows:
+        table.add_row(*row)
+    return table
+
+
+def main() -> int:
+    """Parse, run, show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, action="append", help="this guard alone; may be repeated")
+    parser.add_argument("--runs", type=int, default=300, help="of each kind (default: %(default)s)")
+    parser.add_argument("--phases", type=int, default=200, help="of each run (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
+    parser.add_argument("--markdown", action="store_true", help="tables as in docs/guards.md")
+    asked = parser.parse_args()
+    console, broken = Console(), []
+    with ProcessPoolExecutor(asked.jobs, initializer=_quiet) as pool:
+        for part in asked.only or PARTS:
+            for simulate in PARTS[part]:
+                with Progress(console=Console(stderr=True), transient=True) as bars:
+                    task = bars.add_task(simulate.__name__, total=None)
+
+                    def mapped(work: Callable[[int], Any], seeds: Sequence[int]) -> Iterable[Any]:
+                        for found in pool.map(work, seeds, chunksize=4):
+                            bars.advance(task)  # noqa: B023  (called within this turn of the loop)
+                            yield found
+
+                    began = time.monotonic()
+                    shown = simulate(mapped, asked.runs, asked.phases)
+                seconds = time.monotonic() - began
+                if asked.markdown:
+                    print(as_markdown(shown) + "\n", flush=True)
+                else:
+                    console.print(as_table(shown), f"{seconds:.0f} s\n")
+                broken += shown.broken
+    for what in broken:
+        console.print(f"does not hold: {what}", style="red")
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

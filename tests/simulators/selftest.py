@@ -1,0 +1,132 @@
+"""Engines under the start-up self-test.
+
+Truth. A language model of first order (the next token depends on the last one), random and as sharp or as flat as real ones are;
+an engine samples from it, plain requests rightly, and requests with drafts rightly or by one of the mistakes that engines have
+had. It states the log-probs of the model. Both arms have the default number of samples, at k = 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spec_plugin.engine.selftest.verdicts import Sampled, counts_check, evidence_check
+
+Model = NDArray[np.float64]
+#: vocabulary, tokens of a sequence, prompts, sequences of each, and tokens whose log-probs are stated
+V, M, PROMPTS, N, TOP = 50, 9, 4, 256, 20
+#: chance that the self-test of a right engine fails, over its two statistics of samples
+ALPHA = 1e-6
+SHARPNESS = (1.0, 2.5, 5.0)
+
+
+def model(rng: np.random.Generator, sharpness: float = 2.5) -> Model:
+    """[V + 1, V]: distributions of the next token after each token, and of the first one."""
+    logits = rng.normal(size=(V + 1, V)) * sharpness
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    return np.asarray(p / p.sum(1, keepdims=True))
+
+
+def sample(rng: np.random.Generator, of: Model, n: int, length: int = M) -> NDArray[np.int64]:
+    """[n, length] sequences."""
+    below, state, out = of.cumsum(1), np.full(n, V), []
+    for _ in range(length):
+        state = np.minimum((below[state] < rng.random((n, 1))).sum(1), V - 1)
+        out.append(state)
+    return np.stack(out, 1)
+
+
+def tempered(of: Model, power: float) -> Model:
+    """Another temperature, 1 / power."""
+    p = of**power
+    return np.asarray(p / p.sum(1, keepdims=True))
+
+
+def mixed(of: Model, share: float) -> Model:
+    """A share of the mass is uniform."""
+    return (1 - share) * of + share / V
+
+
+def copies_draft(of: Model, share: float, place: int = 0) -> Model:
+    """A sampler that takes the draft's proposal, the token of that place, unasked, in a share of the steps."""
+    out = (1 - share) * of
+    out[np.arange(len(out)), np.argsort(-of, 1)[:, place]] += share
+    return out
+
+
+def accepts_bad_draft(of: Model, share: float) -> Model:
+    """The same, with a draft that proposes one fixed token."""
+    out = (1 - share) * of
+    out[:, 7] += share
+    return out
+
+
+def favours(of: Model, times: float) -> Model:
+    """A sampler to which the commonest token has so many times its odds."""
+    out = of.copy()
+    out[:, of.sum(0).argmax()] *= times
+    return np.asarray(out / out.sum(1, keepdims=True))
+
+
+Mistake = Callable[[Model], Model]
+#: what speculating requests are sampled by
+MISTAKES: Sequence[tuple[str, Mistake]] = (
+    ("temperature 0.8 for 1.0", lambda m: tempered(m, 1.25)),
+    ("temperature 0.9 for 1.0", lambda m: tempered(m, 1 / 0.9)),
+    ("10 % of the mass is uniform", lambda m: mixed(m, 0.1)),
+    ("a good draft accepted unasked in 10 % of the steps", lambda m: copies_draft(m, 0.1)),
+    ("a good draft accepted unasked in 2 % of the steps", lambda m: copies_draft(m, 0.02)),
+    ("a bad draft accepted unasked in 10 % of the steps", lambda m: accepts_bad_draft(m, 0.1)),
+    ("a bad draft accepted unasked in 1 % of the steps", lambda m: accepts_bad_draft(m, 0.01)),
+    ("one token has 1.75 times its odds", lambda m: favours(m, 1.75)),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one self-test."""
+
+    counts: bool  # passed
+    log_probs: bool
+    unproven: bool
+
+    @property
+    def failed(self) -> bool:
+        """Is the engine refused."""
+        return not (self.counts and self.log_probs)
+
+
+def run(seed: int, mistake: Mistake | None = None, everywhere: bool = False, alpha: float = ALPHA) -> Verdict:
+    """One self-test.
+
+    Args:
+        seed: of the model and of all samples.
+        mistake: of the sampler; None: a right engine.
+        everywhere: do plain requests have it, too.
+        alpha: error level, shared by both statistics.
+    """
+    rng = np.random.default_rng(seed)
+    true = model(rng, SHARPNESS[seed % len(SHARPNESS)])
+    wrong = true if mistake is None else mistake(true)
+    spec, plain = (_arm(rng, by, true) for by in (wrong, wrong if everywhere else true))
+    counts = counts_check(spec, plain, alpha / 2)
+    log_probs = evidence_check(spec, plain, V, alpha / 2)
+    return Verdict(counts.passed, log_probs.passed, log_probs.unproven)
+
+
+def _arm(rng: np.random.Generator, sampler: Model, states: Model) -> list[Sampled]:
+    tokens = sample(rng, sampler, N * PROMPTS)
+    before = np.concatenate([np.full((len(tokens), 1), V), tokens[:, :-1]], 1)
+    order = np.argsort(-states, 1)[:, :TOP]
+    top_ids = order[before]
+    top = np.log(states[before[..., None], top_ids])
+    hit = top_ids == tokens[..., None]
+    rank = np.where(hit.any(2), hit.argmax(2), -1)
+    stated = np.log(states[before, tokens])
+    return [
+        Sampled(i % PROMPTS, tuple(map(int, row)), stated[i], top[i], top_ids[i], rank[i])
+        for i, row in enumerate(tokens)
+    ]

@@ -1,0 +1,48 @@
+"""A few of the simulated runs of ``make guards``: the bounds that docs/guards.md states hold in them, and truth is what it is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from simulators import controller, guard, run  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("simulate", "runs", "phases"),
+    [(run.correct_guard, 4, 50), (run.wrong_guard, 6, 30), (run.self_tests, 12, 0), (run.controllers, 3, 200)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_is_stated_of_a_guard_holds_in_a_few_runs(simulate, runs, phases) -> None:
+    shown = simulate(map, runs, phases)
+    assert shown.broken == []
+    assert all(len(row) == len(shown.head) for row in shown.rows) and shown.rows
+
+
+def test_a_fault_begins_in_a_phase_that_drafts_and_is_noticed_no_earlier() -> None:
+    found = [guard.run(guard.SETTINGS[0], seed, 40, guard.Off(0.8)) for seed in range(10)]
+    assert all(o.fault_at is not None and o.fault_at % 5 and not o.false_stop for o in found)
+    assert all(o.noticed_after == 0 for o in found)
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    truth = controller.TRUTHS[5]
+    assert controller.run(truth, 7, 40) == controller.run(truth, 7, 40) != controller.run(truth, 8, 40)
+
+
+def test_a_bound_that_does_not_hold_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_RATIOS", (0.1,) * 6)
+    assert len(run.controllers(map, 1, 20).broken) == 6
+
+
+def test_the_page_has_the_tables_of_the_command() -> None:
+    page = (ROOT / "docs" / "guards.md").read_text()
+    for kind in (*(s.name for s in guard.SETTINGS), *(t.name for t in controller.TRUTHS)):
+        assert re.search(rf"^\| {re.escape(kind)} \|", page, re.M), kind
+    assert "make guards" in page
