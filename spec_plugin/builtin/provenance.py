@@ -3,8 +3,8 @@
 Not finite, above zero, or of another policy version: the run stops at once. That the engine's log-probs are those of the
 target is a matter of degree, and judged by what the run itself shows: plain requests, of phases without drafts and of the
 control group (``spec.control_share``), say what two correct implementations of this model differ by
-(``spec_plugin.builtin.baseline``); ``spec_plugin.builtin.agreement`` is how they are compared. Text of a phase without drafts that
-is further off than that is warned of and counted, never a reason to stop (without the flag the run would be no better), and never
+(``spec_plugin.builtin.baseline``); ``spec_plugin.builtin.agreement`` is how they are compared. Text of a phase without drafts
+that is further off is warned of and counted, never a reason to stop (without the flag the run would be no better), and never
 part of the measure: doubtful phases are left out. A run stops when drafted text
 
 - is further off than three times (single tokens: ten times) the plain text of the last phases, at an error level of 1e-7 a
@@ -16,8 +16,8 @@ part of the measure: doubtful phases are left out. A run stops when drafted text
 In asynchronous training tokens are judged by their lag, the policy versions between sampling and recomputation. Those without
 one as above. Those with one when they are further off than three times (ten times) the plain text of their own step, by what
 such ratios were in the last phases. Where their step has no plain text: than ten times (thirty times) that of other steps, and
-0.2 nats a version (single tokens: 6). Where there is none at all: than 1 nat a version (30). Simulated runs with known truth say how
-often this cries wolf and what it sees (``make guards``, docs/guards.md).
+0.2 nats a version (single tokens: 6). Where there is none at all: than 1 nat a version (30). Simulated runs with known truth
+say how often this cries wolf and what it sees (``make guards``, docs/guards.md).
 """
 
 from __future__ import annotations
