@@ -136,6 +136,10 @@ class Driver(ConformanceDriver):
         state = _load(folder / "mp_rank_00_model_states.pt")["module"]
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
+    def weights(self, run: RunSettings, step: int) -> dict[str, Tensor] | None:
+        """The same, but of ZeRO-3, whose ranks have flat parts."""
+        return None if self.shape == "zero3" else self.policy(run, step)
+
     def random_state(self, run: RunSettings, step: int) -> dict[str, str]:
         """torch's, of the first rank: OpenRLHF seeds all streams, and saves none; see ``shims``."""
         folder = self._checkpoints(run) / "_actor" / f"global_step{step}"

@@ -251,6 +251,11 @@ class Driver(ConformanceDriver):
         """From verl's checkpoint."""
         return self._shape.format.policy(self._checkpoint(run, step), self._shape.ranks)
 
+    def weights(self, run: RunSettings, step: int) -> dict[str, Tensor] | None:
+        """The same; ranks have whole rows. With LoRA the engine has a sum, or the base and the adapters."""
+        found = self.policy(run, step)
+        return None if any("lora" in name for name in found) else found
+
     def random_state(self, run: RunSettings, step: int) -> dict[str, str]:
         """torch's, of each rank; verl seeds no other."""
         return self._shape.format.random_state(self._checkpoint(run, step), self._shape.ranks)

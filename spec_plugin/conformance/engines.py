@@ -178,6 +178,11 @@ def all_told(trace: Trace) -> list[str]:
     return problems
 
 
+def in_parts(trace: Trace) -> bool:
+    """Do tensor parallel ranks share the weights of an engine."""
+    return any(e["tensor_parallel"] > 1 for e in trace if e["hook"] == "engine_configured")
+
+
 def weights_arrived(trace: Trace, policy: Mapping[str, Tensor]) -> list[str]:
     """Every row of every weight of a checkpoint is one that the engine had when it rolled out with that policy.
 

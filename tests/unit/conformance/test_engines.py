@@ -175,6 +175,13 @@ def test_weights_of_several_versions_are_none_of_one() -> None:
     one(engines.weights_arrived(Trace().events, policy), "1 of 2 weights never came")
 
 
+def test_parts_of_rows_are_none() -> None:
+    trace = Trace()
+    assert not engines.in_parts(trace.events)
+    trace.find("engine_configured")["tensor_parallel"] = 2
+    assert engines.in_parts(trace.events)
+
+
 def test_nothing_is_shown_where_nobody_looked() -> None:
     one(engines.weights_arrived(Trace().events[:5], Trace.weights(0)), "0 looks at an engine's weights")
 
