@@ -28,6 +28,9 @@ ENOUGH = 16
 PHASES, KEPT = 16, 256
 #: windows of the control group from which on it has a say, and versions that it may be old
 CONTROL, _RECENT = 4, 16
+#: those of one step that say how far its policy has moved: a measure that fewer sequences give by chance is a third of the truth
+#: once in ten thousand batches, and a correct run is stopped then (``make guards``)
+MEASURED = 8
 
 
 @dataclass(frozen=True)
@@ -216,9 +219,9 @@ class Baseline:
         """The policy has really moved in between; None: plain text of the same batches shows the same."""
         bounds, move, scale = self._bounds[name], _MOVES[name], lag * self._scale
         of, phases = _STATISTICS[name], self._phases.get(lag, ())
-        if len(now) >= CONTROL:
+        if len(now) >= MEASURED:
             # a step that has moved nothing (no learning rate yet) says nothing of how uneven a move is
-            told = [of(p.plain) for p in phases if len(p.plain) >= CONTROL and median(of(p.plain)) > _SMALLEST]
+            told = [of(p.plain) for p in phases if len(p.plain) >= MEASURED and median(of(p.plain)) > _SMALLEST]
             past = tuple(v for plain in told for v in _in_units(plain, plain))
             if len(past) >= ENOUGH:
                 unit = max(median(now), _SMALLEST)

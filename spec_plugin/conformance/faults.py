@@ -11,7 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from spec_plugin.conformance.plants import LOGPROB, NAN, PLANTED, VERSION, Plants
+from spec_plugin.conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, Plants
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import EngineState, HiddenStates, LogprobBatch, RolloutStats, StatedLogprobs
 from spec_plugin.hookspecs import hookimpl
@@ -33,6 +33,10 @@ TOUR = (
     "spec_metrics",
     "spec_audit",
 )
+#: of an asynchronous trainer, phases after a refusal in which what was planted before may still come, and those to wait for that
+#: before something else is planted; and what is said of it
+_LATE, _SETTLED = 6, 3
+_SAID_OF = (f"={PERTURBED:.4f}", "not sampled by policy version")
 #: what the engine says wrong afterwards, and steps in which the guard must have refused it
 WRONG, PATIENCE = (LOGPROB, VERSION, NAN), 3
 #: each stop takes a phase that drafts and one that does not; some slack, and the planted violations
@@ -57,6 +61,8 @@ class FaultTour:
         self._planted: str | None = None  # what the engine says wrong now, or did a moment ago
         self._refused = False  # by the guard, since then
         self._patience = 0
+        self._lags = False  # may a batch be of phases that are long over
+        self._since = _LATE  # phases since something was refused
         self._saved = False
         self._broken: str | None = None  # the hook that has broken and is not healed
         self._noticed = False  # k was chosen since
@@ -109,7 +115,9 @@ class FaultTour:
         self._plain = self._broken is not None and self._noticed
         if self._pending[:1] == ["spec_engine_ready"] and self._broken is None:
             self._pending.pop(0)  # the self-test never reported; the checks will miss it
-        if self._healthy and self._wrong and self._planted is None:
+        self._since += 1
+        settled = not self._lags or self._since > _SETTLED
+        if self._healthy and self._wrong and self._planted is None and settled:
             self._planted, self._refused, self._patience = self._wrong.pop(0), False, PATIENCE
             self._plants.plant(self._planted)
             self._write("planted", what=self._planted)
@@ -211,6 +219,7 @@ class FaultTour:
 
     def _around(self, lag_allowed: bool) -> Generator[None, Any, Any]:
         """What is planted is wrong no more once the guard has refused it, but what is in flight may come later."""
+        self._lags = self._lags or lag_allowed
         if lag_allowed and VERSION in self._wrong:
             self._wrong.remove(VERSION)  # nothing is wrong with an older one
         if self._healthy and not self._wrong and self._planted is None:
@@ -219,10 +228,13 @@ class FaultTour:
         try:
             found = yield
         except LogprobProvenanceError as error:
+            if self._is_late(str(error)):
+                return self._forgive()
             if self._planted is None:
                 if is_first() or not self._plants.any_yet:
                     raise
                 return self._forgive()  # the first rank planted it, and sees to it; ranks may share a batch
+            self._since = 0
             if not self._refused:
                 self._write("refused", what=self._planted, why=str(error))
             if self._planted == NAN:
@@ -235,6 +247,11 @@ class FaultTour:
         if self._refused:
             self._planted, self._refused = None, False
         return found
+
+    def _is_late(self, why: str) -> bool:
+        """Is it what was planted, and refused, some phases ago: an asynchronous trainer had it in a queue."""
+        before = any(said in why for said in _SAID_OF) and "=nan" not in why
+        return self._lags and before and self._since <= _LATE and self._planted in (None, NAN)
 
     def _forgive(self) -> None:
         """The session insists on what the guard has refused, but not on this."""

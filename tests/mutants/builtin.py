@@ -12,6 +12,13 @@ _SERVED = "spec_plugin/builtin/methods/served.py"
 
 MUTATIONS = (
     Mutation(
+        "spec_plugin/builtin/baseline.py",
+        "MEASURED = 8",
+        "MEASURED = 4",
+        "law 3: a correct asynchronous run is stopped where two requests of the control group happen to be quiet",
+        ("test_simulators.py::test_two_requests_of_the_control_group_are_no_measure_of_how_far_the_policy_has_moved",),
+    ),
+    Mutation(
         "spec_plugin/builtin/agreement.py",
         "start = i * room + rng.randrange(room - size + 1)",
         "start = i * room",

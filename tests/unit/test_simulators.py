@@ -31,6 +31,11 @@ def test_a_fault_begins_in_a_phase_that_drafts_and_is_noticed_no_earlier() -> No
     assert all(o.noticed_after == 0 for o in found)
 
 
+def test_two_requests_of_the_control_group_are_no_measure_of_how_far_the_policy_has_moved() -> None:
+    """This run was stopped in phase 71: both had moved a third as far as the others."""
+    assert not guard.run(guard.SETTINGS[5], 34, 75).false_stop
+
+
 def test_the_same_seed_is_the_same_run() -> None:
     truth = controller.TRUTHS[5]
     assert controller.run(truth, 7, 40) == controller.run(truth, 7, 40) != controller.run(truth, 8, 40)

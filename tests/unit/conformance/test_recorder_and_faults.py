@@ -146,6 +146,26 @@ def test_the_tour_breaks_and_heals_every_hook_and_then_stops_the_run(tmp_path, b
     assert judge.stopped(story, "LogprobProvenanceError: not finite", []) == []
 
 
+def test_what_was_in_a_queue_when_it_was_refused_is_forgiven_where_phases_overlap(tmp_path):
+    """Half of a batch is of the phase before: the first mini-batch is refused, the next one is right, and the next step is not."""
+    plants = Plants(tmp_path)
+    session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
+    check, before = session.check_logprobs, [batch(0)]
+
+    def mini_batches(now: LogprobBatch) -> None:
+        check(replace(now, lag_allowed=True))
+        check(replace(batch(now.policy_version), lag_allowed=True))
+        check(replace(before[0], policy_version=now.policy_version, lag_allowed=True))
+        before[0] = now
+
+    session.check_logprobs = mini_batches  # type: ignore[method-assign, assignment]
+    with pytest.raises(LogprobProvenanceError, match="=nan"):
+        drive(session, 2 * SHORT, engine=plants)
+    story = read_tour(tmp_path)
+    assert told.wrong_answers_refused(story, asynchronous=True) == []
+    assert [e["what"] for e in story if e["event"] == "refused"] == [LOGPROB, NAN]
+
+
 def test_what_cleans_a_nan_before_the_guard_sees_it_is_seen(tmp_path, monkeypatch):
     honest = batch
 
