@@ -147,7 +147,7 @@ def test_the_tour_breaks_and_heals_every_hook_and_then_stops_the_run(tmp_path, b
 
 
 def test_what_was_in_a_queue_when_it_was_refused_is_forgiven_where_phases_overlap(tmp_path):
-    """Half of a batch is of the phase before: the first mini-batch is refused, the next one is right, and the next step is not."""
+    """Half of a batch is of the phase before: its first mini-batch is refused, the next one is right, and the next step not."""
     plants = Plants(tmp_path)
     session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
     check, before = session.check_logprobs, [batch(0)]
