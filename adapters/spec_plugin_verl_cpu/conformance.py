@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -252,9 +253,13 @@ class Driver(ConformanceDriver):
         return self._shape.format.policy(self._checkpoint(run, step), self._shape.ranks)
 
     def weights(self, run: RunSettings, step: int) -> dict[str, Tensor] | None:
-        """The same; ranks have whole rows. With LoRA the engine has a sum, or the base and the adapters."""
-        found = self.policy(run, step)
-        return None if any("lora" in name for name in found) else found
+        """The same, put together. With LoRA the engine has a sum, or the base and the adapters."""
+        parts: dict[str, list[Tensor]] = {}
+        for name, tensor in self.policy(
+            run, step
+        ).items():  # in the order of ranks, each with a stretch of the first dimension
+            parts.setdefault(name.rpartition(": ")[2], []).append(tensor)
+        return None if any("lora" in name for name in parts) else {name: torch.cat(p) for name, p in parts.items()}
 
     def random_state(self, run: RunSettings, step: int) -> dict[str, str]:
         """torch's, of each rank; verl seeds no other."""
