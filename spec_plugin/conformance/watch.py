@@ -301,9 +301,9 @@ def _states(original: Any, write: Write) -> Any:
     async def state(self: Any, moment: str) -> Any:
         found = await original(self, moment)
         write("engine_state", engine=_number(self.engine), **asdict(found))
-        whole = self.engine.vllm_config.parallel_config.tensor_parallel_size == 1
-        if moment == "rollout" and whole:
-            (rows,) = await self.engine.collective_rpc("spec_rows")
+        config = getattr(self.engine, "vllm_config", None)
+        if moment == "rollout" and config is not None and config.parallel_config.tensor_parallel_size == 1:
+            rows = (await self.engine.collective_rpc("spec_rows"))[0]
             write("engine_rows", engine=_number(self.engine), policy_version=found.policy_version, rows=rows)
         return found
 
