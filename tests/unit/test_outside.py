@@ -148,7 +148,12 @@ def test_options_name_is_whole_in_a_pipe():
 def test_ctrl_c_while_the_command_is_imported_ends_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("raise KeyboardInterrupt\n")
     done = subprocess.run(
-        [sys.executable, "-m", "spec_plugin.commands", "--help"],
+        [
+            str(Path(sys.prefix) / "bin" / "python"),
+            "-m",
+            "spec_plugin.commands",
+            "--help",
+        ],  # one that has imported nothing
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])},
         capture_output=True,
         text=True,
