@@ -381,9 +381,9 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
-        "self._marks[places] == marks",
-        "self._marks[places] >= marks",
-        "law 3: marks between two that are known are taken for known ones",
+        "np.searchsorted(self._marks, marks)",
+        'np.searchsorted(self._marks, marks, side="right")',
+        "law 3: which version sampled a token is not found though an engine has said it",
         ("test_every_token.py",),
     ),
     Mutation(

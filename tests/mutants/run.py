@@ -41,8 +41,9 @@ WARM = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.worker.gpu_worker",
 )
-#: tests of what starts the others: in a fork they would see the tree's own, and not the copy's
-COLD = "tests/unit/conformance/test_forks.py"
+#: tests of what starts the others, which in a fork would see the tree's own and not the copy's; and of all that verl imports, which
+#: does not end in a fork of a process that has vLLM
+COLD = ("tests/unit/conformance/test_forks.py", "tests/unit/test_verl_ways.py")
 #: seconds after which a mistake that makes tests go on for ever has been noticed
 LIMIT_S = 180.0
 DIED, SURVIVED, BROKEN = "died", "SURVIVED", "BROKEN"
