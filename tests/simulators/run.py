@@ -96,7 +96,7 @@ def _guard(setting: guard.Setting, phases: int, fault: guard.Fault | None, seed:
 def self_tests(mapped: Map, runs: int, phases: int) -> Shown:
     """Engines under the self-test."""
     out = Shown(
-        f"Self-test, {selftest.N * selftest.PROMPTS} sequences an arm: what becomes of an engine",
+        f"Self-test, {selftest.N * selftest.PROMPTS} sequences an arm, what becomes of an engine",
         ("engine", "runs", "refused", "with the same mistake in plain requests: refused", "named unproven"),
     )
     found = list(mapped(partial(_selftest, None, False, selftest.ALPHA), range(runs)))
