@@ -220,7 +220,9 @@ def main() -> int:
         print("\n".join(f"{m.file}: {m.breaks}" for m in mutations) or f"no mistake has {options.k!r} in it")
         return 0 if mutations else 2
     began = time.perf_counter()
-    server = ForkServer(WARM, {**os.environ, "VLLM_CONFIGURE_LOGGING": "0", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
+    server = ForkServer(
+        WARM, {**os.environ, "VLLM_CONFIGURE_LOGGING": "0", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    )
     try:
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             copies = [Copy(Path(folder) / str(i), server.python) for i in range(max(1, options.jobs))]
