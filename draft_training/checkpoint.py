@@ -173,7 +173,7 @@ def settled_folder(path: str | Path) -> Path:
     for candidate in (target, _aside(target)):
         if candidate.is_dir():
             return candidate
-    found = "is no folder" if Path(target).exists() else "does not exist"
+    found = "is no folder" if target.exists() else "does not exist"
     raise CheckpointError(f"{target} {found}: give the folder of a checkpoint")
 
 

@@ -24,7 +24,9 @@ from spec_plugin_openrlhf_cpu.replay import ReplayExecutor
 class AgentExecutor(ReplayExecutor):
     folder, reward_file = Path({folder!r}), {reward!r}
 '''
-SAMPLES, TOKENS = 8, 40
+SAMPLES = 8
+#: of a response, at most; and where rollouts are to last longer than training
+TOKENS, LONG = 40, 80
 _TWO_RANKS = ("--actor.num_gpus_per_node", "2")
 _ASYNC = ("--train.async_enable",)
 #: most requests that the engine runs at once, so that rollouts last longer than training, and a sync finds some in flight
@@ -40,7 +42,7 @@ SHAPES = {
     "async": ("asynchronous: the next step's rollouts while the actor trains", _ASYNC),
     "partial": (
         "asynchronous with partial rollouts: those that a weight sync finds in flight go on under the next policy",
-        (*_ASYNC, "--train.partial_rollout_enable", "--rollout.max_new_tokens", "80"),
+        (*_ASYNC, "--train.partial_rollout_enable", "--rollout.max_new_tokens", str(LONG)),
     ),
     "zero3": ("two ranks of the actor, ZeRO-3", (*_TWO_RANKS, "--ds.zero_stage", "3")),
     "job": ("one rank, one engine, by `ray job submit`", ()),
@@ -61,7 +63,7 @@ class Driver(ConformanceDriver):
         super().__init__(root, shape, family)
         self.asynchronous = shape in ("async", "partial")
         # of a response that goes on under the next policy, the rest
-        self.requests = {"min_tokens": 1, "max_tokens": (1, 80) if shape == "partial" else TOKENS}
+        self.requests = {"min_tokens": 1, "max_tokens": (1, LONG) if shape == "partial" else TOKENS}
         root.mkdir(parents=True, exist_ok=True)
         self._room = tiny_targets()[family or "qwen3"]
         self._target = tiny.make_target(root / "policy", torch.bfloat16, family=self._room.name)
@@ -78,14 +80,8 @@ class Driver(ConformanceDriver):
 
     def _flags(self, run: RunSettings) -> list[str]:
         flags = ["--rollout.batch_size", "1", "--rollout.n_samples_per_prompt", str(SAMPLES)]
-        flags += [
-            "--rollout.micro_batch_size",
-            "4",
-            "--train.micro_batch_size",
-            "4",
-            "--rollout.max_new_tokens",
-            str(TOKENS),
-        ]
+        flags += ["--rollout.micro_batch_size", "4", "--train.micro_batch_size", "4"]
+        flags += ["--rollout.max_new_tokens", str(TOKENS)]
         flags += ["--data.max_samples", "64", "--actor.adam.lr", "1e-3", "--ckpt.path", str(self._checkpoints(run))]
         flags += ["--actor.lr_warmup_ratio", "0.0"]
         flags += SHAPES[self.shape][1] if self.shape else ()

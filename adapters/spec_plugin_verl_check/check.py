@@ -57,16 +57,17 @@ def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
         entry.complete(composed.config)
         found = _judge(composed.config, entry, before, find)
     except OmegaConfBaseException as error:  # a mandatory value is missing, an interpolation leads nowhere
-        message = str(error).splitlines()[0]
-        before.append(Objection("", "", "a configuration that is not complete", message, "set it", "verl"))
-        return Judgement("verl", tuple(before), unseen=("everything behind that option",))
+        return Judgement("verl", (*before, _incomplete(error)), unseen=("everything behind that option",))
     try:
         OmegaConf.resolve(composed.config)  # as the run does: also what nobody here has looked at
     except OmegaConfBaseException as error:
-        message = str(error).splitlines()[0]
-        leads_nowhere = Objection("", "", "a configuration that is not complete", message, "set it", "verl")
-        return replace(found, objections=(*found.objections, leads_nowhere))
+        return replace(found, objections=(*found.objections, _incomplete(error)))
     return found
+
+
+def _incomplete(error: OmegaConfBaseException) -> Objection:
+    message = str(error).splitlines()[0]
+    return Objection("", "", "a configuration that is not complete", message, "set it", "verl")
 
 
 def _about_module(module: str) -> Objection:

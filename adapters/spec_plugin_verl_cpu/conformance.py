@@ -27,6 +27,7 @@ from spec_plugin_verl_cpu.run import (
     PPO,
     SEPARATE,
     SMALL,
+    SMALL_TOKENS,
     SPEC,
     VEOMNI,
     Backend,
@@ -52,7 +53,6 @@ class Shape:
     family: str = "qwen3"  # of the policy
     mtp: bool = False  # has it a layer for multi-token prediction
     asynchronous: bool = False
-    tokens: int = 40  # of a response, at most
     main: Main = PPO
     backend: Backend = FSDP
     format: checkpoints.Format = checkpoints.FSDP
@@ -178,7 +178,7 @@ class Driver(ConformanceDriver):
         self._shape = SHAPES[shape] if shape else Shape("", ())
         self.asynchronous = self._shape.asynchronous
         # of a response that goes on under the next policy, the rest
-        self.requests = {"max_tokens": (1, self._shape.tokens) if self.asynchronous else self._shape.tokens}
+        self.requests = {"max_tokens": (1, SMALL_TOKENS) if self.asynchronous else SMALL_TOKENS}
         root.mkdir(parents=True, exist_ok=True)
         self._room = tiny_targets()[family or self._shape.family]
         split: dict[str, Any] = {"num_key_value_heads": self._shape.kv_heads} if self._shape.kv_heads > 1 else {}
@@ -255,9 +255,8 @@ class Driver(ConformanceDriver):
     def weights(self, run: RunSettings, step: int) -> dict[str, Tensor] | None:
         """The same, put together. With LoRA the engine has a sum, or the base and the adapters."""
         parts: dict[str, list[Tensor]] = {}
-        for name, tensor in self.policy(
-            run, step
-        ).items():  # in the order of ranks, each with a stretch of the first dimension
+        # in the order of ranks, each with a stretch of the first dimension
+        for name, tensor in self.policy(run, step).items():
             parts.setdefault(name.rpartition(": ")[2], []).append(tensor)
         return None if any("lora" in name for name in parts) else {name: torch.cat(p) for name, p in parts.items()}
 

@@ -38,14 +38,15 @@ _JOIN = tuple(
     f"++ray_kwargs.ray_init.{name}=null"
     for name in ("num_cpus", "num_gpus", "include_dashboard", "object_store_memory")
 )
-#: overrides for runs whose steps take a second
+#: tokens of a response, at most, in runs whose steps take a second; and overrides for those
+SMALL_TOKENS = 40
 SMALL = (
     "data.train_batch_size=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-    "data.max_response_length=40",
+    f"data.max_response_length={SMALL_TOKENS}",
 )
 
 _POLL = "trainer.v1.sampler.custom_sampler.name=FastPollAsync"

@@ -45,7 +45,7 @@ def engines_logprobs(trace: Trace) -> list[str]:
     answered = [v for e in rollouts_requests(trace) for v in e["log_probs"] if v is not None]
     problems, shown = [], 0
     known: dict[str, set[float]] = {}
-    for e in _all(trace, "spec_check_logprobs", "spec_check_stated"):
+    for e in _all(trace, *CHECKED):
         if not e["rollout"]:
             continue
         dtype = e["rollout_dtype"]

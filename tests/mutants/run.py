@@ -43,6 +43,8 @@ WARM = (
 )
 #: tests of what starts the others: in a fork they would see the tree's own, and not the copy's
 COLD = "tests/unit/conformance/test_forks.py"
+#: threads that wait for each other on a busy machine take minutes
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 #: seconds after which a mistake that makes tests go on for ever has been noticed
 LIMIT_S = 180.0
 DIED, SURVIVED, BROKEN = "died", "SURVIVED", "BROKEN"
@@ -85,8 +87,7 @@ class Copy:
             "PYTHONPATH": os.pathsep.join((where, f"{where}/adapters")),
             "TMPDIR": str(self._folder.parent),
             "VLLM_CACHE_ROOT": f"{where}/.cache/vllm",
-            "OMP_NUM_THREADS": "1",  # else threads that wait for each other on a busy machine take minutes
-            "OMP_WAIT_POLICY": "PASSIVE",
+            **ONE_THREAD,
             "COLUMNS": "200",  # pytest cuts a test's name to it
         }
         command = [
@@ -220,9 +221,7 @@ def main() -> int:
         print("\n".join(f"{m.file}: {m.breaks}" for m in mutations) or f"no mistake has {options.k!r} in it")
         return 0 if mutations else 2
     began = time.perf_counter()
-    server = ForkServer(
-        WARM, {**os.environ, "VLLM_CONFIGURE_LOGGING": "0", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    )
+    server = ForkServer(WARM, {**os.environ, **ONE_THREAD, "VLLM_CONFIGURE_LOGGING": "0"})
     try:
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             copies = [Copy(Path(folder) / str(i), server.python) for i in range(max(1, options.jobs))]

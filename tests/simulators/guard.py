@@ -93,7 +93,7 @@ class Noisier:
         return difference * self.times
 
 
-def _heavy(generator: torch.Generator, sequences: int, tokens: int) -> Tensor:
+def heavy(generator: torch.Generator, sequences: int, tokens: int) -> Tensor:
     """[sequences, tokens] with a mean of the absolute of about 1."""
     normal, chi = (torch.randn(*shape, sequences, tokens, generator=generator) for shape in ((), (3,)))
     scale = (_SEQUENCES * torch.randn(sequences, 1, generator=generator)).exp()
@@ -126,13 +126,13 @@ class _Run:
         speculating = version % _PLAIN_EVERY != 0
         self.scale *= math.exp(s.drift * self._normal())
         plain = self._control(speculating)
-        difference = self.scale * _heavy(self.generator, s.sequences, s.tokens)
+        difference = self.scale * heavy(self.generator, s.sequences, s.tokens)
         difference = difference.where(plain, difference * self.drafted)
         old = torch.zeros(s.sequences, 1, dtype=torch.bool)
         if s.lag:
             old |= (torch.arange(s.sequences)[:, None] % 2 == 0) if s.mixed else True
             moved = s.lag * _MOVE * math.exp(_STEPS * self._normal())
-            difference += old * moved * _heavy(self.generator, s.sequences, s.tokens)
+            difference += old * moved * heavy(self.generator, s.sequences, s.tokens)
         if fault is not None:
             wrong = fault(difference, self.generator)
             difference = wrong if everywhere else difference.where(plain, wrong)

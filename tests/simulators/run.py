@@ -56,7 +56,7 @@ def correct_guard(mapped: Map, runs: int, phases: int) -> Shown:
         ("kind of run", "runs", "stopped", "phases with an alarm", "chance of a stop in a phase, at most"),
     )
     for setting in guard.SETTINGS:
-        found = list(mapped(partial(_guard, setting, phases, None), range(runs)))
+        found = list(mapped(partial(guard.run, setting, phases=phases), range(runs)))
         stopped, alarms = sum(o.false_stop for o in found), sum(o.alarms for o in found)
         at_most = f"{_most(stopped, runs * phases):.1e}"
         out.rows.append((setting.name, str(runs), str(stopped), str(alarms), at_most))
@@ -79,7 +79,7 @@ def wrong_guard(mapped: Map, runs: int, phases: int) -> Shown:
     for setting in guard.SETTINGS:
         cells = []
         for name, fault in guard.FAULTS:
-            found = list(mapped(partial(_guard, setting, phases, fault), range(10_000, 10_000 + runs)))
+            found = list(mapped(partial(guard.run, setting, phases=phases, fault=fault), range(10_000, 10_000 + runs)))
             after = [o.noticed_after for o in found if o.noticed_after is not None]
             share = len(after) / runs
             cells.append(f"{share:.0%}, {statistics.median(after):.0f}" if after else "0%")
@@ -87,10 +87,6 @@ def wrong_guard(mapped: Map, runs: int, phases: int) -> Shown:
             out.hold(share >= bound, f"{setting.name}, {name}: {share:.0%} noticed, at least {bound:.0%} is stated")
         out.rows.append((setting.name, *cells))
     return out
-
-
-def _guard(setting: guard.Setting, phases: int, fault: guard.Fault | None, seed: int) -> guard.Outcome:
-    return guard.run(setting, seed, phases, fault)
 
 
 def self_tests(mapped: Map, runs: int, phases: int) -> Shown:

@@ -108,11 +108,15 @@ def found_by(warm_run: Callable[..., subprocess.CompletedProcess[str]]) -> Calla
 
 @pytest.fixture(autouse=True)
 def _log_lines_reach_caplog() -> Iterator[None]:
-    """Whatever a test before this one, or an adapter's import, has done to our logger."""
-    logger = logging.getLogger("spec_plugin")
-    before = logger.handlers, logger.propagate, logger.level
-    logger.handlers, logger.propagate = [], True
-    logger.setLevel(logging.NOTSET)  # also forgets what children have cached
+    """Whatever was done before: an adapter's import gives our logger a handler; vLLM's brings model_hosting_container_standards,
+    whose import sets the root logger and all handlers that it has by then, pytest's among them, to ERROR."""
+    root, ours = logging.getLogger(), logging.getLogger("spec_plugin")
+    handlers, propagate, level = ours.handlers, ours.propagate, ours.level
+    for handler in root.handlers:
+        handler.setLevel(logging.NOTSET)
+    root.setLevel(logging.WARNING)
+    ours.handlers, ours.propagate = [], True
+    ours.setLevel(logging.NOTSET)  # also forgets what children have cached
     yield
-    logger.handlers, logger.propagate = before[:2]
-    logger.setLevel(before[2])
+    ours.handlers, ours.propagate = handlers, propagate
+    ours.setLevel(level)

@@ -67,13 +67,6 @@ def bare(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     for name in ("vllm", "verl", "ray"):
         monkeypatch.setitem(sys.modules, name, None)
-    logger = logging.getLogger("spec_plugin")  # the adapter configures it when it is imported
-    for attribute, value in (
-        ("handlers", list(logger.handlers)),
-        ("propagate", logger.propagate),
-        ("level", logger.level),
-    ):
-        monkeypatch.setattr(logger, attribute, value)
 
 
 def test_help_says_what_it_is_the_one_flag_two_examples_and_where_the_options_are():

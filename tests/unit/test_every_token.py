@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_witness import batch as whole_batch
 
 from spec_plugin.builtin.provenance import by_lag
 from spec_plugin.events import LogprobBatch
@@ -18,9 +19,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 def batch_of(mask: torch.Tensor) -> LogprobBatch:
-    recomputed = -torch.arange(1.0, mask.numel() + 1).view(mask.shape) / 100
-    versions = torch.full((len(mask),), 3)
-    return LogprobBatch(3, recomputed, None, mask, versions, speculating=True, rollout_in_loss=False)
+    return replace(whole_batch(*mask.shape), mask=mask)
 
 
 def documents(rng: random.Random) -> list[list[int]]:

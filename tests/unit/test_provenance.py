@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,10 @@ from torch import Tensor
 from spec_plugin import LogprobProvenanceError, SpecConfig
 from spec_plugin.builtin.provenance import ProvenanceGuard
 from spec_plugin.events import LogprobBatch, TargetInfo
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from simulators.guard import heavy
 
 B, T, V = 16, 24, 40
 VERSION = 7
@@ -411,9 +417,7 @@ def test_only_the_first_violations_are_shown(honest):
 
 def heavy_tailed(generator: torch.Generator, sequences: int, tokens: int, mean: float = 0.02) -> Tensor:
     """Differences of a bfloat16 run: Student's t with 3 degrees of freedom, on a scale of each sequence's own."""
-    normal, chi = (torch.randn(*shape, sequences, tokens, generator=generator) for shape in ((), (3,)))
-    scale = (0.5 * torch.randn(sequences, 1, generator=generator)).exp()
-    return normal / chi.pow(2).mean(0).sqrt() * scale * (mean / 1.25)
+    return mean * heavy(generator, sequences, tokens)
 
 
 def simulated(differences: Tensor, version: int, speculating: bool = True, plain: Tensor | None = None) -> LogprobBatch:

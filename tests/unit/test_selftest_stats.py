@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,34 +26,32 @@ from spec_plugin.engine.selftest.verdicts import (
     path_check,
 )
 
-V, M, PROMPTS, N = 50, 9, 4, 256  # the self-test's default sample size at k=3
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
-def _model(rng, sharpness=2.5):
-    """A random first-order model: the first token's and the next tokens' distributions."""
-    logits = rng.normal(size=(V + 1, V)) * sharpness
-    p = np.exp(logits - logits.max(1, keepdims=True))
-    return p / p.sum(1, keepdims=True)
-
-
-def _sample(rng, model, n, length=M):
-    """[n, length] sequences."""
-    below, state, out = model.cumsum(1), np.full(n, V), []
-    for _ in range(length):
-        state = np.minimum((below[state] < rng.random((n, 1))).sum(1), V - 1)
-        out.append(state)
-    return np.stack(out, 1)
+from simulators.selftest import (
+    PROMPTS,
+    M,
+    N,
+    V,
+    accepts_bad_draft,
+    copies_draft,
+    favours,
+    mixed,
+    sample,
+    tempered,
+)
+from simulators.selftest import model as language_model
 
 
 def _arms(rng, model, faulty, n=N):
-    a = [_sample(rng, faulty, n).tolist() for _ in range(PROMPTS)]
-    b = [_sample(rng, model, n).tolist() for _ in range(PROMPTS)]
+    a = [sample(rng, faulty, n).tolist() for _ in range(PROMPTS)]
+    b = [sample(rng, model, n).tolist() for _ in range(PROMPTS)]
     return a, b
 
 
 def _stated(rng, model, faulty, n=N * PROMPTS, top=20):
     """Sequences of ``faulty`` with the log-probs that ``model`` states for their tokens, first token left out."""
-    return _scored(model, _sample(rng, faulty, n), top)
+    return _scored(model, sample(rng, faulty, n), top)
 
 
 def _scored(model, x, top=20):
@@ -62,36 +62,6 @@ def _scored(model, x, top=20):
     rank = np.where(hit.any(1), hit.argmax(1), -1)
     rows = np.arange(len(token))
     return Stated(np.log(p[rows, token]), np.log(np.take_along_axis(p, order, 1)), order, rank, V)
-
-
-def _tempered(model, power):
-    p = model**power
-    return p / p.sum(1, keepdims=True)
-
-
-def _mixed(model, share):
-    return (1 - share) * model + share / V
-
-
-def _copies_draft(model, share, place=0):
-    """A sampler that takes the draft's proposal, the token of that place, unasked, in ``share`` of the steps."""
-    out = (1 - share) * model
-    out[np.arange(len(out)), np.argsort(-model, 1)[:, place]] += share
-    return out
-
-
-def _favours(model, times):
-    """A sampler to which the commonest token has so many times its odds."""
-    out = model.copy()
-    out[:, model.sum(0).argmax()] *= times
-    return out / out.sum(1, keepdims=True)
-
-
-def _accepts_bad_draft(model, share):
-    """The same, with a draft that proposes one fixed token."""
-    out = (1 - share) * model
-    out[:, 7] += share
-    return out
 
 
 def test_fisher_is_exact_by_brute_force_over_all_assignments_of_labels():
@@ -140,10 +110,10 @@ def test_a_correct_engine_is_rejected_no_more_often_than_declared():
     bound = alpha + 3 * math.sqrt(alpha * (1 - alpha) / repetitions)
     counts = logs = 0
     for i in range(10):
-        model = _model(rng, sharpness=(1.0, 2.5, 5.0)[i % 3])
-        arms = _sample(rng, model, 200 * 4 * 24, 4).reshape(200, 2, 2, 24, 4).tolist()
+        model = language_model(rng, sharpness=(1.0, 2.5, 5.0)[i % 3])
+        arms = sample(rng, model, 200 * 4 * 24, 4).reshape(200, 2, 2, 24, 4).tolist()
         counts += sum(two_sample(a, b, alpha).p_value <= alpha for a, b in arms)
-        samples = _sample(rng, model, 200 * 24).reshape(200, 24, M)
+        samples = sample(rng, model, 200 * 24).reshape(200, 24, M)
         logs += sum(evidence(_scored(model, x)).p_value <= alpha for x in samples)
     print(f"\nrejected: counts {counts / repetitions:.4f}, log-probs {logs / repetitions:.4f}")
     assert counts / repetitions <= bound and logs / repetitions <= bound
@@ -151,21 +121,21 @@ def test_a_correct_engine_is_rejected_no_more_often_than_declared():
 
 def test_unequal_arms_are_valid_too():
     rng, alpha, repetitions = np.random.default_rng(1), 0.05, 500
-    model = _model(rng)
-    few, many = (_sample(rng, model, repetitions * n).reshape(repetitions, 1, n, M).tolist() for n in (10, 60))
+    model = language_model(rng)
+    few, many = (sample(rng, model, repetitions * n).reshape(repetitions, 1, n, M).tolist() for n in (10, 60))
     hits = sum(two_sample(a, b, alpha).p_value <= alpha for a, b in zip(few, many, strict=True))
     assert hits / repetitions <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / repetitions)
 
 
 FAULTS = {
-    "temperature 1.0 became 0.8": lambda m: _tempered(m, 1.25),
-    "10 % of the mass is uniform": lambda m: _mixed(m, 0.1),
-    "a good draft is accepted unasked in 10 % of the steps": lambda m: _copies_draft(m, 0.1),
-    "a bad draft is accepted unasked in 10 % of the steps": lambda m: _accepts_bad_draft(m, 0.1),
-    "a mediocre draft is accepted unasked in 5 % of the steps": lambda m: _copies_draft(m, 0.05, place=1),
-    "a poor draft is accepted unasked in 5 % of the steps": lambda m: _copies_draft(m, 0.05, place=2),
-    "one token has 1.75 times its odds": lambda m: _favours(m, 1.75),
-    "one token has half its odds": lambda m: _favours(m, 0.5),
+    "temperature 1.0 became 0.8": lambda m: tempered(m, 1.25),
+    "10 % of the mass is uniform": lambda m: mixed(m, 0.1),
+    "a good draft is accepted unasked in 10 % of the steps": lambda m: copies_draft(m, 0.1),
+    "a bad draft is accepted unasked in 10 % of the steps": lambda m: accepts_bad_draft(m, 0.1),
+    "a mediocre draft is accepted unasked in 5 % of the steps": lambda m: copies_draft(m, 0.05, place=1),
+    "a poor draft is accepted unasked in 5 % of the steps": lambda m: copies_draft(m, 0.05, place=2),
+    "one token has 1.75 times its odds": lambda m: favours(m, 1.75),
+    "one token has half its odds": lambda m: favours(m, 0.5),
 }
 
 
@@ -174,7 +144,7 @@ def test_stated_log_probs_show_a_fault_at_one_in_a_million(fault):
     rng = np.random.default_rng(2)
     found = 0
     for _ in range(10):
-        model = _model(rng)
+        model = language_model(rng)
         found += evidence(_stated(rng, model, FAULTS[fault](model))).p_value <= 5e-7
     assert found >= 9, f"{fault}: {found}/10"
 
@@ -182,10 +152,10 @@ def test_stated_log_probs_show_a_fault_at_one_in_a_million(fault):
 @pytest.mark.parametrize(
     "fault",
     {
-        "temperature 1.0 became 0.5": lambda m: _tempered(m, 2.0),
-        "half of the mass is uniform": lambda m: _mixed(m, 0.5),
-        "a good draft is accepted unasked in 30 % of the steps": lambda m: _copies_draft(m, 0.3),
-        "a bad draft is accepted unasked in 15 % of the steps": lambda m: _accepts_bad_draft(m, 0.15),
+        "temperature 1.0 became 0.5": lambda m: tempered(m, 2.0),
+        "half of the mass is uniform": lambda m: mixed(m, 0.5),
+        "a good draft is accepted unasked in 30 % of the steps": lambda m: copies_draft(m, 0.3),
+        "a bad draft is accepted unasked in 15 % of the steps": lambda m: accepts_bad_draft(m, 0.15),
     }.items(),
     ids=lambda f: f[0],
 )
@@ -193,18 +163,18 @@ def test_counts_alone_show_a_gross_fault_at_one_in_a_million(fault):
     rng = np.random.default_rng(3)
     found = 0
     for _ in range(10):
-        model = _model(rng)
+        model = language_model(rng)
         found += two_sample(*_arms(rng, model, fault[1](model)), 5e-7).p_value <= 5e-7
     assert found >= 9, f"{fault[0]}: {found}/10"
 
 
 def test_the_report_says_what_would_have_been_seen():
     rng = np.random.default_rng(5)
-    model = _model(rng)
+    model = language_model(rng)
     assert detectable(_stated(rng, model, model, n=1), 5e-7) == "no fault of these kinds"
     said = detectable(_stated(rng, model, model), 5e-7)
     times, share, odds = map(float, re.findall(r"[\d.]+(?= times)|[\d.]+(?=%)", said))
-    for fault in (_tempered(model, 1 / times), _copies_draft(model, share / 100, place=1), _favours(model, odds)):
+    for fault in (tempered(model, 1 / times), copies_draft(model, share / 100, place=1), favours(model, odds)):
         found = [evidence(_stated(rng, model, fault, n=3 * N * PROMPTS // 2)).p_value <= 5e-7 for _ in range(4)]
         assert sum(found) >= 3, (said, found)  # with half as many tokens again
 
