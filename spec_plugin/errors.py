@@ -23,6 +23,10 @@ class RefreshError(SpecPluginError, RuntimeError):
     """A draft refresh was refused; the previous draft is still in place (law 5)."""
 
 
+class WrongOrderError(SpecPluginError, RuntimeError):
+    """An adapter has called ``SpecRun`` in an order that cannot be right: a mistake of the adapter's, whatever the run."""
+
+
 class PatchError(SpecPluginError, RuntimeError):
     """A compatibility patch no longer fits the installed library: the symbol changed or upstream fixed it."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -13,14 +12,21 @@ from typing import Any
 
 from openrlhf.trainer.ray import vllm_engine
 
-from spec_plugin.config import SpecConfig
-from spec_plugin.engine.calls import SpecEngineMethods
-from spec_plugin.engine.front import EngineFront, plain_if_unlisted
-from spec_plugin.engine.schedule.scheduler import stand_aside
-from spec_plugin.engine.sleep import PARTS, SleepState
-from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, SelfTestReport, TargetInfo
-from spec_plugin.logs import configure_logging
-from spec_plugin.session import SpecSession
+from spec_plugin.adapter import (
+    PARTS,
+    DraftRefresh,
+    EngineFront,
+    EngineState,
+    RefreshReport,
+    SelfTestReport,
+    SleepState,
+    SpecConfig,
+    SpecEngineMethods,
+    SpecSession,
+    TargetInfo,
+    configure_logging,
+    stand_aside,
+)
 from spec_plugin_openrlhf.registration import undecorated
 from spec_plugin_openrlhf.turns import UNKNOWN, Turn, said_of
 
@@ -45,8 +51,6 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
 
         configure_logging()
         self._spec_sleep = SleepState()
-        self._spec_open = asyncio.Event()  # not while the trainer has the engine paused
-        self._spec_open.set()
         target = replace(self.spec_target, max_num_seqs=_max_num_seqs(kwargs))
         tokenizer = AutoTokenizer.from_pretrained(kwargs["model"], trust_remote_code=kwargs["trust_remote_code"])
         self._spec_front = EngineFront(SpecSession(self.spec_config, target), tokenizer)
@@ -57,24 +61,15 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """OpenRLHF's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts."""
-        names = ("temperature", "top_p", "top_k")
-        await self._spec_open.wait()  # what comes while new weights do is the next phase's
-        await self._spec_front.arrives({name: getattr(sampling_params, name) for name in names})
-        await self._spec_open.wait()  # they may have come meanwhile
-        plain_if_unlisted(sampling_params)
-        control = None if sampling_params.extra_args else self._spec_front.control()
-        with self._spec_front.request() as request:
+        async with self._spec_front.sample(prompt_token_ids, sampling_params) as request:
             sampling_params = copy.copy(sampling_params)
-            ours = {**request.extra_args, **({} if control is None else control.extra_args)}
-            sampling_params.extra_args = {**(sampling_params.extra_args or {}), **ours}
+            sampling_params.extra_args = request.extra_args
             output = await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
-            request.tokens = len(output.outputs[0].token_ids)
-        response = output.outputs[0].token_ids
-        self._spec_front.landed(request, prompt_token_ids, response, control)
+            response = output.outputs[0].token_ids
+            request.completed(response)
         turns = _TURNS.get()
         if turns is not None:
-            plain = {} if control is None else control.span(len(prompt_token_ids), request.tokens)
-            turns.append(Turn((*prompt_token_ids, *response), plain, request.versions))
+            turns.append(Turn((*prompt_token_ids, *response), request.versions))
         return output
 
     async def generate_responses(
@@ -150,7 +145,7 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
 
     async def pause_generation(self) -> None:
         """OpenRLHF's, around a weight sync with partial rollouts; it is known how far each request has come."""
-        self._spec_open.clear()
+        self._spec_front.pausing()
         await super().pause_generation()
         await self._spec_front.paused()
 
@@ -158,7 +153,6 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         """OpenRLHF's; what was in flight goes on with the new weights and the new draft."""
         await super().resume_generation()
         self._spec_front.resumed()
-        self._spec_open.set()
 
     @asynccontextmanager
     async def _spec_running(self) -> AsyncIterator[None]:
@@ -167,7 +161,7 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         What is in flight stands aside: a draft that has not been tested serves none of it, and the test neither finds its KV
         cache in the way nor its requests in the batches that it measures.
         """
-        paused = not self._spec_open.is_set()
+        paused = not self._spec_front.open
         if paused:
             await stand_aside(self.llm, True)
             await super().resume_generation()
@@ -177,7 +171,7 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             if paused:
                 await super().pause_generation()
                 await stand_aside(self.llm, False)
-                if self._spec_open.is_set():  # the trainer has not waited for the test
+                if self._spec_front.open:  # the trainer has not waited for the test
                     await super().resume_generation()
 
 

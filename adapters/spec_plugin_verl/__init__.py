@@ -4,7 +4,7 @@ verl imports this module in TaskRunner, actor workers, vLLM servers and agent lo
 registries; importing it puts three classes there, and nothing else happens until verl asks for one of them.
 """
 
-from spec_plugin.logs import configure_logging
+from spec_plugin.adapter import configure_logging
 from spec_plugin_verl.registration import register
 
 configure_logging()

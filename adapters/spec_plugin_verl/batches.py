@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
-from spec_plugin.actor.harvest import response_at_the_end
-from spec_plugin.engine.control import PLAIN_FROM, PLAIN_UNTIL
+from spec_plugin.adapter import response_at_the_end
 
-_FIRST_VERSION, _LAST_VERSION = "min_global_steps", "max_global_steps"  # verl's words
-#: of what is said beside a response, what is read here
-_TOLD = (_FIRST_VERSION, _LAST_VERSION, PLAIN_FROM, PLAIN_UNTIL)
+#: verl's words for the policy versions that sampled the first and the last token of a response
+_TOLD = _FIRST_VERSION, _LAST_VERSION = "min_global_steps", "max_global_steps"
 
 
 def padded(values: Tensor) -> Tensor:

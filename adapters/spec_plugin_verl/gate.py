@@ -13,9 +13,15 @@ from typing import Any
 
 from verl.workers.rollout.replica import RolloutMode
 
-from spec_plugin.engine.calls import SpecEngineMethods
-from spec_plugin.errors import LosslessError, SpecConfigError, pass_on
-from spec_plugin.events import Check, Schedule, SelfTestReport
+from spec_plugin.adapter import (
+    Check,
+    LosslessError,
+    Schedule,
+    SelfTestReport,
+    SpecConfigError,
+    SpecEngineMethods,
+    pass_on,
+)
 
 logger = logging.getLogger(__name__)
 

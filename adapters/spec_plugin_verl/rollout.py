@@ -10,13 +10,9 @@ import torch
 from spec_plugin_verl_check.options import STRATEGIES
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from spec_plugin import SpecConfigError
-from spec_plugin.actor.control import RolloutControl
-from spec_plugin.actor.links import ActorsLink
-from spec_plugin.ranks import actor_group, is_first
-from spec_plugin.session import SpecSession
+from spec_plugin.adapter import ActorsLink, SpecConfigError, SpecSession, actor_group, is_first
+from spec_plugin_verl.actor import SpecActor
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
-from spec_plugin_verl.runtime import RUNTIME
 from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyStream
 
 
@@ -46,7 +42,8 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         super().__init__(config, model_config, device_mesh, replica_rank)
         refuse_unsupported(config, model_config)
         spec = read_config(config)
-        if RUNTIME.engine is None:
+        engine = SpecActor.of_this_process
+        if engine is None:
             raise SpecConfigError(
                 "spec-plugin found no actor of its own in the rollout's process: it supports actor.strategy="
                 f"{' or '.join(STRATEGIES)}; set one of them, or leave the flag out"
@@ -58,14 +55,11 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
                 "actor_rollout_ref.hybrid_engine=False, with other modes actor_rollout_ref.rollout.checkpoint_engine.backend="
                 "naive; or leave the flag out"
             )
-        engine = RUNTIME.engine
         target = read_target(config, model_config, engine.spec_dtype(), actor_group())
         link = self._link(spec.refresh_timeout_s) if is_first() else None
-        self._control = RolloutControl(SpecSession(spec, target), link, sleeps=config.free_cache_engine)
+        self._run = engine.attach(SpecSession(spec, target), link, sleeps=bool(config.free_cache_engine))
         self._syncs = 0
-        self._policy = PolicyStream(self._control.session)
-        RUNTIME.control = self._control
-        engine.attach(self._control)
+        self._policy = PolicyStream(self._run.session)
 
     def _link(self, timeout_s: float) -> VerlLink:
         config = self.config
@@ -96,14 +90,13 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
             return  # the adapters come now
         await self._all_replicas(awake=False)
         # verl syncs without a step after a reward model had the cards, on the way to validation: the weights are the same
-        version = max(0, self._control.policy_version) if global_steps is None else global_steps
-        await self._control.synced(tap.event(version))
-        if not self.config.free_cache_engine:
-            await self._control.begin()
+        version = max(0, self._run.policy_version) if global_steps is None else global_steps
+        awake = not self.config.free_cache_engine
+        await self._run.weights_synced(version, *tap.copies(), copied=True, rollouts_begin=awake)
 
     async def _all_replicas(self, awake: bool) -> None:
         """Each replica gets weights, and wakes up, at its own pace; the one that speaks to all of them waits for all."""
-        link, session = self._control.link, self._control.session
+        link, session = self._run.link, self._run.session
         if isinstance(link, VerlLink) and not session.failed:
             with session.guarded("waiting for all replicas"):
                 await link.all("spec_synced", self._syncs, awake, timeout_s=SYNC_TIMEOUT_S)
@@ -111,9 +104,9 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
     async def resume(self, tags: list[str]) -> None:
         """verl's wake-up; once the KV cache is back the engine can generate."""
         await super().resume(tags)
-        if "kv_cache" in tags and self._control.policy_version >= 0:
+        if "kv_cache" in tags and self._run.policy_version >= 0:
             await self._all_replicas(awake=True)
-            await self._control.begin()
+            await self._run.rollouts_begin()
 
 
 def server_adapter(config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> ServerAdapter:

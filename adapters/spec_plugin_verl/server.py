@@ -9,10 +9,7 @@ from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.lora.request import LoRARequest
 
-from spec_plugin.engine.front import EngineFront, is_listed
-from spec_plugin.engine.schedule.scheduler import PLAIN
-from spec_plugin.session import SpecSession
-from spec_plugin.witness import Witness
+from spec_plugin.adapter import EngineFront, SpecSession
 from spec_plugin_verl.gate import Gate
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 
@@ -52,25 +49,14 @@ class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
         Log-probs are computed in any case; what the trainer did not ask for is kept aside, see ``spec_plugin.witness``.
         """
         await self.spec_admitted()
-        await self._spec_front.arrives(sampling_params)
-        hidden = not sampling_params.get("logprobs")
-        theirs = {name: v for name, v in sampling_params.items() if name not in ("logprobs", "max_new_tokens")}
-        listed = is_listed(theirs)
-        control = self._spec_front.control() if listed else None
-        ours = PLAIN if not listed else control.extra_args if control else {}
-        if ours:
-            sampling_params = {**sampling_params, "extra_args": {**(theirs.get("extra_args") or {}), **ours}}
-        sampling_params = {**sampling_params, "logprobs": True}
-        with self._spec_front.request() as request:
-            output = await super().generate(prompt_ids, sampling_params, *args, **kwargs)
-            request.tokens = len(output.token_ids)
-        self._spec_front.sampled(prompt_ids, output.token_ids, int(self.global_steps or 0), control)
-        if control is not None:
-            output.extra_fields.update(control.span(len(prompt_ids), request.tokens))
-        if hidden and output.log_probs is not None:
-            with self._spec_front.noting("the log-probs of a response that the trainer did not ask for"):
-                tokens = (*prompt_ids, *output.token_ids)
-                self._spec_front.witnesses.append(Witness(tuple(map(int, tokens)), tuple(output.log_probs)))
+        unasked = not sampling_params.get("logprobs")
+        options = {name: v for name, v in sampling_params.items() if name not in ("logprobs", "max_new_tokens")}
+        async with self._spec_front.sample(prompt_ids, options) as request:
+            asked = {**sampling_params, "extra_args": request.extra_args, "logprobs": True}
+            output = await super().generate(prompt_ids, asked, *args, **kwargs)
+            stated = output.log_probs if unasked else None
+            request.completed(output.token_ids, int(self.global_steps or 0), stated)
+        if unasked:
             output.log_probs = None
         return output
 

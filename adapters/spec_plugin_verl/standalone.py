@@ -13,31 +13,43 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import ray
 import torch
 from spec_plugin_verl_check.options import EVERYWHERE
 from torch import Tensor
 
-from spec_plugin.actor.control import RolloutControl
-from spec_plugin.actor.links import ActorsLink
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.ranks import actor_group, is_first, of_first
-from spec_plugin.session import SpecSession
+from spec_plugin.adapter import (
+    ActorsLink,
+    EngineLink,
+    SpecConfigError,
+    SpecRun,
+    SpecSession,
+    actor_group,
+    is_first,
+    of_first,
+)
 from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyTap
-
-if TYPE_CHECKING:
-    from spec_plugin_verl.actor import SpecActor
 
 #: names that verl gives the servers of the policy; of one across nodes, the first node's
 _SERVER = re.compile(r"vllm_server_\d+_0")
 
 
+class Actor(Protocol):
+    """The actor, as far as it is asked here; see ``spec_plugin_verl.actor.SpecActor``."""
+
+    def spec_dtype(self) -> str:
+        """Dtype of its forward pass."""
+
+    def attach(self, session: SpecSession, link: EngineLink | None, **how: bool) -> SpecRun:
+        """Begin speculative rollouts for it."""
+
+
 class Standalone:
     """What one rank of such an actor does around each weight sync."""
 
-    def __init__(self, engine: SpecActor, dtype_name: str) -> None:
+    def __init__(self, actor: Actor) -> None:
         """Take the options from the servers, which have started by now, and attach to the engine.
 
         Raises:
@@ -50,22 +62,21 @@ class Standalone:
                 "engines before they import model.external_lib)"
             )
         config, target = ray.get([server.spec_description.remote() for server in servers])[0]
-        target = replace(target, actor_dtype=dtype_name, actor_group=actor_group())
+        target = replace(target, actor_dtype=actor.spec_dtype(), actor_group=actor_group())
         self._link = ActorsLink(servers, config.refresh_timeout_s, ray.put) if is_first() else None
-        self.control = RolloutControl(SpecSession(config, target), self._link, overlaps=True)
+        self._run = actor.attach(SpecSession(config, target), self._link, overlaps=True)
         self._syncs = 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        engine.attach(self.control)
 
     def tap(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass the weight stream on; behind its end the next phase begins."""
         self.wait()
-        tap = PolicyTap(weights, self.control.session.copy_of, self.control.session.target.hf_config)
+        tap = PolicyTap(weights, self._run.session.copy_of, self._run.session.target.hf_config)
         yield from tap
         self._syncs += 1
         card = torch.cuda.current_device() if torch.cuda.is_available() else None  # each thread has its own
-        self._thread = threading.Thread(target=self._run, args=(tap, card), name="spec-plugin sync", daemon=True)
+        self._thread = threading.Thread(target=self._begin_phase, args=(tap, card), name="spec-plugin sync", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -80,12 +91,10 @@ class Standalone:
         if self._error is not None:
             raise self._error
 
-    def _run(self, tap: PolicyTap, card: int | None) -> None:
+    def _begin_phase(self, tap: PolicyTap, card: int | None) -> None:
         problem = ""
         try:
-            with self.control.session.guarded(
-                "the beginning of a phase"
-            ):  # law 6: the gate opens, and the next phase is plain
+            with self._run.session.guarded("the beginning of a phase"):  # law 6: the gate opens, the next phase is plain
                 if card is not None:
                     torch.cuda.set_device(card)
                 asyncio.run(self._begin(tap))
@@ -94,17 +103,16 @@ class Standalone:
         if self._link is None:
             return
         try:
-            with self.control.session.guarded("opening the gate"):  # law 6: the gate has a time-out of its own
+            with self._run.session.guarded("opening the gate"):  # law 6: the gate has a time-out of its own
                 in_time = asyncio.run(self._link.all("spec_go", self._syncs, problem))
                 if not any(in_time):
-                    self.control.went_plain()
+                    self._run.control.went_plain()
         except BaseException as error:
             self._error = self._error or error
 
     async def _begin(self, tap: PolicyTap) -> None:
         version = -1  # unknown
         if self._link is not None:
-            with self.control.session.guarded("waiting for the engines' weights"):  # law 6; the ranks go on together
+            with self._run.session.guarded("waiting for the engines' weights"):  # law 6; the ranks go on together
                 version = max(await self._link.all("spec_at_gate", self._syncs, timeout_s=SYNC_TIMEOUT_S))
-        await self.control.synced(tap.event(of_first(version)))
-        await self.control.begin()
+        await self._run.weights_synced(of_first(version), *tap.copies(), copied=True)

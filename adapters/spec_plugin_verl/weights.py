@@ -10,10 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from spec_plugin.actor.decoder import shared_with_draft, text_sizes
-from spec_plugin.errors import SpecPluginError
-from spec_plugin.events import TargetInfo, WeightSync
-from spec_plugin.session import SpecSession
+from spec_plugin.adapter import SpecPluginError, SpecSession, TargetInfo, shared_with_draft, text_sizes
 
 #: seconds in which all servers must have the weights of a sync, and their memory back; a later one is not waited for
 SYNC_TIMEOUT_S = 600.0
@@ -46,10 +43,10 @@ class PolicyTap:
         async for name, tensor in ensure_async_iterator(self._weights):
             yield self._keep(name, tensor)
 
-    def event(self, policy_version: int) -> WeightSync:
-        """The weight sync that has just passed; a target with tied embeddings sends no head."""
+    def copies(self) -> tuple[Tensor | None, Tensor | None]:
+        """Embedding and head of the weight sync that has just passed; a target with tied embeddings sends no head."""
         embed = self.kept.get("embed")
-        return WeightSync(policy_version, embed, self.kept.get("head", embed))
+        return embed, self.kept.get("head", embed)
 
 
 class PolicyStream:

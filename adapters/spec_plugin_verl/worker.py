@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin.adapter import SpecWorkerExtension
 
 
 class SpecWorker(SpecWorkerExtension, vLLMColocateWorkerExtension):  # type: ignore[misc]

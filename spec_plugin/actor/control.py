@@ -296,16 +296,22 @@ class RolloutControl:
                 self.session.rollouts(rollouts)
             await self._audit("rolled out")
 
+    @property
+    def running(self) -> bool:
+        """Has a rollout phase begun, and not ended; only the rank with a link knows."""
+        return self._running is not None
+
     def spans(self) -> Spans:
-        """What the engines have said of the text that they sampled (collective); nothing while no sequence can be cut short."""
-        if not self.lags:
-            return self._spans
+        """What the engines have said of the text that they sampled (collective); in a synchronous run, of this phase."""
         found: list[Span] = []
-        if self.link is not None:
+        if self.link is not None and (
+            self.lags or not self.session.failed
+        ):  # else nobody needs it, and nobody waits for it
             with self.session.guarded("what the engines say of their samples"):
                 found = many(run_blocking(self._reach(self.link.spans())), Span, "spans")
         with self.session.guarded("what the engines say of their samples"):
             found = of_first(found)
+            self._spans = self._spans if self.lags else Spans()
             self._spans.add(found, self.policy_version)
         return self._spans
 
@@ -376,6 +382,9 @@ class RolloutHarvest:
     def close(self) -> None:
         """Capture nothing until the next ``open``."""
         self._left = 0
+
+    def deliver(self) -> None:
+        """Every micro-batch has been handed on by itself."""
 
     @contextmanager
     def capture(self, documents: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Iterator[None]:

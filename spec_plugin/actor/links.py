@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
@@ -13,6 +13,7 @@ from spec_plugin.errors import stops_the_run
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
 from spec_plugin.rollouts import Rollout
 from spec_plugin.spans import Span
+from spec_plugin.witness import Witness
 
 
 class EngineLink(Protocol):
@@ -46,31 +47,36 @@ class EngineLink(Protocol):
     async def spans(self) -> list[Span]:
         """``EngineFront.take_spans`` of every engine."""
 
+    async def witnesses(self) -> list[Witness]:
+        """``EngineFront.witnesses`` of every engine: log-probs of this phase that the trainer did not ask for."""
+
     async def state(self, moment: str) -> EngineState:
         """``EngineFront.state`` of every engine; see ``merge_states``."""
 
 
-class ActorsLink:
-    """Engines that are Ray actors with the methods of ``spec_plugin.engine.calls.SpecEngineMethods``: plain remote calls.
+class EnginesLink:
+    """Engines with the methods of ``spec_plugin.engine.calls.SpecEngineMethods``, and how their answers become one."""
 
-    The draft travels through Ray's object store, once for all engines, whatever carries the policy's weights.
-    """
-
-    def __init__(
-        self, engines: Sequence[Any], timeout_s: float, put: Callable[[Any], Any] = lambda value: value
-    ) -> None:
-        """Bind to actors that run, or will run.
+    def __init__(self, engines: Sequence[Any], timeout_s: float) -> None:
+        """Bind to engines that run, or will run.
 
         Args:
-            engines: their handles.
+            engines: all of the run.
             timeout_s: for each call, unless it says otherwise.
-            put: ``ray.put``; without it what all get is copied once for each.
         """
-        self._engines, self.timeout_s, self._put = engines, timeout_s, put
+        self._engines, self.timeout_s = engines, timeout_s
 
     def engines(self) -> Sequence[Any]:
-        """Handles of all engines of the run."""
+        """All engines of the run."""
         return self._engines
+
+    def call(self, engine: Any, method: str, *args: Any) -> Awaitable[Any]:
+        """Call a method of one engine."""
+        raise NotImplementedError
+
+    def put(self, value: Any) -> Any:
+        """What all engines get, made ready to travel once."""
+        return value
 
     async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method on every engine at once, and wait for all.
@@ -79,7 +85,7 @@ class ActorsLink:
             BaseException: what an engine has raised; of several what must stop the run, else that of the first of them.
             TimeoutError: if one does not answer in time.
         """
-        calls = [getattr(engine, method).remote(*args) for engine in self.engines()]
+        calls = [self.call(engine, method, *args) for engine in self.engines()]
         everything = asyncio.gather(*calls, return_exceptions=True)
         answers = await asyncio.wait_for(everything, timeout_s or self.timeout_s)
         if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
@@ -94,7 +100,7 @@ class ActorsLink:
         """
         several = len(self.engines()) > 1
         # a GPU's memory does not travel
-        stored = self._put(replace(refresh, tensors={n: t.detach().cpu() for n, t in refresh.tensors.items()}))
+        stored = self.put(replace(refresh, tensors={n: t.detach().cpu() for n, t in refresh.tensors.items()}))
         try:
             report = merge_refreshes(await self.all("spec_refresh", stored, force, several))
         except BaseException:
@@ -128,21 +134,77 @@ class ActorsLink:
         """What the engines sampled, which then all of them know."""
         parts = await self.all("spec_take_rollouts")
         others = [[r for j, part in enumerate(parts) if j != i for r in part] for i in range(len(parts))]
-        calls = [engine.spec_remember.remote(o) for engine, o in zip(self.engines(), others, strict=True) if o]
+        told = zip(self.engines(), others, strict=True)
+        calls = [self.call(engine, "spec_remember", rollouts) for engine, rollouts in told if rollouts]
         await asyncio.wait_for(asyncio.gather(*calls), self.timeout_s)
         return [rollout for part in parts for rollout in part]
 
     async def remember(self, rollouts: Sequence[Rollout]) -> None:
         """Every engine drafts from these, too."""
-        await self.all("spec_remember", self._put(list(rollouts)))
+        await self.all("spec_remember", self.put(list(rollouts)))
 
     async def spans(self) -> list[Span]:
         """What the engines sampled since the last call, stretch by stretch."""
         return [span for part in await self.all("spec_take_spans") for span in part]
 
+    async def witnesses(self) -> list[Witness]:
+        """Log-probs that the engines kept aside."""
+        return [witness for part in await self.all("spec_witnesses") for witness in part]
+
     async def state(self, moment: str) -> EngineState:
         """What the engines hold."""
         return merge_states(await self.all("spec_state", moment))
+
+
+class ActorsLink(EnginesLink):
+    """Engines that are Ray actors: plain remote calls.
+
+    The draft travels through Ray's object store, once for all engines, whatever carries the policy's weights.
+    """
+
+    def __init__(
+        self, engines: Sequence[Any], timeout_s: float, put: Callable[[Any], Any] = lambda value: value
+    ) -> None:
+        """Bind to actors that run, or will run.
+
+        Args:
+            engines: their handles.
+            timeout_s: for each call, unless it says otherwise.
+            put: ``ray.put``; without it what all get is copied once for each.
+        """
+        super().__init__(engines, timeout_s)
+        self._put = put
+
+    def call(self, engine: Any, method: str, *args: Any) -> Awaitable[Any]:
+        """A remote call."""
+        answer: Awaitable[Any] = getattr(engine, method).remote(*args)
+        return answer
+
+    def put(self, value: Any) -> Any:
+        """A reference to it."""
+        return self._put(value)
+
+
+class LocalLink(EnginesLink):
+    """Engines of this process: objects with ``SpecEngineMethods``, such as ``EngineFront.calls``."""
+
+    def __init__(self, engines: Sequence[Any], timeout_s: float, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Bind to engines that run, or will run.
+
+        Args:
+            engines: all of the run.
+            timeout_s: for each call, unless it says otherwise.
+            loop: the engines' own event loop, which runs in another thread; None: any will do.
+        """
+        super().__init__(engines, timeout_s)
+        self.loop = loop
+
+    def call(self, engine: Any, method: str, *args: Any) -> Awaitable[Any]:
+        """Run it where the engines run."""
+        answer: Coroutine[Any, Any, Any] = getattr(engine, method)(*args)
+        if self.loop is None:
+            return answer
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer, self.loop))
 
 
 def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:

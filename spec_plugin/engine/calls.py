@@ -59,3 +59,11 @@ class SpecEngineMethods:
     async def spec_state(self, moment: str) -> EngineState:
         """What the workers hold, for ``spec.audit``."""
         return await self._spec_front.state(moment)
+
+
+class EngineCalls(SpecEngineMethods):
+    """The same for an engine that lives in the actor's process, see ``spec_plugin.actor.links.LocalLink``."""
+
+    def __init__(self, front: EngineFront) -> None:
+        """Of this engine."""
+        self._spec_front = front

@@ -8,17 +8,10 @@ drafted for would be the last of its phase; anywhere in the response, since diff
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: tokens of a stretch
 TOKENS = 64
-#: the names under which adapters hand ``Control.span`` on, beside a response
-PLAIN_FROM, PLAIN_UNTIL = "spec_plain_from", "spec_plain_until"
 #: what the newest response weighs in the mean length
 _NEWEST = 0.05
 
@@ -36,17 +29,15 @@ class Control:
         slack = 2 * (self.k + 1)
         return {"spec_off": [max(0, self.first - slack), self.first + TOKENS + slack]}
 
-    def span(self, prompt: int, tokens: int) -> dict[str, int]:
-        """Its first token and the one after its last, counted from the prompt's first; nothing if the response was too short.
-
-        Positions in the whole document are the same whichever turn of a conversation this was.
+    def span(self, prompt: int, tokens: int) -> tuple[int, int]:
+        """Its first token and the one after its last, counted from the prompt's first; (0, 0) if the response was too short.
 
         Args:
             prompt: tokens of the request's prompt.
             tokens: of its response.
         """
         until = min(tokens, self.first + TOKENS)
-        return {PLAIN_FROM: prompt + self.first, PLAIN_UNTIL: prompt + until} if until > self.first else {}
+        return (prompt + self.first, prompt + until) if until > self.first else (0, 0)
 
 
 class ControlGroup:
@@ -77,19 +68,3 @@ class ControlGroup:
     def ended(self, tokens: int) -> None:
         """A response of so many tokens is complete."""
         self._length += (tokens - self._length) * (_NEWEST if self._length else 1.0)
-
-
-def plain_tokens(mask: Tensor, said: Sequence[Mapping[str, Any]], starts: Sequence[int]) -> Tensor:
-    """Which tokens of a batch the control group sampled without drafts, [B, T] bool.
-
-    Args:
-        mask: [B, T] bool.
-        said: what was handed on beside each sequence, ``Control.span`` of one of its turns among it.
-        starts: where the first column lies in each document.
-    """
-    plain = mask.new_zeros(mask.shape)
-    for row, (beside, start) in enumerate(zip(said, starts, strict=False)):
-        first, until = (int(-1 if (v := beside.get(name)) is None else v) for name in (PLAIN_FROM, PLAIN_UNTIL))
-        if 0 <= first < until:
-            plain[row, max(0, first - start) : max(0, until - start)] = True
-    return plain

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from spec_plugin.engine.control import PLAIN_FROM, PLAIN_UNTIL, Control
+from spec_plugin.engine.control import Control
 from spec_plugin.engine.schedule.flight import NUMBER
 from spec_plugin.spans import KEPT, Span, span_of
 
@@ -189,14 +189,14 @@ class Flights:
         version, drafted = request.over or (version, drafted)
         request.cut(len(response), version, drafted)
         request.versions = request.begun, version
-        said = {} if control is None else control.span(len(prompt), len(response))
+        undrafted = (0, 0) if control is None else control.span(len(prompt), len(response))
         for part in request.stretches:
             if part.version == UNKNOWN:
                 continue
             first, until = len(prompt) + part.first, len(prompt) + part.until
             plain = (first, until)
             if part.drafted:
-                plain = max(first, said.get(PLAIN_FROM, 0)), min(until, said.get(PLAIN_UNTIL, 0))
+                plain = max(first, undrafted[0]), min(until, undrafted[1])
             known = plain if plain[0] < plain[1] else (0, 0)
             before = [*prompt, *response[: part.first]]
             self._spans.append(span_of(before, response[part.first : part.until], part.version, known))

@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,9 @@ from spec_plugin.engine.additional import with_own_settings
 from spec_plugin.engine.control import Control, ControlGroup
 from spec_plugin.engine.flight import Flights, Request
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
+from spec_plugin.engine.sampling import SampledRequest, extra_args, is_listed, options_of
 from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.engine.schedule.scheduler import (
-    PLAIN,
     SCHEDULER,
     in_flight,
     pause_idle_draft,
@@ -65,6 +65,8 @@ class EngineFront:
         self.interrupted = False  # were requests ever cut short, to go on under the next policy; the adapter says so
         self._flights = Flights()
         self._order = asyncio.Lock()
+        self._open = asyncio.Event()  # not while the trainer has the engine paused for new weights
+        self._open.set()
         self._validated = False  # were there requests of another sampling since the phase began
         self._rollouts_began = False  # and rollouts
         self._unknown: set[str] = set()  # what a warning has said is not known
@@ -109,9 +111,53 @@ class EngineFront:
             "max_logprobs": most if most < 0 else max(most, TOP),
         }
 
+    @asynccontextmanager
+    async def sample(
+        self, prompt: Sequence[int], sampling: Mapping[str, Any] | SamplingParams
+    ) -> AsyncIterator[SampledRequest]:
+        """Around one request of the trainer's, and nothing else: within it runs the clock of the phase.
+
+        It waits while the engine is paused for new weights. Options that are not on the lossless allow-list turn drafts off for
+        this request; a few of the others sample a stretch without drafts, for the log-prob check to compare with. Which policy
+        version sampled what is kept for the actor (``spec_plugin.spans``)::
+
+            async with front.sample(prompt, options) as request:
+                output = await generate(prompt, {**options, "extra_args": request.extra_args})
+                request.completed(output.token_ids)
+
+        Args:
+            prompt: token ids.
+            sampling: the request's options, by vLLM's names.
+        """
+        options = options_of(sampling)
+        await self._open.wait()  # what comes while new weights do is the next phase's
+        await self.arrives(options)
+        while not self._open.is_set():  # they may have come meanwhile
+            await self._open.wait()
+        listed = is_listed(options)
+        control = self.control() if listed else None
+        with self.request() as request:
+            one = SampledRequest(request, control, extra_args(options, listed, control, request))
+            yield one
+        if one.response is not None:
+            self._keep(prompt, one)
+
+    def _keep(self, prompt: Sequence[int], one: SampledRequest) -> None:
+        """What is known of a request that is complete; raises nothing."""
+        assert one.response is not None
+        with self.noting("which policy version sampled a response"):
+            prompt, response = list(map(int, prompt)), list(map(int, one.response))
+            if one.version is None:
+                self._flights.landed(one.request, prompt, response, self.policy_version, self.drafting, one.control)
+            else:
+                self._flights.sampled(prompt, response, one.version, self.drafting, one.control)
+                one.request.versions = one.version, one.version
+            if one.unasked is not None:
+                self.witnesses.append(Witness((*prompt, *response), tuple(one.unasked)))
+
     @contextmanager
     def request(self) -> Iterator[Request]:
-        """Around each request: the time with at least one in flight is the phase's generation time."""
+        """The clock around each request: the time with at least one in flight is the phase's generation time."""
         with self._flights.request(self.policy_version) as request:
             yield request
         self._group.ended(request.tokens)
@@ -120,30 +166,6 @@ class EngineFront:
         """Is the next request one of the control group: then the tokens that it samples without drafts."""
         control = self._group.draw() if self.drafting else None
         return replace(control, first=0) if control is not None and self.stateful else control
-
-    def sampled(self, prompt: Sequence[int], response: Sequence[int], version: int, control: Control | None) -> None:
-        """Keep what is known of a request that is complete, or of what one policy version sampled of it; raises nothing.
-
-        Args:
-            prompt: token ids that it began with.
-            response: token ids that it sampled.
-            version: policy version that did.
-            control: its stretch of the control group, if it has one.
-        """
-        with self.noting("which policy version sampled a response"):
-            self._flights.sampled(prompt, response, version, self.drafting, control)
-
-    def landed(self, request: Request, prompt: Sequence[int], response: Sequence[int], control: Control | None) -> None:
-        """The same of a request that may have gone on under several policy versions: of each of them; raises nothing.
-
-        Args:
-            request: whose ``extra_args`` the engine was given; its ``versions`` are known afterwards.
-            prompt: token ids that it began with.
-            response: token ids that it sampled.
-            control: its stretch of the control group, if it has one.
-        """
-        with self.noting("which policy version sampled a response"):
-            self._flights.landed(request, prompt, response, self.policy_version, self.drafting, control)
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
@@ -156,6 +178,15 @@ class EngineFront:
                 self._unknown.add(what)
                 logger.warning("spec-plugin: it is not known %s; said once: %s", what, error, exc_info=error)
 
+    @property
+    def open(self) -> bool:
+        """Are requests let in."""
+        return self._open.is_set()
+
+    def pausing(self) -> None:
+        """The trainer is about to pause the engine for new weights: no request is let in from here on."""
+        self._open.clear()
+
     async def paused(self) -> None:
         """The engine is paused for new weights, with its requests in flight: note how far each has come."""
         sampled: Mapping[int, int] | None = None
@@ -164,8 +195,9 @@ class EngineFront:
         self._flights.pause(sampled, self.policy_version, self.drafting)
 
     def resumed(self) -> None:
-        """It samples again."""
+        """It samples again, and requests are let in."""
         self._flights.resume()
+        self._open.set()
 
     def take_spans(self) -> list[Span]:
         """What was kept since the last call."""
@@ -385,21 +417,3 @@ def _like(sampling: Mapping[str, Any]) -> tuple[float, float, int]:
     """What validation is told by, with vLLM's defaults; neither 0 nor -1 limits the number of tokens."""
     given = (sampling.get("temperature", 1.0), sampling.get("top_p", 1.0), sampling.get("top_k", 0))
     return float(given[0]), float(given[1]), max(0, int(given[2]))
-
-
-def plain_if_unlisted(sampling_params: SamplingParams) -> None:
-    """Let a request whose options are not on the lossless allow-list run without drafts: exact, only slower."""
-    default = SamplingParams()
-    names = [name for name in sampling_params.__struct_fields__ if not name.startswith("_")]
-    changed = {n: getattr(sampling_params, n) for n in names if getattr(sampling_params, n) != getattr(default, n)}
-    if not is_listed(changed):
-        sampling_params.extra_args = {**(sampling_params.extra_args or {}), **PLAIN}
-
-
-def is_listed(sampling: Mapping[str, Any]) -> bool:
-    """Are these sampling options on the lossless allow-list."""
-    try:
-        check_sampling(dict(sampling))
-    except SpecConfigError:
-        return False
-    return True

@@ -15,7 +15,7 @@ class Adapter(MinimalAdapter):
     def documents(self, rollouts: Rollouts) -> tuple[list[Tensor], list[Tensor]]:
         found = super().documents(rollouts)
         for _ in range(3):
-            self.harvest.open()
+            self.spec.harvest.open()
         return found
 
 

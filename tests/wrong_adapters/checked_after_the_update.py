@@ -17,7 +17,7 @@ class Adapter(MinimalAdapter):
     def update(self, rollouts: Rollouts, old: Tensor, advantages: Tensor) -> float:
         loss = Trainer.update(self, rollouts, old, advantages)
         super().check(rollouts, old)
-        self.control.train_draft(self.step)
+        self.spec.policy_updated(self.step)
         return loss
 
 

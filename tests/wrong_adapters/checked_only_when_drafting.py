@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
-from minimal_adapter.loop import Rollouts
-from torch import Tensor
+
+from spec_plugin.events import LogprobBatch
+from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "logprobs_are_checked_before_they_are_used"
 
 
-class Adapter(MinimalAdapter):
-    def check(self, rollouts: Rollouts, recomputed: Tensor) -> None:
-        if self.control.speculating:
-            super().check(rollouts, recomputed)
+class Adapter(ChangesBatches, MinimalAdapter):
+    def changed(self, batch: LogprobBatch) -> LogprobBatch | None:
+        return batch if batch.speculating else None
 
 
 class Driver(driver.Driver):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from minimal_adapter import driver
-from minimal_adapter.loop import Trainer
+from minimal_adapter.loop import Answer, Trainer
 from minimal_adapter.pair import PairAdapter
 
 CAUGHT_BY = "phases_are_timed_as_they_ran"
@@ -11,10 +13,10 @@ ONLY = True
 
 
 class Adapter(PairAdapter):
-    async def request(self, index: int, prompt: list[int]) -> tuple[list[int], list[float], int]:
-        with self.fronts[(index + 1) % len(self.fronts)].request() as counted:
-            answer = await Trainer.request(self, index, prompt)
-            counted.tokens = len(answer[0])
+    async def request(self, index: int, prompt: list[int], most: int | None = None, extra: Any = None) -> Answer:
+        async with self.fronts[(index + 1) % len(self.fronts)].sample(prompt, self.sampling) as request:
+            answer = await Trainer.request(self, index, prompt, most, request.extra_args)
+            request.completed(answer.tokens, answer.version)
         return answer
 
 

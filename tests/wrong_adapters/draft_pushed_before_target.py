@@ -6,16 +6,17 @@ from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 from minimal_adapter.loop import Trainer
 
-from spec_plugin.actor.control import run_blocking
+from spec_plugin.adapter import run_blocking
 
 CAUGHT_BY = "target_arrives_before_the_draft"
 
 
 class Adapter(MinimalAdapter):
     def sync(self) -> None:
-        self.refresh_draft()
+        embed, head = self.policy.get_input_embeddings().weight, self.policy.get_output_embeddings().weight
+        run_blocking(self.spec.weights_synced(self.policy_version(), embed, head, rollouts_begin=False))
         Trainer.sync(self)
-        run_blocking(self.control.begin())
+        run_blocking(self.spec.rollouts_begin())
 
 
 class Driver(driver.Driver):

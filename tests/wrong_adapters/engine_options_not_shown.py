@@ -13,7 +13,7 @@ CAUGHT_BY = "told_facts_are_the_engines"
 
 class Adapter(MinimalAdapter):
     def engine_arguments(self) -> dict[str, Any]:
-        return {**Trainer.engine_arguments(self), **self.front.engine_arguments({}, self.extension)}
+        return {**Trainer.engine_arguments(self), **self.fronts[0].engine_arguments({}, self.extension)}
 
 
 class Driver(driver.Driver):

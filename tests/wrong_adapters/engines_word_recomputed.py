@@ -6,19 +6,17 @@ from dataclasses import replace
 
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
-from minimal_adapter.loop import Rollouts
-from torch import Tensor
 
 from spec_plugin.events import LogprobBatch
+from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "planted_errors_reach_the_guard"
 
 
-class Adapter(MinimalAdapter):
-    def batch(self, rollouts: Rollouts, recomputed: Tensor) -> LogprobBatch:
-        shown = super().batch(rollouts, recomputed)
-        assert shown.rollout is not None
-        return replace(shown, recomputed=shown.rollout.clone())
+class Adapter(ChangesBatches, MinimalAdapter):
+    def changed(self, batch: LogprobBatch) -> LogprobBatch | None:
+        assert batch.rollout is not None
+        return replace(batch, recomputed=batch.rollout.clone())
 
 
 class Driver(driver.Driver):

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
-from minimal_adapter.loop import Rollouts
-from torch import Tensor
 
 from spec_plugin.events import LogprobBatch
+from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "logprobs_come_from_the_engine"
 
 
-class Adapter(MinimalAdapter):
-    def batch(self, rollouts: Rollouts, recomputed: Tensor) -> LogprobBatch:
-        return super().batch(rollouts, recomputed).of(torch.arange(len(recomputed) // 2))
+class Adapter(ChangesBatches, MinimalAdapter):
+    def changed(self, batch: LogprobBatch) -> LogprobBatch | None:
+        return batch.of(torch.arange(len(batch.mask) // 2))
 
 
 class Driver(driver.Driver):

@@ -11,7 +11,7 @@ CAUGHT_BY = "activated_by_the_documented_flag"
 class Adapter(LaggingAdapter):
     def sync(self) -> None:
         super().sync()
-        self.engine.run(self.front.go_plain())
+        self.engine.run(self.fronts[0].go_plain())
 
 
 class Driver(driver.LaggingDriver):

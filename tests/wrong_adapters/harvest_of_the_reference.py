@@ -9,8 +9,7 @@ from minimal_adapter.adapter import MinimalAdapter
 from minimal_adapter.loop import Rollouts, Settings, Trainer
 from torch import Tensor
 
-from spec_plugin.actor.control import RolloutHarvest, run_blocking
-from spec_plugin.actor.decoder import find_decoder
+from spec_plugin.adapter import RolloutHarvest, find_decoder, run_blocking
 
 CAUGHT_BY = "hidden_states_equal_a_plain_forward"
 
@@ -19,15 +18,14 @@ class Adapter(MinimalAdapter):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.reference = copy.deepcopy(self.policy).requires_grad_(False)
-        self.harvest = RolloutHarvest(self.control, lambda: find_decoder(self.reference))
+        self.spec.harvest = RolloutHarvest(self.spec.control, lambda: find_decoder(self.reference))
 
     def log_probs(self, rollouts: Rollouts) -> Tensor:
-        run_blocking(self.control.finish())
+        run_blocking(self.spec.rollouts_end())
         recomputed = Trainer.log_probs(self, rollouts)
-        self.harvest.open()
         policy, self.policy = self.policy, self.reference
         try:
-            with self.harvest.capture(lambda: self.documents(rollouts)):
+            with self.spec.logprob_pass(lambda: self.documents(rollouts)):
                 Trainer.log_probs(self, rollouts)
         finally:
             self.policy = policy

@@ -12,8 +12,8 @@ CAUGHT_BY = "hooks_fire_in_order"
 class Adapter(MinimalAdapter):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.harvest.open()
-        self.harvest.open = lambda: None  # type: ignore[method-assign]
+        self.spec.harvest.open()
+        self.spec.harvest.open = lambda: None  # type: ignore[method-assign]
 
 
 class Driver(driver.Driver):

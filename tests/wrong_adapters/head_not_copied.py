@@ -5,17 +5,16 @@ from __future__ import annotations
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 
-from spec_plugin.actor.control import run_blocking
-from spec_plugin.events import WeightSync
+from spec_plugin.adapter import run_blocking
 
 CAUGHT_BY = "weights_arrive_as_they_are"
 
 
 class Adapter(MinimalAdapter):
-    def refresh_draft(self) -> None:
+    def announce(self) -> None:
         embed = self.policy.get_input_embeddings().weight.detach()
         head = self.policy.get_output_embeddings().weight.detach()
-        run_blocking(self.control.synced(WeightSync(self.policy_version(), embed, head)))
+        run_blocking(self.spec.weights_synced(self.policy_version(), embed, head, copied=True))
 
 
 class Driver(driver.Driver):

@@ -16,8 +16,8 @@ class Adapter(MinimalAdapter):
 
 
 class Worker(SpecWorker):
-    def spec_install_tensors(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        report = super().spec_install_tensors(*args, **kwargs)
+    def spec_install_file(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        report = super().spec_install_file(*args, **kwargs)
         head = self.model_runner.drafter.model.lm_head.weight
         head.data.mul_(1 + 2**-17)  # so little that no log-prob tells
         return report

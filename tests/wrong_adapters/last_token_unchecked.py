@@ -10,15 +10,15 @@ from minimal_adapter.loop import Rollouts
 from torch import Tensor
 
 from spec_plugin.events import LogprobBatch
+from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "logprobs_come_from_the_engine"
 
 
-class Adapter(MinimalAdapter):
-    def batch(self, rollouts: Rollouts, recomputed: Tensor) -> LogprobBatch:
-        shown = super().batch(rollouts, recomputed)
-        lengths = shown.mask.sum(-1, keepdim=True)
-        return replace(shown, mask=shown.mask & (shown.mask.cumsum(-1) < lengths))
+class Adapter(ChangesBatches, MinimalAdapter):
+    def changed(self, batch: LogprobBatch) -> LogprobBatch | None:
+        lengths = batch.mask.sum(-1, keepdim=True)
+        return replace(batch, mask=batch.mask & (batch.mask.cumsum(-1) < lengths))
 
     def documents(self, rollouts: Rollouts) -> tuple[list[Tensor], list[Tensor]]:
         documents, masks = super().documents(rollouts)

@@ -16,9 +16,9 @@ CAUGHT_BY = "hidden_states_equal_a_plain_forward"
 class Adapter(MinimalAdapter):
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
-        right = self.session.method.harvest
+        right = self.spec.session.method.harvest
         assert right is not None
-        self.harvest._harvester = Harvester(find_decoder(self.policy), [layer + 1 for layer in right])
+        self.spec.harvest._harvester = Harvester(find_decoder(self.policy), [layer + 1 for layer in right])
 
 
 class Driver(driver.Driver):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
+from minimal_adapter.loop import Answer
 
 CAUGHT_BY = "requests_run_at_once"
 ONLY = True
@@ -16,9 +18,9 @@ class Adapter(MinimalAdapter):
         super().start_engine()
         self.turn = asyncio.Lock()
 
-    async def request(self, index: int, prompt: list[int]) -> tuple[list[int], list[float], int]:
+    async def request(self, *args: Any) -> Answer:
         async with self.turn:
-            return await super().request(index, prompt)
+            return await super().request(*args)
 
 
 class Driver(driver.Driver):

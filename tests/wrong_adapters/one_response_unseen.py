@@ -6,20 +6,18 @@ from dataclasses import replace
 
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
-from minimal_adapter.loop import Rollouts
-from torch import Tensor
 
-from spec_plugin import events
+from spec_plugin.events import LogprobBatch
+from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "logprobs_come_from_the_engine"
 
 
-class Adapter(MinimalAdapter):
-    def batch(self, rollouts: Rollouts, recomputed: Tensor) -> events.LogprobBatch:
-        found = super().batch(rollouts, recomputed)
-        mask = found.mask.clone()
+class Adapter(ChangesBatches, MinimalAdapter):
+    def changed(self, batch: LogprobBatch) -> LogprobBatch | None:
+        mask = batch.mask.clone()
         mask[-1] = False
-        return replace(found, mask=mask)
+        return replace(batch, mask=mask)
 
 
 class Driver(driver.Driver):

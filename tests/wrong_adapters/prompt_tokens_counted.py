@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
-from minimal_adapter.loop import Trainer
+from minimal_adapter.loop import Answer, Trainer
 
 CAUGHT_BY = "token_counts_are_the_engines"
 
 
 class Adapter(MinimalAdapter):
-    async def request(self, index: int, prompt: list[int]) -> tuple[list[int], list[float], int]:
-        with self.front.request() as counted:
-            answer = await Trainer.request(self, index, prompt)
-            counted.tokens = len(prompt) + len(answer[0])
+    async def request(self, index: int, prompt: list[int], most: int | None = None, extra: Any = None) -> Answer:
+        async with self.fronts[0].sample(prompt, self.sampling) as request:
+            answer = await Trainer.request(self, index, prompt, most, request.extra_args)
+            request.completed(answer.tokens, answer.version)
+            request.request.tokens += len(prompt)
         return answer
 
 

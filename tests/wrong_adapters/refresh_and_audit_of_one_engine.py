@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from minimal_adapter import driver
-from minimal_adapter.loop import Settings
 from minimal_adapter.pair import PairAdapter, PairLink
 
-from spec_plugin.events import DraftRefresh, EngineState, RefreshReport
+from spec_plugin.adapter import DraftRefresh, EngineState, RefreshReport
 
 CAUGHT_BY = "every_engine_is_told"
 ONLY = True
 
 
-class Adapter(PairAdapter):
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.control.link = FirstOnly(self.links)
-
-
 class FirstOnly(PairLink):
     async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
-        return await self.links[0].install(refresh, force)
+        return await self.call(self.engines()[0], "spec_refresh", refresh, force)
 
     async def state(self, moment: str) -> EngineState:
-        return await self.links[0].state(moment)
+        return await self.call(self.engines()[0], "spec_state", moment)
+
+
+class Adapter(PairAdapter):
+    link_type = FirstOnly
 
 
 class Driver(driver.PairDriver):

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from minimal_adapter import driver
-from minimal_adapter.loop import Settings
 from minimal_adapter.pair import PairAdapter, PairLink
 
-from spec_plugin.events import DraftRefresh, RefreshReport
+from spec_plugin.adapter import DraftRefresh, RefreshReport
 
 CAUGHT_BY = "installed_draft_is_the_published_one"
 
 
-class Adapter(PairAdapter):
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.control.link = LopsidedLink(self.links)
-
-
 class LopsidedLink(PairLink):
     async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
-        return await self.links[0].install(refresh, force)
+        return await self.call(self.engines()[0], "spec_refresh", refresh, force)
+
+
+class Adapter(PairAdapter):
+    link_type = LopsidedLink
 
 
 class Driver(driver.PairDriver):

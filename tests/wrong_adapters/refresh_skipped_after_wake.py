@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from minimal_adapter import driver
-from minimal_adapter.adapter import Link, MinimalAdapter
-from minimal_adapter.loop import Settings
+from minimal_adapter.adapter import MinimalAdapter
 
-from spec_plugin.events import DraftRefresh, RefreshReport
+from spec_plugin.adapter import DraftRefresh, LocalLink, RefreshReport
 
 CAUGHT_BY = "installed_draft_is_the_published_one"
 
 
-class Adapter(MinimalAdapter):
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.link = self.control.link = ForgetfulLink(self.front)
-
-
-class ForgetfulLink(Link):
+class ForgetfulLink(LocalLink):
     calls = 0
 
     async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
@@ -25,6 +18,10 @@ class ForgetfulLink(Link):
         if self.calls % 2 == 0:
             return RefreshReport(True, refresh.draft_version, refresh.digest, 0.0)
         return await super().install(refresh, force)
+
+
+class Adapter(MinimalAdapter):
+    link_type = ForgetfulLink
 
 
 class Driver(driver.Driver):

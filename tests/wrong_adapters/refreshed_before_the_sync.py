@@ -9,16 +9,16 @@ CAUGHT_BY = "target_arrives_before_the_draft"
 
 
 class Adapter(LaggingAdapter):
-    def refresh_draft(self) -> None:
+    def announce(self) -> None:
         pass
 
     def sync(self) -> None:
         if self.engine.version >= 0:
-            super(LaggingAdapter, self).refresh_draft()
+            super().announce()
             super().sync()
         else:
             super().sync()
-            super(LaggingAdapter, self).refresh_draft()
+            super().announce()
 
 
 class Driver(driver.LaggingDriver):

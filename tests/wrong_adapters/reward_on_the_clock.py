@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
-from minimal_adapter.loop import Trainer
+from minimal_adapter.loop import Answer, Trainer
 
 CAUGHT_BY = "phases_are_timed_as_they_ran"
 ONLY = True
 
 
 class Adapter(MinimalAdapter):
-    async def request(self, index: int, prompt: list[int]) -> tuple[list[int], list[float], int]:
-        with self.front.request() as counted:
-            answer = await Trainer.request(self, index, prompt)
+    async def request(self, index: int, prompt: list[int], most: int | None = None, extra: Any = None) -> Answer:
+        async with self.fronts[0].sample(prompt, self.sampling) as request:
+            answer = await Trainer.request(self, index, prompt, most, request.extra_args)
             await asyncio.sleep(3.0)  # a sandbox runs the answer's code
-            counted.tokens = len(answer[0])
+            request.completed(answer.tokens, answer.version)
         return answer
 
 

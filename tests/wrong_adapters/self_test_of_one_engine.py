@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from minimal_adapter import driver
-from minimal_adapter.loop import Settings
 from minimal_adapter.pair import PairAdapter, PairLink
 
-from spec_plugin.events import SelfTestReport
+from spec_plugin.adapter import SelfTestReport
 
 CAUGHT_BY = "samples_are_the_targets"
 
 
-class Adapter(PairAdapter):
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.control.link = TrustingLink(self.links)
-
-
 class TrustingLink(PairLink):
     async def self_test(self, seconds: float) -> SelfTestReport:
-        return await self.links[-1].self_test(seconds)
+        return await self.call(self.engines()[-1], "spec_self_test", seconds)
+
+
+class Adapter(PairAdapter):
+    link_type = TrustingLink
 
 
 class Driver(driver.PairDriver):

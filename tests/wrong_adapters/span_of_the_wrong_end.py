@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from minimal_adapter import driver
 from minimal_adapter.lagging import LaggingAdapter
-from torch import Tensor
+
+from spec_plugin.events import LogprobBatch
+from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "policy_versions_agree"
 
 
-class Adapter(LaggingAdapter):
-    def versions(self, first: Tensor, last: Tensor, of_tokens: Tensor) -> dict[str, Tensor]:
-        return super().versions(last, last, last[:, None].expand_as(of_tokens))
+class Adapter(ChangesBatches, LaggingAdapter):
+    def changed(self, batch: LogprobBatch) -> LogprobBatch | None:
+        last = batch.last_versions
+        assert last is not None
+        return replace(batch, rollout_versions=last, token_versions=last[:, None].expand_as(batch.mask))
 
 
 class Driver(driver.LaggingDriver):

@@ -5,12 +5,19 @@ from __future__ import annotations
 from minimal_adapter import driver
 from minimal_adapter.lagging import LaggingAdapter
 
+from spec_plugin.adapter import LocalLink
+from spec_plugin.spans import Span
+
 CAUGHT_BY = "policy_versions_agree"
 
 
+class SaysNothing(LocalLink):
+    async def spans(self) -> list[Span]:
+        return []
+
+
 class Adapter(LaggingAdapter):
-    def sampled(self, prompt: list[int], response: list[int], version: int) -> None:
-        pass
+    link_type = SaysNothing
 
 
 class Driver(driver.LaggingDriver):

@@ -6,17 +6,16 @@ from dataclasses import replace
 
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
-from minimal_adapter.loop import Rollouts
-from torch import Tensor
 
 from spec_plugin.events import LogprobBatch
+from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "speculation_is_told_as_it_was"
 
 
-class Adapter(MinimalAdapter):
-    def batch(self, rollouts: Rollouts, recomputed: Tensor) -> LogprobBatch:
-        return replace(super().batch(rollouts, recomputed), speculating=False)
+class Adapter(ChangesBatches, MinimalAdapter):
+    def changed(self, batch: LogprobBatch) -> LogprobBatch | None:
+        return replace(batch, speculating=False)
 
 
 class Driver(driver.Driver):

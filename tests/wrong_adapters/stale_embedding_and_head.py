@@ -6,8 +6,7 @@ from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 from minimal_adapter.loop import Settings
 
-from spec_plugin.actor.control import run_blocking
-from spec_plugin.events import WeightSync
+from spec_plugin.adapter import run_blocking
 
 CAUGHT_BY = "weights_arrive_as_they_are"
 
@@ -18,8 +17,8 @@ class Adapter(MinimalAdapter):
         layers = self.policy.get_input_embeddings(), self.policy.get_output_embeddings()
         self.first = [layer.weight.detach().clone() for layer in layers]
 
-    def refresh_draft(self) -> None:
-        run_blocking(self.control.synced(WeightSync(self.policy_version(), *self.first)))
+    def announce(self) -> None:
+        run_blocking(self.spec.weights_synced(self.policy_version(), *self.first))
 
 
 class Driver(driver.Driver):

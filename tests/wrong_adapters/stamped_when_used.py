@@ -7,18 +7,17 @@ from dataclasses import replace
 import torch
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
-from minimal_adapter.loop import Rollouts
-from torch import Tensor
 
 from spec_plugin.events import LogprobBatch
+from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "planted_errors_reach_the_guard"
 
 
-class Adapter(MinimalAdapter):
-    def batch(self, rollouts: Rollouts, recomputed: Tensor) -> LogprobBatch:
-        now = torch.full((len(rollouts.responses),), self.control.policy_version)
-        return replace(super().batch(rollouts, recomputed), rollout_versions=now)
+class Adapter(ChangesBatches, MinimalAdapter):
+    def changed(self, batch: LogprobBatch) -> LogprobBatch | None:
+        now = torch.full((len(batch.mask),), batch.policy_version)
+        return replace(batch, rollout_versions=now, last_versions=now)
 
 
 class Driver(driver.Driver):

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from minimal_adapter import driver
-from minimal_adapter.loop import Settings
 from minimal_adapter.pair import PairAdapter, PairLink
 
-from spec_plugin.events import Schedule
+from spec_plugin.adapter import Schedule
 
 CAUGHT_BY = "every_engine_is_told"
 ONLY = True
 
 
-class Adapter(PairAdapter):
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.control.link = LastOnly(self.links)
-
-
 class LastOnly(PairLink):
     async def set_schedule(self, schedule: Schedule) -> None:
-        await self.links[-1].set_schedule(schedule)
+        await self.call(self.engines()[-1], "spec_set_schedule", schedule)
+
+
+class Adapter(PairAdapter):
+    link_type = LastOnly
 
 
 class Driver(driver.PairDriver):

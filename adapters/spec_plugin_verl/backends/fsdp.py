@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from spec_plugin.actor.control import RolloutControl, RolloutHarvest
-from spec_plugin.actor.decoder import find_decoder
-from spec_plugin.actor.harvest import PackedShards
+from spec_plugin.adapter import PackedShards, RolloutControl, RolloutHarvest, find_decoder
 from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
 
@@ -16,7 +14,6 @@ from spec_plugin_verl.actor import SpecActor
 class Actor(SpecActor):
     """For verl's ``FSDPEngineWithLMHead`` and its subclasses."""
 
-    _harvest: RolloutHarvest | None
     use_ulysses_sp: bool
     ulysses_parallel_group: Any
 
@@ -31,7 +28,7 @@ class Actor(SpecActor):
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """One micro-batch; captured while the pass still has harvest budget."""
-        if not forward_only or self._harvest is None:
+        if not forward_only or self._run is None:
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
-        with self._harvest.capture(lambda: batches.documents(micro_batch)):
+        with self._run.micro_batch(lambda: batches.documents(micro_batch)):
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]

@@ -29,10 +29,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.megatron_utils import unwrap_model
 
-from spec_plugin.actor.control import RolloutControl
-from spec_plugin.actor.harvest import chosen
-from spec_plugin.events import HiddenStates
-from spec_plugin.ranks import together
+from spec_plugin.adapter import HiddenStates, RolloutControl, chosen, together
 from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
 
@@ -45,7 +42,6 @@ class Actor(SpecActor):
 
     module: list[nn.Module]  # one chunk of the model; more of them (virtual pipeline) are refused
     param_dtype: torch.dtype
-    _harvest: PipelineHarvest | None
 
     def spec_dtype(self) -> str:
         """Of the parameters, which is the forward pass's."""
@@ -87,17 +83,12 @@ class Actor(SpecActor):
 
     def forward_step(self, batch_iter: Iterator[Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch of this stage; captured while the pass still has harvest budget."""
-        if self._harvest is None or not self._harvest.wants:
+        harvest = None if self._run is None else self._run.harvest
+        if not isinstance(harvest, PipelineHarvest) or not harvest.wants:
             return super().forward_step(batch_iter, model, *args, **kwargs)  # type: ignore[misc]
         batch = next(batch_iter)
-        with self._harvest.capture(model, batch):
+        with harvest.capture(model, batch):
             return super().forward_step(iter((batch,)), model, *args, **kwargs)  # type: ignore[misc]
-
-    def _harvesting_pass(self, data: Any, loss_function: Any) -> Any:
-        output = super()._harvesting_pass(data, loss_function)
-        assert self._harvest is not None
-        self._harvest.deliver()
-        return output
 
 
 @dataclass
@@ -111,7 +102,7 @@ class _Documents:
 
 
 class PipelineHarvest:
-    """The harvest of one rank of a Megatron actor; see :class:`spec_plugin.actor.control.RolloutHarvest`."""
+    """The harvest of one rank of a Megatron actor; see :class:`spec_plugin.adapter.Harvest`."""
 
     def __init__(self, control: RolloutControl, engine: Any) -> None:
         """Bind to a session and an engine; nothing is captured before ``open``."""

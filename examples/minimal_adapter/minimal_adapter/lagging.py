@@ -1,4 +1,4 @@
-"""The loop as an asynchronous trainer would run it, and what changes in its adapter: eight places again, four of them new.
+"""The loop as an asynchronous trainer would run it. Its adapter is that of the loop, with one word: the rollouts overlap.
 
 Responses are begun before a weight sync, cut short by it, and go on under the next policy; so every sequence spans two
 policy versions, and by the time of the log-prob pass its first half is one version old.
@@ -7,118 +7,55 @@ policy versions, and by the time of the log-prob pass its first half is one vers
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from minimal_adapter.adapter import MinimalAdapter
+from minimal_adapter.loop import Rollouts
 
-from minimal_adapter.adapter import Link, MinimalAdapter
-from minimal_adapter.loop import Rollouts, Settings, padded
-from spec_plugin.actor.control import RolloutControl, RolloutHarvest
-from spec_plugin.actor.decoder import find_decoder
-from spec_plugin.spans import Span
 
-#: response, its log-probs, and the policy versions of its first and its last token
-Part = tuple[list[int], list[float], int, int]
+class Part(NamedTuple):
+    """A response under way."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    first: int  # policy version of its first token
+    last: int  # and of its last
 
 
 class LaggingAdapter(MinimalAdapter):
-    """Rollouts that overlap with training."""
+    """Rollouts that overlap with training: they end with the next weight sync."""
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.link = LaggingLink(self.front)
-        # a phase lasts from one weight sync to the next
-        self.control = RolloutControl(self.session, self.link, overlaps=True)
-        self.harvest = RolloutHarvest(self.control, lambda: find_decoder(self.policy))
-        self._begun: list[Part] | None = None
-        self._last_versions: list[int] = []
-
-    # ---- the trainer: half of each response before the weight sync, the rest behind it
+    overlaps = True
+    _begun: list[Part] | None = None
 
     def sync(self) -> None:
         """Begin the next step's responses with the old weights, then send the new ones."""
         if self.engine.version >= 0:
-            nothing: Part = ([], [], self.engine.version, self.engine.version)
             prompts = self.sample_prompts()
-            self._begun = self.sample([(p, nothing) for p in prompts], self.settings.max_tokens // 2)
+            self._begun = self.sample(prompts, [self._nothing()] * len(prompts), self.settings.max_tokens // 2)
         super().sync()
 
     def generate(self, prompts: Sequence[list[int]]) -> Rollouts:
         """Go on where the weight sync has cut the responses short."""
-        nothing: Part = ([], [], self.engine.version, self.engine.version)
-        begun = self._begun or [nothing] * len(prompts)
-        parts = self.sample(list(zip(prompts, begun, strict=True)), self.settings.max_tokens)
-        self._begun = None
-        responses, log_probs, first, last = (list(column) for column in zip(*parts, strict=True))
-        self._last_versions = last
-        rollouts = Rollouts(list(prompts), responses, log_probs, first)
-        if self.settings.replay is not None:
-            self.settings.replay.mkdir(parents=True, exist_ok=True)
-            (self.settings.replay / f"step_{self.step}.json").write_text(json.dumps(asdict(rollouts)))
-        return rollouts
+        begun, self._begun = self._begun or [self._nothing()] * len(prompts), None
+        parts = self.sample(prompts, begun, self.settings.max_tokens)
+        return self.recorded(Rollouts(list(prompts), *map(list, zip(*parts, strict=True))))
 
-    def replayed(self) -> Rollouts | None:
-        """Recorded rollouts; no engine of this run knows them."""
-        rollouts = super().replayed()
-        self._last_versions = [] if rollouts is None else list(rollouts.versions)
-        return rollouts
+    def _nothing(self) -> Part:
+        return Part([], [], self.engine.version, self.engine.version)
 
-    def sample(self, begun: Sequence[tuple[list[int], Part]], most: int) -> list[Part]:
+    def sample(self, prompts: Sequence[list[int]], begun: Sequence[Part], most: int) -> list[Part]:
         """Each response up to ``most`` tokens."""
 
         async def go_on(index: int, prompt: list[int], part: Part) -> Part:
-            tokens, log_probs, first, _ = part
-            if len(tokens) >= most or tokens[-1:] == [self.policy.config.eos_token_id]:
+            if len(part.tokens) >= most or part.tokens[-1:] == [self.policy.config.eos_token_id]:
                 return part
-            more = await self.request(index, [*prompt, *tokens])
-            kept = most - len(tokens)
-            self.sampled([*prompt, *tokens], more[0][:kept], more[2])
-            return [*tokens, *more[0][:kept]], [*log_probs, *more[1][:kept]], first, more[2]
+            more = await self.request(index, [*prompt, *part.tokens], most - len(part.tokens))
+            return Part([*part.tokens, *more.tokens], [*part.log_probs, *more.log_probs], part.first, more.version)
 
         async def everything() -> list[Part]:
-            return list(await asyncio.gather(*(go_on(i, *one) for i, one in enumerate(begun))))
+            together = enumerate(zip(prompts, begun, strict=True))
+            return list(await asyncio.gather(*(go_on(i, prompt, part) for i, (prompt, part) in together)))
 
         return self.engine.run(everything())
-
-    # ---- the engine says what it sampled, stretch by stretch
-
-    def sampled(self, prompt: list[int], response: list[int], version: int) -> None:
-        """One request is complete, or cut short."""
-        self.front.sampled(prompt, response, version, None)
-
-    # ---- the log-prob check knows the version of each token
-
-    def check(self, rollouts: Rollouts, recomputed: Tensor) -> None:
-        """Both sides' log-probs, and who sampled what."""
-        mask = padded(rollouts.log_probs)[1]
-        documents, _ = self.documents(rollouts)
-        versions, plain = self.control.spans().of(documents, [len(p) for p in rollouts.prompts], mask)
-        first, last = torch.tensor(rollouts.versions), torch.tensor(self._last_versions)
-        self.session.check_logprobs(
-            replace(
-                self.batch(rollouts, recomputed),
-                **self.versions(first, last, versions),
-                speculating=bool((mask & ~plain).any()),
-                lag_allowed=True,
-                plain=plain,
-            )
-        )
-
-    def versions(self, first: Tensor, last: Tensor, of_tokens: Tensor) -> dict[str, Tensor]:
-        """Policy versions of each sequence's first and last token, as the trainer knows them, and of all, as the engine says."""
-        return {"rollout_versions": first, "last_versions": last, "token_versions": of_tokens}
-
-
-class LaggingLink(Link):
-    """The link, with one call more."""
-
-    async def spans(self) -> list[Span]:
-        """What was sampled since the last call."""
-
-        async def take() -> list[Span]:
-            return self.front.take_spans()
-
-        return await self._there(take())

@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import load_file, save, save_file
@@ -47,6 +47,14 @@ class Settings:
     seed: int = 0
 
 
+class Answer(NamedTuple):
+    """What the engine says to one request."""
+
+    tokens: list[int]
+    log_probs: list[float]  # of each token, while sampling
+    version: int  # policy version that it had
+
+
 @dataclass
 class Rollouts:
     """Sampled sequences of one step, B of them."""
@@ -54,7 +62,8 @@ class Rollouts:
     prompts: list[list[int]]
     responses: list[list[int]]
     log_probs: list[list[float]]  # of each response's tokens, by the engine while sampling
-    versions: list[int]  # policy version that the engine sampled each with
+    versions: list[int]  # policy version that the engine sampled the first token of each with
+    last_versions: list[int]  # and the last one
 
 
 class Engine:
@@ -201,27 +210,46 @@ class Trainer:
     def generate(self, prompts: Sequence[list[int]]) -> Rollouts:
         """Sample one response for each prompt, all at once."""
 
-        async def all_requests() -> list[tuple[list[int], list[float], int]]:
+        async def all_requests() -> list[Answer]:
             return await asyncio.gather(*(self.request(i, prompt) for i, prompt in enumerate(prompts)))
 
-        responses, log_probs, versions = zip(*self.engine.run(all_requests()), strict=True)
-        rollouts = Rollouts(list(prompts), list(responses), list(log_probs), list(versions))
+        responses, log_probs, versions = map(list, zip(*self.engine.run(all_requests()), strict=True))
+        return self.recorded(Rollouts(list(prompts), responses, log_probs, versions, versions))
+
+    def recorded(self, rollouts: Rollouts) -> Rollouts:
+        """Kept for a run that is to train on the same, if that is asked for."""
         if self.settings.replay is not None:
             self.settings.replay.mkdir(parents=True, exist_ok=True)
             (self.settings.replay / f"step_{self.step}.json").write_text(json.dumps(asdict(rollouts)))
         return rollouts
 
-    async def request(self, index: int, prompt: list[int]) -> tuple[list[int], list[float], int]:
-        """One request: response, its log-probs, and the policy version that the engine has while it samples."""
+    async def request(
+        self, index: int, prompt: list[int], most: int | None = None, extra: Mapping[str, Any] | None = None
+    ) -> Answer:
+        """One request.
+
+        Args:
+            index: of the request.
+            prompt: token ids.
+            most: tokens of the response; None: as many as the settings say.
+            extra: vLLM's ``extra_args``.
+        """
         from vllm import SamplingParams
 
-        params = SamplingParams(**self.sampling, max_tokens=self.settings.max_tokens, logprobs=0, detokenize=False)
+        params = SamplingParams(
+            **self.sampling,
+            max_tokens=self.settings.max_tokens if most is None else most,
+            logprobs=0,
+            detokenize=False,
+            extra_args=None if extra is None else dict(extra),
+        )
         version, llm = self.engine.version, self.engine.llms[index % len(self.engine.llms)]
         final: Any = None
         async for output in llm.generate({"prompt_token_ids": prompt}, params, f"{self.step}-{index}"):
             final = output
         tokens = list(final.outputs[0].token_ids)
-        return tokens, [at[t].logprob for at, t in zip(final.outputs[0].logprobs, tokens, strict=True)], version
+        stated = [at[t].logprob for at, t in zip(final.outputs[0].logprobs, tokens, strict=True)]
+        return Answer(tokens, stated, version)
 
     def replayed(self) -> Rollouts | None:
         """This step's recorded rollouts, if there are any."""

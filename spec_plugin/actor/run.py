@@ -1,0 +1,328 @@
+"""SpecRun: all that an adapter's actor process does for speculative rollouts, in one object that keeps the order of things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
+from spec_plugin.actor.decoder import Decoder
+from spec_plugin.actor.harvest import SequenceShards
+from spec_plugin.actor.links import EngineLink
+from spec_plugin.answers import many
+from spec_plugin.errors import WrongOrderError
+from spec_plugin.events import LogprobBatch, StatedLogprobs, WeightSync
+from spec_plugin.session import SpecSession
+from spec_plugin.spans import Spans
+from spec_plugin.witness import Witness, witnessed
+
+#: token ids of whole documents, [n_i], and masks of what the policy sampled of them, [n_i] bool
+Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
+
+
+class Harvest(Protocol):
+    """What is captured of a log-prob pass; ``RolloutHarvest``, unless a backend needs one of its own."""
+
+    def open(self) -> None:
+        """Before the pass: a new budget of tokens (collective)."""
+
+    def close(self) -> None:
+        """Behind it, also where it failed: capture nothing until the next ``open``."""
+
+    def deliver(self) -> None:
+        """Behind a pass that did not fail: hand on what no micro-batch could hand on by itself (collective)."""
+
+
+@dataclass(frozen=True)
+class Responses:
+    """What a trainer holds of B responses when their log-probs are about to enter the loss, padded to the longest."""
+
+    documents: Sequence[Tensor]  # token ids of each whole sequence, [n_i] int64
+    starts: Sequence[int]  # where the first column of the [B, T] tensors lies in each document
+    mask: Tensor  # [B, T] bool, True where the policy sampled the token
+    rollout: (
+        Tensor | None
+    )  # [B, T] float, log-probs by the engine while sampling; None: the trainer did not ask for them
+    #: [B] int64 policy versions that sampled each first and last token, as the trainer was told; -1 unknown
+    first_versions: Tensor | None = None
+    last_versions: Tensor | None = None
+
+    @property
+    def told(self) -> tuple[Tensor, Tensor] | None:
+        """Both versions, where the trainer knows them."""
+        first, last = self.first_versions, self.last_versions
+        return None if first is None or last is None else (first, last)
+
+
+class SpecRun:
+    """Speculative rollouts in one process of the trainer's actor; on every rank, though only the first one has a link.
+
+    A step of a synchronous trainer, with ``run_blocking`` around what is a coroutine::
+
+        run.weights_synced(version, embed, head)      the engines have the new weights: refresh the draft, begin the rollouts
+        ...                                           the engines sample, see ``EngineFront.sample``
+        with run.logprob_pass(documents): ...         the trainer's own pass: the rollouts have ended, hidden states are harvested
+        run.check(responses, recomputed)              before the loss gets any log-prob
+        ...                                           the trainer's own update
+        run.policy_updated(step)                      a slice of draft training
+        run.metrics()                                 for the step's log
+
+    A wrong order is an error of the adapter's, and raises ``WrongOrderError``. Draft trouble raises nothing (law 6);
+    ``LosslessError`` and ``LogprobProvenanceError`` stop the run (laws 2 and 3): never catch them.
+    """
+
+    def __init__(
+        self,
+        session: SpecSession,
+        link: EngineLink | None,
+        decoder: Callable[[], Decoder] | None = None,
+        *,
+        shards: SequenceShards | None = None,
+        harvest: Callable[[RolloutControl], Harvest] | None = None,
+        sleeps: bool = False,
+        overlaps: bool = False,
+    ) -> None:
+        """Bind session, engines and policy; nothing is called before the first weight sync.
+
+        Args:
+            session: of this process.
+            link: all engines of the run, on the first actor rank; None on the others, which train the same draft.
+            decoder: finds the policy's decoder, see ``find_decoder``; not asked for where the method harvests nothing.
+            shards: if the decoder sees a part of each row only, see ``Harvester``.
+            harvest: makes the harvest of a backend that needs one of its own, in the place of ``decoder`` and ``shards``.
+            sleeps: have the engines no weights in memory when the log-prob pass begins.
+            overlaps: do the engines generate while the trainer trains; rollouts then end with the next weight sync.
+        """
+        self.session = session
+        self.control = RolloutControl(session, link, sleeps, overlaps)
+        self._overlaps = overlaps
+        if harvest is not None:
+            self.harvest: Harvest = harvest(self.control)
+        else:
+            assert decoder is not None, "either decoder or harvest"
+            self.harvest = RolloutHarvest(self.control, decoder, shards)
+        self._in_pass = self._synced = False
+        self._checked = False  # log-probs of the step in progress
+        self._spans: Spans | None = (
+            None  # what the engines have said of what they sampled, once they were asked in this step
+        )
+        self._ahead = 0  # steps trained since the last weight sync
+
+    # ---- weight sync and rollouts
+
+    @property
+    def link(self) -> EngineLink | None:
+        """All engines of the run, on the first actor rank."""
+        return self.control.link
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that the engines roll out with; -1 before the first weight sync."""
+        return self.control.policy_version
+
+    async def weights_synced(
+        self,
+        version: int,
+        embed: Tensor | None,
+        head: Tensor | None,
+        *,
+        copied: bool = False,
+        rollouts_begin: bool = True,
+    ) -> None:
+        """The engines have the target's weights of this version, all of them: refresh the draft, begin the rollouts (collective).
+
+        Args:
+            version: policy version.
+            embed: the policy's input embedding, [vocab, hidden], as it was sent.
+            head: and its LM head; the same tensor where the two are tied.
+            copied: are these copies that nobody writes into any more; others are copied here, in the engine's dtype.
+            rollouts_begin: may the engines generate now; else ``rollouts_begin`` says when.
+
+        Raises:
+            LosslessError: if an engine does not sample from the target.
+            WrongOrderError: if a log-prob pass is under way.
+        """
+        self._refuse(self._in_pass, "weights_synced", "inside logprob_pass; sync weights before or behind it")
+        if not copied:
+            embed, head = (None if t is None else self.session.copy_of(t) for t in (embed, head))
+        self._ahead, self._spans, self._synced = 0, None, True
+        await self.control.synced(WeightSync(version, embed, head))
+        if rollouts_begin:
+            await self.rollouts_begin()
+
+    async def rollouts_begin(self) -> None:
+        """Generation may begin: self-test where it is due, then the number of tokens to draft.
+
+        Raises:
+            LosslessError: if an engine does not sample from the target.
+            WrongOrderError: if no weight sync came before.
+        """
+        self._refuse(not self._synced, "rollouts_begin", "before the first weights_synced, which it stands on")
+        await self.control.begin()
+
+    async def rollouts_end(self) -> None:
+        """Collect what the engines did; later calls do nothing, and none where rollouts overlap with training."""
+        await self.control.finish()
+
+    # ---- the log-prob pass
+
+    @contextmanager
+    def logprob_pass(self, documents: Callable[[], Documents] | None = None) -> Iterator[None]:
+        """Around the trainer's log-prob pass: the rollouts have ended; hidden states are harvested on the way (collective).
+
+        Args:
+            documents: called behind the pass, if it is one forward pass; else each is to be in ``micro_batch``.
+
+        Raises:
+            WrongOrderError: if a log-prob pass is under way.
+        """
+        self._refuse(self._in_pass, "logprob_pass", "inside another one")
+        run_blocking(self.rollouts_end())
+        self.harvest.open()
+        self._in_pass = True
+        try:
+            with nullcontext() if documents is None else self.micro_batch(documents):
+                yield
+        finally:
+            self._in_pass = False
+            self.harvest.close()
+        self.harvest.deliver()
+
+    def micro_batch(self, documents: Callable[[], Documents]) -> AbstractContextManager[None]:
+        """Around one forward pass of the trainer's log-prob pass.
+
+        Args:
+            documents: called behind the pass.
+        """
+        assert isinstance(self.harvest, RolloutHarvest), "a harvest of its own captures by itself"
+        return self.harvest.capture(documents)
+
+    # ---- log-probs, before they enter the loss
+
+    def check(
+        self,
+        responses: Responses,
+        recomputed: Tensor,
+        *,
+        rollout_in_loss: bool = False,
+        current_weights: bool = False,
+        chosen_from: int | None = None,
+    ) -> None:
+        """Log-probs are about to enter the loss: are they the target's (law 3; collective).
+
+        Args:
+            responses: B of them.
+            recomputed: [B, T] float, by the actor, teacher-forced.
+            rollout_in_loss: do the engine's log-probs enter the loss.
+            current_weights: were they recomputed by the weights as they are now, and not by those of the last weight sync.
+            chosen_from: where only some sequences of a step are recomputed, from how many they were chosen.
+
+        Raises:
+            LogprobProvenanceError: naming the first sequences, positions and values. Let it stop the run.
+            WrongOrderError: if the rollouts have not ended.
+        """
+        control = self.control
+        self._refuse(
+            control.running and not self._overlaps, "check", "while the rollouts run; call rollouts_end before"
+        )
+        versions, plain = self._who_sampled(responses)
+        batch = LogprobBatch(
+            policy_version=control.policy_version,
+            recomputed=recomputed,
+            rollout=responses.rollout,
+            mask=responses.mask,
+            rollout_versions=responses.first_versions,
+            last_versions=responses.last_versions,
+            speculating=control.speculating,
+            rollout_in_loss=rollout_in_loss,
+            plain=plain,
+            ahead=self._ahead if current_weights else 0,
+        )
+        if control.lags:
+            drafted = bool((responses.mask & ~plain).any())  # in the phases that sampled it, not in the one that runs
+            batch = replace(batch, lag_allowed=True, speculating=drafted, token_versions=versions)
+        self._checked = True
+        self.session.check_logprobs(batch, chosen_from)
+        if responses.rollout is None and (known := self._kept_aside(batch, responses)) is not None:
+            self.session.check_logprobs(known)
+
+    def check_stated(self, responses: Responses) -> None:
+        """The same of log-probs that enter the loss as the engine stated them, and that nobody recomputes (collective).
+
+        Raises:
+            LogprobProvenanceError: naming the first sequences, positions and values. Let it stop the run.
+        """
+        if responses.rollout is None:
+            return
+        batch = StatedLogprobs(
+            self.policy_version,
+            responses.rollout,
+            responses.mask,
+            responses.first_versions,
+            responses.last_versions,
+        )
+        versions, _ = self._who_sampled(responses)
+        if self.control.lags:
+            batch = replace(batch, lag_allowed=True, token_versions=versions)
+        self._checked = True
+        self.session.check_stated(batch)
+
+    def undrafted(self, responses: Responses) -> Tensor:
+        """Which tokens are known to have been sampled without drafts while others were drafted for, [B, T] bool (collective)."""
+        return self._who_sampled(responses)[1] & responses.mask
+
+    def _who_sampled(self, responses: Responses) -> tuple[Tensor, Tensor]:
+        """Of each token the policy version, -1 unknown, and whether it is known to have been sampled without drafts."""
+        if self._spans is None:
+            self._spans = self.control.spans()
+        versions = torch.full(responses.mask.shape, -1, dtype=torch.int64)
+        plain = torch.zeros_like(responses.mask)
+        with self.session.guarded("what the engines say of their samples"):  # log-probs are judged without it, too
+            versions, plain = self._spans.of(responses.documents, responses.starts, responses.mask, responses.told)
+        return versions, plain
+
+    def _kept_aside(self, batch: LogprobBatch, responses: Responses) -> LogprobBatch | None:
+        """What the engines kept aside of log-probs that the trainer did not ask for, of this rank's sequences."""
+        known: LogprobBatch | None = None
+        if self.link is not None:
+            with self.session.guarded("log-probs that the engines kept"):
+                kept = many(run_blocking(self.link.witnesses()), Witness, "witnesses")
+                known = witnessed(batch, responses.documents, responses.starts, kept)
+        return known
+
+    # ---- behind the update, and what a run leaves behind
+
+    def policy_updated(self, step: int) -> None:
+        """The trainer's own update of the step is done: one slice of draft training, bounded by ``train_share`` (collective).
+
+        Raises:
+            WrongOrderError: if no log-prob of this step was checked: an unchecked one has entered the loss (law 3).
+        """
+        self._refuse(
+            not self._checked, "policy_updated", "without check or check_stated in this step, before the update"
+        )
+        self._checked, self._spans = False, None
+        self._ahead += 1
+        self.control.train_draft(step)
+
+    def metrics(self) -> Mapping[str, float]:
+        """``spec/…`` of this step, on the rank that knows the engines; empty on the others."""
+        return {} if self.link is None else self.session.metrics()
+
+    def save(self, path: Path) -> None:
+        """Save the plugins' state under ``path``; by the first rank alone."""
+        self.session.save(path)
+
+    def load(self, path: Path) -> None:
+        """Restore it, on every rank; takes effect at the coming weight sync."""
+        self.session.load(path)
+
+    def _refuse(self, wrong: bool, what: str, why: str) -> None:
+        if wrong:
+            raise WrongOrderError(f"SpecRun.{what} was called {why}")

@@ -1,0 +1,72 @@
+"""One request of the trainer's: whether it may be drafted for, what the engine is told of it, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import SamplingParams
+
+from spec_plugin.engine.control import Control
+from spec_plugin.engine.flight import Request
+from spec_plugin.engine.lossless import check_sampling
+from spec_plugin.engine.schedule.scheduler import PLAIN
+from spec_plugin.errors import SpecConfigError
+
+
+@dataclass
+class SampledRequest:
+    """What ``EngineFront.sample`` hands out around one request."""
+
+    request: Request
+    control: Control | None  # the stretch that it samples without drafts, if it is one of the control group
+    #: for vLLM's ``SamplingParams.extra_args``, the trainer's own among them; without them the request is not known again
+    extra_args: dict[str, Any]
+    response: Sequence[int] | None = None  # token ids
+    version: int | None = None  # policy version that sampled all of it, where the adapter knows
+    unasked: Sequence[float] | None = None  # log-probs of the response that the trainer has not asked for
+
+    def completed(
+        self, response: Sequence[int], version: int | None = None, unasked: Sequence[float] | None = None
+    ) -> None:
+        """The engine has answered; to be called before the block ends.
+
+        Args:
+            response: token ids that were sampled, without the prompt's.
+            version: policy version that sampled all of them, where the trainer cuts requests short at a weight sync and so
+                knows it. None: that of the phase, or those of the phases, in which the request ran.
+            unasked: log-probs of the response, where the trainer has not asked for any: they are kept aside, to verify what
+                they can (``spec_plugin.witness``).
+        """
+        self.response, self.version, self.unasked = response, version, unasked
+        self.request.tokens = len(response)
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """Policy versions that sampled the first and the last token; -1 unknown. Known behind the block."""
+        return self.request.versions
+
+
+def options_of(sampling: Mapping[str, Any] | SamplingParams) -> dict[str, Any]:
+    """A request's sampling options by vLLM's names; of ``SamplingParams`` those that are not at their default."""
+    if isinstance(sampling, SamplingParams):
+        default = SamplingParams()
+        names = [name for name in sampling.__struct_fields__ if not name.startswith("_")]
+        return {n: v for n in names if (v := getattr(sampling, n)) != getattr(default, n)}
+    return dict(sampling)
+
+
+def is_listed(sampling: Mapping[str, Any]) -> bool:
+    """Are these sampling options on the lossless allow-list."""
+    try:
+        check_sampling(dict(sampling))
+    except SpecConfigError:
+        return False
+    return True
+
+
+def extra_args(given: Mapping[str, Any], listed: bool, control: Control | None, request: Request) -> dict[str, Any]:
+    """What the engine is told beside the trainer's own: a request that is not listed runs without drafts, exact but slower."""
+    undrafted: Mapping[str, Any] = {} if control is None else control.extra_args
+    return {**(given.get("extra_args") or {}), **(undrafted if listed else PLAIN), **request.extra_args}
