@@ -11,9 +11,10 @@ from importlib import metadata
 
 from spec_plugin.arguments import ENABLE, PREFIX, read_config, split_arguments
 from spec_plugin.commands.forecast import Plan, judge
-from spec_plugin.commands.judgement import FindModel, Judgement, Model, Objection, find_model, split_launch, unsupported
+from spec_plugin.commands.judgement import FindModel, Judgement, Model, find_model, split_launch
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.refusals import Objection, unsupported
 from spec_plugin.sources import parsed, source_of
 from spec_plugin_openrlhf import options
 

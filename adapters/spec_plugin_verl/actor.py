@@ -22,9 +22,9 @@ from verl.utils import tensordict_utils as tu
 from spec_plugin.actor.control import RolloutControl, run_blocking
 from spec_plugin.actor.judged import chosen_to_recompute
 from spec_plugin.actor.links import ActorsLink
-from spec_plugin.commands.judgement import refuse
 from spec_plugin.engine.control import plain_tokens
 from spec_plugin.events import LogprobBatch, StatedLogprobs
+from spec_plugin.refusals import refuse
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Spans
 from spec_plugin.witness import witnessed

@@ -6,8 +6,8 @@ from typing import Any
 
 from spec_plugin_verl_check.options import LEAVE_OUT, objections, read_config, target_info
 
-from spec_plugin.commands.judgement import load_hf_config, refuse
 from spec_plugin.events import TargetInfo
+from spec_plugin.refusals import load_hf_config, refuse
 
 __all__ = ["read_config", "read_target", "refuse_unsupported"]
 

@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
 from spec_plugin.commands.check import find_check  # noqa: E402
-from spec_plugin.commands.judgement import OURS, FindModel, Model, find_model, read_json  # noqa: E402
+from spec_plugin.commands.judgement import FindModel, Model, find_model  # noqa: E402
 from spec_plugin.conformance.targets import tiny_targets  # noqa: E402
 from spec_plugin.engine_class import engine_class  # noqa: E402
 from spec_plugin.errors import SpecConfigError  # noqa: E402
+from spec_plugin.refusals import OURS, read_json  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
 FAMILIES = DATA / "model_families.json"

@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from spec_plugin.commands.doctor import ADAPTER_GROUP
-from spec_plugin.commands.judgement import FindModel, Judgement, Model, find_model, read_json
+from spec_plugin.commands.judgement import FindModel, Judgement, Model, find_model
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.refusals import read_json
 
 #: what an adapter offers: the run's arguments and a finder of models, to a judgement
 Check = Callable[[Sequence[str], FindModel], Judgement]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from draft_training.outside import text_part
 from spec_plugin.commands.cache import share
-from spec_plugin.commands.judgement import Judgement, Model, Objection
+from spec_plugin.commands.judgement import Judgement, Model
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.targets import shown
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
@@ -20,6 +20,7 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method, create_manager
 from spec_plugin.method import Method
+from spec_plugin.refusals import Objection
 
 if TYPE_CHECKING:
     from draft_training.draft import DraftShape

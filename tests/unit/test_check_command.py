@@ -20,7 +20,8 @@ from draft_training import DraftConfig, DraftTrainer, Eagle3Draft, TrainSettings
 from spec_plugin import SpecConfigError, sources
 from spec_plugin.commands.check import find_check
 from spec_plugin.commands.cli import main
-from spec_plugin.commands.judgement import Model, find_model, refuse, split_launch
+from spec_plugin.commands.judgement import Model, find_model, split_launch
+from spec_plugin.refusals import refuse
 
 needs_verl = pytest.mark.skipif(not (find_spec("verl") and find_spec("hydra")), reason="reads verl's own configuration")
 ROOT = Path(__file__).resolve().parents[2]

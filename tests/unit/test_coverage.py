@@ -16,8 +16,9 @@ sys.path.insert(0, str(ROOT))
 
 from draft_training import DraftConfig, DraftConfigError  # noqa: E402
 from examples.bench import coverage  # noqa: E402
-from spec_plugin.commands.judgement import Judgement, Model, Objection  # noqa: E402
+from spec_plugin.commands.judgement import Judgement, Model  # noqa: E402
 from spec_plugin.engine_class import engine_class, unreadable  # noqa: E402
+from spec_plugin.refusals import Objection  # noqa: E402
 
 TRAINERS = {"verl": "verl_examples.jsonl", "openrlhf": "openrlhf_scripts.jsonl"}
 

@@ -21,8 +21,8 @@ from spec_plugin import SpecConfig, events
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
 from spec_plugin.actor.decoder import find_decoder
 from spec_plugin.actor.harvest import responses_at_the_end
-from spec_plugin.commands.judgement import read_json
 from spec_plugin.engine.front import EngineFront
+from spec_plugin.refusals import read_json
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 

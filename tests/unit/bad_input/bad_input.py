@@ -15,9 +15,9 @@ from draft_training import DraftConfig, DraftTrainer, TrainSettings
 from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.commands.check import model_from
 from spec_plugin.commands.doctor import examine_checkpoints
-from spec_plugin.commands.judgement import OURS, read_json
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import create_manager
+from spec_plugin.refusals import OURS, read_json
 from spec_plugin.session import method_of
 
 TARGET = {
