@@ -1,25 +1,30 @@
-"""What ``spec-plugin check`` finds of a run before it starts: objections, and what it would do."""
+"""Of ``spec-plugin check``: what it says of a run, and how it finds the run's model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from spec_plugin.refusals import Objection, read_json
+from spec_plugin.run_plan import FindModel, Model
 
 
 @dataclass(frozen=True)
-class Model:
-    """What could be found out about the policy's model."""
+class Judgement:
+    """Would this run be accepted, and what would it do?"""
 
-    name: str
-    config: Mapping[str, Any] | None  # config.json; None: it could not be looked at
-    source: str  # where it was found, or why not
+    trainer: str
+    objections: tuple[Objection, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)  # what it would do, by subject
+    notes: tuple[str, ...] = ()  # worth knowing, stops nothing
+    unseen: tuple[str, ...] = ()  # what could not be looked at, and why
+    shapes: tuple[str, ...] = ()  # deployment shapes that it uses, as the conformance kit names them
 
-
-FindModel = Callable[[str], Model]
+    @property
+    def accepted(self) -> bool:
+        """True when nothing stands in the way, as far as could be seen."""
+        return not self.objections
 
 
 def find_model(name: str) -> Model:
@@ -41,6 +46,16 @@ def find_model(name: str) -> Model:
     return Model(name, read_json(file), str(file))
 
 
+def model_from(file: Path) -> FindModel:
+    """A finder that takes this config.json for whatever model is asked for.
+
+    Raises:
+        SpecConfigError: if it cannot be read.
+    """
+    config = read_json(file)
+    return lambda name: Model(name, config, str(file))
+
+
 def _in_hub_cache(name: str) -> str | None:
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or ":" in name:
         return None
@@ -51,33 +66,3 @@ def _in_hub_cache(name: str) -> str | None:
     except ValueError:  # not a name that the hub could have
         return None
     return found if isinstance(found, str) else None
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Would this run be accepted, and what would it do?"""
-
-    trainer: str
-    objections: tuple[Objection, ...] = ()
-    facts: Mapping[str, str] = field(default_factory=dict)  # what it would do, by subject
-    notes: tuple[str, ...] = ()  # worth knowing, stops nothing
-    unseen: tuple[str, ...] = ()  # what could not be looked at, and why
-    shapes: tuple[str, ...] = ()  # deployment shapes that it uses, as the conformance kit names them
-
-    @property
-    def accepted(self) -> bool:
-        """True when nothing stands in the way, as far as could be seen."""
-        return not self.objections
-
-
-def split_launch(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """A command line as it is typed, ``ray job submit … -- python -m module arguments``, or the arguments alone.
-
-    Returns:
-        The module after ``-m``, None where there is none, and the trainer's own arguments.
-    """
-    given = list(arguments)
-    if "-m" in given[:-1]:
-        at = given.index("-m")
-        return given[at + 1], given[at + 2 :]
-    return None, given
