@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 
 from spec_plugin.arguments import ENABLE, PREFIX, read_config, split_arguments
-from spec_plugin.commands.forecast import Plan, judge
-from spec_plugin.commands.judgement import FindModel, Judgement, Model, Objection, find_model, split_launch, unsupported
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.refusals import Objection, unsupported
+from spec_plugin.run_plan import FindModel, Model, RunFacts, RunPlan, split_launch
 from spec_plugin.sources import parsed, source_of
 from spec_plugin_openrlhf import options
 
@@ -21,8 +21,8 @@ from spec_plugin_openrlhf import options
 MODULES = (None, "openrlhf.cli.train_ppo_ray", "spec_plugin_openrlhf")
 
 
-def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
-    """Judge an OpenRLHF run as if ``--spec.enable`` were set; starts, imports and downloads nothing of it.
+def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
+    """Read an OpenRLHF run as if ``--spec.enable`` were set; starts, imports and downloads nothing of it.
 
     Args:
         arguments: of ``openrlhf.cli.train_ppo_ray``, ``--spec.*`` among them, or the whole command line.
@@ -50,22 +50,18 @@ def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
             found.append(Objection(options.MODEL, flags.model, "an unreadable model", str(error), "repair it"))
             model = Model(flags.model, None, str(error))
         found += options.of_states(flags.model, model.config or {}, spec)
-    return judge(
-        Plan(
-            trainer="openrlhf",
-            spec=spec,
-            target=options.target_info(flags, dict(model.config or {}), max_num_seqs=0),
-            model=model,
-            model_option=options.MODEL,
-            shape=_shape(flags),
-            shapes=_shapes(flags),
-            eager=flags.eager,
-            graphs="vLLM's own choice",
-            rollout_in_loss=flags.correction != "off",
-            objections=tuple(found),
-            notes=_notes(flags),
-        )
+    facts = RunFacts(
+        spec=spec,
+        target=options.target_info(flags, dict(model.config or {}), max_num_seqs=0),
+        model=model,
+        model_option=options.MODEL,
+        shape=_shape(flags),
+        shapes=_shapes(flags),
+        eager=flags.eager,
+        graphs="vLLM's own choice",
+        rollout_in_loss=flags.correction != "off",
     )
+    return RunPlan("openrlhf", tuple(found), facts, _notes(flags))
 
 
 def known_flags() -> tuple[str, ...]:

@@ -9,10 +9,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from spec_plugin.commands.forecast import Plan, judge
-from spec_plugin.commands.judgement import FindModel, Judgement, Model, Objection, find_model, split_launch, unsupported
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.refusals import Objection, unsupported
+from spec_plugin.run_plan import FindModel, Model, RunFacts, RunPlan, split_launch
 from spec_plugin_verl_check import fields, options, recurrent
 from spec_plugin_verl_check.actors import ACTORS, options_of
 from spec_plugin_verl_check.compose import compose_config, has_module, not_taken, verl_version
@@ -29,8 +29,8 @@ _SECTIONS = (
 )
 
 
-def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
-    """Judge a verl run as if ``external_lib=spec_plugin_verl`` were set; starts, imports and downloads nothing of it.
+def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
+    """Read a verl run as if ``external_lib=spec_plugin_verl`` were set; starts, imports and downloads nothing of it.
 
     Args:
         arguments: of ``verl.trainer.main_ppo``, or the whole command line, with whatever main of verl's.
@@ -45,19 +45,19 @@ def check(arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
     composed = compose_config(given, entry)
     if composed.config is None:
         before += composed.objections
-        return Judgement("verl", tuple(before), unseen=("everything else: verl would not get a configuration",))
+        return RunPlan("verl", tuple(before), unseen=("everything else: verl would not get a configuration",))
     before += fields.with_unknown(composed.config, composed.objections)
     if absent := [name for name in _SECTIONS if not isinstance(OmegaConf.select(composed.config, name), DictConfig)]:
         before += [
             Objection(name, "null", "a section that is not there", "verl needs it", "leave it", "verl")
             for name in absent
         ]
-        return Judgement("verl", tuple(before), unseen=("everything else",))
+        return RunPlan("verl", tuple(before), unseen=("everything else",))
     try:
         entry.complete(composed.config)
-        found = _judge(composed.config, entry, before, find)
+        found = _plan(composed.config, entry, before, find)
     except OmegaConfBaseException as error:  # a mandatory value is missing, an interpolation leads nowhere
-        return Judgement("verl", (*before, _incomplete(error)), unseen=("everything behind that option",))
+        return RunPlan("verl", (*before, _incomplete(error)), unseen=("everything behind that option",))
     try:
         OmegaConf.resolve(composed.config)  # as the run does: also what nobody here has looked at
     except OmegaConfBaseException as error:
@@ -78,7 +78,7 @@ def _about_module(module: str) -> Objection:
     return unsupported("-m", module, f"the trainer {module}", instead)
 
 
-def _judge(config: Any, entry: Entry, before: list[Objection], find: FindModel) -> Judgement:
+def _plan(config: Any, entry: Entry, before: list[Objection], find: FindModel) -> RunPlan:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     if OmegaConf.is_missing(rollout, "name"):
         before.append(
@@ -95,7 +95,7 @@ def _judge(config: Any, entry: Entry, before: list[Objection], find: FindModel) 
         *with_engines_beside(config),
     ]
     if any(o.reason == options.WRONG_KIND for o in found):
-        return Judgement("verl", tuple(found), unseen=("everything that depends on it",))
+        return RunPlan("verl", tuple(found), unseen=("everything that depends on it",))
     spec = SpecConfig.parse(None)
     try:
         spec = options.read_config(rollout)
@@ -114,23 +114,19 @@ def _judge(config: Any, entry: Entry, before: list[Objection], find: FindModel) 
     bypass = bool(correction.get("bypass_mode"))
     arguments = options.engine_arguments(rollout)
     target = options.target_info(rollout, model.path, hf, engine_options=arguments)
-    return judge(
-        Plan(
-            trainer="verl",
-            spec=spec,
-            target=target,
-            model=looked_up,
-            model_option=_MODEL,
-            shape=_shape(config, entry),
-            shapes=_shapes(config, entry, hf.get("model_type")),
-            eager=bool(arguments["enforce_eager"]),
-            graphs=options.graph_mode(rollout),
-            rollout_in_loss=bypass or any(correction.get(name) for name in ("rollout_is", "rollout_rs")),
-            bypass=bypass,
-            objections=tuple(found),
-            notes=(*_notes(config, entry), *recurrent.notes(hf, packed)),
-        )
+    facts = RunFacts(
+        spec=spec,
+        target=target,
+        model=looked_up,
+        model_option=_MODEL,
+        shape=_shape(config, entry),
+        shapes=_shapes(config, entry, hf.get("model_type")),
+        eager=bool(arguments["enforce_eager"]),
+        graphs=options.graph_mode(rollout),
+        rollout_in_loss=bypass or any(correction.get(name) for name in ("rollout_is", "rollout_rs")),
+        bypass=bypass,
     )
+    return RunPlan("verl", tuple(found), facts, (*_notes(config, entry), *recurrent.notes(hf, packed)))
 
 
 def _sequence_parallel(config: Any) -> int:

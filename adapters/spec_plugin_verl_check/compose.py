@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from spec_plugin.commands.judgement import Objection
+from spec_plugin.refusals import Objection
 from spec_plugin.sources import folder_of
 from spec_plugin_verl_check.entries import MAIN, Entry
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from spec_plugin.commands.judgement import Objection
 from spec_plugin.config import meant_for_us
+from spec_plugin.refusals import Objection
 from spec_plugin.sources import folder_of, parsed
 from spec_plugin_verl_check.compose import not_taken, verl_version
 from spec_plugin_verl_check.options import plain

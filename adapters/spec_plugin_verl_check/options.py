@@ -12,10 +12,10 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from spec_plugin.commands.judgement import Objection, unsupported
 from spec_plugin.config import NAME, SpecConfig, meant_for_us
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
+from spec_plugin.refusals import Objection, unsupported
 from spec_plugin.sources import source_of
 from spec_plugin_verl_check import actors
 

@@ -15,11 +15,13 @@ import click
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
-from spec_plugin.commands.check import find_check  # noqa: E402
-from spec_plugin.commands.judgement import OURS, FindModel, Model, find_model, read_json  # noqa: E402
+from spec_plugin.commands.check import judge_run  # noqa: E402
+from spec_plugin.commands.judgement import find_model  # noqa: E402
 from spec_plugin.conformance.targets import tiny_targets  # noqa: E402
 from spec_plugin.engine_class import engine_class  # noqa: E402
 from spec_plugin.errors import SpecConfigError  # noqa: E402
+from spec_plugin.refusals import OURS, read_json  # noqa: E402
+from spec_plugin.run_plan import FindModel, Model  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
 FAMILIES = DATA / "model_families.json"
@@ -107,7 +109,7 @@ def judge(line: Mapping[str, Any], find: FindModel) -> Row:
         looked_up.append(model.config or {})
         return model
 
-    judgement = find_check(module.partition(".")[0])(["-m", module, *line["args"]], noting)
+    judgement = judge_run(module.partition(".")[0], ["-m", module, *line["args"]], noting)
     return Row(
         str(line["script"]),
         tuple(dict.fromkeys(o.reason for o in judgement.objections)),

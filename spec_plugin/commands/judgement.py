@@ -1,73 +1,30 @@
-"""What is said of a run before it starts: objections, and what it would do; the run's own refusals are the same objects."""
+"""Of ``spec-plugin check``: what it says of a run, and how it finds the run's model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from draft_training import files
-from draft_training.errors import CheckpointError, DraftConfigError
-from draft_training.outside import Every, read
-from spec_plugin.errors import SpecConfigError
-
-OURS = "spec-plugin"
+from spec_plugin.refusals import Objection, read_json
+from spec_plugin.run_plan import FindModel, Model
 
 
 @dataclass(frozen=True)
-class Objection:
-    """One option that stands in the way of a run."""
+class Judgement:
+    """Would this run be accepted, and what would it do?"""
 
-    option: str  # as the user writes it; empty where ``why`` names it
-    value: str
-    reason: str  # a few words that stay the same from run to run, for counting
-    why: str  # one sentence without a full stop
-    instead: str  # what to do
-    by: str = OURS  # who refuses: us, or the trainer itself
+    trainer: str
+    objections: tuple[Objection, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)  # what it would do, by subject
+    notes: tuple[str, ...] = ()  # worth knowing, stops nothing
+    unseen: tuple[str, ...] = ()  # what could not be looked at, and why
+    shapes: tuple[str, ...] = ()  # deployment shapes that it uses, as the conformance kit names them
 
-    def __str__(self) -> str:
-        between = " " if self.option.startswith("-") else "="
-        where = f" ({self.option}{between}{self.value})" if self.option else ""
-        return f"{self.why}{where}: {self.instead}"
-
-
-def unsupported(option: str, value: Any, what: str, instead: str) -> Objection:
-    """Something that this version has not been shown to do.
-
-    Args:
-        option: as the user writes it.
-        value: that it has.
-        what: a noun phrase.
-        instead: an imperative, such as ``set it to 1``.
-    """
-    return Objection(option, str(value), what, f"spec-plugin does not support {what} yet", instead)
-
-
-def refuse(objections: Iterable[Objection], leave_out: str) -> None:
-    """Stop a run for all of its objections at once.
-
-    Args:
-        objections: what ``spec-plugin check`` reports too.
-        leave_out: how the user runs without spec-plugin, ``leave out --spec.enable``.
-
-    Raises:
-        SpecConfigError: with one line for each objection.
-    """
-    if lines := [str(objection) for objection in objections]:
-        raise SpecConfigError("\n".join([*lines[:-1], f"{lines[-1]}, or {leave_out}"]))
-
-
-@dataclass(frozen=True)
-class Model:
-    """What could be found out about the policy's model."""
-
-    name: str
-    config: Mapping[str, Any] | None  # config.json; None: it could not be looked at
-    source: str  # where it was found, or why not
-
-
-FindModel = Callable[[str], Model]
+    @property
+    def accepted(self) -> bool:
+        """True when nothing stands in the way, as far as could be seen."""
+        return not self.objections
 
 
 def find_model(name: str) -> Model:
@@ -89,18 +46,14 @@ def find_model(name: str) -> Model:
     return Model(name, read_json(file), str(file))
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A model's config.json; what every method reads of it is of the kind that it must be.
+def model_from(file: Path) -> FindModel:
+    """A finder that takes this config.json for whatever model is asked for.
 
     Raises:
-        SpecConfigError: if it cannot be read, or says what cannot be, with the field, its value and the file.
+        SpecConfigError: if it cannot be read.
     """
-    try:
-        config = files.read_json(file)
-        read(Every, config, str(file))
-    except (CheckpointError, DraftConfigError) as error:
-        raise SpecConfigError(str(error)) from error
-    return config
+    config = read_json(file)
+    return lambda name: Model(name, config, str(file))
 
 
 def _in_hub_cache(name: str) -> str | None:
@@ -113,54 +66,3 @@ def _in_hub_cache(name: str) -> str | None:
     except ValueError:  # not a name that the hub could have
         return None
     return found if isinstance(found, str) else None
-
-
-def load_hf_config(name: str, option: str) -> dict[str, Any]:
-    """config.json of a run's model, from its folder or, as transformers itself would, from the hub.
-
-    Args:
-        name: folder, or name on the hub.
-        option: where the user gave it, for the message.
-
-    Raises:
-        SpecConfigError: if it cannot be read.
-    """
-    file = Path(name) / "config.json"
-    try:
-        if not file.exists():
-            from transformers.utils import cached_file
-
-            file = Path(str(cached_file(name, "config.json")))
-        return read_json(file)
-    except (OSError, ValueError, SpecConfigError) as error:
-        raise SpecConfigError(f"{option}: the config.json of {name} cannot be read: {error}") from error
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Would this run be accepted, and what would it do?"""
-
-    trainer: str
-    objections: tuple[Objection, ...] = ()
-    facts: Mapping[str, str] = field(default_factory=dict)  # what it would do, by subject
-    notes: tuple[str, ...] = ()  # worth knowing, stops nothing
-    unseen: tuple[str, ...] = ()  # what could not be looked at, and why
-    shapes: tuple[str, ...] = ()  # deployment shapes that it uses, as the conformance kit names them
-
-    @property
-    def accepted(self) -> bool:
-        """True when nothing stands in the way, as far as could be seen."""
-        return not self.objections
-
-
-def split_launch(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """A command line as it is typed, ``ray job submit … -- python -m module arguments``, or the arguments alone.
-
-    Returns:
-        The module after ``-m``, None where there is none, and the trainer's own arguments.
-    """
-    given = list(arguments)
-    if "-m" in given[:-1]:
-        at = given.index("-m")
-        return given[at + 1], given[at + 2 :]
-    return None, given

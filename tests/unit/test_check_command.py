@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,15 @@ from spec_plugin_verl_check import check as verl_check
 
 from draft_training import DraftConfig, DraftTrainer, Eagle3Draft, TrainSettings, save_draft
 from spec_plugin import SpecConfigError, sources
-from spec_plugin.commands.check import find_check
+from spec_plugin.commands.check import find_check, judge_run
 from spec_plugin.commands.cli import main
-from spec_plugin.commands.judgement import Model, find_model, refuse, split_launch
+from spec_plugin.commands.judgement import find_model
+from spec_plugin.refusals import refuse
+from spec_plugin.run_plan import Model, split_launch
 
 needs_verl = pytest.mark.skipif(not (find_spec("verl") and find_spec("hydra")), reason="reads verl's own configuration")
 ROOT = Path(__file__).resolve().parents[2]
+openrlhf_check = partial(judge_run, "openrlhf")
 QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -76,7 +80,7 @@ def flags_of_openrlhf(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_openrlhf_runs_that_are_accepted(flags: tuple[str, ...], shapes: tuple[str, ...]) -> None:
-    found = openrlhf.check(
+    found = openrlhf_check(
         ["ray", "job", "submit", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *GOOD, *flags], a_qwen3
     )
     assert found.accepted and found.shapes == shapes, found.objections
@@ -92,7 +96,7 @@ def test_openrlhf_runs_that_are_accepted(flags: tuple[str, ...], shapes: tuple[s
     ],
 )
 def test_it_says_what_would_draft(method: str, said: str) -> None:
-    found = openrlhf.check([*GOOD, "--spec.method", method], a_qwen3)
+    found = openrlhf_check([*GOOD, "--spec.method", method], a_qwen3)
     assert found.accepted and said in found.facts["method"]
 
 
@@ -115,14 +119,14 @@ def test_it_says_what_would_draft(method: str, said: str) -> None:
     ],
 )
 def test_openrlhf_objections_name_the_flag_and_what_to_do(flags: tuple[str, ...], what: str, instead: str) -> None:
-    (said,) = map(str, openrlhf.check([*GOOD, *flags], a_qwen3).objections)
+    (said,) = map(str, openrlhf_check([*GOOD, *flags], a_qwen3).objections)
     assert what in said and instead in said
 
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
 def test_openrlhf_refuses_with_the_words_of_the_check_and_all_at_once() -> None:
     bad = ["--vllm.num_engines", "0", "--ds.load_in_4bit", "--actor.model_name_or_path", "x"]
-    expected = [str(o) for o in openrlhf.check(bad, a_qwen3).objections]
+    expected = [str(o) for o in openrlhf_check(bad, a_qwen3).objections]
     with pytest.raises(SpecConfigError) as refused:
         openrlhf_options.read_target(bad)
     assert str(refused.value) == "\n".join(expected) + ", or leave out --spec.enable" and len(expected) == 2
@@ -142,7 +146,7 @@ def test_openrlhfs_flags_are_read_from_its_source(tmp_path: Path, monkeypatch: p
 @pytest.mark.usefixtures("flags_of_openrlhf")
 def test_a_model_that_is_not_here_is_said_to_be_unseen_and_the_rest_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spec_plugin.commands.judgement._in_hub_cache", lambda name: None)
-    found = openrlhf.check([*GOOD, "--ds.load_in_4bit"])
+    found = openrlhf_check([*GOOD, "--ds.load_in_4bit"])
     assert [o.reason for o in found.objections] == ["a 4-bit policy"]
     assert "Qwen/Qwen3-8B" in found.unseen[0] and "--model-config" in found.unseen[0]
 
@@ -170,18 +174,18 @@ def test_a_target_whose_class_hands_out_no_hidden_states_is_refused_by_that_clas
     named: dict[str, object], said: str
 ) -> None:
     target = {name: value for name, value in QWEN3.items() if name not in ("architectures", "model_type")} | named
-    (objection,) = openrlhf.check(GOOD, lambda name: Model(name, target, "x")).objections
+    (objection,) = openrlhf_check(GOOD, lambda name: Model(name, target, "x")).objections
     assert said in objection.reason and "spec.method to suffix, ngram or draft_model" in str(objection)
     for method in ("ngram", "draft_model", "auto"):
-        assert openrlhf.check([*GOOD, "--spec.method", method], lambda name: Model(name, target, "x")).accepted
+        assert openrlhf_check([*GOOD, "--spec.method", method], lambda name: Model(name, target, "x")).accepted
 
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
 def test_a_class_that_takes_drafts_and_was_never_tried_is_accepted_with_a_word() -> None:
     target = {name: value for name, value in QWEN3.items() if name != "architectures"} | {"model_type": "phi3"}
-    found = openrlhf.check(GOOD, lambda name: Model(name, target, "x"))
+    found = openrlhf_check(GOOD, lambda name: Model(name, target, "x"))
     assert found.accepted and any("Phi3ForCausalLM" in note and "no run" in note for note in found.notes)
-    assert not any("no run with such" in note for note in openrlhf.check(GOOD, a_qwen3).notes)
+    assert not any("no run with such" in note for note in openrlhf_check(GOOD, a_qwen3).notes)
 
 
 @pytest.mark.parametrize("pruned", [None, 64])
@@ -211,9 +215,9 @@ def test_a_draft_that_is_given_is_looked_at(tmp_path: Path) -> None:
     trainer = DraftTrainer(config, TrainSettings(), device="cpu", seed=0)
     save_draft(tmp_path / "draft", config, trainer.engine_tensors(torch.float32))
     flags = (*GOOD, "--spec.draft", str(tmp_path / "draft"))
-    found = openrlhf.check(flags, lambda name: Model(name, target, "x"))
+    found = openrlhf_check(flags, lambda name: Model(name, target, "x"))
     assert found.accepted and any("Phi3ForCausalLM" in note for note in found.notes), found.objections
-    found = openrlhf.check(flags, lambda name: Model(name, target | {"hidden_size": 32}, "x"))
+    found = openrlhf_check(flags, lambda name: Model(name, target | {"hidden_size": 32}, "x"))
     assert [o.reason for o in found.objections] == ["a draft for this model"] and "hidden_size=64" in str(
         found.objections[0]
     )

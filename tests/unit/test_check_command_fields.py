@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 from omegaconf import OmegaConf
-from spec_plugin_verl_check import check as verl_check
 from spec_plugin_verl_check import fields
 from test_check_command import MODEL, PATH, ROLLOUT, VLLM, a_qwen3, needs_verl
+
+from spec_plugin.commands.check import judge_run
 
 pytestmark = needs_verl
 LOSS, MEGATRON = "actor_rollout_ref.actor.policy_loss", "actor_rollout_ref.actor.megatron"
 
 
 def test_an_option_that_the_dataclass_lacks_is_verls_own_refusal() -> None:
-    (said,) = verl_check([PATH, VLLM, f"+{LOSS}.tau_pos=1.0"], a_qwen3).objections
+    (said,) = judge_run("verl", [PATH, VLLM, f"+{LOSS}.tau_pos=1.0"], a_qwen3).objections
     assert said.by == "verl" and said.reason.startswith("arguments that verl")
     assert "its PolicyLossConfig has no tau_pos" in str(said) and f"(+{LOSS}.tau_pos=1.0): leave it out" in str(said)
 
@@ -30,14 +31,16 @@ def test_an_option_that_the_dataclass_lacks_is_verls_own_refusal() -> None:
     ],
 )
 def test_what_the_dataclass_has_or_holds_in_a_mapping_is_taken(given: str) -> None:
-    found = verl_check([PATH, VLLM, "model_engine=megatron" if MEGATRON in given else VLLM, given], a_qwen3)
+    found = judge_run("verl", [PATH, VLLM, "model_engine=megatron" if MEGATRON in given else VLLM, given], a_qwen3)
     assert found.accepted, list(map(str, found.objections))
 
 
 def test_a_plus_is_not_advised_where_the_dataclass_lacks_the_option_too() -> None:
-    (said,) = verl_check([PATH, VLLM, "model_engine=megatron", f"{MEGATRON}.grad_offload=True"], a_qwen3).objections
+    (said,) = judge_run(
+        "verl", [PATH, VLLM, "model_engine=megatron", f"{MEGATRON}.grad_offload=True"], a_qwen3
+    ).objections
     assert "Could not override" in said.why and said.instead == "leave it out"
-    (said,) = verl_check([PATH, VLLM, f"{ROLLOUT}enable_sleep_mode=False"], a_qwen3).objections
+    (said,) = judge_run("verl", [PATH, VLLM, f"{ROLLOUT}enable_sleep_mode=False"], a_qwen3).objections
     assert f"use +{ROLLOUT}enable_sleep_mode" in said.instead, "it has that one"
 
 

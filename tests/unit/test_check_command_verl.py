@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from spec_plugin_verl_check import check as verl_check
 from spec_plugin_verl_check import compose, options
 from test_check_command import MODEL, PATH, ROLLOUT, SPEC, VLLM, a_qwen3, needs_verl
 
 from spec_plugin import SpecConfigError
-from spec_plugin.commands.judgement import Model
+from spec_plugin.commands.check import judge_run
+from spec_plugin.run_plan import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +49,7 @@ def judged(stock: Any, *changes: tuple[str, Any]) -> list[str]:
 
 @needs_verl
 def test_a_default_run_is_accepted_and_told_what_it_would_do() -> None:
-    found = verl_check([PATH, VLLM, f"{SPEC}k=5"], a_qwen3)
+    found = judge_run("verl", [PATH, VLLM, f"{SPEC}k=5"], a_qwen3)
     assert found.accepted and not found.unseen
     assert "up to 5 tokens" in found.facts["method"] and found.facts["shape"].startswith("8 fsdp actor ranks; 4 vllm")
     assert (
@@ -146,8 +146,8 @@ def test_all_objections_are_reported_at_once() -> None:
         f"{ROLLOUT}pipeline_model_parallel_size=2",
         "trainer.v1.trainer_mode=separate_async",
     ]
-    found = verl_check(
-        [PATH, VLLM, *overrides, f"{SPEC}k=99"], lambda name: Model(name, {"model_type": "gemma3_text"}, "x")
+    found = judge_run(
+        "verl", [PATH, VLLM, *overrides, f"{SPEC}k=99"], lambda name: Model(name, {"model_type": "gemma3_text"}, "x")
     )
     said = "\n".join(map(str, found.objections))
     assert len(found.objections) == 5 and not found.accepted
@@ -163,7 +163,7 @@ def test_all_objections_are_reported_at_once() -> None:
 
 @needs_verl
 def test_a_key_that_verl_does_not_know_is_said_in_hydras_words_and_the_rest_is_judged() -> None:
-    found = verl_check([PATH, VLLM, "actor_rollout_ref.actor.nonsense=3", f"+{MODEL}lora.merge=True"], a_qwen3)
+    found = judge_run("verl", [PATH, VLLM, "actor_rollout_ref.actor.nonsense=3", f"+{MODEL}lora.merge=True"], a_qwen3)
     unknown, there = map(str, found.objections)
     assert "verl" in unknown and "Could not override 'actor_rollout_ref.actor.nonsense'" in unknown
     assert "leave it out" in unknown, "hydra's advice, a +, leads to a dataclass that lacks it, too"
@@ -189,13 +189,13 @@ def test_a_key_that_verl_does_not_know_is_said_in_hydras_words_and_the_rest_is_j
     ],
 )
 def test_what_verl_itself_would_stumble_over_is_an_objection_and_no_crash(arguments: list[str], said: str) -> None:
-    found = verl_check(arguments, a_qwen3)
+    found = judge_run("verl", arguments, a_qwen3)
     assert not found.accepted and any(said in str(o) for o in found.objections)
 
 
 @needs_verl
 def test_the_configuration_may_be_chosen_as_verl_ships_them() -> None:
-    found = verl_check(["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", PATH, VLLM], a_qwen3)
+    found = judge_run("verl", ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", PATH, VLLM], a_qwen3)
     assert found.accepted, list(map(str, found.objections))
     assert "megatron actor ranks" in found.facts["shape"] and "megatron" in found.shapes
 
@@ -217,7 +217,7 @@ MEGATRON = "actor_rollout_ref.actor.megatron."
     ],
 )
 def test_what_a_megatron_actor_has_not_been_shown_to_do_is_refused_by_name(given: str, what: str) -> None:
-    found = verl_check([PATH, VLLM, "model_engine=megatron", given, f"{MODEL}lora.merge=True"], a_qwen3)
+    found = judge_run("verl", [PATH, VLLM, "model_engine=megatron", given, f"{MODEL}lora.merge=True"], a_qwen3)
     said = [str(o) for o in found.objections if o.by != "verl"]
     assert len(said) == 1 and what in said[0] and ": " in said[0], said
 
@@ -227,9 +227,9 @@ def test_what_a_megatron_actor_has_not_been_shown_to_do_is_refused_by_name(given
 def test_the_replay_of_the_actors_own_routes_is_taken_and_that_of_the_rollouts_is_not(engine: str) -> None:
     """R2 replays in the update what the log-prob pass has recorded; the log-probs are those of either."""
     mode = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
-    assert verl_check([PATH, VLLM, f"model_engine={engine}", f"{mode}=R2"], a_qwen3).accepted
+    assert judge_run("verl", [PATH, VLLM, f"model_engine={engine}", f"{mode}=R2"], a_qwen3).accepted
     both = (f"{mode}=R3", f"{ROLLOUT}enable_rollout_routing_replay=True")
-    said = [str(o) for o in verl_check([PATH, VLLM, f"model_engine={engine}", *both], a_qwen3).objections]
+    said = [str(o) for o in judge_run("verl", [PATH, VLLM, f"model_engine={engine}", *both], a_qwen3).objections]
     assert [mode in one or "enable_rollout_routing_replay" in one for one in said] == [True, True]
     assert all("(R3): nobody has shown" in one for one in said) and f"({mode}=R3): set it to R2" in "".join(said)
 
@@ -247,7 +247,7 @@ def test_the_replay_of_the_actors_own_routes_is_taken_and_that_of_the_rollouts_i
 def test_the_layout_of_a_megatron_actor_names_the_shapes_that_prove_it(
     given: tuple[str, ...], shapes: set[str]
 ) -> None:
-    found = verl_check([PATH, VLLM, "model_engine=megatron", *(f"{MEGATRON}{word}" for word in given)], a_qwen3)
+    found = judge_run("verl", [PATH, VLLM, "model_engine=megatron", *(f"{MEGATRON}{word}" for word in given)], a_qwen3)
     assert {shape for shape in found.shapes if shape.startswith("megatron")} == shapes
 
 
@@ -264,7 +264,8 @@ def test_engine_kwargs_win_over_verls_own_options_and_none_is_not_given(stock: A
 
 @needs_verl
 def test_lossy_engine_options_and_truncated_sampling_in_the_loss_are_refused() -> None:
-    found = verl_check(
+    found = judge_run(
+        "verl",
         [
             PATH,
             VLLM,
@@ -285,7 +286,7 @@ def test_lossy_engine_options_and_truncated_sampling_in_the_loss_are_refused() -
 
 @needs_verl
 def test_log_probs_that_verl_does_not_ask_for_are_a_note() -> None:
-    found = verl_check([PATH, VLLM, f"{ROLLOUT}calculate_log_probs=False"], a_qwen3)
+    found = judge_run("verl", [PATH, VLLM, f"{ROLLOUT}calculate_log_probs=False"], a_qwen3)
     assert found.accepted and any("calculate_log_probs=False" in note for note in found.notes)
 
 
@@ -369,7 +370,9 @@ def test_a_pruned_vocabulary_that_the_engine_would_not_load(
 ) -> None:
     """verl's own load_format is dummy, and the installed vLLM's V2 runner loads drafts like that, too."""
     monkeypatch.setattr("spec_plugin.commands.forecast.without_accelerator", lambda: False)
-    found = verl_check([PATH, VLLM, f"{SPEC}draft_vocab_size=1024", f"{ROLLOUT}load_format={load_format}"], a_qwen3)
+    found = judge_run(
+        "verl", [PATH, VLLM, f"{SPEC}draft_vocab_size=1024", f"{ROLLOUT}load_format={load_format}"], a_qwen3
+    )
     said = " ".join(map(str, found.objections))
     assert found.accepted == accepted and ("set the engine's load_format to auto" in said) != accepted
 
@@ -399,7 +402,7 @@ APART = ("actor_rollout_ref.hybrid_engine=False", "rollout.nnodes=2")
 @needs_verl
 @pytest.mark.parametrize(("main", "mode"), [(FULLY, "fully_async"), (ONE_STEP, "one_step_off")])
 def test_older_mains_are_taken_and_their_engines_counted(main: tuple[str, ...], mode: str) -> None:
-    found = verl_check([*main, PATH, VLLM, *APART, "trainer.n_gpus_per_node=4"], a_qwen3)
+    found = judge_run("verl", [*main, PATH, VLLM, *APART, "trainer.n_gpus_per_node=4"], a_qwen3)
     assert found.accepted, list(map(str, found.objections))
     assert found.facts["shape"].startswith(f"{mode}; 4 fsdp actor ranks; 8 vllm engines of 2")
     assert any(note.startswith(f"{mode}: rollouts lag") for note in found.notes)
@@ -417,7 +420,7 @@ def test_older_mains_are_taken_and_their_engines_counted(main: tuple[str, ...], 
     ],
 )
 def test_what_older_mains_cannot_have_is_said(arguments: tuple[str, ...], said: str) -> None:
-    found = verl_check([*arguments, PATH, VLLM], a_qwen3)
+    found = judge_run("verl", [*arguments, PATH, VLLM], a_qwen3)
     assert not found.accepted and any(said in str(o) for o in found.objections), list(map(str, found.objections))
 
 
@@ -425,5 +428,5 @@ def test_what_older_mains_cannot_have_is_said(arguments: tuple[str, ...], said: 
 def test_engines_apart_are_counted_from_the_rollouts_own_nodes() -> None:
     modes = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=False")
     sizes = (f"{ROLLOUT}nnodes=3", f"{ROLLOUT}n_gpus_per_node=4", "trainer.n_gpus_per_node=4")
-    found = verl_check([PATH, VLLM, *modes, *sizes], a_qwen3)
+    found = judge_run("verl", [PATH, VLLM, *modes, *sizes], a_qwen3)
     assert found.facts["shape"].startswith("separate_async; 4 fsdp actor ranks; 6 vllm engines of 2")

@@ -16,8 +16,10 @@ sys.path.insert(0, str(ROOT))
 
 from draft_training import DraftConfig, DraftConfigError  # noqa: E402
 from examples.bench import coverage  # noqa: E402
-from spec_plugin.commands.judgement import Judgement, Model, Objection  # noqa: E402
+from spec_plugin.commands.judgement import Judgement  # noqa: E402
 from spec_plugin.engine_class import engine_class, unreadable  # noqa: E402
+from spec_plugin.refusals import Objection  # noqa: E402
+from spec_plugin.run_plan import Model  # noqa: E402
 
 TRAINERS = {"verl": "verl_examples.jsonl", "openrlhf": "openrlhf_scripts.jsonl"}
 
@@ -55,17 +57,17 @@ def test_each_accepted_script_is_listed_with_its_shapes() -> None:
 def test_a_line_is_judged_by_the_check_of_its_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
 
-    def check(arguments: list[str], find: Any) -> Judgement:
-        asked.append((arguments, find("org/Qwen3-8B").config["model_type"]))
+    def judge_run(trainer: str, arguments: list[str], find: Any) -> Judgement:
+        asked.append((trainer, arguments, find("org/Qwen3-8B").config["model_type"]))
         objection = Objection("k", "1", "a reason", "why", "what else")
         return Judgement("verl", (objection, objection), {"method": "x"})
 
-    monkeypatch.setattr(coverage, "find_check", lambda trainer: {"verl": check}[trainer])
+    monkeypatch.setattr(coverage, "judge_run", judge_run)
     commands, out = tmp_path / "commands.jsonl", tmp_path / "out.json"
     commands.write_text(json.dumps({"script": "s", "module": "verl.trainer.main_ppo", "args": ["x=1"]}) + "\n\n")
     done = CliRunner().invoke(coverage.main, ["--commands", str(commands), "--json", str(out)])
     assert done.exit_code == 0 and "accepted 0 of 1" in done.stdout, done.output
-    assert asked == [(["-m", "verl.trainer.main_ppo", "x=1"], "qwen3")]
+    assert asked == [("verl", ["-m", "verl.trainer.main_ppo", "x=1"], "qwen3")]
     (table,) = json.loads(out.read_text())
     assert table["reasons"] == ["a reason"] and len(table["objections"]) == 2
 

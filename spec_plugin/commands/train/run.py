@@ -19,7 +19,6 @@ from draft_training import files
 from draft_training.errors import CheckpointError
 from draft_training.outside import show, text_part
 from spec_plugin.builtin.break_even.cost import conditional_acceptance, tokens_per_step
-from spec_plugin.commands.judgement import read_json
 from spec_plugin.commands.train.texts import Rollout, read_prompts, read_rollouts
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.offline import lines_of
@@ -27,6 +26,7 @@ from spec_plugin.errors import SpecConfigError, SpecPluginError
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
 from spec_plugin.method import Method
+from spec_plugin.refusals import read_json
 
 #: prompts sampled between two writes: what a kill costs at most
 _CHUNK = 64

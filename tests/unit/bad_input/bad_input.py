@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 
 from draft_training import DraftConfig, DraftTrainer, TrainSettings
 from spec_plugin import SpecConfig, SpecConfigError
-from spec_plugin.commands.check import model_from
+from spec_plugin.commands.check import judge_run
 from spec_plugin.commands.doctor import examine_checkpoints
-from spec_plugin.commands.judgement import OURS, read_json
+from spec_plugin.commands.judgement import model_from
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import create_manager
+from spec_plugin.refusals import OURS, read_json
 from spec_plugin.session import method_of
 
 TARGET = {
@@ -89,12 +90,10 @@ def of_the_doctor(target: Path, draft: Path | None = None) -> str:
 
 def of_the_check(target: Path, **options: Any) -> str:
     """What ``spec-plugin check`` objects to."""
-    import spec_plugin_openrlhf.check as openrlhf
-
     flags = [part for name, value in options.items() for part in (f"--spec.{name}", str(value))]
     given = ("--actor.model_name_or_path", str(target), "--vllm.num_engines", "1", *flags)
     try:
-        found = openrlhf.check(given, model_from(target / "config.json")).objections
+        found = judge_run("openrlhf", given, model_from(target / "config.json")).objections
         return "\n".join(str(o) for o in found if o.by == OURS)  # OpenRLHF itself may not be here
     except SpecConfigError as error:
         return str(error)

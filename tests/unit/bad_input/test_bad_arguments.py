@@ -13,13 +13,13 @@ import spec_plugin_openrlhf.options as openrlhf_options
 from bad_input import INFINITE, NAN, TARGET, missing, written
 from omegaconf import OmegaConf
 from spec_plugin_openrlhf.__main__ import main as launch
-from spec_plugin_verl_check import check as verl_check
 from spec_plugin_verl_check import options as verl
 from spec_plugin_verl_check.compose import compose_config
 
 from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.arguments import read_config, split_arguments
-from spec_plugin.commands.judgement import Model
+from spec_plugin.commands.check import judge_run
+from spec_plugin.run_plan import Model
 
 OPTIONS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("draft", "", ("=''", "at least 1 character", "allowed: text or none")),
@@ -170,7 +170,7 @@ def test_a_bad_flag_of_openrlhf_is_named_by_the_check(
     monkeypatch.setattr(openrlhf, "known_flags", lambda: names)
     monkeypatch.setattr(openrlhf.metadata, "distribution", lambda name: SimpleNamespace(version="0.11.2"))
     given = ["--actor.model_name_or_path", "x", "--vllm.num_engines", "1", *flags]
-    said = "\n".join(map(str, openrlhf.check(given, lambda name: Model(name, TARGET, "x")).objections))
+    said = "\n".join(map(str, judge_run("openrlhf", given, lambda name: Model(name, TARGET, "x")).objections))
     assert not list(missing(said, *parts)), said
 
 
@@ -236,7 +236,7 @@ needs_verl = pytest.mark.skipif(not (find_spec("verl") and find_spec("hydra")), 
 def test_a_bad_argument_of_verl_is_named_by_the_check(tmp_path: Path, given: str, parts: tuple[str, ...]) -> None:
     folder = written(tmp_path / "policy", TARGET)
     arguments = [f"actor_rollout_ref.model.path={folder}", f"{ROLLOUT}name=vllm", *given.split()]
-    found = [str(o) for o in verl_check(arguments).objections]
+    found = [str(o) for o in judge_run("verl", arguments).objections]
     assert len(found) == len(given.split()) and not list(missing("\n".join(found), *parts)), found
 
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import spec_plugin_openrlhf.check as openrlhf
 import spec_plugin_openrlhf.options as openrlhf_options
 import torch
 from bad_input import TARGET, draft_tensors
@@ -29,7 +28,8 @@ from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.arguments import read_config, split_arguments
 from spec_plugin.builtin.methods.checkpoints import tensor_names, vocabulary_map
 from spec_plugin.builtin.methods.frozen import kind_of
-from spec_plugin.commands.judgement import Model
+from spec_plugin.commands.check import judge_run
+from spec_plugin.run_plan import Model
 
 OURS = (DraftConfigError, CheckpointError, SpecConfigError)
 MANY = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
@@ -234,5 +234,5 @@ flags = [name for action in openrlhf_options._parser()._actions for name in acti
     )
 )
 def test_any_flags_of_openrlhf_are_judged(given: list[str]) -> None:
-    found = openrlhf.check(given, lambda name: Model(name, TARGET, "x"))
+    found = judge_run("openrlhf", given, lambda name: Model(name, TARGET, "x"))
     assert all(str(objection) for objection in found.objections)
