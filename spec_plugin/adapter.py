@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from spec_plugin.actor.control import RolloutHarvest as RolloutHarvest
     from spec_plugin.actor.control import run_blocking as run_blocking
     from spec_plugin.actor.decoder import find_decoder as find_decoder
+    from spec_plugin.actor.decoder import shared_with_draft as shared_with_draft
+    from spec_plugin.actor.decoder import text_sizes as text_sizes
     from spec_plugin.actor.harvest import PackedShards as PackedShards
     from spec_plugin.actor.harvest import chosen as chosen
     from spec_plugin.actor.harvest import response_at_the_end as response_at_the_end
@@ -28,15 +30,27 @@ if TYPE_CHECKING:
     from spec_plugin.actor.run import Harvest as Harvest
     from spec_plugin.actor.run import Responses as Responses
     from spec_plugin.actor.run import SpecRun as SpecRun
+    from spec_plugin.arguments import ENABLE as ENABLE
+    from spec_plugin.arguments import PREFIX as PREFIX
+    from spec_plugin.arguments import help_text as help_text
+    from spec_plugin.arguments import read_config as read_config
+    from spec_plugin.arguments import split_arguments as split_arguments
+    from spec_plugin.config import NAME as NAME
     from spec_plugin.config import SpecConfig as SpecConfig
+    from spec_plugin.config import meant_for_us as meant_for_us
     from spec_plugin.engine.calls import EngineCalls as EngineCalls
     from spec_plugin.engine.calls import SpecEngineMethods as SpecEngineMethods
     from spec_plugin.engine.extension import SpecWorkerExtension as SpecWorkerExtension
     from spec_plugin.engine.front import EngineFront as EngineFront
+    from spec_plugin.engine.schedule.scheduler import stand_aside as stand_aside
+    from spec_plugin.engine.sleep import PARTS as PARTS
+    from spec_plugin.engine.sleep import SleepState as SleepState
+    from spec_plugin.engine_class import keeps_states as keeps_states
     from spec_plugin.errors import LogprobProvenanceError as LogprobProvenanceError
     from spec_plugin.errors import LosslessError as LosslessError
     from spec_plugin.errors import PatchError as PatchError
     from spec_plugin.errors import SpecConfigError as SpecConfigError
+    from spec_plugin.errors import SpecPluginError as SpecPluginError
     from spec_plugin.errors import WrongOrderError as WrongOrderError
     from spec_plugin.errors import pass_on as pass_on
     from spec_plugin.events import Check as Check
@@ -49,30 +63,52 @@ if TYPE_CHECKING:
     from spec_plugin.events import SelfTestReport as SelfTestReport
     from spec_plugin.events import TargetInfo as TargetInfo
     from spec_plugin.logs import configure_logging as configure_logging
+    from spec_plugin.manager import create_manager as create_manager
     from spec_plugin.ranks import actor_group as actor_group
     from spec_plugin.ranks import is_first as is_first
     from spec_plugin.ranks import of_first as of_first
     from spec_plugin.ranks import together as together
+    from spec_plugin.refusals import Objection as Objection
+    from spec_plugin.refusals import load_hf_config as load_hf_config
+    from spec_plugin.refusals import refuse as refuse
+    from spec_plugin.refusals import unsupported as unsupported
+    from spec_plugin.run_plan import FindModel as FindModel
+    from spec_plugin.run_plan import Model as Model
+    from spec_plugin.run_plan import RunFacts as RunFacts
+    from spec_plugin.run_plan import RunPlan as RunPlan
+    from spec_plugin.run_plan import split_launch as split_launch
     from spec_plugin.session import SpecSession as SpecSession
+    from spec_plugin.session import method_of as method_of
+    from spec_plugin.sources import folder_of as folder_of
+    from spec_plugin.sources import parsed as parsed
+    from spec_plugin.sources import source_of as source_of
 
 #: where each of them lives; a test holds it against the imports above, which are for type checkers
 _HOMES: dict[str, str] = {
     "actor.control": "RolloutControl RolloutHarvest run_blocking",
-    "actor.decoder": "find_decoder",
+    "actor.decoder": "find_decoder shared_with_draft text_sizes",
     "actor.harvest": "PackedShards chosen response_at_the_end responses_at_the_end",
     "actor.judged": "chosen_to_recompute",
     "actor.links": "ActorsLink EngineLink LocalLink merge_stats",
     "actor.run": "Harvest Responses SpecRun",
-    "config": "SpecConfig",
+    "arguments": "ENABLE PREFIX help_text read_config split_arguments",
+    "config": "NAME SpecConfig meant_for_us",
     "engine.calls": "EngineCalls SpecEngineMethods",
     "engine.extension": "SpecWorkerExtension",
     "engine.front": "EngineFront",
-    "errors": "LogprobProvenanceError LosslessError PatchError SpecConfigError WrongOrderError pass_on",
+    "engine.schedule.scheduler": "stand_aside",
+    "engine.sleep": "PARTS SleepState",
+    "engine_class": "keeps_states",
+    "errors": "LogprobProvenanceError LosslessError PatchError SpecConfigError SpecPluginError WrongOrderError pass_on",
     "events": "Check DraftRefresh EngineState HiddenStates RefreshReport RolloutStats Schedule SelfTestReport "
     "TargetInfo",
     "logs": "configure_logging",
+    "manager": "create_manager",
     "ranks": "actor_group is_first of_first together",
-    "session": "SpecSession",
+    "refusals": "Objection load_hf_config refuse unsupported",
+    "run_plan": "FindModel Model RunFacts RunPlan split_launch",
+    "session": "SpecSession method_of",
+    "sources": "folder_of parsed source_of",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME_OF)

@@ -6,8 +6,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from spec_plugin.arguments import ENABLE, help_text, split_arguments
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.adapter import ENABLE, SpecConfigError, help_text, split_arguments
 
 TRAINER = "openrlhf.cli.train_ppo_ray"
 

@@ -9,12 +9,23 @@ import re
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
-from spec_plugin.arguments import ENABLE, PREFIX, read_config, split_arguments
-from spec_plugin.config import SpecConfig
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.refusals import Objection, unsupported
-from spec_plugin.run_plan import FindModel, Model, RunFacts, RunPlan, split_launch
-from spec_plugin.sources import parsed, source_of
+from spec_plugin.adapter import (
+    ENABLE,
+    PREFIX,
+    FindModel,
+    Model,
+    Objection,
+    RunFacts,
+    RunPlan,
+    SpecConfig,
+    SpecConfigError,
+    parsed,
+    read_config,
+    source_of,
+    split_arguments,
+    split_launch,
+    unsupported,
+)
 from spec_plugin_openrlhf import options
 
 #: modules that are this run, stock or with our launcher before it

@@ -6,10 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spec_plugin.config import SpecConfig
-from spec_plugin.engine_class import keeps_states
-from spec_plugin.events import TargetInfo
-from spec_plugin.refusals import Objection, load_hf_config, refuse, unsupported
+from spec_plugin.adapter import Objection, SpecConfig, TargetInfo, keeps_states, load_hf_config, refuse, unsupported
 
 LEAVE_OUT = "leave out --spec.enable"
 MODEL = "--actor.model_name_or_path"

@@ -20,11 +20,7 @@ from typing import Any
 
 import ray
 
-from spec_plugin.arguments import read_config
-from spec_plugin.errors import PatchError
-from spec_plugin.manager import create_manager
-from spec_plugin.refusals import refuse
-from spec_plugin.session import method_of
+from spec_plugin.adapter import PatchError, create_manager, method_of, read_config, refuse
 from spec_plugin_openrlhf.options import LEAVE_OUT, of_states, read_target
 
 _NEEDS = {

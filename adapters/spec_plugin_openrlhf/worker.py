@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap
 
-from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin.adapter import SpecWorkerExtension
 
 
 class SpecWorker(SpecWorkerExtension, WorkerWrap):  # type: ignore[misc]

@@ -92,13 +92,16 @@ class SpecActor(BackendParts):
         if not self.engine_config.forward_only:
             SpecActor.of_this_process = self
 
-    def attach(self, session: SpecSession, link: EngineLink | None, **how: bool) -> SpecRun:
+    def attach(
+        self, session: SpecSession, link: EngineLink | None, *, sleeps: bool = False, overlaps: bool = False
+    ) -> SpecRun:
         """Begin speculative rollouts for this actor.
 
         Args:
             session: of this process.
             link: all engines of the run, on the first rank; None on the others.
-            how: ``sleeps`` and ``overlaps``, as for ``SpecRun``.
+            sleeps: have the engines no weights in memory when the log-prob pass begins.
+            overlaps: do the engines generate while the actor trains.
 
         Raises:
             SpecConfigError: if the target keeps recurrent states, and this actor's passes do not leave them right.
@@ -106,7 +109,7 @@ class SpecActor(BackendParts):
         hf, tried = session.target.hf_config, session.config.recurrent_states == "try"
         packed = bool(self.model_config.use_remove_padding)
         refuse(recurrent.objections(hf, self.engine_config.strategy, packed, tried), LEAVE_OUT)
-        self._run = SpecRun(session, link, harvest=self.spec_harvest, **how)
+        self._run = SpecRun(session, link, harvest=self.spec_harvest, sleeps=sleeps, overlaps=overlaps)
         if self._resumed is not None:
             self._run.load(self._resumed)
         return self._run
@@ -161,9 +164,7 @@ class SpecActor(BackendParts):
     @staticmethod
     def _responses(run: SpecRun, data: Any) -> Responses:
         told = batches.versions(batches.said(data)) if run.policy_version >= 0 else (None, None)
-        return Responses(
-            batches.ids(data), batches.starts(data), batches.sampled(data), batches.rollout(data), *told
-        )
+        return Responses(batches.ids(data), batches.starts(data), batches.sampled(data), batches.rollout(data), *told)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         """verl's own update; after the last mini-batch of a step, one slice of draft training and the metrics."""

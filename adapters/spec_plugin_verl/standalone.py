@@ -42,7 +42,7 @@ class Actor(Protocol):
     def spec_dtype(self) -> str:
         """Dtype of its forward pass."""
 
-    def attach(self, session: SpecSession, link: EngineLink | None, **how: bool) -> SpecRun:
+    def attach(self, session: SpecSession, link: EngineLink | None, *, overlaps: bool = False) -> SpecRun:
         """Begin speculative rollouts for it."""
 
 
@@ -76,7 +76,9 @@ class Standalone:
         yield from tap
         self._syncs += 1
         card = torch.cuda.current_device() if torch.cuda.is_available() else None  # each thread has its own
-        self._thread = threading.Thread(target=self._begin_phase, args=(tap, card), name="spec-plugin sync", daemon=True)
+        self._thread = threading.Thread(
+            target=self._begin_phase, args=(tap, card), name="spec-plugin sync", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -94,7 +96,9 @@ class Standalone:
     def _begin_phase(self, tap: PolicyTap, card: int | None) -> None:
         problem = ""
         try:
-            with self._run.session.guarded("the beginning of a phase"):  # law 6: the gate opens, the next phase is plain
+            with self._run.session.guarded(
+                "the beginning of a phase"
+            ):  # law 6: the gate opens, the next phase is plain
                 if card is not None:
                     torch.cuda.set_device(card)
                 asyncio.run(self._begin(tap))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spec_plugin.refusals import Objection, unsupported
+from spec_plugin.adapter import Objection, unsupported
 
 _ACTOR = "actor_rollout_ref.actor"
 

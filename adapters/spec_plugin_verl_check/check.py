@@ -9,10 +9,17 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from spec_plugin.config import SpecConfig
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.refusals import Objection, unsupported
-from spec_plugin.run_plan import FindModel, Model, RunFacts, RunPlan, split_launch
+from spec_plugin.adapter import (
+    FindModel,
+    Model,
+    Objection,
+    RunFacts,
+    RunPlan,
+    SpecConfig,
+    SpecConfigError,
+    split_launch,
+    unsupported,
+)
 from spec_plugin_verl_check import fields, options, recurrent
 from spec_plugin_verl_check.actors import ACTORS, options_of
 from spec_plugin_verl_check.compose import compose_config, has_module, not_taken, verl_version

@@ -15,8 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from spec_plugin.refusals import Objection
-from spec_plugin.sources import folder_of
+from spec_plugin.adapter import Objection, folder_of
 from spec_plugin_verl_check.entries import MAIN, Entry
 
 #: hydra's own flags that choose the configuration, with the long name that we use

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from spec_plugin.refusals import Objection, unsupported
+from spec_plugin.adapter import Objection, unsupported
 from spec_plugin_verl_check.options import APART
 
 

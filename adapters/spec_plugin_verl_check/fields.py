@@ -10,9 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from spec_plugin.config import meant_for_us
-from spec_plugin.refusals import Objection
-from spec_plugin.sources import folder_of, parsed
+from spec_plugin.adapter import Objection, folder_of, meant_for_us, parsed
 from spec_plugin_verl_check.compose import not_taken, verl_version
 from spec_plugin_verl_check.options import plain
 

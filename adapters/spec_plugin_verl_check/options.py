@@ -12,11 +12,16 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from spec_plugin.config import NAME, SpecConfig, meant_for_us
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import TargetInfo
-from spec_plugin.refusals import Objection, unsupported
-from spec_plugin.sources import source_of
+from spec_plugin.adapter import (
+    NAME,
+    Objection,
+    SpecConfig,
+    SpecConfigError,
+    TargetInfo,
+    meant_for_us,
+    source_of,
+    unsupported,
+)
 from spec_plugin_verl_check import actors
 
 PREFIX = "+actor_rollout_ref.rollout.custom.spec."

@@ -8,9 +8,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from spec_plugin.engine_class import keeps_states
-from spec_plugin.refusals import Objection, unsupported
-from spec_plugin.sources import parsed, source_of
+from spec_plugin.adapter import Objection, keeps_states, parsed, source_of, unsupported
 from spec_plugin_verl_check.actors import ACTORS
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
