@@ -21,7 +21,7 @@ from spec_plugin.engine.sleep import PARTS, SleepState
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, SelfTestReport, TargetInfo
 from spec_plugin.logs import configure_logging
 from spec_plugin.session import SpecSession
-from spec_plugin_openrlhf.registration import undecorated
+from spec_plugin_openrlhf.ray_classes import undecorated
 from spec_plugin_openrlhf.turns import UNKNOWN, Turn, said_of
 
 EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"

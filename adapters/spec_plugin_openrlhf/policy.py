@@ -23,7 +23,7 @@ from spec_plugin.logs import configure_logging
 from spec_plugin.ranks import actor_group, is_first
 from spec_plugin.session import SpecSession
 from spec_plugin_openrlhf import checkpoints
-from spec_plugin_openrlhf.registration import undecorated
+from spec_plugin_openrlhf.ray_classes import undecorated
 from spec_plugin_openrlhf.turns import LAST_VERSION, VERSION
 
 

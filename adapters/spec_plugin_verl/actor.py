@@ -117,8 +117,8 @@ class SpecActor(BackendParts):
         if RUNTIME.standalone is None:
             from spec_plugin_verl.standalone import Standalone
 
-            RUNTIME.standalone = Standalone(self, self.spec_dtype())
-            RUNTIME.control = RUNTIME.standalone.control
+            standalone = Standalone(self, self.spec_dtype())
+            RUNTIME.standalone, RUNTIME.control = standalone, standalone.control
         return RUNTIME.standalone.tap(weights), peft_config
 
     @contextmanager

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from spec_plugin.actor.control import run_blocking
+from torch import Tensor
+
+from spec_plugin.actor.control import RolloutControl, run_blocking
 from spec_plugin.spans import Spans
 
-if TYPE_CHECKING:
-    from spec_plugin.actor.control import RolloutControl
-    from spec_plugin_verl.actor import SpecActor
-    from spec_plugin_verl.standalone import Standalone
+
+class Attachable(Protocol):
+    """The actor, as ``SpecActor`` has it."""
+
+    def attach(self, control: RolloutControl) -> None:
+        """Start harvesting for this control's session."""
+
+    def spec_dtype(self) -> str:
+        """Dtype of the forward pass, as torch names it."""
+
+
+class WeightTap(Protocol):
+    """What begins a phase where the engines live in processes of their own, as ``Standalone`` does."""
+
+    def tap(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass the weight stream on; behind its end the next phase begins."""
+
+    def wait(self) -> None:
+        """Before anything that needs the state of the phase."""
 
 
 @dataclass
@@ -27,9 +45,9 @@ class Judged:
 class ActorRuntime:
     """State of one actor process; filled by the engine first and the rollout adapter second."""
 
-    engine: SpecActor | None = None
+    engine: Attachable | None = None
     control: RolloutControl | None = None
-    standalone: Standalone | None = None  # where the engines live in processes of their own
+    standalone: WeightTap | None = None  # where the engines live in processes of their own
     judged: Judged = field(default_factory=Judged)  # of the step in progress
     _trained: tuple[int, int] = (-1, 0)  # policy version, and the steps that were trained since its weight sync
 

@@ -13,7 +13,6 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import ray
 import torch
@@ -25,10 +24,8 @@ from spec_plugin.actor.links import ActorsLink
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.ranks import actor_group, is_first, of_first
 from spec_plugin.session import SpecSession
+from spec_plugin_verl.runtime import Attachable
 from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyTap
-
-if TYPE_CHECKING:
-    from spec_plugin_verl.actor import SpecActor
 
 #: names that verl gives the servers of the policy; of one across nodes, the first node's
 _SERVER = re.compile(r"vllm_server_\d+_0")
@@ -37,7 +34,7 @@ _SERVER = re.compile(r"vllm_server_\d+_0")
 class Standalone:
     """What one rank of such an actor does around each weight sync."""
 
-    def __init__(self, engine: SpecActor, dtype_name: str) -> None:
+    def __init__(self, engine: Attachable, dtype_name: str) -> None:
         """Take the options from the servers, which have started by now, and attach to the engine.
 
         Raises:
