@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from asyncio import CancelledError
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 #: nats; a mean difference that no two models of one vocabulary reach by accident: a tolerance beyond it compares nothing
 _NO_TOLERANCE = 10.0
-#: every session of this process, for tools that look at it from inside (the conformance kit)
-SESSIONS: weakref.WeakSet[SpecSession] = weakref.WeakSet()
 
 
 class SpecSession:
@@ -82,8 +79,11 @@ class SpecSession:
         )  # the last step whose log-probs were judged, and the sequences that they were chosen from
         if self.method.why:
             logger.info("spec-plugin: spec.method=%s is %s: %s", config.method, self.method.name, self.method.why)
-        SESSIONS.add(self)
-        self.manager.hook.spec_configure(config=config, target=target, method=self.method)
+        self._configure()
+
+    def _configure(self) -> None:
+        """Let the plugins validate."""
+        self.manager.hook.spec_configure(config=self.config, target=self.target, method=self.method)
 
     @property
     def failed(self) -> bool:

@@ -27,7 +27,7 @@ from spec_plugin.adapter import (
     configure_logging,
     stand_aside,
 )
-from spec_plugin_openrlhf.registration import undecorated
+from spec_plugin_openrlhf.ray_classes import undecorated
 from spec_plugin_openrlhf.turns import UNKNOWN, Turn, said_of
 
 EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"

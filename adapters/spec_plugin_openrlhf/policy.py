@@ -28,7 +28,7 @@ from spec_plugin.adapter import (
     run_blocking,
 )
 from spec_plugin_openrlhf import checkpoints
-from spec_plugin_openrlhf.registration import undecorated
+from spec_plugin_openrlhf.ray_classes import undecorated
 from spec_plugin_openrlhf.turns import LAST_VERSION, VERSION
 
 

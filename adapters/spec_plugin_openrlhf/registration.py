@@ -20,13 +20,8 @@ from typing import Any
 
 import ray
 
-from spec_plugin.adapter import PatchError, create_manager, method_of, read_config, refuse
+from spec_plugin.adapter import create_manager, method_of, read_config, refuse
 from spec_plugin_openrlhf.options import LEAVE_OUT, of_states, read_target
-
-_NEEDS = {
-    "RolloutRayActor": ("generate", "generate_responses", "sleep", "wake_up", "pause_generation", "resume_generation"),
-    "PolicyModelActor": ("init_model_from_pretrained", "forward", "fit", "broadcast_to_vllm", "save_checkpoint"),
-}
 
 
 def install(theirs: Sequence[str], ours: Mapping[str, Any]) -> None:
@@ -44,6 +39,7 @@ def install(theirs: Sequence[str], ours: Mapping[str, Any]) -> None:
     refuse(of_states(target.path, target.hf_config, config), LEAVE_OUT)
     method_of(config, target, create_manager(config.block, config.plugins))  # refuses now what would fail later
 
+    # only now: what is refused is refused before the seconds that these take
     from openrlhf.trainer.ray import ppo_actor, vllm_engine
 
     from spec_plugin_openrlhf.engine import SpecRolloutRayActor
@@ -52,20 +48,3 @@ def install(theirs: Sequence[str], ours: Mapping[str, Any]) -> None:
     given = {"spec_config": config, "spec_target": target}  # classes made here travel by value, and so do these
     vllm_engine.RolloutRayActor = ray.remote(type("SpecRolloutRayActor", (SpecRolloutRayActor,), given))
     ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(type("SpecPolicyModelActor", (SpecPolicyModelActor,), given))
-
-
-def undecorated(actor_class: Any, name: str) -> Any:
-    """The class behind ``@ray.remote``.
-
-    Raises:
-        PatchError: if it is not one, or lacks a method that we extend.
-    """
-    try:
-        plain = actor_class.__ray_metadata__.modified_class.__ray_actor_class__
-    except AttributeError as error:
-        raise PatchError(
-            f"openrlhf's {name} is no Ray actor class any more ({error}); use openrlhf >=0.11,<0.12"
-        ) from error
-    if missing := [method for method in _NEEDS[name] if not hasattr(plain, method)]:
-        raise PatchError(f"openrlhf's {name} has lost {', '.join(missing)}; use openrlhf >=0.11,<0.12")
-    return plain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from spec_plugin.commands.doctor import Finding, Section, examine, hook_summarie
 from spec_plugin.commands.project import project
 from spec_plugin.commands.terminal import Refused, echo, visible
 from spec_plugin.config import SpecConfig, describe_range, options_table
-from spec_plugin.conformance.cli import conformance
 from spec_plugin.errors import SpecConfigError, SpecPluginError
 from spec_plugin.outside import write_whole
 
@@ -54,8 +54,26 @@ Examples:
 """
 
 
+#: commands that nothing else here knows of, each imported when it is asked for
+_ELSEWHERE = {"conformance": "spec_plugin.conformance.cli"}
+
+
 class _Commands(click.Group):
-    """Trouble of this machine's, in one sentence: no room for the output, a folder that was removed while we stand in it."""
+    """Commands of other rooms beside our own; and trouble of this machine's, in one sentence.
+
+    Such as no room for the output, or a folder that was removed while we stand in it.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """click's."""
+        return sorted([*super().list_commands(ctx), *_ELSEWHERE])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """click's."""
+        if cmd_name not in _ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = getattr(import_module(_ELSEWHERE[cmd_name]), cmd_name)
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         """click's."""
@@ -276,7 +294,6 @@ def hooks() -> None:
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
 
-main.add_command(conformance)
 main.add_command(project)
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from draft_training.outside import text_part
 from spec_plugin.commands.cache import share
 from spec_plugin.commands.judgement import Judgement
+from spec_plugin.commands.shown import SHOWN
 from spec_plugin.config import SpecConfig
-from spec_plugin.conformance.targets import shown
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.states import check_states
 from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class, keeps_states
@@ -143,7 +143,7 @@ def _untried(hf_config: Mapping[str, Any]) -> Iterator[str]:
             f"no vLLM that is installed here knows {named} by itself, so whether a draft can read its hidden states is seen when "
             "the engine starts"
         )
-    elif (level := shown(found.name)) is None:
+    elif (level := SHOWN.get(found.name)) is None:
         yield f"vLLM's class {found.name} hands out hidden states, but no run with such a target has been tried"
     elif level == "engine":
         yield f"drafting for vLLM's class {found.name} was tried in the engine, but in no run of a trainer"

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from spec_plugin.conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, Plants
+from spec_plugin.conformance.sessions import session_of, watch_sessions
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import EngineState, HiddenStates, LogprobBatch, RolloutStats, StatedLogprobs
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
 from spec_plugin.ranks import is_first
-from spec_plugin.session import SESSIONS, SpecSession
+from spec_plugin.session import SpecSession
 
 #: the hooks that break, in this order; ``spec_save`` breaks when a checkpoint comes, wherever the tour is then
 TOUR = (
@@ -41,6 +42,8 @@ _SAID_OF = (f"={PERTURBED:.4f}", "not sampled by policy version")
 WRONG, PATIENCE = (LOGPROB, VERSION, NAN), 3
 #: each stop takes a phase that drafts and one that does not; some slack, and the planted violations
 STEPS = 2 * len(TOUR) + len(WRONG) * PATIENCE + 8
+
+watch_sessions()
 
 
 class FaultTour:
@@ -75,7 +78,9 @@ class FaultTour:
             file.write(json.dumps({"event": event, "policy_version": self._version} | what) + "\n")
 
     def _session(self) -> SpecSession:
-        return next(s for s in SESSIONS if s.manager.is_registered(self))
+        session = session_of(self)
+        assert session is not None, "the tour is a plugin of a session"
+        return session
 
     def _stop_at(self, hook: str) -> None:
         if self._broken is not None or not (self._drafting or hook == "spec_engine_ready"):

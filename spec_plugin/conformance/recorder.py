@@ -22,6 +22,7 @@ from spec_plugin.builtin.baseline import ENOUGH
 from spec_plugin.builtin.provenance import ProvenanceGuard, by_lag
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.plants import Plants
+from spec_plugin.conformance.sessions import session_of, watch_sessions
 from spec_plugin.conformance.watch import (
     CONFIGURATION,
     sampling_of,
@@ -47,7 +48,6 @@ from spec_plugin.events import (
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
 from spec_plugin.rollouts import Rollout
-from spec_plugin.session import SESSIONS
 
 #: packs of hidden states that one process keeps
 PACKS = 8
@@ -55,6 +55,8 @@ PACKS = 8
 
 #: phases of plain text that a guard is shown before an error
 _AS_PLAIN = 5
+
+watch_sessions()
 
 
 class Recorder:
@@ -101,10 +103,9 @@ class Recorder:
         self._config, self._target = config, target
         watch_engine(Plants(self._folder), self._write)
         watch_updates(self._write, lambda: self._training)
-        for session in SESSIONS:
-            if session.manager.is_registered(self):
-                watch_metrics(session, self._write)
-                watch_harvests(session, self._write)
+        if (session := session_of(self)) is not None:
+            watch_metrics(session, self._write)
+            watch_harvests(session, self._write)
         self._write(
             "spec_configure",
             method=config.method,
@@ -288,8 +289,8 @@ class Recorder:
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
         """The trainer logs; nothing is added."""
-        failure = next((s.failure for s in SESSIONS if s.manager.is_registered(self)), None)
-        self._write("spec_metrics", failure=failure)
+        session = session_of(self)
+        self._write("spec_metrics", failure=None if session is None else session.failure)
         return {}
 
     @hookimpl

@@ -22,6 +22,8 @@ from spec_plugin import SpecConfigError, sources
 from spec_plugin.commands.check import find_check, judge_run
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.judgement import find_model
+from spec_plugin.commands.shown import SHOWN
+from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin.refusals import refuse
 from spec_plugin.run_plan import Model, split_launch
 
@@ -186,6 +188,10 @@ def test_a_class_that_takes_drafts_and_was_never_tried_is_accepted_with_a_word()
     found = openrlhf_check(GOOD, lambda name: Model(name, target, "x"))
     assert found.accepted and any("Phi3ForCausalLM" in note and "no run" in note for note in found.notes)
     assert not any("no run with such" in note for note in openrlhf_check(GOOD, a_qwen3).notes)
+
+
+def test_what_was_shown_is_known_of_each_family_that_the_kit_has_and_of_no_other() -> None:
+    assert {target.engine_class for target in tiny_targets().values()} == set(SHOWN)
 
 
 @pytest.mark.parametrize("pruned", [None, 64])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,14 +18,12 @@ from draft_training.outside import logit_cap
 from spec_plugin.actor.decoder import find_decoder, load_policy
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 from spec_plugin.builtin.trainer import TRAIN_TOKENS, documents_of
+from spec_plugin.commands.train.settings import PretrainSettings
 from spec_plugin.commands.train.texts import Rollout
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.method import Method, StartingDraft
-
-if TYPE_CHECKING:
-    from spec_plugin.commands.train.run import PretrainSettings
 
 #: rollouts of one forward pass, and optimizer steps after it; a run takes about as many a step
 _BATCH, _STEPS = 32, 8

@@ -19,6 +19,7 @@ from draft_training import files
 from draft_training.errors import CheckpointError
 from draft_training.outside import show, text_part
 from spec_plugin.builtin.break_even.cost import conditional_acceptance, tokens_per_step
+from spec_plugin.commands.train.settings import PretrainSettings
 from spec_plugin.commands.train.texts import Rollout, read_prompts, read_rollouts
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.offline import lines_of
@@ -34,26 +35,6 @@ _CHUNK = 64
 _DTYPES = ("float32", "bfloat16", "float16")
 #: most rollouts that are kept from training, to predict and to measure acceptance on
 _HELD_OUT = 64
-
-
-@dataclass(frozen=True)
-class PretrainSettings:
-    """What to train a draft for, on what, and how long."""
-
-    target: Path
-    out: Path
-    prompts: Path | None = None  # sample from these
-    rollouts: tuple[Path, ...] = ()  # or take these
-    responses: int = 1024  # rollouts to sample; prompts repeat where there are fewer
-    tokens: int = 512  # most of a response
-    temperature: float = 1.0
-    steps: int = 800  # optimizer steps
-    k: int = 8
-    draft: str | None = None  # start from this one
-    draft_vocab_size: int | None = None
-    train_tokens: int | None = None  # of an optimizer step; None: as in a run
-    gpu_memory_utilization: float = 0.85
-    seed: int = 0
 
 
 @dataclass(frozen=True)

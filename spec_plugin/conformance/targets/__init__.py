@@ -1,6 +1,6 @@
-"""Tiny targets of other families for the kit's runs: one module each, which nobody else names; and what was shown with them.
+"""Tiny targets of other families for the kit's runs: one module each, which nobody else names.
 
-A module has one ``TARGET``, a ``TinyTarget``. It is read by ``spec-plugin check`` too, so it imports nothing heavy.
+A module has one ``TARGET``, a ``TinyTarget``. What was shown with them stands in ``spec_plugin.commands.shown``.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
-
-#: what was tried: a whole run of a trainer whose acceptance rose, or the engine and the harvest alone
-Shown = Literal["trainer", "engine"]
+from typing import Any
 
 
 @dataclass(frozen=True)
 class TinyTarget:
-    """A family: how a tiny policy of it is made, and what was shown with it."""
+    """A family: how a tiny policy of it is made."""
 
     name: str  # ``model_type`` for transformers
     engine_class: str  # of vLLM, as its registry finds it
-    shown: Shown
     dtype: str = "float32"  # in which vLLM's CPU build runs it
     attention: str = "sdpa"  # implementation that transformers has for it on a CPU
     environment: Mapping[str, str] = field(default_factory=dict)  # that vLLM's CPU build needs for it
@@ -55,9 +51,3 @@ def tiny_targets() -> Mapping[str, TinyTarget]:
     """Every family, by name."""
     modules = (import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
     return {target.name: target for module in modules if (target := module.TARGET)}
-
-
-def shown(engine_class: str) -> Shown | None:
-    """The most that was shown with a target that this class of vLLM serves; None: nothing."""
-    levels = [target.shown for target in tiny_targets().values() if target.engine_class == engine_class]
-    return None if not levels else "trainer" if "trainer" in levels else "engine"

@@ -2,8 +2,4 @@
 
 from spec_plugin.conformance.targets import TinyTarget
 
-TARGET = TinyTarget(
-    "arcee",
-    "ArceeForCausalLM",
-    "engine",
-)
+TARGET = TinyTarget("arcee", "ArceeForCausalLM")

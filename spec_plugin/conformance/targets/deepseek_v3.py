@@ -5,7 +5,6 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    "trainer",
     tokens=("<\uff5cend\u2581of\u2581sentence\uff5c>",),  # verl asks for it
     # vLLM's CPU kernel of latent attention wants blocks of 16 tokens, and that of the draft's plain attention of 32
     environment={"VLLM_MLA_DISABLE": "1"},

@@ -5,7 +5,6 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "gemma4_text",
     "Gemma4ForCausalLM",
-    "trainer",
     changes={
         "sliding_window": 16,
         "hidden_size_per_layer_input": 0,

@@ -5,6 +5,5 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "glm",
     "GlmForCausalLM",
-    "trainer",
     changes={"partial_rotary_factor": 0.5},
 )

@@ -5,7 +5,6 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "glm4",
     "Glm4ForCausalLM",
-    "trainer",
     tokens=("<|user|>", "<|observation|>"),
     changes={"partial_rotary_factor": 0.5},
     quiet=("post_self_attn_layernorm", "post_mlp_layernorm"),

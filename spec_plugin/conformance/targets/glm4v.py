@@ -5,7 +5,6 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "glm4v",
     "Glm4vForConditionalGeneration",
-    "engine",
     note="transformers reads a table of the vision part past its module, which FSDP2 hands out in shards, and verl's FSDP1 "
     "needs a card",
     tokens=(

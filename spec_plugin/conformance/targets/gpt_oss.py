@@ -5,7 +5,6 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "gpt_oss",
     "GptOssForCausalLM",
-    "trainer",
     dtype="bfloat16",  # vLLM's CPU attention takes no other sinks
     attention="eager",
     changes={

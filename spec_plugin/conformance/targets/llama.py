@@ -2,4 +2,4 @@
 
 from spec_plugin.conformance.targets import TinyTarget
 
-TARGET = TinyTarget("llama", "LlamaForCausalLM", "trainer")
+TARGET = TinyTarget("llama", "LlamaForCausalLM")

@@ -2,4 +2,4 @@
 
 from spec_plugin.conformance.targets import TinyTarget
 
-TARGET = TinyTarget("mistral", "MistralForCausalLM", "trainer", changes={"sliding_window": None})
+TARGET = TinyTarget("mistral", "MistralForCausalLM", changes={"sliding_window": None})

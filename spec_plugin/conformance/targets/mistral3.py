@@ -5,7 +5,6 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "mistral3",
     "Mistral3ForConditionalGeneration",
-    "engine",
     changes={"model_type": "mistral", "sliding_window": None},
     more={
         "vision_config": {

@@ -5,6 +5,5 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "phi3",
     "Phi3ForCausalLM",
-    "engine",
     changes={"original_max_position_embeddings": 512},
 )

@@ -2,4 +2,4 @@
 
 from spec_plugin.conformance.targets import TinyTarget
 
-TARGET = TinyTarget("qwen2", "Qwen2ForCausalLM", "trainer")
+TARGET = TinyTarget("qwen2", "Qwen2ForCausalLM")

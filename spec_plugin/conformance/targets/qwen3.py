@@ -2,4 +2,4 @@
 
 from spec_plugin.conformance.targets import TinyTarget
 
-TARGET = TinyTarget("qwen3", "Qwen3ForCausalLM", "trainer")
+TARGET = TinyTarget("qwen3", "Qwen3ForCausalLM")

@@ -5,7 +5,6 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "qwen3_5",
     "Qwen3_5ForConditionalGeneration",
-    "trainer",
     tokens=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     processor=("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
     packages=("torchvision", "qwen_vl_utils"),

@@ -5,7 +5,6 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "qwen3_next",
     "Qwen3NextForCausalLM",
-    "trainer",
     dtype="bfloat16",  # vLLM's CPU kernels of the delta net take no other
     self_test_seconds=45,
     changes={

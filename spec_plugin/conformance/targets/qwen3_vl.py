@@ -5,7 +5,6 @@ from spec_plugin.conformance.targets import TinyTarget
 TARGET = TinyTarget(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
-    "trainer",
     tokens=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     changes={
         "architectures": ["Qwen3ForCausalLM"],  # vLLM 0.29 on a CPU looks for it there, and dies where it is missing

@@ -2,4 +2,4 @@
 
 from spec_plugin.conformance.targets import TinyTarget
 
-TARGET = TinyTarget("seed_oss", "SeedOssForCausalLM", "trainer")
+TARGET = TinyTarget("seed_oss", "SeedOssForCausalLM")
