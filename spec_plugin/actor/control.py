@@ -35,6 +35,7 @@ from spec_plugin.ranks import RanksPartedError, most_of_any_rank, of_first, on_a
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span, Spans
+from spec_plugin.witness import Witness
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -314,6 +315,14 @@ class RolloutControl:
             self._spans = self._spans if self.lags else Spans()
             self._spans.add(found, self.policy_version)
         return self._spans
+
+    def witnesses(self) -> list[Witness]:
+        """Log-probs of this phase that the engines kept aside, on the rank with a link; none on the others."""
+        kept: list[Witness] = []
+        if self.link is not None:
+            with self.session.guarded("log-probs that the engines kept"):
+                kept = many(run_blocking(self._reach(self.link.witnesses())), Witness, "witnesses")
+        return kept
 
     def train_draft(self, step: int) -> None:
         """One slice of draft training, bounded to ``train_share`` of the whole step, and a head start (collective)."""

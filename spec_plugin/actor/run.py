@@ -15,12 +15,11 @@ from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocki
 from spec_plugin.actor.decoder import Decoder
 from spec_plugin.actor.harvest import SequenceShards
 from spec_plugin.actor.links import EngineLink
-from spec_plugin.answers import many
 from spec_plugin.errors import WrongOrderError
 from spec_plugin.events import LogprobBatch, StatedLogprobs, WeightSync
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Spans
-from spec_plugin.witness import Witness, witnessed
+from spec_plugin.witness import witnessed
 
 #: token ids of whole documents, [n_i], and masks of what the policy sampled of them, [n_i] bool
 Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -247,10 +246,10 @@ class SpecRun:
         if control.lags:
             drafted = bool((responses.mask & ~plain).any())  # in the phases that sampled it, not in the one that runs
             batch = replace(batch, lag_allowed=True, speculating=drafted, token_versions=versions)
-        self._checked = True
         self.session.check_logprobs(batch, chosen_from)
         if responses.rollout is None and (known := self._kept_aside(batch, responses)) is not None:
             self.session.check_logprobs(known)
+        self._checked = True
 
     def check_stated(self, responses: Responses) -> None:
         """The same of log-probs that enter the loss as the engine stated them, and that nobody recomputes (collective).
@@ -270,8 +269,8 @@ class SpecRun:
         versions, _ = self._who_sampled(responses)
         if self.control.lags:
             batch = replace(batch, lag_allowed=True, token_versions=versions)
-        self._checked = True
         self.session.check_stated(batch)
+        self._checked = True
 
     def undrafted(self, responses: Responses) -> Tensor:
         """Which tokens are known to have been sampled without drafts while others were drafted for, [B, T] bool (collective)."""
@@ -290,9 +289,8 @@ class SpecRun:
     def _kept_aside(self, batch: LogprobBatch, responses: Responses) -> LogprobBatch | None:
         """What the engines kept aside of log-probs that the trainer did not ask for, of this rank's sequences."""
         known: LogprobBatch | None = None
-        if self.link is not None:
+        if kept := self.control.witnesses():
             with self.session.guarded("log-probs that the engines kept"):
-                kept = many(run_blocking(self.link.witnesses()), Witness, "witnesses")
                 known = witnessed(batch, responses.documents, responses.starts, kept)
         return known
 

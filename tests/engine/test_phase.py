@@ -43,12 +43,12 @@ async def ask(front: EngineFront, name: str, sampling: dict[str, Any]) -> None:
     from vllm import SamplingParams
 
     async def one(i: int, prompt: list[int]) -> None:
-        await front.arrives(sampling)
         params = SamplingParams(**sampling, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-        with front.request() as request:
+        async with front.sample(prompt, sampling) as request:
+            params.extra_args = request.extra_args
             async for output in front.engine.generate({"prompt_token_ids": prompt}, params, request_id=f"{name}-{i}"):
                 last = output
-            request.tokens = len(last.outputs[0].token_ids)
+            request.completed(last.outputs[0].token_ids)
 
     await asyncio.gather(*[one(i, prompt) for i, prompt in enumerate(prompts())])
 

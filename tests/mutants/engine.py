@@ -176,11 +176,11 @@ MUTATIONS = (
         ("engine/test_front_phase.py",),
     ),
     Mutation(
-        _FRONT,
-        "if not is_listed(changed):",
-        "if is_listed(changed):",
+        "spec_plugin/engine/sampling.py",
+        "**(undrafted if listed else PLAIN),",
+        "**undrafted,",
         "law 2: requests with options outside of the allow-list are drafted for",
-        ("engine/test_front_phase.py",),
+        ("engine/test_front.py",),
     ),
     Mutation(
         _FRONT,

@@ -201,12 +201,12 @@ class Chaos(MinimalAdapter):
         self.dice = Dice(os.environ["SOAK_SEED"])
         self.counts = Counter[str]()
         self.worst = 0.0  # nats between engine and actor, in batches that entered the loss
-        self.session._recovery = Impatient(self.dice.rng)
+        self.spec.session._recovery = Impatient(self.dice.rng)
         self.away: int | None = None  # steps since a failure behind which nothing more is planted
-        self.session.manager.register(faulty_plugin(self.dice), name="chaos")
-        self.control.link = FaultyLink(self.link, self.dice)  # type: ignore[assignment]
-        self._check = self.session.check_logprobs
-        self.session.check_logprobs = self.checked  # type: ignore[method-assign]
+        self.spec.session.manager.register(faulty_plugin(self.dice), name="chaos")
+        self.spec.control.link = FaultyLink(self.link, self.dice)  # type: ignore[assignment]
+        self._check = self.spec.session.check_logprobs
+        self.spec.session.check_logprobs = self.checked  # type: ignore[method-assign]
 
     def engine_arguments(self) -> dict[str, Any]:
         """With a KV cache that has been used from end to end soon: until then memory grows."""
@@ -214,7 +214,7 @@ class Chaos(MinimalAdapter):
 
     def checked(self, batch: LogprobBatch, chosen_from: int | None = None) -> None:
         """A wrong batch must not pass, and the right one must."""
-        guard: Any = self.session.manager.get_plugin("provenance")
+        guard: Any = self.spec.session.manager.get_plugin("provenance")
         before = copy.deepcopy(vars(guard))
         wrong = planted(batch, self.dice.rng)
         try:
@@ -236,7 +236,12 @@ class Chaos(MinimalAdapter):
 
     def metrics(self) -> dict[str, float]:
         """The adapter's, what the process holds, and what was planted."""
-        own = {"struck": self.dice.struck.total(), "worst": self.worst, "failed": self.session.failed, **self.counts}
+        own = {
+            "struck": self.dice.struck.total(),
+            "worst": self.worst,
+            "failed": self.spec.session.failed,
+            **self.counts,
+        }
         logged = {**super().metrics(), **{f"soak/{name}": float(value) for name, value in (own | holds()).items()}}
         assert all(math.isfinite(value) for value in logged.values())
         self._watch_recovery()
@@ -246,36 +251,36 @@ class Chaos(MinimalAdapter):
     def _watch_recovery(self) -> None:
         """Drafts must come back after each failure, if nothing else fails meanwhile."""
         if self.away is None:
-            if self.session.failed and self.dice.rng.random() < QUIET:
+            if self.spec.session.failed and self.dice.rng.random() < QUIET:
                 self.away, self.dice.quiet = 0, True
             return
         self.away += 1
-        back = not self.session.failed and self.control.speculating
+        back = not self.spec.session.failed and self.spec.control.speculating
         if back or self.away > BACK_WITHIN:
             self.counts["came_back" if back else "stayed_away"] += 1
             self.away, self.dice.quiet = None, False
 
     def save(self, folder: Path) -> None:
         """The loop's own part is spared."""
-        real = self.session.save
+        real = self.spec.session.save
 
         def save(path: Path) -> None:
             with full_disk(self.dice, "save"):
                 real(path)
             tear(self.dice, path)
 
-        with mock.patch.object(self.session, "save", save):
+        with mock.patch.object(self.spec.session, "save", save):
             super().save(folder)
 
     def load(self, folder: Path) -> None:
         """The same."""
-        real = self.session.load
+        real = self.spec.session.load
 
         def load(path: Path) -> None:
             with full_disk(self.dice, "load"):
                 real(path)
 
-        with mock.patch.object(self.session, "load", load):
+        with mock.patch.object(self.spec.session, "load", load):
             super().load(folder)
 
 

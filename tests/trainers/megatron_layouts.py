@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
-from spec_plugin_verl.runtime import RUNTIME
 from spec_plugin_verl_cpu.run import CARDS_OWN
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
@@ -36,7 +35,6 @@ from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizer
 from verl.workers.engine import EngineRegistry
 
 from spec_plugin import SpecConfig
-from spec_plugin.actor.control import RolloutControl
 from spec_plugin.events import HiddenStates, TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.ranks import actor_group
@@ -115,9 +113,7 @@ def attach(engine: Any, model: str) -> Kept:
     target = TargetInfo(path=model, hf_config=config, dtype="float32", actor_group=actor_group())
     session, kept = SpecSession(SpecConfig(), target), Kept()
     session.manager.register(kept)
-    RUNTIME.control = RolloutControl(session, None)
-    RUNTIME.control.policy_version = 0
-    engine.attach(RUNTIME.control)
+    engine.attach(session, None).control.policy_version = 0
     assert session.method.harvest == AUX
     return kept
 
@@ -167,9 +163,9 @@ def faulty(rank: int, policies: str, folder: str) -> None:
         Taps._input = broken  # type: ignore[method-assign]
     data = make_batch([torch.randint(2, 300, (n,)) for n in LENGTHS], packed=False)
     with engine.eval_mode(), torch.no_grad():
-        output = engine._harvesting_pass(data, None)
+        output = engine.infer_batch(data, None)
         log_probs = engine.spec_log_probs(output, data)
-    found = {"failed": RUNTIME.control.session.failure, "packs": len(kept.packs), "sequences": log_probs.shape[0]}
+    found = {"failed": engine._run.session.failure, "packs": len(kept.packs), "sequences": log_probs.shape[0]}
     (Path(folder) / f"{FAULTY} {rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -225,12 +221,12 @@ def work(rank: int, policies: str, folder: str, layout: str) -> None:
     ids = [torch.randint(2, 300, (n,)) for n in LENGTHS]
     data = make_batch(ids, bool(options.get("use_remove_padding")))
     with engine.eval_mode(), torch.no_grad():
-        output = engine._harvesting_pass(data, None)
+        output = engine.infer_batch(data, None)
         log_probs = engine.spec_log_probs(output, data)
     (pack,) = kept.packs
     mine = [i for i in range(len(ids)) if i % share == rank % share]
     found = compared(pack, log_probs, ids, mine, model)
-    failure = RUNTIME.control.session.failure
+    failure = engine._run.session.failure
     found |= {"lengths": pack.lengths, "failed": failure, "exported": exported(engine, model)}
     masks = torch.cat([(torch.arange(LENGTHS[i]) >= LENGTHS[i] - RESPONSES[i]) for i in mine])
     found["mask"] = torch.equal(pack.loss_mask, masks)

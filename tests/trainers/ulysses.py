@@ -27,7 +27,6 @@ import torch.multiprocessing as mp
 import transformers.modeling_utils as modeling
 import verl  # noqa: F401
 from spec_plugin_verl.backends.fsdp import Actor
-from spec_plugin_verl.runtime import RUNTIME
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 from transformers.integrations import flash_attention
@@ -38,7 +37,6 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine import EngineRegistry
 
 from spec_plugin import SpecConfig
-from spec_plugin.actor.control import RolloutControl
 from spec_plugin.events import HiddenStates, TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.ranks import actor_group
@@ -155,9 +153,7 @@ def work(rank: int, model: str, folder: str) -> None:
     target = TargetInfo(path=model, hf_config=config, dtype="float32", actor_group=actor_group())
     session, kept = SpecSession(SpecConfig(), target), Kept()
     session.manager.register(kept)
-    RUNTIME.control = RolloutControl(session, None)
-    RUNTIME.control.policy_version = 0
-    engine.attach(RUNTIME.control)
+    engine.attach(session, None).control.policy_version = 0
     assert session.method.harvest == AUX
     torch.manual_seed(0)
     ids = [torch.randint(2, 300, (n,)) for n in LENGTHS]

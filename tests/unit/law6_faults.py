@@ -29,6 +29,7 @@ from spec_plugin.method import Method
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import span_of
+from spec_plugin.witness import Witness
 
 #: nothing happens, or a value is left out; speculation is off and the run goes on, with one warning; the run stops
 ON, OFF, STOPS = "on", "off", "stops"
@@ -154,6 +155,9 @@ class FakeLink:
     async def spans(self) -> Any:
         return await self._answer("spans", [span_of([1], [2, 3], 0)])
 
+    async def witnesses(self) -> Any:
+        return await self._answer("witnesses", [Witness((1, 2), (-1.0,))])
+
     async def state(self, moment: str) -> Any:
         return await self._answer("state", EngineState(moment, 0, 0, "", ""))
 
@@ -209,6 +213,7 @@ def steps(control: RolloutControl, folder: Path, count: int = 3) -> Iterator[dic
         session.target_forward(hidden(torch.arange(12), version))
         asyncio.run(control.finish())
         control.spans()
+        control.witnesses()
         control.agree()
         logprobs, mask = torch.full((2, 4), -1.0), torch.ones(2, 4, dtype=torch.bool)
         session.check_logprobs(LogprobBatch(version, logprobs, logprobs, mask, None, control.speculating, False))

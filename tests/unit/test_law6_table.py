@@ -63,6 +63,7 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "link.share_rollouts": (OFF, OFF, OFF),
     "link.remember": (ON, ON, ON),
     "link.spans": (OFF, OFF, OFF),
+    "link.witnesses": (OFF, OFF, OFF),
     "link.state": (OFF, OFF, ON),
 }
 #: before anything has started, and before log-probs enter the loss, every failure stops the run
@@ -100,8 +101,6 @@ def said(caplog) -> Callable[[str], list[str]]:
 @pytest.mark.parametrize("overlaps", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize(("fault", "must"), cells(TABLE) + cells(STRICT, STOPS), ids=named)
 def test_law_6_each_failure_of_each_call_does_what_the_table_says(fault, must, overlaps, tmp_path, said):
-    if fault.call == "link.spans" and not overlaps:
-        pytest.skip("nobody asks: no sequence can be cut short")
     link = FakeLink(fault)
     if must == STOPS:
         with pytest.raises(

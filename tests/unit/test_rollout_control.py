@@ -209,17 +209,32 @@ def test_a_phase_that_overlaps_with_training_ends_at_the_next_weight_sync():
     assert control.policy_version == 1
 
 
-def test_spans_are_asked_for_once_something_has_been_cut_short():
+def test_what_was_said_before_is_kept_once_something_has_been_cut_short():
     engines = Lagging(cut_short=True)
     control = lagging(engines, overlaps=False)
+
+    def versions() -> list[list[int]]:
+        found, _ = control.spans().of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
+        return found.tolist()
+
     asyncio.run(control.synced(sync(0)))
     asyncio.run(control.begin())
-    control.spans()
-    assert "spans" not in engines.calls and not control.lags
+    assert not control.lags and versions() == [[0, 0]]
+    engines.said = []
+    assert versions() == [[-1, -1]], "in a synchronous run nothing is older than the phase"
+    engines.said = [span_of([1], [2, 3], 0)]
     asyncio.run(control.finish())
-    assert control.lags
-    versions, _ = control.spans().of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
-    assert versions.tolist() == [[0, 0]]
+    assert control.lags and versions() == [[0, 0]]
+    engines.said = []
+    assert versions() == [[0, 0]]
+
+
+def test_engines_that_failed_are_not_asked_again_in_a_synchronous_run():
+    engines = Lagging()
+    control = lagging(engines, overlaps=False)
+    control.session.fail("a refresh", "planted")
+    control.spans()
+    assert "spans" not in engines.calls
 
 
 @pytest.mark.parametrize("eager", [True, False])

@@ -62,7 +62,7 @@ def sync(policy: PolicyStream, step: int, tensors: dict[str, torch.Tensor], **th
     """One stream that verl sends; what is announced behind it."""
     tap = policy.tap(iter(tensors.items()), **theirs)
     assert list(tap) == list(tensors.items())
-    return tap.event(step) if policy.complete(tap, **theirs) else None
+    return WeightSync(step, *tap.copies()) if policy.complete(tap, **theirs) else None
 
 
 ADAPTER = {"layers.0.q_proj.lora_A.weight": torch.zeros(2, 4)}

@@ -11,10 +11,15 @@ import pytest
 import torch
 
 pytest.importorskip("verl")
-from spec_plugin_verl import actor as room
 from spec_plugin_verl.actor import SpecActor
 from tensordict import TensorDict
+from test_training import TARGET
 from verl.utils import tensordict_utils as tu
+
+from spec_plugin import SpecConfig
+from spec_plugin.actor.run import SpecRun
+from spec_plugin.manager import create_manager
+from spec_plugin.session import SpecSession
 
 
 class Stock:
@@ -36,14 +41,15 @@ class Stock:
     def infer_batch(self, data: Any, loss_function: Any) -> dict[str, Any]:
         told = {name: tu.get(data, key=name, default=None) for name in ("distillation_use_topk", "distillation_only")}
         self.passes.append({"adapters": self.adapters, "loss": loss_function, **told})
-        return {"model_output": {"log_probs": torch.zeros(2, 3)}}
+        rows = [torch.zeros(len(row)) for row in data["input_ids"].unbind()]
+        return {"model_output": {"log_probs": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}}
 
 
 class Harvest:
     """Counts the passes that may be harvested."""
 
     def __init__(self) -> None:
-        self.opened = self.closed = 0
+        self.opened = self.closed = self.delivered = 0
 
     def open(self) -> None:
         self.opened += 1
@@ -51,35 +57,42 @@ class Harvest:
     def close(self) -> None:
         self.closed += 1
 
+    def deliver(self) -> None:
+        self.delivered += 1
+
 
 class Actor(SpecActor, Stock):
-    """The mix-in before it; what it judges is kept."""
+    """The mix-in before it; what it judges is counted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._session: Any = SimpleNamespace(config=SimpleNamespace(bypass_check_sequences=2))
-        self._harvest: Any = Harvest()
+        manager = create_manager(load_entry_points=False, block=["controller", "metrics"])
+        session = SpecSession(SpecConfig(bypass_check_sequences=2), TARGET, manager)
+        self.harvest = Harvest()
+        self._run = SpecRun(session, None, harvest=lambda _: self.harvest)
         self.judged = 0
+        session.check_logprobs = self._counted  # type: ignore[method-assign]
 
-    def _check(self, *_: Any, **__: Any) -> None:
+    def _counted(self, *_: Any) -> None:
         self.judged += 1
 
 
 @pytest.fixture
-def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
-    monkeypatch.setattr(room.RUNTIME, "finish", lambda: None)
+def actor() -> Actor:
     return Actor()
 
 
 def batch(**options: Any) -> TensorDict:
-    data = TensorDict({"input_ids": torch.zeros(3, 4)}, batch_size=[3])
+    rows = {"input_ids": [torch.zeros(4).long()] * 2, "response_mask": [torch.ones(2).long()] * 2}
+    nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
+    data = TensorDict(nested, batch_size=[2])
     tu.assign_non_tensor(data, **options)
     return data
 
 
 def test_the_policys_log_prob_pass_is_harvested_and_judged(actor: Actor) -> None:
     assert actor.infer_batch(batch()) is not None
-    assert (actor._harvest.opened, actor._harvest.closed, actor.judged) == (1, 1, 1)
+    assert (actor.harvest.opened, actor.harvest.closed, actor.harvest.delivered, actor.judged) == (1, 1, 1, 1)
 
 
 def test_the_references_pass_through_a_lora_actor_is_left_alone(actor: Actor) -> None:
@@ -87,9 +100,9 @@ def test_the_references_pass_through_a_lora_actor_is_left_alone(actor: Actor) ->
     with actor.disable_adapter():
         assert actor.infer_batch(batch()) is not None
     assert [one["adapters"] for one in actor.passes] == [False]
-    assert (actor._harvest.opened, actor.judged) == (0, 0)
+    assert (actor.harvest.opened, actor.judged) == (0, 0)
     actor.infer_batch(batch())
-    assert (actor._harvest.opened, actor.judged) == (1, 1), "the policy's next pass is"
+    assert (actor.harvest.opened, actor.judged) == (1, 1), "the policy's next pass is"
 
 
 def test_a_references_pass_that_fails_leaves_the_next_one_to_be_judged(actor: Actor) -> None:
@@ -100,12 +113,8 @@ def test_a_references_pass_that_fails_leaves_the_next_one_to_be_judged(actor: Ac
 
 
 def test_where_the_pass_is_bypassed_log_probs_are_computed_whatever_the_update_distils(actor: Actor) -> None:
-    rows = {"input_ids": [torch.zeros(4).long()] * 3, "response_mask": [torch.ones(2).long()] * 3}
-    nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
-    data = TensorDict(nested, batch_size=[3])
-    tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=True)
-    actor._check_sample(actor._session, data)
+    actor._check_sample(actor._run, batch(distillation_use_topk=True, distillation_only=True))
     assert actor.passes == [
         {"adapters": True, "loss": None, "distillation_use_topk": False, "distillation_only": False}
     ]
-    assert (actor._harvest.opened, actor.judged) == (1, 1)
+    assert (actor.harvest.opened, actor.judged) == (1, 1)

@@ -11,15 +11,13 @@ import pytest
 import torch
 
 pytest.importorskip("verl")
-from spec_plugin_verl import actor as room
 from spec_plugin_verl.actor import SpecActor
-from spec_plugin_verl.runtime import ActorRuntime
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
-from spec_plugin.engine.control import PLAIN_FROM, PLAIN_UNTIL
+from spec_plugin.actor.run import SpecRun
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
@@ -79,10 +77,19 @@ class Actor(SpecActor, Stock):
         return {}
 
 
+class NoHarvest:
+    """Of a method that harvests nothing."""
+
+    def open(self) -> None:
+        pass
+
+    close = deliver = open
+
+
 class Control:
     """Of a rank without a link."""
 
-    link, speculating = None, True
+    link, speculating, running = None, True, False
 
     def __init__(self, session: SpecSession, lags: bool) -> None:
         self.session, self.lags, self.policy_version = session, lags, 0
@@ -102,18 +109,14 @@ class Control:
 class Trainer:
     """One of verl's trainers: its steps, each of mini-batches, with or without a log-prob pass; weights synced every so often."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, lags: bool, sync_every: int, bypass: bool, older: bool | None = None
-    ) -> None:
-        self.runtime = ActorRuntime()
-        monkeypatch.setattr(room, "RUNTIME", self.runtime)
+    def __init__(self, lags: bool, sync_every: int, bypass: bool, older: bool | None = None) -> None:
         target = TargetInfo(path="", hf_config={"vocab_size": VOCABULARY}, dtype="float32")
         manager = create_manager(load_entry_points=False, block=["eagle3", "trainer", "controller", "metrics"])
         session = SpecSession(SpecConfig.parse({"method": "ngram"}), target, manager)
         self.control: Any = Control(session, lags)
-        self.runtime.control = self.control
         self.actor = Actor()
-        self.actor._session, self.actor._harvest = session, SimpleNamespace(open=lambda: None, close=lambda: None)
+        self.actor._run = SpecRun(session, None, harvest=lambda _: NoHarvest())
+        self.actor._run.control = self.control
         self.older, self.sync_every, self.bypass = lags if older is None else older, sync_every, bypass
         self._rng, self.steps = random.Random(0), 0
         self._sampler = Policy()  # the engine's copy
@@ -122,6 +125,7 @@ class Trainer:
         """One step; ``wrong`` says what is wrong with sequences, by mini-batch and row."""
         if self.steps % self.sync_every == 0:
             self.control.policy_version += 1
+            self.actor._run._ahead = 0  # as ``weights_synced`` has it
             self._older = self._sampler
             self._sampler = Policy()
             self._sampler.load_state_dict(self.actor.module.state_dict())
@@ -160,7 +164,6 @@ class Trainer:
             stretch = (0, 0)
             if r % 4 == 1 and r < 4 * controlled:
                 stretch = PROMPT + STRETCH.start, PROMPT + STRETCH.stop
-                said[-1] |= {PLAIN_FROM: stretch[0], PLAIN_UNTIL: stretch[1]}
                 stated[r][STRETCH] += 4.0 * (fault == "another model")  # what was not drafted is right
             document = ids[r].tolist()
             self.control.known.add([span_of(document[:PROMPT], document[PROMPT:], version, stretch)], version)
@@ -190,8 +193,8 @@ WAYS = {
 
 
 @pytest.fixture(params=list(WAYS))
-def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
-    yield Trainer(monkeypatch, *WAYS[request.param])
+def trainer(request: pytest.FixtureRequest) -> Iterator[Trainer]:
+    yield Trainer(*WAYS[request.param])
 
 
 def test_a_correct_run_is_not_stopped_in_any_way(trainer: Trainer) -> None:

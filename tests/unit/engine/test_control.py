@@ -3,9 +3,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from spec_plugin.engine.control import TOKENS, Control, ControlGroup, plain_tokens
+from spec_plugin.engine.control import TOKENS, Control, ControlGroup
 
 scheduler = pytest.importorskip("spec_plugin.engine.schedule.scheduler")
 
@@ -58,21 +57,7 @@ def test_placeholders_of_asynchronous_scheduling_count():
     assert not scheduler.is_plain(request)
 
 
-def test_plain_tokens_are_found_by_their_place_in_the_document():
-    mask = torch.zeros(4, 200, dtype=torch.bool)
-    said = [
-        Control(64, 3).span(30, 145),
-        {},
-        {"spec_plain_from": -1.0, "spec_plain_until": -1.0},
-        Control(64, 3).span(9, 64),
-    ]
-    plain = plain_tokens(mask, said, [30, 30, 1, 9])
-    assert plain[0].nonzero().flatten().tolist() == list(range(64, 128))
-    assert not plain[1:].any()
-    assert plain_tokens(mask[:1], said[:1], [1])[0].nonzero().flatten().tolist() == list(range(93, 157))
-    assert plain_tokens(mask[:1], said[:1], [100])[0].nonzero().flatten().tolist() == list(range(58))
-
-
-def test_a_turn_that_ended_early_says_nothing_of_the_next_one():
-    assert Control(64, 3).span(10, 100) == {"spec_plain_from": 74, "spec_plain_until": 110}
-    assert Control(64, 3).span(10, 64) == {}
+def test_a_stretch_ends_with_its_response_and_one_that_ended_early_has_none():
+    assert Control(64, 3).span(30, 145) == (94, 158)
+    assert Control(64, 3).span(10, 100) == (74, 110)
+    assert Control(64, 3).span(10, 64) == (0, 0)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from spec_plugin.engine.control import PLAIN_FROM, PLAIN_UNTIL, Control
+from spec_plugin.engine.control import Control
 from spec_plugin.engine.flight import UNKNOWN, Clock, Flights, Request
 from spec_plugin.spans import Span, span_of
 
@@ -98,7 +98,7 @@ def test_a_phase_that_begins_without_a_pause_leaves_what_is_in_flight_unknown():
 def test_the_control_groups_stretch_is_cut_as_its_request_is():
     flights = Flights()
     control = Control(1, 3)
-    assert control.span(3, 6) == {PLAIN_FROM: 4, PLAIN_UNTIL: 9}
+    assert control.span(3, 6) == (4, 9)
     with flights.request(4) as request:
         flights.pause({request.number: 3}, 4, drafted=True)
         flights.begin(5)

@@ -10,14 +10,19 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm import SamplingParams
 
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.tiny import tiny_config
 from spec_plugin.engine.front import EngineFront
+from spec_plugin.engine.sampling import SampledRequest
+from spec_plugin.engine.schedule.flight import NUMBER
+from spec_plugin.engine.schedule.scheduler import PLAIN
 from spec_plugin.errors import LosslessError
 from spec_plugin.events import DraftRefresh, Schedule, TargetInfo
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
+from spec_plugin.witness import Witness
 
 
 @pytest.fixture
@@ -71,6 +76,19 @@ class Core:
 
 
 DRAFT, NOTHING = Schedule((3,) * 9), Schedule((0,) * 9)
+
+
+def sampled(front: EngineFront, response: list[Any], version: int | None = None, **sampling: Any) -> SampledRequest:
+    """One request, as an adapter has it sampled."""
+
+    async def one() -> SampledRequest:
+        async with front.sample([1], sampling) as request:
+            request.completed(response, version)
+        return request
+
+    return asyncio.run(one())
+
+
 SETTING = ("reset_prefix_cache", "spec_set_schedule", "spec_pause")
 
 
@@ -103,7 +121,7 @@ def test_law_3_while_it_is_not_known_what_is_in_force_text_counts_as_drafted(bro
     with pytest.raises(RuntimeError, match="broken"):
         asyncio.run(front.set_schedule(NOTHING))
     assert front.drafting
-    front.sampled([1], [2, 3], 4, None)
+    sampled(front, [2, 3], 4)
     (span,) = front.take_spans()
     assert span.plain_first == span.plain_until
     front.engine = Core()
@@ -112,10 +130,9 @@ def test_law_3_while_it_is_not_known_what_is_in_force_text_counts_as_drafted(bro
 
 
 def test_law_6_bookkeeping_that_fails_costs_a_request_nothing_and_is_said_once(front, caplog):
-    with caplog.at_level(logging.WARNING), front.request():
+    with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            front.sampled([1], ["no token"], 0, None)
-        asyncio.run(front.arrives({"temperature": "warm"}))
+            sampled(front, ["no token"], 0, temperature="warm")
     assert front.take_spans() == []
     said = [r.getMessage() for r in caplog.records]
     assert sum("which policy version sampled a response" in text for text in said) == 1
@@ -124,11 +141,18 @@ def test_law_6_bookkeeping_that_fails_costs_a_request_nothing_and_is_said_once(f
 
 def test_law_6_a_paused_engine_that_does_not_say_how_far_it_is_stops_nothing(front, caplog):
     front.engine = Core("spec_in_flight")
-    with caplog.at_level(logging.WARNING), front.request() as request:
-        asyncio.run(front.paused())
-        front.resumed()
-        front.landed(request, [1], [2, 3], None)
-    assert request.lost is False and front.take_spans() == []
+
+    async def cut() -> SampledRequest:
+        async with front.sample([1], {}) as request:
+            front.pausing()
+            await front.paused()
+            front.resumed()
+            request.completed([2, 3])
+        return request
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(cut()).request.lost is False
+    assert front.take_spans() == []
     assert len(caplog.records) == 1
 
 
@@ -190,3 +214,87 @@ def test_stats_are_of_the_phase_alone(front, monkeypatch):
     stats = asyncio.run(front.stats(5))
     assert (stats.requests, stats.tokens, stats.drafts, stats.accepted_per_pos) == (1, 11, 6, (5, 3, 1))
     assert stats.steps[0].k == 3 and front.policy_version == 5 and not front.busy
+
+
+@pytest.mark.parametrize(
+    ("sampling", "drafted"),
+    [
+        ({"temperature": 0.7}, True),
+        ({"min_tokens": 5}, False),
+        ({"stop": ["\n"]}, False),
+        ({"extra_args": {"theirs": 1}}, False),
+    ],
+)
+@pytest.mark.parametrize("params", [dict, SamplingParams])
+def test_law_2_a_request_with_options_outside_of_the_allow_list_runs_without_drafts(params, sampling, drafted, front):
+    asyncio.run(front_of_a_phase(front, 0.0))
+    request = sampled_with(front, params(**sampling))
+    given = dict(sampling.get("extra_args", {}))
+    number = {NUMBER: request.request.number}
+    assert request.extra_args == {**given, **number, **({} if drafted else PLAIN)}
+
+
+async def front_of_a_phase(front: EngineFront, share: float) -> None:
+    front.engine = Core()
+    await front.set_schedule(replace(DRAFT, control_share=share))
+
+
+def sampled_with(front: EngineFront, options: Any) -> SampledRequest:
+    async def one() -> SampledRequest:
+        async with front.sample([1], options) as request:
+            request.completed(list(range(200)), 4)
+        return request
+
+    return asyncio.run(one())
+
+
+def test_law_3_what_the_control_group_samples_without_drafts_is_kept_with_the_version(front):
+    asyncio.run(front_of_a_phase(front, 1.0))
+    request = sampled_with(front, {})
+    assert request.control is not None and "spec_off" in request.extra_args
+    (span,) = front.take_spans()
+    assert (span.version, span.first, span.until) == (4, 1, 201)
+    assert (span.plain_first, span.plain_until) == request.control.span(1, 200) != (0, 0)
+    assert request.versions == (4, 4) and not front.witnesses
+
+
+def test_log_probs_that_the_trainer_has_not_asked_for_are_kept_aside(front):
+    async def one() -> None:
+        async with front.sample([1], {}) as request:
+            request.completed([2, 3], 4, [-0.5, -0.25])
+
+    asyncio.run(one())
+    assert list(front.witnesses) == [Witness((1, 2, 3), (-0.5, -0.25))]
+
+
+def test_a_request_waits_while_the_engine_is_paused_for_new_weights(front):
+    front.engine = Core(answers={"spec_in_flight": []})
+    seen: list[str] = []
+
+    async def one() -> None:
+        async with front.sample([1], {}) as request:
+            seen.append("in")
+            request.completed([2])
+
+    async def scene() -> None:
+        front.pausing()
+        await front.paused()
+        waiting = asyncio.create_task(one())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not seen and not front.busy and not front.open, "and it is not on the clock"
+        front.resumed()
+        await waiting
+
+    asyncio.run(scene())
+    assert seen == ["in"] and front.open
+
+
+def test_a_request_that_fails_says_nothing_of_what_was_sampled(front):
+    async def one() -> None:
+        async with front.sample([1], {}):
+            raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        asyncio.run(one())
+    assert front.take_spans() == [] and not front.busy

@@ -16,13 +16,11 @@ from safetensors.torch import load_file
 from test_training import TARGET
 
 pytest.importorskip("vllm")
-from vllm import SamplingParams
 
 from draft_training import folders as locks
 from spec_plugin import SpecConfig, SpecConfigError, folders
 from spec_plugin.engine import front as front_module
-from spec_plugin.engine.front import EngineFront, plain_if_unlisted
-from spec_plugin.engine.schedule.scheduler import PLAIN
+from spec_plugin.engine.front import EngineFront
 from spec_plugin.events import DraftRefresh, Schedule, SelfTestReport
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
@@ -234,28 +232,17 @@ def test_law_2_prompts_are_the_tokenizers_and_what_is_stated_is_the_models(front
     assert max(token for prompt in told["prompts"] for token in prompt) < 90
 
 
-@pytest.mark.parametrize(
-    ("options", "plain"), [({"temperature": 0.7}, False), ({"min_tokens": 5}, True), ({"stop": ["\n"]}, True)]
-)
-def test_law_2_a_request_with_options_outside_of_the_allow_list_runs_without_drafts(options, plain):
-    params = SamplingParams(**options)
-    plain_if_unlisted(params)
-    assert (params.extra_args or {}) == (PLAIN if plain else {})
-
-
 def test_law_3_a_request_that_goes_on_under_new_weights_is_of_both_versions_and_counted_once(front):
     async def phases() -> tuple[int, int]:
         front.start_phase(4)
-        with front.request() as request:
-            front.engine.answers["spec_in_flight"] = [[request.number, 3]]
+        async with front.sample([1, 2], {}) as request:
+            front.engine.answers["spec_in_flight"] = [[request.request.number, 3]]
             await front.paused()
             before = (await front.stats(4)).tokens
             front.start_phase(5)
             front.resumed()
-            request.tokens = 5
-        front.landed(request, [1, 2], [3, 4, 5, 6, 7], None)
+            request.completed([3, 4, 5, 6, 7])
         assert request.versions == (4, 5)
         return before, (await front.stats(5)).tokens
 
     assert asyncio.run(phases()) == (3, 2)
-    assert [(s.version, s.first, s.until) for s in front.take_spans()] == [(4, 2, 5), (5, 5, 7)]

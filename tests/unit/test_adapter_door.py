@@ -1,0 +1,47 @@
+"""The door: what it names is there, each name once, and a process that asks for one thing loads no other."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import spec_plugin.adapter as door
+
+
+def test_what_type_checkers_see_is_what_is_handed_out():
+    tree = ast.parse(Path(door.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == {name: f"spec_plugin.{home}" for name, home in door._HOME_OF.items()}
+    assert list(seen.items()) == sorted(seen.items(), key=lambda item: (item[1], item[0]))
+
+
+def test_every_name_is_where_the_door_says(found_by):
+    found = found_by(
+        """
+        import json
+        import spec_plugin.adapter as door
+        missing = [name for name in door.__all__ if getattr(door, name, None) is None]
+        print("FOUND " + json.dumps({"missing": missing, "many": len(door.__all__)}))
+        """
+    )
+    assert found["missing"] == [] and found["many"] > 50
+
+
+def test_a_name_that_is_not_there_is_told_as_python_does():
+    assert not hasattr(door, "nothing_of_the_kind")
+    assert dir(door) == door.__all__
+
+
+def test_options_load_neither_torch_nor_vllm(found_by):
+    found = found_by(
+        """
+        import json, sys
+        before = set(sys.modules)
+        from spec_plugin.adapter import Objection, SpecConfig, TargetInfo
+        loaded = set(sys.modules) - before
+        heavy = [name for name in ("torch", "vllm", "spec_plugin.actor.run", "spec_plugin.engine.front") if name in loaded]
+        print("FOUND " + json.dumps({"heavy": heavy}))
+        """
+    )
+    assert found["heavy"] == []
