@@ -13,6 +13,13 @@ _LENGTHS = "spec_plugin/projection/lengths.py"
 
 MUTATIONS = (
     Mutation(
+        _RECORDER,
+        "\nwatch_sessions()\n",
+        "\n",
+        "in a run, whose sessions import the recorder, nothing of what the trainer is handed and of harvests is written down",
+        ("conformance/test_plugin.py::test_a_session_is_watched_also_where_its_own_plugins_bring_the_recorder",),
+    ),
+    Mutation(
         "spec_plugin/conformance/faults.py",
         "if self._is_late(str(error)):",
         "if False:",

@@ -37,10 +37,14 @@ def test_every_make_command_that_is_named_exists(name):
 
 
 def test_every_spec_plugin_command_that_is_named_exists():
+    import click
+
     from spec_plugin.commands.cli import main
 
+    context = click.Context(main)
+    there = {name for name in main.list_commands(context) if main.get_command(context, name)}
     named = set(re.findall(r"(?:^|`)spec-plugin ([a-z]+)", "\n".join(TEXTS.values()), re.M))
-    assert {"doctor", "options", "hooks"} <= named <= set(main.commands)
+    assert {"doctor", "options", "hooks"} <= named <= there
 
 
 def test_the_metrics_table_names_exactly_what_a_run_logs(tmp_path):

@@ -12,6 +12,7 @@ from fake_driver import NEEDS_A_TRAINER, Driver
 
 from spec_plugin.conformance.checks import CHECKS
 from spec_plugin.conformance.plugin import shaped
+from spec_plugin.conformance.recorder import read_trace
 
 Done = subprocess.CompletedProcess[str]
 HERE = Path(__file__).parent
@@ -140,6 +141,19 @@ def test_the_kit_is_not_imported_by_the_recorder(warm_run):
     code = "import sys, spec_plugin.conformance.recorder; print('pytest' in sys.modules)"
     done = warm_run("-c", code, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_session_is_watched_also_where_its_own_plugins_bring_the_recorder(warm_run, tmp_path):
+    """As in each process of a run: nothing has imported the kit before the session makes its plugins."""
+    code = (
+        "import sys; from spec_plugin.config import SpecConfig; from spec_plugin.events import TargetInfo;"
+        "from spec_plugin.session import SpecSession; assert 'spec_plugin.conformance.recorder' not in sys.modules;"
+        f"plugins = ['spec_plugin.conformance.recorder:Recorder={tmp_path}'];"
+        "target = TargetInfo('x', {'vocab_size': 9}, 'float32', max_num_seqs=2);"
+        "SpecSession(SpecConfig.parse({'method': 'ngram', 'plugins': plugins}), target).metrics()"
+    )
+    warm_run("-c", code, check=True)
+    assert [event["hook"] for event in read_trace(tmp_path)][-1] == "handed_metrics"
 
 
 def test_options_of_the_plugin_are_read_and_judged_before_anything_runs():
