@@ -71,7 +71,7 @@ MUTATIONS = (
         ("test_verl_adapter.py::test_no_weight_is_sent_to_an_engine_that_has_died",),
     ),
     Mutation(
-        "spec_plugin/conformance/forks/stand_in.py",
+        "adapters/cpu/spec_plugin_cpu/forks/stand_in.py",
         'if os.environ.get("RAY_RAYLET_PID") == str(parent):',
         "if False:",
         "where Ray's raylet is killed, the forked workers outlive it",

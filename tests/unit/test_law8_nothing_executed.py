@@ -18,11 +18,11 @@ FORBIDDEN = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "zm
 CALLS = {"torch.load", "numpy.load", "np.load", "eval", "exec", "pd.read_pickle", "yaml.load", "yaml.unsafe_load"}
 #: The kit, which no run imports: its fork server lies in a folder of its own user, and it reads what its own run has saved.
 KIT = {
-    "spec_plugin/conformance/forks/__init__.py": {"socket"},
-    "spec_plugin/conformance/forks/server.py": {"socket", "exec"},
-    "spec_plugin/conformance/forks/stand_in.py": {"socket"},
-    "adapters/spec_plugin_verl_cpu/checkpoints.py": {"torch.load"},
-    "adapters/spec_plugin_openrlhf_cpu/conformance.py": {"torch.load"},
+    "adapters/cpu/spec_plugin_cpu/forks/__init__.py": {"socket"},
+    "adapters/cpu/spec_plugin_cpu/forks/server.py": {"socket", "exec"},
+    "adapters/cpu/spec_plugin_cpu/forks/stand_in.py": {"socket"},
+    "adapters/cpu/spec_plugin_verl_cpu/checkpoints.py": {"torch.load"},
+    "adapters/cpu/spec_plugin_openrlhf_cpu/conformance.py": {"torch.load"},
 }
 
 

@@ -20,7 +20,7 @@ FOR_PEOPLE = ("config.py", "conformance/cli.py", "hookspecs.py", "builtin/metric
 THEIRS = {
     "mtp": [
         "adapters/spec_plugin_verl_check/options.py",
-        "adapters/spec_plugin_verl_cpu/conformance.py",
+        "adapters/cpu/spec_plugin_verl_cpu/conformance.py",
         "conformance/tiny.py",
     ]
 }

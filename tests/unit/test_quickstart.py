@@ -196,7 +196,7 @@ def test_a_run_on_nodes_joins_the_cluster_that_it_starts_and_one_run_as_a_job_st
         assert [w for w in joined if f"ray_init.{name}=" in w][-1].endswith("=null")
     assert run.launch({}).command[2:5] == ("spec_plugin_verl_cpu.nodes", "2", "verl.trainer.main_ppo")
     job = openrlhf_run(tmp_path, submitted=True).launch({})
-    assert job.command[2] == "spec_plugin_openrlhf_cpu.job" and not job.modules
+    assert job.command[2] == "spec_plugin_openrlhf_cpu.job" and job.interpreter is None
 
 
 def test_openrlhfs_overrides_replace_a_flag_and_what_follows_from_it(tmp_path: Path) -> None:

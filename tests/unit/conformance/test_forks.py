@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from spec_plugin.conformance import forks
-from spec_plugin.conformance.forks import ForkServer
+from spec_plugin_cpu import forks
+from spec_plugin_cpu.forks import ForkServer
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +200,7 @@ def test_a_worker_of_ray_ends_with_its_raylet_and_other_processes_outlive_their_
 def test_a_server_dies_with_the_process_that_started_it() -> None:
     code = """
     import os, signal, subprocess
-    from spec_plugin.conformance.forks import ForkServer
+    from spec_plugin_cpu.forks import ForkServer
     server = ForkServer([])
     child = subprocess.Popen([server.python, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"])
     print(server._process.pid, flush=True)
