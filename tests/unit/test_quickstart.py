@@ -420,6 +420,27 @@ def test_make_env_knows_the_quickstarts_trainers() -> None:
     assert tuple(TRAINERS) == load(ROOT / "tools" / "make_env.py").TRAINERS
 
 
+def test_make_env_installs_again_when_either_project_file_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_env = load(ROOT / "tools" / "make_env.py")
+    assert all((project / "pyproject.toml").is_file() for project in make_env.PROJECTS)
+    projects = tuple(tmp_path / name for name in ("plain", "cpu"))
+    for project in projects:
+        project.mkdir()
+        (project / "pyproject.toml").write_text("[project]\n")
+    (tmp_path / "env").mkdir()
+    done: list[str] = []
+    monkeypatch.setattr(make_env, "PROJECTS", projects)
+    monkeypatch.setattr(make_env, "create", lambda folder, pins: done.append("environment"))
+    monkeypatch.setattr(make_env, "install_project", lambda folder: done.append("projects"))
+    for changed in (None, None, *projects):
+        if changed is not None:
+            (changed / "pyproject.toml").write_text("[project]\nversion = '2'\n")
+        make_env.bring_up_to_date(tmp_path / "env", make_env.pins_file("verl"))
+    assert done == ["environment", "projects", "projects", "projects"]
+
+
 def test_make_env_refuses_another_python_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_env = load(ROOT / "tools" / "make_env.py")
     monkeypatch.setattr(make_env, "PYTHON", (3, 99))
