@@ -154,8 +154,12 @@ def read_lines(path: Path, position: int) -> tuple[list[str], int]:
 def abort(process: subprocess.Popen[bytes], interpreter: Interpreter | None = None) -> None:
     """Have a trainer that hangs say where, in its log: the workers first, since Ray's driver is who writes what they say."""
     driver = psutil.Process(process.pid)
-    spared = {driver.pid, *(interpreter.processes() if interpreter is not None else ())}
-    for other in (*(p for p in psutil.Process().children(recursive=True) if p.pid not in spared), driver):
+    starters = {driver.pid, *(interpreter.processes() if interpreter is not None else ())}
+    others: set[psutil.Process] = set()
+    for pid in starters:
+        with suppress(psutil.Error):
+            others.update(psutil.Process(pid).children(recursive=True))
+    for other in (*(p for p in others if p.pid not in starters), driver):
         if other == driver:
             time.sleep(PATIENCE_S)
         with suppress(psutil.Error):

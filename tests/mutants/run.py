@@ -43,7 +43,7 @@ WARM = (
     "vllm.v1.worker.gpu_worker",
 )
 #: tests of what starts the others: in a fork they would see the tree's own, and not the copy's
-COLD = "tests/unit/conformance/test_forks.py"
+COLD = "tests/unit/test_forks.py"
 #: threads that wait for each other on a busy machine take minutes
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 #: seconds after which a mistake that makes tests go on for ever has been noticed

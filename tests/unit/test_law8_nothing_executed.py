@@ -39,7 +39,7 @@ def used(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_law_8_no_code_of_ours_unpickles_listens_or_runs_text(package: str) -> None:
-    files = list((ROOT / package).rglob("*.py"))
+    files = [file for file in (ROOT / package).rglob("*.py") if "build" not in file.relative_to(ROOT).parts]
     assert len(files) > 15
     found = {str(file.relative_to(ROOT)): set(used(parsed(file.read_text()))) for file in files}
     assert {file: names for file, names in found.items() if names} == {

@@ -33,6 +33,7 @@ def test_a_methods_name_is_known_in_its_own_room_only(name: str) -> None:
     quoted = rf"[\"']{name}[\"']" if name in PLAIN_WORDS else rf"(?<!\w)(?<!file\.){re.escape(name)}(?!\w)"
     word = re.compile(quoted, re.IGNORECASE)
     files = [*(ROOT / "adapters").rglob("*.py"), *(ROOT / "spec_plugin").rglob("*.py")]
+    files = [file for file in files if "build" not in file.relative_to(ROOT).parts]  # which pip leaves behind
     assert len(files) > 100
     found = []
     for file in files:
