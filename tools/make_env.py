@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PROJECTS = (ROOT, ROOT / "adapters" / "cpu")  # what is installed from this repository
 TRAINERS = ("verl", "openrlhf")
 ENVIRONMENTS = (*TRAINERS, "megatron", "veomni")  # the last two are verl, with other actors
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -167,8 +168,9 @@ def create(folder: Path, pins: Pins) -> None:
 
 
 def install_project(folder: Path) -> None:
-    """Install this repository, editable; its dependencies are pinned above."""
-    run(folder / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", "-e", ROOT)
+    """Install this repository's distributions, editable; their dependencies are pinned above."""
+    editable = [word for project in PROJECTS for word in ("-e", project)]
+    run(folder / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", *editable)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -197,7 +199,7 @@ def bring_up_to_date(folder: Path, pins: Path) -> None:
     """Do what is missing; the stamp files say what is there."""
     pins_text = with_included(pins)
     environment = digest(pins_text, Path(__file__).read_text(), sys.version)
-    project = digest(environment, str(ROOT), (ROOT / "pyproject.toml").read_bytes())
+    project = digest(environment, str(ROOT), *((project / "pyproject.toml").read_bytes() for project in PROJECTS))
     start = time.monotonic()
     if not is_current(folder / ".stamp-environment", environment):
         print(f"make_env: creating {folder} (a minute with a warm cache, else the time of a 1 GB download)", flush=True)

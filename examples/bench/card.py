@@ -188,7 +188,12 @@ def _conclude(file: Path, status: str, why: str, seconds: float) -> str:
 
 def environment() -> dict[str, str]:
     """Of a part: this repository is found, nobody is asked over a network, and vLLM takes what is installed."""
-    paths = [str(ROOT), str(ROOT / "adapters"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(ROOT),
+        str(ROOT / "adapters"),
+        str(ROOT / "adapters" / "cpu"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     defaults = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

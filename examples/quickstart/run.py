@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 from examples.quickstart import report  # noqa: E402
 from examples.quickstart.policy import QUICKSTART, cached_policy, policy_folder  # noqa: E402
 from examples.quickstart.trainers import TRAINERS, Run, Start, Trainer  # noqa: E402
-from spec_plugin.conformance.forks import warm_python  # noqa: E402
 from spec_plugin.conformance.launch import RunFailed  # noqa: E402
 
 HELP = f"""Train a tiny policy with GRPO in verl or OpenRLHF, on this CPU, with speculative rollouts.
@@ -90,7 +89,8 @@ def main(
     data = cache / f"data-{settings.digest}"
     run = trainer.run(Start(policy_folder(cache, settings), data, settings, out, steps, plain, overrides))
     launch = run.launch()
-    warm_python(launch.modules, launch.env)  # the trainer's imports, while the policy is taught
+    if launch.interpreter is not None:
+        launch.interpreter.executable(launch.env)  # the trainer's imports, while the policy is taught
     cached_policy(cache, settings)
     log = launch.log_file
     console.print(

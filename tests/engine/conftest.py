@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import small
+from spec_plugin_cpu.forks import ForkServer
 
 from draft_training.checkpoint import save_draft
 from draft_training.config import DraftConfig
-from spec_plugin.conformance.forks import ForkServer
 
 # vLLM reads it once: without it tensor parallel ranks want a NUMA node each
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

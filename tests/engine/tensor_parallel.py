@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spec_plugin.conformance.waiting import sleep_while_waiting
+from spec_plugin_cpu.waiting import sleep_while_waiting
+
 from spec_plugin.engine import extension
 from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.refresh import swap as refresh

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import small
 import torch
+from spec_plugin_cpu.sleeping import sleep_on_cpu
 from test_refresh import acceptance_length, push, target_bits
 
 from draft_training import digest
-from spec_plugin.conformance.sleeping import sleep_on_cpu
 from spec_plugin.engine.sleep import PARTS, SleepState
 
 pytestmark = pytest.mark.engine

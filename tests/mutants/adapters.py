@@ -71,13 +71,25 @@ MUTATIONS = (
         ("test_verl_adapter.py::test_no_weight_is_sent_to_an_engine_that_has_died",),
     ),
     Mutation(
-        "spec_plugin/conformance/forks/stand_in.py",
+        "spec_plugin/commands/doctor.py",
+        "    if find_spec(package) is not None:\n        return []\n",
+        "    if package:\n        return []\n",
+        "doctor, with vLLM's CPU build alone, names a module that cannot be imported, and not what to install",
+        ("test_cli.py::test_with_vllms_cpu_build_and_without_the_cpu_packages_the_doctor_says_how_to_install_them",),
+    ),
+    Mutation(
+        "spec_plugin/conformance/launch.py",
+        "(p for p in others if p.pid not in starters)",
+        "(p for p in psutil.Process().children(recursive=True) if p.pid != driver.pid)",
+        "the kit: a run that hangs takes the fork server with it, and all later ones start cold",
+        ("test_forks.py::test_a_server_outlives_a_run_that_hangs",),
+    ),
+    Mutation(
+        "adapters/cpu/spec_plugin_cpu/forks/stand_in.py",
         'if os.environ.get("RAY_RAYLET_PID") == str(parent):',
         "if False:",
         "where Ray's raylet is killed, the forked workers outlive it",
-        (
-            "conformance/test_forks.py::test_a_worker_of_ray_ends_with_its_raylet_and_other_processes_outlive_their_starter",
-        ),
+        ("test_forks.py::test_a_worker_of_ray_ends_with_its_raylet_and_other_processes_outlive_their_starter",),
     ),
     Mutation(
         _CHECKPOINTS,

@@ -2,7 +2,7 @@
 
 ``python tests/mutants/run.py [-k WORD] [--jobs N] [--list]``, or ``make mutants``. Exit code 1 if a mistake survives, 2 if one
 cannot be made any more, or a test that is named fails without it. Tests start as forks of a process that has imported the
-libraries (:class:`spec_plugin.conformance.forks.ForkServer`), so a mistake costs a few seconds.
+libraries (:class:`spec_plugin_cpu.forks.ForkServer`), so a mistake costs a few seconds.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "adapters" / "cpu")]
+
+from spec_plugin_cpu.forks import ForkServer  # noqa: E402  (this tree's, wherever an installed one lies)
 
 from mutants import ROOMS  # noqa: E402
 from mutants.mutation import Mutation, NotApplicable  # noqa: E402
-from spec_plugin.conformance.forks import ForkServer  # noqa: E402  (this tree's, wherever an installed one lies)
 
 #: what tests need of the tree
 COPIED = ("spec_plugin", "draft_training", "adapters", "tests", "docs", "README.md", "pyproject.toml")
@@ -42,7 +43,7 @@ WARM = (
     "vllm.v1.worker.gpu_worker",
 )
 #: tests of what starts the others: in a fork they would see the tree's own, and not the copy's
-COLD = "tests/unit/conformance/test_forks.py"
+COLD = "tests/unit/test_forks.py"
 #: threads that wait for each other on a busy machine take minutes
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 #: seconds after which a mistake that makes tests go on for ever has been noticed
@@ -84,7 +85,7 @@ class Copy:
         where = str(self._folder)
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join((where, f"{where}/adapters")),
+            "PYTHONPATH": os.pathsep.join((where, f"{where}/adapters", f"{where}/adapters/cpu")),
             "TMPDIR": str(self._folder.parent),
             "VLLM_CACHE_ROOT": f"{where}/.cache/vllm",
             **ONE_THREAD,

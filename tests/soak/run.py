@@ -258,7 +258,13 @@ def growth(rows: Sequence[dict[str, float]], name: str) -> float | None:
 
 def path() -> str:
     """For a run's processes: this package, the adapter, the library."""
-    folders = [ROOT / "tests", ROOT / "examples" / "minimal_adapter", ROOT, ROOT / "adapters"]
+    folders = [
+        ROOT / "tests",
+        ROOT / "examples" / "minimal_adapter",
+        ROOT,
+        ROOT / "adapters",
+        ROOT / "adapters" / "cpu",
+    ]
     return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 

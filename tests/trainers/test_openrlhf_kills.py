@@ -92,7 +92,7 @@ class Cold:
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
         """See ``OpenRLHFRun``."""
-        return follow(replace(self.run.launch(), modules=()), self.run.records)
+        return follow(replace(self.run.launch(), interpreter=None), self.run.records)
 
 
 def openrlhf(stage: tuple[Path, Path, Path], out: Path, *plugins: str, more: tuple[str, ...] = ()) -> OpenRLHFRun:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
-from spec_plugin.conformance.forks import ForkServer
+from spec_plugin_cpu.forks import ForkServer
 
 #: of third parties only, and not verl: what its import finds in the environment is itself asked
 WORKERS = ("torch.distributed", "transformers.models.qwen3.modeling_qwen3", "pandas")

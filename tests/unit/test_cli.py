@@ -136,6 +136,18 @@ def test_a_patch_that_no_longer_fits_is_a_failure_with_its_text(monkeypatch):
     assert finding.state == "fail" and finding.detail == "the symbol changed" and finding.fix
 
 
+@pytest.mark.parametrize("trainer", ["verl", "openrlhf"])
+def test_with_vllms_cpu_build_and_without_the_cpu_packages_the_doctor_says_how_to_install_them(monkeypatch, trainer):
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "_needs_cpu_switches", lambda: True)
+    monkeypatch.setattr(doctor, "_trainers", lambda: [trainer])
+    before = dict(os.environ)
+    (finding,) = doctor._examine_adapter(metadata.EntryPoint(trainer, "no_such_module", doctor.ADAPTER_GROUP))
+    assert finding.state == "fail" and f"spec_plugin_{trainer}_cpu" in finding.detail
+    assert "pip install ./adapters/cpu" in finding.fix and dict(os.environ) == before
+
+
 def test_the_plugins_are_listed_with_their_hooks():
     found = {f.name: f.detail for f in doctor.examine_plugins()}
     assert found["provenance"].startswith("built-in: ") and "spec_check_logprobs" in found["provenance"]

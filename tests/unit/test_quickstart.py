@@ -196,7 +196,7 @@ def test_a_run_on_nodes_joins_the_cluster_that_it_starts_and_one_run_as_a_job_st
         assert [w for w in joined if f"ray_init.{name}=" in w][-1].endswith("=null")
     assert run.launch({}).command[2:5] == ("spec_plugin_verl_cpu.nodes", "2", "verl.trainer.main_ppo")
     job = openrlhf_run(tmp_path, submitted=True).launch({})
-    assert job.command[2] == "spec_plugin_openrlhf_cpu.job" and not job.modules
+    assert job.command[2] == "spec_plugin_openrlhf_cpu.job" and job.interpreter is None
 
 
 def test_openrlhfs_overrides_replace_a_flag_and_what_follows_from_it(tmp_path: Path) -> None:
@@ -418,6 +418,27 @@ def test_pins_are_sorted_by_their_tags_and_exact(trainer: str, no_deps: tuple[st
 
 def test_make_env_knows_the_quickstarts_trainers() -> None:
     assert tuple(TRAINERS) == load(ROOT / "tools" / "make_env.py").TRAINERS
+
+
+def test_make_env_installs_again_when_either_project_file_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_env = load(ROOT / "tools" / "make_env.py")
+    assert all((project / "pyproject.toml").is_file() for project in make_env.PROJECTS)
+    projects = tuple(tmp_path / name for name in ("plain", "cpu"))
+    for project in projects:
+        project.mkdir()
+        (project / "pyproject.toml").write_text("[project]\n")
+    (tmp_path / "env").mkdir()
+    done: list[str] = []
+    monkeypatch.setattr(make_env, "PROJECTS", projects)
+    monkeypatch.setattr(make_env, "create", lambda folder, pins: done.append("environment"))
+    monkeypatch.setattr(make_env, "install_project", lambda folder: done.append("projects"))
+    for changed in (None, None, *projects):
+        if changed is not None:
+            (changed / "pyproject.toml").write_text("[project]\nversion = '2'\n")
+        make_env.bring_up_to_date(tmp_path / "env", make_env.pins_file("verl"))
+    assert done == ["environment", "projects", "projects", "projects"]
 
 
 def test_make_env_refuses_another_python_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

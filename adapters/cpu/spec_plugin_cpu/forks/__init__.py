@@ -22,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from spec_plugin.folders import disk, own_folder, sweep_own
@@ -43,6 +44,21 @@ def warm_python(modules: Sequence[str], env: Mapping[str, str]) -> str:
     if key not in _servers:
         _servers[key] = ForkServer(modules, env)
     return _servers[key].python
+
+
+@dataclass(frozen=True)
+class Preloaded:
+    """An interpreter that has imported some modules, for :class:`spec_plugin.conformance.launch.Launch`."""
+
+    modules: tuple[str, ...]
+
+    def executable(self, env: Mapping[str, str]) -> str:
+        """See :func:`warm_python`; the imports begin with the first call, and go on beside the caller."""
+        return warm_python(self.modules, env)
+
+    def processes(self) -> set[int]:
+        """See :func:`server_processes`."""
+        return server_processes()
 
 
 def server_processes() -> set[int]:

@@ -9,8 +9,10 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spec_plugin_cpu.forks import Preloaded
+
 from spec_plugin.conformance.launch import ENVIRONMENT, Launch, StepMetrics, Steps, follow, plain_line
-from spec_plugin_openrlhf_cpu import MAX_NUM_SEQS
+from spec_plugin_openrlhf_cpu.variables import MAX_NUM_SEQS
 
 PLUGIN_MODULE, PLAIN_MODULE = "spec_plugin_openrlhf", "openrlhf.cli.train_ppo_ray"
 PLUGIN_FLAG = "--spec.enable"
@@ -60,8 +62,8 @@ class OpenRLHFRun:
         module = PLAIN_MODULE if self.plain else PLUGIN_MODULE
         how = "spec_plugin_openrlhf_cpu.job" if self.submitted else "spec_plugin_openrlhf_cpu"
         command = (sys.executable, "-m", how, module, *arguments(self))
-        modules = () if self.submitted else MODULES  # a fork server knows of one job only
-        return Launch(command, environment(self, base), self.out, self.steps, "openrlhf", modules)
+        interpreter = None if self.submitted else Preloaded(MODULES)  # a fork server knows of one job only
+        return Launch(command, environment(self, base), self.out, self.steps, "openrlhf", interpreter)
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
         """Run it; see :func:`spec_plugin.conformance.launch.follow`."""

@@ -45,7 +45,7 @@ def sleep_on_cpu() -> None:
         return
     for name, parameters in (("sleep", ["self", "level"]), ("wake_up", ["self", "tags"])):
         if list(inspect.signature(getattr(worker, name)).parameters) != parameters:
-            raise PatchError(f"vLLM's CPUWorker.{name} has changed: see spec_plugin.conformance.sleeping")
+            raise PatchError(f"vLLM's CPUWorker.{name} has changed: see spec_plugin_cpu.sleeping")
     worker.sleep, worker.wake_up = _sleep, _wake_up
     CpuPlatform.is_sleep_mode_available = lambda _self: True
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from spec_plugin_cpu.shims import Shims
 from torch import Tensor
 
-from spec_plugin.conformance.shims import Shims
 from spec_plugin.errors import PatchError
 
 _ADVICE = "install OpenRLHF 0.11.2 with the pins of tools/requirements-openrlhf.txt, or report this"

@@ -41,17 +41,14 @@ module ``flash_attn`` (only if it is not installed)          OpenRLHF imports it
 ============================================================ ========================================================
 
 vLLM imports this package in each of its processes, chosen or not (entry point group ``vllm.general_plugins``): nothing
-heavy is imported here. ``--vllm.enable_sleep`` works as ``spec_plugin.conformance.sleeping`` says, and ranks wait as
-``spec_plugin.conformance.waiting`` does. What does not work on a CPU: an EMA model (``--train.enable_ema``), CUDA IPC
+heavy is imported here. ``--vllm.enable_sleep`` works as ``spec_plugin_cpu.sleeping`` says, and ranks wait as
+``spec_plugin_cpu.waiting`` does. What does not work on a CPU: an EMA model (``--train.enable_ema``), CUDA IPC
 (``--train.colocate_all`` with ``--vllm.sync_backend nccl``), ring attention, and entropy logging without a C++ compiler.
 """
 
 from __future__ import annotations
 
 import os
-
-#: environment variable: most requests that the engine runs at once; none: vLLM's default for a CPU, 128
-MAX_NUM_SEQS = "SPEC_PLUGIN_CPU_MAX_NUM_SEQS"
 
 
 def chosen() -> bool:

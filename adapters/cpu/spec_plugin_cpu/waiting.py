@@ -37,6 +37,6 @@ def sleep_while_waiting() -> None:
     begin: Any = SpinCondition.__init__
     name = "_all_group_ranks_share_shm_group_name"
     if list(inspect.signature(begin).parameters)[-1] != "busy_loop_s" or not hasattr(CpuCommunicator, name):
-        raise PatchError("vLLM's CPU ranks wait in another way than in 0.29.0: see spec_plugin.conformance.waiting")
+        raise PatchError("vLLM's CPU ranks wait in another way than in 0.29.0: see spec_plugin_cpu.waiting")
     begin.__defaults__ = (_SPIN_S,)
     setattr(CpuCommunicator, name, lambda _self: False)

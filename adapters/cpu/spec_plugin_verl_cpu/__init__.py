@@ -25,8 +25,8 @@ symbol                                                 reason
                                                        weights that vLLM's CPU build packs away, with or without drafts
 ====================================================== ==============================================================
 
-Tensor parallel ranks share the machine's few cores: see ``spec_plugin.conformance.waiting``; and an engine sleeps, where the
-run wants it to, as ``spec_plugin.conformance.sleeping`` says.
+Tensor parallel ranks share the machine's few cores: see ``spec_plugin_cpu.waiting``; and an engine sleeps, where the
+run wants it to, as ``spec_plugin_cpu.sleeping`` says.
 
 vLLM imports this package in each of its processes, chosen or not (entry point group ``vllm.general_plugins``): nothing heavy
 is imported and nothing changes here unless the switches are set. What they choose lies in ``platform.py``.
@@ -46,8 +46,9 @@ def chosen() -> bool:
 def patch_vllm() -> None:
     """vLLM calls this in each of its processes; see the table above."""
     if chosen():
-        from spec_plugin.conformance.sleeping import sleep_on_cpu
-        from spec_plugin.conformance.waiting import sleep_while_waiting
+        from spec_plugin_cpu.sleeping import sleep_on_cpu
+        from spec_plugin_cpu.waiting import sleep_while_waiting
+
         from spec_plugin.engine.repairs import cpu_compat, patches
         from spec_plugin_verl_cpu.mappers import add_unstacked_mapper
 

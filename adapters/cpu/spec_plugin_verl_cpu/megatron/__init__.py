@@ -3,7 +3,7 @@
 Chosen with ``VERL_USE_EXTERNAL_MODULES=spec_plugin_verl_cpu,spec_plugin_verl_cpu.megatron``, and inert without. Everything
 else of Megatron is its own: pipeline schedules, tensor, sequence and context parallel collectives, distributed optimizer,
 mbridge's export. Checked on megatron-core 0.16.1, mbridge 0.15.1 and verl 0.9.1; each replacement
-(:class:`spec_plugin.conformance.shims.Shims`) refuses to be made where its symbol is no longer what it was.
+(:class:`spec_plugin_cpu.shims.Shims`) refuses to be made where its symbol is no longer what it was.
 
 ======================================================== ================================================================
 symbol                                                   reason

@@ -10,8 +10,8 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
+from spec_plugin_cpu.shims import Shims
 
-from spec_plugin.conformance.shims import Shims
 from spec_plugin_verl_cpu.megatron.attention import CpuAttention
 from spec_plugin_verl_cpu.megatron.experts import CpuExperts
 

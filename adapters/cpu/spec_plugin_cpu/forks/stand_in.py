@@ -1,6 +1,6 @@
 """Stands in for the Python interpreter: has the fork server run this command line, and lives and dies with that process.
 
-Called by a script that :class:`spec_plugin.conformance.forks.ForkServer` writes, with the real interpreter and the server's
+Called by a script that :class:`spec_plugin_cpu.forks.ForkServer` writes, with the real interpreter and the server's
 address before the interpreter's own arguments. Standard library only, and little of it: it starts once per process.
 """
 

@@ -9,6 +9,8 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spec_plugin_cpu.forks import Preloaded
+
 from spec_plugin.conformance.launch import ENVIRONMENT, Launch, StepMetrics, Steps, follow
 
 HERE = Path(__file__).resolve().parent
@@ -200,7 +202,7 @@ class VerlRun:
         command = (sys.executable, "-m", *on_nodes, self.main.module, *arguments(self))
         # a forked process has imported verl already, and so does not look for the modules that this names
         more = ("spec_plugin_verl",) if self.main.flag == _EVERYWHERE and not self.plain else ()
-        return Launch(command, environment(self, base), self.out, self.steps, "verl", (*MODULES, *more))
+        return Launch(command, environment(self, base), self.out, self.steps, "verl", Preloaded((*MODULES, *more)))
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
         """Run it; see :func:`spec_plugin.conformance.launch.follow`."""

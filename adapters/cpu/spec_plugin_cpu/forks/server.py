@@ -1,6 +1,6 @@
 """The fork server: imports modules once, and then forks a process for each command line that a stand-in sends.
 
-Run as a script by :class:`spec_plugin.conformance.forks.ForkServer`. Standard library only, beside what it is told to import.
+Run as a script by :class:`spec_plugin_cpu.forks.ForkServer`. Standard library only, beside what it is told to import.
 A forked process has the stand-in's arguments, environment, folder and files, and runs as if an interpreter had just started,
 but for the modules that are imported already.
 """

@@ -9,14 +9,16 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from spec_plugin_cpu import forks
+from spec_plugin_cpu.forks import ForkServer
 
-from spec_plugin.conformance import forks
-from spec_plugin.conformance.forks import ForkServer
+from spec_plugin.conformance import launch
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +203,7 @@ def test_a_worker_of_ray_ends_with_its_raylet_and_other_processes_outlive_their_
 def test_a_server_dies_with_the_process_that_started_it() -> None:
     code = """
     import os, signal, subprocess
-    from spec_plugin.conformance.forks import ForkServer
+    from spec_plugin_cpu.forks import ForkServer
     server = ForkServer([])
     child = subprocess.Popen([server.python, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"])
     print(server._process.pid, flush=True)
@@ -229,6 +231,36 @@ def test_a_server_whose_starter_was_gone_before_it_could_ask_to_be_told_ends(tmp
         ]
         server = subprocess.Popen(words, pass_fds=[listener.fileno()])
         assert server.wait(30) == 0
+
+
+@dataclass(frozen=True)
+class Starter:
+    """What starts a run of the kit: one server."""
+
+    server: ForkServer
+
+    def executable(self, env: Mapping[str, str]) -> str:
+        return self.server.python
+
+    def processes(self) -> set[int]:
+        return {self.server.pid}
+
+
+def test_a_server_outlives_a_run_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STALL_S", 3.0)
+    monkeypatch.setattr(launch, "PATIENCE_S", 0.5)
+    asks = "import sys; print('warm' if 'wave' in sys.modules else 'cold', flush=True)\n"
+    hangs = "def hangs_in_here():\n  import time; time.sleep(600)\nhangs_in_here()"
+    env = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    server = ForkServer(["wave"], env)
+    hanging = launch.Launch((sys.executable, "-c", asks + hangs), env, tmp_path, 1, "trainer", Starter(server))
+    try:
+        with pytest.raises(launch.RunFailed, match="nothing new for 3 s") as failure:
+            list(launch.follow(hanging, launch.Steps(tmp_path / "steps", lambda line: None)))
+        assert run(server.python, "-c", asks).stdout.strip() == "warm"
+    finally:
+        server.close()
+    assert "warm" in str(failure.value) and "in hangs_in_here" in str(failure.value)
 
 
 def test_where_an_import_fails_everything_starts_cold(capfd: pytest.CaptureFixture[str]) -> None:
