@@ -1,11 +1,10 @@
-"""DraftConfig: the shape of an EAGLE-3 draft, derived from a target's config and written as vLLM reads it."""
+"""DraftConfig: the shape of an EAGLE-3 draft, data alone: derived from a target's config and written as vLLM reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draft_training.errors import DraftConfigError
 from draft_training.outside import (
@@ -21,12 +20,6 @@ from draft_training.outside import (
     text_part,
 )
 from draft_training.rope import Rope
-
-if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
-    import torch
-    from torch import Tensor
-
-    from draft_training.model import Eagle3Draft
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -88,30 +81,6 @@ class DraftConfig:
     def pruned(self) -> bool:
         """True when the draft has a smaller vocabulary, and so an LM head of its own."""
         return self.draft_vocab_size != self.vocab_size
-
-    def build(self, device: torch.device | str, dtype: torch.dtype) -> Eagle3Draft:
-        """The module, uninitialised."""
-        from draft_training.model import Eagle3Draft
-
-        return Eagle3Draft(self, device=device, dtype=dtype)
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """See ``layouts.check_tensors``."""
-        from draft_training.layouts import check_tensors
-
-        check_tensors(self, tensors)
-
-    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
-        """See ``checkpoint.write_draft``."""
-        from draft_training.checkpoint import write_draft
-
-        return write_draft(folder, self, tensors)
-
-    def read(self, folder: Path) -> tuple[DraftConfig, dict[str, Tensor]]:
-        """See ``checkpoint.load_draft``."""
-        from draft_training.checkpoint import load_draft
-
-        return load_draft(folder)
 
     @property
     def parameters(self) -> int:

@@ -1,22 +1,15 @@
-"""Multi-token prediction: the layer that a target was trained with to predict one token more, as a draft."""
+"""Multi-token prediction: the shape of the layer that a target was trained with to predict one token more; without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draft_training.errors import DraftConfigError
-from draft_training.files import places, read_json, without_code
+from draft_training.files import without_code
 from draft_training.outside import TARGET, Every, MtpTarget, read, show
 from draft_training.rope import Rope
-
-if TYPE_CHECKING:  # a draft is judged without torch, whose import takes seconds
-    import torch
-    from torch import Tensor
-
-    from draft_training.mtp_module import MtpLayer
 
 #: architectures (config.json) whose layer can be trained here
 TRAINED = ("MiMoForCausalLM",)
@@ -94,59 +87,6 @@ class MtpShape:
         attention = (2 * h + 1) * heads * width + 2 * (h + 1) * kv * width
         return 2 * h * h + attention + 3 * h * int(self.hf["intermediate_size"]) + 5 * h
 
-    def of_checkpoint(self, folder: Path) -> dict[str, Tensor] | None:
-        """The layer that the target's own checkpoint holds, by its names there; None if it holds none.
-
-        Raises:
-            DraftConfigError: if what it holds is not this layer.
-            CheckpointError: if a file cannot be read.
-        """
-        from draft_training.weights import check_values, read_tensors
-
-        indexed = places(folder)
-        if indexed is None:
-            files = sorted(folder.glob("*.safetensors"))
-        else:
-            files = sorted({file for name, file in indexed.items() if name.startswith(PREFIX)})
-        tensors: dict[str, Tensor] = {}
-        for file in files:
-            tensors |= read_tensors(file, lambda name: name.startswith(PREFIX))
-        if not tensors:
-            return None
-        self.check(tensors)
-        check_values(tensors, folder)
-        return tensors
-
-    def build(self, device: torch.device | str, dtype: torch.dtype) -> MtpLayer:
-        """The module."""
-        from draft_training.mtp_module import MtpLayer
-
-        return MtpLayer(self, device, dtype)
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ``DraftConfigError`` unless names and shapes are those of the layer."""
-        from draft_training.draft import refuse_others
-
-        refuse_others(self, tensors)
-
     def to_hf(self) -> dict[str, Any]:
-        """The target's config.json."""
+        """The target's config.json, since the layer has none of its own."""
         return dict(self.hf)
-
-    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
-        """The layer alone; returns the digest."""
-        from draft_training.checkpoint import digest, write_json, write_tensors
-
-        self.check(tensors)
-        write_json(folder / "config.json", self.to_hf())
-        write_tensors(folder / "model.safetensors", tensors)
-        return digest(tensors)
-
-    def read(self, folder: Path) -> tuple[MtpShape, dict[str, Tensor]]:
-        """What ``write`` wrote."""
-        from draft_training.weights import read_tensors
-
-        shape = MtpShape.from_target(read_json(folder / "config.json"))
-        tensors = read_tensors(folder / "model.safetensors")
-        shape.check(tensors)
-        return shape, tensors

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 
 from draft_training.attention import packed_attention, rotate
 from draft_training.batch import PackedBatch
+from draft_training.draft import DraftKind
+from draft_training.files import places, read_json
 from draft_training.layers import Linear, RMSNorm, initialise
 from draft_training.model import rotary
-from draft_training.mtp import PREFIX
+from draft_training.mtp import PREFIX, MtpShape
 from draft_training.rope import Rope
-
-if TYPE_CHECKING:
-    from draft_training.mtp import MtpShape
+from draft_training.weights import check_values, read_tensors
 
 
 class MtpLayer(nn.Module):
@@ -86,3 +87,39 @@ class MtpLayer(nn.Module):
         past.append((rotate(k, cos, sin), v))
         out: Tensor = attention.o_proj(packed_attention(rotate(q, cos, sin), past, lengths).reshape(rows, -1))
         return out
+
+
+class MtpKind(DraftKind[MtpShape]):
+    """The layer alone; whatever else the target's checkpoint holds is the policy's."""
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> MtpLayer:
+        """See ``DraftKind``."""
+        return MtpLayer(self.shape, device, dtype)
+
+    def read(self, folder: Path) -> tuple[MtpShape, dict[str, Tensor]]:
+        """See ``DraftKind``."""
+        shape = MtpShape.from_target(read_json(folder / "config.json"))
+        tensors = read_tensors(folder / "model.safetensors")
+        MtpKind(shape).check(tensors)
+        return shape, tensors
+
+    def of_checkpoint(self, folder: Path) -> dict[str, Tensor] | None:
+        """The layer that the target's own checkpoint holds, by its names there; None if it holds none.
+
+        Raises:
+            DraftConfigError: if what it holds is not this layer.
+            CheckpointError: if a file cannot be read.
+        """
+        indexed = places(folder)
+        if indexed is None:
+            files = sorted(folder.glob("*.safetensors"))
+        else:
+            files = sorted({file for name, file in indexed.items() if name.startswith(PREFIX)})
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            tensors |= read_tensors(file, lambda name: name.startswith(PREFIX))
+        if not tensors:
+            return None
+        self.check(tensors)
+        check_values(tensors, folder)
+        return tensors

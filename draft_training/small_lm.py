@@ -1,27 +1,22 @@
-"""A small causal language model as a draft: its shape, and the module, distilled from the target's last states alone."""
+"""A small causal language model as a draft, distilled from the target's last states alone: its shape, without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from draft_training.errors import DraftConfigError
-from draft_training.files import read_json, without_code
+from draft_training.files import without_code
 from draft_training.outside import DRAFT, TARGET, CausalLm, Sizes, read, show, text_part
-
-if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
-    import torch
-    from torch import Tensor
-
-    from draft_training.small_lm_module import SmallLm
 
 #: decoders that the trainer computes as vLLM does, by ``model_type``: of the draft, whatever the target is
 _IMPLEMENTED = ("qwen3", "qwen2", "llama", "mistral")
 #: of a draft that is born in the run: its layers, its width as a share of the target's, and the least width
 _LAYERS, _WIDTH_SHARE, _LEAST_WIDTH = 2, 4, 64
 _HEAD_DIM = 32  # the least that vLLM's CPU attention takes
+#: of the file, not of the shape
+_DTYPES = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
@@ -95,63 +90,32 @@ class SmallLmShape:
         return cls(told.hidden_size, hf)
 
     @classmethod
-    def from_folder(
-        cls, folder: Path, target: Mapping[str, Any], where: str = TARGET
-    ) -> tuple[SmallLmShape, dict[str, Tensor]]:
-        """The user's, checked against the target.
+    def from_hf(
+        cls, hf: Mapping[str, Any], target: Mapping[str, Any], where: str = DRAFT, target_file: str = TARGET
+    ) -> SmallLmShape:
+        """That of a model which the user gives, checked against the target.
 
         Args:
-            folder: the draft's.
+            hf: the model's config.json.
             target: the target's config.json.
-            where: the file of that, for the messages.
+            where: the file of ``hf``, for the messages.
+            target_file: that of ``target``.
 
         Raises:
             DraftConfigError: if it does not fit.
-            CheckpointError: if a file is missing or torn.
         """
-        file = folder / "config.json"
-        wanted, hf = read(Sizes, text_part(target), where), read_json(file)
-        _refuse_misfit(hf, wanted, str(file))
-        return cls(wanted.hidden_size, hf).read(folder)
-
-    def build(self, device: torch.device | str, dtype: torch.dtype) -> SmallLm:
-        """The module."""
-        from draft_training.small_lm_module import SmallLm
-
-        return SmallLm(self, device, dtype)
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ``DraftConfigError`` unless names and shapes are those of the model."""
-        from draft_training.draft import refuse_others
-
-        refuse_others(self, tensors)
+        sizes = read(Sizes, text_part(target), target_file)
+        _refuse_misfit(hf, sizes, where)
+        return cls(sizes.hidden_size, own_fields(hf))
 
     def to_hf(self) -> dict[str, Any]:
-        """config.json."""
+        """config.json as transformers and vLLM read it, without a dtype."""
         return dict(self.hf)
 
-    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
-        """What vLLM and transformers load; returns the digest."""
-        from draft_training.checkpoint import digest, write_json, write_tensors
 
-        self.check(tensors)
-        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-        write_json(folder / "config.json", {**self.hf, "torch_dtype": dtype})
-        write_tensors(folder / "model.safetensors", tensors)
-        return digest(tensors)
-
-    def read(self, folder: Path) -> tuple[SmallLmShape, dict[str, Tensor]]:
-        """A folder in the layout of transformers."""
-        from draft_training.weights import check_values, read_folder
-
-        found = without_code(read_json(folder / "config.json"))
-        hf = {name: value for name, value in found.items() if name not in _DTYPES}
-        shape = replace(self, hf=hf)
-        dropped = ("lm_head.weight",) if shape.tied else ()
-        tensors = {n: t for n, t in read_folder(folder).items() if n not in dropped and not n.endswith("inv_freq")}
-        shape.check(tensors)
-        check_values(tensors, folder)
-        return shape, tensors
+def own_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without what is the file's and not the shape's: its dtype, and any code that it names."""
+    return {name: value for name, value in without_code(hf).items() if name not in _DTYPES}
 
 
 def _refuse_misfit(hf: Mapping[str, Any], target: Sizes, where: str = DRAFT) -> None:
@@ -171,7 +135,3 @@ def _refuse_misfit(hf: Mapping[str, Any], target: Sizes, where: str = DRAFT) -> 
             f"the draft's max_position_embeddings={told.max_position_embeddings} is below the target's "
             f"{target.max_position_embeddings}; take a model that reads texts as long as the target's"
         )
-
-
-#: of the file, not of the shape
-_DTYPES = ("dtype", "torch_dtype")

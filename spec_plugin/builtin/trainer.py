@@ -202,7 +202,7 @@ class DraftTraining:
             "spec/expected_acceptance": self._judged.acceptance_length if self._judged else 1.0,
             "spec/train_ms": self._slice.seconds * 1e3,
             "spec/train_steps": float(self._slice.steps),
-            "spec/train_unroll": float(self._trainer.unroll.steps),
+            "spec/train_unroll": float(self._trainer.schedule.unroll.steps),
             "spec/buffer_tokens": float(self._buffer.stats().tokens),
         }
 

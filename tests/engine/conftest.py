@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import small
 
-from draft_training.checkpoint import save_draft
 from draft_training.config import DraftConfig
+from draft_training.eagle3 import save_draft
 from spec_plugin.conformance.forks import ForkServer
 
 # vLLM reads it once: without it tensor parallel ranks want a NUMA node each

@@ -66,9 +66,11 @@ class MtpMethod:
 
     @staticmethod
     def _starting_draft(target: TargetInfo) -> StartingDraft:
+        from draft_training.mtp_module import MtpKind  # with torch, whose import takes seconds
+
         try:
             shape = MtpShape.from_target(target.hf_config, target.file)
-            tensors = shape.of_checkpoint(Path(target.path))
+            tensors = MtpKind(shape).of_checkpoint(Path(target.path))
         except (DraftConfigError, CheckpointError, OSError) as error:
             raise SpecConfigError(f"spec.method='mtp' cannot draft for this target: {error}") from error
         if tensors is None and target.load_format != "dummy":

@@ -21,7 +21,7 @@ from draft_training import (
     load_draft,
     save_draft,
 )
-from draft_training import checkpoint as checkpoint_module
+from draft_training import draft as draft_module
 from draft_training.checkpoint import replacing_folder, settled_folder
 
 SETTINGS = TrainSettings(tokens_per_step=60, warmup_steps=3, ttt_steps=2)
@@ -78,7 +78,7 @@ def test_a_save_that_fails_leaves_the_old_draft(tmp_path, tiny, monkeypatch):
     said = save_draft(tmp_path / "d", tiny, tensors)
     with pytest.raises(DraftConfigError):
         save_draft(tmp_path / "d", tiny, {**tensors, "embed_tokens.weight": torch.zeros(2)})
-    monkeypatch.setattr(checkpoint_module, "write_tensors", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(draft_module, "write_tensors", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         save_draft(tmp_path / "d", tiny, make_trainer(tiny, seed=8).engine_tensors())
     assert digest(load_draft(tmp_path / "d")[1]) == said and [p.name for p in tmp_path.iterdir()] == ["d"]
