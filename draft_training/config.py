@@ -10,13 +10,13 @@ from draft_training.errors import DraftConfigError
 from draft_training.outside import (
     DRAFT,
     TARGET,
-    DraftedFor,
     Eagle3,
     EagleConfig,
     Stack,
+    TargetOfDraft,
     blaming,
     read,
-    show,
+    short_repr,
     text_part,
 )
 from draft_training.rope import Rope
@@ -105,7 +105,7 @@ class DraftConfig:
         """The draft for a target, of whatever family: a model of its own, that needs the target's width and vocabulary.
 
         It attends to the whole text even where the target has windows, latent attention or no attention at all; its MLP is dense
-        where the target's has experts (``DraftedFor.draft_mlp``); its rotary embedding may be plainer (``Rope.for_draft_of``).
+        where the target's has experts (``TargetOfDraft.draft_mlp``); its rotary embedding may be plainer (``Rope.for_draft_of``).
         What it proposes is verified, so none of this can change what is sampled.
 
         Args:
@@ -119,7 +119,7 @@ class DraftConfig:
             DraftConfigError: saying what is wrong, with the value, and what to set.
         """
         text = text_part(hf_config)
-        told = read(DraftedFor, text, where)
+        told = read(TargetOfDraft, text, where)
         layers, (heads, kv_heads, head_dim) = told.num_hidden_layers, told.draft_heads
         with blaming(where):
             return cls(
@@ -264,7 +264,9 @@ _VARIANTS = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "qkv_
 
 def _refuse_variants(told: Eagle3, nested: EagleConfig, where: str) -> None:
     if (named := told.architectures or [ARCHITECTURE])[0] not in (ARCHITECTURE, "Eagle3LlamaForCausalLM"):
-        raise DraftConfigError(f"architectures={show(named)} in {where}: only {ARCHITECTURE} drafts can be trained")
+        raise DraftConfigError(
+            f"architectures={short_repr(named)} in {where}: only {ARCHITECTURE} drafts can be trained"
+        )
     if told.num_hidden_layers not in (0, 1):
         raise DraftConfigError(
             f"num_hidden_layers={told.num_hidden_layers} in {where}: only drafts of one layer can be trained"
@@ -273,7 +275,7 @@ def _refuse_variants(told: Eagle3, nested: EagleConfig, where: str) -> None:
     on += ["eagle_config.norm_before_fc"] if nested.norm_before_fc else []
     on += [f"logit_scale={told.logit_scale}"] if told.logit_scale != 1.0 else []
     on += ["eagle_config.use_aux_hidden_state=false"] if not nested.use_aux_hidden_state else []
-    on += [f"hidden_act={show(told.hidden_act)}"] if told.hidden_act != "silu" else []
+    on += [f"hidden_act={short_repr(told.hidden_act)}"] if told.hidden_act != "silu" else []
     if on:
         raise DraftConfigError(
             f"{where} sets {', '.join(on)}, which this trainer does not implement; start from a draft without it, or from none"

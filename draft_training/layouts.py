@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draft_training.config import DraftConfig
 from draft_training.errors import DraftConfigError
-from draft_training.outside import DRAFT, TARGET, Speculators, Stack, read, show
+from draft_training.outside import DRAFT, TARGET, Speculators, Stack, read, short_repr
 from draft_training.weights import check_offsets
 
 logger = logging.getLogger(__name__)
@@ -41,13 +41,13 @@ def read_config(
     told = read(Speculators, hf, where)
     if told.speculators_model_type != "eagle3":
         raise DraftConfigError(
-            f"speculators_model_type={show(told.speculators_model_type)} in {where}: only 'eagle3' drafts can be trained"
+            f"speculators_model_type={short_repr(told.speculators_model_type)} in {where}: only 'eagle3' drafts can be trained"
         )
     layer = dict(told.transformer_layer_config)
     if layer.get("model_type", "llama") != "llama":
         raise DraftConfigError(
-            f"transformer_layer_config.model_type={show(layer['model_type'])} in {where}: only 'llama' decoder layers can be "
-            "trained"
+            f"transformer_layer_config.model_type={short_repr(layer['model_type'])} in {where}: only 'llama' decoder "
+            "layers can be trained"
         )
     own = {k: hf.get(k) for k in ("norm_before_fc", "fc_norm", "norm_output", "target_hidden_size")}
     own["norm_before_residual"] = hf.get("norm_before_residual", True)  # vLLM's reading of a missing key

@@ -8,7 +8,7 @@ from typing import Any
 
 from draft_training.errors import DraftConfigError
 from draft_training.files import without_code
-from draft_training.outside import TARGET, Every, MtpTarget, read, show
+from draft_training.outside import TARGET, DenseModel, ModelBasics, read, short_repr
 from draft_training.rope import Rope
 
 #: architectures (config.json) whose layer can be trained here
@@ -39,7 +39,7 @@ class MtpShape:
         Raises:
             DraftConfigError: if it has no such layer, or one that cannot be trained here.
         """
-        (architecture, *_) = read(Every, hf, where).architectures or ["none"]
+        (architecture, *_) = read(ModelBasics, hf, where).architectures or ["none"]
         if architecture not in TRAINED:
             raise DraftConfigError(
                 f"the MTP layer of {architecture} cannot be trained yet, only that of {', '.join(TRAINED)}: set spec.train=false "
@@ -47,45 +47,44 @@ class MtpShape:
             )
         if (layers := hf.get("num_nextn_predict_layers")) != 1 or layers is True:
             raise DraftConfigError(
-                f"num_nextn_predict_layers={show(layers)} in {where}: one MTP layer can be trained; use another method"
+                f"num_nextn_predict_layers={short_repr(layers)} in {where}: one MTP layer can be trained; use another method"
             )
-        read(MtpTarget, hf, where)
+        read(DenseModel, hf, where)
         Rope.from_hf(hf, where)  # refuses what the layer does not know
         return cls({name: value for name, value in without_code(hf).items() if name not in _OF_THE_FILE})
 
     @property
+    def layer(self) -> DenseModel:
+        """The sizes of the layer, which are those of the target's own layers."""
+        return read(DenseModel, self.hf, TARGET)
+
+    @property
     def vocab_size(self) -> int:
-        """V."""
-        return int(self.hf["vocab_size"])
+        """V, the target's."""
+        return self.layer.vocab_size
 
     @property
     def draft_vocab_size(self) -> int:
-        """V: never pruned."""
+        """V: the layer has no head of its own."""
         return self.vocab_size
 
     @property
     def pruned(self) -> bool:
-        """Never."""
+        """False: see ``draft_vocab_size``."""
         return False
 
     @property
     def hidden_size(self) -> int:
         """H, the target's."""
-        return int(self.hf["hidden_size"])
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """Query heads, key and value heads, and the width of each."""
-        heads = int(self.hf["num_attention_heads"])
-        width = int(self.hf.get("head_dim") or self.hidden_size // heads)
-        return heads, int(self.hf.get("num_key_value_heads") or heads), width
+        return self.layer.hidden_size
 
     @property
     def parameters(self) -> int:
-        """How many numbers the layer has."""
-        h, (heads, kv, width) = self.hidden_size, self.heads
-        attention = (2 * h + 1) * heads * width + 2 * (h + 1) * kv * width
-        return 2 * h * h + attention + 3 * h * int(self.hf["intermediate_size"]) + 5 * h
+        """How many numbers the layer has; biases of queries, keys and values included."""
+        layer = self.layer
+        h, (heads, kv_heads, head_dim) = layer.hidden_size, layer.heads
+        attention = (2 * h + 1) * heads * head_dim + 2 * (h + 1) * kv_heads * head_dim
+        return 2 * h * h + attention + 3 * h * layer.intermediate_size + 5 * h
 
     def to_hf(self) -> dict[str, Any]:
         """The target's config.json, since the layer has none of its own."""

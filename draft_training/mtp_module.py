@@ -26,9 +26,11 @@ class MtpLayer(nn.Module):
 
     def __init__(self, config: MtpShape, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config, self.rope = config, Rope.from_hf(config.hf)
-        h, inner, eps = config.hidden_size, int(config.hf["intermediate_size"]), float(config.hf["rms_norm_eps"])
-        heads, kv, width = config.heads
+        layer = config.layer
+        self.rope = Rope.from_hf(config.hf)
+        h, inner, eps = layer.hidden_size, layer.intermediate_size, layer.rms_norm_eps
+        heads, kv, width = layer.heads
+        self.head_dim = width
         with torch.device(device):
             for name in ("token", "hidden", "input", "post_attention", "final"):
                 setattr(self, f"{name}_layernorm", RMSNorm(h, eps))
@@ -80,7 +82,7 @@ class MtpLayer(nn.Module):
         self, x: Tensor, positions: Tensor, lengths: tuple[int, ...], past: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
         attention: Any = self.self_attn
-        width, rows = self.config.heads[2], x.shape[0]
+        width, rows = self.head_dim, x.shape[0]
         cos, sin = rotary(self.rope, width, positions, x.dtype)
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         q, k, v = (F.linear(x, part.weight, part.bias).view(rows, -1, width) for part in parts)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draft_training.errors import DraftConfigError
-from draft_training.outside import TARGET, Layer, Rotary, read, show
+from draft_training.outside import TARGET, Layer, Rotary, read, short_repr
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _NUMBERS = {
@@ -62,7 +62,7 @@ class Rope:
         kind = str(raw.get("rope_type", raw.get("type", "default")))
         if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in raw.values()):
             raise DraftConfigError(
-                f"the rope scaling {show(raw)} of {where} is not supported; the draft knows {', '.join(ROPE_TYPES)}: "
+                f"the rope scaling {short_repr(raw)} of {where} is not supported; the draft knows {', '.join(ROPE_TYPES)}: "
                 "use another method for this target"
             )
         if kind == "yarn" and (strange := [name for name in _NOT_OF_YARN if raw.get(name) is not None]):

@@ -8,7 +8,7 @@ from typing import Any
 
 from draft_training.errors import DraftConfigError
 from draft_training.files import without_code
-from draft_training.outside import DRAFT, TARGET, CausalLm, Sizes, read, show, text_part
+from draft_training.outside import DRAFT, TARGET, DenseModel, Sizes, read, short_repr, text_part
 
 #: decoders that the trainer computes as vLLM does, by ``model_type``: of the draft, whatever the target is
 _IMPLEMENTED = ("qwen3", "qwen2", "llama", "mistral")
@@ -27,33 +27,37 @@ class SmallLmShape:
     hf: Mapping[str, Any]  # the draft's own config.json
 
     @property
+    def model(self) -> DenseModel:
+        """Its sizes."""
+        return read(DenseModel, self.hf, DRAFT)
+
+    @property
     def vocab_size(self) -> int:
-        """V."""
-        return int(self.hf["vocab_size"])
+        """V, the target's."""
+        return self.model.vocab_size
 
     @property
     def draft_vocab_size(self) -> int:
-        """V: never pruned."""
+        """V: a model of its own keeps its whole head."""
         return self.vocab_size
 
     @property
     def pruned(self) -> bool:
-        """Never."""
+        """False: see ``draft_vocab_size``."""
         return False
 
     @property
     def tied(self) -> bool:
         """Are its embedding and its head one tensor."""
-        return bool(self.hf.get("tie_word_embeddings"))
+        return self.model.tie_word_embeddings
 
     @property
     def parameters(self) -> int:
         """How many numbers it has, but for biases and norms of heads, which are few."""
-        h, heads = int(self.hf["hidden_size"]), int(self.hf["num_attention_heads"])
-        kv = int(self.hf.get("num_key_value_heads") or heads)
-        size = int(self.hf.get("head_dim") or h // heads)
-        layer = 2 * h * heads * size + 2 * h * kv * size + 3 * h * int(self.hf["intermediate_size"]) + 2 * h
-        return int(self.hf["num_hidden_layers"]) * layer + h + (1 if self.tied else 2) * self.vocab_size * h
+        model = self.model
+        h, (heads, kv_heads, head_dim) = model.hidden_size, model.heads
+        layer = 2 * h * (heads + kv_heads) * head_dim + 3 * h * model.intermediate_size + 2 * h
+        return model.num_hidden_layers * layer + h + (1 if model.tie_word_embeddings else 2) * model.vocab_size * h
 
     @classmethod
     def from_target(cls, target: Mapping[str, Any], where: str = TARGET) -> SmallLmShape:
@@ -122,9 +126,9 @@ def _refuse_misfit(hf: Mapping[str, Any], target: Sizes, where: str = DRAFT) -> 
     family = hf.get("model_type")
     if family not in _IMPLEMENTED:
         raise DraftConfigError(
-            f"model_type={show(family)} in {where} cannot be a small draft yet; dense {', '.join(_IMPLEMENTED)} can"
+            f"model_type={short_repr(family)} in {where} cannot be a small draft yet; dense {', '.join(_IMPLEMENTED)} can"
         )
-    told = read(CausalLm, hf, where)
+    told = read(DenseModel, hf, where)
     if told.vocab_size != target.vocab_size:
         raise DraftConfigError(
             f"the draft's vocab_size={told.vocab_size} differs from the target's {target.vocab_size}: it needs the "
