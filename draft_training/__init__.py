@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from draft_training.loss import LossStats, ttt_loss
     from draft_training.memory import TrainingMemory, training_memory
     from draft_training.model import Eagle3Draft
+    from draft_training.report import SliceReport
     from draft_training.rope import Rope
     from draft_training.settings import TrainSettings
     from draft_training.state import TrainerState
-    from draft_training.trainer import DraftTrainer, SliceReport
+    from draft_training.trainer import DraftTrainer
 
 __all__ = [
     "BufferStats",
@@ -61,10 +62,11 @@ _HOMES = {
     "loss": ("LossStats", "ttt_loss"),
     "memory": ("TrainingMemory", "training_memory"),
     "model": ("Eagle3Draft",),
+    "report": ("SliceReport",),
     "rope": ("Rope",),
     "settings": ("TrainSettings",),
     "state": ("TrainerState",),
-    "trainer": ("DraftTrainer", "SliceReport"),
+    "trainer": ("DraftTrainer",),
 }
 
 if not TYPE_CHECKING:  # mypy sees the imports above, and so a name that is not there

@@ -119,21 +119,21 @@ class DraftConfig:
             DraftConfigError: saying what is wrong, with the value, and what to set.
         """
         text = text_part(hf_config)
-        told = read(TargetOfDraft, text, where)
-        layers, (heads, kv_heads, head_dim) = told.num_hidden_layers, told.draft_heads
+        target = read(TargetOfDraft, text, where)
+        layers, (heads, kv_heads, head_dim) = target.num_hidden_layers, target.draft_heads
         with blaming(where):
             return cls(
-                vocab_size=told.vocab_size,
-                draft_vocab_size=draft_vocab_size or told.vocab_size,
-                hidden_size=told.hidden_size,
-                intermediate_size=intermediate_size or told.draft_mlp,
+                vocab_size=target.vocab_size,
+                draft_vocab_size=draft_vocab_size or target.vocab_size,
+                hidden_size=target.hidden_size,
+                intermediate_size=intermediate_size or target.draft_mlp,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
                 aux_layers=default_aux_layers(layers) if aux_layers is None else _within(aux_layers, layers),
-                rms_norm_eps=told.rms_norm_eps,
+                rms_norm_eps=target.rms_norm_eps,
                 rope=Rope.for_draft_of(text, where),
-                max_position_embeddings=told.max_position_embeddings,
+                max_position_embeddings=target.max_position_embeddings,
             )
 
     @classmethod
@@ -148,34 +148,34 @@ class DraftConfig:
         Raises:
             DraftConfigError: for another architecture, more than one layer, an option that we cannot train, or a bad value.
         """
-        told = read(Eagle3, hf, where)
-        nested = read(EagleConfig, told.eagle_config, f"eagle_config of {where}")
-        _refuse_variants(told, nested, where)
-        ids = told.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids
+        fields = read(Eagle3, hf, where)
+        nested = read(EagleConfig, fields.eagle_config, f"eagle_config of {where}")
+        _refuse_variants(fields, nested, where)
+        ids = fields.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids
         if not ids and target_layers is None:
             raise DraftConfigError(
                 f"{where} names no eagle_aux_hidden_state_layer_ids; give the target's config, or add them"
             )
-        if (told.target_hidden_size or told.hidden_size) != told.hidden_size:
+        if (fields.target_hidden_size or fields.hidden_size) != fields.hidden_size:
             raise DraftConfigError(
-                f"target_hidden_size={told.target_hidden_size} differs from the draft's hidden_size={told.hidden_size} "
+                f"target_hidden_size={fields.target_hidden_size} differs from the draft's hidden_size={fields.hidden_size} "
                 f"({where}); drafts of another width than their target are not supported"
             )
-        rope, (heads, kv_heads, head_dim) = Rope.from_hf(hf, where), told.heads
+        rope, (heads, kv_heads, head_dim) = Rope.from_hf(hf, where), fields.heads
         with blaming(where):
             return cls(
-                vocab_size=told.vocab_size,
-                draft_vocab_size=told.draft_vocab_size or told.vocab_size,
-                hidden_size=told.hidden_size,
-                intermediate_size=told.intermediate_size,
+                vocab_size=fields.vocab_size,
+                draft_vocab_size=fields.draft_vocab_size or fields.vocab_size,
+                hidden_size=fields.hidden_size,
+                intermediate_size=fields.intermediate_size,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
                 aux_layers=tuple(ids) if ids else default_aux_layers(target_layers or 0),
-                rms_norm_eps=told.rms_norm_eps,
+                rms_norm_eps=fields.rms_norm_eps,
                 rope=rope,
-                max_position_embeddings=told.max_position_embeddings,
-                norm_before_residual=told.norm_before_residual,
+                max_position_embeddings=fields.max_position_embeddings,
+                norm_before_residual=fields.norm_before_residual,
             )
 
     def to_hf(self) -> dict[str, Any]:
@@ -262,20 +262,20 @@ def _within(ids: Sequence[int], layers: int) -> tuple[int, ...]:
 _VARIANTS = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "qkv_bias", "mlp_bias")
 
 
-def _refuse_variants(told: Eagle3, nested: EagleConfig, where: str) -> None:
-    if (named := told.architectures or [ARCHITECTURE])[0] not in (ARCHITECTURE, "Eagle3LlamaForCausalLM"):
+def _refuse_variants(fields: Eagle3, nested: EagleConfig, where: str) -> None:
+    if (named := fields.architectures or [ARCHITECTURE])[0] not in (ARCHITECTURE, "Eagle3LlamaForCausalLM"):
         raise DraftConfigError(
             f"architectures={short_repr(named)} in {where}: only {ARCHITECTURE} drafts can be trained"
         )
-    if told.num_hidden_layers not in (0, 1):
+    if fields.num_hidden_layers not in (0, 1):
         raise DraftConfigError(
-            f"num_hidden_layers={told.num_hidden_layers} in {where}: only drafts of one layer can be trained"
+            f"num_hidden_layers={fields.num_hidden_layers} in {where}: only drafts of one layer can be trained"
         )
-    on = [name for name in _VARIANTS if getattr(told, name)]
+    on = [name for name in _VARIANTS if getattr(fields, name)]
     on += ["eagle_config.norm_before_fc"] if nested.norm_before_fc else []
-    on += [f"logit_scale={told.logit_scale}"] if told.logit_scale != 1.0 else []
+    on += [f"logit_scale={fields.logit_scale}"] if fields.logit_scale != 1.0 else []
     on += ["eagle_config.use_aux_hidden_state=false"] if not nested.use_aux_hidden_state else []
-    on += [f"hidden_act={short_repr(told.hidden_act)}"] if told.hidden_act != "silu" else []
+    on += [f"hidden_act={short_repr(fields.hidden_act)}"] if fields.hidden_act != "silu" else []
     if on:
         raise DraftConfigError(
             f"{where} sets {', '.join(on)}, which this trainer does not implement; start from a draft without it, or from none"

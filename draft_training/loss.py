@@ -28,7 +28,7 @@ class LossStats:
 
     @classmethod
     def zeros(cls, steps: int, device: torch.device | str = "cpu") -> LossStats:
-        """The neutral element of addition."""
+        """Nothing measured yet of J = ``steps``: the neutral element of addition."""
         return cls.unpack(torch.zeros(5 * steps + 1, dtype=torch.float64, device=device))
 
     def pack(self) -> Tensor:

@@ -17,7 +17,7 @@ from draft_training.rope import Rope
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU (arXiv 2002.05202), without biases."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()

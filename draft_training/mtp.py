@@ -8,7 +8,7 @@ from typing import Any
 
 from draft_training.errors import DraftConfigError
 from draft_training.files import without_code
-from draft_training.outside import TARGET, DenseModel, ModelBasics, read, short_repr
+from draft_training.outside import TARGET, ModelBasics, MtpTarget, read, short_repr
 from draft_training.rope import Rope
 
 #: architectures (config.json) whose layer can be trained here
@@ -30,7 +30,7 @@ class MtpShape:
 
     @classmethod
     def from_target(cls, hf: Mapping[str, Any], where: str = TARGET) -> MtpShape:
-        """That of a target.
+        """The shape of a target's own layer.
 
         Args:
             hf: the target's config.json.
@@ -49,14 +49,14 @@ class MtpShape:
             raise DraftConfigError(
                 f"num_nextn_predict_layers={short_repr(layers)} in {where}: one MTP layer can be trained; use another method"
             )
-        read(DenseModel, hf, where)
+        read(MtpTarget, hf, where)
         Rope.from_hf(hf, where)  # refuses what the layer does not know
         return cls({name: value for name, value in without_code(hf).items() if name not in _OF_THE_FILE})
 
     @property
-    def layer(self) -> DenseModel:
+    def layer(self) -> MtpTarget:
         """The sizes of the layer, which are those of the target's own layers."""
-        return read(DenseModel, self.hf, TARGET)
+        return read(MtpTarget, self.hf, TARGET)
 
     @property
     def vocab_size(self) -> int:

@@ -49,7 +49,7 @@ class MtpLayer(nn.Module):
         self.to(device=device, dtype=dtype)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """By the names of checkpoints."""
+        """By the names that the target's checkpoint has for them, which the engine renames."""
         tensors = super().state_dict(*args, **kwargs)
         return {PREFIX + name: t for name, t in tensors.items()}
 

@@ -123,7 +123,7 @@ class Layer(Fields):
 
 
 class Rotary(Fields):
-    """``rope_scaling`` and ``rope_parameters``."""
+    """What ``rope_scaling`` and ``rope_parameters`` may hold, whatever the type."""
 
     rope_theta: Theta | None = None
     partial_rotary_factor: Number | None = None
@@ -189,11 +189,17 @@ class TargetOfDraft(Layer):
 
 
 class DenseModel(TargetOfDraft):
-    """A dense model whose own layers are trained: a small one that drafts, or a target with one for multi-token prediction."""
+    """A dense model whose own layers are trained, such as a small one that drafts."""
 
     model_type: Name
     intermediate_size: Width
     tie_word_embeddings: Switch = False
+
+
+class MtpTarget(DenseModel):
+    """A target whose own layer for multi-token prediction is trained."""
+
+    rms_norm_eps: Epsilon
 
 
 class Eagle3(Layer):
@@ -217,7 +223,7 @@ class Eagle3(Layer):
 
 
 class EagleConfig(Fields):
-    """Its ``eagle_config``."""
+    """What ``eagle_config`` of such a draft may hold, in place of the config.json itself."""
 
     eagle_aux_hidden_state_layer_ids: Ids = []
     use_aux_hidden_state: Switch = True
@@ -232,7 +238,7 @@ class Speculators(Fields):
 
 
 class Index(Fields):
-    """model.safetensors.index.json."""
+    """model.safetensors.index.json: which file of a folder holds which tensor."""
 
     weight_map: Annotated[dict[str, str], Field(description="a mapping of tensors to files")]
 
@@ -241,7 +247,7 @@ T = TypeVar("T", bound=Fields)
 
 
 def read(kind: type[T], raw: Any, where: str) -> T:
-    """The fields that ``kind`` names.
+    """Parse the fields that ``kind`` names; others are left unread.
 
     Args:
         kind: whose fields.

@@ -19,7 +19,7 @@ class Ranks:
     """Sums and copies among the ranks of a process group: all must make the same calls; one process alone waits for nobody."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Wrap a group.
+        """Nothing is exchanged before the first call.
 
         Args:
             group: of the ranks; None: this process alone.

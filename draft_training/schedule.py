@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draft_training.loss import LossStats
 from draft_training.settings import TrainSettings
 from draft_training.unroll import Unroll
 
@@ -24,7 +23,7 @@ class Schedule:
         self.unroll = Unroll(settings.first_steps, settings.ttt_steps, grown=not newborn)
 
     def restart(self) -> None:
-        """Go on as for a newborn draft."""
+        """Unroll, and learn at the rates, as a newborn draft does: what was given turned out to know nothing."""
         self.newborn = True
         self.unroll = Unroll(self._settings.first_steps, self._settings.ttt_steps)
 
@@ -44,10 +43,6 @@ class Schedule:
         """Tokens of an optimizer step: its positions, unrolled, stay as many, and so its memory and its time."""
         settings = self._settings
         return settings.tokens_per_step * min(settings.first_steps, self.unroll.steps) // self.unroll.steps
-
-    def observe(self, stats: LossStats) -> None:
-        """See ``Unroll.observe``."""
-        self.unroll.observe(stats)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-serialisable; ``scale`` is set anew by whoever uses it."""

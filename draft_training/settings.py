@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How the draft is trained."""
+    """Numbers of one training; the defaults are for a draft that is trained online, beside a policy that moves."""
 
     lr: float = 0.1  # highest of matrices: size of an update's singular values, see Muon
     vector_lr: float = 1e-3  # of norms and a trained head (AdamW)

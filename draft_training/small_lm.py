@@ -28,7 +28,7 @@ class SmallLmShape:
 
     @property
     def model(self) -> DenseModel:
-        """Its sizes."""
+        """Its own sizes, as parsed."""
         return read(DenseModel, self.hf, DRAFT)
 
     @property
@@ -70,19 +70,19 @@ class SmallLmShape:
         Raises:
             DraftConfigError: if the target's config.json lacks a size, or has one that cannot be.
         """
-        told = read(Sizes, text_part(target), where)
-        hidden = max(_LEAST_WIDTH, told.hidden_size // _WIDTH_SHARE // _LEAST_WIDTH * _LEAST_WIDTH)
+        sizes = read(Sizes, text_part(target), where)
+        hidden = max(_LEAST_WIDTH, sizes.hidden_size // _WIDTH_SHARE // _LEAST_WIDTH * _LEAST_WIDTH)
         hf = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": told.vocab_size,
+            "vocab_size": sizes.vocab_size,
             "hidden_size": hidden,
             "intermediate_size": 2 * hidden,
             "num_hidden_layers": _LAYERS,
             "num_attention_heads": hidden // _HEAD_DIM,
             "num_key_value_heads": hidden // _HEAD_DIM,
             "head_dim": _HEAD_DIM,
-            "max_position_embeddings": told.max_position_embeddings,
+            "max_position_embeddings": sizes.max_position_embeddings,
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
             "attention_bias": False,
@@ -91,7 +91,7 @@ class SmallLmShape:
             "bos_token_id": None,
             "eos_token_id": None,
         }
-        return cls(told.hidden_size, hf)
+        return cls(sizes.hidden_size, hf)
 
     @classmethod
     def from_hf(
@@ -128,14 +128,14 @@ def _refuse_misfit(hf: Mapping[str, Any], target: Sizes, where: str = DRAFT) -> 
         raise DraftConfigError(
             f"model_type={short_repr(family)} in {where} cannot be a small draft yet; dense {', '.join(_IMPLEMENTED)} can"
         )
-    told = read(DenseModel, hf, where)
-    if told.vocab_size != target.vocab_size:
+    draft = read(DenseModel, hf, where)
+    if draft.vocab_size != target.vocab_size:
         raise DraftConfigError(
-            f"the draft's vocab_size={told.vocab_size} differs from the target's {target.vocab_size}: it needs the "
+            f"the draft's vocab_size={draft.vocab_size} differs from the target's {target.vocab_size}: it needs the "
             "target's tokenizer, so take a smaller model of the same family"
         )
-    if told.max_position_embeddings < target.max_position_embeddings:
+    if draft.max_position_embeddings < target.max_position_embeddings:
         raise DraftConfigError(
-            f"the draft's max_position_embeddings={told.max_position_embeddings} is below the target's "
+            f"the draft's max_position_embeddings={draft.max_position_embeddings} is below the target's "
             f"{target.max_position_embeddings}; take a model that reads texts as long as the target's"
         )

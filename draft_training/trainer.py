@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from draft_training.batch import Document, PackedBatch, pack
+from draft_training.batch import Document, PackedBatch, pack, portions
 from draft_training.buffer import HiddenBuffer
 from draft_training.card import HostOffload, fast_products
 from draft_training.draft import DraftShape
@@ -23,6 +23,7 @@ from draft_training.kinds import kind_of
 from draft_training.loss import LossStats, ttt_loss
 from draft_training.optimizer import DraftOptimizer
 from draft_training.parallel import Ranks
+from draft_training.report import SliceReport
 from draft_training.schedule import Schedule
 from draft_training.settings import TrainSettings
 from draft_training.state import TrainerState, read_state, state_from_first, write_state
@@ -30,22 +31,6 @@ from draft_training.state import TrainerState, read_state, state_from_first, wri
 logger = logging.getLogger(__name__)
 
 POLICY_TENSORS_MISSING = "the policy's embedding and LM head are not known yet: call update_policy first"
-
-
-@dataclass(frozen=True)
-class SliceReport:
-    """What a slice of training, or an evaluation, did and measured; with data parallelism the same on all ranks."""
-
-    steps: int  # optimizer steps taken
-    tokens: int  # tokens that went through the draft, all ranks
-    loss: float  # mean KL summed over steps with their decay, nats; 0.0 when nothing was measured
-    acceptance_length: float  # see LossStats.acceptance_length; 1.0 when nothing was measured
-    agreement: tuple[float, ...]  # [J] share of positions where the draft's greedy token is the target's argmax
-    acceptance: tuple[float, ...]  # [J] mean target probability of the draft's greedy token
-    chances: tuple[float, ...]  # [J] chance that each drafted token is accepted, given those before it; () when unknown
-    rounds: int  # replayed decoding rounds behind acceptance_length and chances
-    skipped: int  # steps given up because loss or gradients were not finite
-    seconds: float
 
 
 class DraftTrainer:
@@ -120,10 +105,6 @@ class DraftTrainer:
         """What is needed in slices only: the optimizer's state and the policy's tensors."""
         yield from self._optimizer.state().values()
         yield from (t for t in (self._embed, self._lm_head) if t is not None)
-
-    def begin_short(self) -> None:
-        """Unroll, and learn at the rates, as a newborn draft does: what was given turned out to know nothing."""
-        self.schedule.restart()
 
     def install(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the draft's weights, converting their dtype; the optimizer's state is kept.
@@ -207,12 +188,15 @@ class DraftTrainer:
                 if finite:
                     # what was measured with another unroll is no mean with this one
                     total = stats if stats.count.shape != total.count.shape else total + stats
-                    self.schedule.observe(stats)
+                    self.schedule.unroll.observe(stats)
                 self._measured(time.perf_counter() - step_began)
             if not steps + skipped and self._step_seconds is not None and seconds > 0:
                 self._step_seconds /= 2
         self.skipped += skipped
-        return self._report(total, steps, tokens, skipped, time.perf_counter() - began)
+        spent = time.perf_counter() - began
+        return SliceReport.of(
+            total, self.settings.ttt_decay, steps=steps, tokens=tokens, skipped=skipped, seconds=spent
+        )
 
     def evaluate(self, documents: Sequence[Document], steps: int | None = None) -> SliceReport:
         """Measure the draft on whole documents without training it (collective).
@@ -228,13 +212,14 @@ class DraftTrainer:
         total = LossStats.zeros(unrolled, self.device)
         with self._own_modes(), self._on_device(), torch.no_grad():
             embed, lm_head = self._policy()
-            for part in _portions(documents, self.settings.tokens_per_step):
+            for part in portions(documents, self.settings.tokens_per_step):
                 batch = pack(part, self.device)
                 cap = self.settings.logit_cap
                 total = total + ttt_loss(self.draft, batch, embed, lm_head, steps=unrolled, cap=cap)[1]
             tokens = torch.tensor([sum(map(len, documents))], dtype=torch.float64, device=self.device)
             summed = self._ranks.sum(torch.cat([total.pack(), tokens]))
-        return self._report(LossStats.unpack(summed[:-1]), 0, int(summed[-1]), 0, time.perf_counter() - began)
+        stats, seen, spent = LossStats.unpack(summed[:-1]), int(summed[-1]), time.perf_counter() - began
+        return SliceReport.of(stats, self.settings.ttt_decay, steps=0, tokens=seen, skipped=0, seconds=spent)
 
     def engine_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Copies of exactly the tensors to push to vLLM, on the trainer's device.
@@ -409,29 +394,3 @@ class DraftTrainer:
     def _on_device(self) -> AbstractContextManager[None]:
         """Everything that a slice works with, where it works."""
         return nullcontext() if self._offload is None else self._offload.on_device()
-
-    def _report(self, stats: LossStats, steps: int, tokens: int, skipped: int, seconds: float) -> SliceReport:
-        return SliceReport(
-            steps=steps,
-            tokens=tokens,
-            loss=stats.loss(self.settings.ttt_decay),
-            acceptance_length=stats.acceptance_length,
-            agreement=stats.mean(stats.agreement),
-            acceptance=stats.mean(stats.probability),
-            chances=stats.chances,
-            rounds=int(stats.rounds),
-            skipped=skipped,
-            seconds=seconds,
-        )
-
-
-def _portions(documents: Sequence[Document], tokens: int) -> Iterator[list[Document]]:
-    """Documents in order, in lists of at most ``tokens`` tokens, or of one longer document."""
-    part: list[Document] = []
-    for document in documents:
-        if part and sum(map(len, part)) + len(document) > tokens:
-            yield part
-            part = []
-        part.append(document)
-    if part:
-        yield part
