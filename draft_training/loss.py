@@ -77,15 +77,6 @@ class LossStats:
             reached = accepted
         return tuple(out)
 
-    @property
-    def chained_acceptance(self) -> float:
-        """``1 + a1 + a1*a2 + ...`` of the mean acceptance probabilities at temperature 1: smoother, but biased."""
-        total, product = 1.0, 1.0
-        for a in self.mean(self.probability):
-            product *= a
-            total += product
-        return total
-
 
 def ttt_loss(
     draft: Draft,

@@ -71,7 +71,6 @@ class DraftTrainer:
                 "train_head=True needs a pruned vocabulary: with the full one the head is the policy's; set draft_vocab_size"
             )
         self.config, self.settings, self.device = config, settings, torch.device(device)
-        self.kind = kind_of(config)
         self.schedule = Schedule(settings, newborn=tensors is None)
         self.draft_version = 0  # optimizer steps taken
         self.policy_version = -1  # of the last update_policy
@@ -84,6 +83,7 @@ class DraftTrainer:
         self._step_seconds: float | None = None
         with self._own_modes():
             with self._ranks.all_or_none(torch.zeros(1, device=self.device)):
+                self.kind = kind_of(config)
                 self.draft = self.kind.build(self.device, dtype)
                 self.draft.reset_parameters(self._generator)
                 if config.pruned:

@@ -282,6 +282,29 @@ MUTATIONS = (
         ("draft_training/test_draft_policy.py",),
     ),
     Mutation(
+        _STATE,
+        'head_base=own.get("head_base"),',
+        "head_base=None,",
+        "a resumed run takes a trained head for one that has learned nothing",
+        ("draft_training/test_draft_checkpoint.py",),
+    ),
+    Mutation(
+        _TRAINER,
+        "weights=self.draft.state_dict(),",
+        "weights={},",
+        "a trainer's state lacks the draft",
+        (
+            "draft_training/test_draft_checkpoint.py::test_a_state_makes_another_trainer_that_shares_no_memory_with_the_first",
+        ),
+    ),
+    Mutation(
+        _SCHEDULE,
+        'self.newborn = bool(state.get("newborn", self.newborn))',
+        "pass",
+        "a draft that turned out to know nothing learns at the rates of a trained one after a resume",
+        ("draft_training/test_draft_trainer.py",),
+    ),
+    Mutation(
         _OPTIMIZER,
         'p.mul_(1 - group["lr"] * group["weight_decay"])',
         'p.mul_(1 - group["weight_decay"])',
