@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draft_training.batch import Document, PackedBatch, pack
     from draft_training.buffer import BufferStats, HiddenBuffer
-    from draft_training.checkpoint import digest, load_draft, row_digests, save_draft
+    from draft_training.checkpoint import digest, row_digests
     from draft_training.config import DraftConfig, validate_draft
+    from draft_training.eagle3 import load_draft, save_draft
     from draft_training.errors import CheckpointError, DraftConfigError, OtherRankFailed
+    from draft_training.kinds import kind_of
     from draft_training.loss import LossStats, ttt_loss
     from draft_training.memory import TrainingMemory, training_memory
     from draft_training.model import Eagle3Draft
+    from draft_training.report import SliceReport
     from draft_training.rope import Rope
-    from draft_training.trainer import DraftTrainer, SliceReport, TrainSettings
+    from draft_training.settings import TrainSettings
+    from draft_training.state import TrainerState
+    from draft_training.trainer import DraftTrainer
 
 __all__ = [
     "BufferStats",
@@ -32,8 +37,10 @@ __all__ = [
     "Rope",
     "SliceReport",
     "TrainSettings",
+    "TrainerState",
     "TrainingMemory",
     "digest",
+    "kind_of",
     "load_draft",
     "pack",
     "row_digests",
@@ -47,14 +54,19 @@ __all__ = [
 _HOMES = {
     "batch": ("Document", "PackedBatch", "pack"),
     "buffer": ("BufferStats", "HiddenBuffer"),
-    "checkpoint": ("digest", "load_draft", "row_digests", "save_draft"),
+    "checkpoint": ("digest", "row_digests"),
     "config": ("DraftConfig", "validate_draft"),
+    "eagle3": ("load_draft", "save_draft"),
     "errors": ("CheckpointError", "DraftConfigError", "OtherRankFailed"),
+    "kinds": ("kind_of",),
     "loss": ("LossStats", "ttt_loss"),
     "memory": ("TrainingMemory", "training_memory"),
     "model": ("Eagle3Draft",),
+    "report": ("SliceReport",),
     "rope": ("Rope",),
-    "trainer": ("DraftTrainer", "SliceReport", "TrainSettings"),
+    "settings": ("TrainSettings",),
+    "state": ("TrainerState",),
+    "trainer": ("DraftTrainer",),
 }
 
 if not TYPE_CHECKING:  # mypy sees the imports above, and so a name that is not there

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from draft_training.config import DraftConfig
 from draft_training.layers import Linear
 
 QUERY_CHUNK = 256  # queries whose scores are alive at once
@@ -17,13 +16,13 @@ PADDING_WASTE = 1.25  # documents share a padded batch while it stays below this
 class Attention(nn.Module):
     """Grouped-query attention whose inputs are [embedding ; hidden state], hence 2 * H wide."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        c = self.config = config
-        self.q_proj = Linear(2 * c.hidden_size, c.num_heads * c.head_dim)
-        self.k_proj = Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim)
-        self.v_proj = Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim)
-        self.o_proj = Linear(c.num_heads * c.head_dim, c.hidden_size)
+        self.head_dim = head_dim
+        self.q_proj = Linear(2 * hidden_size, heads * head_dim)
+        self.k_proj = Linear(2 * hidden_size, kv_heads * head_dim)
+        self.v_proj = Linear(2 * hidden_size, kv_heads * head_dim)
+        self.o_proj = Linear(heads * head_dim, hidden_size)
 
     def forward(
         self,
@@ -34,10 +33,9 @@ class Attention(nn.Module):
         past: list[tuple[Tensor, Tensor]],  # keys and values of earlier steps; this step's are appended
     ) -> Tensor:
         """[N, H]. Step 0 (``past`` empty) is causal; step j also sees its own row of steps 1..j, not their neighbours."""
-        c, n = self.config, x.shape[0]
-        q = rotate(self.q_proj(x).view(n, c.num_heads, c.head_dim), cos, sin)
-        k = rotate(self.k_proj(x).view(n, c.num_kv_heads, c.head_dim), cos, sin)
-        v = self.v_proj(x).view(n, c.num_kv_heads, c.head_dim)
+        n = x.shape[0]
+        q, k, v = (project(x).view(n, -1, self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         past.append((k, v))
         out: Tensor = self.o_proj(packed_attention(q, past, lengths).reshape(n, -1))
         return out

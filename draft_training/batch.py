@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,3 +117,15 @@ def pack(documents: Sequence[Document], device: torch.device | str = "cpu") -> P
         stop=stop,
         positions=row - start + offset,
     )
+
+
+def portions(documents: Sequence[Document], tokens: int) -> Iterator[list[Document]]:
+    """Documents in order, in lists of at most ``tokens`` tokens, or of one longer document."""
+    part: list[Document] = []
+    for document in documents:
+        if part and sum(map(len, part)) + len(document) > tokens:
+            yield part
+            part = []
+        part.append(document)
+    if part:
+        yield part

@@ -34,7 +34,7 @@ class HiddenBuffer:
     """Documents in order of arrival; the oldest leave when tokens or bytes exceed their bounds."""
 
     def __init__(self, max_tokens: int, max_bytes: int, seed: int, *, device: torch.device | str = "cpu") -> None:
-        """Create an empty buffer.
+        """The bounds hold for what is stored, whatever is added.
 
         Args:
             max_tokens: most tokens held.
@@ -140,7 +140,7 @@ class HiddenBuffer:
         return max((d.policy_version for d in self._documents), default=-1)
 
     def stats(self) -> BufferStats:
-        """Sizes and counters."""
+        """What is held now, and what was done since the buffer was made."""
         newest = self.newest_policy_version
         return BufferStats(
             documents=len(self._documents),

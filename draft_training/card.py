@@ -32,15 +32,15 @@ def fast_products(device: torch.device) -> Iterator[None]:
         setattr(switch, name, before)
 
 
-class Rest:
-    """Tensors that lie in the host's memory except while they are worked with; their identity stays.
+class HostOffload:
+    """Keeps tensors in the host's memory except while they are worked with; the tensor objects stay the same.
 
     The host's copies are pinned where that is possible, and kept: what moves does so at the speed of the bus, and nothing
     is allocated after the first time.
     """
 
     def __init__(self, device: torch.device, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """Nothing moves before the first ``awake`` ends.
+        """Nothing moves before the first ``on_device`` ends.
 
         Args:
             device: where the tensors are worked with.
@@ -50,25 +50,25 @@ class Rest:
         self._host = WeakTensorKeyDictionary()
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Have them on the device in the block, and in the host's memory after it."""
-        for tensor in self._each():
-            if self._rests(tensor):
+    def on_device(self) -> Iterator[None]:
+        """Have them on the device in the block, and in the host's memory after it, even if it fails."""
+        for tensor in self._distinct():
+            if self._is_offloaded(tensor):
                 tensor.data = self._host[tensor].to(self._device, copy=True)
         try:
             yield
         finally:
-            for tensor in self._each():
-                self._lay_down(tensor)
+            for tensor in self._distinct():
+                self._to_host(tensor)
 
-    def _each(self) -> list[Tensor]:
+    def _distinct(self) -> list[Tensor]:
         """Each once, whoever shares it; counters stay where they are."""
         return list({id(t): t for t in self._tensors() if t.numel() > 1}.values())
 
-    def _rests(self, tensor: Tensor) -> bool:
+    def _is_offloaded(self, tensor: Tensor) -> bool:
         return tensor in self._host and self._host[tensor].data_ptr() == tensor.data_ptr()
 
-    def _lay_down(self, tensor: Tensor) -> None:
+    def _to_host(self, tensor: Tensor) -> None:
         if tensor not in self._host:
             self._host[tensor] = _host_memory(tensor)
         host: Tensor = self._host[tensor]

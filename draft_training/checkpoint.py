@@ -1,4 +1,4 @@
-"""Draft checkpoints: digests, folders that appear whole or not at all, safetensors and JSON only."""
+"""Checkpoints: digests of tensors, and folders that appear whole or not at all; safetensors and JSON only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draft_training.config import DraftConfig
-from draft_training.errors import CheckpointError, DraftConfigError
-from draft_training.files import read_json
+from draft_training.errors import CheckpointError
 from draft_training.folders import claimed, sweep
-from draft_training.layouts import canonical_tensors, check_tensors, read_config
-from draft_training.outside import TARGET, blaming
-from draft_training.weights import check_values, read_folder
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -46,71 +41,6 @@ def row_digests(tensors: Iterable[Tensor]) -> list[str]:
         for row in rows.view(torch.uint8).numpy():
             found.add(hashlib.blake2b(row.data, digest_size=8).hexdigest())
     return sorted(found)
-
-
-def save_draft(path: str | Path, config: DraftConfig, tensors: Mapping[str, Tensor]) -> str:
-    """Write a folder that vLLM serves with ``method: eagle3``: config.json and model.safetensors, all or nothing.
-
-    Args:
-        path: the folder; an existing one is replaced.
-        config: the draft's.
-        tensors: exactly what ``DraftTrainer.engine_tensors`` returns; never embed_tokens.
-
-    Returns:
-        The digest of ``tensors``.
-
-    Raises:
-        DraftConfigError: if names or shapes do not match ``config``.
-    """
-    with replacing_folder(path) as folder:
-        return write_draft(folder, config, tensors)
-
-
-def write_draft(folder: Path, config: DraftConfig, tensors: Mapping[str, Tensor]) -> str:
-    """Write the two files of a draft into an existing folder; returns the digest.
-
-    Raises:
-        DraftConfigError: if names or shapes do not match ``config``.
-    """
-    check_tensors(config, tensors)
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    write_json(folder / "config.json", {**config.to_hf(), "torch_dtype": dtype})
-    write_tensors(folder / "model.safetensors", tensors)
-    return digest(tensors)
-
-
-def load_draft(
-    path: str | Path, target_config: Mapping[str, Any] | None = None, target_file: str = TARGET
-) -> tuple[DraftConfig, dict[str, Tensor]]:
-    """Read a draft folder in vLLM's, EAGLE's, NVIDIA's or speculators' layout.
-
-    Embeddings, and a full-vocabulary LM head, are dropped: the policy's serve.
-
-    Args:
-        path: the folder.
-        target_config: the target's config.json; needed only if the draft's names no auxiliary layers.
-        target_file: where that was read, for the messages.
-
-    Returns:
-        The config and the tensors, on the CPU, in the stored dtype, under the names of ``Eagle3Draft``.
-
-    Raises:
-        DraftConfigError: if the draft is of a kind that cannot be trained, its tensors do not match its config, or its numbers
-            are not finite or map no tokens of the target.
-        CheckpointError: if the folder lacks a file, or a file is torn.
-    """
-    folder = settled_folder(path)
-    if not any(folder.glob("*.safetensors")):
-        pickled = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
-        if pickled:
-            raise DraftConfigError(f"{folder} holds {pickled[0]}: safetensors only, convert it first")
-    file = folder / "config.json"
-    config = read_config(read_json(file), target_config, str(file), target_file)
-    stored = read_folder(folder)
-    with blaming(str(folder)):
-        tensors = canonical_tensors(config, stored)
-    check_values(tensors, folder)
-    return config, tensors
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -1,32 +1,25 @@
-"""DraftConfig: the shape of an EAGLE-3 draft, derived from a target's config and written as vLLM reads it."""
+"""DraftConfig: the shape of an EAGLE-3 draft, data alone: derived from a target's config and written as vLLM reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draft_training.errors import DraftConfigError
 from draft_training.outside import (
     DRAFT,
     TARGET,
-    DraftedFor,
     Eagle3,
     EagleConfig,
     Stack,
+    TargetOfDraft,
     blaming,
     read,
-    show,
+    short_repr,
     text_part,
 )
 from draft_training.rope import Rope
-
-if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
-    import torch
-    from torch import Tensor
-
-    from draft_training.model import Eagle3Draft
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -89,30 +82,6 @@ class DraftConfig:
         """True when the draft has a smaller vocabulary, and so an LM head of its own."""
         return self.draft_vocab_size != self.vocab_size
 
-    def build(self, device: torch.device | str, dtype: torch.dtype) -> Eagle3Draft:
-        """The module, uninitialised."""
-        from draft_training.model import Eagle3Draft
-
-        return Eagle3Draft(self, device=device, dtype=dtype)
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """See ``layouts.check_tensors``."""
-        from draft_training.layouts import check_tensors
-
-        check_tensors(self, tensors)
-
-    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
-        """See ``checkpoint.write_draft``."""
-        from draft_training.checkpoint import write_draft
-
-        return write_draft(folder, self, tensors)
-
-    def read(self, folder: Path) -> tuple[DraftConfig, dict[str, Tensor]]:
-        """See ``checkpoint.load_draft``."""
-        from draft_training.checkpoint import load_draft
-
-        return load_draft(folder)
-
     @property
     def parameters(self) -> int:
         """How many numbers the draft has of its own; its embedding, and an unpruned LM head, are the target's."""
@@ -136,7 +105,7 @@ class DraftConfig:
         """The draft for a target, of whatever family: a model of its own, that needs the target's width and vocabulary.
 
         It attends to the whole text even where the target has windows, latent attention or no attention at all; its MLP is dense
-        where the target's has experts (``DraftedFor.draft_mlp``); its rotary embedding may be plainer (``Rope.for_draft_of``).
+        where the target's has experts (``TargetOfDraft.draft_mlp``); its rotary embedding may be plainer (``Rope.for_draft_of``).
         What it proposes is verified, so none of this can change what is sampled.
 
         Args:
@@ -150,21 +119,21 @@ class DraftConfig:
             DraftConfigError: saying what is wrong, with the value, and what to set.
         """
         text = text_part(hf_config)
-        told = read(DraftedFor, text, where)
-        layers, (heads, kv_heads, head_dim) = told.num_hidden_layers, told.draft_heads
+        target = read(TargetOfDraft, text, where)
+        layers, (heads, kv_heads, head_dim) = target.num_hidden_layers, target.draft_heads
         with blaming(where):
             return cls(
-                vocab_size=told.vocab_size,
-                draft_vocab_size=draft_vocab_size or told.vocab_size,
-                hidden_size=told.hidden_size,
-                intermediate_size=intermediate_size or told.draft_mlp,
+                vocab_size=target.vocab_size,
+                draft_vocab_size=draft_vocab_size or target.vocab_size,
+                hidden_size=target.hidden_size,
+                intermediate_size=intermediate_size or target.draft_mlp,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
                 aux_layers=default_aux_layers(layers) if aux_layers is None else _within(aux_layers, layers),
-                rms_norm_eps=told.rms_norm_eps,
+                rms_norm_eps=target.rms_norm_eps,
                 rope=Rope.for_draft_of(text, where),
-                max_position_embeddings=told.max_position_embeddings,
+                max_position_embeddings=target.max_position_embeddings,
             )
 
     @classmethod
@@ -179,34 +148,34 @@ class DraftConfig:
         Raises:
             DraftConfigError: for another architecture, more than one layer, an option that we cannot train, or a bad value.
         """
-        told = read(Eagle3, hf, where)
-        nested = read(EagleConfig, told.eagle_config, f"eagle_config of {where}")
-        _refuse_variants(told, nested, where)
-        ids = told.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids
+        fields = read(Eagle3, hf, where)
+        nested = read(EagleConfig, fields.eagle_config, f"eagle_config of {where}")
+        _refuse_variants(fields, nested, where)
+        ids = fields.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids
         if not ids and target_layers is None:
             raise DraftConfigError(
                 f"{where} names no eagle_aux_hidden_state_layer_ids; give the target's config, or add them"
             )
-        if (told.target_hidden_size or told.hidden_size) != told.hidden_size:
+        if (fields.target_hidden_size or fields.hidden_size) != fields.hidden_size:
             raise DraftConfigError(
-                f"target_hidden_size={told.target_hidden_size} differs from the draft's hidden_size={told.hidden_size} "
+                f"target_hidden_size={fields.target_hidden_size} differs from the draft's hidden_size={fields.hidden_size} "
                 f"({where}); drafts of another width than their target are not supported"
             )
-        rope, (heads, kv_heads, head_dim) = Rope.from_hf(hf, where), told.heads
+        rope, (heads, kv_heads, head_dim) = Rope.from_hf(hf, where), fields.heads
         with blaming(where):
             return cls(
-                vocab_size=told.vocab_size,
-                draft_vocab_size=told.draft_vocab_size or told.vocab_size,
-                hidden_size=told.hidden_size,
-                intermediate_size=told.intermediate_size,
+                vocab_size=fields.vocab_size,
+                draft_vocab_size=fields.draft_vocab_size or fields.vocab_size,
+                hidden_size=fields.hidden_size,
+                intermediate_size=fields.intermediate_size,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
                 aux_layers=tuple(ids) if ids else default_aux_layers(target_layers or 0),
-                rms_norm_eps=told.rms_norm_eps,
+                rms_norm_eps=fields.rms_norm_eps,
                 rope=rope,
-                max_position_embeddings=told.max_position_embeddings,
-                norm_before_residual=told.norm_before_residual,
+                max_position_embeddings=fields.max_position_embeddings,
+                norm_before_residual=fields.norm_before_residual,
             )
 
     def to_hf(self) -> dict[str, Any]:
@@ -293,18 +262,20 @@ def _within(ids: Sequence[int], layers: int) -> tuple[int, ...]:
 _VARIANTS = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "qkv_bias", "mlp_bias")
 
 
-def _refuse_variants(told: Eagle3, nested: EagleConfig, where: str) -> None:
-    if (named := told.architectures or [ARCHITECTURE])[0] not in (ARCHITECTURE, "Eagle3LlamaForCausalLM"):
-        raise DraftConfigError(f"architectures={show(named)} in {where}: only {ARCHITECTURE} drafts can be trained")
-    if told.num_hidden_layers not in (0, 1):
+def _refuse_variants(fields: Eagle3, nested: EagleConfig, where: str) -> None:
+    if (named := fields.architectures or [ARCHITECTURE])[0] not in (ARCHITECTURE, "Eagle3LlamaForCausalLM"):
         raise DraftConfigError(
-            f"num_hidden_layers={told.num_hidden_layers} in {where}: only drafts of one layer can be trained"
+            f"architectures={short_repr(named)} in {where}: only {ARCHITECTURE} drafts can be trained"
         )
-    on = [name for name in _VARIANTS if getattr(told, name)]
+    if fields.num_hidden_layers not in (0, 1):
+        raise DraftConfigError(
+            f"num_hidden_layers={fields.num_hidden_layers} in {where}: only drafts of one layer can be trained"
+        )
+    on = [name for name in _VARIANTS if getattr(fields, name)]
     on += ["eagle_config.norm_before_fc"] if nested.norm_before_fc else []
-    on += [f"logit_scale={told.logit_scale}"] if told.logit_scale != 1.0 else []
+    on += [f"logit_scale={fields.logit_scale}"] if fields.logit_scale != 1.0 else []
     on += ["eagle_config.use_aux_hidden_state=false"] if not nested.use_aux_hidden_state else []
-    on += [f"hidden_act={show(told.hidden_act)}"] if told.hidden_act != "silu" else []
+    on += [f"hidden_act={short_repr(fields.hidden_act)}"] if fields.hidden_act != "silu" else []
     if on:
         raise DraftConfigError(
             f"{where} sets {', '.join(on)}, which this trainer does not implement; start from a draft without it, or from none"

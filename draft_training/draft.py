@@ -1,35 +1,18 @@
-"""What DraftTrainer needs of a kind of draft: its shape, which makes, checks, writes and reads it, and the module itself."""
+"""What a draft is to its trainer: a shape (data, without torch), a kind that handles drafts of a shape, and the module itself."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+from torch import Tensor
+
+from draft_training.batch import PackedBatch
+from draft_training.checkpoint import digest, write_json, write_tensors
 from draft_training.errors import DraftConfigError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from draft_training.batch import PackedBatch
-
-
-def refuse_others(shape: DraftShape, found: Mapping[str, Tensor]) -> None:
-    """Raise ``DraftConfigError`` unless names and shapes are those of the module that ``shape`` builds."""
-    import torch
-
-    try:
-        expected = shape.build("meta", torch.float32).state_dict()
-    except Exception as error:  # transformers judges config.json as well, and raises what it likes
-        reason = " ".join(str(error).split())
-        raise DraftConfigError(
-            f"no model can be built from the draft's config.json: {type(error).__name__}: {reason}; correct it there"
-        ) from error
-    wanted, given = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (expected, found))
-    if wrong := sorted(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n)):
-        told = ", ".join(f"{n}: {given.get(n, 'missing')}, expected {wanted.get(n, 'nothing')}" for n in wrong[:3])
-        raise DraftConfigError(f"{len(wrong)} tensors do not fit the draft's config.json: {told}")
 
 
 class DraftShape(Protocol):
@@ -58,27 +41,71 @@ class DraftShape(Protocol):
     def to_hf(self) -> dict[str, Any]:
         """config.json as vLLM reads it."""
 
-    def build(self, device: torch.device | str, dtype: torch.dtype) -> Any:
-        """The module, a ``Draft``, its parameters uninitialised."""
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ``DraftConfigError`` unless these are its tensors."""
-
-    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
-        """Write what vLLM serves into an existing folder; returns the digest."""
-
-    def read(self, folder: Path) -> tuple[DraftShape, dict[str, Tensor]]:
-        """What ``write`` wrote."""
-
 
 class Draft(Protocol):
     """The module that is trained; its ``state_dict`` is what the engine is sent."""
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Initialise."""
+        """Initialise from ``generator`` alone, whose numbers are drawn on the CPU: the same draft on every device."""
 
     def states(self, batch: PackedBatch, embed: Tensor, steps: int) -> Iterator[Tensor]:
         """For each step j [N, .]: what it predicts token t + 2 + j from at row t, fed with the tokens that were sampled."""
 
     def head(self, lm_head: Tensor) -> tuple[Tensor, Tensor | None]:
         """The matrix that makes logits of ``states``, and the target's id of each of its rows; None: the same ids."""
+
+
+Shape = TypeVar("Shape", bound=DraftShape)
+
+
+class DraftKind(ABC, Generic[Shape]):
+    """How drafts of one shape are built, checked, written and read; ``kinds.kind_of`` finds it by the shape's type."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    @abstractmethod
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> Any:
+        """The module, a ``Draft``, its parameters uninitialised."""
+
+    @abstractmethod
+    def read(self, folder: Path) -> tuple[Shape, dict[str, Tensor]]:
+        """Shape and tensors of a folder that ``write`` wrote.
+
+        Raises:
+            DraftConfigError: if its tensors do not match its config.json.
+            CheckpointError: if a file is missing or torn.
+        """
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compare names and shapes with those of the module.
+
+        Raises:
+            DraftConfigError: naming the first tensors that differ.
+        """
+        try:
+            module = self.build("meta", torch.float32).state_dict()
+        except Exception as error:  # transformers judges config.json as well, and raises what it likes
+            reason = " ".join(str(error).split())
+            raise DraftConfigError(
+                f"no model can be built from the draft's config.json: {type(error).__name__}: {reason}; correct it there"
+            ) from error
+        expected, given = ({name: tuple(t.shape) for name, t in found.items()} for found in (module, tensors))
+        wrong = sorted(n for n in expected.keys() | given.keys() if expected.get(n) != given.get(n))
+        if wrong:
+            first = ", ".join(
+                f"{n}: {given.get(n, 'missing')}, expected {expected.get(n, 'nothing')}" for n in wrong[:3]
+            )
+            raise DraftConfigError(f"{len(wrong)} tensors do not fit the draft's config.json: {first}")
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
+        """Write what vLLM serves, config.json and model.safetensors, into an existing folder; returns the digest of the tensors.
+
+        Raises:
+            DraftConfigError: if names or shapes do not match.
+        """
+        self.check(tensors)
+        dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
+        write_json(folder / "config.json", {**self.shape.to_hf(), "torch_dtype": str(dtype).removeprefix("torch.")})
+        write_tensors(folder / "model.safetensors", tensors)
+        return digest(tensors)

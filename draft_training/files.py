@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_training.errors import CheckpointError, DraftConfigError
-from draft_training.outside import Index, read, show
+from draft_training.outside import Index, read, short_repr
 
 #: a config.json has a few KiB, and the index of the largest checkpoint a few MiB
 _MOST_BYTES = 1 << 26
@@ -35,7 +35,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be read: {error}; it is no JSON: correct it, or copy it again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file} is not a JSON object, but {show(value)}; give the whole config.json")
+        raise CheckpointError(f"{file} is not a JSON object, but {short_repr(value)}; give the whole config.json")
     return value
 
 
@@ -81,7 +81,7 @@ def refuse_code(folder: Path) -> None:
 def _named(config: Mapping[str, Any]) -> Iterator[str]:
     for name, value in config.items():
         if name in CODE:
-            yield f"{name}={show(value)}"
+            yield f"{name}={short_repr(value)}"
         elif isinstance(value, Mapping):
             yield from _named(value)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draft_training.config import DraftConfig
 from draft_training.errors import DraftConfigError
-from draft_training.outside import DRAFT, TARGET, Speculators, Stack, read, show
+from draft_training.outside import DRAFT, TARGET, Speculators, Stack, read, short_repr
 from draft_training.weights import check_offsets
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def read_config(
     where: str = DRAFT,
     target_file: str = TARGET,
 ) -> DraftConfig:
-    """A draft's config.json of either layout.
+    """A draft's config.json in vLLM's layout (EAGLE's and NVIDIA's, too) or that of speculators.
 
     Args:
         hf: the parsed config.json.
@@ -38,16 +38,16 @@ def read_config(
     layers = None if target_config is None else read(Stack, target_config, target_file).num_hidden_layers
     if hf.get("speculators_model_type") is None:
         return DraftConfig.from_hf(hf, target_layers=layers, where=where)
-    told = read(Speculators, hf, where)
-    if told.speculators_model_type != "eagle3":
+    outer = read(Speculators, hf, where)
+    if outer.speculators_model_type != "eagle3":
         raise DraftConfigError(
-            f"speculators_model_type={show(told.speculators_model_type)} in {where}: only 'eagle3' drafts can be trained"
+            f"speculators_model_type={short_repr(outer.speculators_model_type)} in {where}: only 'eagle3' drafts can be trained"
         )
-    layer = dict(told.transformer_layer_config)
+    layer = dict(outer.transformer_layer_config)
     if layer.get("model_type", "llama") != "llama":
         raise DraftConfigError(
-            f"transformer_layer_config.model_type={show(layer['model_type'])} in {where}: only 'llama' decoder layers can be "
-            "trained"
+            f"transformer_layer_config.model_type={short_repr(layer['model_type'])} in {where}: only 'llama' decoder "
+            "layers can be trained"
         )
     own = {k: hf.get(k) for k in ("norm_before_fc", "fc_norm", "norm_output", "target_hidden_size")}
     own["norm_before_residual"] = hf.get("norm_before_residual", True)  # vLLM's reading of a missing key
@@ -94,14 +94,11 @@ def canonical_tensors(config: DraftConfig, tensors: Mapping[str, Tensor]) -> dic
         renamed.setdefault("t2d", t2d_from_d2t(renamed["d2t"], config.vocab_size))
     check_tensors(config, renamed)
     if config.pruned:
-        renamed["t2d"] = _other_way_round(renamed["t2d"], t2d_from_d2t(renamed["d2t"], config.vocab_size))
+        implied = t2d_from_d2t(renamed["d2t"], config.vocab_size)
+        if not renamed["t2d"].bool().equal(implied):
+            logger.warning("the draft's t2d is not what its d2t says, and is made anew: the engine reads d2t alone")
+        renamed["t2d"] = implied
     return renamed
-
-
-def _other_way_round(told: Tensor, expected: Tensor) -> Tensor:
-    if int((told.bool() != expected).sum()):
-        logger.warning("the draft's t2d is not what its d2t says, and is made anew: the engine reads d2t alone")
-    return expected
 
 
 def t2d_from_d2t(d2t: Tensor, vocab_size: int) -> Tensor:

@@ -28,7 +28,7 @@ class LossStats:
 
     @classmethod
     def zeros(cls, steps: int, device: torch.device | str = "cpu") -> LossStats:
-        """The neutral element of addition."""
+        """Nothing measured yet of J = ``steps``: the neutral element of addition."""
         return cls.unpack(torch.zeros(5 * steps + 1, dtype=torch.float64, device=device))
 
     def pack(self) -> Tensor:
@@ -76,15 +76,6 @@ class LossStats:
             out.append(accepted / reached)
             reached = accepted
         return tuple(out)
-
-    @property
-    def chained_acceptance(self) -> float:
-        """``1 + a1 + a1*a2 + ...`` of the mean acceptance probabilities at temperature 1: smoother, but biased."""
-        total, product = 1.0, 1.0
-        for a in self.mean(self.probability):
-            product *= a
-            total += product
-        return total
 
 
 def ttt_loss(

@@ -27,7 +27,7 @@ class TrainingMemory:
 
     @property
     def peak(self) -> int:
-        """In a slice."""
+        """Most bytes at once, which is within a slice of training."""
         return self.weights + self.slices + self.step
 
 

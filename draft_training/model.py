@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from draft_training.attention import Attention
 from draft_training.batch import PackedBatch
 from draft_training.config import DraftConfig
-from draft_training.layers import Linear, RMSNorm
+from draft_training.layers import Linear, RMSNorm, initialise
 from draft_training.rope import Rope
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU (arXiv 2002.05202), without biases."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -36,7 +36,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.self_attn = Attention(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim)
+        self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -86,15 +87,9 @@ class Eagle3Draft(nn.Module):
             self.set_vocabulary(torch.arange(config.draft_vocab_size, device="cpu"))
         self.to(device=device, dtype=dtype)
 
-    @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Initialise from ``generator`` (on the CPU, so that every device gets the same draft); norms become ones."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                noise = torch.empty(module.weight.shape, dtype=torch.float32, device="cpu")
-                module.weight.copy_(noise.normal_(0.0, std, generator=generator))
-            elif isinstance(module, RMSNorm):
-                module.weight.fill_(1.0)
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """See ``layers.initialise``."""
+        initialise(self, generator)
 
     def vocabulary(self) -> Tensor:
         """[draft_vocab_size] int64: the target id of each draft id (pruned drafts only)."""

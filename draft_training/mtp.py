@@ -1,22 +1,15 @@
-"""Multi-token prediction: the layer that a target was trained with to predict one token more, as a draft."""
+"""Multi-token prediction: the shape of the layer that a target was trained with to predict one token more; without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draft_training.errors import DraftConfigError
-from draft_training.files import places, read_json, without_code
-from draft_training.outside import TARGET, Every, MtpTarget, read, show
+from draft_training.files import without_code
+from draft_training.outside import TARGET, ModelBasics, MtpTarget, read, short_repr
 from draft_training.rope import Rope
-
-if TYPE_CHECKING:  # a draft is judged without torch, whose import takes seconds
-    import torch
-    from torch import Tensor
-
-    from draft_training.mtp_module import MtpLayer
 
 #: architectures (config.json) whose layer can be trained here
 TRAINED = ("MiMoForCausalLM",)
@@ -37,7 +30,7 @@ class MtpShape:
 
     @classmethod
     def from_target(cls, hf: Mapping[str, Any], where: str = TARGET) -> MtpShape:
-        """That of a target.
+        """The shape of a target's own layer.
 
         Args:
             hf: the target's config.json.
@@ -46,7 +39,7 @@ class MtpShape:
         Raises:
             DraftConfigError: if it has no such layer, or one that cannot be trained here.
         """
-        (architecture, *_) = read(Every, hf, where).architectures or ["none"]
+        (architecture, *_) = read(ModelBasics, hf, where).architectures or ["none"]
         if architecture not in TRAINED:
             raise DraftConfigError(
                 f"the MTP layer of {architecture} cannot be trained yet, only that of {', '.join(TRAINED)}: set spec.train=false "
@@ -54,99 +47,45 @@ class MtpShape:
             )
         if (layers := hf.get("num_nextn_predict_layers")) != 1 or layers is True:
             raise DraftConfigError(
-                f"num_nextn_predict_layers={show(layers)} in {where}: one MTP layer can be trained; use another method"
+                f"num_nextn_predict_layers={short_repr(layers)} in {where}: one MTP layer can be trained; use another method"
             )
         read(MtpTarget, hf, where)
         Rope.from_hf(hf, where)  # refuses what the layer does not know
         return cls({name: value for name, value in without_code(hf).items() if name not in _OF_THE_FILE})
 
     @property
+    def layer(self) -> MtpTarget:
+        """The sizes of the layer, which are those of the target's own layers."""
+        return read(MtpTarget, self.hf, TARGET)
+
+    @property
     def vocab_size(self) -> int:
-        """V."""
-        return int(self.hf["vocab_size"])
+        """V, the target's."""
+        return self.layer.vocab_size
 
     @property
     def draft_vocab_size(self) -> int:
-        """V: never pruned."""
+        """V: the layer has no head of its own."""
         return self.vocab_size
 
     @property
     def pruned(self) -> bool:
-        """Never."""
+        """False: see ``draft_vocab_size``."""
         return False
 
     @property
     def hidden_size(self) -> int:
         """H, the target's."""
-        return int(self.hf["hidden_size"])
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """Query heads, key and value heads, and the width of each."""
-        heads = int(self.hf["num_attention_heads"])
-        width = int(self.hf.get("head_dim") or self.hidden_size // heads)
-        return heads, int(self.hf.get("num_key_value_heads") or heads), width
+        return self.layer.hidden_size
 
     @property
     def parameters(self) -> int:
-        """How many numbers the layer has."""
-        h, (heads, kv, width) = self.hidden_size, self.heads
-        attention = (2 * h + 1) * heads * width + 2 * (h + 1) * kv * width
-        return 2 * h * h + attention + 3 * h * int(self.hf["intermediate_size"]) + 5 * h
-
-    def of_checkpoint(self, folder: Path) -> dict[str, Tensor] | None:
-        """The layer that the target's own checkpoint holds, by its names there; None if it holds none.
-
-        Raises:
-            DraftConfigError: if what it holds is not this layer.
-            CheckpointError: if a file cannot be read.
-        """
-        from draft_training.weights import check_values, read_tensors
-
-        indexed = places(folder)
-        if indexed is None:
-            files = sorted(folder.glob("*.safetensors"))
-        else:
-            files = sorted({file for name, file in indexed.items() if name.startswith(PREFIX)})
-        tensors: dict[str, Tensor] = {}
-        for file in files:
-            tensors |= read_tensors(file, lambda name: name.startswith(PREFIX))
-        if not tensors:
-            return None
-        self.check(tensors)
-        check_values(tensors, folder)
-        return tensors
-
-    def build(self, device: torch.device | str, dtype: torch.dtype) -> MtpLayer:
-        """The module."""
-        from draft_training.mtp_module import MtpLayer
-
-        return MtpLayer(self, device, dtype)
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ``DraftConfigError`` unless names and shapes are those of the layer."""
-        from draft_training.draft import refuse_others
-
-        refuse_others(self, tensors)
+        """How many numbers the layer has; biases of queries, keys and values included."""
+        layer = self.layer
+        h, (heads, kv_heads, head_dim) = layer.hidden_size, layer.heads
+        attention = (2 * h + 1) * heads * head_dim + 2 * (h + 1) * kv_heads * head_dim
+        return 2 * h * h + attention + 3 * h * layer.intermediate_size + 5 * h
 
     def to_hf(self) -> dict[str, Any]:
-        """The target's config.json."""
+        """The target's config.json, since the layer has none of its own."""
         return dict(self.hf)
-
-    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
-        """The layer alone; returns the digest."""
-        from draft_training.checkpoint import digest, write_json, write_tensors
-
-        self.check(tensors)
-        write_json(folder / "config.json", self.to_hf())
-        write_tensors(folder / "model.safetensors", tensors)
-        return digest(tensors)
-
-    def read(self, folder: Path) -> tuple[MtpShape, dict[str, Tensor]]:
-        """What ``write`` wrote."""
-        from draft_training.weights import read_tensors
-
-        shape = MtpShape.from_target(read_json(folder / "config.json"))
-        tensors = read_tensors(folder / "model.safetensors")
-        shape.check(tensors)
-        return shape, tensors

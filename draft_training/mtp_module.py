@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 
 from draft_training.attention import packed_attention, rotate
 from draft_training.batch import PackedBatch
+from draft_training.draft import DraftKind
+from draft_training.files import places, read_json
 from draft_training.layers import Linear, RMSNorm, initialise
 from draft_training.model import rotary
-from draft_training.mtp import PREFIX
+from draft_training.mtp import PREFIX, MtpShape
 from draft_training.rope import Rope
-
-if TYPE_CHECKING:
-    from draft_training.mtp import MtpShape
+from draft_training.weights import check_values, read_tensors
 
 
 class MtpLayer(nn.Module):
@@ -25,9 +26,11 @@ class MtpLayer(nn.Module):
 
     def __init__(self, config: MtpShape, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config, self.rope = config, Rope.from_hf(config.hf)
-        h, inner, eps = config.hidden_size, int(config.hf["intermediate_size"]), float(config.hf["rms_norm_eps"])
-        heads, kv, width = config.heads
+        layer = config.layer
+        self.rope = Rope.from_hf(config.hf)
+        h, inner, eps = layer.hidden_size, layer.intermediate_size, layer.rms_norm_eps
+        heads, kv, width = layer.heads
+        self.head_dim = width
         with torch.device(device):
             for name in ("token", "hidden", "input", "post_attention", "final"):
                 setattr(self, f"{name}_layernorm", RMSNorm(h, eps))
@@ -46,7 +49,7 @@ class MtpLayer(nn.Module):
         self.to(device=device, dtype=dtype)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """By the names of checkpoints."""
+        """By the names that the target's checkpoint has for them, which the engine renames."""
         tensors = super().state_dict(*args, **kwargs)
         return {PREFIX + name: t for name, t in tensors.items()}
 
@@ -79,10 +82,46 @@ class MtpLayer(nn.Module):
         self, x: Tensor, positions: Tensor, lengths: tuple[int, ...], past: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
         attention: Any = self.self_attn
-        width, rows = self.config.heads[2], x.shape[0]
+        width, rows = self.head_dim, x.shape[0]
         cos, sin = rotary(self.rope, width, positions, x.dtype)
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         q, k, v = (F.linear(x, part.weight, part.bias).view(rows, -1, width) for part in parts)
         past.append((rotate(k, cos, sin), v))
         out: Tensor = attention.o_proj(packed_attention(rotate(q, cos, sin), past, lengths).reshape(rows, -1))
         return out
+
+
+class MtpKind(DraftKind[MtpShape]):
+    """The layer alone; whatever else the target's checkpoint holds is the policy's."""
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> MtpLayer:
+        """See ``DraftKind``."""
+        return MtpLayer(self.shape, device, dtype)
+
+    def read(self, folder: Path) -> tuple[MtpShape, dict[str, Tensor]]:
+        """See ``DraftKind``."""
+        shape = MtpShape.from_target(read_json(folder / "config.json"))
+        tensors = read_tensors(folder / "model.safetensors")
+        MtpKind(shape).check(tensors)
+        return shape, tensors
+
+    def of_checkpoint(self, folder: Path) -> dict[str, Tensor] | None:
+        """The layer that the target's own checkpoint holds, by its names there; None if it holds none.
+
+        Raises:
+            DraftConfigError: if what it holds is not this layer.
+            CheckpointError: if a file cannot be read.
+        """
+        indexed = places(folder)
+        if indexed is None:
+            files = sorted(folder.glob("*.safetensors"))
+        else:
+            files = sorted({file for name, file in indexed.items() if name.startswith(PREFIX)})
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            tensors |= read_tensors(file, lambda name: name.startswith(PREFIX))
+        if not tensors:
+            return None
+        self.check(tensors)
+        check_values(tensors, folder)
+        return tensors

@@ -30,7 +30,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Tensor], lr: float, *, momentum: float = 0.95, weight_decay: float = 0.0
     ) -> None:
-        """Create it.
+        """See the class for the rule.
 
         Args:
             params: matrices [A, B].
@@ -82,7 +82,7 @@ class DraftOptimizer:
         betas: tuple[float, float],
         weight_decay: float,
     ) -> None:
-        """Create it.
+        """Divide the parameters between the two.
 
         Args:
             parameters: name to parameter; matrices but for those whose rows are tokens go to Muon.
@@ -103,7 +103,7 @@ class DraftOptimizer:
             self._parts.append((adam, vector_lr))
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients, and their memory."""
         for part, _ in self._parts:
             part.zero_grad(set_to_none=True)
 

@@ -22,8 +22,8 @@ DRAFT = "the draft's config.json"
 #: problems that one message names
 _NAMED = 4
 
-_short = Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 60
+_repr = Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 60
 
 
 def _integral(value: Any) -> Any:
@@ -78,23 +78,18 @@ class Stack(Sizes):
     num_hidden_layers: Layers
 
 
-class Every(Fields):
-    """Of a target, whatever drafts for it."""
+class ModelBasics(Fields):
+    """Of any target, whatever drafts for it, of its ``text_config``, or of a draft that is served as it is."""
 
     model_type: Name = ""
     architectures: Names = []
     vocab_size: Vocabulary | None = None
+    num_hidden_layers: Layers | None = None
     tie_word_embeddings: Switch = False
     text_config: Part = {}
 
 
-class Depth(Fields):
-    """Of a target, or of its ``text_config``: behind its last layer some families keep that for multi-token prediction."""
-
-    num_hidden_layers: Count = 0
-
-
-class Head(Fields):
+class LogitScaling(Fields):
     """What a target does to its logits behind the LM head; names of several families."""
 
     final_logit_softcapping: Factor | None = None  # Gemma
@@ -128,7 +123,7 @@ class Layer(Fields):
 
 
 class Rotary(Fields):
-    """``rope_scaling`` and ``rope_parameters``."""
+    """What ``rope_scaling`` and ``rope_parameters`` may hold, whatever the type."""
 
     rope_theta: Theta | None = None
     partial_rotary_factor: Number | None = None
@@ -141,7 +136,7 @@ class Rotary(Fields):
     truncate: Switch = True
 
 
-class DraftedFor(Layer):
+class TargetOfDraft(Layer):
     """A target for which a draft is made: it must say its sizes itself, but for what a draft has of its own."""
 
     vocab_size: Vocabulary
@@ -174,10 +169,10 @@ class DraftedFor(Layer):
         Raises:
             DraftConfigError: for a target without experts that does not say it.
         """
-        told = self.intermediate_size or 0
-        if not told and not self.experts:
+        width = self.intermediate_size or 0
+        if not width and not self.experts:
             raise DraftConfigError("lacks intermediate_size; give the whole config.json")
-        return told if told and (not self.experts or told >= 2 * self.hidden_size) else 3 * self.hidden_size
+        return width if width and (not self.experts or width >= 2 * self.hidden_size) else 3 * self.hidden_size
 
     @property
     def draft_heads(self) -> tuple[int, int, int]:
@@ -193,24 +188,18 @@ class DraftedFor(Layer):
         return heads, gcd(heads, 8), size
 
 
-class DenseTarget(DraftedFor):
-    """A target whose own layer is read, and which is dense."""
+class DenseModel(TargetOfDraft):
+    """A dense model whose own layers are trained, such as a small one that drafts."""
 
     model_type: Name
     intermediate_size: Width
-    sliding_window: Count | None = None
-    use_sliding_window: Switch = False
     tie_word_embeddings: Switch = False
 
 
-class MtpTarget(DenseTarget):
+class MtpTarget(DenseModel):
     """A target whose own layer for multi-token prediction is trained."""
 
     rms_norm_eps: Epsilon
-
-
-class CausalLm(DenseTarget):
-    """A small language model that drafts."""
 
 
 class Eagle3(Layer):
@@ -234,7 +223,7 @@ class Eagle3(Layer):
 
 
 class EagleConfig(Fields):
-    """Its ``eagle_config``."""
+    """What ``eagle_config`` of such a draft may hold, in place of the config.json itself."""
 
     eagle_aux_hidden_state_layer_ids: Ids = []
     use_aux_hidden_state: Switch = True
@@ -248,16 +237,8 @@ class Speculators(Fields):
     transformer_layer_config: Part = {}
 
 
-class AnyDraft(Fields):
-    """A draft that is served as it is."""
-
-    architectures: Names = []
-    vocab_size: Vocabulary | None = None
-    speculators_model_type: Name | None = None
-
-
 class Index(Fields):
-    """model.safetensors.index.json."""
+    """model.safetensors.index.json: which file of a folder holds which tensor."""
 
     weight_map: Annotated[dict[str, str], Field(description="a mapping of tensors to files")]
 
@@ -266,7 +247,7 @@ T = TypeVar("T", bound=Fields)
 
 
 def read(kind: type[T], raw: Any, where: str) -> T:
-    """The fields that ``kind`` names.
+    """Parse the fields that ``kind`` names; others are left unread.
 
     Args:
         kind: whose fields.
@@ -277,7 +258,7 @@ def read(kind: type[T], raw: Any, where: str) -> T:
         DraftConfigError: naming each bad field, its value, the file and what was expected.
     """
     if not isinstance(raw, Mapping):
-        raise DraftConfigError(f"{where} is {show(raw)}: expected a mapping; give a whole config.json")
+        raise DraftConfigError(f"{where} is {short_repr(raw)}: expected a mapping; give a whole config.json")
     try:
         return kind.model_validate({name: value for name, value in raw.items() if value is not None})
     except ValidationError as error:
@@ -307,15 +288,15 @@ def logit_cap(hf: Mapping[str, Any], where: str = TARGET) -> float | None:
     Raises:
         DraftConfigError: for a target that scales its logits: the draft, whose head is the target's, would have to do so, too.
     """
-    told = read(Head, text_part(hf), where)
-    scaled = [name for name in ("logit_scale", "logits_scaling", "lm_head_multiplier") if getattr(told, name) != 1.0]
-    scaled += ["dim_model_base"] if told.dim_model_base is not None else []
+    head = read(LogitScaling, text_part(hf), where)
+    scaled = [name for name in ("logit_scale", "logits_scaling", "lm_head_multiplier") if getattr(head, name) != 1.0]
+    scaled += ["dim_model_base"] if head.dim_model_base is not None else []
     if scaled:
         raise DraftConfigError(
-            f"{scaled[0]}={getattr(told, scaled[0])} in {where}: a draft that is trained for a target which scales its logits is "
+            f"{scaled[0]}={getattr(head, scaled[0])} in {where}: a draft that is trained for a target which scales its logits is "
             "not supported; use a method that learns nothing (suffix, ngram)"
         )
-    return told.final_logit_softcapping
+    return head.final_logit_softcapping
 
 
 @contextmanager
@@ -327,18 +308,18 @@ def blaming(where: str) -> Iterator[None]:
         raise DraftConfigError(f"{where}: {error}") from None
 
 
-def show(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A value in a message: short, whatever it is."""
-    return _short.repr(value)
+    return _repr.repr(value)
 
 
 def _sentence(kind: type[Fields], error: ValidationError, where: str) -> str:
     problems = error.errors(include_url=False)
     missing = [str(p["loc"][0]) for p in problems if p["type"] == "missing"]
-    said = [f"{where} lacks {', '.join(missing)}; give the whole config.json"] if missing else []
+    sentences = [f"{where} lacks {', '.join(missing)}; give the whole config.json"] if missing else []
     wrong = {str(p["loc"][0]): p for p in problems if p["type"] != "missing"}
-    said += [_problem(name, kind.model_fields[name], p, where) for name, p in list(wrong.items())[:_NAMED]]
-    return "; ".join(said)
+    sentences += [_problem(name, kind.model_fields[name], p, where) for name, p in list(wrong.items())[:_NAMED]]
+    return "; ".join(sentences)
 
 
 def _problem(name: str, field: FieldInfo, problem: Any, where: str) -> str:
@@ -350,7 +331,7 @@ def _problem(name: str, field: FieldInfo, problem: Any, where: str) -> str:
         if isinstance(value, str) and expected.startswith(("a number", "a whole", "true"))
         else ""
     )
-    return f"{name}{inside}={show(value)} in {where}: expected {expected}{hint}; correct it there"
+    return f"{name}{inside}={short_repr(value)} in {where}: expected {expected}{hint}; correct it there"
 
 
 def _expected(field: FieldInfo) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draft_training.errors import DraftConfigError
-from draft_training.outside import TARGET, Layer, Rotary, read, show
+from draft_training.outside import TARGET, Layer, Rotary, read, short_repr
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _NUMBERS = {
@@ -62,7 +62,7 @@ class Rope:
         kind = str(raw.get("rope_type", raw.get("type", "default")))
         if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in raw.values()):
             raise DraftConfigError(
-                f"the rope scaling {show(raw)} of {where} is not supported; the draft knows {', '.join(ROPE_TYPES)}: "
+                f"the rope scaling {short_repr(raw)} of {where} is not supported; the draft knows {', '.join(ROPE_TYPES)}: "
                 "use another method for this target"
             )
         if kind == "yarn" and (strange := [name for name in _NOT_OF_YARN if raw.get(name) is not None]):
@@ -70,12 +70,12 @@ class Rope:
                 f"the rope scaling of {where} sets {', '.join(strange)}, which transformers and vLLM do not read alike; take a "
                 "draft without"
             )
-        told = read(Rotary, raw, f"the rope scaling of {where}")
-        partial = told.partial_rotary_factor or layer.partial_rotary_factor or 1.0
+        parsed = read(Rotary, raw, f"the rope scaling of {where}")
+        partial = parsed.partial_rotary_factor or layer.partial_rotary_factor or 1.0
         if partial != 1.0:
             raise DraftConfigError(f"partial_rotary_factor={partial} in {where} is not supported; use another method")
-        theta = told.rope_theta or layer.rope_theta or 10000.0
-        return cls(theta) if kind == "default" else cls._scaled(kind, theta, told, where)
+        theta = parsed.rope_theta or layer.rope_theta or 10000.0
+        return cls(theta) if kind == "default" else cls._scaled(kind, theta, parsed, where)
 
     @classmethod
     def for_draft_of(cls, hf: Mapping[str, Any], where: str = TARGET) -> Rope:
@@ -106,19 +106,19 @@ class Rope:
         if not plain and not strange and not level:
             made = cls.from_hf(hf, where)
             return made if made.reach >= layer.max_position_embeddings else cls(made.theta)
-        told = read(Rotary, {"rope_theta": raw.get("rope_theta")}, f"the rope scaling of {where}")
-        return cls(told.rope_theta or layer.rope_theta or 10000.0)
+        theta = read(Rotary, {"rope_theta": raw.get("rope_theta")}, f"the rope scaling of {where}").rope_theta
+        return cls(theta or layer.rope_theta or 10000.0)
 
     @classmethod
-    def _scaled(cls, kind: str, theta: float, told: Rotary, where: str) -> Rope:
-        numbers = {name: getattr(told, name) for name in _NUMBERS[kind]}
+    def _scaled(cls, kind: str, theta: float, parsed: Rotary, where: str) -> Rope:
+        numbers = {name: getattr(parsed, name) for name in _NUMBERS[kind]}
         if missing := sorted(name for name, number in numbers.items() if number is None):
             raise DraftConfigError(f"the rope scaling {kind!r} of {where} lacks {missing}; add them there")
         if kind == "yarn":
             numbers |= {
-                "beta_fast": told.beta_fast or 32.0,
-                "beta_slow": told.beta_slow or 1.0,
-                "truncate": told.truncate,
+                "beta_fast": parsed.beta_fast or 32.0,
+                "beta_slow": parsed.beta_slow or 1.0,
+                "truncate": parsed.truncate,
             }
         rope = cls(theta=theta, type=kind, **numbers)
         if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:

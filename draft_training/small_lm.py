@@ -1,27 +1,22 @@
-"""A small causal language model as a draft: its shape, and the module, distilled from the target's last states alone."""
+"""A small causal language model as a draft, distilled from the target's last states alone: its shape, without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from draft_training.errors import DraftConfigError
-from draft_training.files import read_json, without_code
-from draft_training.outside import DRAFT, TARGET, CausalLm, Sizes, read, show, text_part
-
-if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
-    import torch
-    from torch import Tensor
-
-    from draft_training.small_lm_module import SmallLm
+from draft_training.files import without_code
+from draft_training.outside import DRAFT, TARGET, DenseModel, Sizes, read, short_repr, text_part
 
 #: decoders that the trainer computes as vLLM does, by ``model_type``: of the draft, whatever the target is
 _IMPLEMENTED = ("qwen3", "qwen2", "llama", "mistral")
 #: of a draft that is born in the run: its layers, its width as a share of the target's, and the least width
 _LAYERS, _WIDTH_SHARE, _LEAST_WIDTH = 2, 4, 64
 _HEAD_DIM = 32  # the least that vLLM's CPU attention takes
+#: of the file, not of the shape
+_DTYPES = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
@@ -32,33 +27,37 @@ class SmallLmShape:
     hf: Mapping[str, Any]  # the draft's own config.json
 
     @property
+    def model(self) -> DenseModel:
+        """Its own sizes, as parsed."""
+        return read(DenseModel, self.hf, DRAFT)
+
+    @property
     def vocab_size(self) -> int:
-        """V."""
-        return int(self.hf["vocab_size"])
+        """V, the target's."""
+        return self.model.vocab_size
 
     @property
     def draft_vocab_size(self) -> int:
-        """V: never pruned."""
+        """V: a model of its own keeps its whole head."""
         return self.vocab_size
 
     @property
     def pruned(self) -> bool:
-        """Never."""
+        """False: see ``draft_vocab_size``."""
         return False
 
     @property
     def tied(self) -> bool:
         """Are its embedding and its head one tensor."""
-        return bool(self.hf.get("tie_word_embeddings"))
+        return self.model.tie_word_embeddings
 
     @property
     def parameters(self) -> int:
         """How many numbers it has, but for biases and norms of heads, which are few."""
-        h, heads = int(self.hf["hidden_size"]), int(self.hf["num_attention_heads"])
-        kv = int(self.hf.get("num_key_value_heads") or heads)
-        size = int(self.hf.get("head_dim") or h // heads)
-        layer = 2 * h * heads * size + 2 * h * kv * size + 3 * h * int(self.hf["intermediate_size"]) + 2 * h
-        return int(self.hf["num_hidden_layers"]) * layer + h + (1 if self.tied else 2) * self.vocab_size * h
+        model = self.model
+        h, (heads, kv_heads, head_dim) = model.hidden_size, model.heads
+        layer = 2 * h * (heads + kv_heads) * head_dim + 3 * h * model.intermediate_size + 2 * h
+        return model.num_hidden_layers * layer + h + (1 if model.tie_word_embeddings else 2) * model.vocab_size * h
 
     @classmethod
     def from_target(cls, target: Mapping[str, Any], where: str = TARGET) -> SmallLmShape:
@@ -71,19 +70,19 @@ class SmallLmShape:
         Raises:
             DraftConfigError: if the target's config.json lacks a size, or has one that cannot be.
         """
-        told = read(Sizes, text_part(target), where)
-        hidden = max(_LEAST_WIDTH, told.hidden_size // _WIDTH_SHARE // _LEAST_WIDTH * _LEAST_WIDTH)
+        sizes = read(Sizes, text_part(target), where)
+        hidden = max(_LEAST_WIDTH, sizes.hidden_size // _WIDTH_SHARE // _LEAST_WIDTH * _LEAST_WIDTH)
         hf = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": told.vocab_size,
+            "vocab_size": sizes.vocab_size,
             "hidden_size": hidden,
             "intermediate_size": 2 * hidden,
             "num_hidden_layers": _LAYERS,
             "num_attention_heads": hidden // _HEAD_DIM,
             "num_key_value_heads": hidden // _HEAD_DIM,
             "head_dim": _HEAD_DIM,
-            "max_position_embeddings": told.max_position_embeddings,
+            "max_position_embeddings": sizes.max_position_embeddings,
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
             "attention_bias": False,
@@ -92,86 +91,51 @@ class SmallLmShape:
             "bos_token_id": None,
             "eos_token_id": None,
         }
-        return cls(told.hidden_size, hf)
+        return cls(sizes.hidden_size, hf)
 
     @classmethod
-    def from_folder(
-        cls, folder: Path, target: Mapping[str, Any], where: str = TARGET
-    ) -> tuple[SmallLmShape, dict[str, Tensor]]:
-        """The user's, checked against the target.
+    def from_hf(
+        cls, hf: Mapping[str, Any], target: Mapping[str, Any], where: str = DRAFT, target_file: str = TARGET
+    ) -> SmallLmShape:
+        """That of a model which the user gives, checked against the target.
 
         Args:
-            folder: the draft's.
+            hf: the model's config.json.
             target: the target's config.json.
-            where: the file of that, for the messages.
+            where: the file of ``hf``, for the messages.
+            target_file: that of ``target``.
 
         Raises:
             DraftConfigError: if it does not fit.
-            CheckpointError: if a file is missing or torn.
         """
-        file = folder / "config.json"
-        wanted, hf = read(Sizes, text_part(target), where), read_json(file)
-        _refuse_misfit(hf, wanted, str(file))
-        return cls(wanted.hidden_size, hf).read(folder)
-
-    def build(self, device: torch.device | str, dtype: torch.dtype) -> SmallLm:
-        """The module."""
-        from draft_training.small_lm_module import SmallLm
-
-        return SmallLm(self, device, dtype)
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ``DraftConfigError`` unless names and shapes are those of the model."""
-        from draft_training.draft import refuse_others
-
-        refuse_others(self, tensors)
+        sizes = read(Sizes, text_part(target), target_file)
+        _refuse_misfit(hf, sizes, where)
+        return cls(sizes.hidden_size, own_fields(hf))
 
     def to_hf(self) -> dict[str, Any]:
-        """config.json."""
+        """config.json as transformers and vLLM read it, without a dtype."""
         return dict(self.hf)
 
-    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
-        """What vLLM and transformers load; returns the digest."""
-        from draft_training.checkpoint import digest, write_json, write_tensors
 
-        self.check(tensors)
-        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-        write_json(folder / "config.json", {**self.hf, "torch_dtype": dtype})
-        write_tensors(folder / "model.safetensors", tensors)
-        return digest(tensors)
-
-    def read(self, folder: Path) -> tuple[SmallLmShape, dict[str, Tensor]]:
-        """A folder in the layout of transformers."""
-        from draft_training.weights import check_values, read_folder
-
-        found = without_code(read_json(folder / "config.json"))
-        hf = {name: value for name, value in found.items() if name not in _DTYPES}
-        shape = replace(self, hf=hf)
-        dropped = ("lm_head.weight",) if shape.tied else ()
-        tensors = {n: t for n, t in read_folder(folder).items() if n not in dropped and not n.endswith("inv_freq")}
-        shape.check(tensors)
-        check_values(tensors, folder)
-        return shape, tensors
+def own_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without what is the file's and not the shape's: its dtype, and any code that it names."""
+    return {name: value for name, value in without_code(hf).items() if name not in _DTYPES}
 
 
 def _refuse_misfit(hf: Mapping[str, Any], target: Sizes, where: str = DRAFT) -> None:
     family = hf.get("model_type")
     if family not in _IMPLEMENTED:
         raise DraftConfigError(
-            f"model_type={show(family)} in {where} cannot be a small draft yet; dense {', '.join(_IMPLEMENTED)} can"
+            f"model_type={short_repr(family)} in {where} cannot be a small draft yet; dense {', '.join(_IMPLEMENTED)} can"
         )
-    told = read(CausalLm, hf, where)
-    if told.vocab_size != target.vocab_size:
+    draft = read(DenseModel, hf, where)
+    if draft.vocab_size != target.vocab_size:
         raise DraftConfigError(
-            f"the draft's vocab_size={told.vocab_size} differs from the target's {target.vocab_size}: it needs the "
+            f"the draft's vocab_size={draft.vocab_size} differs from the target's {target.vocab_size}: it needs the "
             "target's tokenizer, so take a smaller model of the same family"
         )
-    if told.max_position_embeddings < target.max_position_embeddings:
+    if draft.max_position_embeddings < target.max_position_embeddings:
         raise DraftConfigError(
-            f"the draft's max_position_embeddings={told.max_position_embeddings} is below the target's "
+            f"the draft's max_position_embeddings={draft.max_position_embeddings} is below the target's "
             f"{target.max_position_embeddings}; take a model that reads texts as long as the target's"
         )
-
-
-#: of the file, not of the shape
-_DTYPES = ("dtype", "torch_dtype")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_training.batch import PackedBatch
+from draft_training.draft import DraftKind
+from draft_training.files import read_json
 from draft_training.layers import initialise
-
-if TYPE_CHECKING:
-    from draft_training.small_lm import SmallLmShape
+from draft_training.outside import TARGET
+from draft_training.small_lm import SmallLmShape, own_fields
+from draft_training.weights import check_values, read_folder
 
 
 @contextmanager
@@ -68,3 +71,48 @@ class SmallLm(nn.Module):
         row = torch.arange(len(batch), device=flat.device)
         for j in range(steps):
             yield flat[torch.minimum(row + 1 + j, batch.stop)]
+
+
+class SmallLmKind(DraftKind[SmallLmShape]):
+    """A whole model in the layout of transformers."""
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> SmallLm:
+        """See ``DraftKind``."""
+        return SmallLm(self.shape, device, dtype)
+
+    def read(self, folder: Path) -> tuple[SmallLmShape, dict[str, Tensor]]:
+        """See ``DraftKind``."""
+        shape = SmallLmShape(self.shape.hidden_size, own_fields(read_json(folder / "config.json")))
+        return shape, SmallLmKind(shape).tensors_of(folder)
+
+    def tensors_of(self, folder: Path) -> dict[str, Tensor]:
+        """The model's tensors; a tied head that is named all the same, and frequencies of the rotary embedding, are left out.
+
+        Raises:
+            DraftConfigError: if they do not match the shape, or a number is not finite.
+            CheckpointError: if a file is missing or torn.
+        """
+        tied = ("lm_head.weight",) if self.shape.tied else ()
+        tensors = {n: t for n, t in read_folder(folder).items() if n not in tied and not n.endswith("inv_freq")}
+        self.check(tensors)
+        check_values(tensors, folder)
+        return tensors
+
+
+def load_small_lm(
+    folder: Path, target: Mapping[str, Any], target_file: str = TARGET
+) -> tuple[SmallLmShape, dict[str, Tensor]]:
+    """The user's model, checked against the target.
+
+    Args:
+        folder: the model's.
+        target: the target's config.json.
+        target_file: where that was read, for the messages.
+
+    Raises:
+        DraftConfigError: if it does not fit.
+        CheckpointError: if a file is missing or torn.
+    """
+    file = folder / "config.json"
+    shape = SmallLmShape.from_hf(read_json(file), target, str(file), target_file)
+    return shape, SmallLmKind(shape).tensors_of(folder)

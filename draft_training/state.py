@@ -1,39 +1,94 @@
-"""Saving and restoring a DraftTrainer: draft folder, optimizer state, versions, random stream; verified by digest."""
+"""TrainerState: all that training goes on from, as a value; written to a folder, read back, and sent among ranks."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from draft_training.checkpoint import digest, replacing_folder, settled_folder, write_json, write_tensors
+from draft_training.draft import DraftKind
 from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.files import read_json
+from draft_training.parallel import Ranks
 from draft_training.weights import read_tensors
-
-if TYPE_CHECKING:
-    from draft_training.trainer import DraftTrainer
 
 FORMAT = 1
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class TrainerState:
+    """All that training goes on from, bit by bit.
+
+    The tensors are the trainer's own, not copies: they are to be written or sent before it trains on.
+    """
+
+    weights: Mapping[str, Tensor]  # of the draft, in the trainer's dtype
+    optimizer: Mapping[str, Tensor]  # as ``<kind>.<parameter>``
+    generator: Tensor  # [.] uint8, the random stream
+    head_base: Tensor | None  # [Vd, H] rows of the policy's head that a trained head started from
+    draft_version: int
+    policy_version: int
+    skipped: int  # optimizer steps given up so far
+    schedule: Mapping[str, Any]  # see ``Schedule.state_dict``
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What no engine is sent: ``trainer.safetensors``."""
+        base = {} if self.head_base is None else {"head_base": self.head_base}
+        return {**self.optimizer, "generator": self.generator, **base}
+
+    def numbers(self) -> dict[str, Any]:
+        """What is no tensor, JSON-serialisable: a part of ``trainer.json``."""
+        return {
+            "draft_version": self.draft_version,
+            "policy_version": self.policy_version,
+            "skipped": self.skipped,
+            **self.schedule,
+        }
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, Any], weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> TrainerState:
+        """Put together what ``numbers``, ``weights`` and ``own_tensors`` said."""
+        return cls(
+            weights=weights,
+            optimizer={name: tensor for name, tensor in own.items() if name not in ("generator", "head_base")},
+            generator=own["generator"],
+            head_base=own.get("head_base"),
+            draft_version=int(numbers["draft_version"]),
+            policy_version=int(numbers["policy_version"]),
+            skipped=int(numbers["skipped"]),
+            schedule={name: numbers[name] for name in ("unroll", "newborn") if name in numbers},
+        )
 
 
-def save(trainer: DraftTrainer, path: str | Path, extra: Mapping[str, Any]) -> str:
-    """See ``DraftTrainer.save``."""
-    own = _own_tensors(trainer)
+def write_state(
+    path: str | Path,
+    state: TrainerState,
+    kind: DraftKind[Any],
+    settings: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> str:
+    """Write a folder, all or nothing; returns the digest of the draft's tensors.
+
+    Args:
+        path: the folder; ``path/draft`` is served by vLLM as it is.
+        state: of the trainer.
+        kind: of its draft.
+        settings: with which it was trained, for whoever reads the file.
+        extra: JSON-serialisable, handed back by ``read_state``.
+    """
+    own = state.own_tensors()
     with replacing_folder(path) as folder:
         (folder / "draft").mkdir()
-        weights = trainer.config.write(folder / "draft", trainer.engine_tensors())
+        weights = kind.write(folder / "draft", state.weights)
         write_tensors(folder / "trainer.safetensors", own)
         about = {
             "format": FORMAT,
-            **_about(trainer),
-            "settings": asdict(trainer.settings),
+            **state.numbers(),
+            "settings": dict(settings),
             "draft_digest": weights,
             "trainer_digest": digest(own),
             "extra": dict(extra),
@@ -42,77 +97,32 @@ def save(trainer: DraftTrainer, path: str | Path, extra: Mapping[str, Any]) -> s
     return weights
 
 
-def _about(trainer: DraftTrainer) -> dict[str, Any]:
-    return {
-        "draft_version": trainer.draft_version,
-        "policy_version": trainer.policy_version,
-        "skipped": trainer.skipped,
-        "unroll": trainer.unroll.state_dict(),
-        "newborn": trainer._newborn,
-    }
+def read_state(path: str | Path, kind: DraftKind[Any]) -> tuple[TrainerState, dict[str, Any]]:
+    """What ``write_state`` wrote for a trainer of this kind of draft, verified by digest, and its ``extra``.
 
-
-def held(trainer: DraftTrainer) -> Saved:
-    """What ``save`` would write, from memory."""
-    return Saved({**_about(trainer), "extra": {}}, trainer.engine_tensors(), _own_tensors(trainer))
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What ``save`` wrote, verified."""
-
-    about: dict[str, Any]  # trainer.json
-    weights: dict[str, Tensor]
-    own: dict[str, Tensor]  # see ``_own_tensors``
-
-
-def read(trainer: DraftTrainer, path: str | Path) -> Saved:
-    """Read what belongs to a trainer of this shape; see ``DraftTrainer.load`` for what is raised."""
+    Raises:
+        CheckpointError: if a file is missing, torn or not what its digest says.
+        DraftConfigError: if the saved draft has another shape.
+    """
     folder = settled_folder(path)
     about = read_json(folder / "trainer.json")
     if about.get("format") != FORMAT:
         raise CheckpointError(f"{folder} has format {about.get('format')!r}, this version reads {FORMAT}")
-    config, weights = trainer.config.read(folder / "draft")
-    if config != trainer.config:
-        ours, saved = vars(trainer.config), vars(config)
+    shape, weights = kind.read(folder / "draft")
+    if shape != kind.shape:
+        ours, saved = vars(kind.shape), vars(shape)
         other = {k: (saved[k], ours[k]) for k in ours if saved[k] != ours[k]}
         raise DraftConfigError(f"the saved draft differs from this one in (saved, ours) {other}; use another folder")
     own = read_tensors(folder / "trainer.safetensors")
     for what, tensors, key in (("draft", weights, "draft_digest"), ("trainer.safetensors", own, "trainer_digest")):
         if digest(tensors) != about[key]:
             raise CheckpointError(f"{folder}: the digest of {what} does not match trainer.json; the checkpoint is torn")
-    return Saved(about, dict(weights), dict(own))
+    return TrainerState.of(about, weights, own), about["extra"]
 
 
-def restore(trainer: DraftTrainer, saved: Saved) -> dict[str, Any]:
-    """Put it in place; the ``extra`` of ``save``."""
-    trainer.install(saved.weights)
-    _restore(trainer, saved.own)
-    trainer.draft_version = int(saved.about["draft_version"])
-    trainer.policy_version = int(saved.about["policy_version"])
-    trainer.skipped = int(saved.about["skipped"])
-    trainer.unroll.load_state_dict(saved.about.get("unroll", {}))  # none in checkpoints of an earlier version
-    trainer._newborn = bool(saved.about.get("newborn", trainer._newborn))
-    extra: dict[str, Any] = saved.about["extra"]
-    return extra
-
-
-def _own_tensors(trainer: DraftTrainer) -> dict[str, Tensor]:
-    """Optimizer state as ``<kind>.<parameter>``, the random stream and the base rows of a trained head."""
-    tensors = trainer._optimizer.state()
-    tensors["generator"] = trainer._generator.get_state()
-    if trainer._head_base is not None:
-        tensors["head_base"] = trainer._head_base
-    return tensors
-
-
-def _restore(trainer: DraftTrainer, tensors: Mapping[str, Tensor]) -> None:
-    trainer._generator.set_state(tensors["generator"])
-    base = tensors.get("head_base")
-    trainer._head_base = None if base is None else base.to(trainer.device)
-    if foreign := trainer._optimizer.restore(tensors):
-        logger.warning(
-            "the checkpoint holds another optimizer's state (AdamW's, of an earlier version) for %d of the draft's matrices: "
-            "they keep their weights and begin with Muon afresh",
-            len(foreign),
-        )
+def state_from_first(ranks: Ranks, state: TrainerState | None) -> TrainerState:
+    """The first rank's state on every rank; it alone has one (collective)."""
+    numbers = ranks.object_from_first(state.numbers() if state else {})
+    weights = ranks.tensors_from_first(state.weights if state else None)
+    own = ranks.tensors_from_first(state.own_tensors() if state else None)
+    return TrainerState.of(numbers, weights, own)

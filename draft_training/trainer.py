@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,55 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from draft_training import state
-from draft_training.batch import Document, PackedBatch, pack
+from draft_training.batch import Document, PackedBatch, pack, portions
 from draft_training.buffer import HiddenBuffer
-from draft_training.card import Rest, fast_products
+from draft_training.card import HostOffload, fast_products
 from draft_training.draft import DraftShape
-from draft_training.errors import DraftConfigError, OtherRankFailed
+from draft_training.errors import DraftConfigError
+from draft_training.kinds import kind_of
 from draft_training.loss import LossStats, ttt_loss
 from draft_training.optimizer import DraftOptimizer
-from draft_training.unroll import Unroll
+from draft_training.parallel import Ranks
+from draft_training.report import SliceReport
+from draft_training.schedule import Schedule
+from draft_training.settings import TrainSettings
+from draft_training.state import TrainerState, read_state, state_from_first, write_state
+
+logger = logging.getLogger(__name__)
 
 POLICY_TENSORS_MISSING = "the policy's embedding and LM head are not known yet: call update_policy first"
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """How the draft is trained."""
-
-    lr: float = 0.1  # highest of matrices: size of an update's singular values, see Muon
-    vector_lr: float = 1e-3  # of norms and a trained head (AdamW)
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
-    weight_decay: float = 0.5  # of matrices, as a share of lr: what a policy that moves asks for
-    grad_clip: float = 1.0  # norm of the draft's own gradients
-    ttt_steps: int = 3  # most unrolled steps of the training-time test; the engine's k
-    first_steps: int = 3  # unrolled by a newborn draft, until it reaches further
-    ttt_decay: float = 1.0  # weight of step j in the loss is ttt_decay ** j
-    logit_cap: float | None = None  # of the target's logits, see ``outside.logit_cap``
-    tokens_per_step: int = 1024  # per optimizer step and rank, while no more than first_steps are unrolled
-    replay_share: float = 0.25  # share of older policy versions in a step
-    warmup_steps: int = 10  # linear
-    decay_steps: float = 30.0  # steps from which a newborn draft's rates fall as 1 / sqrt
-    lr_floor: float = 0.15  # share of the rates that is kept for ever: online training has no end to decay towards
-    offload: bool = False  # optimizer state and the policy's copies lie in the host's memory between slices
-    train_head: bool = False  # pruned vocabulary only: train the head instead of following the policy's rows
-
-
-@dataclass(frozen=True)
-class SliceReport:
-    """What a slice of training, or an evaluation, did and measured; with data parallelism the same on all ranks."""
-
-    steps: int  # optimizer steps taken
-    tokens: int  # tokens that went through the draft, all ranks
-    loss: float  # mean KL summed over steps with their decay, nats; 0.0 when nothing was measured
-    acceptance_length: float  # see LossStats.acceptance_length; 1.0 when nothing was measured
-    agreement: tuple[float, ...]  # [J] share of positions where the draft's greedy token is the target's argmax
-    acceptance: tuple[float, ...]  # [J] mean target probability of the draft's greedy token
-    chances: tuple[float, ...]  # [J] chance that each drafted token is accepted, given those before it; () when unknown
-    rounds: int  # replayed decoding rounds behind acceptance_length and chances
-    skipped: int  # steps given up because loss or gradients were not finite
-    seconds: float
 
 
 class DraftTrainer:
@@ -102,27 +71,26 @@ class DraftTrainer:
                 "train_head=True needs a pruned vocabulary: with the full one the head is the policy's; set draft_vocab_size"
             )
         self.config, self.settings, self.device = config, settings, torch.device(device)
+        self.schedule = Schedule(settings, newborn=tensors is None)
         self.draft_version = 0  # optimizer steps taken
         self.policy_version = -1  # of the last update_policy
         self.skipped = 0  # steps given up so far
-        self.rate_scale = 1.0  # a further factor of the learning rates, for training that has an end
-        self._group, self._dtype = process_group, dtype
+        self._ranks, self._dtype = Ranks(process_group, self.device), dtype
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
         self._embed: Tensor | None = None
         self._lm_head: Tensor | None = None
         self._head_base: Tensor | None = None  # [Vd, H] policy rows that a trained head started from
         self._step_seconds: float | None = None
-        self._newborn = tensors is None
-        self.unroll = Unroll(settings.first_steps, settings.ttt_steps, grown=not self._newborn)
         with self._own_modes():
-            with self._one_for_all(torch.zeros(1, device=self.device)):
-                self.draft = config.build(self.device, dtype)
+            with self._ranks.all_or_none(torch.zeros(1, device=self.device)):
+                self.kind = kind_of(config)
+                self.draft = self.kind.build(self.device, dtype)
                 self.draft.reset_parameters(self._generator)
                 if config.pruned:
                     self.draft.lm_head.weight.requires_grad_(settings.train_head)
                 if tensors is not None:
                     self.install(tensors)
-            self._broadcast()
+            self._ranks.overwrite_from_first(self.draft.state_dict().values())
             self._trained = {n: p for n, p in self.draft.named_parameters() if p.requires_grad}
             self._optimizer = DraftOptimizer(
                 self._trained,
@@ -131,18 +99,12 @@ class DraftTrainer:
                 betas=settings.betas,
                 weight_decay=settings.weight_decay,
             )
-
-        self._rest = Rest(self.device, self._only_for_slices) if settings.offload else None
+        self._offload = HostOffload(self.device, self._only_for_slices) if settings.offload else None
 
     def _only_for_slices(self) -> Iterator[Tensor]:
         """What is needed in slices only: the optimizer's state and the policy's tensors."""
         yield from self._optimizer.state().values()
         yield from (t for t in (self._embed, self._lm_head) if t is not None)
-
-    def begin_short(self) -> None:
-        """Unroll, and learn at the rates, as a newborn draft does: what was given turned out to know nothing."""
-        self._newborn = True
-        self.unroll = Unroll(self.settings.first_steps, self.settings.ttt_steps)
 
     def install(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the draft's weights, converting their dtype; the optimizer's state is kept.
@@ -150,7 +112,7 @@ class DraftTrainer:
         Raises:
             DraftConfigError: if names or shapes do not match the config.
         """
-        self.config.check(tensors)
+        self.kind.check(tensors)
         with torch.no_grad():
             for name, tensor in self.draft.state_dict().items():
                 tensor.copy_(tensors[name])
@@ -195,7 +157,7 @@ class DraftTrainer:
                 f"{list(token_counts.shape)} for draft_vocab_size={self.config.draft_vocab_size}"
             )
         with self._own_modes(), torch.no_grad():
-            counts = self._sum(token_counts.to(self.device, torch.float64, copy=True))
+            counts = self._ranks.sum(token_counts.to(self.device, torch.float64, copy=True))
             order = counts.argsort(descending=True, stable=True)
             self.draft.set_vocabulary(order[: self.config.draft_vocab_size])
             self._head_base = None
@@ -214,11 +176,11 @@ class DraftTrainer:
             RuntimeError: before the first ``update_policy``.
         """
         began, steps, skipped, tokens = time.perf_counter(), 0, 0, 0
-        total = LossStats.zeros(self.unroll.steps, self.device)
+        total = LossStats.zeros(self.schedule.unroll.steps, self.device)
         with self._own_modes(), self._on_device():
-            while steps + skipped < max_steps and not self._any(self._would_overrun(began, seconds)):
+            while steps + skipped < max_steps and not self._ranks.any(self._would_overrun(began, seconds)):
                 step_began = time.perf_counter()
-                outcome = self._step(lambda: buffer.sample(self._tokens, self.settings.replay_share))
+                outcome = self._step(lambda: buffer.sample(self.schedule.tokens, self.settings.replay_share))
                 if outcome is None:
                     break
                 finite, stats, step_tokens = outcome
@@ -226,12 +188,15 @@ class DraftTrainer:
                 if finite:
                     # what was measured with another unroll is no mean with this one
                     total = stats if stats.count.shape != total.count.shape else total + stats
-                    self.unroll.observe(stats)
+                    self.schedule.unroll.observe(stats)
                 self._measured(time.perf_counter() - step_began)
             if not steps + skipped and self._step_seconds is not None and seconds > 0:
                 self._step_seconds /= 2
         self.skipped += skipped
-        return self._report(total, steps, tokens, skipped, time.perf_counter() - began)
+        spent = time.perf_counter() - began
+        return SliceReport.of(
+            total, self.settings.ttt_decay, steps=steps, tokens=tokens, skipped=skipped, seconds=spent
+        )
 
     def evaluate(self, documents: Sequence[Document], steps: int | None = None) -> SliceReport:
         """Measure the draft on whole documents without training it (collective).
@@ -247,13 +212,14 @@ class DraftTrainer:
         total = LossStats.zeros(unrolled, self.device)
         with self._own_modes(), self._on_device(), torch.no_grad():
             embed, lm_head = self._policy()
-            for part in _portions(documents, self.settings.tokens_per_step):
+            for part in portions(documents, self.settings.tokens_per_step):
                 batch = pack(part, self.device)
                 cap = self.settings.logit_cap
                 total = total + ttt_loss(self.draft, batch, embed, lm_head, steps=unrolled, cap=cap)[1]
             tokens = torch.tensor([sum(map(len, documents))], dtype=torch.float64, device=self.device)
-            summed = self._sum(torch.cat([total.pack(), tokens]))
-        return self._report(LossStats.unpack(summed[:-1]), 0, int(summed[-1]), 0, time.perf_counter() - began)
+            summed = self._ranks.sum(torch.cat([total.pack(), tokens]))
+        stats, seen, spent = LossStats.unpack(summed[:-1]), int(summed[-1]), time.perf_counter() - began
+        return SliceReport.of(stats, self.settings.ttt_decay, steps=0, tokens=seen, skipped=0, seconds=spent)
 
     def engine_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Copies of exactly the tensors to push to vLLM, on the trainer's device.
@@ -280,7 +246,7 @@ class DraftTrainer:
         Returns:
             The digest of the draft's tensors in the trainer's dtype.
         """
-        return state.save(self, path, extra or {})
+        return write_state(path, self.state(), self.kind, asdict(self.settings), extra or {})
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Restore what ``save`` wrote; training then goes on bit by bit as if it had not stopped (collective).
@@ -296,42 +262,49 @@ class DraftTrainer:
             DraftConfigError: if the saved draft has another shape.
             OtherRankFailed: if one of these was raised on the first rank.
         """
-        if self._group is None:
-            return state.restore(self, state.read(self, path))
-        saved: state.Saved | None = None
-        with self._one_for_all(torch.zeros(1, device=self.device)):
-            if dist.get_rank(self._group) == 0:
-                saved = state.read(self, path)
-        return self._take(saved)
+        saved: TrainerState | None = None
+        extra: dict[str, Any] = {}
+        with self._ranks.all_or_none(torch.zeros(1, device=self.device)):
+            if self._ranks.first:
+                saved, extra = read_state(path, self.kind)
+        self.restore(state_from_first(self._ranks, saved))
+        return self._ranks.object_from_first(extra)
 
     def follow_first(self) -> None:
         """Go on with the first rank's draft, optimizer, versions and random stream: ranks may have parted (collective)."""
-        if self._group is not None:
-            self._take(state.held(self) if dist.get_rank(self._group) == 0 else None)
+        if not self._ranks.alone:
+            self.restore(state_from_first(self._ranks, self.state() if self._ranks.first else None))
 
-    def _take(self, saved: state.Saved | None) -> dict[str, Any]:
-        """The first rank's, on every rank; it alone has some (collective)."""
-        assert self._group is not None
-        about: list[Any] = [saved and saved.about]
-        dist.broadcast_object_list(about, src=dist.get_global_rank(self._group, 0), group=self._group)
-        weights, own = (self._from_first(part) for part in ((saved.weights, saved.own) if saved else (None, None)))
-        return state.restore(self, state.Saved(about[0], weights, own))
+    def state(self) -> TrainerState:
+        """All that training goes on from; see there for how long its tensors stay what they are."""
+        return TrainerState(
+            weights=self.draft.state_dict(),
+            optimizer=self._optimizer.state(),
+            generator=self._generator.get_state(),
+            head_base=self._head_base,
+            draft_version=self.draft_version,
+            policy_version=self.policy_version,
+            skipped=self.skipped,
+            schedule=self.schedule.state_dict(),
+        )
 
-    def _from_first(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """The first rank's tensors, on the host of every rank; it alone has some (collective)."""
-        assert self._group is not None
-        source = dist.get_global_rank(self._group, 0)
-        kinds: list[Any] = [tensors and [(name, t.shape, t.dtype) for name, t in tensors.items()]]
-        dist.broadcast_object_list(kinds, src=source, group=self._group)
-        out = {}
-        for name, shape, dtype in kinds[0]:
-            if tensors is None:
-                moved = torch.empty(shape, dtype=dtype, device=self.device)
-            else:
-                moved = tensors[name].to(self.device, copy=True)
-            dist.broadcast(moved, src=source, group=self._group)
-            out[name] = moved.cpu()
-        return out
+    def restore(self, state: TrainerState) -> None:
+        """Go on from a state, of which copies are taken.
+
+        Raises:
+            DraftConfigError: if it is of another shape of draft; nothing has changed then.
+        """
+        self.install(state.weights)
+        self._generator.set_state(state.generator)
+        self._head_base = None if state.head_base is None else state.head_base.to(self.device, copy=True)
+        if foreign := self._optimizer.restore(state.optimizer):
+            logger.warning(
+                "the checkpoint holds another optimizer's state (AdamW's, of an earlier version) for %d of the draft's matrices: "
+                "they keep their weights and begin with Muon afresh",
+                len(foreign),
+            )
+        self.draft_version, self.policy_version, self.skipped = state.draft_version, state.policy_version, state.skipped
+        self.schedule.load_state_dict(state.schedule)
 
     def _step(self, sample: Callable[[], Sequence[Document]]) -> tuple[bool, LossStats, int] | None:
         """One optimizer step: (was it finite and taken, raw sums, tokens) over all ranks; None without positions.
@@ -339,10 +312,10 @@ class DraftTrainer:
         What fails on one rank alone, memory above all, is raised on all of them at the next sum: nobody waits for it.
         """
         embed, lm_head = self._policy()
-        steps = self.unroll.steps
+        steps = self.schedule.unroll.steps
         batch: PackedBatch | None = None
         sizes = torch.zeros(steps + 1, dtype=torch.float64, device=self.device)
-        with self._one_for_all(sizes) as summed:
+        with self._ranks.all_or_none(sizes) as summed:
             if documents := sample():
                 batch = pack(documents, self.device)
                 sizes[:steps], sizes[steps] = batch.counts(steps), len(batch)
@@ -350,7 +323,7 @@ class DraftTrainer:
             return None
         sums = LossStats.zeros(steps, self.device).pack()
         self._optimizer.zero_grad()
-        with self._one_for_all(sums) as found:
+        with self._ranks.all_or_none(sums) as found:
             if batch is not None:
                 how = self.settings
                 loss, stats = ttt_loss(
@@ -370,53 +343,16 @@ class DraftTrainer:
         self._optimizer.zero_grad()
         return finite, stats, int(summed[steps])
 
-    @contextmanager
-    def _one_for_all(self, mine: Tensor) -> Iterator[Tensor]:
-        """Run the block, then add its ``mine`` up over all ranks, into what this yields; all raise if one of them does."""
-        total = torch.zeros_like(mine)
-        error: Exception | None = None
-        try:
-            yield total
-        except Exception as failure:
-            error = failure
-        summed = self._sum(torch.cat([mine, mine.new_tensor([float(error is not None)])]))
-        if error is not None:
-            raise error
-        if float(summed[-1]):
-            raise OtherRankFailed("train the draft")
-        total.copy_(summed[:-1])
-
     def _apply_gradients(self, finite: bool) -> bool:
         """Sum gradients over the ranks, clip, step; nothing happens, and False is returned, unless all is finite."""
         parameters = list(self._trained.values())
-        if self._group is not None:
-            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
-            parts = torch.split(self._sum(flat), [p.numel() for p in parameters])
-            for p, grad in zip(parameters, parts, strict=True):
-                p.grad = grad.view_as(p)
+        self._ranks.sum_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip)
         if not finite or not bool(torch.isfinite(norm)):
             return False
-        self._optimizer.step(self._rate(self.draft_version) * self.rate_scale)
+        self._optimizer.step(self.schedule.rate(self.draft_version))
         self.draft_version += 1
         return True
-
-    @property
-    def _tokens(self) -> int:
-        """Tokens of an optimizer step: its positions, unrolled, stay as many, and so its memory and its time."""
-        settings = self.settings
-        return settings.tokens_per_step * min(settings.first_steps, self.unroll.steps) // self.unroll.steps
-
-    def _rate(self, step: int) -> float:
-        """Factor of the full learning rates at an optimizer step.
-
-        After a linear warm-up a newborn draft's falls as one over the root of the steps; a draft that was trained before
-        has nothing to gain from large steps, and much to lose. The policy never stops moving, so the factor stays at its floor.
-        """
-        settings = self.settings
-        warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
-        young = (1 + step / settings.decay_steps) ** -0.5 if self._newborn else 0.0
-        return warm * max(settings.lr_floor, young)
 
     def _follow_policy(self) -> None:
         """Give a pruned head the policy's rows; a trained one keeps what it learned on top of its old rows."""
@@ -448,24 +384,6 @@ class DraftTrainer:
         old = self._step_seconds
         self._step_seconds = seconds if old is None else (old + seconds) / 2
 
-    def _any(self, flag: bool) -> bool:
-        """True on all ranks if it is true on one."""
-        if self._group is None:
-            return flag
-        return bool(self._sum(torch.tensor([float(flag)], device=self.device)).item())
-
-    def _sum(self, tensor: Tensor) -> Tensor:
-        """Add over the ranks, in place."""
-        if self._group is not None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group)
-        return tensor
-
-    def _broadcast(self) -> None:
-        if self._group is not None:
-            source = dist.get_global_rank(self._group, 0)
-            for tensor in self.draft.state_dict().values():
-                dist.broadcast(tensor, src=source, group=self._group)
-
     @contextmanager
     def _own_modes(self) -> Iterator[None]:
         """Gradients on, inference mode and autocast off, whatever the caller is in; all restored afterwards."""
@@ -475,30 +393,4 @@ class DraftTrainer:
 
     def _on_device(self) -> AbstractContextManager[None]:
         """Everything that a slice works with, where it works."""
-        return nullcontext() if self._rest is None else self._rest.awake()
-
-    def _report(self, stats: LossStats, steps: int, tokens: int, skipped: int, seconds: float) -> SliceReport:
-        return SliceReport(
-            steps=steps,
-            tokens=tokens,
-            loss=stats.loss(self.settings.ttt_decay),
-            acceptance_length=stats.acceptance_length,
-            agreement=stats.mean(stats.agreement),
-            acceptance=stats.mean(stats.probability),
-            chances=stats.chances,
-            rounds=int(stats.rounds),
-            skipped=skipped,
-            seconds=seconds,
-        )
-
-
-def _portions(documents: Sequence[Document], tokens: int) -> Iterator[list[Document]]:
-    """Documents in order, in lists of at most ``tokens`` tokens, or of one longer document."""
-    part: list[Document] = []
-    for document in documents:
-        if part and sum(map(len, part)) + len(document) > tokens:
-            yield part
-            part = []
-        part.append(document)
-    if part:
-        yield part
+        return nullcontext() if self._offload is None else self._offload.on_device()

@@ -23,7 +23,7 @@ class Unroll:
     """
 
     def __init__(self, first: int, most: int, *, grown: bool = False) -> None:
-        """Begin.
+        """Begin to unroll.
 
         Args:
             first: unrolled steps to begin with, and the least; cut to ``most``.

@@ -9,7 +9,7 @@ from typing import Any
 
 from draft_training import files
 from draft_training.errors import CheckpointError, DraftConfigError
-from draft_training.outside import Every, read
+from draft_training.outside import ModelBasics, read
 from spec_plugin.errors import SpecConfigError
 
 OURS = "spec-plugin"
@@ -66,7 +66,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         config = files.read_json(file)
-        read(Every, config, str(file))
+        read(ModelBasics, config, str(file))
     except (CheckpointError, DraftConfigError) as error:
         raise SpecConfigError(str(error)) from error
     return config

@@ -120,6 +120,6 @@ def _trained(
     for document in documents:
         buffer.add(document)
     for step in track(range(steps), label):
-        trainer.rate_scale = min(1.0, (steps - step) / max(1.0, COOLING * steps))
+        trainer.schedule.scale = min(1.0, (steps - step) / max(1.0, COOLING * steps))
         trainer.train_slice(buffer, math.inf, 1)
     return trainer.engine_tensors()

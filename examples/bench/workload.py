@@ -206,7 +206,7 @@ def _train(
     say(f"acceptance length expected on held-out rollouts: {untrained:.2f} untrained, {expected:.2f} trained")
     tensors = trainer.engine_tensors(getattr(torch, settings.dtype))
     partial = partial_folder(out)
-    config.write(partial, tensors)
+    trainer.kind.write(partial, tensors)
     about = {"expected_acceptance": expected, "parameters": sum(t.numel() for t in tensors.values())}
     (partial / "bench.json").write_text(json.dumps({**about, "settings": asdict(settings)}))
     partial.rename(out)

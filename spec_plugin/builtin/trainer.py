@@ -162,7 +162,7 @@ class DraftTraining:
         if unseen and not self._method.newborn:
             unseen = self._judged is not None and self._judged.acceptance_length < KNOWS_NOTHING
             if unseen:  # such as a layer that was never trained
-                self._trainer.begin_short()
+                self._trainer.schedule.restart()
         # a newborn draft has seen no text of before: some of the first is kept from it, so that it can be judged at once
         tokens = min(_JUDGED_TOKENS, int(_HELD_BACK * self._buffer.stats().tokens)) if unseen else 0
         held = self._buffer.take_newest(tokens)
@@ -202,7 +202,7 @@ class DraftTraining:
             "spec/expected_acceptance": self._judged.acceptance_length if self._judged else 1.0,
             "spec/train_ms": self._slice.seconds * 1e3,
             "spec/train_steps": float(self._slice.steps),
-            "spec/train_unroll": float(self._trainer.unroll.steps),
+            "spec/train_unroll": float(self._trainer.schedule.unroll.steps),
             "spec/buffer_tokens": float(self._buffer.stats().tokens),
         }
 

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from draft_training.mtp import MtpShape
+from draft_training.mtp_module import MtpKind
 from spec_plugin.conformance.targets import TinyTarget, tiny_targets
 
 VOCAB, HIDDEN, STEP = 320, 64, 37
@@ -137,7 +138,7 @@ def add_mtp_layer(folder: Path, seed: int = 0) -> None:
     if "num_nextn_predict_layers" in hf:
         return
     hf |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    layer = MtpShape.from_target(hf).build("cpu", torch.float32)
+    layer = MtpKind(MtpShape.from_target(hf)).build("cpu", torch.float32)
     layer.reset_parameters(torch.Generator().manual_seed(seed))
     own = {f"model.mtp_layers.0.{name}": p.detach() for name, p in layer.named_parameters()}
     save_file(load_file(folder / "model.safetensors") | own, folder / "model.safetensors", {"format": "pt"})

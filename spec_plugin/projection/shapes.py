@@ -9,7 +9,7 @@ from typing import Any
 
 from draft_training import files
 from draft_training.errors import CheckpointError
-from draft_training.outside import show
+from draft_training.outside import short_repr
 from spec_plugin.builtin.break_even.experts import NAMES as EXPERTS
 from spec_plugin.builtin.break_even.experts import Experts
 from spec_plugin.errors import SpecConfigError
@@ -105,7 +105,7 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
     text = config.get("text_config", config)
     absurd = [key for key, value in text.items() if key in _SIZES and _is_size(value) and value > _LARGEST]
     if absurd:
-        said = f"{absurd[0]}={show(text[absurd[0]])}"
+        said = f"{absurd[0]}={short_repr(text[absurd[0]])}"
         raise SpecConfigError(f"model {name}: {said} in its config.json: no model has that many; correct it there")
     missing = [key for key in _NAMES if not _is_size(text.get(key))]
     if missing:
@@ -261,7 +261,7 @@ def find_model(name: str) -> ModelShape:
         if known is not None:
             return known
         raise SpecConfigError(
-            f"model {show(name)} is neither known nor a folder with a config.json; known are "
+            f"model {short_repr(name)} is neither known nor a folder with a config.json; known are "
             f"{', '.join(shape.name for shape in MODELS.values())}"
         )
     try:

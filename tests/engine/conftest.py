@@ -13,8 +13,8 @@ import pytest
 import small
 from spec_plugin_cpu.forks import ForkServer
 
-from draft_training.checkpoint import save_draft
 from draft_training.config import DraftConfig
+from draft_training.eagle3 import save_draft
 
 # vLLM reads it once: without it tensor parallel ranks want a NUMA node each
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

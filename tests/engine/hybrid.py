@@ -12,7 +12,7 @@ import small
 import torch
 from live import K, LiveEngine
 
-from draft_training.checkpoint import save_draft
+from draft_training.eagle3 import save_draft
 from spec_plugin.conformance import tiny
 from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin.engine.extension import SpecWorkerExtension

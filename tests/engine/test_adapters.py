@@ -12,7 +12,7 @@ import pytest
 import small
 import torch
 
-from draft_training.checkpoint import save_draft
+from draft_training.eagle3 import save_draft
 
 pytestmark = pytest.mark.engine
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from test_refresh import acceptance_length
 
 from draft_training import DraftConfig, digest
-from draft_training.checkpoint import save_draft
+from draft_training.eagle3 import save_draft
 from spec_plugin.actor.decoder import find_decoder, load_policy
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 from spec_plugin.conformance.targets import tiny_targets

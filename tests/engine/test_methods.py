@@ -144,7 +144,7 @@ def test_a_small_model_is_exact_and_refreshed_whole(
     assert newborn is not None
     shape = type(newborn.config)(newborn.config.hidden_size, {**newborn.config.to_hf(), "tie_word_embeddings": tied})
     given = DraftTrainer(shape, TrainSettings(), device="cpu", seed=1)
-    shape.write(tmp_path, given.engine_tensors())
+    given.kind.write(tmp_path, given.engine_tensors())
     llm = engine_with(target, method_of(target, method="draft_model", draft=str(tmp_path)))
     set_k(llm, K)
     said, drafts, _ = counted(llm)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_refresh import acceptance_length
 
 from draft_training import DraftConfig, digest
-from draft_training.checkpoint import save_draft
+from draft_training.eagle3 import save_draft
 from draft_training.layouts import expected_shapes, t2d_from_d2t
 
 pytestmark = pytest.mark.engine

@@ -30,8 +30,8 @@ MUTATIONS = (
     ),
     Mutation(
         "draft_training/small_lm.py",
-        'found = without_code(read_json(folder / "config.json"))',
-        'found = read_json(folder / "config.json")',
+        "for name, value in without_code(hf).items()",
+        "for name, value in hf.items()",
         "law 8: what is served names code",
         ("test_law8_drafts_bring_no_code.py",),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
-_LOSS, _TRAINER, _BUFFER, _CHECKPOINT, _STATE, _CONFIG, _BATCH, _OPTIMIZER, _UNROLL, _MODEL = (
+_LOSS, _TRAINER, _BUFFER, _CHECKPOINT, _STATE, _CONFIG, _BATCH, _OPTIMIZER, _UNROLL, _MODEL, _SCHEDULE = (
     f"draft_training/{name}.py"
     for name in (
         "loss",
@@ -17,12 +17,13 @@ _LOSS, _TRAINER, _BUFFER, _CHECKPOINT, _STATE, _CONFIG, _BATCH, _OPTIMIZER, _UNR
         "optimizer",
         "unroll",
         "model",
+        "schedule",
     )
 )
 
 MUTATIONS = (
     Mutation(
-        "draft_training/mtp.py",
+        "draft_training/mtp_module.py",
         "        check_values(tensors, folder)\n",
         "",
         "a layer of NaNs is trained and served",
@@ -57,8 +58,8 @@ MUTATIONS = (
         ("test_projection.py",),
     ),
     Mutation(
-        "draft_training/trainer.py",
-        "        self._newborn = True\n        self.unroll",
+        _SCHEDULE,
+        "        self.newborn = True\n        self.unroll",
         "        self.unroll",
         "a draft that turned out to know nothing learns at the rates of a trained one",
         ("draft_training/test_draft_trainer.py",),
@@ -134,7 +135,7 @@ MUTATIONS = (
         ("draft_training/test_draft_policy.py",),
     ),
     Mutation(
-        _TRAINER,
+        _SCHEDULE,
         "warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))",
         "warm = 1.0",
         "the draft's first steps are of the full rate: no warm-up",
@@ -183,7 +184,7 @@ MUTATIONS = (
         ("draft_training/test_draft_policy.py",),
     ),
     Mutation(
-        _MODEL,
+        "draft_training/layers.py",
         "noise.normal_(0.0, std, generator=generator)",
         "noise.normal_(0.0, std)",
         "law 4: the draft's birth takes from the policy's random numbers",
@@ -268,17 +269,40 @@ MUTATIONS = (
     ),
     Mutation(
         _STATE,
-        'trainer.draft_version = int(saved.about["draft_version"])',
-        'trainer.draft_version = int(saved.about["draft_version"]) + 1',
+        'draft_version=int(numbers["draft_version"]),',
+        'draft_version=int(numbers["draft_version"]) + 1,',
         "a resumed run says another draft version than it saved",
         ("draft_training/test_draft_checkpoint.py",),
     ),
     Mutation(
-        _STATE,
-        '        "unroll": trainer.unroll.state_dict(),\n',
-        "",
+        _SCHEDULE,
+        '{"unroll": self.unroll.state_dict(), "newborn"',
+        '{"newborn"',
         "a resumed draft begins to unroll anew",
         ("draft_training/test_draft_policy.py",),
+    ),
+    Mutation(
+        _STATE,
+        'head_base=own.get("head_base"),',
+        "head_base=None,",
+        "a resumed run takes a trained head for one that has learned nothing",
+        ("draft_training/test_draft_checkpoint.py",),
+    ),
+    Mutation(
+        _TRAINER,
+        "weights=self.draft.state_dict(),",
+        "weights={},",
+        "a trainer's state lacks the draft",
+        (
+            "draft_training/test_draft_checkpoint.py::test_a_state_makes_another_trainer_that_shares_no_memory_with_the_first",
+        ),
+    ),
+    Mutation(
+        _SCHEDULE,
+        'self.newborn = bool(state.get("newborn", self.newborn))',
+        "pass",
+        "a draft that turned out to know nothing learns at the rates of a trained one after a resume",
+        ("draft_training/test_draft_trainer.py",),
     ),
     Mutation(
         _OPTIMIZER,

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_training.mtp import PREFIX, MtpShape
+from draft_training.mtp_module import MtpKind
 from examples.bench import common, methods_engines, methods_report, workload
 from examples.bench.common import Spread
 from spec_plugin.conformance import tiny
@@ -48,10 +49,10 @@ def test_a_padded_target_keeps_its_trained_layer(tmp_path: Path) -> None:
     target = tiny.make_target(tmp_path / "target", family="qwen2", num_hidden_layers=2)
     tiny.add_mtp_layer(target)
     shape = MtpShape.from_target(json.loads((target / "config.json").read_text()))
-    trained = shape.build("cpu", torch.float32)
+    trained = MtpKind(shape).build("cpu", torch.float32)
     trained.reset_parameters(torch.Generator().manual_seed(9))
     (tmp_path / "trained").mkdir()
-    shape.write(tmp_path / "trained", trained.state_dict())
+    MtpKind(shape).write(tmp_path / "trained", trained.state_dict())
     padded = tmp_path / "padded"
     padded.mkdir()
     hf = json.loads((target / "config.json").read_text())
@@ -61,7 +62,7 @@ def test_a_padded_target_keeps_its_trained_layer(tmp_path: Path) -> None:
     save_file(workload.pad_state(state, 512), padded / "model.safetensors")
     out = methods_engines.with_layer(padded, tmp_path / "trained", 512)
     wide = MtpShape.from_target(json.loads((out / "config.json").read_text()))
-    layer = wide.of_checkpoint(out)
+    layer = MtpKind(wide).of_checkpoint(out)
     assert layer is not None, "which is checked against the wider shape"
     assert torch.equal(layer[PREFIX + "input_proj.weight"], trained.state_dict()[PREFIX + "input_proj.weight"])
     assert not layer[PREFIX + "mlp.down_proj.weight"][:, 128:].any()

@@ -99,12 +99,12 @@ def test_the_policys_own_folder_is_trusted_as_the_policy_is(draft):
 
 
 def test_law_8_what_is_served_names_no_code_either(draft, tmp_path, monkeypatch):
-    from draft_training.small_lm import SmallLmShape
+    from draft_training.small_lm_module import SmallLmKind, load_small_lm
 
     poison(draft, *POISONS[1])
-    shape, tensors = SmallLmShape.from_folder(draft, tiny_config().to_dict())
+    shape, tensors = load_small_lm(draft, tiny_config().to_dict())
     (tmp_path / "served").mkdir()
-    shape.write(tmp_path / "served", tensors)
+    SmallLmKind(shape).write(tmp_path / "served", tensors)
     assert "auto_map" not in (tmp_path / "served" / "config.json").read_text()
     assert without_code({"a": 1, "b": {"auto_map": 1, "c": {"custom_pipelines": 2}}}) == {"a": 1, "b": {"c": {}}}
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from draft_training.mtp import MtpShape
+from draft_training.mtp_module import MtpKind
 from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.builtin.methods import suffix
 from spec_plugin.events import TargetInfo
@@ -45,7 +46,7 @@ def chosen(hf: dict[str, Any], path: Path = Path("m"), **options: Any) -> Method
 
 
 def with_layer(folder: Path) -> Path:
-    layer = MtpShape.from_target(MIMO).build("cpu", torch.float32)
+    layer = MtpKind(MtpShape.from_target(MIMO)).build("cpu", torch.float32)
     layer.reset_parameters(torch.Generator().manual_seed(0))
     named = {f"model.mtp_layers.0.{n}": p.detach() for n, p in layer.named_parameters()}
     save_file({"model.norm.weight": torch.ones(64), **named}, folder / "model.safetensors")

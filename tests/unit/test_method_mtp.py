@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from draft_training import Document, DraftConfigError, DraftTrainer, HiddenBuffer, TrainSettings
 from draft_training.batch import pack
 from draft_training.mtp import MtpShape
+from draft_training.mtp_module import MtpKind
 from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.builtin.methods.mtp import MtpMethod
 from spec_plugin.engine.lossless import check_speculative_config
@@ -37,7 +38,7 @@ HF = {
 def layer_of(folder: Path, files: int = 1) -> dict[str, torch.Tensor]:
     """A checkpoint with a random layer; its tensors, by their names there."""
     shape = MtpShape.from_target(HF)
-    module = shape.build("cpu", torch.float32)
+    module = MtpKind(shape).build("cpu", torch.float32)
     module.reset_parameters(torch.Generator().manual_seed(3))
     named = {f"model.mtp_layers.0.{n}": p.detach().clone() for n, p in module.named_parameters()}
     named["model.norm.weight"] = torch.ones(64)
@@ -178,7 +179,7 @@ def test_it_learns_what_a_policy_says_and_comes_back_from_a_checkpoint(tmp_path:
 def test_no_token_stands_before_the_first() -> None:
     """vLLM clears the embedding of position 0: whatever token follows the first one changes nothing there."""
     shape = MtpShape.from_target(HF)
-    layer = shape.build("cpu", torch.float32)
+    layer = MtpKind(shape).build("cpu", torch.float32)
     layer.reset_parameters(torch.Generator().manual_seed(0))
     embed, states = torch.randn(96, 64), torch.randn(6, 64)
 
@@ -195,7 +196,7 @@ def test_no_token_stands_before_the_first() -> None:
 def test_the_first_token_of_a_window_is_not_the_first_of_its_rollout() -> None:
     """A window from the midst of a long rollout: the engine clears the embedding of the rollout's position 0 alone."""
     shape = MtpShape.from_target(HF)
-    layer = shape.build("cpu", torch.float32)
+    layer = MtpKind(shape).build("cpu", torch.float32)
     layer.reset_parameters(torch.Generator().manual_seed(0))
     embed, states = torch.randn(96, 64), torch.randn(9, 64)
 
@@ -230,4 +231,4 @@ def test_a_layer_that_holds_no_numbers_is_refused_where_it_is_read(tmp_path: Pat
     tensors["model.mtp_layers.0.input_proj.weight"][0, 0] = torch.nan
     save_file(tensors, file)
     with pytest.raises(DraftConfigError, match="not finite"):
-        MtpShape.from_target(HF).of_checkpoint(tmp_path)
+        MtpKind(MtpShape.from_target(HF)).of_checkpoint(tmp_path)

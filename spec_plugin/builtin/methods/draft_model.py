@@ -53,7 +53,9 @@ def _starting_draft(config: SpecConfig, target: TargetInfo) -> StartingDraft:
         logit_cap(target.hf_config, target.file)  # refuses what cannot be learned
         if config.draft is None:
             return StartingDraft(SmallLmShape.from_target(target.hf_config, target.file), most_unrolled=1)
-        shape, tensors = SmallLmShape.from_folder(Path(config.draft), target.hf_config, target.file)
+        from draft_training.small_lm_module import load_small_lm  # with torch and transformers, which take seconds
+
+        shape, tensors = load_small_lm(Path(config.draft), target.hf_config, target.file)
         return StartingDraft(shape, tensors, most_unrolled=1)
     except (DraftConfigError, CheckpointError, OSError) as error:
         raise SpecConfigError(f"spec.draft={config.draft!r} cannot draft for this target: {error}") from error

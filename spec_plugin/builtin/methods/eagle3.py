@@ -39,7 +39,7 @@ def starting_draft(config: SpecConfig, target: TargetInfo) -> tuple[DraftConfig,
 
 
 def _given_draft(config: SpecConfig, folder: str, target: TargetInfo) -> tuple[DraftConfig, Tensors]:
-    from draft_training.checkpoint import load_draft
+    from draft_training.eagle3 import load_draft
 
     try:
         draft_config, tensors = load_draft(folder, target.hf_config, target.file)

@@ -7,7 +7,7 @@ from typing import Any
 
 from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.files import read_json
-from draft_training.outside import AnyDraft, Every, read
+from draft_training.outside import ModelBasics, read
 from spec_plugin.builtin.methods.checkpoints import tensor_names, vocabulary_map
 from spec_plugin.builtin.methods.served import INSTEAD
 from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_shape
@@ -83,7 +83,7 @@ def _whole(draft: str | None) -> str | None:
 def _refuse_strange_tokens(draft: str, target: TargetInfo) -> None:
     """A pruned draft whose tokens are not all the target's: on a card the engine would die of the first of them."""
     try:
-        vocabulary = read(Every, target.hf_config, target.file).vocab_size
+        vocabulary = read(ModelBasics, target.hf_config, target.file).vocab_size
         offsets = vocabulary_map(Path(draft))
     except (DraftConfigError, CheckpointError) as error:
         raise SpecConfigError(f"spec.draft={draft!r} cannot be served: {error}") from error
@@ -111,7 +111,7 @@ def kind_of(folder: Path) -> tuple[str, bool]:
     """
     try:
         hf = read_json(folder / "config.json")
-        architecture = (read(AnyDraft, hf, str(folder / "config.json")).architectures or [""])[0]
+        architecture = (read(ModelBasics, hf, str(folder / "config.json")).architectures or [""])[0]
         names = tensor_names(folder)
     except (OSError, CheckpointError, DraftConfigError) as error:
         raise SpecConfigError(f"spec.draft={str(folder)!r} cannot be read: {error}") from error

@@ -9,7 +9,7 @@ from typing import Any
 
 from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.mtp import TRAINED, MtpShape
-from draft_training.outside import Depth, Every, read
+from draft_training.outside import ModelBasics, read
 from spec_plugin.builtin.methods.checkpoints import tensor_names
 from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_draft
 from spec_plugin.config import SpecConfig
@@ -66,9 +66,11 @@ class MtpMethod:
 
     @staticmethod
     def _starting_draft(target: TargetInfo) -> StartingDraft:
+        from draft_training.mtp_module import MtpKind  # with torch, whose import takes seconds
+
         try:
             shape = MtpShape.from_target(target.hf_config, target.file)
-            tensors = shape.of_checkpoint(Path(target.path))
+            tensors = MtpKind(shape).of_checkpoint(Path(target.path))
         except (DraftConfigError, CheckpointError, OSError) as error:
             raise SpecConfigError(f"spec.method='mtp' cannot draft for this target: {error}") from error
         if tensors is None and target.load_format != "dummy":
@@ -105,16 +107,16 @@ def _lacks(target: TargetInfo) -> str | None:
     )
 
 
-def _told(target: TargetInfo) -> Every:
+def _told(target: TargetInfo) -> ModelBasics:
     try:
-        return read(Every, target.hf_config, target.file)
+        return read(ModelBasics, target.hf_config, target.file)
     except DraftConfigError as error:
         raise SpecConfigError(str(error)) from error
 
 
 def _number_of_layers(text: Mapping[str, Any], target: TargetInfo) -> int:
     try:
-        return read(Depth, text, target.file).num_hidden_layers
+        return read(ModelBasics, text, target.file).num_hidden_layers or 0
     except DraftConfigError as error:
         raise SpecConfigError(str(error)) from error
 

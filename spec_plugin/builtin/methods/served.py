@@ -53,17 +53,17 @@ def served_folder(config: DraftShape, tensors: Mapping[str, Tensor]) -> Path:
 
     Where the cache cannot be used (not writable, or others may write to it) it is a folder of this process.
     """
-    from draft_training import digest
+    from draft_training import digest, kind_of
     from draft_training.checkpoint import replacing_folder
 
-    of = digest(tensors)
+    kind, of = kind_of(config), digest(tensors)
     name = hashlib.sha256(f"{json.dumps(config.to_hf(), sort_keys=True)}{of}".encode()).hexdigest()[:24]
     try:
         root = cache_root()
         folder = root / name
         if not _holds(folder, of):
             with replacing_folder(folder) as fresh:
-                config.write(fresh, tensors)
+                kind.write(fresh, tensors)
         os.utime(folder)
         _prune(root, folder)
     except OSError as error:
@@ -71,7 +71,7 @@ def served_folder(config: DraftShape, tensors: Mapping[str, Tensor]) -> Path:
         until_the_end = ExitStack()
         atexit.register(until_the_end.close)
         folder = until_the_end.enter_context(own_folder(disk()))
-        config.write(folder, tensors)
+        kind.write(folder, tensors)
     return folder
 
 

@@ -67,17 +67,17 @@ def train(
     with _bar(visits, done, show) as told:
         for visit in range(done, visits):
             lesson.give(buffer, visit)
-            trainer.rate_scale = min(1.0, (visits - visit) / max(1.0, _COOLING * visits))
+            trainer.schedule.scale = min(1.0, (visits - visit) / max(1.0, _COOLING * visits))
             report = trainer.train_slice(buffer, math.inf, min(_STEPS, settings.steps - visit * _STEPS))
             acceptance = report.acceptance_length
-            told(visit + 1, f"{acceptance:.2f} of {trainer.unroll.steps + 1}")
+            told(visit + 1, f"{acceptance:.2f} of {trainer.schedule.unroll.steps + 1}")
             if time.monotonic() - saved > _SAVE_EVERY:
                 trainer.save(work / "trainer", {"visits": visit + 1, "buffer": buffer.state_dict()})
                 saved = time.monotonic()
     trainer.save(work / "trainer", {"visits": visits, "buffer": buffer.state_dict()})
     chances = trainer.evaluate(_Lesson(model, layers, held_out).all(), steps=settings.k).chances
     with replacing_folder(work / "draft") as folder:
-        start.config.write(folder, trainer.engine_tensors(getattr(torch, target.dtype)))
+        trainer.kind.write(folder, trainer.engine_tensors(getattr(torch, target.dtype)))
     return chances
 
 

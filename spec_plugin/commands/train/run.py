@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draft_training import files
 from draft_training.errors import CheckpointError
-from draft_training.outside import show, text_part
+from draft_training.outside import short_repr, text_part
 from spec_plugin.builtin.break_even.cost import conditional_acceptance, tokens_per_step
 from spec_plugin.commands.train.settings import PretrainSettings
 from spec_plugin.commands.train.texts import Rollout, read_prompts, read_rollouts
@@ -118,7 +118,7 @@ def _target(settings: PretrainSettings) -> TargetInfo:
     dtype = next((p[n] for p in (hf, text_part(hf)) for n in ("dtype", "torch_dtype") if p.get(n)), "float32")
     if dtype not in _DTYPES:
         raise SpecConfigError(
-            f"torch_dtype={show(dtype)} in {file}: a draft is written in the target's dtype, one of {', '.join(_DTYPES)}; "
+            f"torch_dtype={short_repr(dtype)} in {file}: a draft is written in the target's dtype, one of {', '.join(_DTYPES)}; "
             "correct it there"
         )
     return TargetInfo(path=str(settings.target), hf_config=hf, dtype=dtype)

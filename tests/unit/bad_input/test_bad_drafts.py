@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from draft_training import DraftConfig, load_draft
 from draft_training.small_lm import SmallLmShape
+from draft_training.small_lm_module import SmallLmKind
 
 Tensors = dict[str, torch.Tensor]
 
@@ -332,7 +333,7 @@ def test_a_bad_field_of_a_small_model_is_named(
     shape = SmallLmShape.from_target(TARGET)
     folder = tmp_path / "draft"
     folder.mkdir()
-    shape.write(folder, draft_tensors(shape))  # type: ignore[arg-type]
+    SmallLmKind(shape).write(folder, draft_tensors(shape))  # type: ignore[arg-type]
     assert of_a_run(target, method="draft_model", draft=str(folder)) == ""
     config = json.loads((folder / "config.json").read_text())
     written(folder, {**config, field: value})
@@ -345,7 +346,7 @@ def test_a_small_model_that_is_not_finite_is_named(tmp_path: Path, target: Path)
     tensors = draft_tensors(shape)  # type: ignore[arg-type]
     (folder := tmp_path / "draft").mkdir()
     tensors["model.norm.weight"][3] = NAN
-    shape.write(folder, tensors)
+    SmallLmKind(shape).write(folder, tensors)
     said = of_a_run(target, method="draft_model", draft=str(folder))
     assert not list(missing(said, "model.norm.weight", "nan at 3 of", "take another"))
 

@@ -104,7 +104,7 @@ def test_any_config_of_a_draft_is_parsed_or_refused(config: dict[str, Any]) -> N
 def test_any_target_with_a_layer_of_its_own_is_parsed_or_refused(config: Any) -> None:
     made = answered(lambda: MtpShape.from_target(config if isinstance(config, dict) else {"a": config}))
     if made is not None:
-        assert made.parameters > 0 and len(made.heads) == 3
+        assert made.parameters > 0 and len(made.layer.heads) == 3
 
 
 @pytest.fixture(scope="module")

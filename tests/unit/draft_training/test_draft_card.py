@@ -10,7 +10,7 @@ from draft_helpers import make_document, make_policy
 from test_draft_trainer import SETTINGS, make_buffer, make_trainer, weights
 
 from draft_training import DraftTrainer, digest
-from draft_training.card import Rest, fast_products
+from draft_training.card import HostOffload, fast_products
 
 OFFLOADED = replace(SETTINGS, offload=True)
 
@@ -18,13 +18,13 @@ OFFLOADED = replace(SETTINGS, offload=True)
 def test_what_rests_is_moved_and_comes_back_bit_by_bit():
     tensor, counter = torch.randn(5, 3), torch.tensor(7.0)
     bits, place = tensor.clone(), tensor.data_ptr()
-    rest = Rest(torch.device("cpu"), lambda: [tensor, tensor, counter])
-    with rest.awake():
+    offload = HostOffload(torch.device("cpu"), lambda: [tensor, tensor, counter])
+    with offload.on_device():
         assert tensor.data_ptr() == place
     host = tensor.data_ptr()
     assert host != place and torch.equal(tensor, bits)
     tensor[0] = 1.0  # while it rests, as a new policy does
-    with rest.awake():
+    with offload.on_device():
         assert tensor.data_ptr() not in (host, 0) and torch.equal(tensor[0], torch.ones(3))
         tensor[1] = 2.0
     assert tensor.data_ptr() == host, "the host's memory is allocated once"
@@ -33,11 +33,11 @@ def test_what_rests_is_moved_and_comes_back_bit_by_bit():
 
 def test_it_rests_again_after_a_failure():
     tensor = torch.randn(4)
-    rest = Rest(torch.device("cpu"), lambda: [tensor])
-    with rest.awake():
+    offload = HostOffload(torch.device("cpu"), lambda: [tensor])
+    with offload.on_device():
         pass
     host = tensor.data_ptr()
-    with pytest.raises(RuntimeError, match="out of memory"), rest.awake():
+    with pytest.raises(RuntimeError, match="out of memory"), offload.on_device():
         raise RuntimeError("out of memory")
     assert tensor.data_ptr() == host
 
@@ -73,8 +73,8 @@ def test_everything_that_only_slices_need_rests_between_them(tiny):
     t = make_trainer(tiny, OFFLOADED)
     t.train_slice(make_buffer(), 60, 1)
     matrices = sum(p.dim() > 1 for p in t.draft.parameters())
-    assert t._rest is not None and all(t._rest._rests(x) for x in t._rest._each())
-    assert len(t._rest._each()) >= matrices + 2
+    assert t._offload is not None and all(t._offload._is_offloaded(x) for x in t._offload._distinct())
+    assert len(t._offload._distinct()) >= matrices + 2
 
 
 def test_products_are_rounded_on_a_card_only_and_only_in_the_block():

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from draft_training import (
     CheckpointError,
+    Document,
     DraftConfig,
     DraftConfigError,
     DraftTrainer,
@@ -21,7 +23,7 @@ from draft_training import (
     load_draft,
     save_draft,
 )
-from draft_training import checkpoint as checkpoint_module
+from draft_training import draft as draft_module
 from draft_training.checkpoint import replacing_folder, settled_folder
 
 SETTINGS = TrainSettings(tokens_per_step=60, warmup_steps=3, ttt_steps=2)
@@ -78,7 +80,7 @@ def test_a_save_that_fails_leaves_the_old_draft(tmp_path, tiny, monkeypatch):
     said = save_draft(tmp_path / "d", tiny, tensors)
     with pytest.raises(DraftConfigError):
         save_draft(tmp_path / "d", tiny, {**tensors, "embed_tokens.weight": torch.zeros(2)})
-    monkeypatch.setattr(checkpoint_module, "write_tensors", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(draft_module, "write_tensors", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         save_draft(tmp_path / "d", tiny, make_trainer(tiny, seed=8).engine_tensors())
     assert digest(load_draft(tmp_path / "d")[1]) == said and [p.name for p in tmp_path.iterdir()] == ["d"]
@@ -245,3 +247,60 @@ def test_vllms_config_class_reads_what_we_write(tiny):
     config = transformers.LlamaConfig(**tiny.to_hf())
     assert config.rope_parameters["rope_theta"] == 10000.0 and config.head_dim == 8
     assert config.eagle_aux_hidden_state_layer_ids == [2, 4, 5] and config.draft_vocab_size == 40
+
+
+#: a trainer's folder as it was written on 2026-11-24, before there was a ``TrainerState``: a pruned draft with a trained head
+SAVED = Path(__file__).parent / "data" / "saved_2026_11_24"
+
+
+def from_saved(folder: Path) -> tuple[DraftTrainer, dict]:
+    config = DraftConfig.from_hf(json.loads((SAVED / "draft" / "config.json").read_text()))
+    settings = TrainSettings(tokens_per_step=40, warmup_steps=3, first_steps=2, train_head=True)
+    trainer = DraftTrainer(config, settings, device="cpu", seed=77)
+    return trainer, trainer.load(folder)
+
+
+def test_a_folder_that_earlier_code_wrote_is_read_and_written_again_bit_by_bit(tmp_path):
+    trainer, extra = from_saved(SAVED)
+    trainer.save(tmp_path / "again", extra)
+    for name in ("trainer.json", "draft/config.json"):
+        before, after = (json.loads((folder / name).read_text()) for folder in (SAVED, tmp_path / "again"))
+        before.pop("settings", None), after.pop("settings", None)
+        assert after == before, "digests of all tensors, versions, schedule, extra"
+    assert (trainer.draft_version, trainer.skipped, trainer.schedule.newborn) == (5, 1, True)
+
+
+def test_a_folder_of_earlier_code_and_one_written_from_it_train_on_alike(tmp_path):
+    first, extra = from_saved(SAVED)
+    first.save(tmp_path / "again", extra)
+    trained = []
+    for trainer in (from_saved(SAVED)[0], from_saved(tmp_path / "again")[0]):
+        g = torch.Generator().manual_seed(5)
+        ids, mask = torch.randint(0, 12, (30,), generator=g), torch.ones(30, dtype=torch.bool)
+        buffer = HiddenBuffer(10_000, 1 << 30, 0)
+        buffer.add(Document(ids, torch.randn(30, 24, generator=g), torch.randn(30, 8, generator=g), mask, 3))
+        trainer.update_policy(torch.randn(12, 8, generator=g), torch.randn(12, 8, generator=g), 4)
+        assert trainer.train_slice(buffer, 60, 3).steps == 3
+        trained.append((digest(trainer.engine_tensors()), digest(trainer.state().own_tensors())))
+    assert trained[0] == trained[1]
+
+
+def test_a_folder_of_before_there_was_a_schedule_is_read_too(tmp_path):
+    shutil.copytree(SAVED, tmp_path / "old")
+    about = json.loads((SAVED / "trainer.json").read_text())
+    del about["unroll"], about["newborn"]
+    (tmp_path / "old" / "trainer.json").write_text(json.dumps(about))
+    trainer, _ = from_saved(tmp_path / "old")
+    assert trainer.draft_version == 5 and trainer.schedule.unroll.steps == 2, "the schedule is as it was made"
+
+
+def test_a_state_makes_another_trainer_that_shares_no_memory_with_the_first(tiny):
+    first, second = make_trainer(tiny), make_trainer(tiny, seed=8)
+    first.train_slice(make_buffer(), 60, 2)
+    second.restore(first.state())
+    assert second.state().numbers() == first.state().numbers()
+    ours, theirs = ({**t.state().weights, **t.state().own_tensors()} for t in (first, second))
+    assert digest(ours) == digest(theirs)
+    assert {t.data_ptr() for t in ours.values()}.isdisjoint(t.data_ptr() for t in theirs.values())
+    first.train_slice(make_buffer(), 60, 1), second.train_slice(make_buffer(), 60, 1)
+    assert digest(first.engine_tensors()) == digest(second.engine_tensors())

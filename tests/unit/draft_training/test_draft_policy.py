@@ -76,12 +76,12 @@ def test_law_5_tensors_that_were_sent_do_not_change_while_the_draft_is_trained_o
 def test_a_resumed_draft_unrolls_as_far_as_it_did(tiny, tmp_path):
     settings = replace(SETTINGS, first_steps=1, ttt_steps=3)
     t = make_trainer(tiny, settings)
-    t.unroll.steps = 2
+    t.schedule.unroll.steps = 2
     t.save(tmp_path / "draft")
     resumed = make_trainer(tiny, settings)
-    assert resumed.unroll.steps == 1
+    assert resumed.schedule.unroll.steps == 1
     resumed.load(tmp_path / "draft")
-    assert resumed.unroll.steps == 2
+    assert resumed.schedule.unroll.steps == 2
 
 
 def test_the_last_token_of_a_document_teaches_nothing_of_the_next_one():

@@ -13,7 +13,6 @@ from draft_training import (
     TrainSettings,
     digest,
 )
-from draft_training import trainer as trainer_module
 
 SETTINGS = TrainSettings(tokens_per_step=60, warmup_steps=2, lr=3e-3, ttt_steps=2)
 
@@ -244,7 +243,7 @@ def test_the_public_api_is_what_others_build_on():
         "DraftConfig", "DraftConfigError", "Eagle3Draft", "ttt_loss", "Document", "HiddenBuffer", "TrainSettings",
         "DraftTrainer", "SliceReport", "digest", "save_draft", "load_draft", "validate_draft",
     }  # fmt: skip
-    assert trainer_module.SliceReport.__dataclass_params__.frozen
+    assert draft_training.SliceReport.__dataclass_params__.frozen
 
 
 def test_a_draft_that_turned_out_to_know_nothing_learns_at_a_newborns_rates(tiny, tmp_path):
@@ -252,11 +251,11 @@ def test_a_draft_that_turned_out_to_know_nothing_learns_at_a_newborns_rates(tiny
     settings = TrainSettings(tokens_per_step=60, warmup_steps=2, lr=3e-3, ttt_steps=2)
     newborn = make_trainer(tiny, settings)
     given = make_trainer(tiny, settings, tensors=newborn.engine_tensors())
-    rates = [[t._rate(step) for step in (0, 5, 20, 100)] for t in (newborn, given)]
+    rates = [[t.schedule.rate(step) for step in (0, 5, 20, 100)] for t in (newborn, given)]
     assert rates[1][2] == settings.lr_floor < rates[0][2]
-    given.begin_short()
-    assert [given._rate(step) for step in (0, 5, 20, 100)] == rates[0]
+    given.schedule.restart()
+    assert [given.schedule.rate(step) for step in (0, 5, 20, 100)] == rates[0]
     given.save(tmp_path / "draft")
     resumed = make_trainer(tiny, settings, tensors=newborn.engine_tensors())
     resumed.load(tmp_path / "draft")
-    assert resumed._rate(20) == rates[0][2], "also after a resume"
+    assert resumed.schedule.rate(20) == rates[0][2], "also after a resume"

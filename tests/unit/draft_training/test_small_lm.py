@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from draft_training import Document, DraftConfigError, DraftTrainer, HiddenBuffer, TrainSettings, digest, pack
 from draft_training.small_lm import SmallLmShape
+from draft_training.small_lm_module import SmallLmKind, load_small_lm
 
 V, H = 48, 40
 TARGET = {"vocab_size": V, "hidden_size": H, "max_position_embeddings": 128}
@@ -53,7 +54,7 @@ def test_what_is_written_is_read_again_bit_for_bit(tmp_path: Path) -> None:
     other = trained(0)
     other.load(tmp_path / "t")
     assert digest(other.engine_tensors()) == digest(trainer.engine_tensors()) and other.draft_version == 3
-    shape, tensors = SmallLmShape.from_folder(tmp_path / "t" / "draft", TARGET)
+    shape, tensors = load_small_lm(tmp_path / "t" / "draft", TARGET)
     assert digest(tensors) == digest(trainer.engine_tensors())
     assert shape.parameters == sum(t.numel() for t in tensors.values())
 
@@ -83,7 +84,7 @@ def test_a_draft_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, 
     file = tmp_path / "t" / "draft" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(DraftConfigError, match=why):
-        SmallLmShape.from_folder(file.parent, TARGET)
+        load_small_lm(file.parent, TARGET)
 
 
 def test_each_prediction_comes_from_the_state_of_the_token_before() -> None:
@@ -101,8 +102,8 @@ def test_a_tied_head_that_a_checkpoint_names_all_the_same_is_left_out(tmp_path: 
     made = SmallLmShape.from_target(TARGET)
     tied = SmallLmShape(H, {**made.hf, "tie_word_embeddings": True})
     tensors = trained(0, tied).engine_tensors()
-    tied.write(tmp_path, tensors)
+    SmallLmKind(tied).write(tmp_path, tensors)
     save_file(
         {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
     )
-    assert digest(tied.read(tmp_path)[1]) == digest(tensors)
+    assert digest(SmallLmKind(tied).read(tmp_path)[1]) == digest(tensors)

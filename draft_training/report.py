@@ -1,0 +1,50 @@
+"""SliceReport: what a slice of draft training, or an evaluation, did and measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draft_training.loss import LossStats
+
+
+@dataclass(frozen=True)
+class SliceReport:
+    """What a slice of training, or an evaluation, did and measured; with data parallelism the same on all ranks."""
+
+    steps: int  # optimizer steps taken
+    tokens: int  # tokens that went through the draft, all ranks
+    loss: float  # mean KL summed over steps with their decay, nats; 0.0 when nothing was measured
+    acceptance_length: float  # see LossStats.acceptance_length; 1.0 when nothing was measured
+    agreement: tuple[float, ...]  # [J] share of positions where the draft's greedy token is the target's argmax
+    acceptance: tuple[float, ...]  # [J] mean target probability of the draft's greedy token
+    chances: tuple[float, ...]  # [J] chance that each drafted token is accepted, given those before it; () when unknown
+    rounds: int  # replayed decoding rounds behind acceptance_length and chances
+    skipped: int  # steps given up because loss or gradients were not finite
+    seconds: float
+
+    @classmethod
+    def of(
+        cls, stats: LossStats, decay: float, *, steps: int, tokens: int, skipped: int, seconds: float
+    ) -> SliceReport:
+        """Divide raw sums; see the fields for the rest.
+
+        Args:
+            stats: of the optimizer steps, or of the evaluated documents, of all ranks.
+            decay: weight of step j in the loss is ``decay ** j``.
+            steps: optimizer steps taken.
+            tokens: of all ranks.
+            skipped: steps given up.
+            seconds: that it took.
+        """
+        return cls(
+            steps=steps,
+            tokens=tokens,
+            loss=stats.loss(decay),
+            acceptance_length=stats.acceptance_length,
+            agreement=stats.mean(stats.agreement),
+            acceptance=stats.mean(stats.probability),
+            chances=stats.chances,
+            rounds=int(stats.rounds),
+            skipped=skipped,
+            seconds=seconds,
+        )

@@ -1,0 +1,27 @@
+"""TrainSettings: how a draft is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Numbers of one training; the defaults are for a draft that is trained online, beside a policy that moves."""
+
+    lr: float = 0.1  # highest of matrices: size of an update's singular values, see Muon
+    vector_lr: float = 1e-3  # of norms and a trained head (AdamW)
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
+    weight_decay: float = 0.5  # of matrices, as a share of lr: what a policy that moves asks for
+    grad_clip: float = 1.0  # norm of the draft's own gradients
+    ttt_steps: int = 3  # most unrolled steps of the training-time test; the engine's k
+    first_steps: int = 3  # unrolled by a newborn draft, until it reaches further
+    ttt_decay: float = 1.0  # weight of step j in the loss is ttt_decay ** j
+    logit_cap: float | None = None  # of the target's logits, see ``outside.logit_cap``
+    tokens_per_step: int = 1024  # per optimizer step and rank, while no more than first_steps are unrolled
+    replay_share: float = 0.25  # share of older policy versions in a step
+    warmup_steps: int = 10  # linear
+    decay_steps: float = 30.0  # steps from which a newborn draft's rates fall as 1 / sqrt
+    lr_floor: float = 0.15  # share of the rates that is kept for ever: online training has no end to decay towards
+    offload: bool = False  # optimizer state and the policy's copies lie in the host's memory between slices
+    train_head: bool = False  # pruned vocabulary only: train the head instead of following the policy's rows
