@@ -278,3 +278,13 @@ def test_shapes_run_when_they_are_asked_for(tmp_path: Path) -> None:
     for options, ran in (([], {"a"}), (["--rest"], {"rare"}), (["rare"], {"rare"})):
         done = check(tmp_path, parts, *options)
         assert set(re.findall(r"^\| (\w+) +\| passed", done.stdout, re.M)) == ran, done.stdout
+
+
+def test_before_a_commit_and_on_a_hosted_runner_the_same_is_run():
+    lint = next(part.commands for part in PARTS if part.name == "lint")
+    hooks = re.findall(r"^ +entry: (.*)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.M)
+    assert tuple(hooks) == lint
+    runs = re.findall(r"- run: make (\S+)(?: SHAPES=(\S+))?", (ROOT / ".github/workflows/checks.yml").read_text())
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert {"lint", "unit", "conformance"} <= {target for target, _ in runs} <= targets
+    assert {shape for _, shape in runs} - {""} <= {part.name for part in PARTS}
