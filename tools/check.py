@@ -260,7 +260,7 @@ class Lanes:
     folder: Path
     lanes: int
     gigabytes: float
-    namespace: bool
+    namespaces: Sequence[str] | None  # for which user; None: the parts share /tmp
     fail_fast: bool
     extra: Sequence[str]
     waiting: list[Part]
@@ -305,28 +305,34 @@ class Lanes:
         if not self.running:
             return True
         needed = part.gigabytes + sum(other.gigabytes for other in self.running)
-        meets = not self.namespace and any(part.tags & other.tags for other in self.running)
+        meets = self.namespaces is None and any(part.tags & other.tags for other in self.running)
         return len(self.running) < self.lanes and needed <= self.gigabytes and not meets
 
     def _begin(self, part: Part) -> None:
         folder = self.folder / part.name
         folder.mkdir(parents=True, exist_ok=True)
         commands = [words(command, self.extra) for command in part.commands]
-        job = Job(commands, fine(self.extra), str(self.root), str(folder), self.namespace, os.getpid(), part.limit)
+        private = self.namespaces is not None
+        tmp = supervise.make_tmp(folder, private)
+        start = [] if self.namespaces is None else supervise.namespace(self.namespaces, tmp, self.root)
+        job = Job(commands, fine(self.extra), str(self.root), str(folder), private, part.limit)
         self.waiting.remove(part)
         with (folder / "log").open("wb") as log:
             # From the main thread: a supervisor is told when the thread that started it ends.
             self.running[part] = subprocess.Popen(
-                [sys.executable, "-S", SUPERVISOR, json.dumps(asdict(job))],
+                [*start, sys.executable, "-S", str(SUPERVISOR), json.dumps(asdict(job))],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=supervise.tied_to_this_process(private),
             )
         self._say(f"{part.name} starts, {folder / 'log'}")
 
     def _end(self, part: Part) -> Row:
         row = Row.read(self.folder / part.name)
+        if row.outcome.rc == 0:
+            supervise.remove_tmp(self.folder / part.name)
         self.done.append(row)
         self._say(f"{part.name} {row.verdict} after {row.outcome.wall:.0f} s")
         if row.verdict.startswith("failed"):
@@ -348,15 +354,15 @@ def run_in_lanes(parts: Sequence[Part], options: argparse.Namespace, root: Path,
         path for path in folder.iterdir() if path.is_dir() and (not options.names or path.name in options.names)
     ]:
         supervise.discard(old)
-    namespace = not options.no_namespace
-    if namespace:
-        with TemporaryDirectory(dir=folder, prefix=".probe-") as probe:
-            reason = supervise.why_no_private_tmp(root, Path(probe))
-        if reason:
-            print(f"check: the parts share /tmp, so verl runs never meet, since here {reason}", flush=True)
-        namespace = not reason
+    namespaces: Sequence[str] | None = None
+    if not options.no_namespace:
+        try:
+            with TemporaryDirectory(dir=folder, prefix=".probe-") as probe:
+                namespaces = supervise.user_for_namespaces(root, Path(probe))
+        except OSError as error:
+            print(f"check: the parts share /tmp, so verl runs never meet, since here {error}", flush=True)
     lanes = Lanes(
-        root, folder, options.jobs, options.memory, namespace, options.fail_fast, options.extra, waiting=list(parts)
+        root, folder, options.jobs, options.memory, namespaces, options.fail_fast, options.extra, waiting=list(parts)
     )
     got = lanes.run()
     lock.close()

@@ -1,8 +1,10 @@
 """Run one part of the checks so that nothing of it stays; ``check.py`` starts one such process per part.
 
-Daemons leave their session and their parent, but an orphan comes back to the nearest subreaper among its ancestors: this
-process. When the part's commands have ended, when SIGTERM comes, or when the process that started it dies, all that is left
-is ended. Linux and the standard library only.
+Where the kernel allows it, this process is the first one of a PID namespace (``namespace``): when it ends, however it ends, the
+kernel ends all that it started. Elsewhere (most containers, systems that keep namespaces from ordinary users) it is a subreaper:
+daemons leave their session and their parent, but an orphan comes back to the nearest subreaper among its ancestors, so all that
+is left when the part's commands have ended, or when SIGTERM comes, is found among its descendants. Linux, util-linux 2.32 and
+the standard library only.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,10 +32,9 @@ SECONDS_TO_END = 5.0  # between SIGTERM and SIGKILL
 SAMPLE_SECONDS = 5.0
 OVERTIME = 124  # the exit code of a command that is ended at the limit, as timeout(1) gives it
 
-LIBC = ctypes.CDLL(None, use_errno=True)
+UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+USERS = ((), ("--user", "--map-root-user"))  # as root; as any user
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
-MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,7 @@ class Job:
     fine: list[int]  # exit codes of a command that passed
     root: str  # the checkout, where they run
     folder: str  # for ``tmp`` and ``result.json``; the log is standard output
-    namespace: bool  # whether a folder can be put in the place of /tmp
-    parent: int  # process id of who started the supervisor
+    private: bool  # whether this process's /tmp is the part's own
     limit: float = float("inf")  # seconds for all commands
 
 
@@ -61,28 +61,49 @@ class Outcome:
     left: int = 0  # processes that were still there after its commands
 
 
-def call(name: str, *arguments: object) -> None:
-    """Call a function of the C library.
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process.
 
     Raises:
-        OSError: if it returns -1.
+        OSError: if the kernel refuses it.
     """
-    if getattr(LIBC, name)(*arguments) == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value)) == -1:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
 def adopt_orphans() -> None:
     """Let the orphans among the descendants become children of this process."""
-    call("prctl", PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def hear_of_the_parents_death() -> None:
-    """Get SIGTERM when the thread that started this process is gone."""
-    call("prctl", PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
+def hear_of_the_parents_death(by: signal.Signals = signal.SIGTERM) -> None:
+    """Get a signal when the thread that started this process is gone; it stays so when the process executes a program."""
+    prctl(PR_SET_PDEATHSIG, by)
+
+
+def tied_to_this_process(private: bool) -> Callable[[], None]:
+    """What a supervisor does before its program begins, so that it ends when this process does."""
+    parent = os.getpid()
+
+    def tie() -> None:
+        # unshare ignores SIGTERM; the kernel ends the namespace with it
+        hear_of_the_parents_death(signal.SIGKILL if private else signal.SIGTERM)
+        if os.getppid() != parent:  # it died before it could be heard
+            os._exit(1)
+
+    return tie
 
 
 # ---- processes
+
+
+def stat(pid: int | str) -> list[bytes]:
+    """What the kernel says of a process, from its state and its parent's id on.
+
+    Raises:
+        OSError: if it has ended.
+    """
+    return Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].split()
 
 
 def descendants(ancestor: int) -> list[int]:
@@ -90,9 +111,7 @@ def descendants(ancestor: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it may have ended meanwhile
-            stat = Path("/proc", entry, "stat").read_bytes()
-            parent = int(stat.rpartition(b")")[2].split()[1])
-            children.setdefault(parent, []).append(int(entry))
+            children.setdefault(int(stat(entry)[1]), []).append(int(entry))
     found = [ancestor]
     for pid in found:
         found += children.get(pid, [])
@@ -109,21 +128,14 @@ def memory(pid: int) -> int:
     return 0
 
 
-def has_children() -> bool:
-    """Whether there is any child, also one that has ended and was not collected."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
-
-
-def collect() -> dict[int, int]:
-    """Exit codes of the children that have ended, each once; their CPU time counts from now on."""
+def collect() -> dict[int, int] | None:
+    """Exit codes of the children that have ended, each once, whose CPU time counts from now on; None without children."""
     ended: dict[int, int] = {}
-    with suppress(ChildProcessError):
+    try:
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+    except ChildProcessError:
+        return ended or None
     return ended
 
 
@@ -134,8 +146,7 @@ def sweep(seconds: float = SECONDS_TO_END) -> int:
     """
     deadline = time.monotonic() + seconds
     told: set[int] = set()
-    collect()
-    while has_children():
+    while collect() is not None:
         late = time.monotonic() > deadline
         for pid in descendants(os.getpid()):
             if late or pid not in told:
@@ -143,15 +154,15 @@ def sweep(seconds: float = SECONDS_TO_END) -> int:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
         time.sleep(0.02)
-        collect()
     return len(told)
 
 
-# ---- a private /tmp
+# ---- namespaces, with a private /tmp
 
 
 def folders_to_keep(root: Path, variables: Mapping[str, str]) -> list[Path]:
     """Folders below /tmp that a part may need: the checkout, Python, its environments, and what a variable names."""
+    tools = Path(__file__).resolve().parents[1]
     pythons = [python.resolve().parents[1] for python in root.glob(".envs/*/bin/python") if python.exists()]
     environments = [folder.resolve() for folder in root.glob(".envs/*")]
     named = [
@@ -163,70 +174,50 @@ def folders_to_keep(root: Path, variables: Mapping[str, str]) -> list[Path]:
     ]
     kept: list[Path] = []
     for folder in sorted(
-        {p.resolve() for p in (root, Path(sys.prefix), Path(sys.base_prefix), *pythons, *environments, *named)}
+        {p.resolve() for p in (root, tools, Path(sys.prefix), Path(sys.base_prefix), *pythons, *environments, *named)}
     ):
         if TMP in folder.parents and not any(outer in folder.parents for outer in kept):
             kept.append(folder)
     return kept
 
 
-def bind(source: Path, target: Path) -> None:
-    """Show a folder at a second place."""
-    call("mount", os.fsencode(source), os.fsencode(target), None, ctypes.c_ulong(MS_BIND | MS_REC), None)
+def namespace(user: Sequence[str], private: Path, root: Path) -> list[str]:
+    """The beginning of a command that then runs in namespaces of its own, with a /tmp and a /dev/shm of its own.
+
+    What is in memory ends with the namespace; and OpenMP names files there by process ids, which are the same in each.
+
+    Args:
+        user: one of ``USERS``.
+        private: a folder for /tmp; places for what must stay to be seen are made in it.
+        root: the checkout.
+    """
+    places = [(folder, private / folder.relative_to(TMP)) for folder in folders_to_keep(root, os.environ)]
+    for _, place in places:
+        place.mkdir(parents=True, exist_ok=True)
+    binds = [shlex.join(["mount", "--rbind", *map(str, pair)]) for pair in [*places, (private, TMP)]]
+    script = " && ".join([*binds, "mount -t tmpfs -o mode=1777 tmpfs /dev/shm", 'exec "$@"'])
+    return [*UNSHARE, *user, "sh", "-c", script, "sh"]
 
 
-def leave_the_mounts_of_others() -> None:
-    """Give this process mounts of its own: as root, else as the only user of a user namespace, where it may mount too."""
-    user, group = os.geteuid(), os.getegid()
-    try:
-        call("unshare", CLONE_NEWNS)
-    except PermissionError:
-        call("unshare", CLONE_NEWUSER | CLONE_NEWNS)
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    call("mount", None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)
-
-
-def enter_private_tmp(private: Path, root: Path) -> None:
-    """Put a folder in the place of /tmp, for this process and its children; ``root`` is where they are then.
+def user_for_namespaces(root: Path, folder: Path) -> Sequence[str]:
+    """Which of ``USERS`` can have namespaces here; it is tried, with an empty folder.
 
     Raises:
-        OSError: if this system does not allow it.
+        OSError: with the reason, if none.
     """
-    if root.resolve() == TMP:
-        raise OSError(f"the checkout is {TMP} itself")
-    kept = folders_to_keep(root, os.environ)
-    leave_the_mounts_of_others()
-    for folder in kept:
-        place = private / folder.relative_to(TMP)
-        place.mkdir(parents=True, exist_ok=True)
-        bind(folder, place)
-    bind(private, TMP)
-    os.chdir(root)
+    reason = f"the checkout is {TMP} itself"
+    for user in USERS if root.resolve() != TMP else ():
+        done = subprocess.run([*namespace(user, folder, root), "touch", TMP / "probe"], capture_output=True, text=True)
+        if done.returncode == 0:
+            return user
+        reason = done.stderr.strip() or f"unshare ends with {done.returncode}"
+    raise OSError(reason)
 
 
-def why_no_private_tmp(root: Path, folder: Path) -> str:
-    """Try it in a child, with an empty folder; the reason why it cannot be had, or nothing."""
-    read, write = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            enter_private_tmp(folder, root)
-            (TMP / "probe").touch()
-        except OSError as error:
-            os.write(write, str(error).encode() or b"unknown")
-        finally:
-            os._exit(0)
-    os.close(write)
-    os.waitpid(child, 0)
-    with os.fdopen(read, errors="replace") as reason:
-        return reason.read()
-
-
-def make_tmp(job: Job) -> Path:
-    """The part's temporary folder: in its own folder, or where its path is short enough for sockets."""
-    place = Path(job.folder, "tmp")
-    if job.namespace:
+def make_tmp(folder: Path, private: bool) -> Path:
+    """A part's temporary folder: in its own folder, or where its path is short enough for sockets."""
+    place = folder / "tmp"
+    if private:
         place.mkdir(exist_ok=True)
         place.chmod(0o1777)
     else:
@@ -264,7 +255,6 @@ class Part:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.tmp = make_tmp(job)
         self.start, self.next_sample, self.peak = time.monotonic(), 0.0, 0
 
     def run(self) -> Outcome:
@@ -272,7 +262,11 @@ class Part:
         rc: int | None = 0
         for command in self.job.commands:
             print("$", shlex.join(command), flush=True)
-            rc = self._wait_for(self._fork(command))
+            try:
+                rc = self._wait_for(self._begin(command))
+            except OSError as error:
+                print(error, flush=True)
+                rc = 127
             if rc in self.job.fine:
                 rc = 0
             if rc != 0:
@@ -284,24 +278,14 @@ class Part:
             128 + signal.SIGTERM if rc is None else rc, rc is None, wall, used.ru_utime + used.ru_stime, gigabytes, left
         )
 
-    def _fork(self, command: Sequence[str]) -> int:
-        child = os.fork()
-        if child:
-            return child
-        try:
-            os.chdir(self.job.root)
-            if self.job.namespace:
-                enter_private_tmp(self.tmp, Path(self.job.root))
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            os.execvpe(command[0], command, self._environment())
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-        os._exit(127)
+    def _begin(self, command: Sequence[str]) -> int:
+        os.chdir(self.job.root)
+        return os.posix_spawnp(command[0], command, self._environment(), setsigmask=())
 
     def _environment(self) -> dict[str, str]:
-        private = {} if self.job.namespace else dict.fromkeys(("TMPDIR", "RAY_TMPDIR"), str(self.tmp.resolve()))
-        return {name: value for name, value in os.environ.items() if name not in TMP_VARIABLES} | private
+        tmp = str(Path(self.job.folder, "tmp").resolve())
+        own = {} if self.job.private else dict.fromkeys(("TMPDIR", "RAY_TMPDIR"), tmp)
+        return {name: value for name, value in os.environ.items() if name not in TMP_VARIABLES} | own
 
     def _wait_for(self, child: int) -> int | None:
         """The exit code of a child, or None when this process is told to stop."""
@@ -316,7 +300,7 @@ class Part:
             got = signal.sigtimedwait(WATCHED, max(0.0, self.next_sample - now))
             if got and got.si_signo != signal.SIGCHLD:
                 return None
-            ended = collect()
+            ended = collect() or {}
             if child in ended:
                 self._sample()  # what it leaves
                 return ended[child]
@@ -327,8 +311,7 @@ class Part:
         for pid in descendants(os.getpid()):
             with suppress(OSError):
                 words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
-                state = Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].split()[0].decode()
-                names.append(f"  {pid} {state} {b' '.join(words).decode(errors='replace')[:160]}")
+                names.append(f"  {pid} {stat(pid)[0].decode()} {b' '.join(words).decode(errors='replace')[:160]}")
         return "\n".join([f"supervise: over the limit of {self.job.limit:.0f} s, with these processes:", *names])
 
     def _sample(self) -> None:
@@ -340,13 +323,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     job = Job(**json.loads(sys.argv[1]))
     adopt_orphans()
-    hear_of_the_parents_death()
-    if os.getppid() != job.parent:  # it died before it could be heard
-        return
-    part = Part(job)
-    outcome = part.run()
-    if outcome.rc == 0:
-        remove_tmp(Path(job.folder))
+    outcome = Part(job).run()
     Path(job.folder, "result.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n")
     sys.exit(outcome.rc != 0)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ sys.exit(main(sys.argv[1:], {parts!r}, Path({root!r})))
 ALONE = "sh -c 'mkdir taken && sleep 0.2 && rmdir taken'"
 #: waits for ten seconds at most for another one of its kind, and then gets in its way
 MEETING = (
-    "sh -c 'touch here-$$; for i in $(seq 100); do set -- here-*; [ $# = 2 ] && break; sleep 0.1; done; "
+    "sh -c 'mktemp here-XXXXXX; for i in $(seq 100); do set -- here-*; [ $# = 2 ] && break; sleep 0.1; done; "
     "[ $# = 2 ] && mkdir taken'"
 )
 VERL = frozenset({"verl"})
@@ -65,6 +66,17 @@ def running(marker: str) -> list[int]:
     return found
 
 
+def supervisors(root: Path) -> list[int]:
+    """Processes of ``supervise.py`` for parts in that folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            program, *arguments = file.read_text(errors="replace").split("\0")
+            if program == sys.executable and any(word.endswith("supervise.py") for word in arguments):
+                found += [int(file.parent.name)] * any(str(root) in word for word in arguments)
+    return found
+
+
 def wait_until(holds: Callable[[], bool], seconds: float = 20) -> bool:
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
@@ -85,8 +97,10 @@ def marker(tmp_path: Path) -> Iterator[str]:
 def namespace(tmp_path: Path) -> None:
     probe = tmp_path / "probe"
     probe.mkdir()
-    if reason := supervise.why_no_private_tmp(tmp_path, probe):
-        pytest.skip(f"no mount namespace here: {reason}")
+    try:
+        supervise.user_for_namespaces(tmp_path, probe)
+    except OSError as reason:
+        pytest.skip(f"no namespaces here: {reason}")
 
 
 def test_parts_run_side_by_side(tmp_path: Path) -> None:
@@ -134,21 +148,44 @@ def test_fail_fast_stops_the_others(tmp_path: Path, marker: str) -> None:
     assert re.search(r"\| long +\| stopped", done.stdout) and "not run: later" in done.stdout
 
 
+@pytest.mark.parametrize("options", [(), ("--no-namespace",)])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
-def test_nothing_stays_when_the_runner_is_stopped(tmp_path: Path, marker: str, name: str) -> None:
-    daemon = f"sh -c 'setsid sh -c \"sleep {marker} & sleep {marker} &\"; sleep {marker}'"
-    front = subprocess.Popen(command(tmp_path, Part("a", (daemon,)), Part("b", (daemon,))), stdout=subprocess.PIPE)
-    assert wait_until(lambda: len(running(marker)) == 6), "the daemons did not start"
+def test_nothing_stays_when_the_runner_is_stopped(
+    tmp_path: Path, marker: str, name: str, options: tuple[str, ...]
+) -> None:
+    front = start_daemons(tmp_path, marker, *options)
     front.send_signal(signal.Signals[name])
     front.communicate(timeout=20)
     assert front.returncode == (-signal.SIGKILL if name == "SIGKILL" else 128 + signal.Signals[name])
     assert wait_until(lambda: not running(marker), 20 if name == "SIGKILL" else 0)
 
 
-def test_nothing_stays_when_a_supervisor_is_killed(tmp_path: Path, marker: str) -> None:
-    parts = [Part("a", (f"sh -c 'setsid sleep {marker} & kill -9 $PPID; sleep {marker}'",))]
-    done = check(tmp_path, parts)
-    assert done.returncode == 1 and not running(marker)
+@pytest.mark.parametrize("options", [(), ("--no-namespace",)])
+def test_nothing_stays_when_a_supervisor_is_killed(tmp_path: Path, marker: str, options: tuple[str, ...]) -> None:
+    front = start_daemons(tmp_path, marker, *options)
+    for pid in supervisors(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+    assert b"failed (-9)" in front.communicate(timeout=20)[0]
+    assert front.returncode == 1 and not running(marker)
+
+
+def test_nothing_stays_when_the_runner_and_all_supervisors_are_killed_at_once(
+    tmp_path: Path, marker: str, namespace: None
+) -> None:
+    front = start_daemons(tmp_path, marker)
+    for pid in [front.pid, *supervisors(tmp_path)]:
+        os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: not running(marker))
+    front.communicate()
+
+
+def start_daemons(root: Path, marker: str, *options: str) -> subprocess.Popen[bytes]:
+    """A runner of two parts, each with a process and two daemons that have left its session."""
+    daemon = f"sh -c 'setsid sh -c \"sleep {marker} & sleep {marker} &\"; sleep {marker}'"
+    parts = Part("a", (daemon,)), Part("b", (daemon,))
+    front = subprocess.Popen([*command(root, *parts), *options], stdout=subprocess.PIPE)
+    assert wait_until(lambda: len(running(marker)) == 6), "the daemons did not start"
+    return front
 
 
 def test_what_a_part_leaves_is_ended_and_measured(tmp_path: Path, marker: str) -> None:
@@ -170,14 +207,19 @@ def test_a_part_that_hangs_is_ended_at_its_limit_and_shows_what_ran(tmp_path: Pa
     assert "over the limit of 1 s" in done.stdout and f"sleep {marker}" in done.stdout.split("over the limit")[1]
 
 
+def test_a_program_that_is_not_there_fails_its_part(tmp_path: Path) -> None:
+    done = check(tmp_path, [Part("a", ("no-such-program-at-all",))])
+    assert re.search(r"\| a +\| failed \(127\)", done.stdout) and "No such file" in done.stdout
+
+
 def test_who_ignores_sigterm_is_killed() -> None:
     script = (
         "import subprocess, supervise, time; supervise.adopt_orphans();"
         "subprocess.Popen(['sh', '-c', 'trap : TERM; echo; while :; do sleep 0.1; done'], stdout=-1).stdout.read(1);"
-        "print(supervise.sweep(0.2) >= 1, supervise.has_children())"
+        "print(supervise.sweep(0.2) >= 1, supervise.collect())"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT / "tools", capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "False"], done.stderr
+    assert done.stdout.split() == ["True", "None"], done.stderr
 
 
 def test_each_part_has_a_tmp_of_its_own_and_sees_the_checkout(tmp_path: Path, namespace: None) -> None:
@@ -236,3 +278,13 @@ def test_shapes_run_when_they_are_asked_for(tmp_path: Path) -> None:
     for options, ran in (([], {"a"}), (["--rest"], {"rare"}), (["rare"], {"rare"})):
         done = check(tmp_path, parts, *options)
         assert set(re.findall(r"^\| (\w+) +\| passed", done.stdout, re.M)) == ran, done.stdout
+
+
+def test_before_a_commit_and_on_a_hosted_runner_the_same_is_run():
+    lint = next(part.commands for part in PARTS if part.name == "lint")
+    hooks = re.findall(r"^ +entry: (.*)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.M)
+    assert tuple(hooks) == lint
+    runs = re.findall(r"- run: make (\S+)(?: SHAPES=(\S+))?", (ROOT / ".github/workflows/checks.yml").read_text())
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert {"lint", "unit", "conformance"} <= {target for target, _ in runs} <= targets
+    assert {shape for _, shape in runs} - {""} <= {part.name for part in PARTS}
