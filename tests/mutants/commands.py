@@ -8,6 +8,7 @@ _PLACES, _READ, _COMPARE, _FINDINGS, _SHIFTS, _PANELS, _PAGE, _BUILD = (
     f"spec_plugin/commands/report/{name}.py"
     for name in ("places", "read", "compare", "findings", "shifts", "panels", "page", "build")
 )
+_CONTROLLER = "spec_plugin/builtin/break_even/controller.py"
 _COMMAND = "spec_plugin/commands/project/command.py"
 _PROJECTING, _LENGTHS, _SHAPES, _ROLLOUT = (
     f"spec_plugin/projection/{name}.py" for name in ("projecting", "lengths", "shapes", "rollout")
@@ -41,6 +42,41 @@ MUTATIONS = (
         "",
         "law 3: a plugin around the guard swallows what it has refused",
         ("test_guard_insists.py",),
+    ),
+    Mutation(
+        "spec_plugin/session.py",
+        "False, trouble_in(where)\n",
+        "False, Reason.OTHER_TROUBLE\n",
+        "the log does not say in what drafting failed",
+        ("test_speculation.py",),
+    ),
+    Mutation(
+        "spec_plugin/session.py",
+        "        self._recovering = False\n        with",
+        "        with",
+        "a run that drafts again is logged as one that recovers",
+        ("test_speculation.py",),
+    ),
+    Mutation(
+        "spec_plugin/session.py",
+        "self._recovery.left is None\n        trouble",
+        "self._recovery.left is not None\n        trouble",
+        "trouble that is tried again is logged as given up",
+        ("test_speculation.py",),
+    ),
+    Mutation(
+        "spec_plugin/speculation.py",
+        "    if known or chosen == Speculation.DROPPED:",
+        "    if chosen is not None:",
+        "engines that draft although the controller chose not to are logged as resting",
+        ("test_speculation.py",),
+    ),
+    Mutation(
+        _CONTROLLER,
+        "Speculation.DROPPED if self._dropped else None",
+        "None",
+        "a draft that was dropped within the rollout is logged as one that rests",
+        ("test_speculation.py",),
     ),
     Mutation(
         "spec_plugin/outside.py",
