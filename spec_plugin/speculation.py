@@ -37,7 +37,7 @@ class Reason(_Code):
     PREDICTED_TO_PAY = 0, "drafting is predicted to pay"
     ASKED_FOR = 1, "the user asked for drafts throughout (serve=always, controller=fixed)"
     A_TRY = 2, "an unserved draft is tried in one rollout"
-    NO_DRAFT_YET = 10, "no draft was trained, and none measured yet"
+    NO_DRAFT_YET = 10, "no draft had been trained, and none measured yet"
     COST_UNKNOWN = 11, "what drafting costs on this engine is not known"
     BELOW_BREAK_EVEN = 12, "drafts make too few tokens to pay"
     ROLLOUTS_SLOWER = 13, "whole rollouts were slower with drafts than without"

@@ -14,10 +14,11 @@ from spec_plugin.commands.report.formats import log_formats
 from spec_plugin.commands.report.places import ReportError, find_places
 from spec_plugin.commands.report.read import read_place
 from spec_plugin.commands.report.run import Run
-from spec_plugin.commands.report.state import Span, spans_of
+from spec_plugin.commands.report.states import Span, spans_of
 
 #: of the JSON: raised when a key is taken away or gets another meaning
 SCHEMA = 1
+MARKS = {"bad": "wrong", "warn": "look", "fine": "fine"}
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,10 @@ def to_text(report: Report) -> Iterator[str]:
     for view in report.views:
         yield f"{view.run.name}: {len(view.run.numbers)} steps of {view.run.trainer or 'an unknown trainer'}"
         for finding in view.findings:
-            yield f"  {_MARKS[finding.level]:<6}{finding.text}"
+            yield f"  {'' if finding.level == 'fine' else MARKS[finding.level]:<6}{finding.text}"
     for comparison in report.comparisons:
         yield comparison.sentence
     for caveat in report.caveats:
         yield f"mind: {caveat}"
     for problem in report.problems:
         yield f"not shown: {problem}"
-
-
-_MARKS = {"bad": "wrong", "warn": "look", "fine": ""}
