@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.report import make_report, to_html
-from spec_plugin.commands.report.panels import k_rows, short_names
+from spec_plugin.commands.report.panels import k_rows, short_names, together
 from spec_plugin.commands.report.run import Series, Spread
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "report"
@@ -72,6 +72,12 @@ def test_what_a_figure_of_several_runs_leaves_out_is_said_below_it():
     page = to_html(make_report([DATA / "verl-lag1", DATA / "openrlhf-events"]))
     together = page.partition("<h2>verl-lag1</h2>")[0]
     assert "Step 1, which starts things up, reaches 55.3 and is cut off." in together
+
+
+def test_times_of_several_runs_are_drawn_from_zero():
+    runs = [view.run for view in make_report(RUNS[:2]).views]
+    panels = {panel.title: panel.svg for panel in together(runs)}
+    assert all(">0</text>" in panels[title] for title in ("Whole step", "Generation, per token"))
 
 
 def test_the_keys_of_the_json_are_those_that_the_documents_promise():

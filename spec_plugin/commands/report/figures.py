@@ -36,12 +36,7 @@ class Canvas:
     """One figure with one pair of axes, and its SVG."""
 
     def __init__(self, title: str, unit: str, salt: str) -> None:
-        """An empty figure.
-
-        Args:
-            title: what it shows.
-            unit: of the vertical axis.
-            salt: makes its ids differ from those of the page's other figures.
+        """An empty figure; ``salt`` makes its ids differ from those of the page's others of this title.
 
         Raises:
             ReportError: if matplotlib is not installed.
@@ -70,7 +65,7 @@ class Canvas:
 
     def line(self, series: Series, label: str, colour: str, style: str) -> None:
         """Draw one series; of a long one medians, and how far its values lie from them."""
-        marker = "." if len(series.steps) <= _DOTS_UP_TO else ""
+        marker = "." if style == "-" and len(series.steps) <= _DOTS_UP_TO else ""
         if len(series.steps) > POINTS:
             series, low, high = series.thinned(POINTS)
             self.axes.fill_between(
@@ -86,15 +81,7 @@ class Canvas:
             self.axes.axvspan(first - 0.5, last + 0.5, color=FAINT, alpha=0.45, linewidth=0, zorder=0)
 
     def heat(self, rows: Sequence[Sequence[float]], first: int, names: Sequence[str], top: float, scale: str) -> None:
-        """Rows of numbers by step as colours, from 0 to ``top``; not a number: nothing is drawn.
-
-        Args:
-            rows: a row for each name, from below, with a number for each step.
-            first: the first step.
-            names: of the rows.
-            top: the largest number.
-            scale: what is written beside the scale of colours.
-        """
+        """Rows [names, steps], from below, as colours from 0 to ``top``; not a number: nothing is drawn."""
         with self._matplotlib.rc_context(self._settings):
             extent = (first - 0.5, first + len(rows[0]) - 0.5, -0.5, len(rows) - 0.5)
             image = self.axes.imshow(

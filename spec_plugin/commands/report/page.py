@@ -38,6 +38,7 @@ def to_html(report: Report) -> str:
         ) from error
     template = files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     runs = [view.run for view in report.views]
+    columns = [column for column in _COLUMNS if any(run.series(column[1]) for run in runs)]
     rewarded = sorted(set.intersection(*(set(run.series("reward").steps) for run in runs)))[-_REWARDED:]
     return (
         Environment(autoescape=True)
@@ -46,8 +47,8 @@ def to_html(report: Report) -> str:
             report=report,
             version=__version__,
             marks=MARKS,
-            columns=["steps", "with drafts", *(heading for heading, *_ in _COLUMNS)],
-            rows=[_row(run, rewarded) for run in runs],
+            columns=["steps", "with drafts", *(heading for heading, *_ in columns)],
+            rows=[_row(run, columns, rewarded) for run in runs],
             rewarded=rewarded,
             together=together(runs) if len(runs) > 1 else [],
             thinned=thinning(runs),
@@ -56,11 +57,11 @@ def to_html(report: Report) -> str:
     )
 
 
-def _row(run: Run, rewarded: Sequence[int]) -> list[str]:
+def _row(run: Run, columns: Sequence[tuple[str, str, str]], rewarded: Sequence[int]) -> list[str]:
     """A run's line of the table: medians with quartiles; rewards are those of the same steps of all."""
     planned = f" of {run.planned}" if run.planned and run.planned > len(run.numbers) else ""
     cells = [run.name, f"{len(run.numbers)}{planned}", str(len(run.drafted)) if run.has_plugin else "plain"]
-    for _, metric, form in _COLUMNS:
+    for _, metric, form in columns:
         if metric == "ms_per_token" and run.overlaps:
             cells.append("–")  # what training hides is not in it
             continue

@@ -50,7 +50,8 @@ def together(runs: Sequence[Run]) -> list[Panel]:
         for i, run in enumerate(runs):
             if run in shown:
                 canvas.line(run.series(name), labels[i], COLOURS[i % len(COLOURS)], "-" if i < len(COLOURS) else "--")
-        found.append(Panel(title, canvas.svg(), _from_zero(canvas, [run.series(name) for run in shown])))
+        cut = _from_zero(canvas, [run.series(name) for run in shown])
+        found.append(Panel(title, canvas.svg(), cut))
     return found
 
 
@@ -90,20 +91,8 @@ def _panel(
     level: float | None = None,
     log: bool = False,
 ) -> Iterator[Panel]:
-    """Lines over the steps, those shaded that did not draft throughout; nothing if there are no numbers.
-
-    Args:
-        run: whose.
-        spans: its states.
-        title: of the figure.
-        unit: of its vertical axis.
-        text: below it, how to read it.
-        lines: what is drawn; those without numbers are left out.
-        level: where a line is drawn across.
-        log: is the vertical axis logarithmic.
-    """
-    lines = [line for line in lines if line[0]]
-    if not lines:
+    """Lines that have numbers, and one across at ``level``; steps are shaded that did not draft throughout."""
+    if not (lines := [line for line in lines if line[0]]):
         return
     canvas = Canvas(title, unit, run.name)
     canvas.shade([step for span in spans if span.state != "on" for step in range(span.first, span.last + 1)])
