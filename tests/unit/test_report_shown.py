@@ -37,7 +37,7 @@ def test_long_runs_are_read_and_drawn_in_seconds_on_a_page_that_a_browser_takes(
     begin = time.process_time()
     page = to_html(make_report([long_run(tmp_path, 5000)]))
     assert time.process_time() - begin < 5
-    assert len(page) < 1_500_000
+    assert len(page) < 900_000
     assert "a line shows the median of 13 neighbouring ones" in page
 
 
