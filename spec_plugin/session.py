@@ -34,6 +34,7 @@ from spec_plugin.manager import ask_method, create_manager
 from spec_plugin.method import Method
 from spec_plugin.recovery import Recovery
 from spec_plugin.rollouts import Rollout
+from spec_plugin.speculation import Reason, in_force, trouble_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,9 @@ class SpecSession:
         self.manager = manager or create_manager(config.block, config.plugins)
         self.method = method_of(config, target, self.manager)
         self.failure: str | None = None
+        self._trouble = Reason.OTHER_TROUBLE  # in what work it has failed
         self._recovery = Recovery(config.recoveries)
+        self._recovering = False  # in the plain phase of a fresh start; for the next one a schedule is asked for
         self.follows = False  # has speculation failed here only because it failed on another rank
         self.drafting: bool | None = (
             None  # do the engines draft in this phase, as ``RolloutControl`` knows; None: not known
@@ -136,7 +139,7 @@ class SpecSession:
         if isinstance(error, OtherRankFailed):
             self.follow(str(error))
         elif self.failure is None or self.follows:
-            self.failure, self.follows = f"{where}: {_said(error)}", False
+            self.failure, self.follows, self._trouble = f"{where}: {_said(error)}", False, trouble_in(where)
             exc = error if isinstance(error, BaseException) else None
             self._recovery.failed(for_good)
             left = self._recovery.left
@@ -163,13 +166,14 @@ class SpecSession:
     def recover(self) -> None:
         """All ranks have agreed to begin anew (on every rank)."""
         self._recoveries += 1
+        self._recovering = True
         with self.guarded("recover"):
             self.manager.hook.spec_recover()
 
     def follow(self, failure: str | None) -> None:
         """What became of the other ranks: speculation is off here while it is off on one of them."""
         if self.failure is None or self.follows:
-            self.failure, self.follows = failure, failure is not None
+            self.failure, self.follows, self._trouble = failure, failure is not None, Reason.OTHER_RANK
 
     def engine_ready(self, report: SelfTestReport) -> None:
         """The self-test passed; hand its measurements on."""
@@ -285,6 +289,7 @@ class SpecSession:
     def schedule(self, policy_version: int) -> Schedule | None:
         """k per batch size for the coming rollout phase; all zero after a failure."""
         chosen: Schedule | None = None
+        self._recovering = False
         with self.guarded("schedule"):
             answer = self.manager.hook.spec_schedule(policy_version=policy_version)
             chosen = None if answer is None else self._fitting(one(answer, Schedule, "spec_schedule"))
@@ -320,6 +325,9 @@ class SpecSession:
             merged["spec/on"] = float(self.drafting)
         if self.drafting is False:
             merged.update({name: 0.0 for name in merged if name.startswith("spec/k_b")})
+        for_good = self.failed and not self.follows and self._recovery.left is None
+        trouble = self._trouble if self.failed else None
+        merged |= in_force(merged.get("spec/state"), self.drafting, self._recovering, trouble, for_good)
         merged["spec/failed"] = float(self.failed)
         merged["spec/recoveries"] = float(self._recoveries)
         merged["spec/unproven"] = float(self._unproven)

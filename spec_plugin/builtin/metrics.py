@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from spec_plugin.events import DraftRefresh, HiddenStates, RefreshReport, RolloutStats
 from spec_plugin.hookspecs import hookimpl
+from spec_plugin.speculation import Reason, Speculation
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Metric:
 
 #: every metric that the built-in plugins report
 SCHEMA = (
+    Metric("spec/state", "", 0, max(Speculation), "does it draft in this step: see Codes below"),
+    Metric("spec/reason", "", 0, max(Reason), "why, or why not: see Codes below"),
     Metric("spec/on", "", 0, 1, "1 if any batch size speculates in this step"),
     Metric("spec/dropped", "", 0, 1, "1 if the draft did not pay and was dropped within the last rollout"),
     Metric("spec/failed", "", 0, 1, "1 while draft trouble has turned speculation off"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
-_PLACES, _READ, _COMPARE, _FINDINGS, _SHIFTS, _PANELS, _PAGE, _BUILD = (
+_PLACES, _READ, _COMPARE, _FINDINGS, _CHANGES, _STATES, _PANELS, _FIGURES, _PAGE, _BUILD = (
     f"spec_plugin/commands/report/{name}.py"
-    for name in ("places", "read", "compare", "findings", "shifts", "panels", "page", "build")
+    for name in ("places", "read", "compare", "findings", "changes", "states", "panels", "figures", "page", "build")
 )
+_CONTROLLER = "spec_plugin/builtin/break_even/controller.py"
 _COMMAND = "spec_plugin/commands/project/command.py"
 _PROJECTING, _LENGTHS, _SHAPES, _ROLLOUT = (
     f"spec_plugin/projection/{name}.py" for name in ("projecting", "lengths", "shapes", "rollout")
@@ -43,6 +44,41 @@ MUTATIONS = (
         ("test_guard_insists.py",),
     ),
     Mutation(
+        "spec_plugin/session.py",
+        "False, trouble_in(where)\n",
+        "False, Reason.OTHER_TROUBLE\n",
+        "the log does not say in what drafting failed",
+        ("test_speculation.py",),
+    ),
+    Mutation(
+        "spec_plugin/session.py",
+        "        self._recovering = False\n        with",
+        "        with",
+        "a run that drafts again is logged as one that recovers",
+        ("test_speculation.py",),
+    ),
+    Mutation(
+        "spec_plugin/session.py",
+        "self._recovery.left is None\n        trouble",
+        "self._recovery.left is not None\n        trouble",
+        "trouble that is tried again is logged as given up",
+        ("test_speculation.py",),
+    ),
+    Mutation(
+        "spec_plugin/speculation.py",
+        "    if known or chosen == Speculation.DROPPED:",
+        "    if chosen is not None:",
+        "engines that draft although the controller chose not to are logged as resting",
+        ("test_speculation.py",),
+    ),
+    Mutation(
+        _CONTROLLER,
+        "Speculation.DROPPED if self._dropped else None",
+        "None",
+        "a draft that was dropped within the rollout is logged as one that rests",
+        ("test_speculation.py",),
+    ),
+    Mutation(
         "spec_plugin/outside.py",
         "            if self._left < 0:\n",
         "            if False:\n",
@@ -58,8 +94,8 @@ MUTATIONS = (
     ),
     Mutation(
         _PLACES,
-        'return cast(IO[bytes], gzip.open(file)) if file.suffix == _PACKED else file.open("rb")',
-        'return file.open("rb")',
+        'return file.with_suffix("") if file.suffix == _PACKED else file',
+        "return file",
         "a packed log is said to hold no step",
         ("test_report_read.py",),
     ),
@@ -72,8 +108,8 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
-        "if _is_number(v)}, file)",
-        "if isinstance(v, int | float)}, file)",
+        "return float(value) if isinstance(value, str) and value.lower() in _NO_NUMBERS else None",
+        "return None",
         "a metric that a logger writes as the word NaN is passed over in silence",
         ("test_report_read.py",),
     ),
@@ -99,7 +135,28 @@ MUTATIONS = (
         ("test_report_findings.py",),
     ),
     Mutation(
-        _SHIFTS,
+        _STATES,
+        '    if state == "failed":\n        for_good',
+        '    if state == "failed" and not run.notices:\n        for_good',
+        "the report finds what has failed by what stands in the console log",
+        ("test_report_findings.py",),
+    ),
+    Mutation(
+        _STATES,
+        'return _STATES.get(logged, "off")',
+        'return "on" if values.get("spec/on") else "off"',
+        "trouble that the run has logged is no finding of the report",
+        ("test_report_findings.py",),
+    ),
+    Mutation(
+        _FINDINGS,
+        "elif span.reason == Reason.ROLLOUTS_SLOWER.name:",
+        "elif False:",
+        "law 7: that whole rollouts were slower with drafts is found nowhere but in the console log",
+        ("test_report_findings.py",),
+    ),
+    Mutation(
+        _CHANGES,
         "least_change = _NOISES * max(_noise(values), usual)",
         "least_change = _NOISES * _noise(values)",
         "an acceptance that wanders is a series of falls",
@@ -113,9 +170,9 @@ MUTATIONS = (
         ("test_report_shown.py::test_after_a_failure_nothing_is_shown_as_drafted",),
     ),
     Mutation(
-        _PANELS,
-        "        if len(series.steps) > _POINTS:\n",
-        "        if len(series.steps) > 100 * _POINTS:\n",
+        _FIGURES,
+        "        if len(series.steps) > POINTS:\n",
+        "        if len(series.steps) > 100 * POINTS:\n",
         "the page of a long run is megabytes of noise",
         ("test_report_shown.py::test_long_runs_are_read_and_drawn_in_seconds_on_a_page_that_a_browser_takes",),
     ),

@@ -175,8 +175,8 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
-        "if abs(step) > _MOST_STEPS:\n        raise",
-        "if False:\n        raise",
+        "if abs(step) > _MOST_STEPS:\n                raise",
+        "if False:\n                raise",
         "a log with a time for a step fills the memory of whoever reports on it",
         ("bad_input/test_bad_runs.py",),
     ),

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from spec_plugin.commands.report.causes import nearby
+from spec_plugin.commands.report.changes import nearby, shifts_of
 from spec_plugin.commands.report.findings import Finding, findings_of
 from spec_plugin.commands.report.run import Run, Series
-from spec_plugin.commands.report.shifts import shifts_of
+from spec_plugin.speculation import Reason, as_metrics
 
 RUNS = 200
 
@@ -45,6 +45,7 @@ class Healthy:
         speed = max(1.0, length * self._cost)
         found = {
             "spec/on": float(drafts),
+            **as_metrics(Reason.PREDICTED_TO_PAY if drafts else Reason.NO_DRAFT_YET),
             "spec/acceptance_length": length if drafts else 1.0,
             "spec/expected_acceptance": self._near(length, 0.03),
             "spec/draft_loss": (2 + 4 * math.exp(-step / 20)) * self._wandering("loss"),

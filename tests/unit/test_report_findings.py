@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_plugin.commands.report.build import make_report
+from spec_plugin.commands.report.changes import shifts_of
 from spec_plugin.commands.report.compare import base_of, compare
-from spec_plugin.commands.report.costs import shares_of, stages_of
 from spec_plugin.commands.report.findings import findings_of
 from spec_plugin.commands.report.places import ReportError
-from spec_plugin.commands.report.run import Notice, Run, Series, Spread
-from spec_plugin.commands.report.shifts import shifts_of
-from spec_plugin.commands.report.state import spans_of
+from spec_plugin.commands.report.run import Notice, Run, Series, Spread, shares_of
+from spec_plugin.commands.report.states import spans_of
+from spec_plugin.speculation import Reason, Speculation, as_metrics
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "report"
 
@@ -108,37 +109,76 @@ def test_why_a_run_did_not_speculate_is_read_from_its_metrics():
     assert (third.where, third.state) == ("steps 3 to 8", "on")
 
 
-def test_a_failure_is_told_in_the_plugins_own_words():
+def coded(
+    count: int, code: Callable[[int], dict[str, float]], notices: tuple[Notice, ...] = (), **columns: object
+) -> Run:
+    """A run that logs ``spec/state`` and ``spec/reason``, by step."""
+    run = made(count, **columns)
+    steps = {step: {**values, **code(step)} for step, values in run.steps.items()}
+    return Run(run.name, run.trainer, steps, notices)
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_why_a_run_did_or_did_not_speculate_is_what_it_logged(reason):
+    (span,) = spans_of(coded(3, lambda s: as_metrics(reason)))
+    assert span.reason == reason.name and (span.first, span.last) == (1, 3)
+    assert span.why == ("" if reason is Reason.PREDICTED_TO_PAY else reason.meaning)
+    assert span.state == ("on" if reason < 10 else "off" if reason < 20 else "failed")
+
+
+def test_numbers_stand_beside_the_reason_that_drafts_do_not_pay():
+    run = coded(3, lambda s: as_metrics(Reason.BELOW_BREAK_EVEN), spec_expected_acceptance=1.4, spec_break_even_b8=2.0)
+    assert (
+        spans_of(run)[-1].why
+        == "training promised 1.40 tokens per forward pass; drafting pays from 2.00 with 8 at once"
+    )
+
+
+def test_trouble_is_found_by_its_code_and_the_plugins_warning_is_quoted_whatever_it_says():
+    def code(step: int) -> dict[str, float]:
+        if step < 3:
+            return as_metrics(Reason.PREDICTED_TO_PAY)
+        return as_metrics(Reason.HARVEST, Speculation.GIVEN_UP if step > 4 else None)
+
+    for words in ("speculation is off from here on", "etwas ging schief"):
+        run = coded(6, code, (Notice(3, "WARNING", words),))
+        assert [span.where for span in spans_of(run)] == ["steps 1 to 2", "steps 3 to 4", "steps 5 to 6"]
+        assert texts(run, "bad") == [
+            "steps 3 to 4: speculation had failed and was off: trouble in the harvest of hidden states",
+            "steps 5 to 6: speculation had failed and was off: trouble in the harvest of hidden states; it is not tried again",
+        ]
+        assert f"the plugin warned at step 3: {words}" in texts(run, "warn")
+
+
+def test_rollouts_that_were_slower_are_a_finding_without_any_log():
+    slower = coded(9, lambda s: as_metrics(Reason.ROLLOUTS_SLOWER if s > 4 else Reason.PREDICTED_TO_PAY))
+    assert "steps 5 to 9: drafting paused: whole rollouts were slower with drafts than without" in texts(slower, "warn")
+
+
+def test_that_the_user_wants_no_drafts_is_no_warning():
+    run = coded(3, lambda s: as_metrics(Reason.SERVE_NEVER), spec_on=0, spec_acceptance_length=1.0)
+    assert "nothing was drafted; at the end: serve=never" in texts(run, "fine") and texts(run, "warn") == []
+
+
+def test_codes_of_a_later_version_are_no_error():
+    (span,) = spans_of(coded(2, lambda s: {"spec/state": 99.0, "spec/reason": 98.0}))
+    assert (span.state, span.reason) == ("off", None) and "98" in span.why
+
+
+def test_of_a_run_from_before_the_codes_it_is_said_what_its_numbers_say():
     run = real("openrlhf-failed")
     (span,) = spans_of(run)
-    assert span.state == "failed" and span.why.startswith("self-test: the start-up self-test failed after 20.5 s")
-    assert texts(run, "bad") == [
-        "steps 1 to 5: speculation had failed and was off: self-test: the start-up self-test failed after 20.5 s, "
-        "speculation is not used: samples: not finished within the time limit of 20 s"
-    ]
-
-
-def test_a_failure_without_a_log_says_where_the_reason_is():
-    (span,) = spans_of(made(3, spec_failed=1))
-    assert span.why == "draft trouble; the console log has the one warning that says which"
-
-
-def test_of_several_failures_in_a_log_without_steps_none_is_picked():
-    said = tuple(
-        Notice(None, "WARNING", f"speculation is off from here on, training goes on plain; {why}") for why in ("a", "b")
+    assert (span.state, span.reason) == ("failed", None) and "console log says which" in span.why
+    assert [text.partition(": ")[0] for text in texts(run, "bad")] == ["steps 1 to 5"]
+    assert texts(run, "warn")[0].startswith(
+        "the plugin warned at step 1: speculation is off from here on, training goes on plain; self-test: the start-up "
+        "self-test failed after 20.5 s"
     )
-    run = made(2, spec_failed=1)
-    assert "console log" in spans_of(Run("x", "", run.steps, said))[0].why
-    assert spans_of(Run("x", "", run.steps, said[:1]))[0].why == "a"
-
-
-def test_the_brake_is_the_reason_where_the_log_says_so():
-    run = made(6, spec_on=lambda s: s < 4, spec_expected_acceptance=5.0, spec_break_even_b8=2.0)
-    brake = (Notice(4, "WARNING", "whole rollouts were slower with drafts than without, whatever the cost model says"),)
-    assert spans_of(Run("x", "", run.steps, brake))[1].why.startswith("whole rollouts were slower with drafts")
-    assert (
-        spans_of(run)[1].why == "training promised 5.00 tokens per forward pass; drafting pays from 2.00 with 8 at once"
-    )
+    braked = made(6, spec_on=lambda s: s < 4, spec_expected_acceptance=5.0, spec_break_even_b8=2.0)
+    said = Notice(4, "WARNING", "whole rollouts were slower with drafts than without, whatever the cost model says")
+    for notices in ((), (said,)):
+        why = spans_of(Run("x", "", braked.steps, notices))[1].why
+        assert why == "training promised 5.00 tokens per forward pass; drafting pays from 2.00 with 8 at once"
 
 
 def test_a_dropped_draft_says_what_it_made_and_would_have_had_to():
@@ -248,13 +288,6 @@ def test_what_is_only_repeated_is_not_counted_as_work():
     assert shares["draft training"].percent.values == (10.0, 0.0, 5.0, 0.0)
     assert shares["harvest"].percent.values == (1.0, 1.0, 1.0, 1.0)
     assert shares["draft training"].whole == pytest.approx(3.75)
-
-
-def test_stages_add_up_to_the_step_unless_they_overlap():
-    run = real("verl-flag")
-    stages = stages_of(run)
-    assert sum(series.at(4) for series in stages.values()) == pytest.approx(run.steps[4]["step_s"])
-    assert "other" not in stages_of(made(3, generation_s=8.0, update_s=7.0))
 
 
 def test_runs_are_compared_step_by_step_with_the_plain_one():

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.report import make_report, to_html
-from spec_plugin.commands.report.captions import KS
-from spec_plugin.commands.report.panels import panels_of, short_names
+from spec_plugin.commands.report.panels import k_rows, short_names, together
 from spec_plugin.commands.report.run import Series, Spread
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "report"
@@ -38,7 +37,7 @@ def test_long_runs_are_read_and_drawn_in_seconds_on_a_page_that_a_browser_takes(
     begin = time.process_time()
     page = to_html(make_report([long_run(tmp_path, 5000)]))
     assert time.process_time() - begin < 5
-    assert len(page) < 1_500_000
+    assert len(page) < 900_000
     assert "a line shows the median of 13 neighbouring ones" in page
 
 
@@ -56,9 +55,9 @@ def test_a_thinned_line_keeps_to_its_values_and_its_steps(values, most):
 def test_after_a_failure_nothing_is_shown_as_drafted():
     run = make_report([DATA / "openrlhf-failed"]).views[0]
     assert {run.run.steps[step]["spec/k_b8"] for step in run.run.numbers} == {8.0}  # as it was logged
-    (figure,) = [panel.svg for panel in panels_of(run.run, run.spans) if panel.title == KS.title]
-    assert figure.count(">8</text>") == 1  # the batch size
-    assert figure.count(">0</text>") == len(run.run.numbers) * len(run.run.family("spec/k_b"))
+    rows = k_rows(run.run, run.spans)
+    assert rows.keys() == run.run.family("spec/k_b").keys()
+    assert all(row == [0.0] * len(run.run.numbers) for row in rows.values())
 
 
 def test_rewards_side_by_side_are_those_of_the_same_steps():
@@ -75,6 +74,12 @@ def test_what_a_figure_of_several_runs_leaves_out_is_said_below_it():
     assert "Step 1, which starts things up, reaches 55.3 and is cut off." in together
 
 
+def test_times_of_several_runs_are_drawn_from_zero():
+    runs = [view.run for view in make_report(RUNS[:2]).views]
+    panels = {panel.title: panel.svg for panel in together(runs)}
+    assert all(">0</text>" in panels[title] for title in ("Whole step", "Generation, per token"))
+
+
 def test_the_keys_of_the_json_are_those_that_the_documents_promise():
     table = json.loads(CliRunner().invoke(main, ["report", *map(str, RUNS), "--json"], catch_exceptions=False).stdout)
     text = (DATA.parents[2] / "docs" / "reference.md").read_text()
@@ -83,7 +88,7 @@ def test_the_keys_of_the_json_are_those_that_the_documents_promise():
         "comparisons": {"run", "base", "what", "ratio", "first", "last", "sentence"},
         "runs": {"name", "trainer", "plugin", "sources", "planned_steps", "remarks", "notices", "steps"}
         | {"speculation", "findings"},
-        "speculation": {"first", "last", "state", "why"},
+        "speculation": {"first", "last", "state", "reason", "why"},
         "findings": {"level", "text", "step"},
         "notices": {"step", "level", "text"},
     }
@@ -106,6 +111,6 @@ def test_names_in_a_legend_are_short_and_differ(names):
     assert max(map(len, short)) <= 31 and (max(map(len, names)) > 27 or short == names)
 
 
-def test_long_names_lose_what_they_begin_with():
+def test_long_names_keep_their_number_and_their_end():
     names = [f"grpo-qwen3-8b-dapo-math-17k-temperature-1.0-{kind}-lr1e-6-0001" for kind in ("k5", "plain")]
-    assert short_names(names) == ["…k5-lr1e-6-0001", "…plain-lr1e-6-0001"]
+    assert short_names(names) == ["1: …ure-1.0-k5-lr1e-6-0001", "2: …-1.0-plain-lr1e-6-0001"]

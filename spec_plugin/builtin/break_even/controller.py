@@ -28,6 +28,7 @@ from spec_plugin.events import (
 )
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import KNOWS_NOTHING, Method
+from spec_plugin.speculation import Reason, Speculation, as_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,11 @@ class Brake:
     def on(self) -> bool:
         """True while nothing may be drafted."""
         return self._left > 0 or self._suspicious
+
+    @property
+    def reason(self) -> Reason:
+        """Why, while nothing may be drafted."""
+        return Reason.ROLLOUTS_SLOWER if self._left > 0 else Reason.COMPARISON
 
     @property
     def compares(self) -> bool:
@@ -127,7 +133,7 @@ class BreakEvenController:
         self._warned = False
         self._undrafted = 0  # phases in a row
         self._load: dict[int, float] = {}
-        self._plan = plan.nothing(0)
+        self._plan = plan.nothing(0, Reason.NO_DRAFT_YET)
         self._realised: float | None = None
         self._dropped = False  # was the draft, within the last phase
         self._newborn: bool | None = None  # not known before the first refresh
@@ -139,7 +145,7 @@ class BreakEvenController:
         """A break-even that the user set holds for every batch size."""
         self._config, self._target, self._method = config, target, method
         self.cost = CostModel(Experts.of(target.hf_config))
-        self._plan = plan.nothing(target.max_num_seqs)
+        self._plan = plan.nothing(target.max_num_seqs, Reason.NO_DRAFT_YET)
         self._fixed = config.serve == "always" or (config.serve == "auto" and config.controller == "fixed")
         if config.serve == "auto" and not self._fixed and config.break_even is None and not config.self_test:
             raise SpecConfigError(
@@ -254,10 +260,10 @@ class BreakEvenController:
         """k per batch size for the coming rollout phase, and what makes the engine drop the draft before its end."""
         chosen = self._choose()
         vocabulary = self._target.vocab_size
-        if self._target.device_type == "cuda" and vocabulary is not None:
+        if self._target.device_type == "cuda" and vocabulary is not None and chosen.speculates:
             table = plan.within(chosen.table, vocabulary, _SAMPLER_ROOM)
             table = tuple(k * (k == self._config.k) for k in table) if self._method.whole else table
-            chosen = replace(chosen, table=table) if any(table) else plan.nothing(len(table) - 1)
+            chosen = replace(chosen, table=table) if any(table) else plan.nothing(len(table) - 1, Reason.NO_ROOM)
         if chosen.table != self._plan.table and not self._fixed:
             known = "" if self.acceptance is None else f" (acceptance length {self.acceptance:.2f}"
             gain = f", predicted speed-up {chosen.speedup:.2f}x)" if chosen.speculates else ")"
@@ -279,17 +285,19 @@ class BreakEvenController:
     def _choose(self) -> Plan:
         config, size = self._config, self._target.max_num_seqs
         if self._fixed:
-            return plan.fixed(config.k, size)
+            return plan.fixed(config.k, size, Reason.ASKED_FOR)
         if config.serve == "never" or self.brake.on:
-            return plan.nothing(size)
+            return plan.nothing(size, Reason.SERVE_NEVER if config.serve == "never" else self.brake.reason)
         acceptance, curve = self.acceptance, self.acceptance_curve
         if config.break_even is None and self.cost.problem is not None:
             # what a try shows may solve it; without one nothing new would ever be timed
             tried = acceptance is not None and self._undrafted >= _TRY_EVERY
-            return self._try() if tried else plan.nothing(size)
+            unknown = Reason.NO_DRAFT_YET if acceptance is None else Reason.COST_UNKNOWN
+            return self._try() if tried else plan.nothing(size, unknown)
         if acceptance is None or curve is None:
             # A draft that knows something is tried out for one phase; a new one waits for its first training.
-            return self._try() if self._method.ready and not self._tried else plan.nothing(size)
+            untried = self._method.ready and not self._tried
+            return self._try() if untried else plan.nothing(size, Reason.NO_DRAFT_YET)
         if config.break_even is not None:
             return plan.threshold(config.k, acceptance, {size: config.break_even}, self._plan.speculates, size)
         # what training has only promised is put to the test with few tokens a step: the policy moves, the replay does not
@@ -297,13 +305,12 @@ class BreakEvenController:
             self.cost, curve, self._load, self._plan.table, self._ks(config.k if self._tried else self._try_k)
         )
         if self._method.ready and self._tried and not self.brake.compares and chosen.speedup < _SURE:
-            return plan.nothing(
-                size
-            )  # one plain phase: whoever drafts from the first one on leaves nothing to compare with
+            # one plain phase: whoever drafts from the first one on leaves nothing to compare with
+            return plan.nothing(size, Reason.COMPARISON)
         return self._try() if not chosen.speculates and self._undrafted >= _TRY_EVERY else chosen
 
     def _try(self) -> Plan:
-        return plan.fixed(self._try_k, self._target.max_num_seqs)
+        return plan.fixed(self._try_k, self._target.max_num_seqs, Reason.A_TRY)
 
     @property
     def _try_k(self) -> int:
@@ -355,6 +362,7 @@ class BreakEvenController:
         table, size = self._plan.table, len(self._plan.table) - 1
         trusted = self.cost.problem is None  # looks at every cell
         out = {"spec/on": float(self._plan.speculates), "spec/dropped": float(self._dropped)}
+        out |= as_metrics(self._plan.reason, Speculation.DROPPED if self._dropped else None)
         out["spec/head_start_ms"] = self._head_start * 1e3
         sizes = [b for b in (*_SHOWN_SIZES, size) if 0 < b <= size]
         out.update({f"spec/k_b{b}": float(table[b]) for b in sizes})

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from spec_plugin.builtin.break_even.cost import CostModel, StepCost, tokens_per_step
 from spec_plugin.events import StepTiming
+from spec_plugin.speculation import Reason
 
 #: speculation is switched on above break-even by this factor, off below break-even: no flapping on noise
 MARGIN = 1.05
@@ -26,6 +27,7 @@ class Plan:
 
     table: tuple[int, ...]  # k for batch sizes 0..max_num_seqs
     speedup: float  # predicted decoding time of a plain phase / of this one
+    reason: Reason = Reason.PREDICTED_TO_PAY
 
     @property
     def speculates(self) -> bool:
@@ -33,14 +35,14 @@ class Plan:
         return any(self.table)
 
 
-def nothing(size: int) -> Plan:
-    """Plain decoding."""
-    return Plan((0,) * (size + 1), 1.0)
+def nothing(size: int, reason: Reason = Reason.BELOW_BREAK_EVEN) -> Plan:
+    """Plain decoding, and why."""
+    return Plan((0,) * (size + 1), 1.0, reason)
 
 
-def fixed(k: int, size: int) -> Plan:
-    """The same k for every batch size."""
-    return Plan((0,) + (k,) * size, 1.0)
+def fixed(k: int, size: int, reason: Reason) -> Plan:
+    """The same k for every batch size, and why."""
+    return Plan((0,) + (k,) * size, 1.0, reason)
 
 
 def within(table: Sequence[int], vocab_size: int, room: int) -> tuple[int, ...]:
@@ -70,7 +72,7 @@ def threshold(k: int, acceptance: float, break_even: Mapping[int, float], servin
     for batch in range(1, size + 1):
         known = sizes[min(bisect_left(sizes, batch), len(sizes) - 1)]
         table.append(k if acceptance > break_even[known] * margin else 0)
-    return Plan(tuple(table), 1.0)
+    return Plan(tuple(table), 1.0) if any(table) else nothing(size)
 
 
 def best(

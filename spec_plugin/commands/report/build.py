@@ -14,10 +14,11 @@ from spec_plugin.commands.report.formats import log_formats
 from spec_plugin.commands.report.places import ReportError, find_places
 from spec_plugin.commands.report.read import read_place
 from spec_plugin.commands.report.run import Run
-from spec_plugin.commands.report.state import Span, spans_of
+from spec_plugin.commands.report.states import Span, spans_of
 
 #: of the JSON: raised when a key is taken away or gets another meaning
 SCHEMA = 1
+MARKS = {"bad": "wrong", "warn": "look", "fine": "fine"}
 
 
 @dataclass(frozen=True)
@@ -75,18 +76,14 @@ def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
 
 
 def _with_names(runs: Sequence[Run]) -> list[Run]:
-    """Names that differ: with folders above, as many as it takes; numbers where these are the same."""
+    """Names that differ: of runs of one name with folders above, as many as it takes; of the same run twice with a number."""
     named = list(runs)
     for above in range(2, 6):
         seen = Counter(run.name for run in named)
-        named = [replace(run, name=_longer(run, above)) if seen[run.name] > 1 else run for run in named]
+        parts = ["/".join(Path(run.sources[0]).resolve().parent.parts[-above:]) for run in runs]
+        named = [replace(r, name=part) if seen[r.name] > 1 else r for r, part in zip(named, parts, strict=True)]
     seen = Counter(run.name for run in named)
-    short = [run.name for run in runs]  # of the same run twice folders tell nothing
-    return [replace(run, name=f"{short[i]} ({i + 1})") if seen[run.name] > 1 else run for i, run in enumerate(named)]
-
-
-def _longer(run: Run, above: int) -> str:
-    return "/".join(Path(run.sources[0]).resolve().parent.parts[-above:])
+    return [replace(r, name=f"{runs[i].name} ({i + 1})") if seen[r.name] > 1 else r for i, r in enumerate(named)]
 
 
 def to_json(report: Report) -> str:
@@ -111,13 +108,10 @@ def to_text(report: Report) -> Iterator[str]:
     for view in report.views:
         yield f"{view.run.name}: {len(view.run.numbers)} steps of {view.run.trainer or 'an unknown trainer'}"
         for finding in view.findings:
-            yield f"  {_MARKS[finding.level]:<6}{finding.text}"
+            yield f"  {'' if finding.level == 'fine' else MARKS[finding.level]:<6}{finding.text}"
     for comparison in report.comparisons:
         yield comparison.sentence
     for caveat in report.caveats:
         yield f"mind: {caveat}"
     for problem in report.problems:
         yield f"not shown: {problem}"
-
-
-_MARKS = {"bad": "wrong", "warn": "look", "fine": ""}

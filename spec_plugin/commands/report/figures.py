@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from spec_plugin.commands.report.places import ReportError
+from spec_plugin.commands.report.run import Series
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-SERIES = 8
 #: colours that stand for the page's variables: nothing else is drawn with them
 INK, FAINT = "#00f001", "#00f002"
-COLOURS = tuple(f"#00f0{16 + i:02x}" for i in range(SERIES))
+COLOURS = tuple(f"#00f0{16 + i:02x}" for i in range(8))
 _VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", **{c: f"var(--c{i})" for i, c in enumerate(COLOURS)}}
+_INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color")
 _SETTINGS = {
     "svg.fonttype": "none",  # the page's fonts
     "font.size": 9,
     "axes.titlesize": 10,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
     "grid.color": FAINT,
     "grid.linewidth": 0.6,
     "axes.spines.top": False,
@@ -36,19 +26,17 @@ _SETTINGS = {
     "legend.fontsize": 8,
     "lines.linewidth": 1.5,
     "lines.markersize": 4,
+    **dict.fromkeys(_INKED, INK),
 }
+_DOTS_UP_TO = 80  # steps
+POINTS = 400  # of a line; of more steps it shows medians
 
 
 class Canvas:
     """One figure with one pair of axes, and its SVG."""
 
     def __init__(self, title: str, unit: str, salt: str) -> None:
-        """An empty figure.
-
-        Args:
-            title: what it shows.
-            unit: of the vertical axis.
-            salt: makes its ids differ from those of the page's other figures.
+        """An empty figure; ``salt`` makes its ids differ from those of the page's others of this title.
 
         Raises:
             ReportError: if matplotlib is not installed.
@@ -66,7 +54,7 @@ class Canvas:
         self._settings = _SETTINGS | {"svg.hashsalt": f"{salt} {title}"}
         with matplotlib.rc_context(self._settings):
             self._figure = Figure(figsize=(4.8, 2.8))
-            self.axes: Axes = self._figure.add_axes((0.13, 0.15, 0.84, 0.75))
+            self.axes = self._figure.add_axes((0.13, 0.15, 0.84, 0.75))
             self.axes.set_title(title, loc="left")
             self.axes.set_ylabel(unit)
             self.axes.set_xlabel("trainer step")
@@ -75,51 +63,36 @@ class Canvas:
             self.axes.grid(True)
             self.axes.set_axisbelow(True)
 
-    def heat(
-        self, rows: Sequence[Sequence[float]], first: int, names: Sequence[str], top: float, scale: str = ""
-    ) -> None:
-        """Rows of numbers by step as colours, from 0 to ``top``; not a number: nothing is drawn.
+    def line(self, series: Series, label: str, colour: str, style: str) -> None:
+        """Draw one series; of a long one medians, and how far its values lie from them."""
+        marker = "." if style == "-" and len(series.steps) <= _DOTS_UP_TO else ""
+        if len(series.steps) > POINTS:
+            series, low, high = series.thinned(POINTS)
+            self.axes.fill_between(
+                series.steps, low.values, high.values, color=colour, alpha=0.22, linewidth=0, label="_"
+            )
+        self.axes.plot(series.steps, series.values, color=colour, label=label, linestyle=style, marker=marker)
 
-        Args:
-            rows: a row for each name, a number for each step.
-            first: the first step.
-            names: of the rows, from below.
-            top: the largest number.
-            scale: what the scale says beside it; empty: there is none.
-        """
+    def shade(self, steps: Sequence[int]) -> None:
+        """Mark these steps in the background, neighbouring ones together."""
+        known = set(steps)
+        begins, ends = (sorted(step for step in known if step + by not in known) for by in (-1, 1))
+        for first, last in zip(begins, ends, strict=True):
+            self.axes.axvspan(first - 0.5, last + 0.5, color=FAINT, alpha=0.45, linewidth=0, zorder=0)
+
+    def heat(self, rows: Sequence[Sequence[float]], first: int, names: Sequence[str], top: float, scale: str) -> None:
+        """Rows [names, steps], from below, as colours from 0 to ``top``; not a number: nothing is drawn."""
         with self._matplotlib.rc_context(self._settings):
-            last, count = first + len(rows[0]) - 1, len(rows)
+            extent = (first - 0.5, first + len(rows[0]) - 0.5, -0.5, len(rows) - 0.5)
             image = self.axes.imshow(
-                rows,
-                extent=(first - 0.5, last + 0.5, -0.5, count - 0.5),
-                origin="lower",
-                aspect="auto",
-                interpolation="nearest",
-                cmap="viridis",
-                vmin=0,
-                vmax=top,
+                rows, extent=extent, origin="lower", aspect="auto", interpolation="nearest", vmin=0, vmax=top
             )
             self.axes.grid(False)
-            self.axes.set_yticks(range(count), names)
-            if scale:
-                bar = self._figure.colorbar(image, ax=self.axes, pad=0.02, label=scale)
-                if bar.solids is not None:
-                    bar.solids.set_rasterized(True)
-                bar.outline.set_visible(False)
-
-    def write(self, rows: Sequence[Sequence[float]], first: int, top: float) -> None:
-        """The numbers of ``heat`` into its cells."""
-        for y, row in enumerate(rows):
-            for step, value in enumerate(row, first):
-                ink = "#ffffff" if value < 0.6 * top else "#000000"
-                text = "" if math.isnan(value) else f"{value:.0f}"
-                self.axes.text(step, y, text, ha="center", va="center", color=ink, fontsize=8)
-
-    def count_upwards(self) -> None:
-        """The vertical axis counts: it has whole numbers only."""
-        from matplotlib.ticker import MaxNLocator
-
-        self.axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
+            self.axes.set_yticks(range(len(rows)), names)
+            bar = self._figure.colorbar(image, ax=self.axes, pad=0.02, label=scale)
+            if bar.solids is not None:
+                bar.solids.set_rasterized(True)
+            bar.outline.set_visible(False)
 
     def svg(self) -> str:
         """The figure as an SVG element, without an XML header."""
@@ -146,20 +119,3 @@ class Canvas:
             self._figure.legend(
                 handles, names, loc="lower left", bbox_to_anchor=(0.1, -0.02), ncols=columns, columnspacing=1.2
             )
-
-
-def shade(axes: Axes, steps: Sequence[int]) -> None:
-    """Mark these steps in the background."""
-    for first, last in stretches(steps):
-        axes.axvspan(first - 0.5, last + 0.5, color=FAINT, alpha=0.45, linewidth=0, zorder=0)
-
-
-def stretches(steps: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbouring steps as pairs of first and last."""
-    found: list[tuple[int, int]] = []
-    for step in sorted(steps):
-        if found and found[-1][1] == step - 1:
-            found[-1] = (found[-1][0], step)
-        else:
-            found.append((step, step))
-    return found

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
-from spec_plugin.commands.report.causes import nearby
-from spec_plugin.commands.report.costs import anew, percent, shares_of
-from spec_plugin.commands.report.run import Run, Series, Spread
-from spec_plugin.commands.report.shifts import shifts_of
-from spec_plugin.commands.report.state import FAILED, Span, spans_of
+from spec_plugin.commands.report.changes import increments, nearby, shifts_of
+from spec_plugin.commands.report.run import Run, Series, Spread, percent, shares_of
+from spec_plugin.commands.report.states import spans_of
+from spec_plugin.speculation import Reason
 
 #: of a plain step's speed: below the first a step with drafts was slower; the others: how many, or how slow, is no accident
 _SLOWER, _OFTEN, _FAR_SLOWER = 0.97, 0.1, 0.8
@@ -33,38 +33,36 @@ def findings_of(run: Run) -> list[Finding]:
     if not run.has_plugin:
         found.append(Finding("fine", "a plain run: no spec/* metric was logged, so the flag was off"))
     else:
-        spans = spans_of(run)
         found += [finding for look in _LOOKS for finding in look(run)]
-        found += _states(run, spans)
     order = {"bad": 0, "warn": 1, "fine": 2}
     return sorted(found, key=lambda f: (order[f.level], f.step if f.step is not None else -1))
 
 
-def _states(run: Run, spans: list[Span]) -> Iterator[Finding]:
+def _states(run: Run) -> Iterator[Finding]:
+    """Trouble, rollouts that were slower with drafts, and whether it drafted at all."""
+    spans, drafted = spans_of(run), run.drafted
     for span in spans:
         if span.state == "failed":
-            yield Finding(
-                "bad", f"{span.where}: speculation had failed and was off: {_first_line(span.why)}", span.first
-            )
-    drafted = run.drafted
-    if not drafted and spans and spans[-1].state == "on" and run.series("spec/acceptance_length"):
+            yield Finding("bad", f"{span.where}: speculation had failed and was off: {span.why}", span.first)
+        elif span.reason == Reason.ROLLOUTS_SLOWER.name:
+            yield Finding("warn", f"{span.where}: drafting paused: {span.why}", span.first)
+    if drafted:
+        text = f"drafting began at step {drafted[0]}; {len(drafted)} of {len(run.numbers)} steps drafted"
+        yield Finding("fine", text, drafted[0])
+    elif spans and spans[-1].state == "on" and run.series("spec/acceptance_length"):
         yield Finding("warn", "speculation was on, but no drafted token was ever accepted")
-    elif not drafted and spans and spans[-1].state in ("off", "dropped"):
-        yield Finding("warn", f"nothing was drafted; at the end: {_first_line(spans[-1].why)}")
-    elif drafted:
-        first = drafted[0]
-        yield Finding(
-            "fine", f"drafting began at step {first}; {len(drafted)} of {len(run.numbers)} steps drafted", first
-        )
+    elif spans and spans[-1].state in ("off", "dropped"):
+        asked = spans[-1].reason == Reason.SERVE_NEVER.name
+        yield Finding("fine" if asked else "warn", f"nothing was drafted; at the end: {spans[-1].why}")
 
 
 def _said(run: Run) -> Iterator[Finding]:
-    """What stopped the run, and what the plugin warned of; that it has failed is said of the steps."""
+    """What stopped the run, and what the plugin warned of, in its own words."""
     for notice in dict.fromkeys(run.notices):
+        where = "" if notice.step is None else f" at step {notice.step}"
         if notice.level == "ERROR":
             yield Finding("bad", f"the run was stopped: {_first_line(notice.text)}", notice.step)
-        elif notice.level == "WARNING" and FAILED not in notice.text:
-            where = "" if notice.step is None else f" at step {notice.step}"
+        elif notice.level == "WARNING":
             yield Finding("warn", f"the plugin warned{where}: {_first_line(notice.text)}", notice.step)
 
 
@@ -98,7 +96,7 @@ def _prediction(run: Run) -> Iterator[Finding]:
 
 def _draft(run: Run) -> Iterator[Finding]:
     """Refreshes that were refused, a loss that rises, a draft that stands still."""
-    for step, by in _increments(run.series("spec/refresh_refused")):
+    for step, by in increments(run.series("spec/refresh_refused")):
         text = (
             f"the engine refused {by:.0f} refresh{'es' * (by > 1)} of the draft at step {step}; it kept the one before"
         )
@@ -107,7 +105,7 @@ def _draft(run: Run) -> Iterator[Finding]:
         if not shift.fell:
             text = f"the draft's loss rose at step {shift.step}, from {shift.before:.2f} to {shift.after:.2f} nats"
             yield Finding("warn", text, shift.step)
-    still = _longest_still(run.series("spec/draft_version"), anew(run.series("spec/train_ms")))
+    still = _longest_still(run.series("spec/draft_version"), run.series("spec/train_ms").anew())
     if still and still[1] - still[0] >= 3:
         text = f"the draft was trained but the engine's stayed at one version from step {still[0]} to {still[1]}"
         yield Finding("warn", text, still[0])
@@ -131,7 +129,7 @@ def _log_probs(run: Run) -> Iterator[Finding]:
 
 def _guard(run: Run) -> Iterator[Finding]:
     """Alarms of plain text, and whether anybody looked."""
-    for step, by in _increments(run.series("spec/logprob_alarms")):
+    for step, by in increments(run.series("spec/logprob_alarms")):
         text = f"{by:.0f} phase{'s' * (by > 1)} without drafts looked wrong at step {step}: engine and actor differ on plain text"
         yield Finding("warn", text, step)
     if unproven := [s for s, v in run.series("spec/unproven").pairs() if v > 0]:
@@ -155,16 +153,17 @@ def _lag(run: Run) -> Iterator[Finding]:
 
 def _costs(run: Run) -> Iterator[Finding]:
     shares = shares_of(run)
-    if not shares:
-        return
-    text = ", ".join(f"{share.name} {percent(share.spread.median)}" for share in shares)
-    whole = sum(share.whole for share in shares)
-    level: Level = "warn" if sum(share.spread.median for share in shares) > 20 else "fine"
-    yield Finding(level, f"of a step's time, in the median: {text}; all together {percent(whole)} of the run")
+    if shares:
+        medians = {share.name: median(share.percent.values) for share in shares}
+        text = ", ".join(f"{name} {percent(value)}" for name, value in medians.items())
+        whole = percent(sum(share.whole for share in shares))
+        level: Level = "warn" if sum(medians.values()) > 20 else "fine"
+        yield Finding(level, f"of a step's time, in the median: {text}; all together {whole} of the run")
 
 
 _LOOKS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     _said,
+    _states,
     _acceptance,
     _prediction,
     _draft,
@@ -173,15 +172,6 @@ _LOOKS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     _lag,
     _costs,
 )
-
-
-def _increments(counter: Series) -> Iterator[tuple[int, float]]:
-    """Where a counter rises, and by how much; one that begins above zero has risen before."""
-    last = 0.0
-    for step, value in counter.pairs():
-        if value > last:
-            yield step, value - last
-        last = value
 
 
 def _longest_still(version: Series, trained: Series) -> tuple[int, int] | None:
@@ -197,8 +187,8 @@ def _longest_still(version: Series, trained: Series) -> tuple[int, int] | None:
 
 
 def _steps(steps: list[int]) -> str:
-    shown = ", ".join(map(str, steps[:6])) + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
-    return f"step{'s' * (len(steps) > 1)} {shown}"
+    more = f" and {len(steps) - 6} more" if len(steps) > 6 else ""
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:6]))}{more}"
 
 
 def _first_line(text: str) -> str:

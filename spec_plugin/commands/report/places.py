@@ -6,13 +6,15 @@ import gzip
 import json
 import os
 import zlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import IO, Literal, cast
+from typing import Literal
 
 from spec_plugin.errors import SpecPluginError
+from spec_plugin.outside import TooMuchError, lines_of
 
 Kind = Literal["json", "events", "console"]
 _CONSOLE = (".log", ".out")  # looked for in folders; a file that was named may be called anything
@@ -20,6 +22,8 @@ _DEPTH = 3  # folders below the one that was named
 _PACKED = ".gz"
 #: what is raised by compressed data that was cut off, or is none
 BROKEN = (EOFError, zlib.error, gzip.BadGzipFile)
+#: lines within which the first step stands, behind what a logger writes at its start
+_HEADER = 20
 
 
 class ReportError(SpecPluginError, ValueError):
@@ -32,10 +36,6 @@ class Place:
 
     name: str
     files: tuple[Path, ...]
-
-
-#: lines within which the first step stands, behind what a logger writes at its start
-_HEADER = 20
 
 
 def find_places(path: Path) -> list[Place]:
@@ -63,24 +63,20 @@ def find_places(path: Path) -> list[Place]:
     if path in folders:
         mine = folders.pop(path)
         return _split(name, mine + _events_of_one_folder(mine, folders))
-    if _each_kind_once(folders):
+    holders = Counter(kind for files in folders.values() for kind in {kind_of(file) for file in files})
+    if max(holders.values()) == 1:
         return _split(name, [file for files in folders.values() for file in files])
     return [p for folder, files in folders.items() for p in _split(str(folder.relative_to(path)), files)]
 
 
 def kind_of(file: Path) -> Kind | None:
-    """By the file's name and, of JSON lines, its first line; None if it is nothing that is read here."""
+    """By the file's name and, of JSON lines, its first lines; None if it is nothing that is read here."""
     if "tfevents" in file.name and file.suffix != _PACKED:
         return "events"
-    inner_file = _unpacked(file)
-    if inner_file.suffix == ".jsonl":
+    suffix = _unpacked(file).suffix
+    if suffix == ".jsonl":
         return "json" if _has_steps(file) else None
-    return "console" if inner_file.suffix in _CONSOLE else None
-
-
-def opened(file: Path) -> IO[bytes]:
-    """The file to read, unpacked if it is compressed; reading may then raise what is in ``BROKEN``."""
-    return cast(IO[bytes], gzip.open(file)) if file.suffix == _PACKED else file.open("rb")
+    return "console" if suffix in _CONSOLE else None
 
 
 def _unpacked(file: Path) -> Path:
@@ -90,19 +86,18 @@ def _unpacked(file: Path) -> Path:
 
 def _has_steps(file: Path) -> bool:
     """Is one of the first lines a step's. An empty file may become one; other JSON lines are prompts or rollouts."""
-    with opened(file) as lines:
-        try:
-            first = [line for _ in range(_HEADER) if (line := lines.readline(1 << 20)).strip()]
-        except BROKEN:
-            return True  # the reader says so
+    try:
+        first = [line for line in islice(lines_of(file), _HEADER) if line.strip()]
+    except (*BROKEN, TooMuchError):
+        return True  # the reader says so
     return not first or any(map(_is_step, first))
 
 
-def _is_step(line: bytes) -> bool:
+def _is_step(line: str) -> bool:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        return b'"step"' in line[:200]  # cut off
+        return '"step"' in line[:200]  # cut off
     return isinstance(record, dict) and "step" in record and len(record) <= 3
 
 
@@ -126,14 +121,6 @@ def _events_of_one_folder(mine: list[Path], below: dict[Path, list[Path]]) -> li
         return []
     found = [events for files in below.values() if (events := [f for f in files if kind_of(f) == "events"])]
     return found[0] if len(found) == 1 else []
-
-
-def _each_kind_once(folders: dict[Path, list[Path]]) -> bool:
-    holders: dict[Kind | None, int] = defaultdict(int)
-    for files in folders.values():
-        for kind in {kind_of(file) for file in files}:
-            holders[kind] += 1
-    return max(holders.values()) == 1
 
 
 def _split(name: str, files: list[Path]) -> list[Place]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from spec_plugin.commands.report.formats import LogFormat
 from spec_plugin.commands.report.places import BROKEN, Place, ReportError, kind_of
@@ -72,7 +72,7 @@ def read_place(place: Place, formats: Sequence[LogFormat]) -> Run:
     """
     kinds: dict[str, Raw] = {"console": Raw(), "events": Raw(), "json": Raw()}
     for file in place.files:
-        kinds[kind_of(file) or "console"].go_on(read_file(file, formats), file)
+        kinds[kind_of(file) or "console"].go_on(_read_file(file, formats), file)
     steps: dict[int, dict[str, float]] = {}
     for raw in kinds.values():
         for step, metrics in raw.steps.items():
@@ -91,20 +91,16 @@ def read_place(place: Place, formats: Sequence[LogFormat]) -> Run:
     return Run(place.name, title, finite, notices, tuple(remarks), tuple(map(str, place.files)), planned)
 
 
-def read_file(file: Path, formats: Sequence[LogFormat]) -> Raw:
-    """One file, by its kind; whatever cannot be read in it is a remark.
-
-    Raises:
-        ReportError: if event files cannot be read here.
-    """
+def _read_file(file: Path, formats: Sequence[LogFormat]) -> Raw:
+    """One file, by its kind; whatever cannot be read in it is a remark."""
     if file.stat().st_size == 0:
         return Raw(remarks=[f"{file.name} is empty: the run has written nothing yet, or died before its first step"])
     kind = kind_of(file)
     if kind == "events":
-        return read_events(file)
+        return _read_events(file)
     broken: list[str] = []
     lines = _lines_of(file, broken)
-    raw = read_json_lines(lines, file, formats) if kind == "json" else read_console(lines, file, formats)
+    raw = _read_json_lines(lines, file, formats) if kind == "json" else _read_console(lines, file, formats)
     raw.remarks += broken
     return raw
 
@@ -119,7 +115,7 @@ def _lines_of(file: Path, broken: list[str]) -> Iterator[str]:
         broken.append(f"{file.name}: its compressed data is broken or cut off, and it was read up to there: {error}")
 
 
-def read_json_lines(lines: Iterable[str], file: Path, formats: Sequence[LogFormat]) -> Raw:
+def _read_json_lines(lines: Iterable[str], file: Path, formats: Sequence[LogFormat]) -> Raw:
     """One object a line, whose keys an adapter's ``json_lines`` names."""
     raw, broken = Raw(), []
     for number, line in enumerate(lines, 1):
@@ -130,7 +126,7 @@ def read_json_lines(lines: Iterable[str], file: Path, formats: Sequence[LogForma
         except (ValueError, TypeError, OverflowError, RecursionError):
             broken.append((number, line.endswith("\n")))
             continue
-        raw.add(step, {name: _real(v) for name, v in metrics.items() if _is_number(v)}, file)
+        raw.add(step, {name: value for name, v in metrics.items() if (value := _number(v)) is not None}, file)
     if broken and not broken[-1][1]:
         raw.remarks.append(f"{file.name}: its last line, {broken.pop()[0]}, is cut off in the middle and was left out")
     if broken:
@@ -138,46 +134,32 @@ def read_json_lines(lines: Iterable[str], file: Path, formats: Sequence[LogForma
     return raw
 
 
-def _is_number(value: object) -> TypeGuard[int | float | str]:
-    """Is it one, or the name that some writers give what JSON has no number for."""
-    return isinstance(value, int | float) or (isinstance(value, str) and value.lower() in _NO_NUMBERS)
-
-
-def _record(record: object, formats: Sequence[LogFormat]) -> tuple[int, Mapping[str, object]]:
+def _record(record: Any, formats: Sequence[LogFormat]) -> tuple[int, Mapping[str, object]]:
+    """A step's number and its metrics; ValueError, TypeError or OverflowError if it is none."""
     for form in formats:
         keys = form.json_lines
         if keys and isinstance(record, dict) and isinstance(record.get(keys.metrics), dict):
-            return _step_number(record[keys.step]), record[keys.metrics]
+            step = int(record[keys.step])
+            if abs(step) > _MOST_STEPS:
+                raise ValueError(f"no run comes to step {step}")
+            return step, record[keys.metrics]
     raise ValueError("no step")
 
 
-def _step_number(value: Any) -> int:
-    """A step's.
-
-    Raises:
-        ValueError, TypeError, OverflowError: if it can be none.
-    """
-    step = int(value)
-    if abs(step) > _MOST_STEPS:
-        raise ValueError(f"no run comes to step {step}")
-    return step
-
-
-def _real(value: float | str) -> float:
-    """A metric; one that no float can hold is infinite."""
+def _number(value: object) -> float | None:
+    """A metric, also where it is the word for what JSON has no number for; one that no float can hold is infinite."""
+    if not isinstance(value, int | float):
+        return float(value) if isinstance(value, str) and value.lower() in _NO_NUMBERS else None
     try:
         return float(value)
     except OverflowError:
-        return math.inf if int(value) > 0 else -math.inf
+        return math.inf if value > 0 else -math.inf
 
 
-def read_events(file: Path) -> Raw:
+def _read_events(file: Path) -> Raw:
     """Tensorboard's event file; what is left of a record that was cut off is left out.
 
     Tensorboard's own reader would check sums byte by byte in Python: half a minute for a thousand steps.
-
-    Raises:
-        ReportError: if tensorboard is not installed.
     """
     try:
         from google.protobuf.message import DecodeError
@@ -202,11 +184,7 @@ def read_events(file: Path) -> Raw:
 
 
 def _records(file: Path) -> Iterator[bytes]:
-    """Of a TFRecord file: the length in 8 bytes, 4 of its check sum, the data, 4 of theirs.
-
-    Raises:
-        EOFError: if the last one is not whole.
-    """
+    """Of a TFRecord file: the length in 8 bytes, 4 of its check sum, the data, 4 of theirs; EOFError if one is not whole."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         while header := stream.read(12):
@@ -217,14 +195,13 @@ def _records(file: Path) -> Iterator[bytes]:
             yield data[:length]
 
 
-def read_console(lines: Iterable[str], file: Path, formats: Sequence[LogFormat]) -> Raw:
-    """The console log: steps as an adapter's ``step_line`` finds them, and the plugin's own lines."""
+def _read_console(lines: Iterable[str], file: Path, formats: Sequence[LogFormat]) -> Raw:
+    """The console log: steps as an adapter's ``step_line`` finds them, and the plugin's own lines, to be quoted."""
     raw = Raw()
     pending: list[Notice] = []  # of the step whose line is still to come
     last: int | None = None
     for line, following in _with_continuation(lines):
-        said = _said(line, following)
-        if said:
+        if said := _said(line, following):
             pending.append(said)
             continue
         for form in formats:
@@ -250,10 +227,13 @@ def _said(line: str, following: Sequence[str]) -> Notice | None:
 
 
 def _with_continuation(lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each line without Ray's prefix, and the indented ones that follow it."""
+    """Each line without Ray's prefix and colours, and the indented ones that follow it."""
     held: tuple[str, list[str]] | None = None
     for line in lines:
-        plain = _plain(line.rstrip("\n"))
+        plain = line.rstrip("\n")
+        if prefix := _RAY_PREFIX.match(plain):
+            plain = plain[prefix.end() :]
+        plain = _COLOUR.sub("", plain) if "\x1b" in plain else plain
         if held and plain.startswith("  ") and len(held[1]) < _LINES_OF_A_NOTICE:
             held[1].append(plain)
             continue
@@ -262,13 +242,6 @@ def _with_continuation(lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
         held = (plain, [])
     if held:
         yield held
-
-
-def _plain(line: str) -> str:
-    """A line without Ray's prefix and colours."""
-    prefix = _RAY_PREFIX.match(line)
-    plain = line[prefix.end() :] if prefix else line
-    return _COLOUR.sub("", plain) if "\x1b" in plain else plain
 
 
 def _canonical(metrics: Mapping[str, float], trainer: LogFormat | None) -> dict[str, float]:

@@ -9,10 +9,17 @@ from functools import cached_property
 from statistics import median, quantiles
 from typing import Any
 
+#: the plugin's own work: its milliseconds, and are they logged again where nothing was done
+_WORK = {
+    "draft training": ("spec/train_ms", True),
+    "refresh": ("spec/refresh_ms", True),
+    "harvest": ("spec/harvest_ms", False),
+}
+
 
 @dataclass(frozen=True)
 class Notice:
-    """A line of the plugin's own in the console log."""
+    """A line of the plugin's own in the console log: it is quoted, and nothing is concluded from its words."""
 
     step: int | None  # in which it was printed, as far as the log's step lines tell
     level: str  # INFO, WARNING, or ERROR for what stopped the run
@@ -30,8 +37,7 @@ class Series:
         return bool(self.steps)
 
     @cached_property
-    def by_step(self) -> Mapping[int, float]:
-        """The values by step."""
+    def _by_step(self) -> Mapping[int, float]:
         return dict(self.pairs())
 
     def pairs(self) -> Iterator[tuple[int, float]]:
@@ -39,8 +45,8 @@ class Series:
         return zip(self.steps, self.values, strict=True)
 
     def at(self, step: int) -> float | None:
-        """The value of a step."""
-        return self.by_step.get(step)
+        """The value of a step, if it was logged."""
+        return self._by_step.get(step)
 
     def before(self, step: int) -> float | None:
         """The last value before a step."""
@@ -49,23 +55,27 @@ class Series:
 
     def fresh(self) -> Series:
         """Without values that are the one before to the last bit: what was not measured anew is logged again."""
-        kept = [step for i, step in enumerate(self.steps) if not i or self.values[i] != self.values[i - 1]]
-        return self.only(kept)
+        return self.only([s for i, s in enumerate(self.steps) if not i or self.values[i] != self.values[i - 1]])
 
-    def thinned(self, most: int) -> tuple[Series, Series, Series]:
-        """At most so many values, each the median of neighbouring ones, with the smallest and the largest of these."""
-        size = max(1, -(-len(self.steps) // most))
-        groups = [self.values[i : i + size] for i in range(0, len(self.values), size)]
-        steps = self.steps[size // 2 :: size]
-        steps += self.steps[-1:] if len(steps) < len(groups) else ()  # a last group that is shorter than half of one
-        middle, low, high = (Series(steps, tuple(map(of, groups))) for of in (median, min, max))
-        return middle, low, high
+    def anew(self) -> Series:
+        """With zeros in the place of values that only repeat the one before: nothing was done in those steps."""
+        done = set(self.fresh().steps)
+        return Series(self.steps, tuple(value if step in done else 0.0 for step, value in self.pairs()))
 
     def only(self, steps: Sequence[int]) -> Series:
         """Its part in these steps."""
         wanted = set(steps)
         kept = [(s, v) for s, v in self.pairs() if s in wanted]
         return Series(tuple(s for s, _ in kept), tuple(v for _, v in kept))
+
+    def thinned(self, most: int) -> tuple[Series, Series, Series]:
+        """At most so many values, each the median of neighbouring ones, with the smallest and the largest of these."""
+        size = max(1, -(-len(self.steps) // most))
+        groups = [self.values[i : i + size] for i in range(0, len(self.values), size)]
+        steps = self.steps[size // 2 :: size]
+        steps += self.steps[-1:] if len(steps) < len(groups) else ()  # a last group shorter than half of one
+        middle, low, high = (Series(steps, tuple(map(of, groups))) for of in (median, min, max))
+        return middle, low, high
 
 
 @dataclass(frozen=True)
@@ -110,8 +120,7 @@ class Run:
         return tuple(sorted(self.steps))
 
     @cached_property
-    def columns(self) -> Mapping[str, Series]:
-        """Every metric over the steps."""
+    def _columns(self) -> Mapping[str, Series]:
         found: dict[str, tuple[list[int], list[float]]] = {}
         for step in self.numbers:
             for name, value in self.steps[step].items():
@@ -120,10 +129,19 @@ class Run:
                 values.append(value)
         return {name: Series(tuple(steps), tuple(values)) for name, (steps, values) in found.items()}
 
+    def series(self, name: str) -> Series:
+        """One metric; empty if it was never logged."""
+        return self._columns.get(name, Series((), ()))
+
+    def family(self, stem: str) -> dict[int, Series]:
+        """A family of metrics by its number, e.g. ``spec/k_b`` -> batch size -> k."""
+        numbers = [name.removeprefix(stem) for name in self._columns if name.startswith(stem)]
+        return {number: self.series(f"{stem}{number}") for number in sorted(int(n) for n in numbers if n.isdigit())}
+
     @property
     def has_plugin(self) -> bool:
         """Did it run with the flag."""
-        return any(name.startswith("spec/") for name in self.columns)
+        return any(name.startswith("spec/") for name in self._columns)
 
     @property
     def reports_late(self) -> bool:
@@ -135,19 +153,6 @@ class Run:
     def overlaps(self) -> bool:
         """Did generation go on while the policy was trained, as far as the metrics tell."""
         return any(v > 0 for name in ("spec/policy_lag", "staleness") for v in self.series(name).values)
-
-    def series(self, name: str) -> Series:
-        """One metric; empty if it was never logged."""
-        return self.columns.get(name, Series((), ()))
-
-    def family(self, stem: str) -> dict[int, Series]:
-        """A family of metrics by its number, e.g. ``spec/k_b`` -> batch size -> k."""
-        numbered = {name.removeprefix(stem): name for name in self.columns if name.startswith(stem)}
-        return {
-            int(number): self.columns[name]
-            for number, name in sorted(numbered.items(), key=_as_number)
-            if number.isdigit()
-        }
 
     @cached_property
     def drafted(self) -> tuple[int, ...]:
@@ -169,5 +174,28 @@ class Run:
         }
 
 
-def _as_number(pair: tuple[str, str]) -> tuple[int, str]:
-    return (int(pair[0]) if pair[0].isdigit() else 0, pair[1])
+@dataclass(frozen=True)
+class Share:
+    """One kind of the plugin's work."""
+
+    name: str
+    percent: Series  # of each step's time
+    whole: float  # percent of all steps' time together
+
+
+def shares_of(run: Run) -> list[Share]:
+    """Of draft training, refresh and harvest; of those that were logged along with the step's time."""
+    lengths, found = run.series("step_s"), []
+    for name, (metric, repeats) in _WORK.items():
+        spent = run.series(metric).anew() if repeats else run.series(metric)
+        if pairs := [(step, ms / 10, length) for step, ms in spent.pairs() if (length := lengths.at(step))]:
+            percent = Series(tuple(s for s, _, _ in pairs), tuple(took / length for _, took, length in pairs))
+            found.append(Share(name, percent, sum(took for _, took, _ in pairs) / sum(all_ for _, _, all_ in pairs)))
+    return found
+
+
+def percent(value: float) -> str:
+    """A share for people: 8.4 %, 0.3 %, 0.02 %."""
+    if value >= 0.95:
+        return f"{value:.1f} %"
+    return f"{value:.1g} %" if value >= 0.01 else "under 0.01 %"

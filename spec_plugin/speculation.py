@@ -1,0 +1,136 @@
+"""Whether a run drafts in a step, and why or why not: the numbers of the metrics ``spec/state`` and ``spec/reason``."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class _Code(IntEnum):
+    """A number, since trainers log floats, and what it means. A number is never given another meaning."""
+
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str) -> _Code:
+        """A member from its number and its meaning."""
+        member = int.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
+
+
+class Speculation(_Code):
+    """What ``spec/state`` says of a step."""
+
+    UNTRIED = 0, "no draft was served yet"
+    TRYING = 1, "drafts are tried in one rollout, to measure what they do"
+    SERVING = 2, "the engines draft"
+    DROPPED = 3, "the engines began to draft and dropped the draft within the rollout"
+    RESTING = 4, "the engines decode without drafts, by choice"
+    FORBIDDEN = 5, "the user has turned drafts off; the draft is only trained"
+    RECOVERING = 6, "the plain rollout with which a fresh start after trouble begins"
+    FAILED = 7, "off after trouble with drafts; a fresh start follows"
+    GIVEN_UP = 8, "off after trouble with drafts, to the end of the run"
+
+
+class Reason(_Code):
+    """What ``spec/reason`` says of a step: below 10 why it drafts, below 20 why it chose not to, from 20 on what has failed."""
+
+    PREDICTED_TO_PAY = 0, "drafting is predicted to pay"
+    ASKED_FOR = 1, "the user asked for drafts throughout (serve=always, controller=fixed)"
+    A_TRY = 2, "an unserved draft is tried in one rollout"
+    NO_DRAFT_YET = 10, "no draft had been trained, and none measured yet"
+    COST_UNKNOWN = 11, "what drafting costs on this engine is not known"
+    BELOW_BREAK_EVEN = 12, "drafts make too few tokens to pay"
+    ROLLOUTS_SLOWER = 13, "whole rollouts were slower with drafts than without"
+    COMPARISON = 14, "one plain rollout, to compare those with drafts with"
+    NO_ROOM = 15, "the engine's sampler has no memory for drafted tokens"
+    SERVE_NEVER = 16, "serve=never"
+    FRESH_START = 17, "a plain rollout before drafts are tried again"
+    DECIDED_ELSEWHERE = 18, "another plugin decided, or the engines began before the controller had"
+    HARVEST = 20, "trouble in the harvest of hidden states"
+    TRAINING = 21, "trouble in draft training"
+    REFRESH = 22, "trouble in a refresh of the engines' draft"
+    SCHEDULE = 23, "trouble in choosing or setting how much is drafted"
+    SELF_TEST = 24, "trouble in the self-test: it failed, or did not end"
+    ENGINES = 25, "trouble in talking to the engines"
+    CHECKPOINT = 26, "trouble in saving or loading"
+    OTHER_TROUBLE = 27, "trouble elsewhere"
+    OTHER_RANK = 28, "trouble on another rank"
+
+
+_STATES = {
+    Reason.PREDICTED_TO_PAY: Speculation.SERVING,
+    Reason.ASKED_FOR: Speculation.SERVING,
+    Reason.A_TRY: Speculation.TRYING,
+    Reason.NO_DRAFT_YET: Speculation.UNTRIED,
+    Reason.SERVE_NEVER: Speculation.FORBIDDEN,
+    Reason.FRESH_START: Speculation.RECOVERING,
+}
+#: what is tried when it fails, by the words with which ``SpecSession.guarded`` and ``fail`` are called
+_WORK = {
+    Reason.HARVEST: ("harvest",),
+    Reason.TRAINING: ("draft training", "head start"),
+    Reason.REFRESH: (
+        "refresh",
+        "weight sync",
+        "draft weights",
+        "a copy of the policy's embedding or head",
+        "reading the policy's embedding and head",
+    ),
+    Reason.SCHEDULE: ("schedule", "the phase's beginning", "the beginning of a phase"),
+    Reason.SELF_TEST: ("self-test", "engine_ready"),
+    Reason.ENGINES: (
+        "rollout_start",
+        "rollout_end",
+        "rollout statistics",
+        "rollouts",
+        "recall",
+        "what the engines say of their samples",
+        "log-probs that the engines kept",
+        "waiting for all replicas",
+        "waiting for the engines' weights",
+        "opening the gate",
+    ),
+    Reason.CHECKPOINT: ("save", "load"),
+    Reason.OTHER_TROUBLE: ("the ranks' agreement", "recover", "audit"),
+}
+
+
+def state_of(reason: Reason) -> Speculation:
+    """The state of a run that does what it does for this reason, if nothing is known beyond it."""
+    if reason >= Reason.HARVEST:
+        return Speculation.FAILED
+    return _STATES.get(reason, Speculation.RESTING)
+
+
+def trouble_in(work: str) -> Reason:
+    """The reason for being off after a failure in this, as ``SpecSession.guarded`` calls it."""
+    return next((reason for reason, known in _WORK.items() if work in known), Reason.OTHER_TROUBLE)
+
+
+def as_metrics(reason: Reason, state: Speculation | None = None) -> dict[str, float]:
+    """Both metrics; the state is ``state_of`` the reason unless it is given."""
+    return {"spec/state": float(state_of(reason) if state is None else state), "spec/reason": float(reason)}
+
+
+def in_force(
+    chosen: float | None, drafting: bool | None, recovering: bool, trouble: Reason | None, for_good: bool
+) -> dict[str, float]:
+    """What is to be logged over the controller's own choice, where more is known; nothing where it holds.
+
+    Args:
+        chosen: ``spec/state`` of the controller; None without one.
+        drafting: do the engines draft, as far as is known.
+        recovering: is this the plain rollout of a fresh start.
+        trouble: in what, while it has turned drafts off.
+        for_good: and no fresh start follows.
+    """
+    if trouble is not None:
+        return as_metrics(trouble, Speculation.GIVEN_UP if for_good else Speculation.FAILED)
+    if recovering:
+        return as_metrics(Reason.FRESH_START)
+    if drafting is None:
+        return as_metrics(Reason.NO_DRAFT_YET) if chosen is None else {}
+    known = chosen is not None and drafting == (chosen in (Speculation.TRYING, Speculation.SERVING))
+    if known or chosen == Speculation.DROPPED:  # it began to draft, whatever it does now
+        return {}
+    return as_metrics(Reason.DECIDED_ELSEWHERE, Speculation.SERVING if drafting else Speculation.RESTING)

@@ -1,0 +1,210 @@
+"""Each step logs whether it drafts and why or why not: the codes, the work whose failure each stands for, and a run's life."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from test_controller import K, controller, refreshed, rolled_out, timed
+from test_recovery import Run
+from test_session import TARGET, raising, session_with
+
+from spec_plugin import SpecConfig, hookimpl
+from spec_plugin.builtin.break_even.controller import Brake
+from spec_plugin.events import RolloutStats, Schedule
+from spec_plugin.speculation import _WORK, Reason, Speculation, in_force, state_of, trouble_in
+
+ROOT = Path(__file__).resolve().parents[2]
+S, R = Speculation, Reason
+
+
+def logged(session) -> tuple[Speculation, Reason]:
+    metrics = session.metrics()
+    return Speculation(int(metrics["spec/state"])), Reason(int(metrics["spec/reason"]))
+
+
+def chosen(c) -> tuple[Speculation, Reason]:
+    """What a controller says of the phase that it chooses now."""
+    c.spec_schedule(1)
+    metrics = c.spec_metrics()
+    return Speculation(int(metrics["spec/state"])), Reason(int(metrics["spec/reason"]))
+
+
+@pytest.mark.parametrize("codes", [Speculation, Reason])
+def test_the_documents_tables_are_the_codes(codes):
+    text = (ROOT / "docs" / "reference.md").read_text()
+    part = text.partition("<!-- codes:begin -->")[2].partition("<!-- codes:end -->")[0]
+    tables = [re.findall(r"^\| (\d+) \| (\w+) \| (.*) \|$", table, re.M) for table in part.strip().split("\n\n")]
+    assert [(str(int(code)), code.name, code.meaning) for code in codes] in tables
+
+
+def test_all_work_that_is_guarded_has_a_reason_and_no_reason_is_of_work_that_is_gone():
+    """The words of ``guarded`` and ``fail`` are in the table, so that a new kind of trouble is not just 'elsewhere'."""
+    said = set()
+    for folder in ("spec_plugin", "adapters"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                    called, where = ast.unparse(node.func).rpartition("."), node.args[0]
+                    ours = called[2] in ("guarded", "fail") and called[0] != "pytest"
+                    said |= {where.value} if ours and isinstance(where, ast.Constant) else set()
+    known = {work for works in _WORK.values() for work in works}
+    assert said - known == set() and known - said == set()
+    assert trouble_in("what nobody knows") is R.OTHER_TROUBLE
+
+
+def test_codes_below_ten_draft_and_those_from_twenty_on_are_trouble():
+    assert {state_of(r) for r in Reason if r < 10} == {S.SERVING, S.TRYING}
+    assert {state_of(r) for r in Reason if r >= 20} == {S.FAILED}
+    assert all(a < b for a, b in pairwise(Speculation)) and all(a < b for a, b in pairwise(Reason))
+
+
+@pytest.mark.parametrize(
+    ("known", "state", "reason"),
+    [
+        ((None, None, False, None, False), S.UNTRIED, R.NO_DRAFT_YET),
+        ((S.SERVING, None, False, None, False), None, None),
+        ((S.SERVING, True, False, None, False), None, None),
+        ((S.TRYING, True, False, None, False), None, None),
+        ((S.RESTING, False, False, None, False), None, None),
+        ((S.DROPPED, True, False, None, False), None, None),
+        ((S.DROPPED, False, False, None, False), None, None),
+        ((S.SERVING, False, False, None, False), S.RESTING, R.DECIDED_ELSEWHERE),
+        ((S.RESTING, True, False, None, False), S.SERVING, R.DECIDED_ELSEWHERE),
+        ((None, True, False, None, False), S.SERVING, R.DECIDED_ELSEWHERE),
+        ((None, False, False, None, False), S.RESTING, R.DECIDED_ELSEWHERE),
+        ((99.0, True, False, None, False), S.SERVING, R.DECIDED_ELSEWHERE),
+        ((S.SERVING, False, True, None, False), S.RECOVERING, R.FRESH_START),
+        ((S.SERVING, True, True, R.HARVEST, False), S.FAILED, R.HARVEST),
+        ((S.DROPPED, True, False, R.REFRESH, True), S.GIVEN_UP, R.REFRESH),
+    ],
+)
+def test_what_is_known_beyond_the_controllers_choice_is_logged_over_it(known, state, reason):
+    expected = {} if state is None else {"spec/state": float(state), "spec/reason": float(reason)}
+    assert in_force(*known) == expected
+
+
+def test_a_new_draft_is_untried_until_it_promises_enough_then_serves_and_rests():
+    c = controller({8: 2.0})
+    assert chosen(c) == (S.UNTRIED, R.NO_DRAFT_YET)
+    rolled_out(c, None)
+    refreshed(c, 1.2)
+    assert chosen(c) == (S.RESTING, R.BELOW_BREAK_EVEN)
+    rolled_out(c, None)
+    refreshed(c, 3.5)
+    assert chosen(c) == (S.SERVING, R.PREDICTED_TO_PAY)
+    rolled_out(c, 1.1)
+    assert chosen(c) == (S.RESTING, R.BELOW_BREAK_EVEN)
+    for _ in range(8):
+        rolled_out(c, None)
+    assert chosen(c) == (S.TRYING, R.A_TRY)
+
+
+def test_a_draft_that_was_given_is_tried_first_and_compared_with_one_plain_rollout():
+    c = controller({8: 2.0}, draft="/given")
+    assert chosen(c) == (S.TRYING, R.A_TRY)
+    rolled_out(c, 2.1)
+    assert chosen(c) == (S.RESTING, R.COMPARISON)
+
+
+@pytest.mark.parametrize(
+    ("options", "state", "reason"),
+    [
+        ({"serve": "never"}, S.FORBIDDEN, R.SERVE_NEVER),
+        ({"serve": "always"}, S.SERVING, R.ASKED_FOR),
+        ({"controller": "fixed"}, S.SERVING, R.ASKED_FOR),
+        ({"break_even": 2.0}, S.UNTRIED, R.NO_DRAFT_YET),
+    ],
+)
+def test_what_the_user_has_decided_is_said_to_be_so(options, state, reason):
+    assert chosen(controller({8: 2.0}, **options)) == (state, reason)
+
+
+def test_costs_that_were_not_measured_are_the_reason_once_there_is_a_draft():
+    c = controller(None)
+    assert c.cost.problem is not None and chosen(c) == (S.UNTRIED, R.NO_DRAFT_YET)
+    refreshed(c, 3.5)
+    assert chosen(c) == (S.RESTING, R.COST_UNKNOWN)
+
+
+def test_the_brake_compares_first_and_then_says_that_rollouts_were_slower():
+    brake = Brake()
+    brake.rolled_out(100.0, drafted=False)
+    for _ in range(2):
+        brake.rolled_out(50.0, drafted=True)
+    assert brake.on and brake.reason is R.COMPARISON
+    assert brake.rolled_out(100.0, drafted=False)
+    assert brake.on and brake.reason is R.ROLLOUTS_SLOWER
+    c = controller({8: 2.0})
+    c.brake = brake
+    assert chosen(c) == (S.RESTING, R.ROLLOUTS_SLOWER)
+
+
+def test_drafted_tokens_that_the_sampler_has_no_memory_for_are_the_reason():
+    c = controller({8: 2.0}, serve="always")
+    target = replace(TARGET, hf_config={"vocab_size": 1 << 40}, max_num_seqs=8, device_type="cuda")
+    c.spec_configure(SpecConfig.parse({"k": K, "serve": "always"}), target, c._method)
+    assert chosen(c) == (S.RESTING, R.NO_ROOM)
+
+
+@pytest.mark.parametrize("recoveries", [0, 2])
+def test_trouble_names_its_work_and_whether_a_fresh_start_follows(recoveries):
+    run = Run(recoveries=recoveries)
+    run.step()
+    state, reason = logged(run.session)
+    assert state in (S.UNTRIED, S.SERVING, S.TRYING) and reason < R.HARVEST
+    run.engines.broken = "install"
+    run.step()
+    assert logged(run.session) == (S.FAILED if recoveries else S.GIVEN_UP, R.REFRESH)
+    run.engines.broken = ""
+    if recoveries:
+        for _ in range(8):
+            run.step()
+        assert logged(run.session) == (S.RECOVERING, R.FRESH_START)
+        run.step()
+        assert logged(run.session)[0] in (S.SERVING, S.TRYING)
+
+
+def test_trouble_of_another_rank_is_said_to_be_there_and_no_more_than_that_is_known():
+    session = session_with()
+    session.follow("another rank: its own warning says why")
+    assert logged(session) == (S.FAILED, R.OTHER_RANK)
+    session.follow(None)
+    assert logged(session) == (S.UNTRIED, R.NO_DRAFT_YET)
+
+
+def test_without_the_controller_a_step_still_logs_its_state():
+    session = session_with(block=["controller"])
+    assert logged(session) == (S.UNTRIED, R.NO_DRAFT_YET)
+    session.drafting = True
+    assert logged(session) == (S.SERVING, R.DECIDED_ELSEWHERE)
+
+
+def test_a_plugin_that_chooses_k_before_the_controller_is_seen():
+    class Mine:
+        @hookimpl(tryfirst=True)
+        def spec_schedule(self):
+            return Schedule((0, *[1] * TARGET.max_num_seqs))
+
+    session = session_with(Mine())
+    session.drafting = any(session.schedule(0).table)
+    assert logged(session) == (S.SERVING, R.DECIDED_ELSEWHERE)
+
+
+def test_a_plugin_that_fails_in_its_metrics_is_trouble_elsewhere():
+    session = session_with(raising("spec_metrics", ValueError("broken")))
+    assert logged(session) == (S.FAILED, R.OTHER_TROUBLE)
+
+
+def test_a_dropped_draft_is_logged_with_its_reason():
+    c = controller({8: 2.0}, serve="auto")
+    refreshed(c, 3.5)
+    assert chosen(c)[0] is S.SERVING
+    steps = tuple(replace(step, paused=True) for step in timed({8: 2.0})[:1])
+    c.spec_rollout_end(RolloutStats(1, 8, 1000, 1.0, 100, 300, 20, steps=steps))
+    metrics = c.spec_metrics()
+    assert (metrics["spec/state"], metrics["spec/reason"]) == (S.DROPPED, R.BELOW_BREAK_EVEN)
