@@ -16,7 +16,7 @@ from openrlhf.trainer.ray import vllm_engine
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.calls import SpecEngineMethods
 from spec_plugin.engine.front import EngineFront, plain_if_unlisted
-from spec_plugin.engine.schedule.scheduler import stand_aside
+from spec_plugin.engine.schedule.channel import stand_aside
 from spec_plugin.engine.sleep import PARTS, SleepState
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, SelfTestReport, TargetInfo
 from spec_plugin.logs import configure_logging

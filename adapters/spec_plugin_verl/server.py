@@ -10,7 +10,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from vllm.lora.request import LoRARequest
 
 from spec_plugin.engine.front import EngineFront, is_listed
-from spec_plugin.engine.schedule.scheduler import PLAIN
+from spec_plugin.engine.schedule.plain import PLAIN
 from spec_plugin.session import SpecSession
 from spec_plugin.witness import Witness
 from spec_plugin_verl.gate import Gate

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from spec_plugin.engine.control import TOKENS, Control, ControlGroup, plain_tokens
-
-scheduler = pytest.importorskip("spec_plugin.engine.schedule.scheduler")
+from spec_plugin.engine.schedule.plain import is_plain
 
 
 @pytest.mark.parametrize(("share", "members"), [(0.0, 0), (0.02, 20), (0.5, 500), (1.0, 1000)])
@@ -40,7 +39,7 @@ def test_whatever_was_under_way_the_stretch_has_no_draft(first):
                 request = SimpleNamespace(
                     sampling_params=SimpleNamespace(extra_args=off), num_output_tokens=known, num_output_placeholders=0
                 )
-                assert scheduler.is_plain(request)
+                assert is_plain(request)
 
 
 def test_placeholders_of_asynchronous_scheduling_count():
@@ -49,13 +48,13 @@ def test_placeholders_of_asynchronous_scheduling_count():
         num_output_tokens=8,
         num_output_placeholders=2,
     )
-    assert scheduler.is_plain(request)
+    assert is_plain(request)
     request.num_output_placeholders = 1
-    assert not scheduler.is_plain(request)
+    assert not is_plain(request)
     request.sampling_params.extra_args = {"spec_off": True}
-    assert scheduler.is_plain(request)
+    assert is_plain(request)
     request.sampling_params.extra_args = None
-    assert not scheduler.is_plain(request)
+    assert not is_plain(request)
 
 
 def test_plain_tokens_are_found_by_their_place_in_the_document():
