@@ -1,7 +1,7 @@
 """The control channel, from the process that owns the engine's front end: calls of what ``utilities`` adds to ``EngineCore``.
 
-Every data-parallel engine is reached, and the first one's answer returned. All of these raise ``PatchError`` if the engine was
-built without ``scheduler_cls=SCHEDULER``.
+Every data-parallel engine is reached, and the first one's answer returned. Each raises ``PatchError`` if the engine was built
+without ``scheduler_cls=SCHEDULER``.
 """
 
 from __future__ import annotations
@@ -17,20 +17,15 @@ from spec_plugin.events import StepTiming
 
 
 async def take_steps(engine: AsyncLLM) -> tuple[StepTiming, ...]:
-    """What decoding steps took since the last call.
-
-    Raises:
-        PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
-    """
+    """What decoding steps took since the last call."""
     return tuple(StepTiming(*row) for row in await _call(engine, "spec_take_steps"))
 
 
 async def set_schedule(engine: AsyncLLM, table: Sequence[int], break_even: Sequence[float] = ()) -> dict[str, Any]:
-    """Install a table in the running engine (every data-parallel one), see ``spec_set_schedule``; the first one's state.
+    """Install a table in the running engine, see ``spec_set_schedule``; what is then in force.
 
     Raises:
         ValueError: if the engine refuses the table; the old one stays in force.
-        PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
     """
     state: dict[str, Any] = await _call(engine, "spec_set_schedule", list(table), list(break_even))
     return state
@@ -49,7 +44,6 @@ async def put_in_force(engine: AsyncLLM, table: Sequence[int], break_even: Seque
 
     Raises:
         ValueError: if the engine refuses the table; the old one stays in force.
-        PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
     """
     if any(table):
         await pause_idle_draft(engine, table)
@@ -59,11 +53,7 @@ async def put_in_force(engine: AsyncLLM, table: Sequence[int], break_even: Seque
 
 
 async def in_flight(engine: AsyncLLM) -> dict[int, int]:
-    """Tokens that each numbered request has sampled so far, by its number; exact while the engine is paused.
-
-    Raises:
-        PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
-    """
+    """Tokens that each numbered request has sampled so far, by its number; exact while the engine is paused."""
     return {number: tokens for number, tokens in await _call(engine, "spec_in_flight")}
 
 
@@ -71,18 +61,13 @@ async def stand_aside(engine: AsyncLLM, aside: bool) -> int:
     """Keep a paused engine's requests out of its schedule, or let them back in, see ``spec_stand_aside``.
 
     Raises:
-        PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
         ValueError: if requests are running.
     """
     return int(await _call(engine, "spec_stand_aside", aside))
 
 
 async def schedule_state(engine: AsyncLLM) -> dict[str, Any]:
-    """The table in force in the running engine, see ``spec_schedule_state``.
-
-    Raises:
-        PatchError: if the engine was built without ``scheduler_cls=SCHEDULER``.
-    """
+    """The table in force in the running engine, see ``spec_schedule_state``."""
     state: dict[str, Any] = await _call(engine, "spec_schedule_state")
     return state
 

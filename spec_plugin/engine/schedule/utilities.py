@@ -27,12 +27,7 @@ def spec_schedule_state(core: EngineCore) -> dict[str, Any]:
     """(EngineCore utility) The table in force; ``table`` is None when the engine was built without a dynamic schedule."""
     scheduler: Any = core.scheduler
     lookup = scheduler.dynamic_sd_lookup
-    return {
-        "table": None if lookup is None else list(lookup),
-        "k_max": scheduler.num_spec_tokens,
-        "max_num_seqs": scheduler.scheduler_config.max_num_seqs,
-        "scheduler": type(scheduler).__name__,
-    }
+    return {"table": None if lookup is None else list(lookup), "k_max": scheduler.num_spec_tokens}
 
 
 def spec_set_schedule(core: EngineCore, table: list[int], break_even: Sequence[float] = ()) -> dict[str, Any]:

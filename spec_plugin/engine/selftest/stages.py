@@ -1,7 +1,8 @@
 """The stages of the self-test, which ask a running engine; ``test`` says what they prove.
 
 Each yields its checks as they are known: one that is cut short, or fails, has yielded those before that, and leaves in ``Arms``
-what it has sampled.
+what it has sampled. The probe is of an engine whose schedule drafts at every batch size; ``tolerance`` is in nats, what rounding
+explains; ``begun`` is ``time.perf_counter()`` when the test began.
 """
 
 from __future__ import annotations
@@ -56,13 +57,7 @@ class Arms:
 
 
 async def greedy_stage(probe: Probe, plan: SelfTestPlan, tolerance: float) -> AsyncIterator[Check]:
-    """Greedy tokens; where they differ, how far plain requests differ among themselves, and then once more.
-
-    Args:
-        probe: of the engine, whose schedule drafts at every batch size.
-        plan: of the test.
-        tolerance: in nats, what rounding explains.
-    """
+    """Greedy tokens; where they differ, how far plain requests differ among themselves, and then once more."""
     chosen = list(enumerate(plan.prompts))
     options = {"temperature": 0.0, "logprobs": probe.top}
     spec, plain = await _side_by_side(probe, chosen, GREEDY_TOKENS, **options)
@@ -88,14 +83,7 @@ async def states_stage(probe: Probe, plan: SelfTestPlan, tolerance: float) -> As
 
 
 async def samples_stage(probe: Probe, plan: SelfTestPlan, arms: Arms, begun: float) -> AsyncIterator[Check]:
-    """Samples of both arms, as many as there is time for.
-
-    Args:
-        probe: of the engine, whose schedule drafts at every batch size.
-        plan: of the test.
-        arms: are filled.
-        begun: ``time.perf_counter()`` when the test began.
-    """
+    """Samples of both arms, as many as there is time for, into ``arms``."""
     chosen = list(enumerate(plan.prompts[:SAMPLE_PROMPTS]))
     tokens = 2 * (plan.k + 1) + 1  # two whole verification rounds after the first token
     repeat = max(1, probe.max_num_seqs // (2 * len(chosen)))
@@ -137,15 +125,7 @@ def states_what_it_samples(sampling: Mapping[str, Any], logprobs_mode: str, top:
 async def logprobs_stage(
     probe: Probe, plan: SelfTestPlan, arms: Arms, begun: float, tolerance: float
 ) -> AsyncIterator[Check]:
-    """Log-probs of what was sampled, recomputed, as many as there is time for; no check where nothing was sampled.
-
-    Args:
-        probe: of the engine.
-        plan: of the test.
-        arms: as ``samples_stage`` has left them.
-        begun: ``time.perf_counter()`` when the test began.
-        tolerance: in nats, what rounding explains.
-    """
+    """Log-probs of what was sampled, recomputed, as many as there is time for; no check where nothing was sampled."""
     if not arms.spec:
         return
     await probe.engine.reset_prefix_cache()  # the recomputation must not read what speculation wrote

@@ -39,9 +39,7 @@ def test_law_7_a_draft_is_paused_when_every_worker_has_left_it_out(asked, done, 
 
 
 def a_core(lookup: list[int] | None) -> Any:
-    scheduler = SimpleNamespace(
-        dynamic_sd_lookup=lookup, num_spec_tokens=3, scheduler_config=SimpleNamespace(max_num_seqs=3)
-    )
+    scheduler = SimpleNamespace(dynamic_sd_lookup=lookup, num_spec_tokens=3)
     return SimpleNamespace(scheduler=scheduler, model_executor="the executor")
 
 
