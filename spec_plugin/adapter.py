@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from spec_plugin.engine.calls import SpecEngineMethods as SpecEngineMethods
     from spec_plugin.engine.extension import SpecWorkerExtension as SpecWorkerExtension
     from spec_plugin.engine.front import EngineFront as EngineFront
-    from spec_plugin.engine.schedule.scheduler import stand_aside as stand_aside
+    from spec_plugin.engine.schedule.channel import stand_aside as stand_aside
     from spec_plugin.engine.sleep import PARTS as PARTS
     from spec_plugin.engine.sleep import SleepState as SleepState
     from spec_plugin.engine_class import keeps_states as keeps_states
@@ -96,7 +96,7 @@ _HOMES: dict[str, str] = {
     "engine.calls": "EngineCalls SpecEngineMethods",
     "engine.extension": "SpecWorkerExtension",
     "engine.front": "EngineFront",
-    "engine.schedule.scheduler": "stand_aside",
+    "engine.schedule.channel": "stand_aside",
     "engine.sleep": "PARTS SleepState",
     "engine_class": "keeps_states",
     "errors": "LogprobProvenanceError LosslessError PatchError SpecConfigError SpecPluginError WrongOrderError pass_on",

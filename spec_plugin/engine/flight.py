@@ -2,7 +2,7 @@
 
 A trainer with partial rollouts pauses its engines for a weight sync and keeps what is in flight, which goes on under the next
 policy: one response is then of several versions. The engine's core knows how far each request had come
-(``spec_plugin.engine.schedule.flight``); here its response is cut there.
+(``spec_plugin.engine.schedule.utilities``); here its response is cut there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from spec_plugin.engine.control import Control
-from spec_plugin.engine.schedule.flight import NUMBER
+from spec_plugin.engine.schedule.utilities import NUMBER
 from spec_plugin.spans import KEPT, Span, span_of
 
 UNKNOWN = -1  # as a policy version

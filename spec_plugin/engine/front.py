@@ -19,14 +19,10 @@ from spec_plugin.engine.control import Control, ControlGroup
 from spec_plugin.engine.flight import Flights, Request
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.sampling import SampledRequest, extra_args, is_listed, options_of
+from spec_plugin.engine.schedule.channel import in_flight, pause_idle_draft, put_in_force, take_steps
 from spec_plugin.engine.schedule.counters import read_spec_counters
-from spec_plugin.engine.schedule.scheduler import (
-    SCHEDULER,
-    in_flight,
-    pause_idle_draft,
-    put_in_force,
-    take_steps,
-)
+from spec_plugin.engine.schedule.scheduler import SCHEDULER
+from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import TOP
 from spec_plugin.engine.selftest.test import questions_and_noise, run_self_test
 from spec_plugin.engine.states import check_states, for_states, turned_off
@@ -217,7 +213,7 @@ class EngineFront:
         """Before each request: where validation came first, the rollouts after it begin a phase of their own.
 
         Validation shares the weights with the rollouts after it, and no more: it is told by its sampling. What it accepted,
-        took and lost says nothing of them, and a draft that the guard has dropped in it is theirs again. Validation that
+        took and lost says nothing of them, and a draft that was dropped in it is theirs again. Validation that
         samples as the rollouts do is a sample of them, and is counted as such.
 
         Args:
@@ -326,8 +322,7 @@ class EngineFront:
         # rows beyond the tokenizer's pad the matrix: nobody asks by them, but an engine may well sample them
         asked = vocab_size if self.tokenizer is None else min(len(self.tokenizer), vocab_size)
         await pause_idle_draft(self.engine, [config.k])
-        report = await run_self_test(
-            self.engine,
+        plan = SelfTestPlan(
             prompts=questions_and_noise(self.tokenizer, asked, config.seed),
             sampling=dict(target.sampling),
             k=config.k,
@@ -339,6 +334,7 @@ class EngineFront:
             whole=self.session.method.whole,
             adapter=await self._served_adapter(),
         )
+        report = await run_self_test(self.engine, plan)
         if self.session.method.remembers:
             await self.engine.collective_rpc("spec_forget_rollouts")  # the test's own questions
         self.reset_phase()

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from spec_plugin.engine.control import Control
 from spec_plugin.engine.flight import Request
 from spec_plugin.engine.lossless import check_sampling
-from spec_plugin.engine.schedule.scheduler import PLAIN
+from spec_plugin.engine.schedule.plain import PLAIN
 from spec_plugin.errors import SpecConfigError
 
 

@@ -11,7 +11,7 @@ in flight             a CPU one with fewer than the engine's k reads its convolu
                       drafted or none, alike for all batch sizes; nothing is dropped in the middle of a phase, a table without
                       drafts waits until no request is in flight, a request of the control group is plain from its first token
                       on, and methods that often find no draft are refused. Where vLLM itself cuts drafts, at the end of the
-                      context or of a full step, the request is computed anew (``spec_plugin.engine.schedule.anew``).
+                      context or of a full step, the request is computed anew (``spec_plugin.engine.schedule.preemption``).
 """
 
 from __future__ import annotations

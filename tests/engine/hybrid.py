@@ -134,9 +134,11 @@ def start(**options: Any) -> Hybrid:
     return Hybrid((), "hybrid.FaultyStates", options)
 
 
-def unguarded(vllm_config: Any, **kwargs: Any) -> Any:
-    """vLLM's ``scheduler_cls``: ours, without what computes requests anew where their drafts end."""
-    from spec_plugin.engine.schedule import anew, scheduler
+def without_preemption(vllm_config: Any, **kwargs: Any) -> Any:
+    """vLLM's ``scheduler_cls``: ours, but requests go on where their drafts end."""
+    from spec_plugin.engine.schedule.scheduler import make_scheduler
 
-    del anew.AnewWhereDraftsEnd.schedule  # in EngineCore's process
-    return scheduler.make_scheduler(vllm_config, **kwargs)
+    scheduler: Any = make_scheduler(vllm_config, **kwargs)
+    assert scheduler.spec_preemption is not None
+    scheduler.spec_preemption = None
+    return scheduler

@@ -11,7 +11,7 @@ from live import MAX_NUM_SEQS, K, live_engine, prompts
 from spec_plugin import SpecConfig
 from spec_plugin.conformance.tiny import tiny_config
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.schedule.scheduler import schedule_state
+from spec_plugin.engine.schedule.channel import schedule_state
 from spec_plugin.events import RolloutStats, Schedule, TargetInfo
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession

@@ -11,15 +11,11 @@ pytest.importorskip("vllm")
 from live import MAX_NUM_SEQS, K, live_engine, prompts
 
 from spec_plugin.engine.schedule import scheduler as scheduler_module
+from spec_plugin.engine.schedule.channel import pause_idle_draft, schedule_state, set_schedule, take_steps
 from spec_plugin.engine.schedule.counters import read_spec_counters
-from spec_plugin.engine.schedule.scheduler import (
-    check_table,
-    pause_idle_draft,
-    schedule_state,
-    set_schedule,
-    take_steps,
-    verify,
-)
+from spec_plugin.engine.schedule.plain import PLAIN
+from spec_plugin.engine.schedule.scheduler import verify
+from spec_plugin.engine.schedule.utilities import UTILITIES, check_table
 from spec_plugin.errors import PatchError
 
 TABLE = [K] * (MAX_NUM_SEQS + 1)
@@ -42,7 +38,7 @@ def test_a_table_that_does_not_fit_is_refused_with_the_reason():
 def test_importing_the_module_leaves_vllm_as_it_was():
     from vllm.v1.engine.core import EngineCore
 
-    assert not hasattr(EngineCore, "spec_set_schedule")
+    assert not [utility for utility in UTILITIES if hasattr(EngineCore, utility.__name__)]
 
 
 def test_a_vllm_without_the_mechanism_is_refused_loudly(monkeypatch):
@@ -61,7 +57,7 @@ async def _generate(engine, name, plain=lambda i: False, tokens=24):
     from vllm import SamplingParams
 
     async def one(i, prompt):
-        extra = {"extra_args": scheduler_module.PLAIN} if plain(i) else {}
+        extra = {"extra_args": PLAIN} if plain(i) else {}
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **extra)
         async for output in engine.generate({"prompt_token_ids": prompt}, params, request_id=f"{name}-{i}"):
             last = output

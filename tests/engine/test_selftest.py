@@ -16,7 +16,8 @@ from live import EXTENSION, MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
 
 from spec_plugin.builtin.methods import suffix
 from spec_plugin.engine.front import PATIENCE
-from spec_plugin.engine.schedule.scheduler import schedule_state, set_schedule
+from spec_plugin.engine.schedule.channel import schedule_state, set_schedule
+from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.test import default_prompts, run_self_test, tolerance
 
 pytestmark = pytest.mark.engine
@@ -33,11 +34,11 @@ def _test(live, seconds=SECONDS, **options):
         "k": K,
         "vocab_size": VOCAB,
         "alpha": 1e-6,
-        "seconds": seconds,
         "max_num_seqs": MAX_NUM_SEQS,
     }
     limit = PATIENCE * seconds if seconds > 1 else seconds
-    report = live.run(run_self_test(live.engine, limit=limit, **{**arguments, **options}))
+    plan = SelfTestPlan(seconds=seconds, limit=limit, **{**arguments, **options})
+    report = live.run(run_self_test(live.engine, plan))
     print(f"\npassed={report.passed} in {report.seconds:.1f} s, break-even {report.break_even}")
     for check in report.checks:
         print(f"  {'ok ' if check.passed else 'BAD'} {check.name}: {check.detail}")
@@ -68,22 +69,21 @@ def test_options_for_the_end_of_a_response_are_no_difference(tmp_path):
 def test_law_2_samples_are_the_targets_while_k_changes_at_every_step():
     live, rng = live_engine(), random.Random(0)
 
+    plan = SelfTestPlan(
+        prompts=prompts(),
+        sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1},
+        k=K,
+        vocab_size=VOCAB,
+        alpha=1e-6,
+        seconds=2 * SECONDS,
+        max_num_seqs=MAX_NUM_SEQS,
+    )
+
     async def both():
-        test = asyncio.ensure_future(
-            run_self_test(
-                live.engine,
-                prompts=prompts(),
-                sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1},
-                k=K,
-                vocab_size=VOCAB,
-                alpha=1e-6,
-                seconds=2 * SECONDS,
-                max_num_seqs=MAX_NUM_SEQS,
-            )
-        )
+        test = asyncio.ensure_future(run_self_test(live.engine, plan))
         changes = 0
         while not test.done():
-            # now and then with a break-even that no draft reaches, so that the guard drops it, too
+            # now and then with a break-even that no draft reaches, so that the draft is dropped, too
             break_even = [rng.choice((1.0, K + 1.5))] * (MAX_NUM_SEQS + 1)
             await set_schedule(live.engine, [rng.randint(0, K) for _ in range(MAX_NUM_SEQS + 1)], break_even)
             changes += 1

@@ -14,6 +14,7 @@ import hybrid
 from live import VOCAB, K, close_all
 
 from spec_plugin.engine.schedule.counters import read_spec_counters
+from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe
 from spec_plugin.engine.selftest.states import states_checks
 from spec_plugin.engine.selftest.test import default_prompts, run_self_test, tolerance
@@ -45,21 +46,18 @@ def states(live: hybrid.Hybrid, seed: int = 0) -> dict[str, bool]:
 
 
 def test_the_self_test_passes_a_correct_engine_within_its_time(engine):
-    report = engine.run(
-        run_self_test(
-            engine.engine,
-            prompts=default_prompts(VOCAB),
-            sampling=SAMPLING,
-            k=K,
-            vocab_size=VOCAB,
-            alpha=1e-6,
-            seconds=30.0,
-            limit=120.0,
-            max_num_seqs=hybrid.AT_ONCE,
-            whole=True,
-        ),
-        timeout=600,
+    plan = SelfTestPlan(
+        prompts=default_prompts(VOCAB),
+        sampling=SAMPLING,
+        k=K,
+        vocab_size=VOCAB,
+        alpha=1e-6,
+        seconds=30.0,
+        limit=120.0,
+        max_num_seqs=hybrid.AT_ONCE,
+        whole=True,
     )
+    report = engine.run(run_self_test(engine.engine, plan), timeout=600)
     print(*(f"\n{c.name}: {c.detail}" for c in report.checks))
     assert report.passed, report.failures()
     names = {check.name for check in report.checks}
@@ -98,9 +96,11 @@ async def _to_the_end(live: hybrid.Hybrid, plain: bool) -> list[Sampled]:
     return await asyncio.gather(*(probe.sample(i, p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))))
 
 
-@pytest.mark.parametrize("scheduler", ["spec_plugin.engine.schedule.scheduler.make_scheduler", "hybrid.unguarded"])
+@pytest.mark.parametrize(
+    "scheduler", ["spec_plugin.engine.schedule.scheduler.make_scheduler", "hybrid.without_preemption"]
+)
 def test_states_are_right_up_to_the_end_of_the_context(scheduler):
-    """Without the guard the last tokens are wrong, or vLLM's CPU engine dies."""
+    """Without preemption the last tokens are wrong, or vLLM's CPU engine dies."""
     close_all()
     live = hybrid.start(max_model_len=CONTEXT, scheduler_cls=scheduler)
     wrong: str | None = None
@@ -119,4 +119,4 @@ def test_states_are_right_up_to_the_end_of_the_context(scheduler):
         wrong = str(error)
     finally:
         live.close()
-    assert (wrong is None) == (scheduler != "hybrid.unguarded"), wrong
+    assert (wrong is None) == (scheduler != "hybrid.without_preemption"), wrong

@@ -1,4 +1,4 @@
-"""Mistakes in the engine's processes: front, allow-list, self-test, schedule and guard."""
+"""Mistakes in the engine's processes: front, allow-list, self-test, schedule and cut-off."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from mutants.mutation import Mutation
 _FRONT, _FLIGHT, _CONTROL, _LOSSLESS = (
     f"spec_plugin/engine/{name}.py" for name in ("front", "flight", "control", "lossless")
 )
-_GUARD, _STEPS, _SCHEDULER = (f"spec_plugin/engine/schedule/{name}.py" for name in ("guard", "steps", "scheduler"))
-_EVIDENCE, _STATS, _VERDICTS, _TEST = (
-    f"spec_plugin/engine/selftest/{name}.py" for name in ("evidence", "stats", "verdicts", "test")
+_CUTOFF, _STEPS, _MIXIN, _PLAIN, _PREEMPTION, _PAUSE, _UTILITIES, _CHANNEL = (
+    f"spec_plugin/engine/schedule/{name}.py"
+    for name in ("cutoff", "steps", "mixin", "plain", "preemption", "pause", "utilities", "channel")
 )
-_STATES, _ANEW = "spec_plugin/engine/states.py", "spec_plugin/engine/schedule/anew.py"
+_EVIDENCE, _STATS, _VERDICTS, _TEST, _STAGES, _PLAN = (
+    f"spec_plugin/engine/selftest/{name}.py" for name in ("evidence", "stats", "verdicts", "test", "stages", "plan")
+)
+_STATES = "spec_plugin/engine/states.py"
 
 MUTATIONS = (
     Mutation(
@@ -71,11 +74,11 @@ MUTATIONS = (
         ("engine/test_front_phase.py",),
     ),
     Mutation(
-        "spec_plugin/engine/schedule/anew.py",
-        "        drafted.update(name for name, tokens in output.scheduled_spec_decode_tokens.items() if tokens)\n",
+        _PREEMPTION,
+        "        self._drafted.update(name for name, tokens in output.scheduled_spec_decode_tokens.items() if tokens)\n",
         "",
         "law 2: the last tokens of a full context are sampled from the state of another token",
-        ("engine/test_anew.py",),
+        ("engine/test_preemption.py",),
     ),
     Mutation(
         "spec_plugin/engine_class.py",
@@ -120,23 +123,23 @@ MUTATIONS = (
         ("engine/test_front_phase.py",),
     ),
     Mutation(
-        _SCHEDULER,
+        _CHANNEL,
         "    if not any(table):\n        await pause_idle_draft(engine, table)\n",
         "",
         "law 7: plain phases pay for a draft that nobody uses",
         ("engine/test_front_phase.py",),
     ),
     Mutation(
-        _SCHEDULER,
+        _CHANNEL,
         "    if any(table):\n        await pause_idle_draft(engine, table)\n    await set_schedule(engine, table, break_even)\n",
         "    await set_schedule(engine, table, break_even)\n    if any(table):\n        await pause_idle_draft(engine, table)\n",
         "law 2: a table asks for drafts that nobody makes, and stale rows are verified",
         ("engine/test_schedule_order.py",),
     ),
     Mutation(
-        "spec_plugin/engine/selftest/test.py",
-        "await pause_idle_draft(self.engine, [self.k])  # not paused, as it was\n",
-        "await set_schedule(self.engine, table)\n                await pause_idle_draft(self.engine, [self.k])\n",
+        _TEST,
+        "await pause_idle_draft(engine, [k])  # not paused, as it was\n",
+        "await set_schedule(engine, table)\n            await pause_idle_draft(engine, [k])\n",
         "law 2: behind a self-test that was cut short stale rows are verified",
         ("engine/test_schedule_order.py",),
     ),
@@ -148,7 +151,7 @@ MUTATIONS = (
         ("engine/test_front_phase.py",),
     ),
     Mutation(
-        "spec_plugin/engine/selftest/verdicts.py",
+        _VERDICTS,
         '{detail}", unproven=True)\n    passed',
         '{detail}")\n    passed',
         "law 2: an engine that contradicts its own log-probs in both arms counts as proven",
@@ -239,39 +242,67 @@ MUTATIONS = (
         ("engine/test_lossless_list.py",),
     ),
     Mutation(
-        _GUARD,
+        _MIXIN,
         "num_accepted_tokens + 1)",
         "num_accepted_tokens)",
         "law 7: a draft that pays is dropped: the bonus token is not counted",
-        ("engine/test_guarded_drafts.py",),
+        ("engine/test_scheduler_mixin.py",),
     ),
     Mutation(
-        _GUARD,
+        _CUTOFF,
         "        if self._behind <= 0:\n            self._reset()",
         "        pass",
         "law 7: a draft lives on what it gained long ago",
-        ("engine/test_guard.py",),
+        ("engine/test_cutoff.py",),
     ),
     Mutation(
-        _GUARD,
+        _CUTOFF,
         "self._behind > _LOST and self._drafts >= _DRAFTS",
         "self._behind > _LOST",
         "law 7: a draft is dropped before the controller has seen its acceptance",
-        ("engine/test_guard.py",),
+        ("engine/test_cutoff.py",),
     ),
     Mutation(
-        _GUARD,
-        "if self.guard is not None and log is not None and log.ragged:",
-        "if self.guard is not None and log is not None:",
+        _MIXIN,
+        "if self.spec_steps.ragged:",
+        "if True:",
         "law 7: plain requests beside a draft model's are held against it",
-        ("engine/test_guarded_drafts.py",),
+        ("engine/test_scheduler_mixin.py",),
     ),
     Mutation(
-        _GUARD,
-        "self._batch = len(scheduler_output.num_scheduled_tokens)",
-        "self._batch = len(scheduler_output.scheduled_spec_decode_tokens)",
+        _MIXIN,
+        "self._spec_batch = len(scheduler_output.num_scheduled_tokens)",
+        "self._spec_batch = len(scheduler_output.scheduled_spec_decode_tokens)",
         "law 7: a step is judged by the break-even of a smaller batch",
-        ("engine/test_guarded_drafts.py",),
+        ("engine/test_scheduler_mixin.py",),
+    ),
+    Mutation(
+        _MIXIN,
+        "if self.spec_cutoff.due and self.spec_cutoff.drop():",
+        "if self.spec_cutoff.due and self.spec_cutoff.drop() and False:",
+        "law 7: a draft that was dropped runs on, and is thrown away",
+        ("engine/test_scheduler_mixin.py",),
+    ),
+    Mutation(
+        _CUTOFF,
+        "return not any(self._table)",
+        "return True",
+        "law 2: a draft is paused that small batches still ask for",
+        ("engine/test_cutoff.py", "engine/test_scheduler_mixin.py"),
+    ),
+    Mutation(
+        _MIXIN,
+        "        clear_plain(self.requests, scheduler_output.num_scheduled_tokens)\n",
+        "",
+        "law 3: under asynchronous scheduling plain requests have drafts",
+        ("engine/test_scheduler_mixin.py",),
+    ),
+    Mutation(
+        _MIXIN,
+        "            self.spec_steps.interrupt()\n",
+        "            pass\n",
+        "law 7: the time in which an engine waits is taken for its last step's",
+        ("engine/test_scheduler_mixin.py",),
     ),
     Mutation(
         _STEPS,
@@ -288,28 +319,28 @@ MUTATIONS = (
         ("engine/test_steps.py",),
     ),
     Mutation(
-        _SCHEDULER,
+        _PAUSE,
         "paused and all(done)",
         "paused",
         "law 7: steps of a draft that no worker could pause are timed as plain ones",
         ("engine/test_schedule_table.py",),
     ),
     Mutation(
-        _SCHEDULER,
-        "request.spec_token_ids = request.spec_token_ids[:width]",
-        "request.spec_token_ids = request.spec_token_ids[: width + 1]",
+        _PLAIN,
+        "request.spec_token_ids = request.spec_token_ids[:k]",
+        "request.spec_token_ids = request.spec_token_ids[: k + 1]",
         "law 7: the table of k is not kept to",
-        ("engine/test_pause.py",),
+        ("engine/test_scheduler_mixin.py",),
     ),
     Mutation(
-        _SCHEDULER,
+        _UTILITIES,
         "not 0 <= k <= k_max]",
         "k < 0]",
         "a table asks for more tokens than the engine can draft",
         ("engine/test_schedule_table.py",),
     ),
     Mutation(
-        _SCHEDULER,
+        _PLAIN,
         'request.num_output_tokens + getattr(request, "num_output_placeholders", 0)',
         "request.num_output_tokens",
         "law 3: under asynchronous scheduling the control group's stretch has drafts",
@@ -372,14 +403,14 @@ MUTATIONS = (
         ("test_selftest_evidence.py",),
     ),
     Mutation(
-        _TEST,
+        _STAGES,
         "for _ in range(2):  # cold",
         "for _ in range(1):  # cold",
         "the self-test plans with the time of a cold engine",
         ("test_selftest_evidence.py",),
     ),
     Mutation(
-        "spec_plugin/engine/schedule/flight.py",
+        _UTILITIES,
         "        queue.remove_requests([request for request in queue if request.is_finished()])  # aborted meanwhile\n",
         "",
         "requests that were aborted during the self-test come back",
@@ -391,6 +422,20 @@ MUTATIONS = (
         "lora_request=None)",
         "law 2: the self-test asks the base, and the run samples from the adapted target",
         ("engine/test_served_adapter.py::test_law_2_each_request_of_the_self_test_comes_with_the_runs_adapter",),
+    ),
+    Mutation(
+        _PLAN,
+        "return (0, self.k) if self.whole else ",
+        "return ",
+        "law 2: a target with states is timed with drafts that it cannot verify",
+        ("test_selftest_runner.py",),
+    ),
+    Mutation(
+        _TEST,
+        "        self.checks.append(Check(name, False, reason, out_of_time=late))\n",
+        "",
+        "law 2: an engine that fails in the middle of a stage passes",
+        ("test_selftest_runner.py",),
     ),
     Mutation(
         "spec_plugin/builtin/break_even/experts.py",
@@ -421,25 +466,25 @@ MUTATIONS = (
         ("engine/test_states.py",),
     ),
     Mutation(
-        _ANEW,
+        _PREEMPTION,
         "wanted > room or len(request.spec_token_ids) < budget.k",
         "wanted > room",
         "law 2: drafts shorter than k are verified where states then stand at another token",
-        ("engine/test_anew.py",),
+        ("engine/test_preemption.py",),
     ),
     Mutation(
-        _ANEW,
-        "if room > 0 and request.request_id in drafted",
-        "if request.request_id in drafted",
+        _PREEMPTION,
+        "if room > 0 and request.request_id in self._drafted",
+        "if request.request_id in self._drafted",
         "a request without room is computed anew for nothing",
-        ("engine/test_anew.py",),
+        ("engine/test_preemption.py",),
     ),
     Mutation(
-        _ANEW,
-        "drafted.intersection_update(self.requests)",
+        _PREEMPTION,
+        "self._drafted.intersection_update(requests)",
         "pass",
         "names of requests that are gone are kept for ever",
-        ("engine/test_anew.py",),
+        ("engine/test_preemption.py",),
     ),
     Mutation(
         "spec_plugin/engine_class.py",

@@ -4,7 +4,7 @@ Truth. A step of the engine takes what reading the weights takes, and more from 
 for each token that it drafts. Every phase has 32 requests whose lengths have a long tail, so that batches drain. The draft
 accepts by chances that are what they are in this phase. A machine that is shared makes whole phases slower for a while, by
 twice as much now and then. The engine times its steps, reports medians, and drops a draft in the middle of a phase that stays
-below break-even (``spec_plugin.engine.schedule.guard``). What training promises is off by a factor of the run's own.
+below break-even (``spec_plugin.engine.schedule.cutoff``). What training promises is off by a factor of the run's own.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from spec_plugin_openrlhf_cpu import setup_worker
 
 from draft_training import DraftTrainer, TrainSettings, digest
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine.schedule.scheduler import in_flight
+from spec_plugin.engine.schedule.channel import in_flight
 from spec_plugin.events import DraftRefresh, Schedule, SelfTestReport, TargetInfo
 from spec_plugin.manager import built_in_method
 

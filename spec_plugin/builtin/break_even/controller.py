@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _MIN_DRAFTS = 64
 #: Engine and training disagree about acceptance beyond this ratio of the gain only when they are misaligned.
 _MISALIGNED = 0.5
-#: A draft that is not served is tried in one phase in so many; the engine's guard ends the try when it fails.
+#: A draft that is not served is tried in one phase in so many; the engine's cut-off ends the try when it fails.
 _TRY_EVERY = 8
 #: most tokens drafted in such a try: enough to see whether the draft is any good
 _TRY_K = 3
@@ -114,7 +114,7 @@ class BreakEvenController:
 
     While speculation is on, the acceptance is the engine's own. While it is off, it is what draft training predicts,
     corrected by how far prediction and engine were apart when last compared, and now and then it is tried to compare them
-    again. A draft that is served in vain is dropped within the phase, see ``spec_plugin.engine.schedule.guard``.
+    again. A draft that is served in vain is dropped within the phase, see ``spec_plugin.engine.schedule.cutoff``.
     """
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class BreakEvenController:
             if stats.shadow_rounds >= _MIN_DRAFTS:  # the engine itself has seen what drafting would have done
                 self._predicted = conditional_acceptance(stats.shadow_per_pos, stats.shadow_rounds)
                 self._measured = None
-        self._tried = self._tried or drafted  # too few drafts to measure are still some that the guard let pass
+        self._tried = self._tried or drafted  # too few drafts to measure are still some that the cut-off let pass
         if drafted and stats.forwards >= _MIN_DRAFTS:
             self._measured = _acceptance_of(stats)
             self._deepest = (*self._measured, *self._deepest[len(self._measured) :])

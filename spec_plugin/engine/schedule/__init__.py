@@ -1,1 +1,1 @@
-"""How much the running engine drafts: k by batch size, the guard, the pause, the step log."""
+"""How much the running engine drafts: k by batch size, the cut-off, the pause, the step log."""

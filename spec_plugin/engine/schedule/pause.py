@@ -24,8 +24,19 @@ _V1_READS = ("num_speculative_tokens", "common_attn_metadata", "target_token_ids
 _V2_READS = ("input_batch", "dummy_run")
 
 
+def pause_in_workers(executor: Any, paused: bool) -> bool:
+    """From EngineCore's process: have every worker pause its draft, or go on; True if it is paused in all of them.
+
+    Args:
+        executor: vLLM's, of workers with ``SpecWorkerExtension``.
+        paused: what they are to do.
+    """
+    done = executor.collective_rpc("spec_pause_draft", args=(paused,))
+    return paused and all(done)
+
+
 def pause_draft(runner: Any, paused: bool) -> bool:
-    """Wrap, or unwrap, the proposer of a model runner; False if this runner has none that could be paused.
+    """In a worker: wrap, or unwrap, the proposer of a model runner; False if this runner has none that could be paused.
 
     On V1 a call that asks for drafts is always served. On V2 none says how many it asks for, so pause only while k is 0
     for every batch size.

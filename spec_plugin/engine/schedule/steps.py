@@ -8,12 +8,10 @@ numbers of drafted tokens, are not noted, nor is the last one before the engine 
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from spec_plugin.engine.additional import own_settings
 from spec_plugin.events import StepTiming
 
 _KEPT = 64  # latest steps of one kind; the median is theirs
@@ -24,14 +22,18 @@ Kind = tuple[int, int, bool]  # requests, k, was the draft paused
 class StepLog:
     """Durations of steps by kind, since the last ``take``."""
 
-    def __init__(self) -> None:
+    def __init__(self, ragged: bool = False) -> None:
+        """Begin.
+
+        Args:
+            ragged: the method proposes another number of tokens for each request.
+        """
         self._timed: dict[Kind, deque[tuple[float, float]]] = defaultdict(
             lambda: deque(maxlen=_KEPT)
         )  # seconds, context
         self._steps: dict[Kind, int] = defaultdict(int)
         self._open: tuple[float, Kind, float] | None = None
-        #: does the method propose another number of tokens for each request
-        self.ragged = False
+        self.ragged = ragged
 
     def begin(self, output: Any, table: Sequence[int], now: float, paused: bool = True) -> None:
         """A step begins: the one before it is complete.
@@ -94,27 +96,3 @@ def context_of(output: Any) -> float:
     """Mean number of tokens that the requests of a decoding step have in the KV cache."""
     computed = output.scheduled_cached_reqs.num_computed_tokens
     return sum(computed) / len(computed) if computed else 0.0
-
-
-class TimedSteps:
-    """Mixed into a scheduler of vLLM: keeps a ``StepLog``."""
-
-    step_log: StepLog | None = None
-    draft_paused = False  # did all workers leave the draft out when they were last told to
-
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own, with the time noted."""
-        now = time.perf_counter()
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        if self.step_log is None:
-            self.step_log = StepLog()
-            self.step_log.ragged = bool(own_settings(self.vllm_config).get("ragged"))  # type: ignore[attr-defined]
-        self.step_log.begin(output, self.dynamic_sd_lookup or (), now, self.draft_paused)  # type: ignore[attr-defined]
-        return output
-
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own; when nothing is left to run, the engine may wait."""
-        result = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
-        if self.step_log is not None and not self.has_unfinished_requests():  # type: ignore[attr-defined]
-            self.step_log.interrupt()
-        return result

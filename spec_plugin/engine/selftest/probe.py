@@ -13,7 +13,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from spec_plugin.engine.schedule.scheduler import PLAIN, put_in_force
+from spec_plugin.engine.schedule.channel import put_in_force
+from spec_plugin.engine.schedule.plain import PLAIN
 from spec_plugin.engine.selftest.verdicts import Sampled
 
 T = TypeVar("T")
@@ -37,9 +38,7 @@ async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 class Probe:
     """Sends requests to one engine, each plain or speculating, and counts what speculation did."""
 
-    adapter: Any = None  # vLLM's LoRARequest that the run's own requests come with
-
-    def __init__(self, engine: AsyncLLM, sampling: Mapping[str, Any], max_num_seqs: int) -> None:
+    def __init__(self, engine: AsyncLLM, sampling: Mapping[str, Any], max_num_seqs: int, adapter: Any = None) -> None:
         """Keep what every request needs.
 
         Args:
@@ -47,8 +46,9 @@ class Probe:
             sampling: the run's own ``temperature``, ``top_p``, ``top_k``, …; a seed is left out, samples must be independent,
                 and so are stop tokens, requests must be of equal length.
             max_num_seqs: most requests in flight.
+            adapter: vLLM's LoRARequest that the run's own requests come with, if they do.
         """
-        self.engine, self.max_num_seqs = engine, max_num_seqs
+        self.engine, self.max_num_seqs, self.adapter = engine, max_num_seqs, adapter
         self.sampling = {k: v for k, v in sampling.items() if k not in ("seed", "stop_token_ids")}
         model = engine.vllm_config.model_config
         self.logprobs_mode: str = model.logprobs_mode

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from spec_plugin.engine.control import TOKENS, Control, ControlGroup
-
-scheduler = pytest.importorskip("spec_plugin.engine.schedule.scheduler")
+from spec_plugin.engine.schedule.plain import is_plain
 
 
 @pytest.mark.parametrize(("share", "members"), [(0.0, 0), (0.02, 20), (0.5, 500), (1.0, 1000)])
@@ -39,7 +38,7 @@ def test_whatever_was_under_way_the_stretch_has_no_draft(first):
                 request = SimpleNamespace(
                     sampling_params=SimpleNamespace(extra_args=off), num_output_tokens=known, num_output_placeholders=0
                 )
-                assert scheduler.is_plain(request)
+                assert is_plain(request)
 
 
 def test_placeholders_of_asynchronous_scheduling_count():
@@ -48,13 +47,13 @@ def test_placeholders_of_asynchronous_scheduling_count():
         num_output_tokens=8,
         num_output_placeholders=2,
     )
-    assert scheduler.is_plain(request)
+    assert is_plain(request)
     request.num_output_placeholders = 1
-    assert not scheduler.is_plain(request)
+    assert not is_plain(request)
     request.sampling_params.extra_args = {"spec_off": True}
-    assert scheduler.is_plain(request)
+    assert is_plain(request)
     request.sampling_params.extra_args = None
-    assert not scheduler.is_plain(request)
+    assert not is_plain(request)
 
 
 def test_a_stretch_ends_with_its_response_and_one_that_ended_early_has_none():

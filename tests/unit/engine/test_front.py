@@ -16,8 +16,8 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.tiny import tiny_config
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.sampling import SampledRequest
-from spec_plugin.engine.schedule.flight import NUMBER
-from spec_plugin.engine.schedule.scheduler import PLAIN
+from spec_plugin.engine.schedule.plain import PLAIN
+from spec_plugin.engine.schedule.utilities import NUMBER
 from spec_plugin.errors import LosslessError
 from spec_plugin.events import DraftRefresh, Schedule, TargetInfo
 from spec_plugin.manager import create_manager

@@ -21,6 +21,7 @@ from draft_training import folders as locks
 from spec_plugin import SpecConfig, SpecConfigError, folders
 from spec_plugin.engine import front as front_module
 from spec_plugin.engine.front import EngineFront
+from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.events import DraftRefresh, Schedule, SelfTestReport
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
@@ -193,16 +194,17 @@ def test_validation_that_samples_otherwise_is_no_part_of_the_rollouts_after_it(f
 
 
 def test_the_self_test_shares_its_error_level_is_patient_and_counts_as_no_rollout(front, monkeypatch):
-    told: dict[str, Any] = {}
+    plans: list[SelfTestPlan] = []
 
-    async def run_self_test(engine: Any, **options: Any) -> SelfTestReport:
-        told.update(options)
+    async def run_self_test(engine: Any, plan: SelfTestPlan) -> SelfTestReport:
+        plans.append(plan)
         sampled(front, 9)
         return SelfTestReport((), 1.0)
 
     monkeypatch.setattr(front_module, "run_self_test", run_self_test)
     asyncio.run(front.self_test(30.0, engines=4))
-    assert told["alpha"] == 1e-6 / 4 and (told["seconds"], told["limit"]) == (30.0, 120.0)
+    (plan,) = plans
+    assert plan.alpha == 1e-6 / 4 and (plan.seconds, plan.limit) == (30.0, 120.0)
     assert asyncio.run(front.stats(0)).tokens == 0
 
 
@@ -219,17 +221,18 @@ class Tokenizer:
 
 
 def test_law_2_prompts_are_the_tokenizers_and_what_is_stated_is_the_models(front, monkeypatch):
-    told: dict[str, Any] = {}
+    plans: list[SelfTestPlan] = []
 
-    async def run_self_test(engine: Any, **options: Any) -> SelfTestReport:
-        told.update(options)
+    async def run_self_test(engine: Any, plan: SelfTestPlan) -> SelfTestReport:
+        plans.append(plan)
         return SelfTestReport((), 1.0)
 
     monkeypatch.setattr(front_module, "run_self_test", run_self_test)
     front.tokenizer = Tokenizer()
     asyncio.run(front.self_test(30.0))
-    assert told["vocab_size"] == front.session.target.vocab_size > 90
-    assert max(token for prompt in told["prompts"] for token in prompt) < 90
+    (plan,) = plans
+    assert plan.vocab_size == front.session.target.vocab_size > 90
+    assert max(token for prompt in plan.prompts for token in prompt) < 90
 
 
 def test_law_3_a_request_that_goes_on_under_new_weights_is_of_both_versions_and_counted_once(front):

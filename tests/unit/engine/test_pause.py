@@ -86,25 +86,6 @@ def test_a_look_up_has_no_forward_pass_to_leave_out() -> None:
     assert look_up.propose is len
 
 
-def test_the_table_holds_where_the_engine_drafts_more_than_it_says() -> None:
-    """The V2 runner under synchronous scheduling hands out as many placeholders as it can draft."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    from spec_plugin.engine.schedule.scheduler import SpecScheduler
-
-    scheduler = object.__new__(SpecScheduler)
-    requests = {name: SimpleNamespace(spec_token_ids=[-1] * 3, sampling_params=None) for name in "abc"}
-    scheduler.requests, scheduler.dynamic_sd_lookup = requests, [3, 3, 3, 1, 0]
-    vanilla = Scheduler.update_draft_token_ids
-    try:
-        Scheduler.update_draft_token_ids = lambda self, drafts: None  # type: ignore[method-assign]
-        for names, width in (("abc", 1), ("ab", 1), ("abc", 1)):
-            scheduler.update_draft_token_ids(SimpleNamespace(req_ids=list(names)))
-            assert {len(requests[n].spec_token_ids) for n in names} == {width}
-    finally:
-        Scheduler.update_draft_token_ids = vanilla  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize(("largest", "k"), [(1, 3), (2, 3), (3, 3), (4, 3), (64, 3), (256, 8)])
 def test_the_first_table_names_every_k_so_that_each_has_its_graphs(largest: int, k: int) -> None:
     from vllm.v1.spec_decode import dynamic

@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from spec_plugin.engine.schedule.scheduler import put_in_force
+from spec_plugin.engine.schedule.channel import put_in_force
 from spec_plugin.engine.selftest import probe as probes
 from spec_plugin.engine.selftest.probe import calibrate
-from spec_plugin.engine.selftest.test import _SelfTest
+from spec_plugin.engine.selftest.test import restore
 
 SEQS, K = 4, 3
 
@@ -95,7 +95,5 @@ def test_law_2_the_calibration_takes_turns_between_drafting_and_not(monkeypatch)
 def test_law_2_the_self_test_gives_the_engine_back_as_it_was(paused):
     """It may end in the midst of a calibration, with the draft paused."""
     engine: Any = Running(list(NOTHING if paused else DRAFTS), paused)
-    test = object.__new__(_SelfTest)
-    test.engine, test.k, test.checks = engine, K, []
-    asyncio.run(test._restore(list(DRAFTS)))
-    assert (engine.table, engine.paused, engine.stale, test.checks) == (DRAFTS, False, [], [])
+    checks = asyncio.run(restore(engine, K, list(DRAFTS)))
+    assert (engine.table, engine.paused, engine.stale, checks) == (DRAFTS, False, [], ())

@@ -14,6 +14,7 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.tiny import tiny_config
 from spec_plugin.engine import front as fronts
 from spec_plugin.engine.front import EngineFront
+from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe
 from spec_plugin.events import SelfTestReport, TargetInfo
 from spec_plugin.manager import create_manager
@@ -39,8 +40,7 @@ class Engine:
 
 def test_law_2_each_request_of_the_self_test_comes_with_the_runs_adapter() -> None:
     engine = Engine({123})
-    probe = Probe(engine, {}, 4)
-    probe.adapter = ADAPTER
+    probe = Probe(engine, {}, 4, ADAPTER)
     probe.stream([1, 2], probe.params(3, plain=False))
     assert engine.came_with == [ADAPTER]
 
@@ -49,10 +49,10 @@ def test_law_2_each_request_of_the_self_test_comes_with_the_runs_adapter() -> No
 def test_the_self_test_is_given_the_adapter_that_the_engine_has(
     monkeypatch: pytest.MonkeyPatch, served: set[int], asked: Any
 ) -> None:
-    given: dict[str, Any] = {}
+    plans: list[SelfTestPlan] = []
 
-    async def run_self_test(_engine: Any, **options: Any) -> SelfTestReport:
-        given.update(options)
+    async def run_self_test(_engine: Any, plan: SelfTestPlan) -> SelfTestReport:
+        plans.append(plan)
         return SelfTestReport((), 0.0)
 
     async def nothing(*_: Any) -> None:
@@ -64,4 +64,4 @@ def test_the_self_test_is_given_the_adapter_that_the_engine_has(
     front = EngineFront(SpecSession(SpecConfig(), target, create_manager((), (), load_entry_points=False)), None)
     front.engine, front.adapter = Engine(served), ADAPTER
     asyncio.run(front.self_test(1.0))
-    assert given["adapter"] is asked
+    assert [plan.adapter for plan in plans] == [asked]

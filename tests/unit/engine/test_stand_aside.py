@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
-from spec_plugin.engine.schedule.flight import NUMBER, spec_in_flight, spec_stand_aside
+from spec_plugin.engine.schedule.utilities import NUMBER, spec_in_flight, spec_stand_aside
 
 
 class Asked:
@@ -35,7 +35,8 @@ def core(policy: SchedulingPolicy, *waiting: Asked) -> Any:
     for request in waiting:
         queues["waiting"].add_request(request)
     requests = {r.request_id: r for r in waiting}
-    return SimpleNamespace(scheduler=SimpleNamespace(policy=policy, running=[], requests=requests, **queues))
+    scheduler = SimpleNamespace(policy=policy, running=[], requests=requests, spec_aside=None, **queues)
+    return SimpleNamespace(scheduler=scheduler)
 
 
 def test_what_is_in_flight_says_how_far_it_has_come():

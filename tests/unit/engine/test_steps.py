@@ -83,8 +83,7 @@ def test_a_look_up_proposes_up_to_k_tokens_for_each_request_often_none():
 
 
 def test_uneven_steps_are_averaged_without_the_longest():
-    log = StepLog()
-    log.ragged = True
+    log = StepLog(ragged=True)
     now = 0.0
     for seconds in (1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 100.0):
         log.begin(output(), K3, now)

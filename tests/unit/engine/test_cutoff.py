@@ -5,18 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from spec_plugin.engine.schedule.guard import Guard, undrafted_beside_drafts
+from spec_plugin.engine.schedule.cutoff import DraftCutoff, undrafted_beside_drafts
 
 SIZE = 32
 
 
 def watched(break_even: float | tuple[float, ...], tokens, batch: int = 8, most: int = 100_000) -> int | None:
-    """After how many verification steps of one request the guard drops the draft; None if it does not."""
+    """After how many verification steps of one request the draft is dropped; None if it is not."""
     floor = break_even if isinstance(break_even, tuple) else (break_even,) * (SIZE + 1)
-    guard = Guard([3] * (SIZE + 1), floor, lambda: None)
+    cutoff = DraftCutoff([3] * (SIZE + 1), floor)
     for n in range(1, most):
-        guard.emitted(batch, tokens())
-        if guard.losing:
+        cutoff.emitted(batch, tokens())
+        if cutoff.due:
             return n
     return None
 
@@ -60,31 +60,30 @@ def test_without_break_even_nothing_is_dropped():
 
 @pytest.mark.parametrize("again", [False, True])
 def test_what_is_dropped_stays_dropped(again):
-    paused, table = [], [0, 3, 3]
-    guard = Guard(table, (1.0, 9.0, 9.0), lambda: paused.append(True))
+    table = [0, 3, 3]
+    cutoff = DraftCutoff(table, (1.0, 9.0, 9.0))
     for _ in range(100):
-        guard.emitted(2, 1)
-    assert guard.losing
-    guard.drop()
-    assert table == [0, 0, 0] and paused == [True]
+        cutoff.emitted(2, 1)
+    assert cutoff.due
+    assert cutoff.drop(), "nothing is drafted any more"
+    assert table == [0, 0, 0]
     for _ in range(100 if again else 0):  # drafts that were under way
-        guard.emitted(2, 1)
-    assert not guard.losing
+        cutoff.emitted(2, 1)
+    assert not cutoff.due
 
 
 def test_a_draft_that_is_too_dear_for_a_full_batch_is_kept_for_its_tail():
-    paused, table = [], [0, *[3] * 4, *[1] * 28]
-    guard = Guard(table, (1.0, *[1.3] * 4, *[2.1] * 28), lambda: paused.append(True))
+    table = [0, *[3] * 4, *[1] * 28]
+    cutoff = DraftCutoff(table, (1.0, *[1.3] * 4, *[2.1] * 28))
     for _ in range(5000):
-        guard.emitted(4, 4)  # a gain long ago says nothing
-    while not guard.losing:
-        guard.emitted(32, 2)
-    guard.drop()
-    assert table == [0, *[3] * 4, *[0] * 28] and not paused
-    while not guard.losing:
-        guard.emitted(4, 1)  # watched further on
-    guard.drop()
-    assert not any(table) and paused == [True]
+        cutoff.emitted(4, 4)  # a gain long ago says nothing
+    while not cutoff.due:
+        cutoff.emitted(32, 2)
+    assert not cutoff.drop()
+    assert table == [0, *[3] * 4, *[0] * 28]
+    while not cutoff.due:
+        cutoff.emitted(4, 1)  # watched further on
+    assert cutoff.drop() and not any(table)
 
 
 def test_law_7_each_drop_ends_drafting_at_some_batch_size():
@@ -92,16 +91,16 @@ def test_law_7_each_drop_ends_drafting_at_some_batch_size():
     for _ in range(50):
         needed = [1.0, *(rng.uniform(1.0, 3.5) for _ in range(SIZE))]
         table = [0, *[3] * SIZE]
-        guard = Guard(table, needed, lambda: None)
+        cutoff = DraftCutoff(table, needed)
         tokens = sampled(rng.uniform(1.0, 2.0), seed=rng.randrange(1000))
         for _ in range(20_000):
             batch = rng.randrange(1, SIZE + 1)
             if table[batch]:
-                guard.emitted(batch, tokens())
-            if guard.losing:
+                cutoff.emitted(batch, tokens())
+            if cutoff.due:
                 before = sum(map(bool, table))
-                guard.drop()
-                assert sum(map(bool, table)) < before and not guard.losing
+                cutoff.drop()
+                assert sum(map(bool, table)) < before and not cutoff.due
 
 
 def test_of_a_look_up_those_without_a_draft_are_counted_beside_those_with_one():

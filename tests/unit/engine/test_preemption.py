@@ -1,4 +1,4 @@
-"""Requests of a target with states are computed anew where vLLM would cut their drafts; others are left to vLLM."""
+"""Requests of a target with states are preempted where vLLM would cut their drafts; others are left to vLLM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spec_plugin.engine.schedule.anew import AnewWhereDraftsEnd
+from spec_plugin.engine.schedule.mixin import SpecSchedulerMixin
 
 K, CONTEXT = 3, 32
 
@@ -24,8 +24,9 @@ class Vllms:
     def __init__(self, hybrid: bool = True, tokens: int = 1000) -> None:
         speculative = SimpleNamespace(max_num_new_slots_for_drafting=0)
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(is_hybrid=hybrid), speculative_config=speculative
+            model_config=SimpleNamespace(is_hybrid=hybrid), speculative_config=speculative, additional_config={}
         )
+        self.dynamic_sd_lookup = None
         self.scheduler_config = SimpleNamespace(max_num_batched_tokens=tokens, long_prefill_token_threshold=0)
         self.max_num_scheduled_tokens, self.max_model_len, self.num_spec_tokens = tokens, CONTEXT, K
         self.num_sampled_tokens_per_step = 1
@@ -56,10 +57,12 @@ class Vllms:
         self.running += self.waiting  # a prompt again: all of it fits
         scheduled |= {r.request_id: r.num_tokens for r in self.waiting}
         self.waiting = []
-        return SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens=drafts)
+        return SimpleNamespace(
+            num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens=drafts, scheduled_new_reqs=[]
+        )
 
 
-class Scheduler(AnewWhereDraftsEnd, Vllms):
+class Scheduler(SpecSchedulerMixin, Vllms):
     def add(self, name: str, tokens: int) -> Any:
         request = Request(request_id=name, num_tokens=tokens, num_computed_tokens=tokens - 1, spec_token_ids=[])
         self.requests[name] = request
@@ -137,10 +140,10 @@ def test_requests_that_are_gone_are_forgotten():
     scheduler = Scheduler()
     scheduler.add("a", 8), scheduler.add("b", 8)
     scheduler.step(), scheduler.step()
-    assert scheduler._drafted == {"a", "b"}
+    assert scheduler.spec_preemption._drafted == {"a", "b"}
     scheduler.running.remove(scheduler.requests.pop("a"))
     scheduler.step()
-    assert scheduler._drafted == {"b"}
+    assert scheduler.spec_preemption._drafted == {"b"}
 
 
 @pytest.mark.parametrize("drafts", [[], [7]])

@@ -1,4 +1,4 @@
-"""Requests of a target with recurrent states are computed anew where their drafts end: their states stand at another token.
+"""Requests of a target with recurrent states are preempted where their drafts end: their states stand at another token.
 
 A verification step leaves one state behind each of its tokens, and only a verification step takes up that of the last
 accepted one (vLLM 0.29). A step without drafts takes up the first, whatever was accepted: wrong text from there on, on every
@@ -15,52 +15,54 @@ is a prompt again, whose state is right, and it goes on plain. Costs one prefill
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-class AnewWhereDraftsEnd:
-    """Mixed into a scheduler of vLLM; does nothing where the target keeps no states."""
+class PreemptWhereDraftsEnd:
+    """For the scheduler of a target that keeps states: ``preempt`` before each step, ``note`` behind it."""
 
-    running: list[Any]
-    requests: dict[str, Any]
-    _drafted: set[str] | None = None  # verified drafts when they were last scheduled
+    def __init__(self) -> None:
+        self._drafted: set[str] = set()  # ids of requests that verified drafts when they were last scheduled
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own, with the requests set back before it that would take up a wrong state."""
-        if not self.vllm_config.model_config.is_hybrid:  # type: ignore[attr-defined]
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        drafted = self._drafted = self._drafted or set()
-        if self._pause_state.name != "PAUSED_ALL":  # type: ignore[attr-defined]
-            for request in list(self._ending(drafted)):
-                self._set_back(request)
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        drafted.difference_update(output.num_scheduled_tokens)
-        drafted.update(name for name, tokens in output.scheduled_spec_decode_tokens.items() if tokens)
-        drafted.intersection_update(self.requests)
-        return output
+    def preempt(self, scheduler: Any) -> None:
+        """Set back those running requests that would take up a wrong state in the step that vLLM is about to schedule."""
+        if scheduler._pause_state.name == "PAUSED_ALL":
+            return
+        for request in list(self._ending(scheduler)):
+            self._set_back(scheduler, request)
 
-    def _ending(self, drafted: set[str]) -> Iterator[Any]:
+    def note(self, requests: Mapping[str, Any], output: Any) -> None:
+        """Who verifies drafts in this step.
+
+        Args:
+            requests: the scheduler's, by id; those that are gone are forgotten.
+            output: vLLM's ``SchedulerOutput``.
+        """
+        self._drafted.difference_update(output.num_scheduled_tokens)
+        self._drafted.update(name for name, tokens in output.scheduled_spec_decode_tokens.items() if tokens)
+        self._drafted.intersection_update(requests)
+
+    def _ending(self, scheduler: Any) -> Iterator[Any]:
         """Running requests that had drafts, and will have none in this step; drafts that vLLM would cut are taken away."""
-        budget = _Budget(self)
-        for request in self.running:
+        budget = _Budget(scheduler)
+        for request in scheduler.running:
             room = budget.room(request)
             wanted = request.num_tokens_with_spec - request.num_computed_tokens
             # of a request without room nothing is scheduled: it keeps its drafts for a later step
             if room > 0 and request.spec_token_ids and (wanted > room or len(request.spec_token_ids) < budget.k):
                 wanted -= len(request.spec_token_ids)
                 request.spec_token_ids = []
-            if room > 0 and request.request_id in drafted and not request.spec_token_ids:
+            if room > 0 and request.request_id in self._drafted and not request.spec_token_ids:
                 yield request
             else:
                 budget.spend(min(wanted, room))
 
-    def _set_back(self, request: Any) -> None:
+    def _set_back(self, scheduler: Any, request: Any) -> None:
         """As ``reset_prefix_cache`` does it with all: whatever was scheduled for it, it waits as if it had just come."""
-        self.running.remove(request)
-        self._preempt_request(request, time.monotonic())  # type: ignore[attr-defined]
-        self.prev_step_scheduled_req_ids.discard(request.request_id)  # type: ignore[attr-defined]
-        assert self._drafted is not None
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic())
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         self._drafted.discard(request.request_id)
 
 

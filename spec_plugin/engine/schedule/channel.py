@@ -1,0 +1,85 @@
+"""The control channel, from the process that owns the engine's front end: calls of what ``utilities`` adds to ``EngineCore``.
+
+Every data-parallel engine is reached, and the first one's answer returned. Each raises ``PatchError`` if the engine was built
+without ``scheduler_cls=SCHEDULER``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from spec_plugin.engine.schedule.scheduler import SCHEDULER
+from spec_plugin.errors import PatchError
+from spec_plugin.events import StepTiming
+
+
+async def take_steps(engine: AsyncLLM) -> tuple[StepTiming, ...]:
+    """What decoding steps took since the last call."""
+    return tuple(StepTiming(*row) for row in await _call(engine, "spec_take_steps"))
+
+
+async def set_schedule(engine: AsyncLLM, table: Sequence[int], break_even: Sequence[float] = ()) -> dict[str, Any]:
+    """Install a table in the running engine, see ``spec_set_schedule``; what is then in force.
+
+    Raises:
+        ValueError: if the engine refuses the table; the old one stays in force.
+    """
+    state: dict[str, Any] = await _call(engine, "spec_set_schedule", list(table), list(break_even))
+    return state
+
+
+async def pause_idle_draft(engine: AsyncLLM, table: Sequence[int]) -> None:
+    """Leave the draft's forward pass out while the table is all zero (needs ``SpecWorkerExtension``; see ``pause``)."""
+    await _call(engine, "spec_pause", not any(table))
+
+
+async def put_in_force(engine: AsyncLLM, table: Sequence[int], break_even: Sequence[float] = ()) -> None:
+    """Install a table, with the draft paused if and only if no batch size of it drafts; requests may be in flight.
+
+    At no moment does the table ask for drafts that a paused draft does not make: V2 would verify what it drafted long ago, for
+    other requests. So the draft runs again before such a table is set, and is paused behind one that asks for none.
+
+    Raises:
+        ValueError: if the engine refuses the table; the old one stays in force.
+    """
+    if any(table):
+        await pause_idle_draft(engine, table)
+    await set_schedule(engine, table, break_even)
+    if not any(table):
+        await pause_idle_draft(engine, table)
+
+
+async def in_flight(engine: AsyncLLM) -> dict[int, int]:
+    """Tokens that each numbered request has sampled so far, by its number; exact while the engine is paused."""
+    return {number: tokens for number, tokens in await _call(engine, "spec_in_flight")}
+
+
+async def stand_aside(engine: AsyncLLM, aside: bool) -> int:
+    """Keep a paused engine's requests out of its schedule, or let them back in, see ``spec_stand_aside``.
+
+    Raises:
+        ValueError: if requests are running.
+    """
+    return int(await _call(engine, "spec_stand_aside", aside))
+
+
+async def schedule_state(engine: AsyncLLM) -> dict[str, Any]:
+    """The table in force in the running engine, see ``spec_schedule_state``."""
+    state: dict[str, Any] = await _call(engine, "spec_schedule_state")
+    return state
+
+
+async def _call(engine: AsyncLLM, method: str, *args: Any) -> Any:
+    try:
+        result = await engine.engine_core.call_utility_async(method, *args)
+    except Exception as error:
+        message = str(error)  # vLLM brings a failure in EngineCore back as a bare Exception with its text
+        if type(error) is not Exception:
+            raise
+        if f"has no attribute '{method}'" in message:
+            raise PatchError(f"the engine has no control channel; build it with scheduler_cls={SCHEDULER!r}") from None
+        raise ValueError(message.removeprefix(f"Call to {method} method failed: ")) from None
+    return result

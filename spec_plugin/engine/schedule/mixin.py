@@ -1,0 +1,90 @@
+"""What our schedulers add to vLLM's: one mix-in, whose parts act in the order written in each method.
+
+=====================  =============================================================================================
+part                   what it does
+=====================  =============================================================================================
+``spec_steps``         times decoding steps (``steps``)
+``spec_cutoff``        drops a draft that does not pay (``cutoff``)
+``spec_preemption``    preempts requests whose recurrent states would be wrong (``preemption``); None: no such target
+plain requests         have no drafts, and others no more than the table says (functions in ``plain``)
+=====================  =============================================================================================
+
+The parts know nothing of each other, nor of vLLM's classes: this module imports none.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from spec_plugin.engine.additional import own_settings
+from spec_plugin.engine.schedule.cutoff import DraftCutoff, undrafted_beside_drafts
+from spec_plugin.engine.schedule.pause import pause_in_workers
+from spec_plugin.engine.schedule.plain import clear_plain, keep_to_table
+from spec_plugin.engine.schedule.preemption import PreemptWhereDraftsEnd
+from spec_plugin.engine.schedule.steps import StepLog
+
+
+class SpecSchedulerMixin:
+    """Put before ``Scheduler`` or ``AsyncScheduler`` of vLLM; what it adds to them begins with ``spec``."""
+
+    vllm_config: Any
+    requests: dict[str, Any]
+    dynamic_sd_lookup: list[int] | None  # k by batch size, which vLLM reads at each step
+    has_unfinished_requests: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.spec_steps = StepLog(bool(own_settings(self.vllm_config).get("ragged")))
+        self.spec_cutoff = DraftCutoff([], ())  # until a table is set: never
+        self.spec_preemption = PreemptWhereDraftsEnd() if self.vllm_config.model_config.is_hybrid else None
+        #: did all workers leave the draft's forward pass out when they were last asked
+        self.spec_paused = False
+        #: vLLM's executor, by which the workers are reached; whoever sets a cut-off hands it over
+        self.spec_executor: Any = None
+        #: queues of the requests that stand aside (``utilities.spec_stand_aside``)
+        self.spec_aside: tuple[Any, ...] | None = None
+        self._spec_batch = 0  # requests in the step whose output is being taken up
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own; before it requests may be preempted, and the step before it is over."""
+        now = time.perf_counter()
+        if self.spec_preemption is not None:
+            self.spec_preemption.preempt(self)
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self.spec_preemption is not None:
+            self.spec_preemption.note(self.requests, output)
+        self.spec_steps.begin(output, self.dynamic_sd_lookup or (), now, self.spec_paused)
+        return output
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        """vLLM's own, which under asynchronous scheduling hands out placeholders for drafts."""
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        clear_plain(self.requests, scheduler_output.num_scheduled_tokens)
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """vLLM's own, which under synchronous scheduling hands out the drafts themselves."""
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+        clear_plain(self.requests, draft_token_ids.req_ids)
+        keep_to_table(self.requests, draft_token_ids.req_ids, self.dynamic_sd_lookup)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's own; afterwards the draft may be dropped, and the engine may wait if nothing is left to run."""
+        self._spec_batch = len(scheduler_output.num_scheduled_tokens)
+        result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if self.spec_steps.ragged:
+            for _ in range(undrafted_beside_drafts(scheduler_output)):
+                self.spec_cutoff.emitted(self._spec_batch, 1)
+        if self.spec_cutoff.due and self.spec_cutoff.drop():
+            self.spec_paused = pause_in_workers(self.spec_executor, True)
+        if not self.has_unfinished_requests():
+            self.spec_steps.interrupt()
+        return result
+
+    def make_spec_decoding_stats(
+        self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """vLLM's own, which it calls for each drafted request of a step; the cut-off takes note."""
+        if num_draft_tokens:
+            self.spec_cutoff.emitted(self._spec_batch, num_accepted_tokens + 1)
+        return super().make_spec_decoding_stats(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)  # type: ignore[misc]

@@ -1,0 +1,116 @@
+"""The self-test's order of stages and its deadline, on an engine that is played here."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from spec_plugin.engine.selftest import test as selftest
+from spec_plugin.engine.selftest.plan import SelfTestPlan
+from spec_plugin.events import Check, SelfTestReport
+
+PLAN: dict[str, Any] = {
+    "prompts": [[1, 2]],
+    "sampling": {"temperature": 0.0, "top_p": 0.9},
+    "k": 3,
+    "vocab_size": 8,
+    "alpha": 1e-6,
+    "seconds": 0.2,
+    "max_num_seqs": 4,
+}
+
+
+class Engine:
+    """It has a table, and answers the control channel."""
+
+    def __init__(self, hybrid: bool = False, gone: str = "") -> None:
+        model = SimpleNamespace(logprobs_mode="raw_logprobs", max_logprobs=20, dtype=torch.float32, is_hybrid=hybrid)
+        self.vllm_config, self.engine_core = SimpleNamespace(model_config=model), self
+        self.table, self.gone = [0, 1, 2], gone
+
+    async def call_utility_async(self, name: str, *args: Any) -> Any:
+        if name == self.gone:
+            raise RuntimeError("gone")
+        if name == "spec_set_schedule":
+            self.table = list(args[0])
+        return [] if name == "spec_take_steps" else {"table": list(self.table)}
+
+    async def reset_prefix_cache(self) -> None:
+        pass
+
+
+def run(monkeypatch: pytest.MonkeyPatch, engine: Engine, **changes: Any) -> tuple[SelfTestReport, list[Any]]:
+    """A test whose stages are played, too: what was asked of them, in order."""
+    asked: list[Any] = []
+
+    def stage(name: str) -> Any:
+        async def played(*_: Any) -> Any:
+            asked.append((name, list(engine.table)))
+            yield Check(f"{name}: first", True, "")
+            if name == "samples":
+                raise ValueError("half-way")
+            if name == "logprobs":
+                await asyncio.sleep(60.0)
+            yield Check(f"{name}: second", True, "")
+
+        return played
+
+    async def calibrate(probe: Any, prompts: Any, timed: Any, entries: int, deadline: float) -> None:
+        asked.append(("calibrate", tuple(timed), entries, dict(probe.sampling)))
+
+    for name in ("greedy", "states", "samples", "logprobs"):
+        monkeypatch.setattr(selftest, f"{name}_stage", stage(name))
+    monkeypatch.setattr(selftest, "calibrate", calibrate)
+    engine_: Any = engine
+    return asyncio.run(selftest.run_self_test(engine_, SelfTestPlan(**{**PLAN, **changes}))), asked
+
+
+def test_law_2_a_stage_that_fails_or_takes_too_long_fails_the_test_and_keeps_what_it_has_shown(monkeypatch):
+    engine = Engine()
+    report, asked = run(monkeypatch, engine)
+    drafting = [3, 3, 3]
+    assert asked == [
+        ("greedy", drafting),
+        ("samples", drafting),
+        ("logprobs", drafting),
+        ("calibrate", (0, 1, 3), 3, {"temperature": 1.0, "top_p": 0.9}),
+    ]
+    found = {check.name: (check.passed, check.detail, check.out_of_time) for check in report.checks}
+    assert found == {
+        "greedy: first": (True, "", False),
+        "greedy: second": (True, "", False),
+        "samples: first": (True, "", False),
+        "samples": (False, "ValueError: half-way", False),
+        "logprobs: first": (True, "", False),
+        "logprobs": (False, "not finished within the time limit of 0.2 s", True),
+        "break-even": (True, "batch size: acceptance length: nothing measured in time", False),
+    }
+    assert not report.passed and engine.table == [0, 1, 2], "it is given back as it was"
+
+
+def test_a_target_with_states_is_asked_for_them_and_timed_with_whole_drafts(monkeypatch):
+    _, asked = run(monkeypatch, Engine(hybrid=True), whole=True)
+    assert [name for name, *_ in asked] == ["greedy", "states", "samples", "logprobs", "calibrate"]
+    assert asked[-1][1] == (0, 3)
+
+
+def test_an_engine_that_does_not_answer_is_asked_nothing_more(monkeypatch):
+    report, asked = run(monkeypatch, Engine(gone="spec_schedule_state"))
+    assert not asked and [(c.name, c.passed) for c in report.checks] == [("engine", False)]
+
+
+@pytest.mark.parametrize(
+    ("k", "whole", "timed"), [(1, False, (0, 1)), (2, False, (0, 1, 2)), (8, False, (0, 1, 3, 8)), (8, True, (0, 8))]
+)
+def test_the_numbers_of_tokens_that_are_timed(k, whole, timed):
+    assert SelfTestPlan(**{**PLAN, "k": k, "whole": whole}).timed == timed
+
+
+def test_the_hard_limit_is_the_time_that_it_should_take_where_none_is_given():
+    assert (SelfTestPlan(**PLAN).hard_limit, SelfTestPlan(**PLAN, limit=9.0).hard_limit) == (0.2, 9.0)
