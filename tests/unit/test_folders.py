@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from draft_training import folders as locks
+from draft_training import kind_of
 from draft_training.checkpoint import replacing_folder, settled_folder, write_tensors
+from draft_training.draft import DraftKind
 from spec_plugin import folders
 from spec_plugin.builtin.methods import served
 from spec_plugin.folders import own_folder, sweep_own
@@ -156,8 +158,14 @@ def test_the_starting_draft_of_a_killed_run_is_removed_by_the_next_one(places, o
         def to_hf(self) -> dict[str, Any]:
             return {}
 
-        def write(self, folder: Path, tensors: Any) -> None:
-            write_tensors(folder / "model.safetensors", tensors)
+    class Kind(DraftKind[Any]):
+        def build(self, device: torch.device | str, dtype: torch.dtype) -> Any:
+            return torch.nn.ParameterDict({"fc": torch.zeros(2, device=device, dtype=dtype)})
+
+        def read(self, folder: Path) -> Any:
+            raise NotImplementedError
+
+    kind_of.register(Shape, Kind)  # as a plugin with a draft of its own does
 
     def work(here: Callable[[], None]) -> None:
         served.served_folder(Shape(), {"fc": torch.zeros(2)})  # type: ignore[arg-type]
