@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
-_PROVENANCE, _BASELINE, _AGREEMENT, _METRICS, _TRAINER = (
-    f"spec_plugin/builtin/{name}.py" for name in ("provenance", "baseline", "agreement", "metrics", "trainer")
+_PROVENANCE, _BASELINE, _AGREEMENT = (
+    f"spec_plugin/builtin/provenance/{name}.py" for name in ("guard", "reference", "windows")
 )
+_METRICS, _TRAINER = (f"spec_plugin/builtin/{name}.py" for name in ("metrics", "trainer"))
 _CONTROLLER, _COST, _PLAN = (f"spec_plugin/builtin/break_even/{name}.py" for name in ("controller", "cost", "plan"))
 _SERVED = "spec_plugin/builtin/methods/served.py"
 
 MUTATIONS = (
     Mutation(
-        "spec_plugin/builtin/baseline.py",
+        "spec_plugin/builtin/provenance/reference.py",
         "MEASURED = 8",
         "MEASURED = 4",
         "law 3: a correct asynchronous run is stopped where two requests of the control group happen to be quiet",
         ("test_simulators.py::test_two_requests_of_the_control_group_are_no_measure_of_how_far_the_policy_has_moved",),
     ),
     Mutation(
-        "spec_plugin/builtin/agreement.py",
+        "spec_plugin/builtin/provenance/windows.py",
         "start = i * room + rng.randrange(room - size + 1)",
         "start = i * room",
         "law 3: what goes wrong late in a response is never looked at",
         ("test_agreement.py",),
     ),
     Mutation(
-        "spec_plugin/builtin/provenance.py",
+        "spec_plugin/builtin/provenance/guard.py",
         "(counts.nonzero().flatten() + least)",
         "counts.nonzero().flatten()",
         "law 3: tokens that lag are judged as those of another lag",

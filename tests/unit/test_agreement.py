@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from spec_plugin.builtin.agreement import Windows, binomial_p, compared, exceedance_p, judged, median, spread, windows
+from spec_plugin.builtin.provenance.windows import Windows, binomial_p, compared, exceedance_p, judged, median, spread, windows
 
 
 def test_exceedances_are_exact_by_brute_force_over_all_orders():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spec_plugin import SpecConfig
-from spec_plugin.builtin.agreement import Windows, compared
-from spec_plugin.builtin.baseline import KEPT, PHASES, Baseline
+from spec_plugin.builtin.provenance.windows import Windows, compared
+from spec_plugin.builtin.provenance.reference import KEPT, PHASES, Baseline
 from spec_plugin.builtin.provenance import ProvenanceGuard
 from spec_plugin.events import TargetInfo
 

@@ -3,7 +3,7 @@
 Not finite, above zero, or of another policy version: the run stops at once. That the engine's log-probs are those of the
 target is a matter of degree, and judged by what the run itself shows: plain requests, of phases without drafts and of the
 control group (``spec.control_share``), say what two correct implementations of this model differ by
-(``spec_plugin.builtin.baseline``); ``spec_plugin.builtin.agreement`` is how they are compared. Text of a phase without drafts
+(``spec_plugin.builtin.provenance.reference``); ``spec_plugin.builtin.provenance.windows`` is how they are compared. Text of a phase without drafts
 that is further off is warned of and counted, never a reason to stop (without the flag the run would be no better), and never
 part of the measure: doubtful phases are left out. A run stops when drafted text
 
@@ -34,8 +34,8 @@ from pathlib import Path
 
 from torch import Tensor, int64
 
-from spec_plugin.builtin.agreement import Spread, Windows, difference, median, spread, windows
-from spec_plugin.builtin.baseline import ENOUGH, Baseline, Excess
+from spec_plugin.builtin.provenance.windows import Spread, Windows, difference, median, spread, windows
+from spec_plugin.builtin.provenance.reference import ENOUGH, Baseline, Excess
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import LogprobBatch, StatedLogprobs, TargetInfo

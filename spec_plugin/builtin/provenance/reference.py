@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from spec_plugin.builtin.agreement import Verdict, Windows, compared, judged, median
+from spec_plugin.builtin.provenance.windows import Verdict, Windows, compared, judged, median
 from spec_plugin.events import TargetInfo
 
 #: chance that a batch of a correct run is refused, for each of the two statistics
