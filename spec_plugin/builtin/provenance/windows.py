@@ -1,14 +1,9 @@
-"""How far two sources of the same log-probs are apart, and whether that is more than this run's own plain requests show.
+"""How far two sources of the same log-probs are apart: by token, and in windows of responses.
 
 Engine and actor compute one model with different kernels and batch shapes: their log-probs differ by rounding, and how much
-depends on model, dtype, temperature, kernels and text. So a run is measured against itself: plain requests show what is
-rounding. Differences of bfloat16 models have heavy tails (single tokens are nats off) and those of one sequence hang
-together, so neither a token nor one sequence is evidence. The unit is a *window* of a response, one of each sequence where
-there are enough, with the mean and the largest difference in it.
-
-The test asks how many windows lie above the ninth decile of the plain ones, and above the largest, times a factor for honest
-differences between the kernels of plain and verifying steps. The distribution of these numbers is known exactly whatever the
-differences are like (exceedances are negative hypergeometric: Gumbel & von Schelling 1950; Wilks 1942).
+depends on model, dtype, temperature, kernels and text. Differences of bfloat16 models have heavy tails (single tokens are nats
+off) and those of one sequence hang together, so neither a token nor one sequence is evidence. The unit is a *window* of a
+response, one of each sequence where there are enough, with the mean and the largest difference in it.
 """
 
 from __future__ import annotations
@@ -21,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spec_plugin.builtin.provenance.rules import Statistic
+
 #: windows of a batch that are looked at: two of each sequence where there are no more sequences than half of that, else one
 WINDOWS = 32
 #: tokens of a window
 LONGEST, SHORTEST = 64, 8
-#: which of the plain windows the others are compared with, beside the largest: this share lies below
-_QUANTILE = 0.9
 
 
 @dataclass(frozen=True)
@@ -41,6 +36,10 @@ class Windows:
 
     def __add__(self, other: Windows) -> Windows:
         return Windows(self.means + other.means, self.maxima + other.maxima)
+
+    def of(self, statistic: Statistic) -> tuple[float, ...]:
+        """One number of each window."""
+        return self.means if statistic == "mean" else self.maxima
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,14 @@ class Spread:
 def difference(recomputed: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
     """|rollout - recomputed| under the mask, else zero, [B, T]: a product would keep NaN from padding."""
     return (rollout - recomputed).abs().masked_fill(~mask, 0.0)
+
+
+def sequence_means(diff: Tensor, mask: Tensor, shortest: int) -> dict[int, float]:
+    """Mean difference of each sequence with at least so many tokens under the mask, by its row in [B, T]."""
+    lengths = mask.sum(-1)
+    means = diff.masked_fill(~mask, 0.0).sum(-1) / lengths.clamp_min(1)
+    rows = (lengths >= shortest).nonzero().flatten()
+    return dict(zip(rows.tolist(), means[rows].tolist(), strict=True))
 
 
 def spread(diff: Tensor, mask: Tensor, far: float) -> Spread:
@@ -108,62 +115,6 @@ def _pieces(row: Tensor, most: int, rng: random.Random) -> Iterator[Tensor]:
     for i in range(count):
         start = i * room + rng.randrange(room - size + 1)
         yield row[start : start + size]
-
-
-def exceedance_p(above: int, n: int, r: int, m: int) -> float:
-    """P(at least ``above`` of n lie above the r-th smallest of m), when all n + m come from one distribution; exact."""
-    if above <= 0:
-        return 1.0
-    total = _log_choose(n + m, m)
-    terms = (_log_choose(n - i + r - 1, r - 1) + _log_choose(i + m - r, m - r) - total for i in range(above, n + 1))
-    return min(1.0, math.fsum(map(math.exp, terms)))
-
-
-def binomial_p(above: int, n: int, chance: float) -> float:
-    """P(at least ``above`` of n), each with this chance."""
-    if above <= 0:
-        return 1.0
-    log_p, log_q = math.log(chance), math.log1p(-chance)
-    terms = (_log_choose(n, i) + i * log_p + (n - i) * log_q for i in range(above, n + 1))
-    return min(1.0, math.fsum(map(math.exp, terms)))
-
-
-def _log_choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Are these windows worse than others."""
-
-    p_value: float
-    bound: float  # nats
-    above: int  # windows beyond it
-    of: int
-
-
-def compared(values: Sequence[float], plain: Sequence[float], factor: float, least: float) -> Verdict:
-    """Are the values larger than ``factor`` times the plain ones: p-value for "no larger than that", exact.
-
-    Args:
-        values: of one kind, for each window.
-        plain: the same of plain windows, at least one.
-        factor: honest differences are no larger.
-        least: nats; a value below counts as none.
-    """
-    ordered, m, n = sorted(plain), len(plain), len(values)
-    found = []
-    for r in (math.ceil(_QUANTILE * m), m):  # many that are a little worse, or some that are worse than all
-        bound = max(factor * ordered[r - 1], least)
-        above = sum(v > bound for v in values)
-        found.append(Verdict(min(1.0, 2 * exceedance_p(above, n, r, m)), bound, above, n))
-    return min(found, key=lambda v: v.p_value)
-
-
-def judged(values: Sequence[float], bound: float) -> Verdict:
-    """Are more than a tenth of the values beyond a fixed bound: p-value for "no more", exact."""
-    above = sum(v > bound for v in values)
-    return Verdict(binomial_p(above, len(values), 1.0 - _QUANTILE), bound, above, len(values))
 
 
 def median(values: Sequence[float]) -> float:

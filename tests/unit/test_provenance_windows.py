@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from spec_plugin.builtin.provenance.windows import Windows, binomial_p, compared, exceedance_p, judged, median, spread, windows
+from spec_plugin.builtin.provenance.exceedance import binomial_p, exceedance_p, exceedance_test, share_test
+from spec_plugin.builtin.provenance.windows import Windows, median, spread, windows
 
 
 def test_exceedances_are_exact_by_brute_force_over_all_orders():
@@ -33,16 +34,16 @@ def test_equal_distributions_are_called_worse_no_more_often_than_declared(level)
     wrong = 0
     for _ in range(repetitions):
         plain, other = ([rng.paretovariate(1.1) for _ in range(size)] for size in (40, 60))
-        wrong += compared(other, plain, 1.0, 0.0).p_value <= level
+        wrong += exceedance_test(other, plain, 1.0, 0.0)[0] <= level
     assert wrong / repetitions <= level + 3 * (level * (1 - level) / repetitions) ** 0.5
 
 
-def test_a_factor_and_a_least_difference_are_honest():
+def test_a_factor_and_a_floor_are_honest():
     plain, twice, tiny = [1.0] * 40, [2.0] * 40, [1e-9] * 40
-    assert compared(twice, plain, 3.0, 0.0).p_value == 1.0
-    assert compared(twice, plain, 1.5, 0.0).p_value < 1e-9
-    assert compared(tiny, [0.0] * 40, 3.0, 1e-6).above == 0
-    assert judged(twice, 1.0).p_value < 1e-30 and judged(twice, 3.0).p_value == 1.0
+    assert exceedance_test(twice, plain, 3.0, 0.0) == (1.0, 3.0)
+    assert exceedance_test(twice, plain, 1.5, 0.0)[0] < 1e-9
+    assert exceedance_test(tiny, [0.0] * 40, 3.0, 1e-6) == (1.0, 1e-6)
+    assert share_test(twice, 1.0)[0] < 1e-30 and share_test(twice, 3.0)[0] == 1.0
 
 
 def test_windows_are_of_every_sequence_and_no_longer_than_64():
