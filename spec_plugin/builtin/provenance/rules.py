@@ -63,6 +63,7 @@ class Floor:
     """Differences that are not held against a run, whatever its plain text shows."""
 
     name: str
+    meaning: str
     nats: Mapping[str, PerStatistic]  # by ``Precision.dtype``
     per_version: bool = False  # times the policy versions between sampling and recomputation
 
@@ -74,17 +75,19 @@ class Floor:
 # Measured on real runs: float32 means of 5e-7 to 1e-4 (the largest token 20 times as far off), bfloat16 means of 5e-3 to 2e-2 and
 # single tokens beyond 1; published bfloat16 means up to 4e-2.
 ROUNDING_FLOOR = Floor(
-    "rounding_floor: never more than rounding",
+    "rounding_floor",
+    "never more than rounding",
     {"float32": _each(1e-5, 3e-4), "float16": _each(5e-4, 1e-2), "bfloat16": _each(3e-3, 0.1)},
 )
 MAX_PLAUSIBLE = Floor(
-    "max_plausible: no correct run shows more in most of its windows",
+    "max_plausible",
+    "no correct run shows more in most of its windows",
     {"float32": _each(2e-3, 0.05), "float16": _each(3e-2, 1.0), "bfloat16": _each(0.1, 3.0)},
 )
 # Measured: one update moves the policy by 5e-4 nats in a quiet run, by 0.1 in one whose first steps were large (float32 both).
-MOVE_FLOOR = Floor("move_floor: so far any update may move the policy", dict.fromkeys(DTYPES, _each(0.2, 6.0)), True)
+MOVE_FLOOR = Floor("move_floor", "so far any update may move the policy", dict.fromkeys(DTYPES, _each(0.2, 6.0)), True)
 MAX_MOVE = Floor(
-    "max_move: no update that learns something moves it further", dict.fromkeys(DTYPES, _each(1.0, 30.0)), True
+    "max_move", "no update that learns something moves it further", dict.fromkeys(DTYPES, _each(1.0, 30.0)), True
 )
 
 #: of plain text: honest differences between the kernels of plain and of verifying steps
@@ -105,13 +108,15 @@ class Rule:
 
 _LAST = f"the last {PHASES} phases"
 FIRST_TEXT = Rule("lag 0, too little plain text known", "none", None, MAX_PLAUSIBLE)
-SAME_POLICY = Rule("lag 0", _LAST, DRAFTED_FACTOR, ROUNDING_FLOOR)
 DRIFTED = Rule("lag 0, the control group is as far off", _LAST, JUMP_FACTOR, ROUNDING_FLOOR)
-MEASURED_STEP = Rule("lag >= 1, a measured step", "earlier measured steps", DRAFTED_FACTOR, ROUNDING_FLOOR)
-FIRST_STEP = Rule("lag >= 1, one of the first measured steps", "its own", DRAFTED_FACTOR, ROUNDING_FLOOR)
-OTHER_STEPS = Rule("lag >= 1, no measured step", f"{_LAST}, at this lag", JUMP_FACTOR, MOVE_FLOOR)
+SAME_POLICY = Rule("lag 0", _LAST, DRAFTED_FACTOR, ROUNDING_FLOOR)
+FIRST_STEP = Rule("lag >= 1, one of the first measured steps", "the same step", DRAFTED_FACTOR, ROUNDING_FLOOR)
+MEASURED_STEP = Rule(
+    "lag >= 1, measured step", "earlier measured steps, scaled to its median", DRAFTED_FACTOR, ROUNDING_FLOOR
+)
 FIRST_LAG = Rule("lag >= 1, too little plain text known, or one of the first measured steps", "none", None, MAX_MOVE)
-RULES = (FIRST_TEXT, SAME_POLICY, DRIFTED, MEASURED_STEP, FIRST_STEP, OTHER_STEPS, FIRST_LAG)
+OTHER_STEPS = Rule("lag >= 1, no measured step", f"{_LAST}, at this lag", JUMP_FACTOR, MOVE_FLOOR)
+RULES = (FIRST_TEXT, DRIFTED, SAME_POLICY, FIRST_STEP, MEASURED_STEP, FIRST_LAG, OTHER_STEPS)
 
 #: One sequence of so many tokens is refused where its mean is beyond all of these: times the mean of ``MAX_PLAUSIBLE``, times the
 #: largest plain window (with a lag: and the median sequence of the batch), and nats for each version of lag.
