@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import random
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from torch import Tensor
 from spec_plugin.builtin.provenance.exact import ADVICE, by_lag, check_finite, check_versions, first_tokens
 from spec_plugin.builtin.provenance.reference import Reference, Refusal
 from spec_plugin.builtin.provenance.rules import MAX_PLAUSIBLE, SEQUENCE_TOKENS, Precision
-from spec_plugin.builtin.provenance.windows import Spread, difference, median, sequence_means, spread, windows
+from spec_plugin.builtin.provenance.windows import difference, difference_metrics, median, sequence_means, windows
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import LogprobBatch, StatedLogprobs, TargetInfo
@@ -39,7 +38,7 @@ class ProvenanceGuard:
         self._references: dict[int, Reference] = {}  # by lag
         self._rng = random.Random(0)
         self._comparable = True
-        self._last: Spread | None = None
+        self._differences: dict[str, float] = {}  # of the last batch, as metrics
         self._lag = 0.0  # mean, of the last batch's tokens
         self._versions_known = 0.0
         self.refused: LogprobProvenanceError | None = None  # in the last batch
@@ -100,7 +99,8 @@ class ProvenanceGuard:
         check_finite("rollout", batch.rollout, batch.mask)
         if self._comparable:
             diff = difference(batch.recomputed, batch.rollout, batch.mask)
-            self._last = spread(diff, batch.mask, MAX_PLAUSIBLE.of("largest", self._precision, 0))
+            far = MAX_PLAUSIBLE.of("largest", self._precision, 0)
+            self._differences = difference_metrics(diff, batch.mask, far)
             parts = list(by_lag(batch))
             tokens = sum(int(part.mask.sum()) for _, part in parts)
             self._lag = sum(lag * int(part.mask.sum()) for lag, part in parts) / max(1, tokens)
@@ -154,14 +154,11 @@ class ProvenanceGuard:
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
         """Differences of the last batch, what plain text shows, and from where on a window counts against the run."""
-        if self._last is None:
+        if not self._differences:
             return {}
         reference = self._reference(0)
         out = {
-            "spec/logprob_diff_mean": self._last.mean,
-            "spec/logprob_diff_p9999": self._last.most,
-            "spec/logprob_diff_max": self._last.max,
-            "spec/logprob_far": self._last.far,
+            **self._differences,
             "spec/logprob_tolerance": self._config.logprob_tolerance or reference.tolerance,
             "spec/logprob_alarms": float(self._alarms),
             "spec/versions_known": self._versions_known,
@@ -192,7 +189,7 @@ class ProvenanceGuard:
 
 def _over_tolerance(diff: Tensor, mask: Tensor, tolerance: float) -> Refusal | None:
     """The user's own bound on the mean of a batch, in place of the table."""
-    mean = spread(diff, mask, math.inf).mean
+    mean = float(diff[mask].double().mean()) if bool(mask.any()) else 0.0
     return Refusal("the mean difference of the batch", mean, tolerance) if mean > tolerance else None
 
 

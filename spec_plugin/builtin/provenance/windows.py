@@ -42,17 +42,6 @@ class Windows:
         return self.means if statistic == "mean" else self.maxima
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Differences |a - b| of all tokens of a batch, in nats."""
-
-    mean: float = 0.0
-    most: float = 0.0  # 99.99 % are no larger
-    max: float = 0.0
-    far: float = 0.0  # share of tokens beyond a bound
-    tokens: int = 0
-
-
 def difference(recomputed: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
     """|rollout - recomputed| under the mask, else zero, [B, T]: a product would keep NaN from padding."""
     return (rollout - recomputed).abs().masked_fill(~mask, 0.0)
@@ -66,15 +55,21 @@ def sequence_means(diff: Tensor, mask: Tensor, shortest: int) -> dict[int, float
     return dict(zip(rows.tolist(), means[rows].tolist(), strict=True))
 
 
-def spread(diff: Tensor, mask: Tensor, far: float) -> Spread:
-    """Of differences [B, T] under a mask [B, T]; ``far`` in nats."""
-    values = diff[mask]
-    if values.numel() == 0:
-        return Spread()
-    n = values.numel()
-    most = float(values.kthvalue(max(1, math.ceil(0.9999 * n))).values)
-    share = float((values > far).double().mean())
-    return Spread(float(values.double().mean()), most, float(values.max()), share, n)
+def difference_metrics(diff: Tensor, mask: Tensor, far: float) -> dict[str, float]:
+    """What a run logs of differences [B, T] under a mask [B, T]; 0 of no tokens.
+
+    Args:
+        diff: nats.
+        mask: bool.
+        far: nats from which on a token is far off.
+    """
+    values = diff[mask] if bool(mask.any()) else diff.new_zeros(1)
+    return {
+        "spec/logprob_diff_mean": float(values.double().mean()),
+        "spec/logprob_diff_p9999": float(values.kthvalue(math.ceil(0.9999 * len(values))).values),
+        "spec/logprob_diff_max": float(values.max()),
+        "spec/logprob_far": float((values > far).double().mean()),
+    }
 
 
 def windows(diff: Tensor, mask: Tensor, rng: random.Random) -> Windows:
