@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 #: Stretches that are wanted among the sequences that are judged together, where text is older than the policy that recomputes
 #: it: how far the policy has moved is measured there and nowhere else. Each gives two windows; see
-#: ``spec_plugin.builtin.baseline`` for what so many can show.
+#: ``spec_plugin.builtin.provenance.reference`` for what so many can show.
 WANTED = 6
 #: share of the requests as long as nothing was judged yet, and the most that it becomes
 _AT_FIRST, _MOST = 0.25, 0.5

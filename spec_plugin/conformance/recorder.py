@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draft_training import digest as weights_digest
-from spec_plugin.builtin.agreement import difference
-from spec_plugin.builtin.baseline import ENOUGH
 from spec_plugin.builtin.provenance import ProvenanceGuard, by_lag
+from spec_plugin.builtin.provenance.rules import ENOUGH
+from spec_plugin.builtin.provenance.windows import difference
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.plants import Plants
 from spec_plugin.conformance.sessions import session_of, watch_sessions

@@ -24,7 +24,7 @@ from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from simulators import controller, guard, selftest  # noqa: E402
+from simulators import controller, guard, rules, selftest  # noqa: E402
 
 Map = Callable[[Callable[[int], Any], Sequence[int]], Iterable[Any]]
 
@@ -63,6 +63,23 @@ def correct_guard(mapped: Map, runs: int, phases: int) -> Shown:
         out.hold(stopped == 0, f"{setting.name}: {stopped} of {runs} correct runs were stopped")
         out.hold(alarms <= max(1, runs * phases // 20_000), f"{setting.name}: {alarms} false alarms")
     return out
+
+
+def guard_rules(*_: object) -> Shown:
+    """By what the provenance guard judges."""
+    return Shown("Provenance guard, what is refused", rules.HEAD, list(rules.rows()))
+
+
+def guard_floors(*_: object) -> Shown:
+    """The nats in its rules."""
+    return Shown(
+        "Floors at temperature 1, by the coarser dtype of engine and actor", rules.FLOOR_HEAD, list(rules.floors())
+    )
+
+
+def guard_words(*_: object) -> Shown:
+    """The words in its rules."""
+    return Shown("Words", rules.WORD_HEAD, list(rules.words()))
 
 
 #: of wrong runs, those that must be stopped, by setting and fault; what is not named has none
@@ -155,6 +172,7 @@ def _controller(index: int, phases: int, seed: int) -> controller.Outcome:
 
 
 PARTS: dict[str, tuple[Callable[[Map, int, int], Shown], ...]] = {
+    "rules": (guard_rules, guard_floors, guard_words),
     "guard": (correct_guard, wrong_guard),
     "selftest": (self_tests,),
     "controller": (controllers,),

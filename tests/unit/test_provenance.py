@@ -335,15 +335,15 @@ def test_law_3_a_wrong_phase_without_drafts_does_not_teach_that_wrong_is_normal(
 
     for version in range(3):
         phase(version, 0.016, speculating=False)
-    before = checked._baseline.state()
+    before = checked._reference(0).state()
     phase(3, 0.4, speculating=False)
     assert checked.spec_metrics()["spec/logprob_alarms"] == 1
-    assert checked._baseline.state() == before, "nothing of it is kept, and a checkpoint holds nothing of it either"
+    assert checked._reference(0).state() == before, "nothing of it is kept, and a checkpoint holds nothing of it either"
     phase(4, 0.4, speculating=False)
     assert checked.spec_metrics()["spec/logprob_alarms"] == 2, "the next one is as wrong"
     phase(5, 0.016, speculating=True)
     phase(6, 0.016, speculating=False)
-    assert len(checked._baseline.state()) == len(before) + 1, "a correct phase behind it is kept"
+    assert len(checked._reference(0).state()) == len(before) + 1, "a correct phase behind it is kept"
     checked.spec_save(tmp_path)
     resumed = guard("bfloat16")
     resumed.spec_load(tmp_path)

@@ -221,4 +221,5 @@ def test_law_3_drafted_text_that_waits_to_be_judged_is_not_put_together_with_tha
     for version in range(1, 5):
         batch = of_one_age(generator, version, 0.005 if version % 2 else 0.5, 0.0, control=0, sequences=6)
         checked.spec_check_logprobs(batch)
-    assert checked._waiting[1][0] == 4 and len(checked._waiting[1][1]) == 12
+    version, waiting = checked._reference(1)._unjudged
+    assert version == 4 and len(waiting) == 12

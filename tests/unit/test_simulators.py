@@ -51,3 +51,9 @@ def test_the_page_has_the_tables_of_the_command() -> None:
     for kind in (*(s.name for s in guard.SETTINGS), *(t.name for t in controller.TRUTHS)):
         assert re.search(rf"^\| {re.escape(kind)} \|", page, re.M), kind
     assert "make guards" in page
+
+
+@pytest.mark.parametrize("table", [run.guard_rules, run.guard_floors, run.guard_words])
+def test_the_page_says_what_the_provenance_guard_judges_by_as_the_code_has_it(table) -> None:
+    page = (ROOT / "docs" / "guards.md").read_text()
+    assert run.as_markdown(table()) in page, "paste the output of: make guards ARGS='--only rules --markdown'"

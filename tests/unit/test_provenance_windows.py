@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from spec_plugin.builtin.agreement import Windows, binomial_p, compared, exceedance_p, judged, median, spread, windows
+from spec_plugin.builtin.provenance.exceedance import binomial_p, exceedance_p, exceedance_test, share_test
+from spec_plugin.builtin.provenance.windows import Windows, difference_metrics, median, sequence_means, windows
 
 
 def test_exceedances_are_exact_by_brute_force_over_all_orders():
@@ -33,16 +34,16 @@ def test_equal_distributions_are_called_worse_no_more_often_than_declared(level)
     wrong = 0
     for _ in range(repetitions):
         plain, other = ([rng.paretovariate(1.1) for _ in range(size)] for size in (40, 60))
-        wrong += compared(other, plain, 1.0, 0.0).p_value <= level
+        wrong += exceedance_test(other, plain, 1.0, 0.0)[0] <= level
     assert wrong / repetitions <= level + 3 * (level * (1 - level) / repetitions) ** 0.5
 
 
-def test_a_factor_and_a_least_difference_are_honest():
+def test_a_factor_and_a_floor_are_honest():
     plain, twice, tiny = [1.0] * 40, [2.0] * 40, [1e-9] * 40
-    assert compared(twice, plain, 3.0, 0.0).p_value == 1.0
-    assert compared(twice, plain, 1.5, 0.0).p_value < 1e-9
-    assert compared(tiny, [0.0] * 40, 3.0, 1e-6).above == 0
-    assert judged(twice, 1.0).p_value < 1e-30 and judged(twice, 3.0).p_value == 1.0
+    assert exceedance_test(twice, plain, 3.0, 0.0) == (1.0, 3.0)
+    assert exceedance_test(twice, plain, 1.5, 0.0)[0] < 1e-9
+    assert exceedance_test(tiny, [0.0] * 40, 3.0, 1e-6) == (1.0, 1e-6)
+    assert share_test(twice, 1.0)[0] < 1e-30 and share_test(twice, 3.0)[0] == 1.0
 
 
 def test_windows_are_of_every_sequence_and_no_longer_than_64():
@@ -66,13 +67,20 @@ def test_short_responses_are_put_together():
     assert len(windows(diff[:0], mask[:0], random.Random(0))) == 0
 
 
-def test_spread_and_median():
+def test_metrics_of_differences_and_median():
     diff, mask = torch.tensor([[0.0, 1.0, 5.0, 9.0]]), torch.tensor([[True, True, True, False]])
-    found = spread(diff, mask, far=2.0)
-    assert (found.mean, found.max, found.most, found.far, found.tokens) == (2.0, 5.0, 5.0, pytest.approx(1 / 3), 3)
-    assert spread(diff, mask & False, 1.0).tokens == 0
+    assert list(difference_metrics(diff, mask, far=2.0).values()) == [2.0, 5.0, 5.0, pytest.approx(1 / 3)]
+    assert set(difference_metrics(diff, mask & False, 1.0).values()) == {0.0}
     assert median([3.0, 1.0, 2.0]) == 2.0 and median([]) == 0.0
     assert len(Windows((1.0,), (2.0,)) + Windows((3.0,), (4.0,))) == 2
+
+
+def test_the_mean_of_a_sequence_is_of_its_counted_tokens_and_short_ones_have_none():
+    diff, mask = (
+        torch.tensor([[1.0, 3.0, 9.0], [5.0, 5.0, 5.0]]),
+        torch.tensor([[True, True, False], [True, False, False]]),
+    )
+    assert sequence_means(diff, mask, shortest=2) == {0: 2.0}
 
 
 def test_windows_are_anywhere_in_a_response():
