@@ -73,10 +73,10 @@ def kind_of(file: Path) -> Kind | None:
     """By the file's name and, of JSON lines, its first lines; None if it is nothing that is read here."""
     if "tfevents" in file.name and file.suffix != _PACKED:
         return "events"
-    suffix = _unpacked(file).suffix
-    if suffix == ".jsonl":
+    inner_file = _unpacked(file)
+    if inner_file.suffix == ".jsonl":
         return "json" if _has_steps(file) else None
-    return "console" if suffix in _CONSOLE else None
+    return "console" if inner_file.suffix in _CONSOLE else None
 
 
 def _unpacked(file: Path) -> Path:
