@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from spec_plugin import SpecConfig, events, hookspecs, spans
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest
 from spec_plugin.actor.decoder import Decoder
-from spec_plugin.actor.links import ActorsLink, EngineLink
+from spec_plugin.actor.links import ActorsLink, EngineLink, LocalLink
+from spec_plugin.actor.run import Responses, SpecRun
 from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.schedule import scheduler
-from spec_plugin.events import LogprobBatch, RolloutStats
+from spec_plugin.events import RolloutStats
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
@@ -30,8 +31,7 @@ PICTURE = re.findall(r"```mermaid\n(.*?)```", PAGE, re.S)[0]
 HOOKS = {name for name in vars(hookspecs) if name.startswith("spec_")}
 #: who has what is called at an arrow that ends there; the control reaches the front through a link
 CALLED: dict[str, tuple[Any, ...]] = {
-    "C": (RolloutControl,),
-    "H": (RolloutHarvest,),
+    "C": (SpecRun,),
     "P": (hookspecs,),
     "F": (EngineLink, EngineFront),
     "K": (scheduler,),
@@ -78,7 +78,17 @@ def test_every_name_in_code_font_exists():
     names = re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`", PAGE)
     known = {
         c.__name__: c
-        for c in (EngineLink, EngineFront, ActorsLink, RolloutControl, RolloutHarvest, SpecSession, RolloutStats)
+        for c in (
+            EngineLink,
+            EngineFront,
+            ActorsLink,
+            LocalLink,
+            SpecRun,
+            RolloutControl,
+            RolloutHarvest,
+            SpecSession,
+            RolloutStats,
+        )
     }
     assert names and all(not inner or hasattr(known[name], inner) for name, inner in names)
 
@@ -128,23 +138,19 @@ def test_a_step_makes_these_calls_in_this_order():
     manager = create_manager(load_entry_points=False)
     manager.register(tracing(trace))
     session = SpecSession(SpecConfig(self_test=False, serve="always"), TARGET, manager)
-    control = RolloutControl(session, Traced(trace))
     model = Model()
-    harvest = RolloutHarvest(control, lambda: Decoder(model.layers, model.norm, model.embed, "model"))
-    asyncio.run(control.synced(sync(0)))
-    asyncio.run(control.begin())
+    run = SpecRun(session, Traced(trace), lambda: Decoder(model.layers, model.norm, model.embed, "model"))
+    weight = sync(0).embed
+    asyncio.run(run.weights_synced(0, weight, weight))
     trace.clear()  # the first step begins with more
-    asyncio.run(control.synced(sync(1)))
-    asyncio.run(control.begin())
-    asyncio.run(control.finish())
-    harvest.open()
+    asyncio.run(run.weights_synced(1, weight, weight))
     documents = [torch.arange(8)], [torch.arange(8) > 3]
-    with harvest.capture(lambda: documents):
+    with run.logprob_pass(lambda: documents):
         model(torch.randn(1, 8, TARGET.hf_config["hidden_size"]))
-    values = torch.full((1, 4), -1.0)
-    session.check_logprobs(LogprobBatch(1, values, values, values < 0, torch.tensor([1]), False, False))
-    control.train_draft(1)
-    session.metrics()
+    values, versions = torch.full((1, 4), -1.0), torch.tensor([1])
+    run.check(Responses(documents[0], [4], values < 0, values, versions, versions), values)
+    run.policy_updated(1)
+    run.metrics()
     assert not session.failed, session.failure
-    drawn = [calls(text) for source, target, text in arrows(always(PICTURE)) if target in "PF" and source != "T"]
+    drawn = [calls(text) for source, target, text in arrows(always(PICTURE)) if target in "PF" and source == "C"]
     assert trace == [name for names in drawn for name in names]

@@ -28,11 +28,12 @@ SCRIPT = """
     found["verl's sleep level"] = vLLMHttpServer._resolve_sleep_level(server)
     found["sleep level"] = server._resolve_sleep_level()
 
-    class Control:
+    class Run:
         policy_version, link, session = -1, None, SimpleNamespace(copy_of=torch.clone, target=SimpleNamespace(hf_config={}))
 
-        async def synced(self, event):
-            self.policy_version = event.policy_version
+        async def weights_synced(self, version, embed, head, *, copied, rollouts_begin):
+            assert copied and not rollouts_begin  # it sleeps: the rollouts begin when it wakes
+            self.policy_version = version
 
     async def transport(self, weights, **more):
         async for _ in weights:
@@ -56,20 +57,20 @@ SCRIPT = """
     for steps in ([None, 0, None, 1, 2, None], [7, None, 8]):
         adapter = object.__new__(SpecServerAdapter)
         adapter.config, adapter.server_handle = SimpleNamespace(free_cache_engine=True), ready
-        adapter._syncs, adapter._control, adapter._policy = 0, Control(), PolicyStream(Control.session)
+        adapter._syncs, adapter._run, adapter._policy = 0, Run(), PolicyStream(Run.session)
         seen = []
         for step in steps:
             weights = iter([("model.embed_tokens.weight", torch.zeros(2, 2))])
             asyncio.run(adapter.update_weights(weights, global_steps=step))
-            seen.append(adapter._control.policy_version)
+            seen.append(adapter._run.policy_version)
         found["versions"].append(seen)
-    adapter._control = Control()
+    adapter._run = Run()
     found["adapters"] = []
     for done in (False, True, True):
         weights = iter([("model.embed_tokens.weight" if not done else "q_proj.lora_A.weight", torch.zeros(2, 2))])
-        adapter._control.policy_version = -1
+        adapter._run.policy_version = -1
         asyncio.run(adapter.update_weights(weights, global_steps=3, peft_config=object(), base_sync_done=done))
-        found["adapters"].append(adapter._control.policy_version)
+        found["adapters"].append(adapter._run.policy_version)
     found["asked"] = server.asked
     server.alive = False
     weights = iter([("model.embed_tokens.weight", torch.zeros(2, 2))])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 from test_training import TARGET
@@ -18,8 +20,16 @@ PROMPT, RESPONSE = [5, 6, 7], list(range(10, 110))
 DOCUMENT = torch.tensor(PROMPT + RESPONSE)
 
 
+def sampled(engine: EngineFront, prompt: list[int], response: list[int], version: int) -> None:
+    async def one() -> None:
+        async with engine.sample(prompt, {}) as request:
+            request.completed(response, version)
+
+    asyncio.run(one())
+
+
 def front(k: int) -> EngineFront:
-    out = EngineFront(SpecSession(SpecConfig(), TARGET, create_manager(load_entry_points=False)), None)
+    out = EngineFront(SpecSession(SpecConfig(control_share=0.0), TARGET, create_manager(load_entry_points=False)), None)
     out._schedule = Schedule((0, *[k] * TARGET.max_num_seqs))
     return out
 
@@ -35,27 +45,28 @@ def kept(engine: EngineFront) -> tuple[list[int], list[bool]]:
 @pytest.mark.parametrize(("k", "plain"), [(0, True), (3, False)])
 def test_text_of_a_phase_without_drafts_is_plain(k, plain):
     engine = front(k)
-    engine.sampled(PROMPT, RESPONSE, 4, None)
+    sampled(engine, PROMPT, RESPONSE, 4)
     assert kept(engine) == ([4] * 100, [plain] * 100)
 
 
 def test_of_a_drafted_request_only_the_control_groups_stretch_is_plain():
     engine = front(3)
-    engine.sampled(PROMPT, RESPONSE, 4, Control(first=20, k=3))
+    engine.control = lambda: Control(first=20, k=3)  # type: ignore[method-assign]
+    sampled(engine, PROMPT, RESPONSE, 4)
     assert kept(engine)[1] == [20 <= i < 84 for i in range(100)]
 
 
 def test_each_part_of_a_response_that_was_cut_short_is_kept():
     engine = front(3)
-    engine.sampled(PROMPT, RESPONSE[:40], 4, None)
+    sampled(engine, PROMPT, RESPONSE[:40], 4)
     engine._schedule = Schedule((0,) * (TARGET.max_num_seqs + 1))
-    engine.sampled(PROMPT + RESPONSE[:40], RESPONSE[40:], 5, None)
+    sampled(engine, PROMPT + RESPONSE[:40], RESPONSE[40:], 5)
     assert kept(engine) == ([4] * 40 + [5] * 60, [False] * 40 + [True] * 60)
 
 
 def test_what_was_taken_is_gone_and_what_sampled_nothing_is_not_kept():
     engine = front(3)
-    engine.sampled(PROMPT, [], 4, None)
+    sampled(engine, PROMPT, [], 4)
     assert engine.take_spans() == []
-    engine.sampled(PROMPT, RESPONSE, 4, None)
+    sampled(engine, PROMPT, RESPONSE, 4)
     assert len(engine.take_spans()) == 1 and engine.take_spans() == []
