@@ -20,7 +20,7 @@ from spec_plugin.actor.links import ActorsLink, EngineLink, LocalLink
 from spec_plugin.actor.run import Responses, SpecRun
 from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.schedule import scheduler
+from spec_plugin.engine.schedule import scheduler, utilities
 from spec_plugin.events import RolloutStats
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.manager import create_manager
@@ -34,7 +34,7 @@ CALLED: dict[str, tuple[Any, ...]] = {
     "C": (SpecRun,),
     "P": (hookspecs,),
     "F": (EngineLink, EngineFront),
-    "K": (scheduler,),
+    "K": (utilities,),
     "W": (SpecWorkerExtension,),
 }
 ARROW = re.compile(r"(\w)(-?->>)(\w): (.*)")

@@ -53,6 +53,10 @@ class Engines:
         self.calls.append("stats")
         return RolloutStats(policy_version, 0, 0, 0.0, 0, 0, 0, ())
 
+    async def spans(self) -> list[Span]:
+        self.calls.append("spans")
+        return []
+
     async def state(self, moment: str) -> EngineState:
         self.calls.append(f"read weights: {moment}")
         return EngineState(moment, 0, 0, "", "")
