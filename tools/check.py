@@ -208,10 +208,11 @@ class Row:
     log: str
 
     @classmethod
-    def read(cls, folder: Path) -> Row:
-        """From a part's folder; without a result it was killed."""
+    def read(cls, folder: Path, told_to_stop: bool = False) -> Row:
+        """From a part's folder; without a result it was killed, or told to stop before it had begun."""
         result = folder / "result.json"
-        outcome = Outcome(**json.loads(result.read_text())) if result.exists() else Outcome(-9)
+        none = Outcome(128 + signal.SIGTERM, True) if told_to_stop else Outcome(-9)
+        outcome = Outcome(**json.loads(result.read_text())) if result.exists() else none
         return cls(folder.name, outcome, (folder / "log").read_text(errors="replace"))
 
     @property
@@ -278,7 +279,7 @@ class Lanes:
         finally:
             supervise.sweep(supervise.SECONDS_TO_END + 3)
             for part in self.running:
-                self._end(part)
+                self._end(part, told_to_stop=True)
 
     def _loop(self, heard: set[signal.Signals]) -> int | None:
         pause = 30.0 if sys.stdout.isatty() else 60.0
@@ -329,8 +330,8 @@ class Lanes:
             )
         self._say(f"{part.name} starts, {folder / 'log'}")
 
-    def _end(self, part: Part) -> Row:
-        row = Row.read(self.folder / part.name)
+    def _end(self, part: Part, told_to_stop: bool = False) -> Row:
+        row = Row.read(self.folder / part.name, told_to_stop)
         if row.outcome.rc == 0:
             supervise.remove_tmp(self.folder / part.name)
         self.done.append(row)

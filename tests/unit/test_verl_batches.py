@@ -26,7 +26,7 @@ SCRIPT = """
     masks = [[1, 1], [1, 0, 0, 1], [1]]  # a tool has written two tokens in the midst of the second
     nested = lambda rows, dtype=torch.long: torch.nested.as_nested_tensor(
         [torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
-    beside = [{"min_global_steps": 3, "max_global_steps": 4, "spec_plain_from": 4, "spec_plain_until": 5},
+    beside = [{"min_global_steps": 3, "max_global_steps": 4},
               {"min_global_steps": 3, "max_global_steps": 3}, {}]
     prompts = [[t for t in row if t < 20] for row in documents]
     answers = [[t for t in row if t > 20] for row in documents]
@@ -35,7 +35,7 @@ SCRIPT = """
     ids = torch.cat([left(prompts, 3), right(answers, 4)], 1)
     there = (ids > 0).long()
     columns = {name: np.array([b.get(name) for b in beside], dtype=object)
-               for name in ("min_global_steps", "max_global_steps", "spec_plain_from", "spec_plain_until")}
+               for name in ("min_global_steps", "max_global_steps")}
     old = DataProto.from_dict(
         tensors={"prompts": left(prompts, 3), "responses": right(answers, 4), "input_ids": ids, "attention_mask": there,
                  "position_ids": (there.cumsum(1) - 1).clamp(min=0), "response_mask": right(masks, 4)},
