@@ -45,3 +45,20 @@ def test_options_load_neither_torch_nor_vllm(found_by):
         """
     )
     assert found["heavy"] == []
+
+
+def test_the_minimal_adapter_imports_the_door_and_nothing_else_of_ours_and_is_short():
+    """An import contract says so of the others; its driver belongs to the kit, ``cpu`` to vLLM's CPU build."""
+    folder = Path(__file__).resolve().parents[2] / "examples" / "minimal_adapter" / "minimal_adapter"
+    for file in set(folder.glob("*.py")) - {folder / "driver.py", folder / "cpu.py"}:
+        nodes = [
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        named = {
+            f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+            for node in nodes
+            for alias in node.names
+        }
+        ours = {name for name in named if name.startswith(("spec_plugin", "draft_training"))}
+        assert all(name.startswith("spec_plugin.adapter") for name in ours), (file.name, ours)
+    assert len((folder / "adapter.py").read_text().splitlines()) <= 120

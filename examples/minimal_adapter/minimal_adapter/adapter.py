@@ -6,7 +6,6 @@ side, ``EngineFront`` on the engine's, ``SpecWorkerExtension`` inside vLLM's wor
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +13,30 @@ import torch
 from torch import Tensor
 
 from minimal_adapter.loop import Answer, Rollouts, Settings, Trainer, padded
-from spec_plugin.adapter import (
-    EngineCalls,
-    EngineFront,
-    LocalLink,
-    Responses,
-    SpecConfig,
-    SpecRun,
-    SpecSession,
-    TargetInfo,
-    find_decoder,
-    responses_at_the_end,
-    run_blocking,
-)
+from spec_plugin import adapter as spec
 
 
 class MinimalAdapter(Trainer):
     """The loop with speculative rollouts; made instead of ``Trainer`` when, and only when, the flag is set."""
 
     extension = "minimal_adapter.spec_worker.SpecWorker"
-    link_type = LocalLink
+    link_type = spec.LocalLink
     overlaps = False  # does the engine generate while the trainer trains
 
     # ---- 1. options and target, before anything expensive starts: a wrong option is refused here
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        session = SpecSession(SpecConfig.parse(settings.spec, "--spec."), self.target())
-        self.fronts = [EngineFront(session, tokenizer=None) for _ in range(settings.engines)]
-        self.link = self.link_type([EngineCalls(front) for front in self.fronts], session.config.refresh_timeout_s)
-        self.spec = SpecRun(session, self.link, lambda: find_decoder(self.policy), overlaps=self.overlaps)
+        session = spec.SpecSession(spec.SpecConfig.parse(settings.spec, "--spec."), self.target())
+        self.fronts = [spec.EngineFront(session, tokenizer=None) for _ in range(settings.engines)]
+        self.link = self.link_type([spec.EngineCalls(front) for front in self.fronts], session.config.refresh_timeout_s)
+        self.spec = spec.SpecRun(session, self.link, lambda: spec.find_decoder(self.policy), overlaps=self.overlaps)
 
-    def target(self) -> TargetInfo:
+    def target(self) -> spec.TargetInfo:
         """What spec-plugin is told of the policy, and of the engine that serves it."""
-        folder, seqs, length = self.settings.target, self.settings.max_num_seqs, self.settings.max_model_len
-        hf = json.loads((folder / "config.json").read_text())
-        return TargetInfo(str(folder), hf, "float32", max_num_seqs=seqs, max_model_len=length, sampling=self.sampling)
+        path, seqs, length = str(self.settings.target), self.settings.max_num_seqs, self.settings.max_model_len
+        hf = spec.load_hf_config(path, "--target")
+        return spec.TargetInfo(path, hf, "float32", max_num_seqs=seqs, max_model_len=length, sampling=self.sampling)
 
     # ---- 2. the engine is built with a draft
 
@@ -68,7 +55,6 @@ class MinimalAdapter(Trainer):
     # ---- 3. each request, on the engine's side
 
     async def request(self, index: int, prompt: list[int], most: int | None = None, extra: Any = None) -> Answer:
-        """One request."""
         async with self.fronts[index % len(self.fronts)].sample(prompt, self.sampling) as request:
             answer = await super().request(index, prompt, most, request.extra_args)
             request.completed(answer.tokens, answer.version)
@@ -84,7 +70,7 @@ class MinimalAdapter(Trainer):
     def announce(self) -> None:
         """The engine has the weights of this version."""
         embed, head = self.policy.get_input_embeddings().weight, self.policy.get_output_embeddings().weight
-        run_blocking(self.spec.weights_synced(self.policy_version(), embed, head))
+        spec.run_blocking(self.spec.weights_synced(self.policy_version(), embed, head))
 
     # ---- 5. the log-prob pass: harvest hidden states on the way, check the log-probs before the loss gets them
 
@@ -102,15 +88,14 @@ class MinimalAdapter(Trainer):
     def documents(self, rollouts: Rollouts) -> tuple[list[Tensor], list[Tensor]]:
         """Each document's token ids, and which of them the policy sampled."""
         documents = [torch.tensor(p + r) for p, r in zip(rollouts.prompts, rollouts.responses, strict=True)]
-        return documents, responses_at_the_end(documents, [len(r) for r in rollouts.responses])
+        return documents, spec.responses_at_the_end(documents, [len(r) for r in rollouts.responses])
 
-    def responses(self, rollouts: Rollouts) -> Responses:
+    def responses(self, rollouts: Rollouts) -> spec.Responses:
         """What the engine answered: log-probs, and the policy version that it stamped on each sequence."""
         stated, mask = padded(rollouts.log_probs)
         documents, starts = self.documents(rollouts)[0], [len(prompt) for prompt in rollouts.prompts]
-        return Responses(
-            documents, starts, mask, stated, *map(torch.tensor, (rollouts.versions, rollouts.last_versions))
-        )
+        first, last = torch.tensor(rollouts.versions), torch.tensor(rollouts.last_versions)
+        return spec.Responses(documents, starts, mask, stated, first, last)
 
     # ---- 6. after the policy's update: a slice of draft training
 
@@ -120,16 +105,12 @@ class MinimalAdapter(Trainer):
         self.spec.policy_updated(self.step)
         return loss
 
-    # ---- 7. metrics
+    # ---- 7. and 8. metrics and checkpoints
 
     def metrics(self) -> dict[str, float]:
-        """The loop's own and ``spec/…``."""
         return {**super().metrics(), **self.spec.metrics()}
 
-    # ---- 8. checkpoints
-
     def save(self, folder: Path) -> None:
-        """The loop's checkpoint, and the plugins' beside it."""
         super().save(folder)
         self.spec.save(folder / "spec_plugin")
 

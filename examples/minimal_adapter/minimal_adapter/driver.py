@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -27,7 +28,7 @@ class Driver(ConformanceDriver):
     adapter_modules = ("minimal_adapter.adapter", "minimal_adapter.spec_worker", "spec_plugin")
     trainer_modules = ("minimal_adapter.loop", "minimal_adapter.worker")
     engine_version = "minimal_adapter.loop:Engine.version"
-    requests: ClassVar = {"max_tokens": Settings.max_tokens}
+    requests: Mapping[str, Any] = MappingProxyType({"max_tokens": Settings.max_tokens})
 
     def __init__(self, root: Path) -> None:
         """Make the tiny policy."""
@@ -94,7 +95,7 @@ class LaggingDriver(Driver):
 
     adapter = "minimal_adapter.lagging:LaggingAdapter"
     asynchronous = True
-    requests: ClassVar = {"max_tokens": (Settings.max_tokens // 2, Settings.max_tokens)}
+    requests: Mapping[str, Any] = MappingProxyType({"max_tokens": (Settings.max_tokens // 2, Settings.max_tokens)})
 
 
 def _root(cls: type) -> str:
