@@ -105,6 +105,13 @@ MUTATIONS = (
         ("test_verl_ways.py",),
     ),
     Mutation(
+        "spec_plugin/builtin/break_even/controller.py",
+        "(not self._tried or self._undrafted >= _TRY_EVERY)",
+        "not self._tried",
+        "law 7: a method without training is off for ever after a first try that showed too little",
+        ("test_controller.py",),
+    ),
+    Mutation(
         _CONTROLLER,
         "        if drafted and stats.forwards >= _MIN_DRAFTS:\n            self._measured",
         "        self._measured = None\n        if drafted and stats.forwards >= _MIN_DRAFTS:\n            self._measured",

@@ -479,6 +479,23 @@ def test_a_draft_that_no_training_predicts_is_not_forgotten_over_phases_that_say
         assert any(c.spec_schedule(2).table), "it was worth 2.5 times plain decoding when it was last seen"
 
 
+def test_a_draft_that_no_training_predicts_is_tried_again_where_the_first_try_showed_too_little():
+    """N-grams of a policy's first words are few: fewer than a measurement takes."""
+    c = controller({8: 1.2}, draft="d")
+    c.spec_refreshed(DraftRefresh(0, 0, {}, "", ()), RefreshReport(True, 0, "", 1.0))
+    few = RolloutStats(1, 8, 40, 1.0, 5, 5 * K, 10, (5, 3, 2), (StepTiming(8, K, False, 0.2, 2),))
+    assert any(c.spec_schedule(0).table)
+    c.spec_rollout_end(few)
+    rested = 0
+    while not any(c.spec_schedule(1).table):
+        c.spec_rollout_end(phase(50.0))
+        rested += 1
+        assert rested <= 8, "README: an unused draft is tried now and then"
+    assert rested > 1
+    c.spec_rollout_end(phase(100.0, K, 3.0))
+    assert any(c.spec_schedule(2).table), "and served, where it is worth it"
+
+
 def test_what_training_promises_of_a_newer_draft_replaces_what_was_measured_of_the_one_before():
     c = controller({8: 1.2})
     promised(c, (0.9, 0.9, 0.9))

@@ -25,9 +25,8 @@ class Adapter(MinimalAdapter):
 
     def update(self, rollouts: Rollouts, old: Tensor, advantages: Tensor) -> float:
         loss = Trainer.update(self, rollouts, old, advantages)
-        with suppress(
-            SpecPluginError
-        ):  # else ``SpecRun`` ends the run here: nobody has checked what the update was made with
+        # else ``SpecRun`` ends the run here: nobody has checked what the update was made with
+        with suppress(SpecPluginError):
             self.spec.policy_updated(self.step)
         return loss
 

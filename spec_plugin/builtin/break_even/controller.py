@@ -296,8 +296,8 @@ class BreakEvenController:
             return self._try() if tried else plan.nothing(size, unknown)
         if acceptance is None or curve is None:
             # A draft that knows something is tried out for one phase; a new one waits for its first training.
-            untried = self._method.ready and not self._tried
-            return self._try() if untried else plan.nothing(size, Reason.NO_DRAFT_YET)
+            due = self._method.ready and (not self._tried or self._undrafted >= _TRY_EVERY)
+            return self._try() if due else plan.nothing(size, Reason.NO_DRAFT_YET)
         if config.break_even is not None:
             return plan.threshold(config.k, acceptance, {size: config.break_even}, self._plan.speculates, size)
         # what training has only promised is put to the test with few tokens a step: the policy moves, the replay does not
