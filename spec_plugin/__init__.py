@@ -5,7 +5,6 @@ from spec_plugin.errors import (
     LogprobProvenanceError,
     LosslessError,
     PatchError,
-    RefreshError,
     SpecConfigError,
     SpecPluginError,
 )
@@ -16,7 +15,6 @@ __all__ = [
     "LogprobProvenanceError",
     "LosslessError",
     "PatchError",
-    "RefreshError",
     "SpecConfig",
     "SpecConfigError",
     "SpecPluginError",

@@ -19,10 +19,6 @@ class LogprobProvenanceError(SpecPluginError, RuntimeError):
     """A log-prob that would enter the loss is not the target's at the recorded policy version (law 3)."""
 
 
-class RefreshError(SpecPluginError, RuntimeError):
-    """A draft refresh was refused; the previous draft is still in place (law 5)."""
-
-
 class WrongOrderError(SpecPluginError, RuntimeError):
     """An adapter has called ``SpecRun`` in an order that cannot be right: a mistake of the adapter's, whatever the run."""
 
