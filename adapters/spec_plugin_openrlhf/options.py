@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--train.async_queue_size", dest="queue", type=int, default=1)
     parser.add_argument("--train.full_determinism_enable", dest="deterministic", action="store_true")
     parser.add_argument("--data.max_images_per_prompt", dest="images", type=int, default=0)
+    parser.add_argument("--critic.freezing_steps", dest="freezing", type=int, default=-1)
     parser.add_argument("--algo.advantage.is_correction_level", dest="correction", default="off")
     return parser
 
@@ -96,6 +97,13 @@ def objections(flags: argparse.Namespace) -> Iterator[Objection]:
             flags.actor_tensor_parallel,
             "a tensor parallel actor",
             "set it to 1",
+        ),
+        (
+            flags.freezing > 0,
+            "--critic.freezing_steps",
+            flags.freezing,
+            "steps that train the critic alone (what they sample stays in the actor's buffer over several weight syncs)",
+            "set it to -1",
         ),
         (flags.images > 0, "--data.max_images_per_prompt", flags.images, "vision-language policies", "set it to 0"),
         (

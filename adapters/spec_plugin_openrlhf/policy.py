@@ -146,12 +146,16 @@ def _responses(items: Sequence[Any]) -> Responses:
     """What lies in OpenRLHF's replay buffer."""
     info = [item.info for item in items]
     stated = None if any(i.rollout_log_probs is None for i in items) else _padded([i.rollout_log_probs for i in items])
-    first, last = (torch.tensor([int(i.get(name, -1)) for i in info]) for name in (VERSION, LAST_VERSION))
+    first, last = (
+        torch.tensor([int(i.get(name, -1)) for i in info], dtype=torch.int64) for name in (VERSION, LAST_VERSION)
+    )
     starts = [1] * len(items)  # OpenRLHF cuts the first token off
     mask = _padded([item.action_mask for item in items]).bool()
     return Responses([item.sequences for item in items], starts, mask, stated, first, last)
 
 
 def _padded(rows: list[Tensor]) -> Tensor:
-    """[B, T] on the CPU, zero-padded."""
+    """[B, T] on the CPU, zero-padded; [0, 0] of a rank that got none."""
+    if not rows:
+        return torch.zeros(0, 0)
     return torch.nn.utils.rnn.pad_sequence([row.detach().cpu() for row in rows], batch_first=True)

@@ -305,9 +305,8 @@ class RolloutControl:
     def spans(self) -> Spans:
         """What the engines have said of the text that they sampled (collective); in a synchronous run, of this phase."""
         found: list[Span] = []
-        if self.link is not None and (
-            self.lags or not self.session.failed
-        ):  # else nobody needs it, and nobody waits for it
+        # behind a failure, in a phase without drafts, nobody needs it, and nobody waits for it
+        if self.link is not None and (self.lags or self.speculating or not self.session.failed):
             with self.session.guarded("what the engines say of their samples"):
                 found = many(run_blocking(self._reach(self.link.spans())), Span, "spans")
         with self.session.guarded("what the engines say of their samples"):

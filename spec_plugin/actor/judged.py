@@ -32,9 +32,14 @@ def chosen_to_recompute(controlled: Sequence[bool], count: int) -> list[int]:
         count: how many are wanted.
 
     Returns:
-        Their indices, ascending; the others are spread evenly.
+        Their indices, ascending; spread evenly.
     """
-    first = [i for i, yes in enumerate(controlled) if yes][: count // 2]
+    first = _spread([i for i, yes in enumerate(controlled) if yes], count // 2)
     others = [i for i in range(len(controlled)) if i not in first]
-    n = min(count - len(first), len(others))
-    return sorted(first + [others[i * len(others) // n] for i in range(n)])
+    return sorted(first + _spread(others, count - len(first)))
+
+
+def _spread(indices: Sequence[int], count: int) -> list[int]:
+    """So many of them, as far as there are, at even distances."""
+    n = min(count, len(indices))
+    return [indices[i * len(indices) // n] for i in range(n)]

@@ -186,7 +186,7 @@ class ActorsLink(EnginesLink):
 
 
 class LocalLink(EnginesLink):
-    """Engines of this process: objects with ``SpecEngineMethods``, such as ``EngineFront.calls``."""
+    """Engines of this process: objects with ``SpecEngineMethods``, such as ``EngineCalls(front)``."""
 
     def __init__(self, engines: Sequence[Any], timeout_s: float, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Bind to engines that run, or will run.

@@ -231,6 +231,9 @@ class SpecRun:
             control.running and not self._overlaps, "check", "while the rollouts run; call rollouts_end before"
         )
         versions, plain = self._who_sampled(responses)
+        if not len(responses.mask):  # of a rank that got none
+            self._checked = True
+            return
         batch = LogprobBatch(
             policy_version=control.policy_version,
             recomputed=recomputed,
@@ -266,9 +269,9 @@ class SpecRun:
             responses.first_versions,
             responses.last_versions,
         )
-        versions, _ = self._who_sampled(responses)
+        self._ask_engines()
         if self.control.lags:
-            batch = replace(batch, lag_allowed=True, token_versions=versions)
+            batch = replace(batch, lag_allowed=True, token_versions=self._who_sampled(responses)[0])
         self.session.check_stated(batch)
         self._checked = True
 
@@ -278,13 +281,22 @@ class SpecRun:
 
     def _who_sampled(self, responses: Responses) -> tuple[Tensor, Tensor]:
         """Of each token the policy version, -1 unknown, and whether it is known to have been sampled without drafts."""
+        spans, version, mask = self._ask_engines(), self.policy_version, responses.mask
+        versions, plain = torch.full(mask.shape, -1, dtype=torch.int64), torch.zeros(mask.shape, dtype=torch.bool)
+        told = responses.told
+        if told is None and not self.control.lags:  # nothing is older than the phase
+            told = (torch.full((len(mask),), version),) * 2
+        with self.session.guarded("what the engines say of their samples"):  # log-probs are judged without it, too
+            versions, plain = spans.of(responses.documents, responses.starts, mask, told)
+        if version < 0:  # the engines know theirs, and the actor has not heard of it: nothing can be compared
+            versions.fill_(-1)
+        return versions.to(mask.device), plain.to(mask.device)
+
+    def _ask_engines(self) -> Spans:
+        """What they have said of what they sampled, asked once a step; in a synchronous run once a phase (collective)."""
         if self._spans is None:
             self._spans = self.control.spans()
-        versions = torch.full(responses.mask.shape, -1, dtype=torch.int64)
-        plain = torch.zeros_like(responses.mask)
-        with self.session.guarded("what the engines say of their samples"):  # log-probs are judged without it, too
-            versions, plain = self._spans.of(responses.documents, responses.starts, responses.mask, responses.told)
-        return versions, plain
+        return self._spans
 
     def _kept_aside(self, batch: LogprobBatch, responses: Responses) -> LogprobBatch | None:
         """What the engines kept aside of log-probs that the trainer did not ask for, of this rank's sequences."""
@@ -305,7 +317,8 @@ class SpecRun:
         self._refuse(
             not self._checked, "policy_updated", "without check or check_stated in this step, before the update"
         )
-        self._checked, self._spans = False, None
+        self._checked = False
+        self._spans = None if self.control.lags else self._spans  # else the engines have said all of this phase
         self._ahead += 1
         self.control.train_draft(step)
 

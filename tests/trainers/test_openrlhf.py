@@ -47,7 +47,7 @@ actor = object.__new__(SpecPolicyModelActor)
 actor.strategy, actor.disable_ds_ckpt = Some(args=Some(ckpt=Some(path=str(folder)))), False
 actor.vllm_engines = [Some(spec_lives=Some(remote=dead))]
 for failed, link in ((False, "link"), (True, None), (True, "link")):
-    actor._spec = Some(session=Some(save=save, failed=failed), link=link)
+    actor._spec = Some(session=Some(failed=failed), save=save, link=link)
     try:
         actor.broadcast_to_vllm()
     except RuntimeError as error:

@@ -111,6 +111,7 @@ def test_it_says_what_would_draft(method: str, said: str) -> None:
         (("--ds.load_in_4bit",), "4-bit", "leave it out"),
         (("--ds.tensor_parallel_size", "2"), "tensor parallel actor", "set it to 1"),
         (("--data.max_images_per_prompt", "1"), "vision", "set it to 0"),
+        (("--critic.freezing_steps", "5"), "the critic alone", "set it to -1"),
         (("--train.full_determinism_enable",), "actor's own process", "leave it out"),
         (("--ds.param_dtype", "fp16"), "other dtypes", "bf16"),
         (("--data.max_len", "long"), "invalid int value", "correct its value"),

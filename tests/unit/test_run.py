@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,7 +164,48 @@ def test_the_engines_are_asked_once_a_step_for_what_they_sampled():
     assert run.link.calls.count("spans") == 1  # type: ignore[union-attr]
     run.policy_updated(1)
     run.check(responses(), STATED)
+    assert run.link.calls.count("spans") == 1, "what it sampled in this phase is known"  # type: ignore[union-attr]
+    synced(run, 1)
+    asyncio.run(run.rollouts_end())
+    run.check(responses(), STATED)
     assert run.link.calls.count("spans") == 2  # type: ignore[union-attr]
+
+
+def test_engines_whose_requests_overlap_are_asked_in_each_step():
+    run, _, _ = make(overlaps=True)
+    synced(run)
+    for step in range(3):
+        run.check(responses(), STATED)
+        run.policy_updated(step)
+    assert run.link.calls.count("spans") == 3  # type: ignore[union-attr]
+
+
+def test_law_6_where_the_actor_has_not_heard_of_the_version_the_engines_word_stops_nothing():
+    """separate_async, when servers did not say in time that they had the weights."""
+    run, seen, _ = make(overlaps=True)
+    synced(run, -1)
+    run.check(replace(responses(), first_versions=None, last_versions=None), STATED)
+    (batch,) = seen.batches
+    assert batch.token_versions is not None and batch.token_versions.tolist() == [[-1] * 3] * 2
+
+
+def test_law_3_the_control_group_of_a_phase_whose_draft_failed_behind_it_is_asked_for():
+    run, seen, _ = make()
+    synced(run)
+    asyncio.run(run.rollouts_end())
+    run.session.fail("harvest", "planted")
+    run.check(responses(), STATED)
+    assert seen.batches[0].plain.any()  # type: ignore[union-attr]
+
+
+def test_a_rank_without_responses_takes_part_in_what_is_collective_and_checks_nothing():
+    run, seen, _ = make()
+    synced(run)
+    asyncio.run(run.rollouts_end())
+    none = torch.zeros(0, 0)
+    run.check(Responses([], [], none.bool(), none, torch.zeros(0).long(), torch.zeros(0).long()), none)
+    run.policy_updated(0)
+    assert not seen.batches and run.link.calls.count("spans") == 1  # type: ignore[union-attr]
 
 
 def test_a_rank_without_a_link_has_nothing_to_report():

@@ -125,7 +125,7 @@ class Trainer:
         """One step; ``wrong`` says what is wrong with sequences, by mini-batch and row."""
         if self.steps % self.sync_every == 0:
             self.control.policy_version += 1
-            self.actor._run._ahead = 0  # as ``weights_synced`` has it
+            self.actor._run._ahead, self.actor._run._spans = 0, None  # as ``weights_synced`` has it
             self._older = self._sampler
             self._sampler = Policy()
             self._sampler.load_state_dict(self.actor.module.state_dict())
