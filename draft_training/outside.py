@@ -79,14 +79,19 @@ class Stack(Sizes):
 
 
 class ModelBasics(Fields):
-    """Of any target, whatever drafts for it, of its ``text_config``, or of a draft that is served as it is."""
+    """Of any target, whatever drafts for it, or of a draft that is served as it is."""
 
     model_type: Name = ""
     architectures: Names = []
     vocab_size: Vocabulary | None = None
-    num_hidden_layers: Layers | None = None
     tie_word_embeddings: Switch = False
     text_config: Part = {}
+
+
+class Depth(Fields):
+    """Of a target, or of its ``text_config``: behind its last layer some families keep that for multi-token prediction."""
+
+    num_hidden_layers: Count = 0
 
 
 class LogitScaling(Fields):

@@ -27,7 +27,7 @@ class Speculation(_Code):
     RESTING = 4, "the engines decode without drafts, by choice"
     FORBIDDEN = 5, "the user has turned drafts off; the draft is only trained"
     RECOVERING = 6, "the plain rollout with which a fresh start after trouble begins"
-    FAILED = 7, "off after trouble with drafts; a fresh start follows"
+    FAILED = 7, "off after trouble with drafts; a fresh start may follow"
     GIVEN_UP = 8, "off after trouble with drafts, to the end of the run"
 
 

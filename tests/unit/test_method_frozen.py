@@ -63,6 +63,14 @@ def test_vllm_is_told_what_kind_it_is(tmp_path: Path, kind: str, named: bool) ->
     assert found.ready and found.harvest is None and found.draft is None
 
 
+def test_of_what_is_served_as_it_is_nothing_is_read_that_nobody_asks_for(tmp_path: Path) -> None:
+    """Some publish an EAGLE-3 layer under 0 layers; a list of them is vLLM's to judge."""
+    folder = Path(draft(tmp_path, "eagle3"))
+    for layers in (0, [1]):
+        (folder / "config.json").write_text(json.dumps({**KINDS["eagle3"][0], "num_hidden_layers": layers}))
+        assert method(str(folder), method="frozen").speculative_config()["method"] == "eagle3"
+
+
 def test_a_whole_model_is_not_made_noise_of(tmp_path: Path) -> None:
     with pytest.raises(SpecConfigError, match=r"load_format to auto, or spec\.method=draft_model"):
         method(draft(tmp_path, "draft_model"), load_format="dummy")

@@ -362,7 +362,9 @@ class BreakEvenController:
         table, size = self._plan.table, len(self._plan.table) - 1
         trusted = self.cost.problem is None  # looks at every cell
         out = {"spec/on": float(self._plan.speculates), "spec/dropped": float(self._dropped)}
-        out |= as_metrics(self._plan.reason, Speculation.DROPPED if self._dropped else None)
+        out |= as_metrics(
+            self._plan.reason, Speculation.DROPPED if self._dropped and not self._plan.speculates else None
+        )
         out["spec/head_start_ms"] = self._head_start * 1e3
         sizes = [b for b in (*_SHOWN_SIZES, size) if 0 < b <= size]
         out.update({f"spec/k_b{b}": float(table[b]) for b in sizes})

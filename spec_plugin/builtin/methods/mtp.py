@@ -9,7 +9,7 @@ from typing import Any
 
 from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.mtp import TRAINED, MtpShape
-from draft_training.outside import ModelBasics, read
+from draft_training.outside import Depth, ModelBasics, read
 from spec_plugin.builtin.methods.checkpoints import tensor_names
 from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_draft
 from spec_plugin.config import SpecConfig
@@ -116,7 +116,7 @@ def _told(target: TargetInfo) -> ModelBasics:
 
 def _number_of_layers(text: Mapping[str, Any], target: TargetInfo) -> int:
     try:
-        return read(ModelBasics, text, target.file).num_hidden_layers or 0
+        return read(Depth, text, target.file).num_hidden_layers
     except DraftConfigError as error:
         raise SpecConfigError(str(error)) from error
 

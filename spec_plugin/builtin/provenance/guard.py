@@ -51,7 +51,7 @@ class ProvenanceGuard:
         """Remember the dtypes; truncated sampling makes the engine's log-probs renormalised, hence not comparable."""
         self._config, self._target = config, target
         self._comparable = not target.truncated
-        self._precision = Precision.of(target)
+        self._precision, self._references = Precision.of(target), {}
         #: what may be compared after a resume
         self._kind = [target.dtype, target.actor_dtype, f"{self._precision.scale:.6g}"]
 
