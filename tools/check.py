@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
@@ -213,6 +213,8 @@ class Row:
         result = folder / "result.json"
         none = Outcome(128 + signal.SIGTERM, True) if told_to_stop else Outcome(-9)
         outcome = Outcome(**json.loads(result.read_text())) if result.exists() else none
+        if told_to_stop and outcome.rc < 0:  # its command heard the signal before it did
+            outcome = replace(outcome, rc=none.rc, stopped=True)
         return cls(folder.name, outcome, (folder / "log").read_text(errors="replace"))
 
     @property

@@ -73,7 +73,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROLLER,
-        "Speculation.DROPPED if self._dropped else None",
+        "Speculation.DROPPED if self._dropped and not self._plan.speculates else None",
         "None",
         "a draft that was dropped within the rollout is logged as one that rests",
         ("test_speculation.py",),

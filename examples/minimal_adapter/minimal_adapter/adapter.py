@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minimal_adapter.loop import Answer, Rollouts, Settings, Trainer, padded
 from spec_plugin import adapter as spec
+from spec_plugin.adapter import EngineFront  # before any session is made: the kit then watches the engine
 
 
 class MinimalAdapter(Trainer):
@@ -28,7 +29,7 @@ class MinimalAdapter(Trainer):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         session = spec.SpecSession(spec.SpecConfig.parse(settings.spec, "--spec."), self.target())
-        self.fronts = [spec.EngineFront(session, tokenizer=None) for _ in range(settings.engines)]
+        self.fronts = [EngineFront(session, tokenizer=None) for _ in range(settings.engines)]
         self.link = self.link_type([spec.EngineCalls(front) for front in self.fronts], session.config.refresh_timeout_s)
         self.spec = spec.SpecRun(session, self.link, lambda: spec.find_decoder(self.policy), overlaps=self.overlaps)
 
@@ -46,7 +47,6 @@ class MinimalAdapter(Trainer):
         return {**given, **self.fronts[0].engine_arguments(given, self.extension)}
 
     def start_engine(self) -> None:
-        """Start the engine, and let front and link know where it runs."""
         super().start_engine()
         self.link.loop = self.engine.loop
         for front, llm in zip(self.fronts, self.engine.llms, strict=True):
