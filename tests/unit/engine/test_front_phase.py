@@ -249,3 +249,4 @@ def test_law_3_a_request_that_goes_on_under_new_weights_is_of_both_versions_and_
         return before, (await front.stats(5)).tokens
 
     assert asyncio.run(phases()) == (3, 2)
+    assert [(s.version, s.first, s.until) for s in front.take_spans()] == [(4, 2, 5), (5, 5, 7)]
