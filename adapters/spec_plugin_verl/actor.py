@@ -193,15 +193,15 @@ class SpecActor(BackendParts):
         if not self._sampled:
             self._wait()
             run_blocking(run.rollouts_end())
-        run.check_stated(self._responses(run, data))
+        responses = self._responses(run, data)
+        run.check_stated(responses)
         if not self._sampled:
-            self._check_sample(run, data)
+            self._check_sample(run, data, responses)
             self._sampled = True
 
-    def _check_sample(self, run: SpecRun, data: Any) -> None:
+    def _check_sample(self, run: SpecRun, data: Any, responses: Responses) -> None:
         """Verify and harvest on a few sequences, half of them of the control group: they say what rounding and lag explain."""
-        undrafted = run.undrafted(self._responses(run, data))
-        rows = chosen_to_recompute(undrafted.any(-1).tolist(), run.session.config.bypass_check_sequences)
+        rows = chosen_to_recompute(run.undrafted(responses).any(-1).tolist(), run.session.config.bypass_check_sequences)
         few = tu.index_select_tensor_dict(data, torch.tensor(rows))
         tu.assign_non_tensor(few, calculate_entropy=False, micro_batch_size_per_gpu=1, use_dynamic_bsz=False)
         # of an update that distils: no teacher is asked here, and log-probs are computed
@@ -214,8 +214,8 @@ class SpecActor(BackendParts):
                 output = super().infer_batch(few, None)  # type: ignore[misc]
         log_probs = self.spec_log_probs(output, few)
         assert log_probs is not None
-        responses, recomputed = self._responses(run, few), batches.responses(log_probs, few)
-        run.check(responses, recomputed, rollout_in_loss=True, current_weights=True, chosen_from=len(data))
+        chosen, recomputed = self._responses(run, few), batches.responses(log_probs, few)
+        run.check(chosen, recomputed, rollout_in_loss=True, current_weights=True, chosen_from=len(data))
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's checkpoint, and the plugins' in ``<local_path>/spec_plugin``."""

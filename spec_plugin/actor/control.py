@@ -299,8 +299,8 @@ class RolloutControl:
 
     @property
     def running(self) -> bool:
-        """Has a rollout phase begun, and not ended; only the rank with a link knows."""
-        return self._running is not None
+        """Is a phase under way that ends before its log-probs are judged; only the rank with a link knows."""
+        return self._running is not None and not self._overlaps
 
     def spans(self) -> Spans:
         """What the engines have said of the text that they sampled (collective); in a synchronous run, of this phase."""

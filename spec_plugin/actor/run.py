@@ -100,7 +100,6 @@ class SpecRun:
         """
         self.session = session
         self.control = RolloutControl(session, link, sleeps, overlaps)
-        self._overlaps = overlaps
         if harvest is not None:
             self.harvest: Harvest = harvest(self.control)
         else:
@@ -108,9 +107,8 @@ class SpecRun:
             self.harvest = RolloutHarvest(self.control, decoder, shards)
         self._in_pass = self._synced = False
         self._checked = False  # log-probs of the step in progress
-        self._spans: Spans | None = (
-            None  # what the engines have said of what they sampled, once they were asked in this step
-        )
+        #: what the engines have said of what they sampled; they are asked once a step, in a synchronous run once a phase
+        self._spans: Spans | None = None
         self._ahead = 0  # steps trained since the last weight sync
 
     # ---- weight sync and rollouts
@@ -227,9 +225,7 @@ class SpecRun:
             WrongOrderError: if the rollouts have not ended.
         """
         control = self.control
-        self._refuse(
-            control.running and not self._overlaps, "check", "while the rollouts run; call rollouts_end before"
-        )
+        self._refuse(control.running, "check", "while the rollouts run; call rollouts_end before")
         versions, plain = self._who_sampled(responses)
         if not len(responses.mask):  # of a rank that got none
             self._checked = True
@@ -269,7 +265,6 @@ class SpecRun:
             responses.first_versions,
             responses.last_versions,
         )
-        self._ask_engines()
         if self.control.lags:
             batch = replace(batch, lag_allowed=True, token_versions=self._who_sampled(responses)[0])
         self.session.check_stated(batch)
@@ -281,22 +276,18 @@ class SpecRun:
 
     def _who_sampled(self, responses: Responses) -> tuple[Tensor, Tensor]:
         """Of each token the policy version, -1 unknown, and whether it is known to have been sampled without drafts."""
-        spans, version, mask = self._ask_engines(), self.policy_version, responses.mask
+        if self._spans is None:
+            self._spans = self.control.spans()
+        version, mask = self.policy_version, responses.mask
         versions, plain = torch.full(mask.shape, -1, dtype=torch.int64), torch.zeros(mask.shape, dtype=torch.bool)
         told = responses.told
         if told is None and not self.control.lags:  # nothing is older than the phase
             told = (torch.full((len(mask),), version),) * 2
         with self.session.guarded("what the engines say of their samples"):  # log-probs are judged without it, too
-            versions, plain = spans.of(responses.documents, responses.starts, mask, told)
+            versions, plain = self._spans.of(responses.documents, responses.starts, mask, told)
         if version < 0:  # the engines know theirs, and the actor has not heard of it: nothing can be compared
             versions.fill_(-1)
         return versions.to(mask.device), plain.to(mask.device)
-
-    def _ask_engines(self) -> Spans:
-        """What they have said of what they sampled, asked once a step; in a synchronous run once a phase (collective)."""
-        if self._spans is None:
-            self._spans = self.control.spans()
-        return self._spans
 
     def _kept_aside(self, batch: LogprobBatch, responses: Responses) -> LogprobBatch | None:
         """What the engines kept aside of log-probs that the trainer did not ask for, of this rank's sequences."""

@@ -142,14 +142,14 @@ class EngineFront:
         """What is known of a request that is complete; raises nothing."""
         assert one.response is not None
         with self.noting("which policy version sampled a response"):
-            prompt, response = list(map(int, prompt)), list(map(int, one.response))
             if one.version is None:
-                self._flights.landed(one.request, prompt, response, self.policy_version, self.drafting, one.control)
+                self._flights.landed(one.request, prompt, one.response, self.policy_version, self.drafting, one.control)
             else:
-                self._flights.sampled(prompt, response, one.version, self.drafting, one.control)
+                self._flights.sampled(prompt, one.response, one.version, self.drafting, one.control)
                 one.request.versions = one.version, one.version
             if one.unasked is not None:
-                self.witnesses.append(Witness((*prompt, *response), tuple(one.unasked)))
+                tokens = tuple(map(int, (*prompt, *one.response)))
+                self.witnesses.append(Witness(tokens, tuple(one.unasked)))
 
     @contextmanager
     def request(self) -> Iterator[Request]:

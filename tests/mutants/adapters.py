@@ -44,8 +44,8 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/actor.py",
-        "        run.check_stated(self._responses(run, data))\n        if not self._sampled:\n",
-        "        if not self._sampled:\n            run.check_stated(self._responses(run, data))\n",
+        "        run.check_stated(responses)\n        if not self._sampled:\n",
+        "        if not self._sampled:\n            run.check_stated(responses)\n",
         "law 3: where the pass is bypassed all mini-batches but the first of a step go unseen",
         ("test_verl_ways.py",),
     ),

@@ -113,7 +113,8 @@ def test_a_references_pass_that_fails_leaves_the_next_one_to_be_judged(actor: Ac
 
 
 def test_where_the_pass_is_bypassed_log_probs_are_computed_whatever_the_update_distils(actor: Actor) -> None:
-    actor._check_sample(actor._run, batch(distillation_use_topk=True, distillation_only=True))
+    data = batch(distillation_use_topk=True, distillation_only=True)
+    actor._check_sample(actor._run, data, actor._responses(actor._run, data))
     assert actor.passes == [
         {"adapters": True, "loss": None, "distillation_use_topk": False, "distillation_only": False}
     ]
