@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spec_plugin.actor.control import RolloutControl as RolloutControl
-    from spec_plugin.actor.control import RolloutHarvest as RolloutHarvest
     from spec_plugin.actor.control import run_blocking as run_blocking
     from spec_plugin.actor.decoder import find_decoder as find_decoder
     from spec_plugin.actor.decoder import shared_with_draft as shared_with_draft
     from spec_plugin.actor.decoder import text_sizes as text_sizes
+    from spec_plugin.actor.harvest import DecoderHarvest as DecoderHarvest
+    from spec_plugin.actor.harvest import Documents as Documents
     from spec_plugin.actor.harvest import PackedShards as PackedShards
-    from spec_plugin.actor.harvest import chosen as chosen
+    from spec_plugin.actor.harvest import RolloutHarvest as RolloutHarvest
+    from spec_plugin.actor.harvest import Rows as Rows
     from spec_plugin.actor.harvest import response_at_the_end as response_at_the_end
     from spec_plugin.actor.harvest import responses_at_the_end as responses_at_the_end
     from spec_plugin.actor.judged import chosen_to_recompute as chosen_to_recompute
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
     from spec_plugin.actor.links import EngineLink as EngineLink
     from spec_plugin.actor.links import LocalLink as LocalLink
     from spec_plugin.actor.links import merge_stats as merge_stats
-    from spec_plugin.actor.run import Harvest as Harvest
     from spec_plugin.actor.run import Responses as Responses
     from spec_plugin.actor.run import SpecRun as SpecRun
+    from spec_plugin.actor.taps import LAST as LAST
+    from spec_plugin.actor.taps import Taps as Taps
     from spec_plugin.arguments import ENABLE as ENABLE
     from spec_plugin.arguments import PREFIX as PREFIX
     from spec_plugin.arguments import help_text as help_text
@@ -85,12 +88,13 @@ if TYPE_CHECKING:
 
 #: where each of them lives; a test holds it against the imports above, which are for type checkers
 _HOMES: dict[str, str] = {
-    "actor.control": "RolloutControl RolloutHarvest run_blocking",
+    "actor.control": "RolloutControl run_blocking",
     "actor.decoder": "find_decoder shared_with_draft text_sizes",
-    "actor.harvest": "PackedShards chosen response_at_the_end responses_at_the_end",
+    "actor.harvest": "DecoderHarvest Documents PackedShards RolloutHarvest Rows response_at_the_end responses_at_the_end",
     "actor.judged": "chosen_to_recompute",
     "actor.links": "ActorsLink EngineLink LocalLink merge_stats",
-    "actor.run": "Harvest Responses SpecRun",
+    "actor.run": "Responses SpecRun",
+    "actor.taps": "LAST Taps",
     "arguments": "ENABLE PREFIX help_text read_config split_arguments",
     "config": "NAME SpecConfig meant_for_us",
     "engine.calls": "EngineCalls SpecEngineMethods",

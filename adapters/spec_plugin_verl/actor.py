@@ -20,9 +20,9 @@ from verl.utils import tensordict_utils as tu
 
 from spec_plugin.adapter import (
     EngineLink,
-    Harvest,
     Responses,
     RolloutControl,
+    RolloutHarvest,
     SpecRun,
     SpecSession,
     chosen_to_recompute,
@@ -42,7 +42,7 @@ class BackendParts:
         """Dtype of the forward pass, as torch names it."""
         raise NotImplementedError
 
-    def spec_harvest(self, control: RolloutControl) -> Harvest:
+    def spec_harvest(self, control: RolloutControl) -> RolloutHarvest:
         """The harvest of this rank."""
         raise NotImplementedError
 

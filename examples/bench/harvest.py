@@ -24,7 +24,8 @@ from draft_training.config import default_aux_layers  # noqa: E402
 from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import Seconds, Spread, interleave, paired, say, show, spread, timed, verdict  # noqa: E402
 from spec_plugin.actor.decoder import find_decoder  # noqa: E402
-from spec_plugin.actor.harvest import Harvester, responses_at_the_end  # noqa: E402
+from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end  # noqa: E402
+from spec_plugin.actor.taps import Taps  # noqa: E402
 from spec_plugin.builtin.trainer import documents_of  # noqa: E402
 from spec_plugin.events import HiddenStates  # noqa: E402
 
@@ -34,7 +35,7 @@ HELP = """Measure what harvest adds to the log-prob pass that the trainer runs a
 A forward pass without gradients over full documents, logits and the log-prob of each token included, in two arms,
 in turn:
   plain     the pass alone
-  harvest   the pass inside Harvester.capture(), and then take(): hidden states packed on the CPU;
+  harvest   the pass inside Taps.attached(), and then harvested(): hidden states packed on the CPU;
             then, timed separately, each document is handed to the training buffer, which checks and copies it
 Models: a random Qwen3 of 100M parameters and the quickstart's policy, or yours: --target DIR.
 Memory: declared is (auxiliary layers + 1) * hidden size * bytes of the dtype, per token.
@@ -66,7 +67,7 @@ class Row:
     harvest_cpu: Spread  # the same by CPU time
     buffer_cpu: Spread
     declared: int  # bytes per token
-    held: float  # bytes per token of the hidden states that take() returns, token ids and mask left out
+    held: float  # bytes per token of the hidden states that harvested() returns, token ids and mask left out
     overhead: float  # bytes per token of token ids and mask
     peak: float  # bytes per token that the pass needs more at its peak, on any device
     hooks_inside: int
@@ -109,16 +110,16 @@ def measure(name: str, model: Any, device: str, options: dict[str, Any]) -> Row:
     """All arms on one model, in turn."""
     model = model.to(device).eval()
     aux = default_aux_layers(model.config.num_hidden_layers)
-    harvester = Harvester(find_decoder(model), aux)
+    taps = Taps.of(find_decoder(model), aux)
     generator = torch.Generator().manual_seed(0)
     shape = (options["documents"], options["length"])
     ids = torch.randint(2, model.config.vocab_size, shape, generator=generator).to(device)
     buffer = HiddenBuffer(4 * ids.numel(), 1 << 40, seed=0)
 
     def once(capture: bool) -> HiddenStates | None:
-        with harvester.capture() if capture else nullcontext():
+        with taps.attached() if capture else nullcontext():
             log_probs(model, ids)
-        return take(harvester, ids) if capture else None
+        return take(taps, ids) if capture else None
 
     def with_harvest(_: int) -> tuple[Seconds, Seconds]:
         kept: list[HiddenStates] = []
@@ -129,10 +130,10 @@ def measure(name: str, model: Any, device: str, options: dict[str, Any]) -> Row:
     arms = {"plain": lambda _: timed(lambda: once(False), device), "harvest": with_harvest}
     runs = interleave(arms, options["rounds"], warmup=2, label=f"{name}: plain and harvest in turn")
     say(f"{name}: memory")
-    inside, outside = hooks(model, harvester)
-    with harvester.capture():
+    inside, outside = hooks(model, taps)
+    with taps.attached():
         log_probs(model, ids)
-    hidden = take(harvester, ids)
+    hidden = take(taps, ids)
     extra = peak_bytes(lambda: once(True)) - peak_bytes(lambda: once(False))
     n, itemsize = ids.numel(), hidden.aux.element_size()
     return Row(
@@ -166,22 +167,22 @@ def log_probs(model: Any, ids: Tensor) -> Tensor:
     return chosen - logits.logsumexp(-1)
 
 
-def take(harvester: Harvester, ids: Tensor) -> HiddenStates:
+def take(taps: Taps, ids: Tensor) -> HiddenStates:
     """The whole batch; the second half of each document counts as its response."""
     masks = responses_at_the_end(list(ids), [ids.shape[1] // 2] * ids.shape[0])
-    hidden = harvester.take(list(ids), masks, policy_version=0, max_tokens=1 << 30)
+    hidden = harvested(taps, (list(ids), masks), HarvestPlan(1 << 30))
     assert hidden is not None
     return hidden
 
 
-def hooks(model: torch.nn.Module, harvester: Harvester) -> tuple[int, int]:
+def hooks(model: torch.nn.Module, taps: Taps) -> tuple[int, int]:
     """Hooks on all modules inside a capture, and after it."""
 
     def count() -> int:
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
     before = count()
-    with harvester.capture():
+    with taps.attached():
         inside = count()
     return inside - before, count() - before
 

@@ -22,7 +22,8 @@ from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSetting
 from examples.bench import common  # noqa: E402
 from examples.bench.common import show, track  # noqa: E402
 from spec_plugin.actor.decoder import find_decoder  # noqa: E402
-from spec_plugin.actor.harvest import Harvester, responses_at_the_end  # noqa: E402
+from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end  # noqa: E402
+from spec_plugin.actor.taps import Taps  # noqa: E402
 from spec_plugin.builtin.provenance import ProvenanceGuard  # noqa: E402
 from spec_plugin.builtin.trainer import documents_of  # noqa: E402
 from spec_plugin.config import SpecConfig  # noqa: E402
@@ -111,15 +112,15 @@ def measure(size: Size, rounds: int, device: str) -> Cost:
     trainer.update_policy(model.get_input_embeddings().weight, model.get_output_embeddings().weight, 0)
     ids = [torch.randint(size.vocabulary, (size.length,)) for _ in range(size.documents)]
     masks = responses_at_the_end(ids, [size.length // 2] * size.documents)
-    harvester = Harvester(find_decoder(model), draft.aux_layers)
-    with torch.no_grad(), harvester.capture():
+    taps = Taps.of(find_decoder(model), draft.aux_layers)
+    with torch.no_grad(), taps.attached():
         model.model(input_ids=torch.stack(ids).to(device), use_cache=False)
-    captured = (list(harvester._aux), harvester._last)
+    captured = taps.states()
     buffer = HiddenBuffer(1 << 30, 1 << 40, 0)
 
     def harvest() -> Any:
-        harvester._aux, harvester._last = list(captured[0]), captured[1]  # the pass itself is the trainer's
-        return harvester.take(ids, masks, 0, 1 << 30)
+        taps._seen = dict(captured)  # the pass itself is the trainer's
+        return harvested(taps, (ids, masks), HarvestPlan(1 << 30))
 
     for document in documents_of(harvest()):
         buffer.add(document)

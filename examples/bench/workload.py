@@ -27,7 +27,8 @@ from draft_training import (
 from examples.bench.common import CACHE, say, track
 from examples.quickstart.policy import PolicySettings, cached_policy, one_thread, problem, question
 from spec_plugin.actor.decoder import find_decoder
-from spec_plugin.actor.harvest import Harvester, responses_at_the_end
+from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.actor.taps import Taps
 from spec_plugin.builtin.trainer import documents_of
 from spec_plugin.method import Method, StartingDraft
 
@@ -234,16 +235,16 @@ def sample(model: Any, prompts: Prompts, settings: DraftSettings) -> list[tuple[
 @torch.no_grad()
 def harvest(model: Any, rows: Sequence[tuple[list[int], list[int]]], aux_layers: Sequence[int]) -> list[Document]:
     """What the trainer's log-prob pass leaves: one document per rollout, in order."""
-    harvester, documents = Harvester(find_decoder(model), aux_layers), []
+    taps, documents = Taps.of(find_decoder(model), aux_layers), []
     for begin in track(range(0, len(rows), BATCH), "harvesting hidden states"):
         part = rows[begin : begin + BATCH]
         ids = [torch.tensor(p + r) for p, r in part]
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(model.device)
-        with harvester.capture():
+        with taps.attached():
             model.model(input_ids=padded, attention_mask=mask, use_cache=False)
         masks = responses_at_the_end(ids, [len(r) for _, r in part])
-        hidden = harvester.take(ids, masks, policy_version=0, max_tokens=1 << 30)
+        hidden = harvested(taps, (ids, masks), HarvestPlan(1 << 30))
         assert hidden is not None
         documents += documents_of(hidden)
     return documents

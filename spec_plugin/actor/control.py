@@ -8,15 +8,10 @@ import operator
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Awaitable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import Tensor
-
-from spec_plugin.actor.decoder import Decoder
-from spec_plugin.actor.harvest import Harvester, SequenceShards
 from spec_plugin.actor.judged import share_for
 from spec_plugin.actor.links import EngineLink
 from spec_plugin.answers import many, one
@@ -24,14 +19,13 @@ from spec_plugin.errors import LosslessError
 from spec_plugin.events import (
     DraftRefresh,
     EngineState,
-    HiddenStates,
     RefreshReport,
     RolloutStats,
     Schedule,
     SelfTestReport,
     WeightSync,
 )
-from spec_plugin.ranks import RanksPartedError, most_of_any_rank, of_first, on_any_rank, together
+from spec_plugin.ranks import RanksPartedError, most_of_any_rank, of_first, on_any_rank
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span, Spans
@@ -345,92 +339,6 @@ class RolloutControl:
             return
         with self.session.guarded("audit"):
             self.session.audit(one(await self._reach(self.link.state(moment)), EngineState, "state"))
-
-
-class RolloutHarvest:
-    """The harvest of one actor process: a budget of tokens for each rollout phase, and law 6 around it."""
-
-    def __init__(
-        self,
-        control: RolloutControl,
-        decoder: Callable[[], Decoder],
-        shards: SequenceShards | None = None,
-    ) -> None:
-        """Bind to what ``Harvester`` binds to, if the method harvests at all; nothing is captured before ``open``.
-
-        Args:
-            control: of this process.
-            decoder: see ``find_decoder``; not asked for where nothing is harvested.
-            shards: see ``Harvester``.
-        """
-        self._control, self.session = control, control.session
-        session = self.session
-        self._wanted = session.method.harvest if session.config.train else None
-        self._decoder, self._shards = decoder, shards
-        self._harvester: Harvester | None = None
-        self._build()
-        self._ranks = 1 if shards is None else shards.size
-        self._among = None if shards is None else shards.group
-        self._left = 0  # tokens that may still be harvested, by all ranks that share the documents
-
-    def _build(self) -> None:
-        """If there is none: at the start, and again after a fresh start of what had failed there."""
-        if self._wanted is not None and self._harvester is None and not self.session.failed:
-            with self.session.guarded("harvest"):
-                self._harvester = Harvester(self._decoder(), self._wanted, self._shards)
-
-    def open(self) -> None:
-        """Allow ``harvest_tokens`` tokens from here on; none if no draft is trained, or none is to be (collective)."""
-        self._build()
-        self._control.agree()
-        session = self._control.session
-        wanted = self._harvester is not None and not session.failed
-        self._left = self._ranks * session.config.harvest_tokens if wanted else 0
-
-    def close(self) -> None:
-        """Capture nothing until the next ``open``."""
-        self._left = 0
-
-    def deliver(self) -> None:
-        """Every micro-batch has been handed on by itself."""
-
-    @contextmanager
-    def capture(self, documents: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Iterator[None]:
-        """Capture the forward pass inside the block and hand it to the session, while there is budget.
-
-        Where ranks share their documents each of them goes on to the end of the budget, whatever fails on one of them.
-
-        Args:
-            documents: called after the pass, for the ``input_ids`` and ``loss_masks`` of ``Harvester.take``.
-        """
-        session = self._control.session
-        harvester = self._harvester
-        if harvester is None or self._left <= 0 or (session.failed and self._ranks == 1):
-            yield
-            return
-        try:
-            with ExitStack() as capturing:
-                with session.guarded("harvest"):
-                    capturing.enter_context(harvester.capture())
-                yield
-            hidden = None
-            with session.guarded("harvest"):
-                hidden = self._taken(harvester, documents)
-            self._left -= harvester.taken
-        finally:
-            harvester.forget()  # whatever has failed: hidden states must not stay on the card
-        if hidden is not None:
-            session.target_forward(hidden)
-
-    def _taken(
-        self, harvester: Harvester, documents: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]]
-    ) -> HiddenStates | None:
-        # a document longer than the whole budget would be harvested in no step
-        untouched = self._left == self._ranks * self.session.config.harvest_tokens
-        with together("harvest the pass", self._among) if self._among is not None else nullcontext():
-            harvester.check()  # behind this ranks that share rows exchange them: all of them, or none
-            ids, masks = documents()
-        return harvester.take(ids, masks, self._control.policy_version, self._left, cut_long=untouched)
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.decoder import Decoder
+from spec_plugin.actor.taps import Taps
 from spec_plugin.events import HiddenStates
+from spec_plugin.ranks import together
+
+#: token ids of whole documents, [n_i], in the order of the batch, and masks of what the policy sampled of them, [n_i] bool
+Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
+#: each document's rows, [n_i, H], of what a layer was given or gave in one forward pass
+Rows = Callable[[Tensor], Sequence[Tensor]]
 
 
 class SequenceShards(Protocol):
@@ -41,135 +49,216 @@ class PackedShards:
         return torch.cat(parts, dim=1)
 
 
-class Harvester:
-    """Forward hooks on the auxiliary layers and on the final norm of a decoder, present only inside ``capture``.
+class HarvestPlan:
+    """Which documents of the log-prob passes are harvested, within a budget of tokens, and which rank keeps which of them.
 
-    ``aux`` are the residual streams that enter the layers ``aux_layers`` (vLLM's EAGLE-3 convention: the state that
-    enters layer i is the output of layer i - 1 with the residual added); ``last`` is the output of the final norm.
+    Ranks that run the same documents together each make this plan, and come to the same one.
     """
 
-    def __init__(self, decoder: Decoder, aux_layers: Sequence[int], shards: SequenceShards | None = None) -> None:
-        """Bind to a decoder.
+    def __init__(self, tokens: int = 0, ranks: int = 1) -> None:
+        """Share documents among ``ranks``, see ``open``."""
+        self.ranks = ranks
+        self._turn = 0  # never set back: ranks take turns over micro-batches of one document, too
+        self.open(tokens)
+
+    def open(self, tokens: int) -> None:
+        """A new budget, of so many tokens for each rank."""
+        self._budget = self.left = self.ranks * tokens
+
+    def close(self) -> None:
+        """Harvest nothing until the next ``open``."""
+        self.left = 0
+
+    def shared_out(self, lengths: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+        """The documents of one forward pass that are harvested, and taken off the budget.
+
+        One too long for what is left is passed over. One longer than a whole budget would be harvested in no step: where no
+        document fits a budget that nothing was taken of, the first is cut.
 
         Args:
-            decoder: of the policy's language model, see ``find_decoder``.
-            aux_layers: ascending layer indices; none: the last states alone. The number of layers is one more index: the
-                residual stream that enters the final norm.
-            shards: if the decoder sees a part of each row only: then ``take`` is collective, and each rank keeps
-                every ``size``-th document, in turn.
-        """
-        self._shards = shards
-        self._turn = (
-            0  # documents that were shared out, so that ranks take turns over micro-batches of one document, too
-        )
-        #: tokens of the documents that the last ``take`` chose, on all ranks that share them together
-        self.taken = 0
-        self._layers: list[nn.Module] = [[*decoder.layers, decoder.norm][i] for i in aux_layers]
-        self._norm = decoder.norm
-        self._aux: list[Tensor | None] = [None] * len(self._layers)
-        self._last: Tensor | None = None
-        self._trouble: Exception | None = (
-            None  # of a hook: it runs inside the trainer's forward pass, and must not stop it
-        )
-
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Hook the decoder for the forward passes inside the block; nothing stays behind afterwards."""
-        handles = [
-            layer.register_forward_pre_hook(self._aux_hook(slot), with_kwargs=True)
-            for slot, layer in enumerate(self._layers)
-        ]
-        handles.append(self._norm.register_forward_hook(self._norm_hook))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _aux_hook(self, slot: int) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            try:
-                self._aux[slot] = (args[0] if args else kwargs["hidden_states"]).detach()
-            except Exception as error:  # law 6; ``take`` raises it
-                self._trouble = error
-
-        return hook
-
-    def _norm_hook(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
-        try:
-            self._last = output.detach()
-        except Exception as error:  # law 6
-            self._trouble = error
-
-    def check(self) -> None:
-        """Did the last forward pass leave what ``take`` packs.
-
-        Raises:
-            RuntimeError: if no forward pass was captured.
-        """
-        if self._trouble is not None:
-            raise RuntimeError(f"the decoder's layers were not called as expected: {self._trouble}") from self._trouble
-        if self._last is None or any(a is None for a in self._aux):
-            raise RuntimeError("nothing was captured: the forward pass did not go through the hooked layers")
-
-    def forget(self) -> None:
-        """Let go of what the last forward pass left."""
-        self._aux, self._last, self._trouble, self.taken = [None] * len(self._layers), None, None, 0
-
-    def take(
-        self,
-        input_ids: Sequence[Tensor],
-        loss_masks: Sequence[Tensor],
-        policy_version: int,
-        max_tokens: int,
-        cut_long: bool = False,
-    ) -> HiddenStates | None:
-        """Pack what the last forward pass left, whole documents, and let go of it.
-
-        Args:
-            input_ids: token ids of each document, [n_i] int64, in the order of the batch.
-            loss_masks: True where the policy sampled the token, [n_i] bool; see ``response_at_the_end``.
-            policy_version: version of the weights that ran.
-            max_tokens: documents that would exceed it are left out.
-            cut_long: where none is as short as that, take the last ``max_tokens`` of the first one.
+            lengths: of the documents, in tokens.
 
         Returns:
-            The packed documents on the CPU, or None when there is none for this rank.
-
-        Raises:
-            RuntimeError: if no forward pass was captured, or its shape does not fit ``input_ids``.
+            Pairs (index of a document, rank that keeps it), and how many tokens of each are kept at most, from its end.
         """
-        began = time.perf_counter()
-        self.taken = 0
-        try:
-            self.check()
-        finally:
-            last, self._trouble = self._last, None
-        assert last is not None
-        states = [a for a in self._aux if a is not None] + [last]
-        self._aux, self._last = [None] * len(self._layers), None
-        lengths = [len(ids) for ids in input_ids]
-        fitting, cut = chosen(lengths, max_tokens, cut_long)
-        self.taken = sum(min(lengths[i], cut) for i in fitting)
-        if self._shards is not None and fitting:
-            whole, size, rank = self._shards.whole, self._shards.size, self._shards.rank
-            turn, self._turn = self._turn, self._turn + len(fitting)
-            fitting = [i for n, i in enumerate(fitting) if (turn + n) % size == rank]
-            packed = [_select(whole(s), lengths, fitting) for s in states]
-        else:
-            packed = [_select(s, lengths, fitting) for s in states]
-        if not fitting:
-            return None
-        packed = packed if len(fitting) > 1 else [s[-cut:] for s in packed]
-        return HiddenStates(
-            input_ids=torch.cat([input_ids[i][-cut:] for i in fitting]).cpu(),
-            aux=torch.cat([packed[-1][:, :0], *packed[:-1]], dim=-1).cpu(),
-            last=packed[-1].cpu(),
-            loss_mask=torch.cat([loss_masks[i][-cut:] for i in fitting]).bool().cpu(),
-            lengths=tuple(min(lengths[i], cut) for i in fitting),
-            policy_version=policy_version,
-            milliseconds=(time.perf_counter() - began) * 1e3,
+        longest = max(lengths, default=0)
+        picked: list[int] = []
+        for i, n in enumerate(lengths):
+            if sum(lengths[j] for j in picked) + n <= self.left:
+                picked.append(i)
+        if not picked and self.left == self._budget and min(longest, self.left) > 0:
+            picked, longest = [0], self.left
+        self.left -= sum(min(lengths[i], longest) for i in picked)
+        turn, self._turn = self._turn, self._turn + len(picked)
+        return [(i, (turn + n) % self.ranks) for n, i in enumerate(picked)], longest
+
+
+def harvested(
+    taps: Taps,
+    documents: Documents,
+    plan: HarvestPlan,
+    policy_version: int = 0,
+    shards: SequenceShards | None = None,
+    rows: Rows | None = None,
+) -> HiddenStates | None:
+    """Pack what the last forward pass left of the documents that this rank keeps.
+
+    Args:
+        taps: on all layers of a decoder, behind one forward pass.
+        documents: of that pass; see ``responses_at_the_end``.
+        plan: that says which are kept.
+        policy_version: version of the weights that ran.
+        shards: if the decoder saw a part of each row only (collective then).
+        rows: takes a layer's output apart; left out for a padded [B, T, H] or a packed [1, N, H] one.
+
+    Returns:
+        The packed documents on the CPU, or None when there is none for this rank.
+
+    Raises:
+        RuntimeError: if no forward pass was captured, or its shape does not fit the documents.
+    """
+    began = time.perf_counter()
+    (ids, masks), states = documents, list(taps.states().values())
+    taps.forget()
+    lengths = [len(document) for document in ids]
+    shared, cut = plan.shared_out(lengths)
+    if shards is not None and shared:
+        states = [shards.whole(s) for s in states]
+    rank = 0 if shards is None else shards.rank
+    if not (mine := [document for document, owner in shared if owner == rank]):
+        return None
+    rows = rows or (lambda state: rows_of(state, lengths))
+    *aux, last = [torch.cat([part[i][-cut:] for i in mine]) for part in map(rows, states)]
+    return HiddenStates(
+        input_ids=torch.cat([ids[i][-cut:] for i in mine]).cpu(),
+        aux=torch.cat([last[:, :0], *aux], dim=-1).cpu(),
+        last=last.cpu(),
+        loss_mask=torch.cat([masks[i][-cut:] for i in mine]).bool().cpu(),
+        lengths=tuple(min(lengths[i], cut) for i in mine),
+        policy_version=policy_version,
+        milliseconds=(time.perf_counter() - began) * 1e3,
+    )
+
+
+def rows_of(state: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Each document's rows, [n_i, H], of a padded [B, T, H] or a packed [1, N, H] tensor.
+
+    Raises:
+        RuntimeError: if its shape does not fit the documents.
+    """
+    if state.shape[0] == len(lengths) and state.shape[1] >= max(lengths):
+        return [row[:n] for row, n in zip(state, lengths, strict=True)]
+    if state.shape[0] != 1 or state.shape[1] < sum(lengths):
+        raise RuntimeError(
+            f"hidden states of shape {tuple(state.shape)} do not fit documents of lengths {list(lengths)}"
         )
+    return list(torch.split(state[0, : sum(lengths)], list(lengths)))
+
+
+class RolloutHarvest:
+    """What one actor process harvests of its log-prob passes: a budget of tokens for each, and law 6 around it.
+
+    A backend says where its layers are (``taps``) and what is done with what they saw (``keep``).
+    """
+
+    def __init__(self, control: RolloutControl, ranks: int = 1, among: Any = None) -> None:
+        """Nothing is captured before ``open``, and nothing at all where the method harvests nothing.
+
+        Args:
+            control: of this process.
+            ranks: how many run the same documents together, and share them.
+            among: those of them that exchange hidden states inside a pass; None for none.
+        """
+        self._control, self.session = control, control.session
+        self.plan = HarvestPlan(ranks=ranks)
+        self._among = among
+        session = self.session
+        self._wanted = session.method.harvest if session.config.train else None
+        self._taps: Taps | None = None
+        self._build()
+
+    def taps(self, layers: Sequence[int]) -> Taps:
+        """On those of these layers that this rank has."""
+        raise NotImplementedError
+
+    def keep(self, taps: Taps, documents: Documents, rows: Rows | None) -> HiddenStates | None:
+        """Behind one forward pass: what of it is handed on at once (collective among ranks that exchange hidden states)."""
+        raise NotImplementedError
+
+    def deliver(self) -> None:
+        """Behind a log-prob pass that did not fail: hand on what no forward pass could hand on by itself (collective)."""
+
+    def _build(self) -> None:
+        """If there is none: at the start, and again after a fresh start of what had failed there."""
+        if self._wanted is not None and self._taps is None and not self.session.failed:
+            with self.session.guarded("harvest"):
+                self._taps = self.taps(self._wanted)
+
+    def open(self) -> None:
+        """Allow ``harvest_tokens`` tokens from here on; none if no draft is trained, or none is to be (collective)."""
+        self._build()
+        self._control.agree()
+        wanted = self._taps is not None and not self.session.failed
+        self.plan.open(self.session.config.harvest_tokens if wanted else 0)
+
+    def close(self) -> None:
+        """Capture nothing until the next ``open``."""
+        self.plan.close()
+
+    @contextmanager
+    def capture(self, documents: Callable[[], Documents], rows: Rows | None = None) -> Iterator[None]:
+        """Capture the forward pass inside the block and hand it to the session, while there is budget.
+
+        Where ranks share their documents each of them goes on to the end of the budget, whatever fails on one of them.
+
+        Args:
+            documents: called behind the pass.
+            rows: takes a layer's output apart, see ``harvested``.
+        """
+        session, taps = self.session, self._taps
+        if taps is None or self.plan.left <= 0 or (session.failed and self.plan.ranks == 1):
+            yield
+            return
+        try:
+            with ExitStack() as attached:
+                with session.guarded("harvest"):
+                    attached.enter_context(taps.attached())
+                yield
+            hidden = None
+            with session.guarded("harvest"):
+                with together("harvest the pass", self._among) if self._among is not None else nullcontext():
+                    taps.states()  # behind this ranks that share rows exchange them: all of them, or none
+                    found = documents()
+                hidden = self.keep(taps, found, rows)
+        finally:
+            taps.forget()  # whatever has failed
+        if hidden is not None:
+            session.target_forward(hidden)
+
+
+class DecoderHarvest(RolloutHarvest):
+    """Of a process that runs all layers, on whole rows or on its slices of packed ones."""
+
+    def __init__(
+        self, control: RolloutControl, decoder: Callable[[], Decoder], shards: SequenceShards | None = None
+    ) -> None:
+        """Bind to a policy.
+
+        Args:
+            control: of this process.
+            decoder: see ``find_decoder``; not asked for where nothing is harvested.
+            shards: if the decoder sees a part of each row only.
+        """
+        self._decoder, self._shards = decoder, shards
+        super().__init__(control, *((1, None) if shards is None else (shards.size, shards.group)))
+
+    def taps(self, layers: Sequence[int]) -> Taps:
+        """On the whole decoder."""
+        return Taps.of(self._decoder(), layers)
+
+    def keep(self, taps: Taps, documents: Documents, rows: Rows | None) -> HiddenStates | None:
+        """What this rank keeps of the pass."""
+        return harvested(taps, documents, self.plan, self._control.policy_version, self._shards, rows)
 
 
 def responses_at_the_end(documents: Sequence[Tensor], responses: Sequence[int]) -> list[Tensor]:
@@ -180,37 +269,3 @@ def responses_at_the_end(documents: Sequence[Tensor], responses: Sequence[int]) 
 def response_at_the_end(length: int, response: Tensor) -> Tensor:
     """Mask of a whole document, [length] bool, from the mask of the response that ends it, [r]."""
     return torch.cat([torch.zeros(length - len(response), dtype=torch.bool), response.bool().cpu()])
-
-
-def chosen(lengths: Sequence[int], max_tokens: int, cut_long: bool = False) -> tuple[list[int], int]:
-    """Indices of the documents whose tokens together stay within ``max_tokens``, and how many tokens of each at most.
-
-    One too many is passed over; where all are, and ``cut_long``, the first is taken and cut.
-    """
-    fitting, longest = _fitting(lengths, max_tokens), max(lengths, default=0)
-    return ([0], max_tokens) if cut_long and not fitting and min(longest, max_tokens) > 0 else (fitting, longest)
-
-
-def _fitting(lengths: Sequence[int], max_tokens: int) -> list[int]:
-    total, out = 0, []
-    for i, n in enumerate(lengths):
-        if total + n <= max_tokens:
-            out.append(i)
-            total += n
-    return out
-
-
-def _select(state: Tensor, lengths: Sequence[int], documents: Sequence[int]) -> Tensor:
-    """Rows of the chosen documents, [n, H], from a padded [B, T, H] or packed [1, N, H] tensor."""
-    if not documents:
-        return state[0, :0]
-    if state.shape[0] == len(lengths) and state.shape[1] >= max(lengths):
-        return torch.cat([state[i, : lengths[i]] for i in documents])
-    if state.shape[0] != 1 or state.shape[1] < sum(lengths):
-        raise RuntimeError(
-            f"hidden states of shape {tuple(state.shape)} do not fit documents of lengths {list(lengths)}"
-        )
-    starts = [0]
-    for n in lengths:
-        starts.append(starts[-1] + n)
-    return torch.cat([state[0, starts[i] : starts[i] + lengths[i]] for i in documents])

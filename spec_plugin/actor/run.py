@@ -6,36 +6,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from spec_plugin.actor.control import RolloutControl, RolloutHarvest, run_blocking
+from spec_plugin.actor.control import RolloutControl, run_blocking
 from spec_plugin.actor.decoder import Decoder
-from spec_plugin.actor.harvest import SequenceShards
+from spec_plugin.actor.harvest import DecoderHarvest, Documents, RolloutHarvest, Rows, SequenceShards
 from spec_plugin.actor.links import EngineLink
 from spec_plugin.errors import WrongOrderError
 from spec_plugin.events import LogprobBatch, StatedLogprobs, WeightSync
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Spans
 from spec_plugin.witness import witnessed
-
-#: token ids of whole documents, [n_i], and masks of what the policy sampled of them, [n_i] bool
-Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
-
-
-class Harvest(Protocol):
-    """What is captured of a log-prob pass; ``RolloutHarvest``, unless a backend needs one of its own."""
-
-    def open(self) -> None:
-        """Before the pass: a new budget of tokens (collective)."""
-
-    def close(self) -> None:
-        """Behind it, also where it failed: capture nothing until the next ``open``."""
-
-    def deliver(self) -> None:
-        """Behind a pass that did not fail: hand on what no micro-batch could hand on by itself (collective)."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +66,7 @@ class SpecRun:
         decoder: Callable[[], Decoder] | None = None,
         *,
         shards: SequenceShards | None = None,
-        harvest: Callable[[RolloutControl], Harvest] | None = None,
+        harvest: Callable[[RolloutControl], RolloutHarvest] | None = None,
         sleeps: bool = False,
         overlaps: bool = False,
     ) -> None:
@@ -93,7 +76,7 @@ class SpecRun:
             session: of this process.
             link: all engines of the run, on the first actor rank; None on the others, which train the same draft.
             decoder: finds the policy's decoder, see ``find_decoder``; not asked for where the method harvests nothing.
-            shards: if the decoder sees a part of each row only, see ``Harvester``.
+            shards: if the decoder sees a part of each row only.
             harvest: makes the harvest of a backend that needs one of its own, in the place of ``decoder`` and ``shards``.
             sleeps: have the engines no weights in memory when the log-prob pass begins.
             overlaps: do the engines generate while the trainer trains; rollouts then end with the next weight sync.
@@ -101,10 +84,10 @@ class SpecRun:
         self.session = session
         self.control = RolloutControl(session, link, sleeps, overlaps)
         if harvest is not None:
-            self.harvest: Harvest = harvest(self.control)
+            self.harvest = harvest(self.control)
         else:
             assert decoder is not None, "either decoder or harvest"
-            self.harvest = RolloutHarvest(self.control, decoder, shards)
+            self.harvest = DecoderHarvest(self.control, decoder, shards)
         self._in_pass = self._synced = False
         self._checked = False  # log-probs of the step in progress
         #: what the engines have said of what they sampled; they are asked once a step, in a synchronous run once a phase
@@ -191,14 +174,14 @@ class SpecRun:
             self.harvest.close()
         self.harvest.deliver()
 
-    def micro_batch(self, documents: Callable[[], Documents]) -> AbstractContextManager[None]:
+    def micro_batch(self, documents: Callable[[], Documents], rows: Rows | None = None) -> AbstractContextManager[None]:
         """Around one forward pass of the trainer's log-prob pass.
 
         Args:
             documents: called behind the pass.
+            rows: takes a layer's output apart, [n_i, H] of each document; left out for [B, T, H] or packed [1, N, H].
         """
-        assert isinstance(self.harvest, RolloutHarvest), "a harvest of its own captures by itself"
-        return self.harvest.capture(documents)
+        return self.harvest.capture(documents, rows)
 
     # ---- log-probs, before they enter the loss
 

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from spec_plugin.actor.control import RolloutHarvest
+from spec_plugin.actor.harvest import RolloutHarvest
 from spec_plugin.conformance.plants import PLANTED, SAID, SELF_TEST, VERSION, Plants
 from spec_plugin.events import Check, SelfTestReport
 from spec_plugin.session import SpecSession

@@ -19,7 +19,8 @@ from test_refresh import acceptance_length
 from draft_training import DraftConfig, digest
 from draft_training.eagle3 import save_draft
 from spec_plugin.actor.decoder import find_decoder, load_policy
-from spec_plugin.actor.harvest import Harvester, responses_at_the_end
+from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.actor.taps import Taps
 from spec_plugin.conformance.targets import tiny_targets
 
 pytestmark = pytest.mark.engine
@@ -30,14 +31,14 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 @torch.no_grad()
-def harvested(model: Any, documents: list[torch.Tensor], config: DraftConfig) -> Any:
+def captured(model: Any, documents: list[torch.Tensor], config: DraftConfig) -> Any:
     """What the actor's side copies out of a forward pass of transformers."""
-    harvester = Harvester(find_decoder(model), config.aux_layers)
+    taps = Taps.of(find_decoder(model), config.aux_layers)
     padded = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
     attention = torch.nn.utils.rnn.pad_sequence([torch.ones_like(d) for d in documents], batch_first=True)
-    with harvester.capture():
+    with taps.attached():
         model(input_ids=padded, attention_mask=attention, use_cache=False)
-    return harvester.take(documents, responses_at_the_end(documents, [1] * len(documents)), 0, 1 << 20)
+    return harvested(taps, (documents, responses_at_the_end(documents, [1] * len(documents))), HarvestPlan(1 << 20))
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def the_states_are_the_actors(llm: Any, model: Any, config: DraftConfig, toleran
         with engine_states(llm) as kept:
             small.generate_one(llm, prompt)
         aux, last = kept[0]
-        mine = harvested(model, [torch.tensor(prompt)], config)
+        mine = captured(model, [torch.tensor(prompt)], config)
         n = len(prompt)
         errors = [off(aux[:n], mine.aux), off(last[:n], mine.last)]
         assert max(errors) < tolerance, errors

@@ -188,15 +188,16 @@ def places() -> list[dict[str, Any]]:
     for kind in ("thd", "bshd"):
         setattr(room, f"preprocess_{kind}_engine", note)
         setattr(room, f"postprocess_{kind}_engine", behind)
-    harvest: Any = object.__new__(room.PipelineHarvest)
     options = SimpleNamespace(use_remove_padding=False, pad_to_length=False)
-    harvest._engine = SimpleNamespace(
-        tf_config=SimpleNamespace(sequence_parallel=False, fp8=None), engine_config=options
+    engine = SimpleNamespace(
+        tf_config=SimpleNamespace(sequence_parallel=False, fp8=None),
+        engine_config=options,
+        _get_context_parallel_layout=lambda chunk: "contiguous",
     )
     ids = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(2)], layout=torch.jagged)
     batch = TensorDict({"input_ids": ids}, batch_size=[2])
     for options.use_remove_padding in (False, True):
-        harvest._whole(torch.empty(5, 1, 3, device="meta"), batch, "contiguous")
+        room.rows(engine, torch.nn.Identity(), torch.empty(5, 1, 3, device="meta"), batch)
     return told
 
 

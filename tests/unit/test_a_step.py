@@ -14,8 +14,9 @@ from test_training import TARGET, sync
 from torch import Tensor, nn
 
 from spec_plugin import SpecConfig, events, hookspecs, spans
-from spec_plugin.actor.control import RolloutControl, RolloutHarvest
+from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.decoder import Decoder
+from spec_plugin.actor.harvest import DecoderHarvest
 from spec_plugin.actor.links import ActorsLink, EngineLink, LocalLink
 from spec_plugin.actor.run import Responses, SpecRun
 from spec_plugin.engine.extension import SpecWorkerExtension
@@ -85,7 +86,7 @@ def test_every_name_in_code_font_exists():
             LocalLink,
             SpecRun,
             RolloutControl,
-            RolloutHarvest,
+            DecoderHarvest,
             SpecSession,
             RolloutStats,
         )

@@ -136,8 +136,8 @@ def test_live_bytes_finds_the_peak_and_ignores_views_and_what_was_there_before()
 
 def test_capture_leaves_no_hook_behind() -> None:
     model = tiny_model()
-    harvester = harvest.Harvester(find_decoder(model), (2, 4, 5))
-    assert harvest.hooks(model, harvester) == (4, 0)
+    taps = harvest.Taps.of(find_decoder(model), (2, 4, 5))
+    assert harvest.hooks(model, taps) == (4, 0)
 
 
 @torch.no_grad()

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from spec_plugin.actor.decoder import find_decoder, load_policy, shared_with_draft, text_sizes, unwrapped
-from spec_plugin.actor.harvest import Harvester, responses_at_the_end
+from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.actor.taps import Taps
 from spec_plugin.conformance import tiny
 from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin.engine_class import engine_class
@@ -35,12 +36,12 @@ def test_of_every_family_the_states_are_those_that_make_its_logits(family: str) 
     model, documents = policy(family), [torch.randint(6, tiny.VOCAB, (n,)) for n in (5, 9)]
     decoder = find_decoder(model)
     assert len(decoder.layers) == 8 and decoder.embed is model.get_input_embeddings()
-    harvester = Harvester(decoder, (2, 4, 5))
+    taps = Taps.of(decoder, (2, 4, 5))
     padded = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
     attention = (torch.arange(9)[None] < torch.tensor([[5], [9]])).long()
-    with harvester.capture(), torch.no_grad():
+    with taps.attached(), torch.no_grad():
         out = model(input_ids=padded, attention_mask=attention, use_cache=False)
-    hidden = harvester.take(documents, responses_at_the_end(documents, (1, 1)), 0, 100)
+    hidden = harvested(taps, (documents, responses_at_the_end(documents, (1, 1))), HarvestPlan(100))
     assert hidden is not None and hidden.aux.shape == (14, 3 * tiny.HIDDEN)
     logits = hidden.last @ model.get_output_embeddings().weight.T
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)

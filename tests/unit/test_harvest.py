@@ -6,7 +6,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spec_plugin.actor.decoder import find_decoder
-from spec_plugin.actor.harvest import Harvester, responses_at_the_end
+from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.actor.taps import Taps
 
 AUX = (1, 3, 4)
 LENGTHS = (7, 4, 9)
@@ -44,13 +45,16 @@ def run_packed(model, documents):
     return model(input_ids=torch.cat(documents)[None], position_ids=positions, use_cache=False)
 
 
-def harvest(model, documents, run=run_padded, max_tokens=1000, **options):
-    harvester = Harvester(find_decoder(model), AUX)
-    with harvester.capture():
+def harvest(model, documents, run=run_padded, plan=None):
+    taps = Taps.of(find_decoder(model), AUX)
+    with taps.attached():
         run(model, documents)
-    return harvester.take(
-        documents, responses_at_the_end(documents, RESPONSES), policy_version=5, max_tokens=max_tokens, **options
-    )
+    return packed(taps, documents, plan)
+
+
+def packed(taps, documents, plan=None):
+    masks = responses_at_the_end(documents, RESPONSES[: len(documents)])
+    return harvested(taps, (documents, masks), plan or HarvestPlan(1000), policy_version=5)
 
 
 def hooks(model) -> int:
@@ -85,73 +89,73 @@ def test_padded_and_packed_passes_give_the_same_documents(model, documents):
 
 
 def test_law_4_what_is_harvested_is_detached_from_the_policys_graph(model, documents):
-    harvester = Harvester(find_decoder(model), AUX)
-    with harvester.capture():
+    taps = Taps.of(find_decoder(model), AUX)
+    with taps.attached():
         model(input_ids=documents[0][None], use_cache=False)
-    hidden = harvester.take(documents[:1], responses_at_the_end(documents[:1], RESPONSES[:1]), 0, 1000)
+    hidden = packed(taps, documents[:1])
     assert not hidden.aux.requires_grad and not hidden.last.requires_grad
 
 
 def test_hooks_are_there_only_inside_capture(model):
     before = hooks(model)
-    with Harvester(find_decoder(model), AUX).capture():
+    with Taps.of(find_decoder(model), AUX).attached():
         assert hooks(model) == before + len(AUX) + 1
     assert hooks(model) == before
 
 
 def test_hooks_are_gone_after_an_exception_too(model):
     before = hooks(model)
-    with pytest.raises(KeyError), Harvester(find_decoder(model), AUX).capture():
+    with pytest.raises(KeyError), Taps.of(find_decoder(model), AUX).attached():
         raise KeyError("out of memory, say")
     assert hooks(model) == before
 
 
 def test_the_policys_output_is_bitwise_the_same_with_and_without_capture(model, documents):
     plain = run_padded(model, documents).logits
-    with Harvester(find_decoder(model), AUX).capture():
+    with Taps.of(find_decoder(model), AUX).attached():
         captured = run_padded(model, documents).logits
     assert torch.equal(plain, captured)
 
 
 @pytest.mark.parametrize(("budget", "kept"), [(20, (7, 4, 9)), (19, (7, 4)), (11, (7, 4)), (10, (7,)), (4, (4,))])
 def test_the_budget_is_respected_and_documents_are_never_cut(model, documents, budget, kept):
-    hidden = harvest(model, documents, max_tokens=budget)
+    hidden = harvest(model, documents, plan=HarvestPlan(budget))
     assert hidden.lengths == kept
     assert len(hidden.input_ids) == len(hidden.aux) == len(hidden.last) == len(hidden.loss_mask) == sum(kept) <= budget
 
 
 @pytest.mark.parametrize("run", [run_padded, run_packed])
-def test_of_documents_that_are_all_too_long_the_end_of_the_first_is_taken_where_that_is_asked_for(
-    model, documents, run
-):
+def test_of_documents_that_are_all_longer_than_the_whole_budget_the_end_of_the_first_is_taken(model, documents, run):
     whole = harvest(model, documents, run)
-    cut = harvest(model, documents, run, max_tokens=3, cut_long=True)
+    cut = harvest(model, documents, run, plan=HarvestPlan(3))
     n = len(documents[0])
     assert cut.lengths == (3,) and cut.input_ids.tolist() == documents[0][-3:].tolist()
     for name in ("aux", "last", "loss_mask"):
         assert torch.equal(getattr(cut, name), getattr(whole, name)[n - 3 : n]), name
-    assert harvest(model, documents, run, max_tokens=0, cut_long=True) is None
-    assert harvest(model, documents, run, max_tokens=10, cut_long=True).lengths == (7,)
+    assert harvest(model, documents, run, plan=HarvestPlan(0)) is None
+    assert harvest(model, documents, run, plan=HarvestPlan(10)).lengths == (7,)
 
 
 def test_nothing_that_fits_is_none(model, documents):
-    assert harvest(model, documents, max_tokens=3) is None
+    plan = HarvestPlan(6)
+    assert harvest(model, documents, plan=plan).lengths == (4,)
+    assert harvest(model, documents, plan=plan) is None, "two tokens are left, and no document is cut to fit"
 
 
 def test_taking_without_a_forward_pass_or_twice_is_an_error(model, documents):
-    harvester = Harvester(find_decoder(model), AUX)
+    taps = Taps.of(find_decoder(model), AUX)
     with pytest.raises(RuntimeError, match="nothing was captured"):
-        harvester.take(documents, responses_at_the_end(documents, RESPONSES), 0, 1000)
-    with harvester.capture():
+        packed(taps, documents)
+    with taps.attached():
         run_padded(model, documents)
-    harvester.take(documents, responses_at_the_end(documents, RESPONSES), 0, 1000)
+    packed(taps, documents)
     with pytest.raises(RuntimeError, match="nothing was captured"):
-        harvester.take(documents, responses_at_the_end(documents, RESPONSES), 0, 1000)
+        packed(taps, documents)
 
 
 def test_states_that_do_not_fit_the_documents_are_refused(model, documents):
-    harvester = Harvester(find_decoder(model), AUX)
-    with harvester.capture():
+    taps = Taps.of(find_decoder(model), AUX)
+    with taps.attached():
         run_padded(model, documents[:2])
     with pytest.raises(RuntimeError, match="do not fit documents"):
-        harvester.take(documents, responses_at_the_end(documents, RESPONSES), 0, 1000)
+        packed(taps, documents)

@@ -10,7 +10,8 @@ from test_training import LAYERS, TARGET
 from torch import Tensor, nn
 
 from spec_plugin import SpecConfig
-from spec_plugin.actor.control import RolloutControl, RolloutHarvest
+from spec_plugin.actor.control import RolloutControl
+from spec_plugin.actor.harvest import DecoderHarvest
 from spec_plugin.events import HiddenStates
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.manager import create_manager
@@ -53,7 +54,7 @@ class Actor:
         self.decoder = nn.Module()
         self.decoder.layers = nn.ModuleList([nn.Identity() for _ in range(LAYERS)])
         self.decoder.norm = nn.Identity()
-        self.harvest = RolloutHarvest(RolloutControl(self.session, None), lambda: self.decoder, shards)
+        self.harvest = DecoderHarvest(RolloutControl(self.session, None), lambda: self.decoder, shards)
 
     def runs(self, *lengths: int) -> None:
         ids = [torch.arange(n) for n in lengths]
@@ -117,9 +118,8 @@ def test_law_6_nobody_harvests_for_a_draft_that_has_failed():
 
 
 def held(actor: Actor) -> bool:
-    harvester = actor.harvest._harvester
-    assert harvester is not None
-    return harvester._last is not None or any(a is not None for a in harvester._aux)
+    assert actor.harvest._taps is not None
+    return bool(actor.harvest._taps._seen)
 
 
 @pytest.mark.parametrize("fails", ["the pass", "the documents", "nothing"])
@@ -167,13 +167,13 @@ def test_a_harvest_that_could_not_be_made_is_made_anew_behind_a_fresh_start():
             raise found
         return found
 
-    harvest = RolloutHarvest(RolloutControl(actor.session, None), decoder)
+    harvest = DecoderHarvest(RolloutControl(actor.session, None), decoder)
     assert actor.session.failed
     harvest.open()
-    assert harvest._left == 0
+    assert harvest.plan.left == 0
     actor.session.failure = None
     harvest.open()
-    assert harvest._left == BUDGET
+    assert harvest.plan.left == BUDGET
 
 
 def test_law_6_a_harvest_that_fails_costs_speculation_and_not_the_pass():

@@ -16,7 +16,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from spec_plugin.actor.decoder import find_decoder
-from spec_plugin.actor.harvest import Harvester, responses_at_the_end
+from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.actor.taps import Taps
 from spec_plugin.events import HiddenStates
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "vocab_size": 61, "head_dim": 32}
@@ -31,10 +32,10 @@ def single_process_group(tmp_path: Path) -> Iterator[None]:
 
 def harvest(model: torch.nn.Module) -> HiddenStates:
     ids = torch.arange(20).view(2, 10)
-    harvester = Harvester(find_decoder(model), (2, 4, 5))  # type: ignore[arg-type]
-    with torch.no_grad(), harvester.capture():
+    taps = Taps.of(find_decoder(model), (2, 4, 5))  # type: ignore[arg-type]
+    with torch.no_grad(), taps.attached():
         model(input_ids=ids, use_cache=False)
-    hidden = harvester.take(list(ids), responses_at_the_end(list(ids), [4, 4]), policy_version=0, max_tokens=100)
+    hidden = harvested(taps, (list(ids), responses_at_the_end(list(ids), [4, 4])), HarvestPlan(100))
     assert hidden is not None
     return hidden
 

@@ -19,9 +19,10 @@ from test_training import TARGET, hidden, sync
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, OtherRankFailed, TrainSettings, digest
 from spec_plugin import SpecConfig
 from spec_plugin import ranks as ranks_module
-from spec_plugin.actor.control import RolloutControl, RolloutHarvest
-from spec_plugin.actor.harvest import Harvester, PackedShards
+from spec_plugin.actor.control import RolloutControl
+from spec_plugin.actor.harvest import DecoderHarvest, HarvestPlan, PackedShards, harvested
 from spec_plugin.actor.links import ActorsLink, merge_states, merge_stats
+from spec_plugin.actor.taps import Taps
 from spec_plugin.builtin import registry as builtins
 from spec_plugin.errors import PatchError
 from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport
@@ -219,11 +220,11 @@ def test_slices_of_a_packed_row_become_whole_documents_of_which_each_rank_keeps_
         layer, norm = torch.nn.Identity(), torch.nn.Identity()
         decoder = torch.nn.Module()
         decoder.layers, decoder.norm = torch.nn.ModuleList([layer]), norm
-        harvester = Harvester(decoder, [0], PackedShards(dist.group.WORLD))
-        with harvester.capture():
+        taps, plan = Taps.of(decoder, [0]), HarvestPlan(8, ranks=2)
+        with taps.attached():
             norm(layer(states[:, rank * 8 : rank * 8 + 8]) + 1)
-        found = harvester.take(ids, [torch.ones(n) for n in lengths], 0, 15)
-        assert found is not None and harvester.taken == 15
+        found = harvested(taps, (ids, [torch.ones(n) for n in lengths]), plan, 0, PackedShards(dist.group.WORLD))
+        assert found is not None and plan.left == 1
         return found.lengths, found.input_ids.tolist(), found.aux.tolist(), found.last.tolist()
 
     first, second = on_two_ranks(tmp_path, work)
@@ -246,7 +247,7 @@ def test_law_6_a_rank_that_fails_before_the_exchange_of_rows_leaves_no_other_wai
         session = SpecSession(SpecConfig(), replace(TARGET, actor_group=dist.group.WORLD))
         session.method = replace(session.method, harvest=(0,))
         control = RolloutControl(session, None)
-        harvest = RolloutHarvest(control, lambda: decoder, PackedShards(dist.group.WORLD))
+        harvest = DecoderHarvest(control, lambda: decoder, PackedShards(dist.group.WORLD))
         harvest.open()
         broken = rank == where
 
@@ -260,8 +261,8 @@ def test_law_6_a_rank_that_fails_before_the_exchange_of_rows_leaves_no_other_wai
             with harvest.capture(documents):
                 states = torch.ones(1, 3, 4)
                 norm(states if broken and what == "hook" else layer(states))
-            left.append(harvest._left)
-        held = harvest._harvester._last is not None or any(a is not None for a in harvest._harvester._aux)
+            left.append(harvest.plan.left)
+        held = bool(harvest._taps._seen)
         return session.failed, session.follows, left, held
 
     found = on_two_ranks(tmp_path, work)

@@ -11,7 +11,8 @@ import torch
 from test_training import TARGET, sync
 
 from spec_plugin import SpecConfig
-from spec_plugin.actor.control import RolloutControl, RolloutHarvest
+from spec_plugin.actor.control import RolloutControl
+from spec_plugin.actor.harvest import DecoderHarvest
 from spec_plugin.events import (
     DraftRefresh,
     EngineState,
@@ -289,7 +290,7 @@ def test_law_6_a_decoder_that_is_called_in_another_way_costs_the_harvest_and_not
 
     session = SpecSession(SpecConfig(serve="never"), TARGET, create_manager(load_entry_points=False))
     control, decoder = RolloutControl(session, Engines()), Odd()
-    harvest = RolloutHarvest(control, lambda: decoder)
+    harvest = DecoderHarvest(control, lambda: decoder)
     harvest.open()
     with harvest.capture(lambda: ([torch.zeros(3, dtype=torch.int64)], [torch.ones(3, dtype=torch.bool)])):
         out = decoder(torch.ones(1, 3, 2))
@@ -298,7 +299,7 @@ def test_law_6_a_decoder_that_is_called_in_another_way_costs_the_harvest_and_not
 
 def test_law_6_a_model_without_layers_costs_the_harvest_only():
     session = SpecSession(SpecConfig(serve="never"), TARGET, create_manager(load_entry_points=False))
-    harvest = RolloutHarvest(RolloutControl(session, Engines()), lambda: torch.nn.Linear(1, 1))
+    harvest = DecoderHarvest(RolloutControl(session, Engines()), lambda: torch.nn.Linear(1, 1))
     harvest.open()
     with harvest.capture(lambda: ([], [])):
         pass
@@ -309,7 +310,7 @@ def test_what_the_trainer_raises_in_its_forward_pass_is_the_trainers():
     session = SpecSession(SpecConfig(serve="never"), TARGET, create_manager(load_entry_points=False))
     decoder = torch.nn.Module()
     decoder.layers, decoder.norm = torch.nn.ModuleList([torch.nn.Identity() for _ in range(8)]), torch.nn.Identity()
-    harvest = RolloutHarvest(RolloutControl(session, Engines()), lambda: decoder)
+    harvest = DecoderHarvest(RolloutControl(session, Engines()), lambda: decoder)
     harvest.open()
     with pytest.raises(ZeroDivisionError), harvest.capture(lambda: ([], [])):
         raise ZeroDivisionError

@@ -9,7 +9,7 @@ from minimal_adapter.adapter import MinimalAdapter
 from minimal_adapter.loop import Rollouts, Settings, Trainer
 from torch import Tensor
 
-from spec_plugin.adapter import RolloutHarvest, find_decoder, run_blocking
+from spec_plugin.adapter import DecoderHarvest, find_decoder, run_blocking
 
 CAUGHT_BY = "hidden_states_equal_a_plain_forward"
 
@@ -18,7 +18,7 @@ class Adapter(MinimalAdapter):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.reference = copy.deepcopy(self.policy).requires_grad_(False)
-        self.spec.harvest = RolloutHarvest(self.spec.control, lambda: find_decoder(self.reference))
+        self.spec.harvest = DecoderHarvest(self.spec.control, lambda: find_decoder(self.reference))
 
     def log_probs(self, rollouts: Rollouts) -> Tensor:
         run_blocking(self.spec.rollouts_end())

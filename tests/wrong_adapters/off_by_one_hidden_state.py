@@ -8,7 +8,7 @@ from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 
 from spec_plugin.actor.decoder import find_decoder
-from spec_plugin.actor.harvest import Harvester
+from spec_plugin.actor.taps import Taps
 
 CAUGHT_BY = "hidden_states_equal_a_plain_forward"
 
@@ -18,7 +18,7 @@ class Adapter(MinimalAdapter):
         super().__init__(settings)
         right = self.spec.session.method.harvest
         assert right is not None
-        self.spec.harvest._harvester = Harvester(find_decoder(self.policy), [layer + 1 for layer in right])
+        self.spec.harvest._taps = Taps.of(find_decoder(self.policy), [layer + 1 for layer in right])
 
 
 class Driver(driver.Driver):

@@ -29,12 +29,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.megatron_utils import unwrap_model
 
-from spec_plugin.adapter import HiddenStates, RolloutControl, chosen, together
+from spec_plugin.adapter import LAST, Documents, HiddenStates, RolloutControl, RolloutHarvest, Rows, Taps
 from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
-
-#: among the states of a pass, beside the indices of auxiliary layers: the output of the final norm
-_LAST = -1
 
 
 class Actor(SpecActor):
@@ -83,11 +80,10 @@ class Actor(SpecActor):
 
     def forward_step(self, batch_iter: Iterator[Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch of this stage; captured while the pass still has harvest budget."""
-        harvest = None if self._run is None else self._run.harvest
-        if not isinstance(harvest, PipelineHarvest) or not harvest.wants:
+        if self._run is None or self._run.harvest.plan.left <= 0:  # a training pass, most of all
             return super().forward_step(batch_iter, model, *args, **kwargs)  # type: ignore[misc]
         batch = next(batch_iter)
-        with harvest.capture(model, batch):
+        with self._run.micro_batch(lambda: batches.documents(batch), lambda state: rows(self, model, state, batch)):
             return super().forward_step(iter((batch,)), model, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -101,58 +97,48 @@ class _Documents:
     states: dict[int, list[Tensor]] = field(default_factory=dict)  # by layer, of this stage: [n, H] in host memory
 
 
-class PipelineHarvest:
-    """The harvest of one rank of a Megatron actor; see :class:`spec_plugin.adapter.Harvest`."""
+class PipelineHarvest(RolloutHarvest):
+    """The harvest of one rank of a Megatron actor."""
 
     def __init__(self, control: RolloutControl, engine: Any) -> None:
         """Bind to a session and an engine; nothing is captured before ``open``."""
-        self._control, self._engine = control, engine
-        session = control.session
-        harvested = session.method.harvest if session.config.train else None
-        self._wanted = None if harvested is None else (*harvested, _LAST)
+        self._engine = engine
         tensor, context = mpu.get_tensor_model_parallel_world_size(), mpu.get_context_parallel_world_size()
         self._column = mpu.get_tensor_model_parallel_rank() + tensor * mpu.get_context_parallel_rank()
         self._columns: int = tensor * context
         self._stage: int = mpu.get_pipeline_model_parallel_rank()
         self._stages: int = mpu.get_pipeline_model_parallel_world_size()
-        self._left = self._turn = 0
         self._documents = _Documents()
         self._seconds = 0.0  # of this pass
+        super().__init__(control, self._columns * self._stages, mpu.get_tensor_and_context_parallel_group())
 
-    @property
-    def _ranks(self) -> int:
-        return self._columns * self._stages
-
-    @property
-    def wants(self) -> bool:
-        """Is the next micro-batch to be captured; the same on all ranks that run it together."""
-        return self._left > 0
+    def taps(self, layers: Sequence[int]) -> Taps:
+        """On the layers of this stage; its chunk is a ``GPTModel``, or a multimodal one around it."""
+        (chunk,) = map(unwrap_model, self._engine.module)
+        decoder, count = getattr(chunk, "language_model", chunk).decoder, chunk.config.num_layers
+        norm = getattr(decoder, "final_layernorm", None)
+        places = {layer.layer_number - 1: layer for layer in decoder.layers} | ({} if norm is None else {count: norm})
+        return Taps({i: places[i] for i in layers if i in places}, norm)
 
     def open(self) -> None:
-        """Allow ``harvest_tokens`` tokens for each rank from here on (collective)."""
-        self._control.agree()
-        session = self._control.session
-        self._documents, self._turn, self._seconds = _Documents(), 0, 0.0
-        wanted = self._wanted is not None and not session.failed
-        self._left = self._ranks * session.config.harvest_tokens if wanted else 0
+        """A new budget (collective)."""
+        self._documents, self._seconds = _Documents(), 0.0
+        super().open()
 
-    def close(self) -> None:
-        """Capture nothing until the next ``open``."""
-        self._left = 0
-
-    @contextmanager
-    def capture(self, model: nn.Module, batch: Any) -> Iterator[None]:
-        """Hook this stage for one micro-batch, and keep what it owns of the documents (collective within the stage)."""
-        assert self._wanted is not None
-        session, taps = self._control.session, Taps()
-        with session.guarded("harvest"):
-            taps = Taps.on(unwrap_model(model), self._wanted)
-        try:
-            yield
-        finally:
-            taps.remove()
-        with self._timed(), session.guarded("harvest"):
-            self._keep(taps, batch, self._engine._get_context_parallel_layout(unwrap_model(model)))
+    def keep(self, taps: Taps, documents: Documents, rows: Rows | None) -> None:
+        """Of each document that a rank of this column keeps, what this stage owns (collective within the stage)."""
+        assert rows is not None
+        with self._timed():
+            ids, masks = documents
+            shared, cut = self.plan.shared_out([len(document) for document in ids])
+            mine = [(i, o // self._columns) for i, o in shared if o % self._columns == self._column]
+            kept = self._documents
+            kept.ids += [ids[i][-cut:].cpu() for i, _ in mine]
+            kept.masks += [masks[i][-cut:].bool().cpu() for i, _ in mine]
+            kept.stages += [stage for _, stage in mine]
+            for layer, state in sorted(taps.states().items()):
+                parts = rows(state)
+                kept.states.setdefault(layer, []).extend(parts[i][-cut:].cpu() for i, _ in mine)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -160,53 +146,15 @@ class PipelineHarvest:
         yield
         self._seconds += time.perf_counter() - began
 
-    def _keep(self, taps: Taps, batch: Any, layout: str) -> None:
-        # the ranks of a stage gather their parts of the states behind this: all of them, or none
-        with together("harvest the pass", mpu.get_tensor_and_context_parallel_group()):
-            states = taps.states()
-            ids, masks = batches.documents(batch)
-        lengths = [len(document) for document in ids]
-        budget = self._ranks * self._control.session.config.harvest_tokens
-        picked, cut = chosen(lengths, self._left, cut_long=self._left == budget)
-        self._left -= sum(min(lengths[i], cut) for i in picked)
-        owners = [(self._turn + n) % self._ranks for n in range(len(picked))]
-        self._turn += len(picked)
-        mine = [
-            (i, o // self._columns) for i, o in zip(picked, owners, strict=True) if o % self._columns == self._column
-        ]
-        kept = self._documents
-        kept.ids += [ids[i][-cut:].cpu() for i, _ in mine]
-        kept.masks += [masks[i][-cut:].bool().cpu() for i, _ in mine]
-        kept.stages += [stage for _, stage in mine]
-        for layer, state in states:
-            whole = self._whole(state, batch, layout)
-            kept.states.setdefault(layer, []).extend(whole[i][-cut:].cpu() for i, _ in mine)
-
-    def _whole(self, state: Tensor, batch: Any, layout: str) -> Sequence[Tensor]:
-        """Each document's rows, [n, H], from a part of the batch, [S / tensor, B, H] or packed [T / (tensor context), 1, H]."""
-        engine, ids = self._engine, batch["input_ids"].to(state.device)  # masks are made where they are, and gathered
-        if engine.tf_config.sequence_parallel:
-            state = gather_from_sequence_parallel_region(state, tensor_parallel_output_grad=False)
-        state, narrow = state.transpose(0, 1).contiguous(), engine.tf_config.fp8 in ("e4m3", "hybrid")
-        if engine.engine_config.use_remove_padding:
-            bucket = engine.engine_config.pad_to_length_bucket if engine.engine_config.pad_to_length else None
-            _, packed, _ = preprocess_thd_engine(
-                ids, pre_process=False, use_fp8_padding=narrow, pad_to_length_bucket=bucket, cp_layout=layout
-            )
-            return list(postprocess_thd_engine(state, packed, ids, ids.shape[0], cp_layout=layout).unbind())
-        longest = tu.get_non_tensor_data(data=batch, key="forced_max_seqlen", default=None)
-        _, mask, _ = preprocess_bshd_engine(ids, pre_process=False, use_fp8_padding=narrow, forced_max_seqlen=longest)
-        return list(postprocess_bshd_engine(state, mask).unbind())
-
     def deliver(self) -> None:
         """Behind the pass: hand every document to the rank whose it is, and that to the session (collective)."""
-        session, kept, self._documents = self._control.session, self._documents, _Documents()
+        session, kept, self._documents = self.session, self._documents, _Documents()
         if self._wanted is None:
             return
         with session.guarded("harvest"):
             with self._timed():
                 states = kept.states if self._stages == 1 else self._exchanged(kept)
-            _check_complete(self._wanted, states, len(kept.ids))
+            _check_complete((*self._wanted, LAST), states, len(kept.ids))
             if own := [i for i, stage in enumerate(kept.stages) if stage == self._stage]:
                 session.target_forward(self._event(kept, own, states))
 
@@ -252,8 +200,8 @@ class PipelineHarvest:
         return out
 
     def _event(self, kept: _Documents, own: Sequence[int], states: Mapping[int, Sequence[Tensor]]) -> HiddenStates:
-        last = torch.cat([states[_LAST][i] for i in own])
-        aux = [torch.cat([states[layer][i] for i in own]) for layer in self._wanted or () if layer != _LAST]
+        last = torch.cat([states[LAST][i] for i in own])
+        aux = [torch.cat([states[layer][i] for i in own]) for layer in self._wanted or ()]
         return HiddenStates(
             input_ids=torch.cat([kept.ids[i] for i in own]),
             aux=torch.cat([last[:, :0], *aux], dim=-1),
@@ -267,62 +215,29 @@ class PipelineHarvest:
 
 def _check_complete(wanted: Sequence[int], found: Mapping[int, Any], documents: int) -> None:
     if documents and (missing := sorted(set(wanted) - found.keys())):
-        raise RuntimeError(f"no stage of the pipeline owns the layers {missing} ({_LAST}: the final norm)")
+        raise RuntimeError(f"no stage of the pipeline owns the layers {missing} ({LAST}: the final norm)")
 
 
-class Taps:
-    """Hooks on those of the wanted layers that a stage owns; what they saw of the last forward pass."""
+def rows(engine: Any, chunk: Any, state: Tensor, batch: Any) -> Sequence[Tensor]:
+    """Each document's rows, [n, H], of what this rank has of a micro-batch (collective).
 
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
-        self._seen: dict[int, Tensor] = {}
-        self._trouble: Exception | None = None
-
-    @classmethod
-    def on(cls, chunk: Any, wanted: Sequence[int]) -> Taps:
-        """Hook a chunk of the model, without its wrappers.
-
-        Args:
-            chunk: a ``GPTModel``, or a multimodal one around it.
-            wanted: indices of layers whose inputs are wanted; their number: what enters the final norm; ``_LAST``: its output.
-        """
-        taps, decoder = cls(), getattr(chunk, "language_model", chunk).decoder
-        norm, layers = getattr(decoder, "final_layernorm", None), chunk.config.num_layers
-        for layer in decoder.layers:
-            if (index := layer.layer_number - 1) in wanted:
-                taps._handles.append(layer.register_forward_pre_hook(taps._input(index), with_kwargs=True))
-        if norm is not None:
-            if layers in wanted:
-                taps._handles.append(norm.register_forward_pre_hook(taps._input(layers), with_kwargs=True))
-            taps._handles.append(norm.register_forward_hook(taps._output))
-        return taps
-
-    def _input(self, index: int) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            try:
-                self._seen[index] = (args[0] if args else kwargs["hidden_states"]).detach()
-            except Exception as error:  # law 6; ``states`` raises it
-                self._trouble = error
-
-        return hook
-
-    def _output(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        try:
-            self._seen[_LAST] = output.detach()
-        except Exception as error:  # law 6
-            self._trouble = error
-
-    def remove(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-
-    def states(self) -> list[tuple[int, Tensor]]:
-        """By layer, in the same order on all ranks of the stage.
-
-        Raises:
-            RuntimeError: if a layer was not called as expected.
-        """
-        if self._trouble is not None:
-            raise RuntimeError(f"the decoder's layers were not called as expected: {self._trouble}") from self._trouble
-        return sorted(self._seen.items())
+    Args:
+        engine: verl's.
+        chunk: of the model, that ran it.
+        state: what a layer was given or gave, [S / tensor, B, H] or packed [T / (tensor context), 1, H].
+        batch: the micro-batch, whose ``input_ids`` may lie elsewhere.
+    """
+    ids = batch["input_ids"].to(state.device)  # masks are made where they are, and gathered
+    if engine.tf_config.sequence_parallel:
+        state = gather_from_sequence_parallel_region(state, tensor_parallel_output_grad=False)
+    state, narrow = state.transpose(0, 1).contiguous(), engine.tf_config.fp8 in ("e4m3", "hybrid")
+    if engine.engine_config.use_remove_padding:
+        bucket = engine.engine_config.pad_to_length_bucket if engine.engine_config.pad_to_length else None
+        layout = engine._get_context_parallel_layout(unwrap_model(chunk))
+        _, packed, _ = preprocess_thd_engine(
+            ids, pre_process=False, use_fp8_padding=narrow, pad_to_length_bucket=bucket, cp_layout=layout
+        )
+        return list(postprocess_thd_engine(state, packed, ids, ids.shape[0], cp_layout=layout).unbind())
+    longest = tu.get_non_tensor_data(data=batch, key="forced_max_seqlen", default=None)
+    _, mask, _ = preprocess_bshd_engine(ids, pre_process=False, use_fp8_padding=narrow, forced_max_seqlen=longest)
+    return list(postprocess_bshd_engine(state, mask).unbind())

@@ -16,7 +16,8 @@ from draft_training import Document, DraftTrainer, HiddenBuffer, TrainSettings
 from draft_training.checkpoint import replacing_folder
 from draft_training.outside import logit_cap
 from spec_plugin.actor.decoder import find_decoder, load_policy
-from spec_plugin.actor.harvest import Harvester, responses_at_the_end
+from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.actor.taps import Taps
 from spec_plugin.builtin.trainer import TRAIN_TOKENS, documents_of
 from spec_plugin.commands.train.settings import PretrainSettings
 from spec_plugin.commands.train.texts import Rollout
@@ -95,7 +96,7 @@ class _Lesson:
     """Rollouts, harvested when they are needed: hidden states take a thousand times the room of the text."""
 
     def __init__(self, model: Any, aux_layers: Sequence[int], rollouts: Sequence[Rollout]) -> None:
-        self._model, self._harvester = model, Harvester(find_decoder(model), aux_layers)
+        self._model, self._taps = model, Taps.of(find_decoder(model), aux_layers)
         # alike lengths together, so that little is padded
         order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].prompt) + len(rollouts[i].response))
         parts = [[rollouts[i] for i in order[at : at + _BATCH]] for at in range(0, len(order), _BATCH)]
@@ -125,10 +126,10 @@ class _Lesson:
         ids = [torch.tensor([*r.prompt, *r.response]) for r in part]
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self._model.device)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(padded.device)
-        with self._harvester.capture():
+        with self._taps.attached():
             self._model.base_model(input_ids=padded, attention_mask=mask, use_cache=False)
         masks = responses_at_the_end(ids, [len(r.response) for r in part])
-        hidden = self._harvester.take(ids, masks, policy_version=0, max_tokens=1 << 62)
+        hidden = harvested(self._taps, (ids, masks), HarvestPlan(1 << 62))
         return [] if hidden is None else documents_of(hidden)
 
 

@@ -10,8 +10,9 @@ from vllm import SamplingParams
 
 from draft_training import digest
 from spec_plugin import SpecConfig
-from spec_plugin.actor.control import RolloutControl, RolloutHarvest
+from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.decoder import Decoder
+from spec_plugin.actor.harvest import DecoderHarvest
 from spec_plugin.conformance import watch
 from spec_plugin.conformance.plants import LOGPROB, PERTURBED, VERSION, Plants
 from spec_plugin.conformance.recorder import log_probs_of, read_trace
@@ -140,7 +141,7 @@ def test_what_a_weight_sync_announced_is_looked_at_again_after_the_update(sessio
 
 def test_each_new_budget_of_a_harvest_is_noted_by_the_recorder_of_its_session(session, tmp_path):
     control = RolloutControl(session, None)
-    harvest = RolloutHarvest(control, lambda: Decoder([torch.nn.Identity()] * 8, torch.nn.Identity()))
+    harvest = DecoderHarvest(control, lambda: Decoder([torch.nn.Identity()] * 8, torch.nn.Identity()))
     harvest.open()
     harvest.open()
     assert [e["hook"] for e in read_trace(tmp_path)].count("harvest_opened") == 2
