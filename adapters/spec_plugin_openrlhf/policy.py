@@ -151,7 +151,7 @@ def _responses(items: Sequence[Any]) -> Responses:
     )
     starts = [1] * len(items)  # OpenRLHF cuts the first token off
     mask = _padded([item.action_mask for item in items]).bool()
-    return Responses([item.sequences for item in items], starts, mask, stated, first, last)
+    return Responses([item.sequences for item in items], starts, mask, stated, (first, last))
 
 
 def _padded(rows: list[Tensor]) -> Tensor:
