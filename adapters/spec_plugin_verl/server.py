@@ -54,8 +54,7 @@ class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
         async with self._spec_front.sample(prompt_ids, options) as request:
             asked = {**sampling_params, "extra_args": request.extra_args, "logprobs": True}
             output = await super().generate(prompt_ids, asked, *args, **kwargs)
-            stated = output.log_probs if unasked else None
-            request.completed(output.token_ids, int(self.global_steps or 0), stated)
+            request.completed(output.token_ids, int(self.global_steps or 0), output.log_probs, asked=not unasked)
         if unasked:
             output.log_probs = None
         return output

@@ -48,7 +48,8 @@ class Responses:
     rollout: (
         Tensor | None
     )  # [B, T] float, log-probs by the engine while sampling; None: the trainer did not ask for them
-    #: [B] int64 each: policy versions that sampled each first and last token, as the trainer knows; -1 unknown
+    #: [B] int64 each: policy versions that sampled each first and last token, -1 unknown, where the trainer keeps them beside
+    #: its responses; None: the engines alone say it
     told: tuple[Tensor, Tensor] | None = None
 
     def versions(self, said: Tensor, now: int, lags: bool) -> Tensor:
@@ -278,13 +279,13 @@ class SpecRun:
     def _who_sampled(self, responses: Responses) -> tuple[Tensor, Tensor]:
         """Of each token the policy version and what drafts had to do with it: ``versions`` and ``drafted`` of a batch."""
         if self._spans is None:
-            self._spans = self.control.spans()
+            self._spans = self.control.spans(responses.told is not None)
         now, mask, told, lags = self.policy_version, responses.mask, responses.told, self.control.lags
         said, plain = torch.full(mask.shape, UNKNOWN), torch.zeros(mask.shape, dtype=torch.bool)
-        if told is None and not lags:  # nothing is older than the phase
+        if told is None and not lags:  # what this phase has sampled is not taken for older text
             told = (torch.full((len(mask),), now),) * 2
         with self.session.guarded("what the engines say of their samples"):  # log-probs are judged without it, too
-            said, plain = self._spans.of(responses.documents, responses.starts, mask, told)
+            said, plain = self._spans.of(responses.documents, responses.starts, mask, told, responses.rollout)
         if now < 0:  # the engines know theirs, and the actor has not heard of it: nothing can be compared
             said.fill_(UNKNOWN)
         plain = plain.to(mask.device)

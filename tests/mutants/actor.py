@@ -381,6 +381,27 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
+        "min(reversed(same), key=apart)",
+        "same[-1]",
+        "law 3: a response passes for that of a newer policy which has answered the same",
+        ("test_spans.py",),
+    ),
+    Mutation(
+        "spec_plugin/spans.py",
+        "math.inf if math.isnan(difference) else difference",
+        "difference",
+        "law 3: a log-prob that is no number decides which policy sampled a response",
+        ("test_spans.py",),
+    ),
+    Mutation(
+        "spec_plugin/actor/control.py",
+        "self._spans if needed else Spans()",
+        "self._spans if self.lags else Spans()",
+        "law 3: OpenRLHF: a response that is older than its step passes for one of unknown version",
+        ("test_rollout_control.py",),
+    ),
+    Mutation(
+        "spec_plugin/spans.py",
         "np.searchsorted(self._marks, marks)",
         'np.searchsorted(self._marks, marks, side="right")',
         "law 3: which version sampled a token is not found though an engine has said it",

@@ -239,6 +239,18 @@ def test_engines_that_failed_are_not_asked_again_in_a_synchronous_run():
     control.session.fail("a refresh", "planted")
     control.spans()
     assert "spans" not in engines.calls
+    control.spans(told=False)
+    assert "spans" in engines.calls, "nobody else says by which version a token was sampled"
+
+
+def test_law_3_where_the_trainer_does_not_say_it_text_that_is_older_than_the_phase_is_known_to_be():
+    engines = Lagging()
+    control = lagging(engines, overlaps=False)
+    asyncio.run(control.synced(sync(0)))
+    for said in (engines.said, []):
+        engines.said = said
+        found, _ = control.spans(told=False).of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
+        assert found.tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("eager", [True, False])
