@@ -63,10 +63,11 @@ class Responses:
         if self.told is None:
             return said
         first, last = (version.to(said.device)[:, None] for version in self.told)
-        number, count = self.mask.cumsum(-1), self.mask.sum(-1, keepdim=True)
+        number, count = self.mask.cumsum(-1), self.mask.sum(-1, keepdim=True)  # which sampled token of how many
+        begun = torch.where((count == 1) & (last > now), last, first)  # a single token is both ends
         told = torch.where(first == last, first, UNKNOWN).expand_as(said)
-        told = told.where(number != count, last).where(number != 1, first.where((count != 1) | (last <= now), last))
-        told = told.where(last >= first, disputed(first))
+        told = told.where(number != count, last).where(number != 1, begun)
+        told = told.where(last >= first, disputed(first))  # versions never fall
         if not lags:
             return told.where(told != UNKNOWN, said)
         between = (first < 0) | ((first <= said) & (said <= last))
@@ -290,8 +291,8 @@ class SpecRun:
             said.fill_(UNKNOWN)
         plain = plain.to(mask.device)
         drafts = bool((mask & ~plain).any()) if lags else self.control.speculating  # of the phases that sampled it
-        drafted = torch.where(plain, Drafts.CONTROL, Drafts.ON) if drafts else torch.full_like(plain, False)
-        return responses.versions(said.to(mask.device), now, lags), drafted.to(torch.uint8)
+        drafted = torch.where(plain & drafts, Drafts.CONTROL, Drafts.ON if drafts else Drafts.OFF).to(torch.uint8)
+        return responses.versions(said.to(mask.device), now, lags), drafted
 
     def _kept_aside(self, batch: LogprobBatch, responses: Responses) -> LogprobBatch | None:
         """What the engines kept aside of log-probs that the trainer did not ask for, of this rank's sequences."""

@@ -423,8 +423,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/run.py",
-        "(count != 1) | (last <= now)",
-        "count > 0",
+        "(count == 1) & (last > now)",
+        "count < 0",
         "law 3: of a sequence of one token the version that ended it is not looked at",
         ("test_who_sampled.py",),
     ),

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from batches import batch_of
 from test_training import TARGET, sync
 
 from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest
 from spec_plugin.events import (
     DraftRefresh,
+    Drafts,
     EngineState,
-    LogprobBatch,
     RefreshReport,
     RolloutStats,
     Schedule,
@@ -78,7 +79,7 @@ def test_law_3_the_engines_are_told_how_many_requests_each_judged_batch_needs_in
         asyncio.run(control.begin())
         for _ in range(2):  # micro-batches of one step
             values = torch.full((20, 9), -1.0)
-            session.check_logprobs(LogprobBatch(version, values, None, values < 0, None, False, False))
+            session.check_logprobs(batch_of(version, values, None, drafts=Drafts.OFF))
     assert told == shares
 
 
