@@ -163,8 +163,7 @@ def _nearest(same: Sequence[Span], sums: NDArray[np.float64]) -> Span:
     def apart(span: Span) -> float:
         if span.stated is None or span.until >= len(sums):
             return math.inf
-        difference = abs(span.stated - float(sums[span.until] - sums[span.first]))
-        return math.inf if math.isnan(difference) else difference
+        return abs(span.stated - float(sums[span.until] - sums[span.first]))
 
     return min(reversed(same), key=apart)
 

@@ -387,13 +387,6 @@ MUTATIONS = (
         ("test_spans.py",),
     ),
     Mutation(
-        "spec_plugin/spans.py",
-        "math.inf if math.isnan(difference) else difference",
-        "difference",
-        "law 3: a log-prob that is no number decides which policy sampled a response",
-        ("test_spans.py",),
-    ),
-    Mutation(
         "spec_plugin/actor/control.py",
         "self._spans if needed else Spans()",
         "self._spans if self.lags else Spans()",
