@@ -140,6 +140,19 @@ def test_law_3_of_what_overlaps_it_is_asked_whether_the_phases_that_sampled_it_d
     assert second.drafted.tolist() == [[Drafts.CONTROL, Drafts.ON, Drafts.ON]] * 2
 
 
+def test_law_3_where_a_synchronous_trainer_names_no_versions_the_engines_do_and_older_text_is_known_as_such():
+    run, seen, _ = make()
+    untold = replace(responses(), told=None)
+    for version in range(2):
+        synced(run, version)
+        asyncio.run(run.rollouts_end())
+        run.check(untold, STATED)
+        run.policy_updated(version)
+        run.link.said = ()  # type: ignore[union-attr]
+    assert [batch.versions.tolist() for batch in seen.batches] == [[[0] * 3] * 2] * 2
+    assert [(batch.policy_version, batch.lag_allowed) for batch in seen.batches] == [(0, False), (1, False)]
+
+
 def test_law_3_log_probs_that_the_trainer_hides_are_those_that_the_engines_kept():
     run, seen, _ = make()
     synced(run)
