@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from draft_training.outside import text_part
@@ -182,42 +183,53 @@ class RolloutStats:
         return 1.0 + self.accepted_tokens / self.drafts if self.drafts else None
 
 
+#: as the version of a token that nobody has named
+UNKNOWN = -1
+
+
+def disputed(versions: Tensor) -> Tensor:
+    """A policy version in ``versions`` that engine and trainer do not agree on; of such a one, what the engine said."""
+    return -2 - versions
+
+
+class Drafts(IntEnum):
+    """What drafts had to do with a token: the values of ``LogprobBatch.drafted``."""
+
+    OFF = 0  # nothing of the batch was drafted for
+    CONTROL = 1  # known to be sampled without a draft while others had one, as a stretch of the control group is
+    ON = 2  # a draft was verified there, or it is not known that none was
+
+
 @dataclass(frozen=True)
 class LogprobBatch:
-    """Log-probs at the moment they are about to enter the loss, padded to the longest response."""
+    """Log-probs at the moment they are about to enter the loss, padded to the longest response.
+
+    Of a sequence that several policies sampled and of which the trainer knows the first and the last alone, ``versions`` has
+    those at its first and its last sampled token and is unknown between them. What is unknown is as old as the oldest that is
+    known of its sequence; where nothing is, one version old.
+    """
 
     policy_version: int  # version of the weights that recomputed ``recomputed``
     recomputed: Tensor  # [B, T] float, by the actor, teacher-forced
     rollout: Tensor | None  # [B, T] float, by the engine while sampling; None when the trainer did not ask for them
     mask: Tensor  # [B, T] bool, True where the policy sampled the token
-    rollout_versions: Tensor | None  # [B] int64 policy version that sampled each sequence's first token, -1 unknown
-    speculating: bool  # was speculation on in this rollout phase
+    versions: Tensor  # [B, T] int64 policy version that sampled each token; -1 unknown, below it ``disputed``
+    drafted: Tensor  # [B, T] uint8, of ``Drafts``; in all or in no places ``OFF``
     rollout_in_loss: bool  # do the rollout log-probs enter the loss (bypass_mode, rollout_is, rollout_rs)
     lag_allowed: bool = False  # asynchronous trainer: sequences may have been sampled by older policy versions
-    plain: Tensor | None = None  # [B, T] bool, True where the engine is known to have sampled without a draft
-    last_versions: Tensor | None = (
-        None  # [B] int64 policy version that sampled each last token; None: ``rollout_versions``
-    )
-    token_versions: Tensor | None = None  # [B, T] int64 what the engine itself says of each token, -1 unknown
     #: steps trained since the weight sync of ``policy_version``: the weights that recompute are newer by those
     ahead: int = 0
 
+    @property
+    def speculating(self) -> bool:
+        """Was any of it drafted for."""
+        return bool((self.drafted != Drafts.OFF).any())
+
     def of(self, rows: Tensor) -> LogprobBatch:
         """Some of its sequences, by index or [B] mask."""
-
-        def some(values: Tensor | None) -> Any:
-            return None if values is None else values[rows]
-
-        return replace(
-            self,
-            recomputed=self.recomputed[rows],
-            rollout=some(self.rollout),
-            mask=self.mask[rows],
-            rollout_versions=some(self.rollout_versions),
-            plain=some(self.plain),
-            last_versions=some(self.last_versions),
-            token_versions=some(self.token_versions),
-        )
+        names = ("recomputed", "mask", "versions", "drafted", *(("rollout",) if self.rollout is not None else ()))
+        parts: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
+        return replace(self, **parts)
 
 
 @dataclass(frozen=True)
@@ -227,10 +239,9 @@ class StatedLogprobs:
     policy_version: int  # of the last weight sync
     rollout: Tensor  # [B, T] float, by the engine while sampling
     mask: Tensor  # [B, T] bool, True where the policy sampled the token
-    rollout_versions: Tensor | None  # [B] int64, as in ``LogprobBatch``
-    last_versions: Tensor | None = None
+    versions: Tensor  # [B, T] int64, as in ``LogprobBatch``
+    drafted: Tensor  # [B, T] uint8, as there
     lag_allowed: bool = False
-    token_versions: Tensor | None = None
 
 
 @dataclass(frozen=True)

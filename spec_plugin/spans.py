@@ -8,6 +8,7 @@ end of a stretch brings the two together, whoever cut and joined them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ class Span:
     version: int  # policy version
     plain_first: int  # tokens that it is known to have sampled without drafts; none if this is ``plain_until``
     plain_until: int
+    stated: float | None = None  # sum of its log-probs, as the engine stated them
 
 
 def fingerprints(tokens: Tokens) -> NDArray[np.uint64]:
@@ -59,7 +61,13 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def span_of(prompt: Tokens, response: Tokens, version: int, plain: tuple[int, int] = (0, 0)) -> Span:
+def span_of(
+    prompt: Tokens,
+    response: Tokens,
+    version: int,
+    plain: tuple[int, int] = (0, 0),
+    log_probs: Sequence[float] | None = None,
+) -> Span:
     """The span of a request that is complete.
 
     Args:
@@ -67,10 +75,12 @@ def span_of(prompt: Tokens, response: Tokens, version: int, plain: tuple[int, in
         response: token ids that it sampled.
         version: policy version that did.
         plain: its tokens from this one on, up to that one, counted from the document's first, were sampled without drafts.
+        log_probs: of the response, where the trainer gets them: it does not get those of another request of the same text.
     """
     document = np.concatenate([np.asarray(prompt, np.int64), np.asarray(response, np.int64)])
     mark = int(fingerprints(document)[-1])
-    return Span(mark, len(prompt), len(document), version, *plain)
+    stated = None if log_probs is None else math.fsum(log_probs)
+    return Span(mark, len(prompt), len(document), version, *plain, stated)
 
 
 class Spans:
@@ -98,18 +108,20 @@ class Spans:
         starts: Sequence[int],
         mask: Tensor,
         versions: tuple[Tensor, Tensor] | None = None,
+        rollout: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What is known of a batch: the version that sampled each token, and where it did without drafts.
 
-        Where the same text was sampled more than once it is that of the last time; or, of those times that lie between the
-        versions that the trainer knows of, the oldest (the newest, if it ends the document), and without drafts only what was
-        so each time.
+        Where the same text was sampled more than once it is, of those times that lie between the versions that the trainer
+        knows of, the oldest (the newest, if it ends the document), and without drafts only what was so each time. Where it
+        knows of none it is the time whose log-probs the trainer has, else the last.
 
         Args:
             documents: token ids of each whole sequence, [n_i].
             starts: where the first column of the batch lies in each document.
             mask: [B, T] bool, whose shape the result has.
             versions: [B] each, that sampled the first and the last token, as the trainer was told; None: it was not.
+            rollout: [B, T] log-probs by the engine that the trainer has; None: it has none.
 
         Returns:
             [B, T] int64 versions, -1 unknown, and [B, T] bool.
@@ -118,9 +130,13 @@ class Spans:
         plain = torch.zeros(mask.shape, dtype=torch.bool)
         for row, (document, start) in enumerate(zip(documents, starts, strict=True)):
             between = None if versions is None else (int(versions[0][row]), int(versions[1][row]))
+            sums: NDArray[np.float64] | None = None
             for same in self._within(document):
                 ends = same[0].until == len(document)
                 span = same[-1] if between is None else _of_these(same, *between, ends)
+                if between is None and rollout is not None and len(same) > 1:
+                    sums = _sums(rollout[row], start) if sums is None else sums
+                    span = _nearest(same, sums)
                 found[row, max(0, span.first - start) : max(0, span.until - start)] = span.version
                 plain[row, max(0, span.plain_first - start) : max(0, span.plain_until - start)] = True
         return found, plain
@@ -134,6 +150,22 @@ class Spans:
         ends = np.flatnonzero(self._marks[places] == marks)
         found = (self._known.get((int(until), int(marks[until]))) for until in ends)
         return [same for same in found if same]
+
+
+def _sums(log_probs: Tensor, start: int) -> NDArray[np.float64]:
+    """Of a row's log-probs before each place of its document."""
+    return np.pad(log_probs.double().cumsum(-1).cpu().numpy(), (start + 1, 0))
+
+
+def _nearest(same: Sequence[Span], sums: NDArray[np.float64]) -> Span:
+    """That whose log-probs are the trainer's; of equal ones the newest."""
+
+    def apart(span: Span) -> float:
+        if span.stated is None or span.until >= len(sums):
+            return math.inf
+        return abs(span.stated - float(sums[span.until] - sums[span.first]))
+
+    return min(reversed(same), key=apart)
 
 
 def _of_these(same: Sequence[Span], oldest: int, newest: int, ends: bool) -> Span:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from openrlhf.trainer.ray import vllm_engine
@@ -28,11 +26,8 @@ from spec_plugin.adapter import (
     stand_aside,
 )
 from spec_plugin_openrlhf.ray_classes import undecorated
-from spec_plugin_openrlhf.turns import UNKNOWN, Turn, said_of
 
 EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
-#: the turns of one response, under way
-_TURNS: ContextVar[list[Turn] | None] = ContextVar("turns", default=None)
 
 
 class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayActor, "RolloutRayActor")):  # type: ignore[misc]
@@ -57,7 +52,6 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         kwargs.setdefault("logprobs_mode", "processed_logprobs")  # those of the distribution that is sampled
         await super().__init__(*args, **{**kwargs, **self._spec_front.engine_arguments(kwargs, EXTENSION)})
         self._spec_front.engine = self.llm
-        self.executor.execute = partial(self._spec_execute, self.executor.execute)
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """OpenRLHF's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts."""
@@ -65,17 +59,15 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             sampling_params = copy.copy(sampling_params)
             sampling_params.extra_args = request.extra_args
             output = await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
-            response = output.outputs[0].token_ids
-            request.completed(response)
-        turns = _TURNS.get()
-        if turns is not None:
-            turns.append(Turn((*prompt_token_ids, *response), request.versions))
+            answer = output.outputs[0]
+            stated = [of[token].logprob for of, token in zip(answer.logprobs or (), answer.token_ids, strict=False)]
+            request.completed(answer.token_ids, log_probs=stated or None)
         return output
 
     async def generate_responses(
         self, prompt: str, label: str, sampling_params: Any, *args: Any, **kwargs: Any
     ) -> list[dict[str, Any]]:
-        """OpenRLHF's, always with log-probs, so that provenance has evidence; each response says its policy versions."""
+        """OpenRLHF's, always with log-probs, so that provenance has evidence."""
         if sampling_params.logprobs is None:
             sampling_params = copy.deepcopy(sampling_params)
             sampling_params.logprobs = 0  # the sampled token's only
@@ -83,20 +75,6 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             prompt, label, sampling_params, *args, **kwargs
         )
         return responses
-
-    async def _spec_execute(self, execute: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """OpenRLHF's, or an agent's, which makes one response, with what its requests say beside it."""
-        version = self._spec_front.policy_version
-        turns: list[Turn] = []
-        token = _TURNS.set(turns)
-        try:
-            response: dict[str, Any] = await execute(*args, **kwargs)
-        finally:
-            _TURNS.reset(token)
-        ours = UNKNOWN
-        with self._spec_front.noting("which policy version sampled a response"):
-            ours = said_of(response["observation_tokens"], turns, version)
-        return {**response, "extra_logs": {**(response.get("extra_logs") or {}), **ours}}
 
     async def spec_max_num_seqs(self) -> int:
         """Largest batch of this engine."""

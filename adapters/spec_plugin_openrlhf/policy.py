@@ -29,7 +29,6 @@ from spec_plugin.adapter import (
 )
 from spec_plugin_openrlhf import checkpoints
 from spec_plugin_openrlhf.ray_classes import undecorated
-from spec_plugin_openrlhf.turns import LAST_VERSION, VERSION
 
 
 class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelActor")):  # type: ignore[misc]
@@ -144,14 +143,10 @@ def _documents(sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -
 
 def _responses(items: Sequence[Any]) -> Responses:
     """What lies in OpenRLHF's replay buffer."""
-    info = [item.info for item in items]
     stated = None if any(i.rollout_log_probs is None for i in items) else _padded([i.rollout_log_probs for i in items])
-    first, last = (
-        torch.tensor([int(i.get(name, -1)) for i in info], dtype=torch.int64) for name in (VERSION, LAST_VERSION)
-    )
     starts = [1] * len(items)  # OpenRLHF cuts the first token off
     mask = _padded([item.action_mask for item in items]).bool()
-    return Responses([item.sequences for item in items], starts, mask, stated, first, last)
+    return Responses([item.sequences for item in items], starts, mask, stated)
 
 
 def _padded(rows: list[Tensor]) -> Tensor:

@@ -163,8 +163,8 @@ class SpecActor(BackendParts):
 
     @staticmethod
     def _responses(run: SpecRun, data: Any) -> Responses:
-        told = batches.versions(batches.said(data)) if run.policy_version >= 0 else (None, None)
-        return Responses(batches.ids(data), batches.starts(data), batches.sampled(data), batches.rollout(data), *told)
+        told = batches.versions(batches.said(data)) if run.policy_version >= 0 else None
+        return Responses(batches.ids(data), batches.starts(data), batches.sampled(data), batches.rollout(data), told)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         """verl's own update; after the last mini-batch of a step, one slice of draft training and the metrics."""

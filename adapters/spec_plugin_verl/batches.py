@@ -74,10 +74,10 @@ def said(data: Any) -> list[Mapping[str, Any]]:
     return [{name: value for name, value in zip(columns, row, strict=True) if value is not None} for row in rows]
 
 
-def versions(said: Sequence[Mapping[str, Any]]) -> tuple[Tensor | None, Tensor | None]:
+def versions(said: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor] | None:
     """Policy versions that sampled the first and the last token of each sequence; None where verl's batch does not tell."""
     if not said:
-        return None, None
+        return None
     first, last = torch.tensor([_span(beside) for beside in said], dtype=torch.int64).unbind(1)
     return first, last
 

@@ -49,14 +49,13 @@ class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
         Log-probs are computed in any case; what the trainer did not ask for is kept aside, see ``spec_plugin.witness``.
         """
         await self.spec_admitted()
-        unasked = not sampling_params.get("logprobs")
+        trainer_asked = bool(sampling_params.get("logprobs"))
         options = {name: v for name, v in sampling_params.items() if name not in ("logprobs", "max_new_tokens")}
         async with self._spec_front.sample(prompt_ids, options) as request:
             asked = {**sampling_params, "extra_args": request.extra_args, "logprobs": True}
             output = await super().generate(prompt_ids, asked, *args, **kwargs)
-            stated = output.log_probs if unasked else None
-            request.completed(output.token_ids, int(self.global_steps or 0), stated)
-        if unasked:
+            request.completed(output.token_ids, int(self.global_steps or 0), output.log_probs, asked=trainer_asked)
+        if not trainer_asked:
             output.log_probs = None
         return output
 

@@ -28,7 +28,7 @@ from spec_plugin.builtin.provenance import ProvenanceGuard  # noqa: E402
 from spec_plugin.builtin.trainer import documents_of  # noqa: E402
 from spec_plugin.config import SpecConfig  # noqa: E402
 from spec_plugin.conformance.tiny import tiny_config  # noqa: E402
-from spec_plugin.events import LogprobBatch, TargetInfo  # noqa: E402
+from spec_plugin.events import Drafts, LogprobBatch, TargetInfo  # noqa: E402
 
 HELP = """Measure what harvest, draft training, refresh and provenance cost, at growing hidden size, vocabulary and length.
 
@@ -145,8 +145,8 @@ def _provenance(size: Size) -> Callable[[], None]:
     )
     recomputed = -torch.rand(size.documents, size.length)
     mask = torch.ones_like(recomputed, dtype=torch.bool)
-    versions = torch.zeros(size.documents, dtype=torch.int64)
-    batch = LogprobBatch(0, recomputed, recomputed.clone(), mask, versions, True, False)
+    drafted = torch.full(mask.shape, Drafts.ON)
+    batch = LogprobBatch(0, recomputed, recomputed.clone(), mask, torch.zeros(mask.shape), drafted, False)
     return lambda: guard.spec_check_logprobs(batch=batch)
 
 

@@ -19,7 +19,7 @@ from examples.bench import common  # noqa: E402
 from examples.bench.common import show, track  # noqa: E402
 from spec_plugin.builtin.provenance import ProvenanceGuard, by_lag  # noqa: E402
 from spec_plugin.config import SpecConfig  # noqa: E402
-from spec_plugin.events import LogprobBatch, TargetInfo  # noqa: E402
+from spec_plugin.events import Drafts, LogprobBatch, TargetInfo  # noqa: E402
 from spec_plugin.spans import Spans, span_of  # noqa: E402
 from spec_plugin.witness import Witness, witnessed  # noqa: E402
 
@@ -87,13 +87,10 @@ def measure(sequences: int, length: int, rounds: int) -> Cost:
         recomputed=recomputed,
         rollout=recomputed + 1e-6 * torch.randn(sequences, length),
         mask=mask,
-        rollout_versions=versions[:, 0],
-        last_versions=versions[:, -1],
-        token_versions=versions,
-        speculating=True,
+        versions=versions,
+        drafted=torch.where(plain, Drafts.CONTROL, Drafts.ON),
         rollout_in_loss=False,
         lag_allowed=True,
-        plain=plain,
     )
     guard = ProvenanceGuard()
     target = TargetInfo("/model", {"vocab_size": 150_000, "hidden_size": 8, "num_hidden_layers": 1}, "float32")

@@ -296,16 +296,21 @@ class RolloutControl:
         """Is a phase under way that ends before its log-probs are judged; only the rank with a link knows."""
         return self._running is not None and not self._overlaps
 
-    def spans(self) -> Spans:
-        """What the engines have said of the text that they sampled (collective); in a synchronous run, of this phase."""
+    def spans(self, told: bool = True) -> Spans:
+        """What the engines have said of the text that they sampled (collective).
+
+        Args:
+            told: does the trainer know by which version its text was sampled; then, in a synchronous run, of this phase alone.
+        """
         found: list[Span] = []
-        # behind a failure, in a phase without drafts, nobody needs it, and nobody waits for it
-        if self.link is not None and (self.lags or self.speculating or not self.session.failed):
+        needed = self.lags or not told
+        # else, behind a failure, in a phase without drafts, nobody needs it, and nobody waits for it
+        if self.link is not None and (needed or self.speculating or not self.session.failed):
             with self.session.guarded("what the engines say of their samples"):
                 found = many(run_blocking(self._reach(self.link.spans())), Span, "spans")
         with self.session.guarded("what the engines say of their samples"):
             found = of_first(found)
-            self._spans = self._spans if self.lags else Spans()
+            self._spans = self._spans if needed else Spans()
             self._spans.add(found, self.policy_version)
         return self._spans
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from spec_plugin.actor.decoder import Decoder
 from spec_plugin.actor.harvest import DecoderHarvest, Documents, RolloutHarvest, Rows, SequenceShards
 from spec_plugin.actor.links import EngineLink
 from spec_plugin.errors import WrongOrderError
-from spec_plugin.events import LogprobBatch, StatedLogprobs, WeightSync
+from spec_plugin.events import UNKNOWN, Drafts, LogprobBatch, StatedLogprobs, WeightSync, disputed
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Spans
 from spec_plugin.witness import witnessed
@@ -31,15 +31,30 @@ class Responses:
     rollout: (
         Tensor | None
     )  # [B, T] float, log-probs by the engine while sampling; None: the trainer did not ask for them
-    #: [B] int64 policy versions that sampled each first and last token, as the trainer was told; -1 unknown
-    first_versions: Tensor | None = None
-    last_versions: Tensor | None = None
+    #: [B] int64 each: policy versions that sampled each first and last token, -1 unknown, where the trainer keeps them beside
+    #: its responses; None: the engines alone say it
+    told: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def told(self) -> tuple[Tensor, Tensor] | None:
-        """Both versions, where the trainer knows them."""
-        first, last = self.first_versions, self.last_versions
-        return None if first is None or last is None else (first, last)
+    def versions(self, said: Tensor, now: int, lags: bool) -> Tensor:
+        """Of each token the policy version, [B, T], as ``LogprobBatch`` has it: what the trainer was told and what engines said.
+
+        Args:
+            said: [B, T] by the engines, -1 unknown.
+            now: version that recomputes.
+            lags: may a sequence be of several versions: then engines know better which token is of which.
+        """
+        if self.told is None:
+            return said
+        first, last = (version.to(said.device)[:, None] for version in self.told)
+        number, count = self.mask.cumsum(-1), self.mask.sum(-1, keepdim=True)  # which sampled token of how many
+        begun = torch.where((count == 1) & (last > now), last, first)  # a single token is both ends
+        told = torch.where(first == last, first, UNKNOWN).expand_as(said)
+        told = told.where(number != count, last).where(number != 1, begun)
+        told = told.where(last >= first, disputed(first))  # versions never fall
+        if not lags:
+            return told.where(told != UNKNOWN, said)
+        between = (first < 0) | ((first <= said) & (said <= last))
+        return told.where((said < 0) | (last > now), said.where(between, disputed(said)))
 
 
 class SpecRun:
@@ -209,7 +224,7 @@ class SpecRun:
         """
         control = self.control
         self._refuse(control.running, "check", "while the rollouts run; call rollouts_end before")
-        versions, plain = self._who_sampled(responses)
+        versions, drafted = self._who_sampled(responses)
         if not len(responses.mask):  # of a rank that got none
             self._checked = True
             return
@@ -218,16 +233,12 @@ class SpecRun:
             recomputed=recomputed,
             rollout=responses.rollout,
             mask=responses.mask,
-            rollout_versions=responses.first_versions,
-            last_versions=responses.last_versions,
-            speculating=control.speculating,
+            versions=versions,
+            drafted=drafted,
             rollout_in_loss=rollout_in_loss,
-            plain=plain,
+            lag_allowed=control.lags,
             ahead=self._ahead if current_weights else 0,
         )
-        if control.lags:
-            drafted = bool((responses.mask & ~plain).any())  # in the phases that sampled it, not in the one that runs
-            batch = replace(batch, lag_allowed=True, speculating=drafted, token_versions=versions)
         self.session.check_logprobs(batch, chosen_from)
         if responses.rollout is None and (known := self._kept_aside(batch, responses)) is not None:
             self.session.check_logprobs(known)
@@ -241,36 +252,30 @@ class SpecRun:
         """
         if responses.rollout is None:
             return
-        batch = StatedLogprobs(
-            self.policy_version,
-            responses.rollout,
-            responses.mask,
-            responses.first_versions,
-            responses.last_versions,
-        )
-        if self.control.lags:
-            batch = replace(batch, lag_allowed=True, token_versions=self._who_sampled(responses)[0])
-        self.session.check_stated(batch)
+        who, lags = self._who_sampled(responses), self.control.lags
+        self.session.check_stated(StatedLogprobs(self.policy_version, responses.rollout, responses.mask, *who, lags))
         self._checked = True
 
     def undrafted(self, responses: Responses) -> Tensor:
-        """Which tokens are known to have been sampled without drafts while others were drafted for, [B, T] bool (collective)."""
-        return self._who_sampled(responses)[1] & responses.mask
+        """Which tokens are known to have been sampled without drafts, [B, T] bool (collective)."""
+        return (self._who_sampled(responses)[1] != Drafts.ON) & responses.mask
 
     def _who_sampled(self, responses: Responses) -> tuple[Tensor, Tensor]:
-        """Of each token the policy version, -1 unknown, and whether it is known to have been sampled without drafts."""
+        """Of each token the policy version and what drafts had to do with it: ``versions`` and ``drafted`` of a batch."""
         if self._spans is None:
-            self._spans = self.control.spans()
-        version, mask = self.policy_version, responses.mask
-        versions, plain = torch.full(mask.shape, -1, dtype=torch.int64), torch.zeros(mask.shape, dtype=torch.bool)
-        told = responses.told
-        if told is None and not self.control.lags:  # nothing is older than the phase
-            told = (torch.full((len(mask),), version),) * 2
+            self._spans = self.control.spans(responses.told is not None)
+        now, mask, told, lags = self.policy_version, responses.mask, responses.told, self.control.lags
+        said, plain = torch.full(mask.shape, UNKNOWN), torch.zeros(mask.shape, dtype=torch.bool)
+        if told is None and not lags:  # what this phase has sampled is not taken for older text
+            told = (torch.full((len(mask),), now),) * 2
         with self.session.guarded("what the engines say of their samples"):  # log-probs are judged without it, too
-            versions, plain = self._spans.of(responses.documents, responses.starts, mask, told)
-        if version < 0:  # the engines know theirs, and the actor has not heard of it: nothing can be compared
-            versions.fill_(-1)
-        return versions.to(mask.device), plain.to(mask.device)
+            said, plain = self._spans.of(responses.documents, responses.starts, mask, told, responses.rollout)
+        if now < 0:  # the engines know theirs, and the actor has not heard of it: nothing can be compared
+            said.fill_(UNKNOWN)
+        plain = plain.to(mask.device)
+        drafts = bool((mask & ~plain).any()) if lags else self.control.speculating  # of the phases that sampled it
+        drafted = torch.where(plain & drafts, Drafts.CONTROL, Drafts.ON if drafts else Drafts.OFF).to(torch.uint8)
+        return responses.versions(said.to(mask.device), now, lags), drafted
 
     def _kept_aside(self, batch: LogprobBatch, responses: Responses) -> LogprobBatch | None:
         """What the engines kept aside of log-probs that the trainer did not ask for, of this rank's sequences."""

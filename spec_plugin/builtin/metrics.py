@@ -102,7 +102,7 @@ SCHEMA = (
         "checks of the self-test that found nothing wrong and prove nothing; a warning names them",
     ),
     Metric("spec/provenance", "", 0, 1, "1 while the engine's log-probs are compared with the policy's"),
-    Metric("spec/versions_known", "", 0, 1, "share of sequences whose policy version the trainer recorded"),
+    Metric("spec/versions_known", "", 0, 1, "share of sequences whose policy version is known"),
 )
 _PATTERNS = tuple((re.compile(re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(m.name))), m) for m in SCHEMA)
 

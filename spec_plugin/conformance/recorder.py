@@ -34,6 +34,7 @@ from spec_plugin.conformance.watch import (
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import (
     DraftRefresh,
+    Drafts,
     EngineState,
     HiddenStates,
     LogprobBatch,
@@ -169,7 +170,6 @@ class Recorder:
     @hookimpl
     def spec_check_logprobs(self, batch: LogprobBatch) -> None:
         """What the guards see, and whether a fresh guard notices planted errors in copies of it."""
-        versions = batch.rollout_versions
         both = {"rollout": batch.rollout, "recomputed": batch.recomputed}
         self._write(
             "spec_check_logprobs",
@@ -178,14 +178,12 @@ class Recorder:
             rollout=batch.rollout is not None,
             rows={name: None if v is None else rows_of(v, batch.mask) for name, v in both.items()},
             rollout_dtype=None if batch.rollout is None else str(batch.rollout.dtype).removeprefix("torch."),
-            rollout_versions=None if versions is None else versions.tolist(),
             lag_allowed=batch.lag_allowed,
-            spans=spans_of(batch),
-            token_versions=versions_of_tokens(batch),
+            versions=versions_in_order(batch),
             differences=differences(batch),
             speculating=batch.speculating,
             rollout_in_loss=batch.rollout_in_loss,
-            plain=0 if batch.plain is None else int((batch.plain & batch.mask).sum()),
+            plain=int(((batch.drafted == Drafts.CONTROL) & batch.mask).sum()),
             caught={name: self._violates(mutant, batch) for name, mutant in mutants(batch, self._vocab_size).items()},
         )
 
@@ -216,9 +214,9 @@ class Recorder:
         try:
             if batch is not honest:
                 for _ in range(_AS_PLAIN):
-                    guard.spec_check_logprobs(batch=replace(honest, speculating=False))
+                    guard.spec_check_logprobs(batch=_with_drafts(honest, Drafts.OFF))
             for _ in range(ENOUGH):
-                guard.spec_check_logprobs(batch=replace(batch, speculating=True, plain=None))
+                guard.spec_check_logprobs(batch=_with_drafts(batch, Drafts.ON))
         except LogprobProvenanceError:
             return True
         return False
@@ -322,26 +320,14 @@ def log_probs_of(hidden: HiddenStates, head: Tensor) -> list[list[float]]:
     return found
 
 
-def rows_of(values: Tensor, mask: Tensor) -> list[list[float]]:
+def rows_of(values: Tensor, mask: Tensor) -> list[list[Any]]:
     """[B, T] under its mask, sequence by sequence."""
     return [row[keep].tolist() for row, keep in zip(values, mask, strict=True)]
 
 
-def spans_of(batch: LogprobBatch) -> list[tuple[int, int]] | None:
-    """Policy versions of each sequence's first and last token, as the trainer says."""
-    first = batch.rollout_versions
-    if first is None:
-        return None
-    last = first if batch.last_versions is None else batch.last_versions
-    return list(zip(first.tolist(), last.tolist(), strict=True))
-
-
-def versions_of_tokens(batch: LogprobBatch) -> list[list[int]] | None:
-    """Policy versions of each sequence's tokens, in their order and each once in a row, as the engine says."""
-    if batch.token_versions is None:
-        return None
-    rows = [row[keep].tolist() for row, keep in zip(batch.token_versions, batch.mask, strict=True)]
-    return [[version for version, _ in itertools.groupby(row)] for row in rows]
+def versions_in_order(batch: LogprobBatch) -> list[list[int]]:
+    """Policy versions of each sequence's tokens, in their order and each once in a row."""
+    return [[version for version, _ in itertools.groupby(row)] for row in rows_of(batch.versions, batch.mask)]
 
 
 def differences(batch: LogprobBatch) -> dict[int, float]:
@@ -357,17 +343,20 @@ def mutants(batch: LogprobBatch, vocab_size: int) -> dict[str, LogprobBatch]:
     uniform = torch.full_like(batch.recomputed, -float(torch.tensor(float(vocab_size)).log()))
     # an asynchronous trainer may lag behind, but never be ahead
     other = batch.policy_version + (1 if batch.lag_allowed or batch.policy_version == 0 else -1)
-    stale = torch.full((batch.mask.shape[0],), other)
     found = {
         "unchanged": batch,
         "nan recomputed": replace(batch, recomputed=_with_nan(batch.recomputed, batch.mask)),
-        "stale versions": replace(batch, rollout_versions=stale),
+        "stale versions": replace(batch, versions=torch.full_like(batch.versions, other)),
     }
     if batch.rollout is not None:
         found["nan rollout"] = replace(batch, rollout=_with_nan(batch.rollout, batch.mask))
         found["another model"] = replace(batch, rollout=uniform)
         found["the next token"] = replace(batch, rollout=batch.rollout.roll(-1, dims=-1))
     return found
+
+
+def _with_drafts(batch: LogprobBatch, drafts: Drafts) -> LogprobBatch:
+    return replace(batch, drafted=torch.full_like(batch.drafted, drafts))
 
 
 def _with_nan(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

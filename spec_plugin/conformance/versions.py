@@ -35,32 +35,19 @@ def policy_versions(trace: Trace, asynchronous: bool = False) -> list[str]:
         if e["policy_version"] != current:
             problems.append(f"{where} has policy version {e['policy_version']}, the weights are of {current}")
         if hook == "spec_check_logprobs":
-            problems += (_token_versions if asynchronous else _sequence_versions)(e, current)
+            problems += _sampled_by(e, current, asynchronous)
     return problems + at_least(audits(trace, "rollout"), 1, "engine states at a rollout")
 
 
-def _sequence_versions(event: Event, current: int) -> list[str]:
-    versions = event["rollout_versions"]
-    if versions is None:
-        return [f"no sequence of policy version {current} says which version sampled it"]
-    wrong = sorted(set(versions) - {current})
-    return [f"sequences checked at policy version {current} were sampled by {wrong}"] if wrong else []
-
-
-def _token_versions(event: Event, current: int) -> list[str]:
-    where = f"checked at policy version {current}"
-    if not event["lag_allowed"]:  # nothing has been cut short yet
-        return _sequence_versions(event, current)
-    spans, tokens = event["spans"], event["token_versions"]
-    if spans is None or tokens is None:
+def _sampled_by(event: Event, current: int, lags: bool) -> list[str]:
+    """Each token is known to be of this version; where rollouts lag, to be of versions up to it."""
+    where, rows = f"checked at policy version {current}", event["versions"]
+    if all(version < 0 for row in rows for version in row):
         return [f"no sequence {where} says which versions sampled it"]
-    problems = []
-    for i, ((first, last), found) in enumerate(zip(spans, tokens, strict=True)):
-        if not first <= last <= current:
-            problems.append(f"sequence {i} {where} is said to be of versions {first} to {last}")
-        if found and (found[0], found[-1]) != (first, last):
-            problems.append(f"sequence {i} {where} is said to be of {first} to {last}, its tokens of {found}")
-    return problems
+    wrong = {i: row for i, row in enumerate(rows) if row and row != [current]}
+    if lags and event["lag_allowed"]:  # else nothing has been cut short yet
+        wrong = {i: row for i, row in wrong.items() if not 0 <= row[0] <= row[-1] <= current or min(row) < 0}
+    return [f"sequence {i} {where} is said to be sampled by {row}" for i, row in wrong.items()]
 
 
 def lagging(trace: Trace) -> bool:

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 from spec_plugin.engine.control import Control
 from spec_plugin.engine.schedule.utilities import NUMBER
+from spec_plugin.events import UNKNOWN
 from spec_plugin.spans import KEPT, Span, span_of
-
-UNKNOWN = -1  # as a policy version
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Request:
 
     number: int
     version: int  # that samples now
-    begun: int  # that sampled the first token, or none before it did
     tokens: int = 0
     counted: int = 0  # of them in phases before this one
     lost: bool = False  # is it unknown how far it had come at a weight sync
@@ -45,7 +43,6 @@ class Request:
         None  # it was complete at a weight sync already: version until then, and did it draft
     )
     stretches: list[Stretch] = field(default_factory=list)
-    versions: tuple[int, int] = (UNKNOWN, UNKNOWN)  # that sampled the first and the last token; known at the end
 
     @property
     def extra_args(self) -> dict[str, int]:
@@ -64,7 +61,6 @@ class Request:
         """Under new weights, after a weight sync."""
         if self.over is None:
             self.version = version
-            self.begun = version if not self.stretches and not self.lost else self.begun
 
 
 class Clock:
@@ -124,7 +120,7 @@ class Flights:
     @contextmanager
     def request(self, version: int) -> Iterator[Request]:
         """Around each request, which this policy version begins."""
-        request = Request(next(self._numbers), version, version)
+        request = Request(next(self._numbers), version)
         self._flying[request.number] = request
         self._clock.run(not self._paused)
         try:
@@ -161,12 +157,6 @@ class Flights:
         self._paused = False
         self._clock.run(bool(self._flying))
 
-    def sampled(
-        self, prompt: Sequence[int], response: Sequence[int], version: int, drafted: bool, control: Control | None
-    ) -> None:
-        """Keep what is known of what one policy version sampled, see ``EngineFront.sampled``."""
-        self.landed(Request(0, version, version), prompt, response, version, drafted, control)
-
     def landed(
         self,
         request: Request,
@@ -175,20 +165,21 @@ class Flights:
         version: int,
         drafted: bool,
         control: Control | None,
+        log_probs: Sequence[float] | None = None,
     ) -> None:
         """Keep what is known of a request that is complete.
 
         Args:
-            request: this one; its ``versions`` are known afterwards.
+            request: this one.
             prompt: token ids that it began with.
             response: token ids that it sampled.
             version: policy version that sampled the last of them.
             drafted: does the engine draft in this phase.
             control: its stretch of the control group, if it has one.
+            log_probs: of the response, where they are known.
         """
         version, drafted = request.over or (version, drafted)
         request.cut(len(response), version, drafted)
-        request.versions = request.begun, version
         undrafted = (0, 0) if control is None else control.span(len(prompt), len(response))
         for part in request.stretches:
             if part.version == UNKNOWN:
@@ -198,8 +189,9 @@ class Flights:
             if part.drafted:
                 plain = max(first, undrafted[0]), min(until, undrafted[1])
             known = plain if plain[0] < plain[1] else (0, 0)
-            before = [*prompt, *response[: part.first]]
-            self._spans.append(span_of(before, response[part.first : part.until], part.version, known))
+            of = slice(part.first, part.until)
+            stated = None if log_probs is None else log_probs[of]
+            self._spans.append(span_of([*prompt, *response[: part.first]], response[of], part.version, known, stated))
 
     def take_spans(self) -> list[Span]:
         """What was kept since the last call."""

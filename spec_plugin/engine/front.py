@@ -141,15 +141,14 @@ class EngineFront:
     def _keep(self, prompt: Sequence[int], one: SampledRequest) -> None:
         """What is known of a request that is complete; raises nothing."""
         assert one.response is not None
+        request, version = one.request, self.policy_version
+        if one.version is not None:  # of all of it, whatever came in between
+            request, version = Request(request.number, one.version), one.version
         with self.noting("which policy version sampled a response"):
-            if one.version is None:
-                self._flights.landed(one.request, prompt, one.response, self.policy_version, self.drafting, one.control)
-            else:
-                self._flights.sampled(prompt, one.response, one.version, self.drafting, one.control)
-                one.request.versions = one.version, one.version
-            if one.unasked is not None:
+            self._flights.landed(request, prompt, one.response, version, self.drafting, one.control, one.log_probs)
+            if one.log_probs is not None and not one.asked:
                 tokens = tuple(map(int, (*prompt, *one.response)))
-                self.witnesses.append(Witness(tokens, tuple(one.unasked)))
+                self.witnesses.append(Witness(tokens, tuple(one.log_probs)))
 
     @contextmanager
     def request(self) -> Iterator[Request]:

@@ -25,10 +25,15 @@ class SampledRequest:
     extra_args: dict[str, Any]
     response: Sequence[int] | None = None  # token ids
     version: int | None = None  # policy version that sampled all of it, where the adapter knows
-    unasked: Sequence[float] | None = None  # log-probs of the response that the trainer has not asked for
+    log_probs: Sequence[float] | None = None  # of the response
+    asked: bool = True  # has the trainer asked for them
 
     def completed(
-        self, response: Sequence[int], version: int | None = None, unasked: Sequence[float] | None = None
+        self,
+        response: Sequence[int],
+        version: int | None = None,
+        log_probs: Sequence[float] | None = None,
+        asked: bool = True,
     ) -> None:
         """The engine has answered; to be called before the block ends.
 
@@ -36,16 +41,13 @@ class SampledRequest:
             response: token ids that were sampled, without the prompt's.
             version: policy version that sampled all of them, where the trainer cuts requests short at a weight sync and so
                 knows it. None: that of the phase, or those of the phases, in which the request ran.
-            unasked: log-probs of the response, where the trainer has not asked for any: they are kept aside, to verify what
-                they can (``spec_plugin.witness``).
+            log_probs: of the response, where the trainer is not told which version sampled it: they tell requests of the same
+                text apart.
+            asked: has the trainer asked for them; if not, they are kept aside, to verify what they can
+                (``spec_plugin.witness``).
         """
-        self.response, self.version, self.unasked = response, version, unasked
+        self.response, self.version, self.log_probs, self.asked = response, version, log_probs, asked
         self.request.tokens = len(response)
-
-    @property
-    def versions(self) -> tuple[int, int]:
-        """Policy versions that sampled the first and the last token; -1 unknown. Known behind the block."""
-        return self.request.versions
 
 
 def options_of(sampling: Mapping[str, Any] | SamplingParams) -> dict[str, Any]:

@@ -113,20 +113,6 @@ MUTATIONS = (
         ("test_openrlhf_checkpoints.py::test_the_same_step_again_after_the_run_went_back",),
     ),
     Mutation(
-        "adapters/spec_plugin_openrlhf/turns.py",
-        "LAST_VERSION: float(max(last))",
-        "LAST_VERSION: float(min(last))",
-        "law 3: a response that a newer policy ended passes for one of the older",
-        ("test_openrlhf_turns.py",),
-    ),
-    Mutation(
-        "adapters/spec_plugin_openrlhf/turns.py",
-        "if tuple(document[: len(turn.tokens)]) == turn.tokens]",
-        "]",
-        "law 3: a turn that did not become part of the response speaks for it",
-        ("test_openrlhf_turns.py",),
-    ),
-    Mutation(
         "adapters/spec_plugin_verl_check/options.py",
         '"top_p": rollout.top_p,',
         '"top_p": 1.0,',

@@ -22,7 +22,7 @@ from spec_plugin.builtin.provenance import ProvenanceGuard
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.control import TOKENS
 from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import LogprobBatch, TargetInfo
+from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
 
 #: mean |difference| in nats of honest plain text
 ROUNDING = {"float32": 2e-6, "bfloat16": 0.016}
@@ -137,6 +137,7 @@ class _Run:
             wrong = fault(difference, self.generator)
             difference = wrong if everywhere else difference.where(plain, wrong)
         versions = (version - s.lag * old.long()).expand(-1, s.tokens)
+        drafts = torch.where(plain, Drafts.CONTROL, Drafts.ON) * speculating
         for rows in torch.arange(s.sequences).split(s.judged):
             recomputed = torch.full((len(rows), s.tokens), -500.0, dtype=torch.float64)
             self.guard.spec_check_logprobs(
@@ -145,12 +146,10 @@ class _Run:
                     recomputed=recomputed,
                     rollout=recomputed + difference[rows],
                     mask=torch.ones(len(rows), s.tokens, dtype=torch.bool),
-                    rollout_versions=versions[rows, 0] if s.lag else None,
-                    speculating=speculating,
+                    versions=versions[rows],
+                    drafted=drafts[rows],
                     rollout_in_loss=False,
                     lag_allowed=bool(s.lag),
-                    token_versions=versions[rows] if s.lag else None,
-                    plain=plain[rows] if speculating else None,
                 )
             )
 

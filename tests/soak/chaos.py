@@ -28,7 +28,7 @@ from minimal_adapter.loop import Settings, Trainer
 
 from spec_plugin import LogprobProvenanceError, hookimpl, hookspecs
 from spec_plugin.actor import control as control_module
-from spec_plugin.events import LogprobBatch
+from spec_plugin.events import Drafts, LogprobBatch
 from spec_plugin.recovery import Recovery
 
 #: chance of a fault in each call
@@ -160,21 +160,20 @@ def tear(dice: Dice, folder: Path) -> None:
 
 def planted(batch: LogprobBatch, rng: random.Random) -> LogprobBatch:
     """The same batch with something wrong in it that must never be trained on."""
-    assert batch.rollout is not None and batch.rollout_versions is not None
-    row = rng.randrange(len(batch.mask))
+    assert batch.rollout is not None
+    row = rng.choice(batch.mask.any(-1).nonzero().flatten().tolist())
     places = batch.mask[row].nonzero().flatten().tolist()
-    wrong, versions = batch.rollout.clone(), batch.rollout_versions.clone()
+    wrong, versions = batch.rollout.clone(), batch.versions.clone()
     kind = rng.choice(("NaN", "above zero", "recomputed", "version", "shifted" if batch.speculating else "version"))
-    if kind == "version" or not places:
-        versions[row] = batch.policy_version + 1  # nobody can have sampled with later weights
-        return replace(batch, rollout_versions=versions)
+    if kind == "version":
+        versions[row, rng.choice(places)] = batch.policy_version + 1  # nobody can have sampled with later weights
+        return replace(batch, versions=versions)
     if kind == "recomputed":
         recomputed = batch.recomputed.clone()
         recomputed[row, rng.choice(places)] = -math.inf
         return replace(batch, recomputed=recomputed)
     if kind == "shifted":
-        plain = batch.plain if batch.plain is not None else torch.zeros_like(batch.mask)
-        return replace(batch, rollout=wrong - SHIFT * (batch.mask & ~plain))
+        return replace(batch, rollout=wrong - SHIFT * (batch.mask & (batch.drafted == Drafts.ON)))
     wrong[row, rng.choice(places)] = math.nan if kind == "NaN" else 0.5
     return replace(batch, rollout=wrong)
 
@@ -226,9 +225,9 @@ class Chaos(MinimalAdapter):
         vars(guard).update(before)  # what was planted is no part of the run's own history
         self._check(batch, chosen_from)
         assert batch.rollout is not None
-        same = batch.mask  # the policy that sampled is the one that recomputes
-        if batch.token_versions is not None:
-            same = same & (batch.token_versions == batch.policy_version)
+        same = batch.mask & (
+            batch.versions == batch.policy_version
+        )  # the policy that sampled is the one that recomputes
         difference = (batch.rollout - batch.recomputed).abs()[same]
         self.worst = max(self.worst, float(difference.max()) if len(difference) else 0.0)
         self.counts["wrong_accepted"] += self.worst > HONEST

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from batches import batch_of, stated_of
 from test_training import TARGET, hidden, sync
 
 from spec_plugin import LogprobProvenanceError, LosslessError, SpecConfig, hookimpl
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.events import (
     DraftRefresh,
+    Drafts,
     EngineState,
-    LogprobBatch,
     RefreshReport,
     RolloutStats,
     Schedule,
     SelfTestReport,
-    StatedLogprobs,
 )
 from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
@@ -216,8 +216,10 @@ def steps(control: RolloutControl, folder: Path, count: int = 3) -> Iterator[dic
         control.witnesses()
         control.agree()
         logprobs, mask = torch.full((2, 4), -1.0), torch.ones(2, 4, dtype=torch.bool)
-        session.check_logprobs(LogprobBatch(version, logprobs, logprobs, mask, None, control.speculating, False))
-        session.check_stated(StatedLogprobs(version, logprobs, mask, None))
+        drafts = Drafts.ON if control.speculating else Drafts.OFF
+        batch = batch_of(version, logprobs, logprobs, mask, drafts)
+        session.check_logprobs(batch)
+        session.check_stated(stated_of(batch))
         control.train_draft(version)
         session.save(folder)
         yield session.metrics()

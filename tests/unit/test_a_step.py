@@ -149,7 +149,7 @@ def test_a_step_makes_these_calls_in_this_order():
     with run.logprob_pass(lambda: documents):
         model(torch.randn(1, 8, TARGET.hf_config["hidden_size"]))
     values, versions = torch.full((1, 4), -1.0), torch.tensor([1])
-    run.check(Responses(documents[0], [4], values < 0, values, versions, versions), values)
+    run.check(Responses(documents[0], [4], values < 0, values, (versions, versions)), values)
     run.policy_updated(1)
     run.metrics()
     assert not session.failed, session.failure

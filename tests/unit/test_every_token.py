@@ -78,10 +78,11 @@ def test_lags_are_those_of_every_token(seed: int) -> None:
     mask = torch.rand(3, 7, generator=generator) < 0.6
     versions = torch.randint(-1, 9, (3, 7), generator=generator)
     batch = replace(batch_of(mask), rollout=-torch.ones(3, 7), lag_allowed=True, policy_version=9)
-    batch = replace(batch, token_versions=versions, rollout_versions=None, ahead=seed % 3)
+    batch = replace(batch, versions=versions, ahead=seed % 3)
     expected: dict[int, list[tuple[int, int]]] = {}
     for row, column in mask.nonzero().tolist():
-        version = int(versions[row, column])
+        known = [version for version in versions[row].tolist() if version >= 0]
+        version = min(known, default=-1) if versions[row, column] < 0 else int(versions[row, column])
         lag = (1 if version < 0 else 9 - version) + batch.ahead
         expected.setdefault(lag, []).append((row, column))
     found: dict[int, LogprobBatch] = dict(by_lag(batch))

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from batches import batch_of, stated_of
 from test_training import TARGET
 
 from spec_plugin import LogprobProvenanceError, SpecConfig, SpecConfigError, hookimpl
-from spec_plugin.events import LogprobBatch, StatedLogprobs
+from spec_plugin.events import Drafts
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
 
@@ -38,15 +39,15 @@ def test_law_3_a_swallowed_refusal_stops_the_run_all_the_same(stated: bool) -> N
     manager: Any = create_manager(load_entry_points=False)
     manager.register(Swallowing())
     session = SpecSession(SpecConfig(), TARGET, manager)
-    right, mask = torch.full((2, 4), -1.0), torch.ones(2, 4, dtype=torch.bool)
+    right = torch.full((2, 4), -1.0)
     wrong = right.clone()
     wrong[1, 2] = torch.nan
 
     def judge(values: torch.Tensor) -> None:
         if stated:
-            session.check_stated(StatedLogprobs(0, values, mask, None))
+            session.check_stated(stated_of(batch_of(0, right, values)))
         else:
-            session.check_logprobs(LogprobBatch(0, right, values, mask, None, False, False))
+            session.check_logprobs(batch_of(0, right, values, drafts=Drafts.OFF))
 
     judge(right)
     with pytest.raises(LogprobProvenanceError, match="not finite"):

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import batch_of, with_drafts
 from torch import Tensor
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
 from spec_plugin.builtin.provenance import ProvenanceGuard
-from spec_plugin.events import LogprobBatch, TargetInfo
+from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -53,8 +54,7 @@ def honest(policy, tokens) -> LogprobBatch:
         recomputed = policy.logprobs(tokens)
     noise = 1e-5 * torch.randn(B, T, generator=torch.Generator().manual_seed(2))
     mask = torch.arange(T)[None] < torch.arange(T - B + 1, T + 1)[:, None]
-    versions = torch.full((B,), VERSION)
-    return LogprobBatch(VERSION, recomputed, (recomputed + noise).clamp_max(0), mask, versions, True, False)
+    return batch_of(VERSION, recomputed, (recomputed + noise).clamp_max(0), mask)
 
 
 def guard(dtype: str = "float32", sampling: dict[str, float] | None = None, **options: object) -> ProvenanceGuard:
@@ -78,7 +78,19 @@ def changed(values: Tensor, at: tuple[int, int], to: float) -> Tensor:
 
 def plain(batch: LogprobBatch, version: int = VERSION - 1) -> LogprobBatch:
     """The same differences in a phase without drafts."""
-    return replace(batch, speculating=False, policy_version=version, rollout_versions=torch.full((B,), version))
+    return replace(at(batch, version), drafted=with_drafts(batch.mask, Drafts.OFF))
+
+
+def at(batch: LogprobBatch, version: int) -> LogprobBatch:
+    """Sampled and recomputed by another version."""
+    return replace(batch, policy_version=version, versions=torch.full(batch.mask.shape, version))
+
+
+def sampled_by(batch: LogprobBatch, version: int, column: int | slice = slice(None)) -> LogprobBatch:
+    """The sixth sequence is, from here on or in one place, of another version."""
+    versions = batch.versions.clone()
+    versions[6, column] = version
+    return replace(batch, versions=versions)
 
 
 def noisy(batch: LogprobBatch, scale: float, seed: int = 4) -> LogprobBatch:
@@ -150,7 +162,7 @@ def test_law_3_log_probs_of_the_previous_policy_version_are_refused(honest, poli
     with torch.no_grad():
         fresh = policy.logprobs(tokens)
     guard().spec_check_logprobs(replace(honest, recomputed=fresh, rollout=fresh.clone()))
-    assert "not the target's" in refusal(replace(honest, recomputed=fresh, rollout=stale, rollout_versions=None))
+    assert "not the target's" in refusal(replace(honest, recomputed=fresh, rollout=stale))
 
 
 def test_law_3_log_probs_of_a_sync_that_was_rounded_are_refused_where_the_run_showed_that_it_can_do_better(
@@ -172,7 +184,8 @@ def test_law_3_log_probs_of_a_sync_that_was_rounded_are_refused_where_the_run_sh
 
 
 def test_law_3_one_long_sequence_beyond_anything_is_refused_and_named(honest, tokens):
-    wide = replace(honest, **{n: torch.cat([getattr(honest, n)] * 3, -1) for n in ("recomputed", "rollout", "mask")})
+    tensors = ("recomputed", "rollout", "mask", "versions", "drafted")
+    wide = replace(honest, **{n: torch.cat([getattr(honest, n)] * 3, -1) for n in tensors})
     rollout = wide.rollout.clone()
     rollout[11] -= 0.04
     message = refusal(replace(wide, rollout=rollout))
@@ -207,22 +220,20 @@ def test_law_3_single_tokens_that_are_far_off_in_many_sequences_are_refused(hone
 
 @pytest.mark.parametrize("wrong", [VERSION - 1, VERSION + 1, 0])
 def test_law_3_a_sequence_of_another_policy_version_is_refused_with_both_versions(honest, wrong):
-    versions = torch.full((B,), VERSION)
-    versions[6] = wrong
-    message = refusal(replace(honest, rollout_versions=versions))
+    message = refusal(sampled_by(honest, wrong))
     assert f"sequence 6 by version {wrong}" in message and f"policy version {VERSION}" in message
 
 
 @pytest.mark.parametrize("wrong", [VERSION - 1, VERSION + 1])
 def test_law_3_a_sequence_that_another_version_has_ended_is_refused(honest, wrong):
-    last = torch.full((B,), VERSION)
-    last[6] = wrong
-    message = refusal(replace(honest, last_versions=last))
-    assert f"sequence 6 by version {VERSION} to {wrong}" in message and "synchronous" in message
+    (*_, last) = honest.mask[6].nonzero().flatten().tolist()
+    message = refusal(sampled_by(honest, wrong, last))
+    low, high = sorted((VERSION, wrong))
+    assert f"sequence 6 by version {low} to {high}" in message and "synchronous" in message
 
 
 def test_an_unknown_policy_version_is_left_to_the_comparison(honest):
-    guard().spec_check_logprobs(replace(honest, rollout_versions=torch.full((B,), -1)))
+    guard().spec_check_logprobs(replace(honest, versions=torch.full((B, T), -1)))
 
 
 def test_noise_as_bfloat16_makes_it_is_accepted_in_bfloat16_only(honest):
@@ -272,8 +283,8 @@ def test_law_3_what_is_no_number_stops_phases_without_drafts_too(honest, source)
 def test_only_plain_text_moves_what_is_allowed(honest, speculating):
     checked = guard()
     for version in range(3):
-        batch = replace(noisy(honest, 1e-3, version), speculating=speculating)
-        checked.spec_check_logprobs(replace(batch, policy_version=version, rollout_versions=None))
+        batch = noisy(honest, 1e-3, version)
+        checked.spec_check_logprobs(at(batch, version) if speculating else plain(batch, version))
     tolerance = checked.spec_metrics()["spec/logprob_tolerance"]
     assert tolerance == 2e-3 if speculating else 2e-3 < tolerance < 5e-3
 
@@ -282,7 +293,7 @@ def controlled(batch: LogprobBatch, sequences: int = 6) -> LogprobBatch:
     """A batch whose first sequences were sampled without drafts."""
     rows = torch.zeros_like(batch.mask)
     rows[:sequences] = True
-    return replace(batch, plain=rows)
+    return replace(batch, drafted=torch.where(rows, Drafts.CONTROL, batch.drafted))
 
 
 def test_differences_that_the_control_group_shows_too_are_drift(honest):
@@ -307,9 +318,7 @@ def test_law_3_a_jump_is_no_drift_although_the_control_group_shows_it(honest):
 def test_the_control_group_is_the_baseline_of_a_run_that_always_drafts(honest):
     checked = guard()
     for version in range(4):
-        checked.spec_check_logprobs(
-            replace(controlled(noisy(honest, 1e-6, version)), policy_version=version, rollout_versions=None)
-        )
+        checked.spec_check_logprobs(at(controlled(noisy(honest, 1e-6, version)), version))
     assert checked.spec_metrics()["spec/logprob_tolerance"] == pytest.approx(1e-5)
     assert "not the target's" in refusal(controlled(noisy(honest, 1e-3)), checked)
 
@@ -319,7 +328,7 @@ def test_a_control_group_of_one_request_a_phase_is_remembered(honest):
     checked.spec_check_logprobs(plain(noisy(honest, 0.01), 0))
     for version in range(1, 6):
         batch = controlled(noisy(honest, 0.01 * 1.4**version, version), sequences=1)
-        checked.spec_check_logprobs(replace(batch, policy_version=version, rollout_versions=None))
+        checked.spec_check_logprobs(at(batch, version))
     assert checked.spec_metrics()["spec/logprob_alarms"] == 0
 
 
@@ -360,9 +369,7 @@ def test_law_3_a_wrong_phase_that_is_the_first_is_no_measure_either():
 
 
 def test_few_sequences_are_judged_together_with_the_next(honest):
-    few = {n: getattr(noisy(honest, 0.02), n)[-3:] for n in ("recomputed", "rollout", "mask")}
-    checked = guard()
-    batch = replace(honest, **few, rollout_versions=None)
+    checked, batch = guard(), noisy(honest, 0.02).of(torch.arange(B)[-3:])
     checked.spec_check_logprobs(batch)
     checked.spec_check_logprobs(batch)
     assert "in 18 of 18 stretches" in refusal(batch, checked)
@@ -422,8 +429,8 @@ def heavy_tailed(generator: torch.Generator, sequences: int, tokens: int, mean: 
 
 def simulated(differences: Tensor, version: int, speculating: bool = True, plain: Tensor | None = None) -> LogprobBatch:
     recomputed = torch.full_like(differences, -500.0).double()
-    mask = torch.ones_like(differences, dtype=torch.bool)
-    return LogprobBatch(version, recomputed, recomputed + differences, mask, None, speculating, False, plain=plain)
+    batch = batch_of(version, recomputed, recomputed + differences, drafts=Drafts.ON if speculating else Drafts.OFF)
+    return batch if plain is None else replace(batch, drafted=torch.where(plain, Drafts.CONTROL, batch.drafted))
 
 
 def test_five_million_tokens_with_heavy_tails_are_not_stopped():

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import with_drafts
 from test_provenance import guard, heavy_tailed, refusal, simulated
 
 from spec_plugin.builtin.provenance import by_lag
 from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import LogprobBatch
+from spec_plugin.events import Drafts, LogprobBatch, disputed
 
 SEQUENCES, TOKENS = 64, 200
 CUT = 120  # tokens that were sampled before the weight sync
@@ -38,8 +39,12 @@ def lagging(
     versions = torch.full((SEQUENCES, TOKENS), version)
     versions[:, :CUT] -= 1
     batch = simulated(found, version, plain=plain)
-    spans = {"rollout_versions": versions[:, 0], "last_versions": versions[:, -1], "token_versions": versions}
-    return replace(batch, lag_allowed=True, **spans)
+    return replace(batch, lag_allowed=True, versions=versions)
+
+
+def one_step_old(batch: LogprobBatch) -> LogprobBatch:
+    versions = torch.full(batch.mask.shape, batch.policy_version - 1)
+    return replace(batch, lag_allowed=True, versions=versions)
 
 
 def warmed(generator: torch.Generator) -> tuple[object, int]:
@@ -58,17 +63,14 @@ def test_tokens_are_split_by_lag():
     assert (parts[0].mask ^ parts[1].mask).all()
 
 
-def test_what_no_engine_said_counts_as_old_as_its_sequence_and_the_unknown_as_one_version():
+def test_what_is_unknown_counts_as_old_as_what_is_known_of_its_sequence_or_as_one_version():
     batch = lagging(torch.Generator().manual_seed(0), 5, 0.02)
-    unsaid = replace(batch, token_versions=torch.full((SEQUENCES, TOKENS), -1))
-    assert [lag for lag, _ in by_lag(unsaid)] == [1]
-    unknown = replace(unsaid, rollout_versions=torch.full((SEQUENCES,), -1), last_versions=None)
+    ends = torch.full((SEQUENCES, TOKENS), -1)
+    ends[:, 0], ends[:, -1] = 2, 5  # as a trainer tells it that knows the first and the last one
+    parts = dict(by_lag(replace(batch, versions=ends)))
+    assert sorted(parts) == [0, 3] and parts[0].mask.sum(-1).tolist() == [1] * SEQUENCES
+    unknown = replace(batch, versions=torch.full((SEQUENCES, TOKENS), -1))
     assert [lag for lag, _ in by_lag(unknown)] == [1]
-
-
-def test_a_trainer_that_tells_nothing_is_judged_by_what_the_engines_say():
-    batch = lagging(torch.Generator().manual_seed(0), 5, 0.02)
-    assert [lag for lag, _ in by_lag(replace(batch, rollout_versions=None, last_versions=None))] == [0, 1]
 
 
 def test_the_mean_lag_is_a_metric():
@@ -110,7 +112,7 @@ def test_a_jump_that_plain_text_shows_too_is_no_fault_where_the_policy_has_moved
 
 
 def without_control(batch: LogprobBatch) -> LogprobBatch:
-    return replace(batch, plain=torch.zeros_like(batch.mask))
+    return replace(batch, drafted=with_drafts(batch.mask, Drafts.ON))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -121,8 +123,7 @@ def test_a_large_step_is_no_fault_in_whatever_precision(dtype):
     for version in range(1, 6):
         old = heavy_tailed(generator, SEQUENCES, TOKENS, 0.01 if version == 3 else 0.09)
         batch = simulated(old, version, plain=torch.zeros(SEQUENCES, TOKENS, dtype=torch.bool))
-        spans = {name: torch.full((SEQUENCES,), version - 1) for name in ("rollout_versions", "last_versions")}
-        checked.spec_check_logprobs(replace(batch, lag_allowed=True, **spans))
+        checked.spec_check_logprobs(one_step_old(batch))
 
 
 @pytest.mark.parametrize(("drift", "refused"), [(0.1, False), (0.15, False), (0.6, True)])
@@ -130,7 +131,7 @@ def test_law_3_text_without_plain_text_beside_it_is_held_against_other_steps(dri
     generator = torch.Generator().manual_seed(8)
     checked, version = warmed(generator)
     batch = without_control(lagging(generator, version, drift))
-    batch = replace(batch, mask=batch.mask & (batch.token_versions < version))
+    batch = replace(batch, mask=batch.mask & (batch.versions < version))
     if refused:
         assert "not the target's" in refusal(batch, checked)
     else:
@@ -144,22 +145,19 @@ def test_law_3_another_model_is_refused_at_any_lag():
     assert "not the target's" in refusal(wrong, guard("bfloat16"))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda b: {"last_versions": b.last_versions + 1}, "with later weights"),
-        (lambda b: {"rollout_versions": b.rollout_versions + 2}, "with later weights"),
-        (lambda b: {"last_versions": b.rollout_versions - 1}, "with later weights"),
-        (lambda b: {"token_versions": b.token_versions + 1}, "with later weights"),
-        (lambda b: {"token_versions": b.token_versions + 1, "rollout_versions": None}, "with later weights"),
-        (lambda b: {"token_versions": b.token_versions - 1}, "says other versions than the trainer"),
-        (lambda b: {"rollout_versions": b.rollout_versions + 1}, "says other versions than the trainer"),
-    ],
-)
-def test_law_3_versions_that_cannot_be_are_refused(change, said):
+def test_law_3_text_of_a_later_version_is_refused():
     batch = lagging(torch.Generator().manual_seed(5), 5, 0.02)
-    message = refusal(replace(batch, **change(batch)), guard("bfloat16"))
-    assert said in message and "sequence 0 by version" in message
+    message = refusal(replace(batch, versions=batch.versions + 1), guard("bfloat16"))
+    assert "with later weights" in message and "sequence 0 by version 5 to 6" in message
+
+
+def test_law_3_versions_that_engine_and_trainer_do_not_agree_on_are_refused():
+    batch = lagging(torch.Generator().manual_seed(5), 5, 0.02)
+    versions = batch.versions.clone()
+    versions[1, 7] = disputed(versions[1, 7])
+    message = refusal(replace(batch, versions=versions), guard("bfloat16"))
+    assert "contradict each other" in message and "1 of 64 sequences" in message
+    assert "sequence 1 by version 4 to 5" in message
 
 
 def test_a_resumed_run_knows_what_plain_text_of_each_lag_showed(tmp_path):
@@ -192,8 +190,7 @@ def of_one_age(
     plain = torch.zeros(sequences, TOKENS, dtype=torch.bool)
     plain[:control, 60:124] = True
     found = found + torch.where(plain, 0.0, drafted)
-    spans = {name: torch.full((sequences,), version - 1) for name in ("rollout_versions", "last_versions")}
-    return replace(simulated(found, version, plain=plain), lag_allowed=True, **spans)
+    return one_step_old(simulated(found, version, plain=plain))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import batch_of
 from test_training import TARGET, sync
 
 from spec_plugin import SpecConfig
@@ -15,8 +16,8 @@ from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.harvest import DecoderHarvest
 from spec_plugin.events import (
     DraftRefresh,
+    Drafts,
     EngineState,
-    LogprobBatch,
     RefreshReport,
     RolloutStats,
     Schedule,
@@ -79,7 +80,7 @@ def test_law_3_the_engines_are_told_how_many_requests_each_judged_batch_needs_in
         asyncio.run(control.begin())
         for _ in range(2):  # micro-batches of one step
             values = torch.full((20, 9), -1.0)
-            session.check_logprobs(LogprobBatch(version, values, None, values < 0, None, False, False))
+            session.check_logprobs(batch_of(version, values, None, drafts=Drafts.OFF))
     assert told == shares
 
 
@@ -240,6 +241,18 @@ def test_engines_that_failed_are_not_asked_again_in_a_synchronous_run():
     control.session.fail("a refresh", "planted")
     control.spans()
     assert "spans" not in engines.calls
+    control.spans(told=False)
+    assert "spans" in engines.calls, "nobody else says by which version a token was sampled"
+
+
+def test_law_3_where_the_trainer_does_not_say_it_text_that_is_older_than_the_phase_is_known_to_be():
+    engines = Lagging()
+    control = lagging(engines, overlaps=False)
+    asyncio.run(control.synced(sync(0)))
+    for said in (engines.said, []):
+        engines.said = said
+        found, _ = control.spans(told=False).of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
+        assert found.tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("eager", [True, False])

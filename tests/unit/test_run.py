@@ -16,7 +16,7 @@ from spec_plugin import LogprobProvenanceError, SpecConfig, hookimpl
 from spec_plugin.actor.links import LocalLink
 from spec_plugin.actor.run import Responses, SpecRun
 from spec_plugin.errors import WrongOrderError
-from spec_plugin.events import LogprobBatch, StatedLogprobs, WeightSync
+from spec_plugin.events import Drafts, LogprobBatch, StatedLogprobs, WeightSync
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span, span_of
@@ -91,7 +91,7 @@ def synced(run: SpecRun, version: int = 0, **options: Any) -> None:
 
 
 def responses(stated: torch.Tensor | None = STATED) -> Responses:
-    return Responses(DOCUMENTS, [1, 1], MASK, stated, torch.tensor([0, 0]), torch.tensor([0, 0]))
+    return Responses(DOCUMENTS, [1, 1], MASK, stated, (torch.tensor([0, 0]), torch.tensor([0, 0])))
 
 
 def test_a_step_in_its_order():
@@ -104,9 +104,9 @@ def test_a_step_in_its_order():
     run.policy_updated(1)
     assert run.metrics()["spec/failed"] == 0.0
     (batch,) = seen.batches
-    assert isinstance(batch, LogprobBatch) and batch.plain is not None
-    assert batch.plain.tolist() == [[False, True, False], [False] * 3]
-    assert (batch.policy_version, batch.speculating, batch.lag_allowed, batch.token_versions) == (0, True, False, None)
+    assert isinstance(batch, LogprobBatch)
+    assert batch.drafted.tolist() == [[Drafts.ON, Drafts.CONTROL, Drafts.ON], [Drafts.ON] * 3]
+    assert (batch.policy_version, batch.lag_allowed, batch.versions.tolist()) == (0, False, [[0] * 3] * 2)
 
 
 def test_law_3_what_overlaps_is_judged_by_the_version_of_each_token():
@@ -114,10 +114,43 @@ def test_law_3_what_overlaps_is_judged_by_the_version_of_each_token():
     synced(run)
     run.check(responses(), STATED)
     (batch,) = seen.batches
-    assert isinstance(batch, LogprobBatch) and batch.token_versions is not None
-    assert batch.lag_allowed and batch.token_versions.tolist() == [[0] * 3] * 2
+    assert batch.lag_allowed and batch.versions.tolist() == [[0] * 3] * 2
     run.check_stated(responses())
-    assert seen.batches[1].lag_allowed and seen.batches[1].token_versions is not None
+    assert seen.batches[1].lag_allowed and seen.batches[1].versions.tolist() == [[0] * 3] * 2
+
+
+def test_law_3_a_phase_without_drafts_is_said_to_be_one():
+    run, seen, _ = make()
+    synced(run)
+    run.control.went_plain()
+    asyncio.run(run.rollouts_end())
+    run.check(responses(), STATED)
+    assert seen.batches[0].drafted.tolist() == [[Drafts.OFF] * 3] * 2
+
+
+def test_law_3_of_what_overlaps_it_is_asked_whether_the_phases_that_sampled_it_drafted():
+    run, seen, _ = make(overlaps=True)
+    synced(run)
+    for plain in ((1, 4), (1, 2)):
+        run.link.said = tuple(span_of([1], d[1:], 0, plain) for d in ([1, 2, 3, 4], [1, 5, 6, 7]))  # type: ignore[union-attr]
+        run._spans = None
+        run.check(responses(), STATED)
+    first, second = seen.batches
+    assert first.drafted.tolist() == [[Drafts.OFF] * 3] * 2 and not first.speculating  # type: ignore[union-attr]
+    assert second.drafted.tolist() == [[Drafts.CONTROL, Drafts.ON, Drafts.ON]] * 2
+
+
+def test_law_3_where_a_synchronous_trainer_names_no_versions_the_engines_do_and_older_text_is_known_as_such():
+    run, seen, _ = make()
+    untold = replace(responses(), told=None)
+    for version in range(2):
+        synced(run, version)
+        asyncio.run(run.rollouts_end())
+        run.check(untold, STATED)
+        run.policy_updated(version)
+        run.link.said = ()  # type: ignore[union-attr]
+    assert [batch.versions.tolist() for batch in seen.batches] == [[[0] * 3] * 2] * 2
+    assert [(batch.policy_version, batch.lag_allowed) for batch in seen.batches] == [(0, False), (1, False)]
 
 
 def test_law_3_log_probs_that_the_trainer_hides_are_those_that_the_engines_kept():
@@ -184,9 +217,9 @@ def test_law_6_where_the_actor_has_not_heard_of_the_version_the_engines_word_sto
     """separate_async, when servers did not say in time that they had the weights."""
     run, seen, _ = make(overlaps=True)
     synced(run, -1)
-    run.check(replace(responses(), first_versions=None, last_versions=None), STATED)
+    run.check(replace(responses(), told=None), STATED)
     (batch,) = seen.batches
-    assert batch.token_versions is not None and batch.token_versions.tolist() == [[-1] * 3] * 2
+    assert batch.versions.tolist() == [[-1] * 3] * 2
 
 
 def test_law_3_the_control_group_of_a_phase_whose_draft_failed_behind_it_is_asked_for():
@@ -195,7 +228,7 @@ def test_law_3_the_control_group_of_a_phase_whose_draft_failed_behind_it_is_aske
     asyncio.run(run.rollouts_end())
     run.session.fail("harvest", "planted")
     run.check(responses(), STATED)
-    assert seen.batches[0].plain.any()  # type: ignore[union-attr]
+    assert (seen.batches[0].drafted == Drafts.CONTROL).any()
 
 
 def test_a_rank_without_responses_takes_part_in_what_is_collective_and_checks_nothing():
@@ -203,7 +236,7 @@ def test_a_rank_without_responses_takes_part_in_what_is_collective_and_checks_no
     synced(run)
     asyncio.run(run.rollouts_end())
     none = torch.zeros(0, 0)
-    run.check(Responses([], [], none.bool(), none, torch.zeros(0).long(), torch.zeros(0).long()), none)
+    run.check(Responses([], [], none.bool(), none, (torch.zeros(0).long(),) * 2), none)
     run.policy_updated(0)
     assert not seen.batches and run.link.calls.count("spans") == 1  # type: ignore[union-attr]
 
@@ -286,7 +319,7 @@ def test_law_6_spans_that_cannot_be_read_cost_speculation_only():
     asyncio.run(run.rollouts_end())
     run._spans = object()  # type: ignore[assignment]
     run.check(responses(), STATED)
-    assert run.session.failed and not seen.batches[0].plain.any()  # type: ignore[union-attr]
+    assert run.session.failed and (seen.batches[0].drafted == Drafts.ON).all()
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import batch_of
 
 from spec_plugin import (
     LogprobProvenanceError,
@@ -15,8 +16,8 @@ from spec_plugin import (
 )
 from spec_plugin.errors import PatchError
 from spec_plugin.events import (
+    Drafts,
     HiddenStates,
-    LogprobBatch,
     RefreshReport,
     RolloutStats,
     SelfTestReport,
@@ -108,7 +109,8 @@ def step(session: SpecSession, version: int, folder: Path) -> dict[str, float]:
     logprobs = torch.full((2, 4), -1.0)
     mask = torch.ones(2, 4, dtype=torch.bool)
     for speculating in (False, True):
-        session.check_logprobs(LogprobBatch(version, logprobs, logprobs.clone(), mask, None, speculating, False))
+        drafts = Drafts.ON if speculating else Drafts.OFF
+        session.check_logprobs(batch_of(version, logprobs, logprobs.clone(), mask, drafts))
     session.head_start(version)
     session.train_draft(version, 0.2)
     session.save(folder)
@@ -187,7 +189,7 @@ def test_law_3_log_probs_are_checked_also_after_speculation_has_failed():
     session.fail("test", "on purpose")
     bad = torch.tensor([[float("nan")]])
     with pytest.raises(LogprobProvenanceError):
-        session.check_logprobs(LogprobBatch(0, bad, None, torch.ones(1, 1, dtype=torch.bool), None, False, False))
+        session.check_logprobs(batch_of(0, bad, None, drafts=Drafts.OFF))
 
 
 def test_law_3_a_guard_that_crashes_stops_the_run_since_unchecked_log_probs_must_not_enter_the_loss(tmp_path):

@@ -75,6 +75,31 @@ def test_of_two_requests_that_sampled_the_same_the_one_that_the_trainer_means():
     assert spans.of([DOCUMENT], [3], MASK, both(4, 4))[0].tolist() == [[5] * 5], "and a wrong one is not hidden"
 
 
+def test_of_two_requests_that_sampled_the_same_the_one_whose_log_probs_the_trainer_has():
+    """Where it does not know by which version its text was sampled; a batch begins behind the document's first token."""
+    response, older, newer = [*FIRST, *SECOND], [-1.0, -2.0, -3.0, -4.0, -5.0], [-1.0, -2.0, -3.0, -4.0, -5.1]
+    spans = known(span_of(PROMPT, response, 3, (3, 5), older), span_of(PROMPT, response, 5, log_probs=newer))
+    mask = torch.tensor([[False, False] + [True] * 5])
+    for stated, version, plain in ((older, 3, 2), (newer, 5, 0), ([float("nan")] * 5, 5, 0)):
+        rollout = torch.tensor([[0.0, 0.0, *stated]])
+        versions, undrafted = spans.of([DOCUMENT], [1], mask, rollout=rollout)
+        assert versions[0, 2:].tolist() == [version] * 5 and int(undrafted.sum()) == plain
+    assert spans.of([DOCUMENT], [3], MASK)[0].tolist() == [[5] * 5]
+    silent = known(span_of(PROMPT, response, 3, log_probs=older), span_of(PROMPT, response, 5))
+    assert silent.of([DOCUMENT], [3], MASK, rollout=torch.tensor([newer]))[0].tolist() == [[3] * 5]
+
+
+def test_each_part_of_a_response_is_told_apart_by_its_own_log_probs():
+    """Two requests of the same text, of which one was cut by a sync."""
+    response, stated = [*FIRST, *SECOND], [-1.0, -2.0, -3.0, -4.0, -5.0]
+    cut = [
+        span_of(PROMPT, FIRST, 3, log_probs=stated[:2]),
+        span_of([*PROMPT, *FIRST], SECOND, 4, log_probs=stated[2:]),
+    ]
+    spans = known(*cut, span_of(PROMPT, response, 5, log_probs=[-1.0, -2.0, -3.0, -4.0, -6.0]))
+    assert spans.of([DOCUMENT], [3], MASK, rollout=torch.tensor([stated]))[0].tolist() == [[3, 3, 4, 4, 4]]
+
+
 def test_of_two_requests_that_a_sync_cut_at_other_places_a_token_is_of_the_older_version():
     cuts = [part for at in (2, 3) for part in ((0, at, 3, (3, 4)), (at, None, 4, (6, 7)))]
     response = [*FIRST, *SECOND]

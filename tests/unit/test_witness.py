@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import batch_of
 
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import LogprobBatch
@@ -12,8 +13,7 @@ from spec_plugin.witness import Witness, witnessed
 
 def batch(rows: int, columns: int) -> LogprobBatch:
     recomputed = -torch.arange(1.0, rows * columns + 1).view(rows, columns) / 100
-    mask = torch.ones(rows, columns, dtype=torch.bool)
-    return LogprobBatch(3, recomputed, None, mask, torch.full((rows,), 3), speculating=True, rollout_in_loss=False)
+    return batch_of(3, recomputed, None)
 
 
 DOCUMENTS = [torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 2, 7, 8]), torch.tensor([9, 9, 9, 9])]
@@ -27,7 +27,7 @@ def test_a_request_is_found_by_its_tokens_and_nothing_else_is_said():
     assert found is not None and found.rollout is not None
     assert found.recomputed.tolist() == batch(3, 3).recomputed[1:2].tolist()
     assert found.mask.tolist() == [[True, True, False]] and found.rollout[0, :2].tolist() == pytest.approx([-0.5, -0.6])
-    assert found.rollout_versions is not None and found.rollout_versions.tolist() == [3] and found.speculating
+    assert found.versions.tolist() == [[3] * 3] and found.speculating
 
 
 def test_the_turns_of_a_conversation_are_prefixes_of_its_document():

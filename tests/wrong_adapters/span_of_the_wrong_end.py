@@ -15,9 +15,8 @@ CAUGHT_BY = "policy_versions_agree"
 
 class Adapter(ChangesBatches, LaggingAdapter):
     def changed(self, batch: LogprobBatch) -> LogprobBatch | None:
-        last = batch.last_versions
-        assert last is not None
-        return replace(batch, rollout_versions=last, token_versions=last[:, None].expand_as(batch.mask))
+        last = batch.versions.masked_fill(~batch.mask, -1).amax(-1, keepdim=True)
+        return replace(batch, versions=last.expand_as(batch.mask))
 
 
 class Driver(driver.LaggingDriver):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 
-from spec_plugin.events import LogprobBatch
+from spec_plugin.events import Drafts, LogprobBatch
 from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "speculation_is_told_as_it_was"
@@ -15,7 +16,7 @@ CAUGHT_BY = "speculation_is_told_as_it_was"
 
 class Adapter(ChangesBatches, MinimalAdapter):
     def changed(self, batch: LogprobBatch) -> LogprobBatch | None:
-        return replace(batch, speculating=True)
+        return replace(batch, drafted=torch.full_like(batch.drafted, Drafts.ON))
 
 
 class Driver(driver.Driver):

@@ -16,8 +16,7 @@ CAUGHT_BY = "planted_errors_reach_the_guard"
 
 class Adapter(ChangesBatches, MinimalAdapter):
     def changed(self, batch: LogprobBatch) -> LogprobBatch | None:
-        now = torch.full((len(batch.mask),), batch.policy_version)
-        return replace(batch, rollout_versions=now, last_versions=now)
+        return replace(batch, versions=torch.full_like(batch.versions, batch.policy_version))
 
 
 class Driver(driver.Driver):

@@ -14,7 +14,7 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.engine.selftest.test import tolerance
 from spec_plugin.engine.selftest.verdicts import Sampled, greedy_check, greedy_limit, greedy_noise
 from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import LogprobBatch, TargetInfo
+from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
 #: sequences of a batch that a guard is shown
@@ -124,13 +124,14 @@ def _batches(pair: Pair, version: int, speculating: bool) -> Iterator[LogprobBat
         stated, recomputed = (
             [torch.tensor(row, dtype=torch.float64) for row in rows[begin : begin + BATCH]] for rows in pair
         )
+        mask = _padded([torch.ones(len(row), dtype=torch.bool) for row in stated])
         yield LogprobBatch(
             policy_version=version,
             recomputed=_padded(recomputed),
             rollout=_padded(stated),
-            mask=_padded([torch.ones(len(row), dtype=torch.bool) for row in stated]),
-            rollout_versions=torch.full((len(stated),), version),
-            speculating=speculating,
+            mask=mask,
+            versions=torch.full(mask.shape, version),
+            drafted=torch.full(mask.shape, Drafts.ON if speculating else Drafts.OFF),
             rollout_in_loss=False,
         )
 

@@ -94,8 +94,8 @@ class MinimalAdapter(Trainer):
         """What the engine answered: log-probs, and the policy version that it stamped on each sequence."""
         stated, mask = padded(rollouts.log_probs)
         documents, starts = self.documents(rollouts)[0], [len(prompt) for prompt in rollouts.prompts]
-        first, last = torch.tensor(rollouts.versions), torch.tensor(rollouts.last_versions)
-        return spec.Responses(documents, starts, mask, stated, first, last)
+        versions = torch.tensor(rollouts.versions), torch.tensor(rollouts.last_versions)
+        return spec.Responses(documents, starts, mask, stated, versions)
 
     # ---- 6. after the policy's update: a slice of draft training
 

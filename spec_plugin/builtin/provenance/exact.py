@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch import Tensor, int64
+from torch import Tensor
 
 from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import LogprobBatch, StatedLogprobs
+from spec_plugin.events import UNKNOWN, LogprobBatch, StatedLogprobs, disputed
 
 #: log p <= 0; two roundings of a token with p = 1 may land just above.
 _ABOVE_ZERO = 1e-3
@@ -52,33 +52,22 @@ def check_versions(batch: LogprobBatch | StatedLogprobs) -> None:
     Raises:
         LogprobProvenanceError: naming the sequences and the versions.
     """
-    first, last, now = batch.rollout_versions, batch.last_versions, batch.policy_version
-    tokens = batch.token_versions if batch.lag_allowed else None
-    too_new = "Nobody can have sampled with later weights"
-    if tokens is not None:
-        newest = tokens.masked_fill(~batch.mask, -1).amax(-1)
-        _refuse_versions(newest > now, now, newest, newest, too_new)
-    if first is None:
-        return
-    last = first if last is None else last
-    known = first >= 0
+    versions, now = batch.versions.masked_fill(~batch.mask, UNKNOWN), batch.policy_version
     if not batch.lag_allowed:
-        other = known & ((first != now) | (last != now))
-        _refuse_versions(other, now, first, last, "This trainer was said to be synchronous")
-        return
-    _refuse_versions(known & ((last > now) | (last < first)), now, first, last, too_new)
-    if tokens is not None:
-        outside = (tokens >= 0) & batch.mask & ((tokens < first[:, None]) | (tokens > last[:, None]))
-        reason = "The engine that sampled them says other versions than the trainer"
-        _refuse_versions(known & outside.any(-1), now, first, last, reason)
+        _refuse_versions((versions >= 0) & (versions != now), versions, now, "This trainer was said to be synchronous")
+    _refuse_versions(versions > now, versions, now, "Nobody can have sampled with later weights")
+    _refuse_versions(
+        versions < UNKNOWN, versions, now, "The engine that sampled them and the trainer contradict each other"
+    )
 
 
-def _refuse_versions(wrong: Tensor, now: int, first: Tensor, last: Tensor, reason: str) -> None:
-    if not bool(wrong.any()):
+def _refuse_versions(wrong: Tensor, versions: Tensor, now: int, reason: str) -> None:
+    rows = wrong.any(-1).nonzero().flatten().tolist()
+    if not rows:
         return
-    rows = wrong.nonzero().flatten().tolist()
-    spans = [(i, int(first[i]), int(last[i])) for i in rows[:_SHOWN]]
-    shown = ", ".join(f"sequence {i} by version {a}" + (f" to {b}" if b != a else "") for i, a, b in spans)
+    said = versions.where(versions >= UNKNOWN, disputed(versions))
+    spans = [(i, *said[i][said[i] >= 0].aminmax()) for i in rows[:_SHOWN]]
+    shown = ", ".join(f"sequence {i} by version {int(a)}" + (f" to {int(b)}" if b != a else "") for i, a, b in spans)
     raise LogprobProvenanceError(
         f"{len(rows)} of {len(wrong)} sequences were not sampled by policy version {now}, which recomputed their "
         f"log-probs: {shown}. {reason}"
@@ -89,18 +78,14 @@ def by_lag(batch: LogprobBatch) -> Iterator[tuple[int, LogprobBatch]]:
     """Split a batch by how many policy versions lie between sampling and recomputation of a token; 0 first.
 
     Steps that were trained since the last sync count as versions, too: the weights have moved.
-
-    Where only the versions of a sequence's first and last token are known, the first one's counts; unknown counts as 1.
     """
     if not batch.lag_allowed or batch.rollout is None:
         yield int(batch.lag_allowed) + batch.ahead, batch
         return
-    first = batch.rollout_versions
-    versions = batch.mask.new_full((), -1, dtype=int64) if first is None else first[:, None]
-    versions = versions.expand_as(batch.mask)
-    if batch.token_versions is not None:
-        versions = batch.token_versions.where(batch.token_versions >= 0, versions)
-    lags = (batch.policy_version - versions).masked_fill(versions < 0, 1) + batch.ahead
+    versions, later = batch.versions, batch.policy_version + 1
+    oldest = versions.masked_fill(versions < 0, later).amin(-1, keepdim=True)
+    versions = versions.where(versions >= 0, oldest)
+    lags = (batch.policy_version - versions).masked_fill(versions == later, 1) + batch.ahead
     seen = lags[batch.mask]
     if not len(seen):
         return

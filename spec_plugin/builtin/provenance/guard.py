@@ -18,7 +18,7 @@ from spec_plugin.builtin.provenance.rules import MAX_PLAUSIBLE, SEQUENCE_TOKENS,
 from spec_plugin.builtin.provenance.windows import difference, difference_metrics, median, sequence_means, windows
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import LogprobBatch, StatedLogprobs, TargetInfo
+from spec_plugin.events import Drafts, LogprobBatch, StatedLogprobs, TargetInfo
 from spec_plugin.hookspecs import hookimpl
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,7 @@ class ProvenanceGuard:
     def _check(self, batch: LogprobBatch) -> None:
         check_finite("recomputed", batch.recomputed, batch.mask)
         check_versions(batch)
-        versions = batch.rollout_versions
-        self._versions_known = 0.0 if versions is None else float((versions >= 0).double().mean())
+        self._versions_known = float(((batch.versions >= 0) & batch.mask).any(-1).double().mean())
         if batch.rollout is None:
             return
         check_finite("rollout", batch.rollout, batch.mask)
@@ -118,9 +117,7 @@ class ProvenanceGuard:
         assert batch.rollout is not None
         version, tolerance = batch.policy_version, self._config.logprob_tolerance
         diff = difference(batch.recomputed, batch.rollout, batch.mask)
-        drafted = batch.mask & batch.speculating
-        if batch.plain is not None:
-            drafted &= ~batch.plain
+        drafted, speculating = batch.mask & (batch.drafted == Drafts.ON), batch.speculating
         plain = batch.mask & ~drafted
         shown = windows(diff, plain, self._rng)
         if tolerance is not None:
@@ -131,9 +128,9 @@ class ProvenanceGuard:
             )
         if refusal is not None:
             raise LogprobProvenanceError(f"{_described(refusal, batch, diff, drafted)}. {ADVICE}")
-        alarm = reference.learn(shown, version, batch.speculating)
+        alarm = reference.learn(shown, version, speculating)
         if tolerance is not None:
-            alarm = None if batch.speculating else _over_tolerance(diff, plain, tolerance)
+            alarm = None if speculating else _over_tolerance(diff, plain, tolerance)
         if alarm is not None:
             self._warn(_described(alarm, batch, diff, plain), version)
         if not self._coarse and (coarse := self._reference(0).coarse) is not None:

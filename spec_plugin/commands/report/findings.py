@@ -141,7 +141,7 @@ def _guard(run: Run) -> Iterator[Finding]:
         text = f"nobody compared the engine's log-probs with the policy's at {_steps(unguarded)}"
         yield Finding("bad", text, unguarded[0])
     if unknown := [s for s, v in run.series("spec/versions_known").pairs() if v < 1]:
-        text = f"the trainer did not record the policy version of all sequences at {_steps(unknown)}"
+        text = f"it is not known which policy version sampled some sequences at {_steps(unknown)}"
         yield Finding("warn", text, unknown[0])
 
 

@@ -147,14 +147,16 @@ def test_an_engine_with_another_version_is_seen():
 
 def test_a_sequence_of_another_version_is_seen():
     trace = Trace()
-    trace.find("spec_check_logprobs", 2)["rollout_versions"] = [2, 1]
-    one(versions.policy_versions(trace.events), "were sampled by [1]")
+    trace.find("spec_check_logprobs", 2)["versions"] = [[2], [2, 1]]
+    one(
+        versions.policy_versions(trace.events), "sequence 1 checked at policy version 2 is said to be sampled by [2, 1]"
+    )
 
 
 def test_sequences_that_do_not_say_are_seen():
     trace = Trace()
-    trace.find("spec_check_logprobs", 2)["rollout_versions"] = None
-    one(versions.policy_versions(trace.events), "no sequence of policy version 2")
+    trace.find("spec_check_logprobs", 2)["versions"] = [[-1], [-1]]
+    one(versions.policy_versions(trace.events), "no sequence checked at policy version 2")
 
 
 # the engine's weights

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import batch_of, stated_of
 from test_session import TARGET, step
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
@@ -70,20 +71,18 @@ def test_packs_come_back_as_they_were(tmp_path):
 
 def batch(version: int = 3, engine: Plants | None = None) -> LogprobBatch:
     found = -torch.rand(2, 4)
-    rollout, versions = found.clone(), torch.full((2,), version)
+    rollout, sampled_by = found.clone(), version
     if engine is not None and engine.planted(LOGPROB):
         rollout[:, 0] = PERTURBED
     if engine is not None and engine.planted(VERSION):
-        versions -= 1
+        sampled_by -= 1
     if engine is not None and engine.planted(NAN):
         rollout[:, 0] = torch.nan
-    return LogprobBatch(version, found, rollout, torch.ones(2, 4, dtype=torch.bool), versions, True, False)
+    return batch_of(version, found, rollout, sampled_by=sampled_by)
 
 
 def stated(version: int = 3, engine: Plants | None = None) -> StatedLogprobs:
-    of = batch(version, engine)
-    assert of.rollout is not None
-    return StatedLogprobs(version, of.rollout, of.mask, of.rollout_versions)
+    return stated_of(batch(version, engine))
 
 
 @pytest.mark.parametrize("version", [0, 3])
@@ -211,12 +210,12 @@ def test_an_engine_that_is_compared_with_itself_is_no_guard(tmp_path, monkeypatc
 def test_a_violation_that_was_not_planted_stops_the_run_at_once(tmp_path):
     session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError, match="not sampled by policy version 3"):
-        session.check_logprobs(replace(batch(), rollout_versions=torch.tensor([3, 2])))
+        session.check_logprobs(batch_of(3, -torch.rand(2, 4), None, sampled_by=2))
 
 
 def test_another_rank_leaves_to_the_first_one_what_that_has_planted(tmp_path, monkeypatch):
     session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
-    wrong = replace(batch(), rollout_versions=torch.tensor([3, 2]))
+    wrong = batch_of(3, -torch.rand(2, 4), None, sampled_by=2)
     monkeypatch.setattr(faults, "is_first", lambda: False)
     with pytest.raises(LogprobProvenanceError):
         session.check_logprobs(wrong)

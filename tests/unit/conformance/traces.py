@@ -98,7 +98,7 @@ class Trace:
             policy_version=version,
             response_lengths=[5, 7],
             rollout=True,
-            rollout_versions=[version, version],
+            versions=[[version], [version]],
             caught={"unchanged": False, **caught},
             rows={"rollout": rows, "recomputed": rows},
             rollout_dtype="float32",

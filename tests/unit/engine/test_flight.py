@@ -15,9 +15,11 @@ from spec_plugin.spans import Span, span_of
 PROMPT, RESPONSE = [5, 6, 7], [10, 11, 12, 13, 14, 15]
 
 
-def landed(flights: Flights, request: Request, version: int, drafted: bool = True, control=None) -> list[Span]:
+def landed(
+    flights: Flights, request: Request, version: int, drafted: bool = True, control=None, log_probs=None
+) -> list[Span]:
     request.tokens = len(RESPONSE)
-    flights.landed(request, PROMPT, RESPONSE, version, drafted, control)
+    flights.landed(request, PROMPT, RESPONSE, version, drafted, control, log_probs)
     return flights.take_spans()
 
 
@@ -30,7 +32,6 @@ def test_a_request_that_no_sync_cuts_is_one_span():
     flights = Flights()
     with flights.request(4) as request:
         assert landed(flights, request, 4) == [part(0, 6, 4)]
-    assert request.versions == (4, 4)
     assert (flights.requests, flights.tokens, flights.flying) == (1, 6, 0)
 
 
@@ -43,8 +44,16 @@ def test_a_request_that_goes_on_under_new_weights_is_cut_where_it_stood():
         flights.resume()
         spans = landed(flights, request, 5)
     assert spans == [part(0, 2, 4, plain=(3, 5)), part(2, 6, 5)]
-    assert request.versions == (4, 5)
     assert flights.tokens == 4
+
+
+def test_each_part_of_a_request_has_its_own_log_probs():
+    flights = Flights()
+    with flights.request(4) as request:
+        flights.pause({request.number: 2}, 4, drafted=False)
+        flights.begin(5)
+        spans = landed(flights, request, 5, log_probs=[-1.0, -2.0, -4.0, -8.0, -16.0, -32.0])
+    assert [span.stated for span in spans] == [-3.0, -60.0]
 
 
 def test_a_request_that_had_sampled_nothing_is_of_the_new_version_alone():
@@ -53,7 +62,6 @@ def test_a_request_that_had_sampled_nothing_is_of_the_new_version_alone():
         flights.pause({request.number: 0}, 4, drafted=True)
         flights.begin(5)
         assert landed(flights, request, 5) == [part(0, 6, 5)]
-    assert request.versions == (5, 5)
 
 
 def test_two_pauses_of_one_sync_cut_once():
@@ -72,7 +80,6 @@ def test_what_was_complete_but_not_yet_here_when_weights_came_is_of_the_old_vers
         flights.pause({}, 4, drafted=False)
         flights.begin(5)
         assert landed(flights, request, 5, drafted=True) == [part(0, 6, 4, plain=(3, 9))]
-    assert request.versions == (4, 4)
 
 
 def test_where_nobody_says_how_far_a_request_had_come_its_tokens_are_unknown():
@@ -84,7 +91,6 @@ def test_where_nobody_says_how_far_a_request_had_come_its_tokens_are_unknown():
         flights.begin(6)
         assert landed(flights, request, 6) == [part(3, 6, 6)]
         assert request.stretches[0].version == UNKNOWN
-    assert request.versions == (4, 6)
 
 
 def test_a_phase_that_begins_without_a_pause_leaves_what_is_in_flight_unknown():
@@ -92,7 +98,6 @@ def test_a_phase_that_begins_without_a_pause_leaves_what_is_in_flight_unknown():
     with flights.request(4) as request:
         flights.begin(5)
         assert landed(flights, request, 5) == []
-    assert request.versions == (4, 5)
 
 
 def test_the_control_groups_stretch_is_cut_as_its_request_is():
