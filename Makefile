@@ -1,7 +1,7 @@
-# Everything runs in .envs/verl and .envs/openrlhf; the first target that needs one creates it (Linux, Python 3.11, no GPU).
+# Everything runs in .envs/verl and .envs/openrlhf; the first target that needs one creates it (Linux, Python 3.11 to 3.13, no GPU).
 SHELL := /bin/bash
-PYTHON ?= $(shell for p in python3.11 python3 python; do \
-	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && { echo $$p; break; }; done || true)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$p; break; }; done || true)
 PY := .envs/verl/bin/python
 ARGS ?=
 TRAINER ?= verl
@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: guards help env verl-env quickstart test times lint format unit mutants engine-test trainer-test conformance soak bench bench-card clean
+.PHONY: guards help env verl-env quickstart test times lint format unit mutants engine-test trainer-test conformance soak versions bench bench-card clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
@@ -60,7 +60,7 @@ guards: verl-env  ## simulated runs with known truth under each guard: false ala
 engine-test:  ## tests with a real vLLM engine (minutes)
 	@$(CHECK) --foreground engine -- $(ARGS)
 
-conformance:  ## the conformance kit on every adapter, and on wrong ones (minutes each); SHAPES=all, or some: "verl-tp2 openrlhf-zero3"
+conformance:  ## the conformance kit on every adapter, and on wrong ones (minutes each); SHAPES=all, versions, or some: "verl-tp2 openrlhf-zero3"
 ifeq ($(SHAPES),)
 	@$(CHECK) --foreground kit-minimal wrong-adapters kit-verl kit-openrlhf -- $(ARGS)
 else
@@ -69,6 +69,9 @@ endif
 
 trainer-test:  ## tests with real trainers (minutes)
 	@$(CHECK) --foreground trainers-verl trainers-openrlhf -- $(ARGS)
+
+versions: verl-env  ## which versions of trainers and vLLM can be installed together, into docs/supported.md (4 minutes, no download)
+	@$(or $(PYTHON),python3) tools/versions.py --write $(ARGS)
 
 soak: verl-env  ## 200 steps of the minimal adapter under random faults, kills and resumes, 10 minutes; ARGS="--seed 7 --steps 50" …
 	@PYTHONPATH=tests:examples/minimal_adapter:$$PYTHONPATH $(PY) -m soak.run $(ARGS)

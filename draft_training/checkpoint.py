@@ -33,11 +33,13 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 def row_digests(tensors: Iterable[Tensor]) -> list[str]:
     """A digest of each row (all of the last dimension) of some weights, each digest once: whoever stacks or splits matrices by
-    rows has the same rows.
+    rows has the same rows. A vector is stacked along its one dimension, as the biases of queries, keys and values are: its rows
+    are stretches of four.
     """
     found: set[str] = set()
     for tensor in tensors:
-        rows = tensor.detach().to("cpu").contiguous().view(-1, tensor.shape[-1] if tensor.dim() else 1)
+        width = tensor.shape[-1] if tensor.dim() > 1 else 4 if tensor.numel() % 4 == 0 else 1
+        rows = tensor.detach().to("cpu").contiguous().view(-1, width)
         for row in rows.view(torch.uint8).numpy():
             found.add(hashlib.blake2b(row.data, digest_size=8).hexdigest())
     return sorted(found)

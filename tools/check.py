@@ -52,6 +52,13 @@ PYTEST = f"{VERL}/python -m pytest"
 MINIMAL = "tests/engine/test_conformance_minimal.py"
 SOAK = "tests/engine/test_soak.py"
 STARTS_VERL = frozenset({"verl"})
+#: the kit with other versions of vLLM, each in an environment of its own: by its name, the command
+VERSIONS = {
+    "verl-vllm0.24": "spec-plugin conformance verl",
+    "verl-vllm0.31": "spec-plugin conformance verl",
+    "openrlhf-vllm0.31": "spec-plugin conformance openrlhf",
+    "minimal-vllm0.32": f"python -m pytest {MINIMAL} -k keeps_the_contract",
+}
 #: deployment shapes of the kit's drivers; all checks of one take 5 to 15 minutes
 SHAPES = {
     "verl": ("tp2", "dp2", "nodes2", "lora", "lora-adapters", "packed", "mistral", "colocate", "separate", "separate2"),
@@ -182,6 +189,10 @@ PARTS = (
         )
         for trainer in SHAPES
         for name, options in ({shape: f"--shape {shape}" for shape in SHAPES[trainer]} | METHODS[trainer]).items()
+    ),
+    *(
+        Part(name, (f".envs/{name}/bin/{command}",), (name,), 8, STARTS_VERL if "verl-" in name else frozenset(), False)
+        for name, command in VERSIONS.items()
     ),
 )
 
@@ -420,7 +431,7 @@ def parse(argv: Sequence[str], parts: Sequence[Part]) -> argparse.Namespace:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     cores = len(os.sched_getaffinity(0))
     daily = [part.name for part in parts if part.daily]
-    add("names", nargs="*", metavar="PART", help=f"what to run (default: {', '.join(daily)})")
+    add("names", nargs="*", metavar="PART", help=f"what to run, or: versions (default: {', '.join(daily)})")
     add("--rest", action="store_true", help="run all that is not run by default")
     add("-j", "--jobs", type=int, default=max(2, cores), help="most parts at a time (default: cores, at least 2)")
     add(
@@ -444,6 +455,7 @@ def parse(argv: Sequence[str], parts: Sequence[Part]) -> argparse.Namespace:
         own, extra = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
     options.extra = extra
+    options.names = [name for given in options.names for name in (VERSIONS if given == "versions" else (given,))]
     if unknown := sorted(set(options.names) - {part.name for part in parts}):
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(part.name for part in parts)}")
     if options.jobs < 1:

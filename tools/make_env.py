@@ -9,6 +9,7 @@ import argparse
 import fcntl
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,9 +23,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROJECTS = (ROOT, ROOT / "adapters" / "cpu")  # what is installed from this repository
 TRAINERS = ("verl", "openrlhf")
-ENVIRONMENTS = (*TRAINERS, "megatron", "veomni")  # the last two are verl, with other actors
+#: megatron and veomni are verl with other actors; the last ones are trainers with other versions of vLLM
+ENVIRONMENTS = (
+    *TRAINERS,
+    "megatron",
+    "veomni",
+    "verl-vllm0.24",
+    "verl-vllm0.31",
+    "openrlhf-vllm0.31",
+    "minimal-vllm0.32",
+)
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-PYTHON = (3, 11)
+PYTHONS = ((3, 11), (3, 12), (3, 13))
 
 
 @dataclass(frozen=True)
@@ -60,11 +70,23 @@ def pins_file(trainer: str) -> Path:
 
 
 def with_included(pins: Path) -> str:
-    """A pins file's text, with that of the file that it begins from (``-r NAME``, beside it) in its place."""
-    lines = pins.read_text().splitlines()
-    return "\n".join(
-        with_included(pins.parent / line[3:].strip()) if line.startswith("-r ") else line for line in lines
-    )
+    """A pins file's text, with that of the file that it begins from (``-r NAME``, beside it) in its place.
+
+    A line behind it takes the place of one with the same name.
+    """
+    lines: list[str] = []
+    for line in pins.read_text().splitlines():
+        if line.startswith("-r "):
+            lines += with_included(pins.parent / line[3:].strip()).splitlines()
+            continue
+        same = [i for i, before in enumerate(lines) if name_of(line) and name_of(before) == name_of(line)]
+        lines = [before for i, before in enumerate(lines) if i not in same] + [line]
+    return "\n".join(lines)
+
+
+def name_of(line: str) -> str:
+    """The package that a line is about; nothing for one without."""
+    return re.match(r"[\w.-]*", line.strip()).group().lower().replace("_", "-")  # type: ignore[union-attr]
 
 
 def fail(message: str) -> None:
@@ -92,9 +114,13 @@ class Installer:
         self.python, self.pins = python, pins
         self.pip = (python, "-m", "pip")
         self.uses_uv = succeeds(*self.pip, "install", "-q", "uv")
+        self.torch = pins.torch
         self.sources = self._sources()
         self.overrides = scratch / "overrides.txt"
-        self.overrides.write_text("".join(f'{name}; sys_platform == "never"\n' for name in pins.never))
+        never = [f'{name}; sys_platform == "never"' for name in pins.never]
+        # vLLM's CPU build asks for a CPU build of torch; where none can be had another build serves, too
+        another = [self.torch] if self.torch != pins.torch else []
+        self.overrides.write_text("".join(f"{line}\n" for line in [*never, *another]))
 
     def _configured(self, option: str) -> list[str]:
         """Values that pip itself would use for an option, from its environment variable or its files."""
@@ -104,22 +130,29 @@ class Installer:
             value = subprocess.run(command, text=True, capture_output=True).stdout
         return value.split()
 
+    def _has_torch(self, *options: str) -> bool:
+        """Can the pinned torch be had with these options of pip's."""
+        pip = (*self.pip, "install", "-q", "--dry-run", "--no-deps", "--ignore-installed")
+        return succeeds(*pip, *options, self.torch)
+
     def _sources(self) -> list[str]:
         """Options that say where packages come from; torch from pip's own find-links if it is there."""
-        torch_is_at_hand = succeeds(
-            *self.pip, "install", "-q", "--dry-run", "--no-deps", "--no-index", "--ignore-installed", self.pins.torch
-        )
+        index: list[str] = []
+        if not self._has_torch("--no-index"):
+            index = [PYTORCH_CPU_INDEX]
+            if not self._has_torch("--index-url", *index):
+                self.torch, index = self.torch.removesuffix("+cpu"), []
+                print(f"make_env: no CPU build of {self.torch} can be had for this Python: another build of several GB", flush=True)
         if not self.uses_uv:  # pip reads its own configuration
-            return [] if torch_is_at_hand else ["--extra-index-url", PYTORCH_CPU_INDEX]
+            return [word for url in index for word in ("--extra-index-url", url)]
         options = ["--index-strategy", "unsafe-best-match"]
         options += [o for url in self._configured("find-links") for o in ("--find-links", url)]
         options += [o for url in self._configured("index-url")[:1] for o in ("--default-index", url)]
-        if not torch_is_at_hand:
-            options += ["--index", PYTORCH_CPU_INDEX]
-        return options
+        return options + [word for url in index for word in ("--index", url)]
 
     def install(self, *what: str) -> None:
         """Install requirements without ever keeping a package of ``pins.never``."""
+        what = tuple(self.torch if line == self.pins.torch else line for line in what)
         if self.uses_uv:
             uv = (self.python, "-m", "uv", "pip", "install", "-q", "--python", self.python)
             run(*uv, *self.sources, "--override", self.overrides, *what)
@@ -153,12 +186,13 @@ def create(folder: Path, pins: Pins) -> None:
     """Build the environment from nothing."""
     shutil.rmtree(folder, ignore_errors=True)
     if not succeeds(sys.executable, "-m", "venv", folder):
-        fail("python -m venv failed; on Debian and Ubuntu: apt install python3.11-venv")
+        fail("python -m venv failed; on Debian and Ubuntu: apt install python3-venv")
     with tempfile.TemporaryDirectory() as scratch:
         installer = Installer(folder / "bin" / "python", pins, Path(scratch))
         print(f"make_env: installing with {'uv' if installer.uses_uv else 'pip (uv cannot be had)'}", flush=True)
         installer.install(*pins.normal)
-        installer.install("--no-deps", *pins.no_deps)
+        if pins.no_deps:
+            installer.install("--no-deps", *pins.no_deps)
         for requirement in pins.built:
             if not installer.builds(requirement):
                 print(
@@ -184,9 +218,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainers = arguments.trainers or ["verl"]
     if unknown := sorted(set(trainers) - set(ENVIRONMENTS)):
         parser.error(f"unknown trainer {unknown[0]!r}; known: {', '.join(ENVIRONMENTS)}")
-    if sys.version_info[:2] != PYTHON or not sys.platform.startswith("linux"):
+    if sys.version_info[:2] not in PYTHONS or not sys.platform.startswith("linux"):
         found = f"{sys.platform} with Python {sys.version_info.major}.{sys.version_info.minor} ({sys.executable})"
-        fail(f"needs Linux with Python 3.11, found {found}; name another one: make PYTHON=/path/to/python3.11 …")
+        fail(f"needs Linux with Python 3.11, 3.12 or 3.13, found {found}; name one: make PYTHON=/path/to/python3.11 …")
     for trainer in trainers:
         folder = (arguments.folder / trainer).absolute()
         folder.parent.mkdir(parents=True, exist_ok=True)

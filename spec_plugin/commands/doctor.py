@@ -190,10 +190,11 @@ def examine_capabilities() -> tuple[Finding, ...]:
 def examine_patches() -> tuple[Finding, ...]:
     """Apply the repairs of vLLM's CPU build in this process, and say what became of each."""
     try:
-        from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, on_cpu
+        from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, on_cpu, register_kernels
 
         if not on_cpu():
             return (Finding("none", "ok", "not vLLM's CPU build: nothing to repair"),)
+        register_kernels()
         statuses = apply_cpu_patches()
     except PatchError as error:
         return (Finding("patches", "fail", str(error), "use a vLLM of the range that spec-plugin declares"),)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from spec_plugin.engine.repairs import patches
 from spec_plugin.engine.repairs.convolutions import CONVOLUTIONS
+from spec_plugin.engine.repairs.drafts_0_24 import DRAFTS_0_24
 from spec_plugin.engine.repairs.patches import Guard, Patch, PatchStatus
 from spec_plugin.errors import SpecConfigError
 
@@ -214,6 +215,7 @@ CPU_PATCHES = (
         ),
     ),
     *CONVOLUTIONS,
+    *DRAFTS_0_24,
 )
 
 
@@ -239,6 +241,15 @@ def apply_cpu_patches(skip: Iterable[str] = ()) -> list[PatchStatus]:
         else patches.apply(p)
         for p in CPU_PATCHES
     ]
+
+
+def register_kernels() -> None:
+    """Put vLLM's CPU kernels in the place of Triton's, as vLLM does before it makes a worker (0.32; runners did it before)."""
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import Platform
+
+    if hasattr(Platform, "register_triton_kernel_overrides"):  # the object answers unknown names with None
+        current_platform.register_triton_kernel_overrides()
 
 
 def on_cpu() -> bool:
