@@ -14,13 +14,13 @@ from spec_plugin.commands.report.build import make_report
 from spec_plugin.commands.report.formats import LogFormat, log_formats
 from spec_plugin.commands.report.places import ReportError, find_places
 from spec_plugin.commands.report.read import read_place
-from spec_plugin.commands.report.run import Run
+from spec_plugin.commands.report.run import LoggedRun
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "report"
 FORMATS = log_formats()
 
 
-def read(path: Path) -> Run:
+def read(path: Path) -> LoggedRun:
     (place,) = find_places(path)
     return read_place(place, FORMATS)
 

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from spec_plugin.commands.report.compare import Comparison, base_of, caveats, compare
-from spec_plugin.commands.report.findings import Finding, findings_of
+from spec_plugin.commands.report.findings import RunFinding, findings_of
 from spec_plugin.commands.report.formats import log_formats
 from spec_plugin.commands.report.places import ReportError, find_places
 from spec_plugin.commands.report.read import read_place
-from spec_plugin.commands.report.run import Run
-from spec_plugin.commands.report.states import Span, spans_of
+from spec_plugin.commands.report.run import LoggedRun
+from spec_plugin.commands.report.states import StateSpan, spans_of
 
 #: of the JSON: raised when a key is taken away or gets another meaning
 SCHEMA = 1
@@ -25,9 +25,9 @@ MARKS = {"bad": "wrong", "warn": "look", "fine": "fine"}
 class View:
     """One run and what is said of it."""
 
-    run: Run
-    spans: tuple[Span, ...]
-    findings: tuple[Finding, ...]
+    run: LoggedRun
+    spans: tuple[StateSpan, ...]
+    findings: tuple[RunFinding, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
     Raises:
         ReportError: if nothing of it can be read, or no run is called ``base``.
     """
-    runs: list[Run] = []
+    runs: list[LoggedRun] = []
     problems: list[str] = []
     formats = log_formats()
     for path in paths:
@@ -75,7 +75,7 @@ def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
     return Report(views, name, tuple(compare(runs, chosen)), tuple(caveats(runs, chosen)), tuple(problems))
 
 
-def _with_names(runs: Sequence[Run]) -> list[Run]:
+def _with_names(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
     """Names that differ: of runs of one name with folders above, as many as it takes; of the same run twice with a number."""
     named = list(runs)
     for above in range(2, 6):

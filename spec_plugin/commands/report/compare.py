@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from spec_plugin.commands.report.places import ReportError
-from spec_plugin.commands.report.run import Run, Spread
+from spec_plugin.commands.report.run import LoggedRun, Spread
 
 #: what is compared; of each, smaller is faster
 COMPARED = {
@@ -41,7 +41,7 @@ class Comparison:
         return f"{self.run} against {self.base}, {self.what}: {self.ratio.text(unit='x')} as fast, {steps}{few}"
 
 
-def base_of(runs: Sequence[Run], name: str | None = None) -> Run | None:
+def base_of(runs: Sequence[LoggedRun], name: str | None = None) -> LoggedRun | None:
     """What the others are compared with: the run of this name, or the first plain one, or the first; of one run nothing.
 
     Raises:
@@ -56,7 +56,7 @@ def base_of(runs: Sequence[Run], name: str | None = None) -> Run | None:
     return next((run for run in runs if not run.has_plugin), runs[0])
 
 
-def compare(runs: Sequence[Run], base: Run | None) -> list[Comparison]:
+def compare(runs: Sequence[LoggedRun], base: LoggedRun | None) -> list[Comparison]:
     """Each run against the base, at the steps that both have.
 
     Step 1 starts things up and is left out. Of a run with the plugin only what comes from its first drafted step on counts:
@@ -79,7 +79,7 @@ def compare(runs: Sequence[Run], base: Run | None) -> list[Comparison]:
     return found
 
 
-def caveats(runs: Sequence[Run], base: Run | None) -> list[str]:
+def caveats(runs: Sequence[LoggedRun], base: LoggedRun | None) -> list[str]:
     """Why a comparison may not be one: other trainers, other lengths, rollouts that overlap with training."""
     found = [text for run in runs if base is not None and run is not base for text in _differences(run, base)]
     if base is not None and any(run.overlaps for run in runs):
@@ -89,7 +89,7 @@ def caveats(runs: Sequence[Run], base: Run | None) -> list[str]:
     return found
 
 
-def _differences(run: Run, base: Run) -> Iterator[str]:
+def _differences(run: LoggedRun, base: LoggedRun) -> Iterator[str]:
     if run.trainer != base.trainer:
         yield f"{run.name} is a run of {run.trainer or 'an unknown trainer'}, {base.name} of {base.trainer or 'an unknown one'}"
     mine, theirs = (Spread.of(r.series("response_tokens").values) for r in (run, base))

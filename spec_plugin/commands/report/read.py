@@ -13,7 +13,7 @@ from typing import Any
 
 from spec_plugin.commands.report.formats import LogFormat
 from spec_plugin.commands.report.places import BROKEN, Place, ReportError, kind_of
-from spec_plugin.commands.report.run import Notice, Run
+from spec_plugin.commands.report.run import LoggedRun, Notice
 from spec_plugin.errors import FATAL
 from spec_plugin.outside import TooMuchError, lines_of
 
@@ -62,7 +62,7 @@ class Raw:
         self.planned = later.planned or self.planned
 
 
-def read_place(place: Place, formats: Sequence[LogFormat]) -> Run:
+def read_place(place: Place, formats: Sequence[LogFormat]) -> LoggedRun:
     """One run from its files.
 
     Where several hold the same step, JSON lines are preferred to event files (which round to 32 bits), and these to the log.
@@ -88,7 +88,7 @@ def read_place(place: Place, formats: Sequence[LogFormat]) -> Run:
     remarks += [*_not_numbers(known), *_cut_off(known, planned)]
     finite = {s: {n: v for n, v in values.items() if math.isfinite(v)} for s, values in known.items()}
     title = trainer.trainer if trainer and trainer.own_names(names) else ""
-    return Run(place.name, title, finite, notices, tuple(remarks), tuple(map(str, place.files)), planned)
+    return LoggedRun(place.name, title, finite, notices, tuple(remarks), tuple(map(str, place.files)), planned)
 
 
 def _read_file(file: Path, formats: Sequence[LogFormat]) -> Raw:

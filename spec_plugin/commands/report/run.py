@@ -103,7 +103,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """What was read of one run."""
 
     name: str
@@ -183,7 +183,7 @@ class Share:
     whole: float  # percent of all steps' time together
 
 
-def shares_of(run: Run) -> list[Share]:
+def shares_of(run: LoggedRun) -> list[Share]:
     """Of draft training, refresh and harvest; of those that were logged along with the step's time."""
     lengths, found = run.series("step_s"), []
     for name, (metric, repeats) in _WORK.items():
