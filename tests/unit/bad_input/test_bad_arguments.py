@@ -36,7 +36,6 @@ OPTIONS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("k", {"a": 3}, ("={'a': 3}", "int >= 1 and <= 16")),
     ("lr", NAN, ("=nan", "finite", "float > 0 and <= 1")),
     ("lr", "nan", ("='nan'", "finite", "float > 0 and <= 1")),
-    ("grad_clip", NAN, ("=nan", "greater than 0", "float > 0")),
     ("logprob_tolerance", "nan", ("='nan'", "greater than 0", "float > 0")),
     ("train_share", INFINITE, ("=inf", "finite", "<= 0.5")),
     ("refresh_timeout_s", "inf", ("='inf'", "finite", "<= 86400")),
@@ -67,8 +66,17 @@ def test_a_bad_option_is_named_with_its_value_and_what_is_allowed(
 
 
 def test_an_option_that_is_infinite_on_purpose_is_taken() -> None:
-    found = SpecConfig.parse({"grad_clip": "inf", "logprob_tolerance": INFINITE, "seed": str(2**63 - 1)})
-    assert found.grad_clip == found.logprob_tolerance == INFINITE and found.seed == 2**63 - 1
+    found = SpecConfig.parse({"logprob_tolerance": INFINITE, "seed": str(2**63 - 1)})
+    assert found.logprob_tolerance == INFINITE and found.seed == 2**63 - 1
+
+
+def test_an_option_that_there_was_is_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert SpecConfig.parse({"replay_share": "0.5", "k": 5}, "--spec.") == SpecConfig(k=5)
+    (record,) = caplog.records
+    assert (
+        record.getMessage()
+        == "spec-plugin: the option --spec.replay_share='0.5' is ignored: it is always 0.25 now; remove it"
+    )
 
 
 def test_a_long_value_is_cut_short() -> None:
