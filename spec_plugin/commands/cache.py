@@ -14,7 +14,7 @@ _WHOLE = ("full_attention", "attention")
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptPerToken:
     """Of a model whose texts are long."""
 
     layers: int  # that keep the whole text
@@ -23,7 +23,7 @@ class Kept:
     latent: bool  # one vector for all heads, in place of keys and values
 
 
-def kept(hf: Mapping[str, Any]) -> Kept | None:
+def kept(hf: Mapping[str, Any]) -> KeptPerToken | None:
     """What a model keeps of each token, from its config.json; None where that does not say how many layers it has.
 
     Args:
@@ -41,7 +41,7 @@ def kept(hf: Mapping[str, Any]) -> Kept | None:
     rank, turned = (n if isinstance(n := text.get(name), int) else 0 for name in ("kv_lora_rank", "qk_rope_head_dim"))
     _, heads, width = read(Layer, text, "config.json").heads
     numbers = rank + turned if rank else 2 * heads * width
-    return Kept(whole or layers, layers, numbers, rank > 0)
+    return KeptPerToken(whole or layers, layers, numbers, rank > 0)
 
 
 def share(draft: Mapping[str, Any], target: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from spec_plugin import __version__
 from spec_plugin.commands.check import check_run
 from spec_plugin.commands.check import to_json as judgement_to_json
 from spec_plugin.commands.check import to_text as judgement_to_text
-from spec_plugin.commands.doctor import Finding, Section, examine, hook_summaries, to_json, works
+from spec_plugin.commands.doctor import Diagnosis, Section, examine, hook_summaries, to_json, works
 from spec_plugin.commands.project import project
 from spec_plugin.commands.terminal import Refused, echo, visible
 from spec_plugin.config import SpecConfig, describe_range, options_table
@@ -259,7 +259,7 @@ def _print_report(sections: list[Section]) -> None:
     console.print(Text(verdict, style="bold"))
 
 
-def _line(finding: Finding) -> Text:
+def _line(finding: Diagnosis) -> Text:
     mark, style = _MARKS[finding.state]
     return Text.assemble("  ", (f"{mark:<4}", style), visible(f" {finding.name:<20} {finding.detail}"))
 

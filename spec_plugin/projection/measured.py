@@ -22,7 +22,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTimes:
     """Seconds of a run's steps; they hold for the deployment that ran only."""
 
     work: Work
@@ -49,7 +49,7 @@ class Measured:
     """What a run has shown; empty where it has not."""
 
     acceptance: Mapping[int, float] = field(default_factory=dict)  # k -> tokens a step
-    times: Times | None = None
+    times: StepTimes | None = None
     source: str = ""
     refused: str = ""  # why its times are not taken
 
@@ -62,7 +62,7 @@ def calibrated(steps: Sequence[StepTiming]) -> CostModel:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledCost:
     """A cost model whose every step takes a factor longer."""
 
     cost: StepCost

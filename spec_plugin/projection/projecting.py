@@ -14,8 +14,8 @@ from spec_plugin.builtin.break_even.plan import best
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.projection.constants import Constants
 from spec_plugin.projection.lengths import Lengths, lognormal
-from spec_plugin.projection.measured import Measured, Scaled, Times, draft_pass_from
-from spec_plugin.projection.rollout import Phase, Rollout, simulate
+from spec_plugin.projection.measured import Measured, ScaledCost, StepTimes, draft_pass_from
+from spec_plugin.projection.rollout import SimulatedPhase, Workload, simulate
 from spec_plugin.projection.roofline import Deployment, Roofline
 from spec_plugin.projection.stages import Stages, exposed_seconds, step_seconds, trainer_seconds
 
@@ -147,7 +147,7 @@ def chances_through(acceptance: Mapping[int, float]) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Span:
+class Estimate:
     """A typical value, and where nine of ten draws lie."""
 
     typical: float
@@ -160,11 +160,11 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DrawResult:
     """One k of one draw."""
 
     tokens: float  # a step
-    phase: Phase
+    phase: SimulatedPhase
     stages: Stages
     step: float
     exposed: float
@@ -172,32 +172,32 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Row:
+class ProjectedRow:
     """One k of the answer; 0 is plain, ``AUTO`` is chosen by batch size."""
 
     k: int
     tokens: float
-    rollout_s: Span
-    rollout_speedup: Span
-    step_s: Span
-    step_speedup: Span
-    exposed_s: Span
+    rollout_s: Estimate
+    rollout_speedup: Estimate
+    step_s: Estimate
+    step_speedup: Estimate
+    exposed_s: Estimate
     table: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Projection:
     """Rows, and the typical plain step that they are compared with."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ProjectedRow, ...]
     stages: Stages
-    phase: Phase
+    phase: SimulatedPhase
     seats: int  # that the KV cache has room for, at most what was asked
     measured: Measured  # what of it was used
 
 
 @dataclass(frozen=True)
-class Known:
+class Overrides:
     """What is known better than the table of constants says."""
 
     pinned: Mapping[str, float] = field(
@@ -207,7 +207,7 @@ class Known:
     measured: Measured = field(default_factory=Measured)
 
 
-def project(question: Question, known: Known | None = None, draws: int | None = None) -> Answer:
+def project(question: Question, known: Overrides | None = None, draws: int | None = None) -> Projection:
     """Simulate plain rollouts and those with each k, for typical constants and for drawn ones.
 
     Args:
@@ -215,7 +215,7 @@ def project(question: Question, known: Known | None = None, draws: int | None = 
         known: what was measured.
         draws: beside the typical one; default: as many as take seconds.
     """
-    known = of_this_deployment(question, known or Known())
+    known = of_this_deployment(question, known or Overrides())
     chances = chances_through(question.acceptance)
     rng = Random(question.seed)
     found = [_Draw(question, known, Constants.typical().but(**known.pinned), question.seed).outcomes(chances)]
@@ -223,10 +223,10 @@ def project(question: Question, known: Known | None = None, draws: int | None = 
         constants = Constants.drawn(rng).but(**known.pinned)
         found.append(_Draw(question, known, constants, question.seed + 1 + i).outcomes(chances))
     rows = tuple(_row(k, found) for k in found[0])
-    return Answer(rows, found[0][0].stages, found[0][0].phase, seats_of(question, known.cost), known.measured)
+    return Projection(rows, found[0][0].stages, found[0][0].phase, seats_of(question, known.cost), known.measured)
 
 
-def of_this_deployment(question: Question, known: Known) -> Known:
+def of_this_deployment(question: Question, known: Overrides) -> Overrides:
     """Without the times of a run that cannot have been one of this model on these cards.
 
     A run of another deployment still knows what its draft is worth. Its seconds, and its break-evens, hold for it alone.
@@ -264,26 +264,26 @@ def seats_of(question: Question, cost: StepCost | None = None) -> int:
 class _Draw:
     """One value of every constant, and one set of responses."""
 
-    def __init__(self, question: Question, known: Known, constants: Constants, seed: int) -> None:
+    def __init__(self, question: Question, known: Overrides, constants: Constants, seed: int) -> None:
         self.question, self.times, self.seed = question, known.measured.times, seed
         held = question.prompt + question.lengths.mean / 2
         seen = self.times.break_even if self.times else {}
         self.constants = draft_pass_from(question.deployment, constants, seen, held)
         lengths = question.lengths.drawn(question.responses, np.random.default_rng(seed))
         seats = seats_of(question, known.cost)
-        self.rollout = Rollout(lengths, question.prompt, question.group, question.engines, seats)
+        self.rollout = Workload(lengths, question.prompt, question.group, question.engines, seats)
         self.cost: StepCost = known.cost or Roofline(question.deployment, self.constants, held)
         if self.times is not None:
-            self.cost = Scaled(self.cost, self.times.generation_s / self.took(self.times))
+            self.cost = ScaledCost(self.cost, self.times.generation_s / self.took(self.times))
 
-    def took(self, times: Times) -> float:
+    def took(self, times: StepTimes) -> float:
         """Seconds of a measured run's rollouts, if it had run here."""
         work, chances = times.work, chances_through(self.question.acceptance)
         lengths = lognormal(work.mean, work.longest).drawn(work.responses, np.random.default_rng(self.seed))
         rollout = replace(self.rollout, lengths=lengths, prompt=work.prompt)
         return simulate(rollout, self.cost, chances, times.k, np.random.default_rng(self.seed)).seconds
 
-    def outcomes(self, chances: Sequence[float]) -> dict[int, Outcome]:
+    def outcomes(self, chances: Sequence[float]) -> dict[int, DrawResult]:
         """Of plain rollouts, each k, and the controller's table; all with the same responses."""
         question = self.question
         plain = self._phase(chances, (0,))
@@ -297,13 +297,13 @@ class _Draw:
             phase = self._phase(chances, table) if any(table) else plain
             stages = self._stages(phase, share if k else 0.0)
             tokens, lag = tokens_per_step(chances, table[-1]), question.lag
-            found[k] = Outcome(tokens, phase, stages, step_seconds(stages, lag), exposed_seconds(stages, lag), table)
+            found[k] = DrawResult(tokens, phase, stages, step_seconds(stages, lag), exposed_seconds(stages, lag), table)
         return found
 
-    def _phase(self, chances: Sequence[float], table: tuple[int, ...]) -> Phase:
+    def _phase(self, chances: Sequence[float], table: tuple[int, ...]) -> SimulatedPhase:
         return simulate(self.rollout, self.cost, chances, table, np.random.default_rng(self.seed))
 
-    def _stages(self, phase: Phase, draft: float) -> Stages:
+    def _stages(self, phase: SimulatedPhase, draft: float) -> Stages:
         """A step's; with lag L, L batches were simulated together."""
         question, times = self.question, self.times
         sequences = question.prompt + np.array(question.lengths.quantiles)
@@ -325,10 +325,10 @@ class _Draw:
         return Stages(prepare, phase.seconds / max(1, question.lag), logprob, training, draft)
 
 
-def _row(k: int, found: Sequence[Mapping[int, Outcome]]) -> Row:
+def _row(k: int, found: Sequence[Mapping[int, DrawResult]]) -> ProjectedRow:
     plain = [draw[0] for draw in found]
     mine = [draw[k] for draw in found]
-    return Row(
+    return ProjectedRow(
         k,
         mine[0].tokens,
         _span([o.phase.seconds for o in mine]),
@@ -340,14 +340,9 @@ def _row(k: int, found: Sequence[Mapping[int, Outcome]]) -> Row:
     )
 
 
-def _span(values: Sequence[float]) -> Span:
+def _span(values: Sequence[float]) -> Estimate:
     """The first is the typical one; the range is that of nine of ten, and holds it."""
     if len(values) < 3:
-        return Span(values[0], min(values), max(values))
+        return Estimate(values[0], min(values), max(values))
     edges = quantiles(values, n=20, method="inclusive")
-    return Span(values[0], min(values[0], edges[0]), max(values[0], edges[-1]))
-
-
-def with_batch(question: Question, batch: int) -> Question:
-    """The same question for another batch."""
-    return replace(question, batch=batch)
+    return Estimate(values[0], min(values[0], edges[0]), max(values[0], edges[-1]))

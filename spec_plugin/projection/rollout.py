@@ -18,7 +18,7 @@ _SLOWEST = 4
 
 
 @dataclass(frozen=True)
-class Phase:
+class SimulatedPhase:
     """What a rollout phase takes."""
 
     seconds: float  # of the slowest engine
@@ -34,7 +34,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Workload:
     """What one trainer step asks of all engines together."""
 
     lengths: np.ndarray  # [responses] tokens of each
@@ -44,7 +44,7 @@ class Rollout:
     seats: int  # requests that one engine runs at once
 
 
-def split(rollout: Rollout, rng: np.random.Generator) -> list[np.ndarray]:
+def split(rollout: Workload, rng: np.random.Generator) -> list[np.ndarray]:
     """Which responses each engine gets: whole groups, as many to each, at random; the engines that can be the slowest."""
     groups = [rollout.lengths[i : i + rollout.group] for i in range(0, len(rollout.lengths), rollout.group)]
     shares = np.array_split(rng.permutation(len(groups)), min(rollout.engines, len(groups)))  # further engines idle
@@ -57,8 +57,8 @@ def split(rollout: Rollout, rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def simulate(
-    rollout: Rollout, cost: StepCost, chances: Sequence[float], table: Sequence[int] | int, rng: np.random.Generator
-) -> Phase:
+    rollout: Workload, cost: StepCost, chances: Sequence[float], table: Sequence[int] | int, rng: np.random.Generator
+) -> SimulatedPhase:
     """Run the engines, each by itself, from the first request to the last.
 
     Args:
@@ -71,14 +71,14 @@ def simulate(
     ks = (table,) if isinstance(table, int) else tuple(table)
     load: dict[int, float] = {}
     engine = _Engine(rollout, cost, chances, ks, rng)
-    return Phase(max(engine.run(lengths, load) for lengths in split(rollout, rng)), load)
+    return SimulatedPhase(max(engine.run(lengths, load) for lengths in split(rollout, rng)), load)
 
 
 class _Engine:
     """One engine: all running requests advance by as many tokens in a step, and each ends when its own are done."""
 
     def __init__(
-        self, rollout: Rollout, cost: StepCost, chances: Sequence[float], ks: Sequence[int], rng: np.random.Generator
+        self, rollout: Workload, cost: StepCost, chances: Sequence[float], ks: Sequence[int], rng: np.random.Generator
     ) -> None:
         self._rollout, self._cost, self._chances, self._ks, self._rng = rollout, cost, chances, ks, rng
         self._rates = {k: tokens_per_step(chances, k) for k in set(ks)}

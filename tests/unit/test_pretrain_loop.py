@@ -9,7 +9,7 @@ import torch
 
 from draft_training import digest, load_draft
 from spec_plugin.commands.train import PretrainSettings, loop
-from spec_plugin.commands.train.texts import Rollout
+from spec_plugin.commands.train.texts import TokenizedRollout
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.tiny import make_target
 from spec_plugin.events import TargetInfo
@@ -22,14 +22,14 @@ class Killed(Exception):
     pass
 
 
-def rollouts(count: int) -> list[Rollout]:
+def rollouts(count: int) -> list[TokenizedRollout]:
     """What the tiny policy says: the current token + 37."""
     stream = random.Random(0)
     out = []
     for _ in range(count):
         first = stream.randrange(320)
         row = [(first + 37 * i) % 320 for i in range(24)]
-        out.append(Rollout(tuple(row[:4]), tuple(row[4 : 16 + stream.randrange(8)])))
+        out.append(TokenizedRollout(tuple(row[:4]), tuple(row[4 : 16 + stream.randrange(8)])))
     return out
 
 

@@ -19,9 +19,9 @@ from spec_plugin.events import StepTiming
 from spec_plugin.projection.constants import KNOWN, Constants, described
 from spec_plugin.projection.hardware import CARDS, find_card
 from spec_plugin.projection.lengths import from_file, lognormal, of_responses, percentiles
-from spec_plugin.projection.measured import Measured, Times, Work, calibrated, draft_pass_from
-from spec_plugin.projection.projecting import AUTO, Known, Question, chances_through, project, seats_of
-from spec_plugin.projection.rollout import Phase, Rollout, emission, needed, simulate, split
+from spec_plugin.projection.measured import Measured, StepTimes, Work, calibrated, draft_pass_from
+from spec_plugin.projection.projecting import AUTO, Overrides, Question, chances_through, project, seats_of
+from spec_plugin.projection.rollout import SimulatedPhase, Workload, emission, needed, simulate, split
 from spec_plugin.projection.roofline import Deployment, Roofline
 from spec_plugin.projection.shapes import MODELS, find_model, shape_of
 from spec_plugin.projection.stages import Stages, exposed_seconds, step_seconds, trainer_seconds
@@ -280,8 +280,8 @@ def test_impossible_distributions_are_refused() -> None:
 # ------------------------------------------------------------------------------------------------------ rollouts
 
 
-def rollout(lengths: list[int], engines: int = 1, seats: int = 64, prompt: float = 0.0) -> Rollout:
-    return Rollout(np.array(lengths, dtype=float), prompt, 1, engines, seats)
+def rollout(lengths: list[int], engines: int = 1, seats: int = 64, prompt: float = 0.0) -> Workload:
+    return Workload(np.array(lengths, dtype=float), prompt, 1, engines, seats)
 
 
 def test_one_response_takes_a_step_for_each_token_after_the_first() -> None:
@@ -371,7 +371,7 @@ def test_no_rollout_is_faster_than_the_tokens_of_a_step_allow_and_no_step_faster
 
 def test_where_drafting_and_verifying_cost_nothing_the_speedup_is_the_acceptance_length() -> None:
     free = {"step_s": 1.0, "draft_pass_s": 1e-9}  # the host alone takes time
-    row = next(r for r in project(asked(), Known(pinned=free), draws=0).rows if r.k == 3)
+    row = next(r for r in project(asked(), Overrides(pinned=free), draws=0).rows if r.k == 3)
     assert row.rollout_speedup.typical == pytest.approx(2.8, rel=0.03)
 
 
@@ -565,9 +565,9 @@ def test_a_measured_break_even_is_met_by_the_draft_pass() -> None:
     assert draft_pass_from(deployment, TYPICAL, {}, 1000) == TYPICAL
 
 
-def timed(generation_s: float) -> Known:
+def timed(generation_s: float) -> Overrides:
     work = Work(responses=256, mean=2000, longest=8000, prompt=512)
-    return Known(measured=Measured(times=Times(work, generation_s, 0, {}, 1e-6, 2e-6, 5.0)))
+    return Overrides(measured=Measured(times=StepTimes(work, generation_s, 0, {}, 1e-6, 2e-6, 5.0)))
 
 
 def test_what_a_run_of_this_deployment_took_takes_the_place_of_what_is_projected() -> None:
@@ -594,7 +594,7 @@ def test_a_calibration_takes_the_place_of_the_roofline() -> None:
     steps = [StepTiming(b, k, k == 0, 0.01 * (1 + 0.1 * b + 0.2 * k), 50, 100.0) for b in (1, 8, 32) for k in (0, 1, 3)]
     cost = calibrated(steps)
     same = of_responses([1001] * 8, "all alike")
-    answer = project(asked(gpus=8, batch=8, group=1, lengths=same, prompt=0), Known(cost=cost), draws=0)
+    answer = project(asked(gpus=8, batch=8, group=1, lengths=same, prompt=0), Overrides(cost=cost), draws=0)
     assert max(answer.phase.load) == 1  # one response an engine
     assert answer.rows[0].rollout_s.typical == pytest.approx(1000 * 0.011, rel=0.02)
 
@@ -613,18 +613,18 @@ def test_the_context_of_a_step_grows_with_the_response() -> None:
 
 
 def test_a_prompt_is_prefilled_once_for_its_group() -> None:
-    alone, together = (Rollout(np.full(8, 1.0), 5.0, group, 1, 64) for group in (1, 4))
+    alone, together = (Workload(np.full(8, 1.0), 5.0, group, 1, 64) for group in (1, 4))
     seconds = [simulate(r, OfContext(), (), 0, np.random.default_rng(0)).seconds for r in (alone, together)]
     assert seconds[0] - seconds[1] == pytest.approx(5.0 * 6)
 
 
 def test_responses_of_a_group_stay_together() -> None:
     lengths = np.arange(48, dtype=float)
-    for part in split(Rollout(lengths, 0.0, 4, 3, 64), np.random.default_rng(1)):
+    for part in split(Workload(lengths, 0.0, 4, 3, 64), np.random.default_rng(1)):
         assert len(part) == 16
         for group in part.reshape(-1, 4).astype(int):
             assert group.tolist() == list(range(group[0], group[0] + 4)) and group[0] % 4 == 0
 
 
 def test_the_tail_is_what_few_requests_generate() -> None:
-    assert Phase(1.0, {64: 640.0, 9: 20.0, 8: 80.0, 1: 10.0}).tail == pytest.approx(90 / 750)
+    assert SimulatedPhase(1.0, {64: 640.0, 9: 20.0, 8: 80.0, 1: 10.0}).tail == pytest.approx(90 / 750)

@@ -21,7 +21,7 @@ from spec_plugin.errors import SpecConfigError, SpecPluginError
 from spec_plugin.projection.hardware import find_card
 from spec_plugin.projection.lengths import Lengths, from_file, lognormal, percentiles
 from spec_plugin.projection.measured import Measured, calibrated
-from spec_plugin.projection.projecting import Known, Question, check_acceptance
+from spec_plugin.projection.projecting import Overrides, Question, check_acceptance
 from spec_plugin.projection.projecting import project as answer_to
 from spec_plugin.projection.roofline import Deployment
 from spec_plugin.projection.shapes import find_model
@@ -102,7 +102,7 @@ def project(**options: Any) -> None:
             console.print(f"  {visible(line)}", markup=False)
 
 
-def read(options: Mapping[str, Any]) -> tuple[Question, Known]:
+def read(options: Mapping[str, Any]) -> tuple[Question, Overrides]:
     """The question, and what is known beside it.
 
     Raises:
@@ -144,7 +144,7 @@ def read(options: Mapping[str, Any]) -> tuple[Question, Known]:
     cost = calibrated(of_calibration(options["calibration"])) if options["calibration"] else None
     if cost is not None and cost.problem is not None:
         raise SpecConfigError(f"--calibration {options['calibration']}: {cost.problem}")
-    return question, Known(cost=cost, measured=measured)
+    return question, Overrides(cost=cost, measured=measured)
 
 
 def parse_acceptance(texts: Sequence[str]) -> dict[int, float]:

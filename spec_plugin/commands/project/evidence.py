@@ -15,7 +15,7 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import StepTiming
 from spec_plugin.outside import text_of
 from spec_plugin.projection.lengths import MOST_TOKENS
-from spec_plugin.projection.measured import Measured, Times, Work
+from spec_plugin.projection.measured import Measured, StepTimes, Work
 from spec_plugin.projection.projecting import MOST_RESPONSES
 
 #: metrics of trainers, the first one that a step has: what it is -> names
@@ -59,7 +59,7 @@ def of_run(run: Path) -> Measured:
     return Measured(_acceptance(drafting), _times(late, _typical_k(drafting)), source)
 
 
-def _times(steps: Sequence[Metrics], k: int) -> Times | None:
+def _times(steps: Sequence[Metrics], k: int) -> StepTimes | None:
     """What took how long, where the run says how much there was to do."""
     found = {name: _stage(steps, names) for name, names in _STAGES.items()}
     generation = _engine_seconds(steps) or found["generation"]
@@ -69,7 +69,7 @@ def _times(steps: Sequence[Metrics], k: int) -> Times | None:
     if not 1 <= mean <= longest <= MOST_TOKENS or tokens / mean > MOST_RESPONSES:  # no rollouts of a step
         return None
     logprob, training = found["logprob"], found["training"]
-    return Times(
+    return StepTimes(
         work=Work(max(1, round(tokens / (mean + prompt))), mean, longest, prompt),
         generation_s=generation,
         k=k,

@@ -12,7 +12,7 @@ from rich.text import Text
 from spec_plugin.builtin.break_even.plan import describe
 from spec_plugin.projection.constants import described
 from spec_plugin.projection.measured import Measured
-from spec_plugin.projection.projecting import AUTO, Answer, Question, Row, Span
+from spec_plugin.projection.projecting import AUTO, Estimate, ProjectedRow, Projection, Question
 
 #: of the JSON: raised when a key is taken away or gets another meaning
 SCHEMA = 1
@@ -21,7 +21,7 @@ _ALL_K = {0: "plain", AUTO: "by batch size"}
 _TRAINERS = {"training_reached", "recomputation", "prepare_s"}
 
 
-def rows_table(question: Question, answer: Answer) -> Table:
+def rows_table(question: Question, answer: Projection) -> Table:
     """One line for each k."""
     table = Table(box=None, pad_edge=False)
     names = ["k", "tokens a step", "rollouts, s", "rollouts, x", "trainer step, s", "trainer step, x"]
@@ -32,7 +32,7 @@ def rows_table(question: Question, answer: Answer) -> Table:
     return table
 
 
-def _cells(question: Question, row: Row) -> Iterator[str]:
+def _cells(question: Question, row: ProjectedRow) -> Iterator[str]:
     yield _ALL_K.get(row.k, str(row.k))
     yield "–" if row.k == AUTO else f"{row.tokens:.2f}"
     yield _seconds(row.rollout_s)
@@ -43,12 +43,12 @@ def _cells(question: Question, row: Row) -> Iterator[str]:
         yield _seconds(row.exposed_s)
 
 
-def _seconds(span: Span) -> str:
+def _seconds(span: Estimate) -> str:
     """Three digits at most behind the comma, none from 100 s on."""
     return span.text(".0f" if span.high >= 100 else ".1f" if span.high >= 10 else ".2f")
 
 
-def asked(question: Question, answer: Answer) -> Iterator[str]:
+def asked(question: Question, answer: Projection) -> Iterator[str]:
     """The question, as it was understood."""
     d = question.deployment
     split = f"{question.engines} engines of {d.tp}" + (f", experts over {d.ep}" if d.ep > 1 else "")
@@ -111,7 +111,7 @@ def unknown(question: Question) -> Iterator[str]:
         yield f"with lag {question.lag}, {question.lag} batches are in the engines at once, and nothing is cut short"
 
 
-def to_json(question: Question, answer: Answer) -> dict[str, Any]:
+def to_json(question: Question, answer: Projection) -> dict[str, Any]:
     """For programs: the rows, and what was asked. docs/reference.md says what the keys are: new ones may come, none goes."""
     d = question.deployment
     return {

@@ -19,7 +19,7 @@ from spec_plugin.actor.decoder import find_decoder, load_policy
 from spec_plugin.actor.harvest import Harvester, responses_at_the_end
 from spec_plugin.builtin.trainer import TRAIN_TOKENS, documents_of
 from spec_plugin.commands.train.settings import PretrainSettings
-from spec_plugin.commands.train.texts import Rollout
+from spec_plugin.commands.train.texts import TokenizedRollout
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
@@ -37,8 +37,8 @@ def train(
     settings: PretrainSettings,
     target: TargetInfo,
     method: Method,
-    training: Sequence[Rollout],
-    held_out: Sequence[Rollout],
+    training: Sequence[TokenizedRollout],
+    held_out: Sequence[TokenizedRollout],
     work: Path,
     show: bool,
 ) -> tuple[float, ...]:
@@ -94,7 +94,7 @@ def _policy(folder: Path, dtype: torch.dtype) -> Any:
 class _Lesson:
     """Rollouts, harvested when they are needed: hidden states take a thousand times the room of the text."""
 
-    def __init__(self, model: Any, aux_layers: Sequence[int], rollouts: Sequence[Rollout]) -> None:
+    def __init__(self, model: Any, aux_layers: Sequence[int], rollouts: Sequence[TokenizedRollout]) -> None:
         self._model, self._harvester = model, Harvester(find_decoder(model), aux_layers)
         # alike lengths together, so that little is padded
         order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].prompt) + len(rollouts[i].response))
@@ -121,7 +121,7 @@ class _Lesson:
         return [document for part in self._parts for document in self._harvested(part)]
 
     @torch.no_grad()
-    def _harvested(self, part: Sequence[Rollout]) -> list[Document]:
+    def _harvested(self, part: Sequence[TokenizedRollout]) -> list[Document]:
         ids = [torch.tensor([*r.prompt, *r.response]) for r in part]
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self._model.device)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(padded.device)
@@ -133,7 +133,11 @@ class _Lesson:
 
 
 def _trainer(
-    settings: PretrainSettings, start: StartingDraft, device: torch.device, model: Any, training: Sequence[Rollout]
+    settings: PretrainSettings,
+    start: StartingDraft,
+    device: torch.device,
+    model: Any,
+    training: Sequence[TokenizedRollout],
 ) -> DraftTrainer:
     how = TrainSettings(
         ttt_steps=settings.k,

@@ -20,7 +20,7 @@ from draft_training.errors import CheckpointError
 from draft_training.outside import short_repr, text_part
 from spec_plugin.builtin.break_even.cost import conditional_acceptance, tokens_per_step
 from spec_plugin.commands.train.settings import PretrainSettings
-from spec_plugin.commands.train.texts import Rollout, read_prompts, read_rollouts
+from spec_plugin.commands.train.texts import TokenizedRollout, read_prompts, read_rollouts
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.offline import lines_of
 from spec_plugin.errors import SpecConfigError, SpecPluginError
@@ -38,7 +38,7 @@ _HELD_OUT = 64
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainedDraft:
     """A draft, and how many tokens a step of the engine makes with it."""
 
     draft: Path
@@ -51,7 +51,7 @@ class Outcome:
         return tokens_per_step(chances, k)
 
 
-def pretrain(settings: PretrainSettings, show: bool = True) -> Outcome:
+def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
     """Train a draft; ``settings.out`` appears when it is whole.
 
     What is done lies in ``<out>.work`` until then; the same call goes on with it.
@@ -85,7 +85,7 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> Outcome:
 
     predicted = train(settings, target, method, training, held_out, work, show)
     measured = _measured(settings, work, held_out, method)
-    outcome = Outcome(settings.out, predicted, measured, settings.k)
+    outcome = TrainedDraft(settings.out, predicted, measured, settings.k)
     _finish(settings, work, outcome, len(rollouts))
     return outcome
 
@@ -187,7 +187,7 @@ def _tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _rollouts(settings: PretrainSettings, target: TargetInfo, work: Path, show: bool) -> list[Rollout]:
+def _rollouts(settings: PretrainSettings, target: TargetInfo, work: Path, show: bool) -> list[TokenizedRollout]:
     tokenizer, vocabulary = _tokenizer(settings.target), target.vocab_size
     if settings.prompts is None:
         return read_rollouts(settings.rollouts, tokenizer, vocabulary)
@@ -251,7 +251,9 @@ def _watch(process: subprocess.Popen[bytes], shown: tuple[str, Path, int] | None
                 return
 
 
-def _measured(settings: PretrainSettings, work: Path, held_out: list[Rollout], method: Method) -> tuple[float, ...]:
+def _measured(
+    settings: PretrainSettings, work: Path, held_out: list[TokenizedRollout], method: Method
+) -> tuple[float, ...]:
     """What the engine accepts of the draft on the prompts that were not trained on."""
     out = work / "measured.json"
     if not out.exists():
@@ -262,7 +264,7 @@ def _measured(settings: PretrainSettings, work: Path, held_out: list[Rollout], m
     return conditional_acceptance(found["accepted_per_pos"], found["drafts"])
 
 
-def _finish(settings: PretrainSettings, work: Path, outcome: Outcome, rollouts: int) -> None:
+def _finish(settings: PretrainSettings, work: Path, outcome: TrainedDraft, rollouts: int) -> None:
     about = {
         "settings": json.loads((work / "settings.json").read_text()),
         "rollouts": rollouts,

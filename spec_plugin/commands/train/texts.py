@@ -21,7 +21,7 @@ _EXPECTED = "expected a text, chat messages or token ids"
 
 
 @dataclass(frozen=True)
-class Rollout:
+class TokenizedRollout:
     """Token ids of a prompt, and of what was sampled after it."""
 
     prompt: tuple[int, ...]
@@ -47,7 +47,7 @@ def read_prompts(file: Path, tokenizer: Any, vocabulary: int | None = None) -> l
     return prompts
 
 
-def read_rollouts(files: Sequence[Path], tokenizer: Any, vocabulary: int | None = None) -> list[Rollout]:
+def read_rollouts(files: Sequence[Path], tokenizer: Any, vocabulary: int | None = None) -> list[TokenizedRollout]:
     """Rollouts from files, or from folders of .jsonl files, such as verl's ``trainer.rollout_data_dir``.
 
     An entry is a row with ``prompt`` and ``response`` (or verl's ``input`` and ``output``), each a text or token ids. Texts are
@@ -68,7 +68,7 @@ def read_rollouts(files: Sequence[Path], tokenizer: Any, vocabulary: int | None 
             if isinstance(response, str) and tokenizer.eos_token_id is not None:
                 ids.append(int(tokenizer.eos_token_id))
             if ids:
-                found.append(Rollout(tuple(reader.prompt(entry, where)), tuple(ids)))
+                found.append(TokenizedRollout(tuple(reader.prompt(entry, where)), tuple(ids)))
     if not found:
         raise SpecConfigError(f"no rollouts in {', '.join(map(str, files))}")
     return found
