@@ -22,7 +22,7 @@ from spec_plugin.projection.constants import Constants  # noqa: E402
 from spec_plugin.projection.hardware import find_card  # noqa: E402
 from spec_plugin.projection.lengths import lognormal  # noqa: E402
 from spec_plugin.projection.measured import calibrated  # noqa: E402
-from spec_plugin.projection.projecting import Overrides, ProjectedRow, Question, chances_through, project, seats_of  # noqa: E402
+from spec_plugin.projection.projecting import Overrides, ProjectedRow, Question, chances_through, max_running, project  # noqa: E402
 from spec_plugin.projection.rollout import Workload, simulate  # noqa: E402
 from spec_plugin.projection.roofline import Deployment, Roofline  # noqa: E402
 from spec_plugin.projection.shapes import find_model  # noqa: E402
@@ -268,7 +268,7 @@ def seconds_of(question: Question, k: int, pinned: Mapping[str, float]) -> float
     """Of the rollouts with this k, for typical constants but these."""
     rng = np.random.default_rng(question.seed)
     lengths = question.lengths.drawn(question.batch * max(1, question.lag), rng)
-    rollout = Workload(lengths, question.prompt, question.group, question.engines, seats_of(question))
+    rollout = Workload(lengths, question.prompt, question.group, question.engines, max_running(question))
     cost = Roofline(question.deployment, Constants.typical().but(**pinned))
     return simulate(
         rollout, cost, chances_through(question.acceptance), k, np.random.default_rng(question.seed)

@@ -1,7 +1,7 @@
 """The doctor: looks at everything that a run needs, without starting anything, and says what to do where it would not work.
 
-Each ``examine_*`` function returns findings as plain data; ``spec_plugin.commands.cli`` prints them. torch, vLLM and trainers are
-imported inside the functions: the doctor must also work where they are missing, and ``spec-plugin --help`` must be quick.
+Each ``examine_*`` function returns diagnoses as plain data; ``spec_plugin.commands.cli`` prints them. torch, vLLM and trainers
+are imported inside the functions: the doctor must also work where they are missing, and ``spec-plugin --help`` must be quick.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ State = Literal["ok", "note", "fail"]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One line of the doctor's report."""
+    """What was found about one thing, and what to do if it would stop a run."""
 
     name: str
     state: State  # "note": worth knowing, the run works; "fail": it would not
@@ -88,7 +88,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Section:
-    """Findings about one subject."""
+    """Diagnoses about one subject, printed under its title."""
 
     title: str
     findings: tuple[Diagnosis, ...]
@@ -117,7 +117,7 @@ def works(sections: list[Section]) -> bool:
 
 
 def to_json(sections: list[Section]) -> str:
-    """The report for programs."""
+    """The sections as JSON, with ``works``."""
     return json.dumps({"works": works(sections), "sections": [asdict(s) for s in sections]}, indent=1)
 
 
@@ -142,7 +142,6 @@ def examine_versions() -> tuple[Diagnosis, ...]:
 
 
 def _trainers() -> list[str]:
-    """Those that are installed."""
     return [name for name in _TRAINERS if _version(name)]
 
 
@@ -152,7 +151,7 @@ def _version_of(name: str, fix: str) -> Diagnosis:
         return Diagnosis(name, "fail", "not installed", fix)
     wanted = _declared(name)
     if wanted and not wanted(version):
-        return Diagnosis(name, "note", f"{version}: outside of the range that was tried", f"if a run fails: {fix}")
+        return Diagnosis(name, "note", f"{version}: outside the tested range", f"if a run fails: {fix}")
     return Diagnosis(name, "ok", version)
 
 

@@ -1,4 +1,4 @@
-"""From a question (model, cards, batch, lengths, acceptance, lag) to rollouts and steps, with ranges."""
+"""Projects rollouts and trainer steps, with ranges, from model, GPUs, batch, lengths, acceptance and lag."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AUTO = -1  # k by batch size, as the controller would choose
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked."""
+    """A deployment and its work: what is projected."""
 
     deployment: Deployment
     gpus: int  # that generate
@@ -41,15 +41,15 @@ class Question:
     ks: tuple[int, ...] = (1, 3, 5, 7)
     prompt: int = 512
     group: int = 8  # responses of one prompt
-    seats: int = 256  # vLLM's max_num_seqs
-    lag: int = 0
-    train_gpus: int | None = None  # None: the cards that generate also train
+    seats: int = 256  # most requests that one engine runs at once: vLLM's max_num_seqs
+    lag: int = 0  # policy versions that rollouts are ahead of training; 0: synchronous
+    train_gpus: int | None = None  # None: the GPUs that generate also train
     logprob_passes: int = 1
-    draft_share: float = 0.0  # of a plain step, for draft training
+    draft_share: float = 0.0  # of the time of a plain step, for draft training
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Refuse values that no run can have.
 
         Raises:
             SpecConfigError: naming the option.
@@ -69,20 +69,24 @@ class Question:
                 raise SpecConfigError(f"{option} {value}: at least 0")
         if self.responses > MOST_RESPONSES:
             raise SpecConfigError(
-                f"--batch {self.batch}: at most {MOST_RESPONSES} responses are simulated, those of all --lag steps; a share of "
-                "them on the same share of the cards is as fast"
+                f"--batch {self.batch}: at most {MOST_RESPONSES} responses are simulated, those of all --lag steps together; "
+                "divide --batch and --gpus by the same number, which is as fast"
             )
         if self.gpus % d.tp:
             raise SpecConfigError(f"--gpus {self.gpus} is no multiple of --tp {d.tp}")
         if d.model.heads % d.tp:
-            raise SpecConfigError(f"--tp {d.tp}: the {d.model.heads} attention heads of {d.model.name} do not split so")
+            raise SpecConfigError(
+                f"--tp {d.tp}: the {d.model.heads} attention heads of {d.model.name} do not divide by it"
+            )
         if d.ep > 1 and (not d.model.experts or d.ep % d.tp or self.gpus % d.ep or d.model.experts % d.ep):
             raise SpecConfigError(
                 f"--ep {d.ep}: a multiple of --tp {d.tp} that divides --gpus {self.gpus} and the model's experts, of which it "
                 f"has {d.model.experts}"
             )
         if self.lag and self.train_gpus is None:
-            raise SpecConfigError(f"--lag {self.lag}: rollouts overlap with training on other cards; give --train-gpus")
+            raise SpecConfigError(
+                f"--lag {self.lag}: such rollouts overlap with training on other GPUs; give --train-gpus"
+            )
         for k in self.ks:
             if not 1 <= k <= 16:
                 raise SpecConfigError(f"--k {k}: from 1 to 16")
@@ -90,17 +94,17 @@ class Question:
 
     @property
     def responses(self) -> int:
-        """That are simulated: with lag L those of L steps are in the engines at once."""
+        """Responses that are simulated: with lag L, those of L steps are in the engines at once."""
         return self.batch * max(1, self.lag)
 
     @property
     def draws(self) -> int:
-        """Draws of all constants, beside the typical ones."""
+        """How many sets of constants are drawn, beside the typical one."""
         return min(DRAWS, max(_FEWEST_DRAWS, DRAWS * _FREE_RESPONSES // self.responses))
 
     @property
     def engines(self) -> int:
-        """Engines that share the batch."""
+        """How many engines share the batch."""
         return self.gpus // self.deployment.tp
 
 
@@ -123,7 +127,7 @@ def check_acceptance(acceptance: Mapping[int, float]) -> None:
 
 
 def chances_through(acceptance: Mapping[int, float]) -> tuple[float, ...]:
-    """Chance of each drafted token, given those before it, that gives these acceptance lengths: constant between two of them.
+    """Acceptance rates by position that give these acceptance lengths; constant between two of them.
 
     Raises:
         SpecConfigError: if a length falls where k grows, or grows faster than any chance allows.
@@ -155,13 +159,13 @@ class Estimate:
     high: float
 
     def text(self, form: str = ".2f", unit: str = "") -> str:
-        """``typical (low-high)``."""
+        """``typical (low-high)``, each in this format."""
         return f"{self.typical:{form}}{unit} ({self.low:{form}}-{self.high:{form}})"
 
 
 @dataclass(frozen=True)
 class DrawResult:
-    """One k of one draw."""
+    """What one k came to, with one draw of the constants."""
 
     tokens: float  # a step
     phase: SimulatedPhase
@@ -198,7 +202,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Overrides:
-    """What is known better than the table of constants says."""
+    """Measured values that take the place of the table of constants."""
 
     pinned: Mapping[str, float] = field(
         default_factory=dict
@@ -215,7 +219,7 @@ def project(question: Question, known: Overrides | None = None, draws: int | Non
         known: what was measured.
         draws: beside the typical one; default: as many as take seconds.
     """
-    known = of_this_deployment(question, known or Overrides())
+    known = without_foreign_times(question, known or Overrides())
     chances = chances_through(question.acceptance)
     rng = Random(question.seed)
     found = [_Draw(question, known, Constants.typical().but(**known.pinned), question.seed).outcomes(chances)]
@@ -223,11 +227,11 @@ def project(question: Question, known: Overrides | None = None, draws: int | Non
         constants = Constants.drawn(rng).but(**known.pinned)
         found.append(_Draw(question, known, constants, question.seed + 1 + i).outcomes(chances))
     rows = tuple(_row(k, found) for k in found[0])
-    return Projection(rows, found[0][0].stages, found[0][0].phase, seats_of(question, known.cost), known.measured)
+    return Projection(rows, found[0][0].stages, found[0][0].phase, max_running(question, known.cost), known.measured)
 
 
-def of_this_deployment(question: Question, known: Overrides) -> Overrides:
-    """Without the times of a run that cannot have been one of this model on these cards.
+def without_foreign_times(question: Question, known: Overrides) -> Overrides:
+    """Without the times of a run that cannot have been one of this model on these GPUs.
 
     A run of another deployment still knows what its draft is worth. Its seconds, and its break-evens, hold for it alone.
     """
@@ -239,11 +243,11 @@ def of_this_deployment(question: Question, known: Overrides) -> Overrides:
     )
     if 1 / _FAR <= factor <= _FAR:
         return known
-    refused = f"its rollouts took {factor:.3g} times what they would here, so it ran something else"
+    refused = f"its rollouts took {factor:.3g} times what they would here, so it was another deployment"
     return replace(known, measured=replace(known.measured, times=None, refused=refused))
 
 
-def seats_of(question: Question, cost: StepCost | None = None) -> int:
+def max_running(question: Question, cost: StepCost | None = None) -> int:
     """Requests that one engine runs at once: what is asked, or what the KV cache has room for at the mean length.
 
     Raises:
@@ -256,13 +260,13 @@ def seats_of(question: Question, cost: StepCost | None = None) -> int:
         d = question.deployment
         raise SpecConfigError(
             f"a prompt of {question.prompt} tokens and a response of {question.lengths.longest:.0f} do not fit into the KV cache "
-            f"of an engine of {d.tp} {d.card.name}, {room} tokens: split {d.model.name} over more cards (--tp), or shorten them"
+            f"of an engine on {d.tp} {d.card.name}, {room} tokens: split {d.model.name} over more GPUs (--tp), or shorten them"
         )
     return max(1, min(question.seats, int(room / each)))
 
 
 class _Draw:
-    """One value of every constant, and one set of responses."""
+    """The simulation with one value of every constant and one set of responses."""
 
     def __init__(self, question: Question, known: Overrides, constants: Constants, seed: int) -> None:
         self.question, self.times, self.seed = question, known.measured.times, seed
@@ -270,7 +274,7 @@ class _Draw:
         seen = self.times.break_even if self.times else {}
         self.constants = draft_pass_from(question.deployment, constants, seen, held)
         lengths = question.lengths.drawn(question.responses, np.random.default_rng(seed))
-        seats = seats_of(question, known.cost)
+        seats = max_running(question, known.cost)
         self.rollout = Workload(lengths, question.prompt, question.group, question.engines, seats)
         self.cost: StepCost = known.cost or Roofline(question.deployment, self.constants, held)
         if self.times is not None:

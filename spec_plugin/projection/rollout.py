@@ -1,4 +1,4 @@
-"""A rollout phase, request by request: how a batch drains, and how long the slowest engine takes."""
+"""Simulates a rollout phase request by request: how a batch drains, and how long the slowest engine takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLOWEST = 4
 
 @dataclass(frozen=True)
 class SimulatedPhase:
-    """What a rollout phase takes."""
+    """The duration of a simulated rollout phase, and at which batch sizes its tokens came."""
 
     seconds: float  # of the slowest engine
     load: dict[int, float] = field(
@@ -35,7 +35,7 @@ class SimulatedPhase:
 
 @dataclass(frozen=True)
 class Workload:
-    """What one trainer step asks of all engines together."""
+    """The responses that one trainer step asks of all engines together."""
 
     lengths: np.ndarray  # [responses] tokens of each
     prompt: float  # tokens of each prompt
@@ -59,7 +59,7 @@ def split(rollout: Workload, rng: np.random.Generator) -> list[np.ndarray]:
 def simulate(
     rollout: Workload, cost: StepCost, chances: Sequence[float], table: Sequence[int] | int, rng: np.random.Generator
 ) -> SimulatedPhase:
-    """Run the engines, each by itself, from the first request to the last.
+    """Simulate the engines, each by itself, from the first request to the last.
 
     Args:
         rollout: the work.
@@ -87,7 +87,7 @@ class _Engine:
     def run(self, lengths: np.ndarray, load: dict[int, float]) -> float:
         """Seconds until the last response is complete; adds to ``load`` what was generated at each batch size."""
         first = self._ks[min(len(lengths), self._rollout.seats, len(self._ks) - 1)]
-        waiting: list[float] = needed(lengths - 1, self._chances, first, self._rng).tolist()[
+        waiting: list[float] = effective_lengths(lengths - 1, self._chances, first, self._rng).tolist()[
             ::-1
         ]  # prefill makes the first token
         prompts = math.ceil(len(lengths) / self._rollout.group) * self._rollout.prompt
@@ -119,7 +119,7 @@ class _Engine:
         return line[0] + line[1] * context
 
 
-def needed(tokens: np.ndarray, chances: Sequence[float], k: int, rng: np.random.Generator) -> np.ndarray:
+def effective_lengths(tokens: np.ndarray, chances: Sequence[float], k: int, rng: np.random.Generator) -> np.ndarray:
     """Tokens that responses would have to be long if every step gave the mean: their steps x ``tokens_per_step``.
 
     The last step of a response may overshoot its end, and some are luckier than others: a renewal process (Feller II, XI.4:
@@ -133,7 +133,7 @@ def needed(tokens: np.ndarray, chances: Sequence[float], k: int, rng: np.random.
     """
     if k == 0 or not len(tokens):
         return tokens
-    emitted = emission(chances, k)
+    emitted = emission_probabilities(chances, k)
     values = np.arange(1, k + 2)
     mean = float(emitted @ values)
     variance = float(emitted @ values**2) - mean**2
@@ -147,7 +147,7 @@ def needed(tokens: np.ndarray, chances: Sequence[float], k: int, rng: np.random.
     return np.asarray(out)
 
 
-def emission(chances: Sequence[float], k: int) -> np.ndarray:
+def emission_probabilities(chances: Sequence[float], k: int) -> np.ndarray:
     """[k + 1] chance that a step emits 1, 2, … k + 1 tokens."""
     each = [chances[min(i, len(chances) - 1)] if chances else 0.0 for i in range(k)]
     reached = np.concatenate([[1.0], np.cumprod(each)])

@@ -37,7 +37,7 @@ def trained(folder: Path, target: Path, *, killed_after: int | None = None, monk
     folder.mkdir(exist_ok=True)
     info = TargetInfo(path=str(target), hf_config=json.loads((target / "config.json").read_text()), dtype="float32")
     settings = PretrainSettings(target, folder / "out", steps=STEPS, k=4, train_tokens=256)
-    given = loop._Lesson.give
+    given = loop._HiddenStateSource.give
     visits = []
 
     def give(self: object, buffer: object, visit: int) -> None:
@@ -48,7 +48,7 @@ def trained(folder: Path, target: Path, *, killed_after: int | None = None, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "_SAVE_EVERY", 0.0)
-        patch.setattr(loop._Lesson, "give", give)
+        patch.setattr(loop._HiddenStateSource, "give", give)
         method = built_in_method(SpecConfig.parse({}), info)
         found = rollouts(80)
         chances = loop.train(settings, info, method, found[16:], found[:16], folder, show=False)

@@ -18,10 +18,17 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import StepTiming
 from spec_plugin.projection.constants import KNOWN, Constants, described
 from spec_plugin.projection.hardware import CARDS, find_card
-from spec_plugin.projection.lengths import from_file, lognormal, of_responses, percentiles
+from spec_plugin.projection.lengths import from_file, from_responses, lognormal, percentiles
 from spec_plugin.projection.measured import Measured, StepTimes, Work, calibrated, draft_pass_from
-from spec_plugin.projection.projecting import AUTO, Overrides, Question, chances_through, project, seats_of
-from spec_plugin.projection.rollout import SimulatedPhase, Workload, emission, needed, simulate, split
+from spec_plugin.projection.projecting import AUTO, Overrides, Question, chances_through, max_running, project
+from spec_plugin.projection.rollout import (
+    SimulatedPhase,
+    Workload,
+    effective_lengths,
+    emission_probabilities,
+    simulate,
+    split,
+)
 from spec_plugin.projection.roofline import Deployment, Roofline
 from spec_plugin.projection.shapes import MODELS, find_model, shape_of
 from spec_plugin.projection.stages import Stages, exposed_seconds, step_seconds, trainer_seconds
@@ -220,8 +227,10 @@ def test_a_model_that_does_not_fit_says_how_large_it_is() -> None:
 
 def test_the_cache_of_an_engine_limits_how_many_run_at_once() -> None:
     question = asked(lengths=lognormal(20_000, 40_000), seats=1024)
-    assert seats_of(question) < 1024
-    assert seats_of(question) * (20_000 + question.prompt) == pytest.approx(question.deployment.cache_tokens(), rel=0.2)
+    assert max_running(question) < 1024
+    assert max_running(question) * (20_000 + question.prompt) == pytest.approx(
+        question.deployment.cache_tokens(), rel=0.2
+    )
 
 
 def test_every_constant_has_a_range_about_its_value_and_a_source() -> None:
@@ -265,7 +274,7 @@ def test_lengths_of_a_file_are_those_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("values", [[], [0], [-3, 4], [math.nan], ["a"]])
 def test_what_is_no_length_is_refused(values: list[float]) -> None:
     with pytest.raises(SpecConfigError, match="a list of numbers of tokens"):
-        of_responses(values, "lengths")
+        from_responses(values, "lengths")
 
 
 def test_impossible_distributions_are_refused() -> None:
@@ -326,16 +335,16 @@ def test_a_table_drafts_only_at_the_batch_sizes_that_it_names() -> None:
 @pytest.mark.parametrize(("chance", "k"), [(0.5, 3), (0.9, 8)])
 def test_steps_that_responses_need_are_those_of_a_simulation_token_by_token(tokens: int, chance: float, k: int) -> None:
     rng, count = np.random.default_rng(0), 6000
-    draws = rng.choice(np.arange(1, k + 2), size=(count, tokens), p=emission((chance,), k))
+    draws = rng.choice(np.arange(1, k + 2), size=(count, tokens), p=emission_probabilities((chance,), k))
     brute = 1 + (draws.cumsum(axis=1) < tokens).sum(axis=1)
     mean = tokens_per_step((chance,), k)
-    ours = needed(np.full(count, float(tokens)), (chance,), k, np.random.default_rng(1)) / mean
+    ours = effective_lengths(np.full(count, float(tokens)), (chance,), k, np.random.default_rng(1)) / mean
     assert np.mean(ours) == pytest.approx(np.mean(brute), rel=0.006)
     assert np.std(ours) == pytest.approx(np.std(brute), rel=0.1)
 
 
 def test_what_a_step_emits_are_chances_and_have_the_mean_of_the_cost_model() -> None:
-    emitted = emission((0.9, 0.7, 0.5), 4)
+    emitted = emission_probabilities((0.9, 0.7, 0.5), 4)
     assert emitted.sum() == pytest.approx(1.0) and (emitted >= 0).all()
     assert emitted @ np.arange(1, 6) == pytest.approx(tokens_per_step((0.9, 0.7, 0.5), 4))
 
@@ -433,7 +442,7 @@ def test_a_larger_batch_takes_longer_and_no_longer_than_one_batch_after_the_othe
     of: tuple[str, str, int, int, int], times: int
 ) -> None:
     model, card, batch, mean, seats = of
-    even = of_responses([float(mean)], "even")
+    even = from_responses([float(mean)], "even")
     small, large = (
         project(question_of(model, card, n, mean, seats, lengths=even), draws=0) for n in (batch, times * batch)
     )
@@ -448,7 +457,7 @@ def test_a_larger_batch_takes_longer_and_no_longer_than_one_batch_after_the_othe
 def test_a_batch_that_finds_no_room_at_once_runs_in_waves(waves: int, mean: int) -> None:
     """One engine, seats for four: each further four of equal length take as long as the first."""
     deployment = Deployment(find_model("Qwen3-8B"), find_card("H100"))
-    even = of_responses([float(mean)], "even")
+    even = from_responses([float(mean)], "even")
 
     def seconds(batch: int) -> float:
         question = asked(deployment=deployment, gpus=1, batch=batch, lengths=even, seats=4, prompt=0)
@@ -587,13 +596,13 @@ def test_the_times_of_a_run_of_something_else_are_not_taken_and_that_is_said(fac
     plain = project(asked(), draws=0)
     answer = project(asked(), timed(factor * plain.stages.generation), draws=0)
     assert answer.rows == plain.rows
-    assert answer.measured.times is None and "ran something else" in answer.measured.refused
+    assert answer.measured.times is None and "it was another deployment" in answer.measured.refused
 
 
 def test_a_calibration_takes_the_place_of_the_roofline() -> None:
     steps = [StepTiming(b, k, k == 0, 0.01 * (1 + 0.1 * b + 0.2 * k), 50, 100.0) for b in (1, 8, 32) for k in (0, 1, 3)]
     cost = calibrated(steps)
-    same = of_responses([1001] * 8, "all alike")
+    same = from_responses([1001] * 8, "all alike")
     answer = project(asked(gpus=8, batch=8, group=1, lengths=same, prompt=0), Overrides(cost=cost), draws=0)
     assert max(answer.phase.load) == 1  # one response an engine
     assert answer.rows[0].rollout_s.typical == pytest.approx(1000 * 0.011, rel=0.02)

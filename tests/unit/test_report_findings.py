@@ -86,7 +86,7 @@ def test_why_a_run_did_not_speculate_is_read_from_its_metrics():
         "no draft had been trained, and none measured yet",
     )
     assert second.why == (
-        "training promised 1.00 tokens per forward pass; drafting pays from 1.47 with 1 at once, 5.34 with 8 at once"
+        "training predicts 1.00 tokens per forward pass; drafting pays from 1.47 at batch size 1, 5.34 at batch size 8"
     )
     assert (third.where, third.state) == ("steps 3 to 8", "on")
 
@@ -112,7 +112,7 @@ def test_numbers_stand_beside_the_reason_that_drafts_do_not_pay():
     run = coded(3, lambda s: as_metrics(Reason.BELOW_BREAK_EVEN), spec_expected_acceptance=1.4, spec_break_even_b8=2.0)
     assert (
         spans_of(run)[-1].why
-        == "training promised 1.40 tokens per forward pass; drafting pays from 2.00 with 8 at once"
+        == "training predicts 1.40 tokens per forward pass; drafting pays from 2.00 at batch size 8"
     )
 
 
@@ -126,8 +126,9 @@ def test_trouble_is_found_by_its_code_and_the_plugins_warning_is_quoted_whatever
         run = coded(6, code, (Notice(3, "WARNING", words),))
         assert [span.where for span in spans_of(run)] == ["steps 1 to 2", "steps 3 to 4", "steps 5 to 6"]
         assert texts(run, "bad") == [
-            "steps 3 to 4: speculation had failed and was off: trouble in the harvest of hidden states",
-            "steps 5 to 6: speculation had failed and was off: trouble in the harvest of hidden states; it is not tried again",
+            "steps 3 to 4: drafting had failed and was off: trouble in the harvest of hidden states",
+            "steps 5 to 6: drafting had failed and was off: trouble in the harvest of hidden states; it is not tried again "
+            "in this run",
         ]
         assert f"the plugin warned at step 3: {words}" in texts(run, "warn")
 
@@ -150,7 +151,7 @@ def test_codes_of_a_later_version_are_no_error():
 def test_of_a_run_from_before_the_codes_it_is_said_what_its_numbers_say():
     run = real("openrlhf-failed")
     (span,) = spans_of(run)
-    assert (span.state, span.reason) == ("failed", None) and "console log says which" in span.why
+    assert (span.state, span.reason) == ("failed", None) and "console log names it" in span.why
     assert [text.partition(": ")[0] for text in texts(run, "bad")] == ["steps 1 to 5"]
     assert texts(run, "warn")[0].startswith(
         "the plugin warned at step 1: speculation is off from here on, training goes on plain; self-test: the start-up "
@@ -160,12 +161,14 @@ def test_of_a_run_from_before_the_codes_it_is_said_what_its_numbers_say():
     said = Notice(4, "WARNING", "whole rollouts were slower with drafts than without, whatever the cost model says")
     for notices in ((), (said,)):
         why = spans_of(LoggedRun("x", "", braked.steps, notices))[1].why
-        assert why == "training promised 5.00 tokens per forward pass; drafting pays from 2.00 with 8 at once"
+        assert why == "training predicts 5.00 tokens per forward pass; drafting pays from 2.00 at batch size 8"
 
 
 def test_a_dropped_draft_says_what_it_made_and_would_have_had_to():
     run = made(2, spec_dropped=1, spec_on=0, spec_tokens_per_forward=1.2, spec_break_even_b4=1.9)
-    assert spans_of(run)[0].why == "the draft made 1.20 tokens per forward pass; drafting pays from 1.90 with 4 at once"
+    assert (
+        spans_of(run)[0].why == "the draft gave 1.20 tokens per forward pass; drafting pays from 1.90 at batch size 4"
+    )
 
 
 def test_a_draft_that_was_tried_and_lost_is_the_reason_for_the_steps_after_it():
@@ -179,7 +182,7 @@ def test_a_draft_that_was_tried_and_lost_is_the_reason_for_the_steps_after_it():
     _, after = spans_of(tried)
     assert (after.where, after.why) == (
         "steps 2 to 4",
-        "drafts last made 1.08 tokens per forward pass, at step 1; drafting pays from 1.80 with 8 at once",
+        "1.08 tokens per forward pass were measured at step 1; drafting pays from 1.80 at batch size 8",
     )
 
 
@@ -189,7 +192,7 @@ def test_a_try_that_promised_nothing_is_no_broken_promise():
         spec_speedup_predicted=lambda s: 1.0 if s == 1 else 2.0,
         spec_speedup_realised=lambda s: 0.9 if s == 1 else 2.0 + s / 1000,
     )
-    assert any("; 1.00 of what was predicted" in text for text in texts(run, "fine"))
+    assert any("; 1.00 of the prediction" in text for text in texts(run, "fine"))
     assert "drafting was slower than plain decoding at step 1" in texts(run, "warn")
 
 
@@ -202,13 +205,13 @@ def test_prediction_is_compared_with_the_rollout_that_it_was_for():
     assert late.reports_late and not real("verl-flag").reports_late
     realised, predicted = late.series("spec/speedup_realised"), late.series("spec/speedup_predicted")
     ratio = Spread.of([value / predicted.before(step) for step, value in realised.pairs() if predicted.before(step)])
-    assert any(f"{ratio.median:.2f} of what was predicted" in text for text in texts(late))
+    assert any(f"{ratio.median:.2f} of the prediction" in text for text in texts(late))
 
 
 def test_drafting_that_loses_is_named_by_its_steps():
     run = made(9, spec_speedup_predicted=2.0, spec_speedup_realised=lambda s: s / 1000 + (0.8 if s in (4, 7) else 1.1))
     assert "drafting was slower than plain decoding at steps 4, 7" in texts(run, "warn")
-    assert any("0.55 of what was predicted" in text for text in texts(run, "warn"))
+    assert any("0.55 of the prediction" in text for text in texts(run, "warn"))
 
 
 def test_a_few_steps_a_little_slower_are_told_without_a_warning():
@@ -226,22 +229,20 @@ def test_a_speed_that_is_logged_again_is_not_counted_again():
 
 def test_log_probs_above_their_tolerance_are_named_unless_the_policy_had_moved():
     over = made(5, spec_logprob_diff_mean=lambda s: 0.1 if s == 3 else 1e-4, spec_logprob_tolerance=0.01)
-    assert texts(over, "warn") == [
-        "the mean log-prob difference was above the tolerance of a stretch of text at step 3"
-    ]
+    assert texts(over, "warn") == ["the mean log-prob difference exceeded the tolerance at step 3"]
     assert not [t for t in texts(real("verl-lag1"), "warn") if "log-prob" in t]
 
 
 def test_a_draft_of_which_nothing_was_accepted_is_named():
     assert texts(made(3, spec_acceptance_length=1.0), "warn") == [
-        "speculation was on, but no drafted token was ever accepted"
+        "the engines drafted, but no drafted token was ever accepted"
     ]
 
 
 def test_a_run_that_never_drafted_ends_with_the_reason():
     run = made(3, spec_on=0, spec_expected_acceptance=1.4, spec_break_even_b8=2.0, spec_acceptance_length=1.0)
     assert texts(run, "warn") == [
-        "nothing was drafted; at the end: training promised 1.40 tokens per forward pass; drafting pays from 2.00 with 8 at once"
+        "nothing was drafted; at the end: training predicts 1.40 tokens per forward pass; drafting pays from 2.00 at batch size 8"
     ]
 
 
@@ -259,7 +260,7 @@ def test_refused_refreshes_and_a_draft_that_stands_still_are_named():
         spec_train_ms=lambda s: 400 + s,
     )
     assert texts(run, "warn") == [
-        "the draft was trained but the engine's stayed at one version from step 3 to 8",
+        "the draft was trained, but the engine kept serving one version from step 3 to 8",
         "the engine refused 2 refreshes of the draft at step 5; it kept the one before",
     ]
 

@@ -1,4 +1,4 @@
-"""What a run or a calibration has measured, read from what trainers and benchmarks write."""
+"""Reads measurements from a run's metrics, or from a calibration file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BREAK_EVEN = re.compile(r"spec/break_even_b(\d+)$")
 Metrics = Mapping[str, Any]
 
 
-def of_run(run: Path) -> Measured:
+def read_run(run: Path) -> Measured:
     """The last half of a run's steps: acceptance, break-even and stages, medians.
 
     Args:
@@ -80,7 +80,7 @@ def _times(steps: Sequence[Metrics], k: int) -> StepTimes | None:
     )
 
 
-def of_calibration(file: Path) -> list[StepTiming]:
+def read_calibration(file: Path) -> list[StepTiming]:
     """What the controller saves in a checkpoint: a list of objects, the fields of ``spec_plugin.events.StepTiming``.
 
     Raises:
@@ -119,7 +119,7 @@ def _ours(step: Metrics, name: str) -> float | None:
 
 
 def _number(value: object) -> float | None:
-    """A finite number, else None."""
+    """The value as a float; None if it is not a finite number."""
     try:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
     except OverflowError:  # a whole number beyond any float

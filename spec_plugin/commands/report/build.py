@@ -1,4 +1,4 @@
-"""Puts a report together: reads each run, looks at it, compares them, and says it as JSON or as lines for a terminal."""
+"""Puts a report together: reads the runs, finds what stands out, compares them; as JSON, or as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from spec_plugin.commands.report.states import StateSpan, spans_of
 
 #: of the JSON: raised when a key is taken away or gets another meaning
 SCHEMA = 1
-MARKS = {"bad": "wrong", "warn": "look", "fine": "fine"}
+MARKS = {"bad": "error", "warn": "warning", "fine": "ok"}
 
 
 @dataclass(frozen=True)
 class View:
-    """One run and what is said of it."""
+    """One run, when it drafted, and what stands out in it."""
 
     run: LoggedRun
     spans: tuple[StateSpan, ...]
@@ -32,7 +32,7 @@ class View:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it."""
+    """Every run that could be read, and how they compare."""
 
     views: tuple[View, ...]
     base: str | None  # name of the run that the others are compared with
@@ -108,7 +108,7 @@ def to_text(report: Report) -> Iterator[str]:
     for view in report.views:
         yield f"{view.run.name}: {len(view.run.numbers)} steps of {view.run.trainer or 'an unknown trainer'}"
         for finding in view.findings:
-            yield f"  {'' if finding.level == 'fine' else MARKS[finding.level]:<6}{finding.text}"
+            yield f"  {'' if finding.level == 'fine' else MARKS[finding.level]:<9}{finding.text}"
     for comparison in report.comparisons:
         yield comparison.sentence
     for caveat in report.caveats:

@@ -17,7 +17,7 @@ _MANY = 30
 
 @dataclass(frozen=True)
 class Shift:
-    """A change of level."""
+    """A step at which a series changes its level, with the medians before and after."""
 
     step: int  # the first one at the new level
     before: float
@@ -25,7 +25,7 @@ class Shift:
 
     @property
     def fell(self) -> bool:
-        """Is the new level lower."""
+        """True if the level after the step is lower."""
         return self.after < self.before
 
 

@@ -11,7 +11,7 @@ from spec_plugin.commands.report.run import LoggedRun, Spread
 #: what is compared; of each, smaller is faster
 COMPARED = {
     "ms_per_token": "generation, per token",
-    "generation_s": "generation, as far as the trainer waits",
+    "generation_s": "generation that the trainer waits for",
     "step_s": "whole step",
 }
 #: of these an asynchronous run has only what training does not hide, a second or none: ratios of it say nothing
@@ -20,7 +20,7 @@ _HIDDEN = ("ms_per_token", "generation_s")
 
 @dataclass(frozen=True)
 class Comparison:
-    """One run against the base."""
+    """How one run's times relate to those of the base, step by step."""
 
     run: str
     base: str
@@ -31,14 +31,14 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The comparison in one sentence."""
         few = " (too few for quartiles: the extremes)" if self.ratio.count < 3 else ""
         steps = (
             f"at step {self.first}"
             if self.ratio.count == 1
             else f"{self.ratio.count} steps from {self.first} to {self.last}"
         )
-        return f"{self.run} against {self.base}, {self.what}: {self.ratio.text(unit='x')} as fast, {steps}{few}"
+        return f"{self.run} against {self.base}, {self.what}: {self.ratio.text(unit='x')} speed-up, {steps}{few}"
 
 
 def base_of(runs: Sequence[LoggedRun], name: str | None = None) -> LoggedRun | None:
@@ -84,7 +84,7 @@ def caveats(runs: Sequence[LoggedRun], base: LoggedRun | None) -> list[str]:
     found = [text for run in runs if base is not None and run is not base for text in _differences(run, base)]
     if base is not None and any(run.overlaps for run in runs):
         found.append(
-            "in an asynchronous run the trainer waits only for what training does not hide of generation: that gives no ratio"
+            "generation times of an asynchronous run are not compared: it waits only for what training does not hide"
         )
     return found
 

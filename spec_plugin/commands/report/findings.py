@@ -14,13 +14,13 @@ from spec_plugin.speculation import Reason
 
 #: of a plain step's speed: below the first a step with drafts was slower; the others: how many, or how slow, is no accident
 _SLOWER, _OFTEN, _FAR_SLOWER = 0.97, 0.1, 0.8
-_A_TRY = 1.0  # predicted of drafts that are tried without knowing what they will do
+_A_TRY = 1.0  # predicted of a try of an unmeasured draft
 Level = Literal["bad", "warn", "fine"]
 
 
 @dataclass(frozen=True)
 class RunFinding:
-    """What stands out, in one sentence."""
+    """One thing that stands out, as a sentence with its steps and figures."""
 
     level: Level
     text: str
@@ -42,14 +42,14 @@ def _states(run: LoggedRun) -> Iterator[RunFinding]:
     spans, drafted = spans_of(run), run.drafted
     for span in spans:
         if span.state == "failed":
-            yield RunFinding("bad", f"{span.where}: speculation had failed and was off: {span.why}", span.first)
+            yield RunFinding("bad", f"{span.where}: drafting had failed and was off: {span.why}", span.first)
         elif span.reason == Reason.ROLLOUTS_SLOWER.name:
             yield RunFinding("warn", f"{span.where}: drafting paused: {span.why}", span.first)
     if drafted:
         text = f"drafting began at step {drafted[0]}; {len(drafted)} of {len(run.numbers)} steps drafted"
         yield RunFinding("fine", text, drafted[0])
     elif spans and spans[-1].state == "on" and run.series("spec/acceptance_length"):
-        yield RunFinding("warn", "speculation was on, but no drafted token was ever accepted")
+        yield RunFinding("warn", "the engines drafted, but no drafted token was ever accepted")
     elif spans and spans[-1].state in ("off", "dropped"):
         asked = spans[-1].reason == Reason.SERVE_NEVER.name
         yield RunFinding("fine" if asked else "warn", f"nothing was drafted; at the end: {spans[-1].why}")
@@ -87,13 +87,11 @@ def _prediction(run: LoggedRun) -> Iterator[RunFinding]:
     speed = Spread.of(realised.values)
     if speed is None:
         return
-    text = f"decoding ran {speed.text(unit='x')} as fast as plain by the engine's own step times"
+    text = f"speed-up of decoding, by the engine's own step times: {speed.text(unit='x')}"
     promised = [value / said for step, value in realised.pairs() if (said := then(step)) and said != _A_TRY]
     kept = Spread.of(promised)
     missed = kept is not None and kept.median < 0.8 and kept.count >= 3
-    yield RunFinding(
-        "warn" if missed else "fine", text + (f"; {kept.median:.2f} of what was predicted" if kept else "")
-    )
+    yield RunFinding("warn" if missed else "fine", text + (f"; {kept.median:.2f} of the prediction" if kept else ""))
     if slow := [step for step, value in realised.pairs() if value < _SLOWER]:
         few = len(slow) < _OFTEN * len(realised.values) and min(realised.values) >= _FAR_SLOWER
         text = f"drafting was slower than plain decoding at {_steps(slow)}"
@@ -113,7 +111,7 @@ def _draft(run: LoggedRun) -> Iterator[RunFinding]:
             yield RunFinding("warn", text, shift.step)
     still = _longest_still(run.series("spec/draft_version"), run.series("spec/train_ms").anew())
     if still and still[1] - still[0] >= 3:
-        text = f"the draft was trained but the engine's stayed at one version from step {still[0]} to {still[1]}"
+        text = f"the draft was trained, but the engine kept serving one version from step {still[0]} to {still[1]}"
         yield RunFinding("warn", text, still[0])
 
 
@@ -122,11 +120,11 @@ def _log_probs(run: LoggedRun) -> Iterator[RunFinding]:
     mean, bound, lag = (run.series(f"spec/{name}") for name in ("logprob_diff_mean", "logprob_tolerance", "policy_lag"))
     present = {s: (m, b) for s, m in mean.pairs() if (b := bound.at(s)) and not lag.at(s)}
     if over := [s for s, (m, b) in present.items() if m > b]:
-        text = f"the mean log-prob difference was above the tolerance of a stretch of text at {_steps(over)}"
+        text = f"the mean log-prob difference exceeded the tolerance at {_steps(over)}"
         yield RunFinding("warn", text, over[0])
     elif present:
         worst, limit = max(present.values(), key=lambda pair: pair[0] / pair[1])
-        text = f"log-probs agree: their mean difference was at most {worst:.1e} nats; {limit:.1e} is allowed for a text"
+        text = f"log-probs agree: their mean difference was at most {worst:.1e} nats; the tolerance is {limit:.1e}"
         yield RunFinding("fine", text)
     if older := Spread.of([m for s, m in mean.pairs() if lag.at(s)]):
         text = f"log-probs of text from older policies: mean difference {older.text('.1e', ' nats')}"
@@ -136,10 +134,13 @@ def _log_probs(run: LoggedRun) -> Iterator[RunFinding]:
 def _guard(run: LoggedRun) -> Iterator[RunFinding]:
     """Alarms of plain text, and whether the log-probs were compared at all."""
     for step, by in increments(run.series("spec/logprob_alarms")):
-        text = f"{by:.0f} phase{'s' * (by > 1)} without drafts looked wrong at step {step}: engine and actor differ on plain text"
+        phases = f"{by:.0f} phase{'s' * (by > 1)} without drafts"
+        text = f"{phases} failed the log-prob check at step {step}: engine and actor disagree"
         yield RunFinding("warn", text, step)
     if unproven := [s for s, v in run.series("spec/unproven").pairs() if v > 0]:
-        text = "the self-test could not prove that the engine samples by the log-probs that it states; its warning says why"
+        text = (
+            "the self-test could not prove that the engine samples from the log-probs that it states; see its warning"
+        )
         yield RunFinding("warn", text, unproven[0])
     if unguarded := [s for s, v in run.series("spec/provenance").pairs() if v < 1]:
         text = f"the engine's log-probs were not compared with the policy's at {_steps(unguarded)}"
@@ -153,7 +154,7 @@ def _lag(run: LoggedRun) -> Iterator[RunFinding]:
     spread = Spread.of([v for v in run.series("spec/policy_lag").values if v > 0])
     if spread:
         yield RunFinding(
-            "fine", f"asynchronous: what reached the loss was sampled {spread.text()} policy versions before"
+            "fine", f"asynchronous: the text in the loss was sampled {spread.text()} policy versions earlier"
         )
 
 
@@ -164,7 +165,7 @@ def _costs(run: LoggedRun) -> Iterator[RunFinding]:
         text = ", ".join(f"{name} {percent(value)}" for name, value in medians.items())
         whole = percent(sum(share.whole for share in shares))
         level: Level = "warn" if sum(medians.values()) > 20 else "fine"
-        yield RunFinding(level, f"of a step's time, in the median: {text}; all together {whole} of the run")
+        yield RunFinding(level, f"share of a step's time, median: {text}; together {whole} of the run")
 
 
 _LOOKS: tuple[Callable[[LoggedRun], Iterator[RunFinding]], ...] = (

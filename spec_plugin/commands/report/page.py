@@ -19,7 +19,7 @@ _COLUMNS = (
     ("rollouts, s", "generation_s", ".2f"),
     ("step, s", "step_s", ".2f"),
     ("acceptance", "spec/acceptance_length", ".2f"),
-    ("decoding, times plain", "spec/speedup_realised", ".2f"),
+    ("decoding speed-up", "spec/speedup_realised", ".2f"),
 )
 
 

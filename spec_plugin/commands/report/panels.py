@@ -14,10 +14,10 @@ _LETTERS = 27
 #: what several runs are drawn of together
 _TOGETHER = {
     "ms_per_token": ("Generation, per token", "ms"),
-    "generation_s": ("Generation, as far as the trainer waits", "seconds"),
+    "generation_s": ("Generation that the trainer waits for", "seconds"),
     "step_s": ("Whole step", "seconds"),
     "spec/acceptance_length": ("Acceptance length", "tokens per forward pass"),
-    "spec/speedup_realised": ("Decoding, realised", "times plain"),
+    "spec/speedup_realised": ("Decoding speed-up, realised", "x plain decoding"),
     "reward": ("Reward", "mean"),
 }
 #: a series, what its line is called, and its style
@@ -26,7 +26,7 @@ Line = tuple[Series, str, str]
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure of the page."""
+    """A figure of the page, as SVG, with its caption."""
 
     title: str
     svg: str
@@ -97,11 +97,11 @@ def _panel(
 
 def _acceptance(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
     measured, sizes = run.series("spec/acceptance_length"), _ends(run.family("spec/break_even_b"))
-    lines = [(measured, "measured", "-"), (run.series("spec/expected_acceptance"), "promised by training", ":")]
+    lines = [(measured, "measured", "-"), (run.series("spec/expected_acceptance"), "predicted by training", ":")]
     lines += [(series, f"pays from, batch size {size}", "--") for size, series in sizes]
     text = (
         "Tokens that come from each forward pass of the policy; 1 is no gain. Drafting pays above the dashed lines. "
-        "The promise of a step is for the next one's draft."
+        "A step's prediction is for the next one's draft."
     )
     if measured:
         yield from _panel(run, spans, "Acceptance length", "tokens per forward pass", text, lines, level=1.0)
@@ -128,13 +128,15 @@ def _ends(family: Mapping[int, Series]) -> list[tuple[int, Series]]:
 def _speed(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
     predicted, realised = (run.series(f"spec/speedup_{name}") for name in ("predicted", "realised"))
     text = (
-        "By the engine's own step times, plain steps being 1. A whole rollout gains less: prefill and waiting are in it, too. "
-        "A predicted 1 is a try of which nothing was promised."
+        "By the engine's own step times; plain decoding is 1. A whole rollout gains less: prefill and waiting are in it, too. "
+        "A predicted 1 is a try, for which nothing was predicted."
     )
     if run.reports_late:
         text += " The prediction is for the rollout in progress; what it realised is logged a step later."
     lines = [(realised, "realised", "-"), (predicted, "predicted", ":")]
-    yield from _panel(run, spans, "Decoding, predicted and realised", "times plain", text, lines, level=1.0)
+    yield from _panel(
+        run, spans, "Decoding speed-up, predicted and realised", "x plain decoding", text, lines, level=1.0
+    )
 
 
 def _draft(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
@@ -147,7 +149,7 @@ def _draft(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
 
 
 def _guards(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
-    text = "Differences of the log-probs that enter the loss. The tolerance is for the mean of a stretch of text."
+    text = "Differences of the log-probs that enter the loss. The tolerance is for the mean of a window of text."
     if run.overlaps:
         text += (
             " It holds for text of the present policy; older text differs by what the policy has moved, and is held against "
@@ -155,10 +157,10 @@ def _guards(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
         )
     lines = [
         (_positive(run.series("spec/logprob_diff_mean")), "mean", "-"),
-        (_positive(run.series("spec/logprob_diff_plain")), "mean of plain text", ":"),
-        (_positive(run.series("spec/logprob_diff_p9999")), "99.99 % below", "-"),
+        (_positive(run.series("spec/logprob_diff_plain")), "mean, plain text", ":"),
+        (_positive(run.series("spec/logprob_diff_p9999")), "99.99th percentile", "-"),
         (_positive(run.series("spec/logprob_diff_max")), "largest", "-"),
-        (_positive(run.series("spec/logprob_tolerance")), "tolerance of a text's mean", "--"),
+        (_positive(run.series("spec/logprob_tolerance")), "tolerance of the mean", "--"),
     ]
     if any(series for series, _, _ in lines[:-1]):
         yield from _panel(run, spans, "Log-probs: engine against actor", "nats", text, lines, log=True)
@@ -169,7 +171,7 @@ def _guards(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
 
 
 def _positive(series: Series) -> Series:
-    """What a logarithmic axis can show."""
+    """Without zeros, which a logarithmic axis cannot show."""
     return series.only([step for step, value in series.pairs() if value > 0])
 
 

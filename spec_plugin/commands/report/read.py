@@ -271,7 +271,7 @@ def _cut_off(steps: Mapping[int, Mapping[str, float]], planned: int | None) -> I
     if missing := list(islice(gaps, 8)):
         yield f"steps are missing between the first and the last: {', '.join(map(str, missing))}"
     if planned and numbers[-1] < planned:
-        yield f"the run was to have {planned} steps and ends at step {numbers[-1]}: it is still running, or was cut off"
+        yield f"{planned} steps were planned, and the log ends at step {numbers[-1]}: it is still running, or was cut off"
     last, before = (len(steps[number]) for number in (numbers[-1], numbers[max(0, len(numbers) - 2)]))
     if last < before / 2:
         yield f"step {numbers[-1]} has {last} metrics where the one before has {before}: it was cut off"

@@ -19,7 +19,7 @@ _STATES: dict[float, State] = {
 }
 _MEANINGS = {float(code): code.meaning for code in Reason}
 _NAMES = {float(code): code.name for code in Reason}
-_UNKNOWN_TROUBLE = "trouble that this log has no code of; the plugin's one warning in the console log says which"
+_UNKNOWN_TROUBLE = "a failure whose reason was not logged; the plugin's one warning in the console log names it"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StateSpan:
 
     @property
     def where(self) -> str:
-        """For people."""
+        """``step 3`` or ``steps 3 to 8``."""
         return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
 
 
@@ -66,10 +66,10 @@ def _why(run: LoggedRun, step: int, state: State, code: float | None) -> tuple[o
     values = run.steps[step]
     if state == "failed":
         for_good = values.get("spec/state") == Speculation.GIVEN_UP
-        return for_good, (meaning or _UNKNOWN_TROUBLE) + ("; it is not tried again" if for_good else "")
+        return for_good, (meaning or _UNKNOWN_TROUBLE) + ("; it is not tried again in this run" if for_good else "")
     if state == "dropped":
         made = values.get("spec/tokens_per_forward") or values.get("spec/acceptance_length")
-        return None, f"the draft made {_number(made)} tokens per forward pass{_pays_from(run, step)}"
+        return None, f"the draft gave {_number(made)} tokens per forward pass{_pays_from(run, step)}"
     if state == "on":
         meaning = "" if code == Reason.PREDICTED_TO_PAY else meaning
         return None, ": ".join(text for text in (meaning, _table(run, step)) if text)
@@ -90,23 +90,23 @@ def _known(run: LoggedRun, step: int) -> tuple[int | None, list[str]]:
     known = []
     if tried:
         made = run.series("spec/tokens_per_forward").at(tried[0]) or run.series("spec/acceptance_length").at(tried[0])
-        known.append(f"drafts last made {_number(made)} tokens per forward pass, at step {tried[0]}")
+        known.append(f"{_number(made)} tokens per forward pass were measured at step {tried[0]}")
     if expected is not None:
-        known.append(f"training promised {_number(expected)}" + (" then" if tried else " tokens per forward pass"))
+        known.append(f"training predicts {_number(expected)}" + ("" if tried else " tokens per forward pass"))
     if shadow is not None:
-        known.append(f"a look-up would have made {_number(shadow)}")
+        known.append(f"a look-up of earlier text would have given {_number(shadow)}")
     return (tried[0] if tried else None), known
 
 
 def _pays_from(run: LoggedRun, step: int) -> str:
     found = {b: series.before(step) or series.at(step) for b, series in run.family("spec/break_even_b").items()}
-    parts = [f"{value:.2f} with {size} at once" for size, value in found.items() if value]
+    parts = [f"{value:.2f} at batch size {size}" for size, value in found.items() if value]
     return f"; drafting pays from {', '.join(parts)}" if parts else ""
 
 
 def _table(run: LoggedRun, step: int) -> str:
     ks = {size: series.at(step) for size, series in run.family("spec/k_b").items()}
-    return ", ".join(f"k={k:.0f} with {size} at once" for size, k in ks.items() if k is not None)
+    return ", ".join(f"k={k:.0f} at batch size {size}" for size, k in ks.items() if k is not None)
 
 
 def _number(value: float | None) -> str:

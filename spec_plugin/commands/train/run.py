@@ -1,4 +1,4 @@
-"""``spec-plugin train``: sample, harvest, train, measure; each part goes on where a killed one stopped."""
+"""``spec-plugin train``: sample, train, measure; a killed call is resumed by the same one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _HELD_OUT = 64
 
 @dataclass(frozen=True)
 class TrainedDraft:
-    """A draft, and how many tokens a step of the engine makes with it."""
+    """A trained draft, with its predicted and its measured acceptance."""
 
     draft: Path
     predicted: tuple[float, ...]  # [k] chance of each drafted token, given those before it, on rollouts not trained on
@@ -61,7 +61,7 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
         show: draw progress bars.
 
     Raises:
-        SpecConfigError: before anything is begun: what is wrong with the settings, and what to do.
+        SpecConfigError: before anything has started: what is wrong with the settings, and what to do.
         SpecPluginError: if the engine's process failed.
     """
     _check(settings)
@@ -73,7 +73,7 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
     try:
         rollouts = _rollouts(settings, target, work, show)
         if len(rollouts) < 2:
-            raise SpecConfigError("there is one rollout, and one must be kept to measure on: give at least two")
+            raise SpecConfigError("there is one rollout, and one is held out to measure on: give at least two")
     except SpecConfigError:
         if not begun:  # what is refused leaves nothing behind
             shutil.rmtree(work, ignore_errors=True)
@@ -92,7 +92,7 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
 
 def _check(settings: PretrainSettings) -> None:
     if bool(settings.prompts) == bool(settings.rollouts):
-        raise SpecConfigError("give either --prompts, to sample from, or --rollouts that are there already")
+        raise SpecConfigError("give either --prompts to sample from, or existing --rollouts; not both, not neither")
     if not 0 < settings.temperature < math.inf:  # NaN is neither
         raise SpecConfigError(f"--temperature {settings.temperature}: expected a number above 0, as in the run to come")
     if not 0 < settings.gpu_memory_utilization <= 1:
@@ -144,29 +144,29 @@ def _work_folder(settings: PretrainSettings) -> Path:
     """Where what is done so far lies; refuses what another call with other settings has left."""
     work = _work_of(settings)
     now = json.loads(json.dumps(asdict(settings), default=str))
-    told = work / "settings.json"
-    if told.exists():
-        before = _left(told)
+    settings_file = work / "settings.json"
+    if settings_file.exists():
+        before = _left(settings_file)
         other = [f"{key} ({before.get(key)!r}, now {now[key]!r})" for key in now if before.get(key) != now[key]]
         if other:
             raise SpecConfigError(
                 f"{work} holds unfinished work with other settings: {', '.join(other)}; give those again to go on, or "
-                "remove the folder to begin anew"
+                "remove the folder to start over"
             )
     try:
         work.mkdir(parents=True, exist_ok=True)
-        told.write_text(json.dumps(now, indent=2))
+        settings_file.write_text(json.dumps(now, indent=2))
     except OSError as error:
         raise SpecConfigError(f"--out {settings.out}: {error}; give a folder that can be written") from error
     return work
 
 
 def _left(file: Path) -> dict[str, Any]:
-    """What an earlier call with this ``--out`` has written."""
+    """A JSON file that an earlier call with this ``--out`` has left."""
     try:
         return files.read_json(file)
     except CheckpointError as error:
-        raise SpecConfigError(f"{error}; remove {file.parent} to begin anew") from error
+        raise SpecConfigError(f"{error}; remove {file.parent} to start over") from error
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -183,7 +183,7 @@ def _tokenizer(folder: Path) -> Any:
     if not tokenizer(
         "a", add_special_tokens=False
     ).input_ids:  # transformers makes an empty one where there are no files
-        raise SpecConfigError(f"--target {folder}: its tokenizer knows no text; put the policy's tokenizer files there")
+        raise SpecConfigError(f"--target {folder}: its tokenizer is empty; put the policy's tokenizer files there")
     return tokenizer
 
 
@@ -234,7 +234,9 @@ def _in_engine(do: str, task: dict[str, Any], work: Path, shown: tuple[str, Path
             process.wait()
     if process.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise SpecPluginError(f"the engine's process ended with {process.returncode}; the end of {log}:\n{tail}")
+        raise SpecPluginError(
+            f"the engine's process failed with exit code {process.returncode}; the last lines of {log}:\n{tail}"
+        )
 
 
 def _watch(process: subprocess.Popen[bytes], shown: tuple[str, Path, int] | None) -> None:
