@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -10,9 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from spec_plugin.errors import SpecConfigError
 
-#: of our part of a trainer's configuration; how much alike another name must be to be taken for it; and names that are alike
-NAME, _ALIKE = "spec", 0.75
+#: of our part of a trainer's configuration; how similar another name must be to be taken for it; and names that are meant for it
+NAME, _SIMILAR = "spec", 0.75
 _OTHER_NAMES = ("spec_plugin", "spec-plugin", "specplugin")
+#: options that there were, and the value that is always used now; giving one is a warning until the next release
+_RETIRED = {"grad_clip": "1.0", "replay_share": "0.25"}
+
+logger = logging.getLogger(__name__)
 
 
 class SpecConfig(BaseModel):
@@ -22,16 +27,18 @@ class SpecConfig(BaseModel):
 
     method: str = Field(
         "eagle3",
-        description="drafting method: eagle3; draft_model (a small language model); mtp (the target's own layer); suffix (what "
-        "was sampled before, kept over epochs); ngram (looked up in the text); frozen (any draft that vLLM loads, as it is); "
-        "auto (chosen from the target); or a plugin's",
+        description="drafting method: eagle3; draft_model (a small language model); mtp (the target's own multi-token-prediction "
+        "layer); suffix (continuations of earlier rollouts); ngram (repeats within the text); frozen (any draft "
+        "that vLLM loads, not trained); auto (chosen from the target); or a plugin's",
     )
-    k: int = Field(8, ge=1, le=16, description="most tokens drafted per target forward; how many pay is measured")
+    k: int = Field(
+        8, ge=1, le=16, description="most tokens drafted for one request in one step; the controller chooses up to that"
+    )
     draft: str | None = Field(
         None,
         min_length=1,
-        description="folder of a draft to start from (EAGLE-3 in vLLM's, EAGLE's or speculators' layout; a causal LM); none: a "
-        "new one",
+        description="folder of a draft to start from (EAGLE-3 in vLLM's, EAGLE's or speculators' layout; a causal LM); none: "
+        "a new, untrained one",
     )
     draft_vocab_size: int | None = Field(
         None,
@@ -40,140 +47,148 @@ class SpecConfig(BaseModel):
         description="prune the draft's vocabulary to the most frequent tokens; none: the target's own",
     )
     aux_layers: tuple[int, ...] | None = Field(
-        None, description="target layers whose input feeds the draft; none: (2, L//2, L-3) of an L-layer target"
+        None, description="target layers whose inputs the draft reads; none: (2, L//2, L-3) of an L-layer target"
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
-        "greedy", description="how the draft proposes; both are lossless, probabilistic is refused on a CPU"
+        "greedy", description="how the draft proposes tokens; both are lossless; probabilistic is refused on a CPU"
     )
     rejection_sample_method: Literal["standard", "block"] = Field(
-        "standard", description="exact acceptance rule in the engine (nothing else is on the lossless allow-list)"
+        "standard", description="acceptance rule in the engine; both are exact, and no other is allowed"
     )
     serve: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="auto: speculate only where it beats plain decoding; always: from the first step; never: only train",
+        description="auto: draft only where it beats plain decoding; always: from the first step; never: train the draft only",
     )
     controller: Literal["break_even", "fixed"] = Field(
         "break_even",
-        description="break_even: the k of each batch size, up to spec.k, from the engine's own step times; fixed: spec.k always",
+        description="break_even: k for each batch size, up to spec.k, from the engine's own step times; fixed: always spec.k",
     )
     break_even: float | None = Field(
         None,
         ge=1.0,
         le=17.0,
-        description="acceptance length from which speculation pays; none: measured on the running engine",
+        description="acceptance length from which drafting pays; none: measured on the running engine",
     )
 
-    train: bool = Field(True, description="train the draft online from harvested hidden states")
-    train_share: float = Field(0.10, ge=0.0, le=0.5, description="share of a step's time for draft training")
+    train: bool = Field(
+        True, description="train the draft online, on hidden states captured in the trainer's forward passes"
+    )
+    train_share: float = Field(0.10, ge=0.0, le=0.5, description="fraction of a step's time for draft training")
     head_start: float = Field(
         1.0,
         ge=0.0,
         le=10.0,
-        description="time beyond train_share for a newborn draft before it is first served, in rollouts, "
-        "where it is predicted to pay back within three steps; 0: none",
+        description="extra training time for an untrained draft, as a multiple of one rollout's duration; spent only where "
+        "it is predicted to pay back within three steps; 0: none",
     )
     train_max_steps: int = Field(128, ge=1, le=10_000, description="most draft optimizer steps per trainer step")
     train_tokens: int | None = Field(
         None,
         ge=32,
         le=1_048_576,
-        description="tokens per draft optimizer step, and the longest context it trains; none: 8192 on a card, 512 on a CPU",
+        description="tokens per draft optimizer step, the longest context as well; none: 8192 on a GPU, 512 on a CPU",
     )
     lr: float = Field(
         0.1,
         gt=0.0,
         le=1.0,
-        description="highest learning rate of the draft's own Muon; no need to change it with the model's size",
-    )
-    grad_clip: float = Field(
-        1.0, gt=0.0, allow_inf_nan=True, description="norm at which the draft's own gradients are clipped"
+        description="peak learning rate of the draft's optimizer (Muon); need not change with the model's size",
     )
     ttt_steps: int | None = Field(
         None,
         ge=1,
         le=16,
-        description="most unrolled steps of EAGLE-3's training-time test, reached as acceptance grows; none: k",
+        description="most steps of EAGLE-3's training-time test (unroll), reached as acceptance grows; none: k",
     )
-    buffer_tokens: int = Field(65_536, ge=256, le=2**31, description="most harvested tokens kept per actor process")
+    buffer_tokens: int = Field(
+        65_536, ge=256, le=2**31, description="most tokens with hidden states kept per actor process"
+    )
     buffer_mb: int = Field(
-        1024, ge=1, le=2**24, description="most MiB of harvested hidden states kept per actor process"
+        1024, ge=1, le=2**24, description="most MiB of captured hidden states kept per actor process"
     )
     harvest_tokens: int = Field(
-        16_384, ge=32, le=2**31, description="most tokens harvested per trainer step and actor process"
+        16_384,
+        ge=32,
+        le=2**31,
+        description="most tokens whose hidden states are captured per trainer step and actor process",
     )
     memory_tokens: int = Field(
         4_194_304,
         ge=1024,
         le=2**34,
-        description="most tokens of rollouts that suffix remembers, in each engine (about 310 bytes of memory each)",
+        description="most tokens of earlier rollouts that suffix keeps in each engine (about 310 bytes of memory each)",
     )
-    replay_share: float = Field(0.25, ge=0.0, le=0.9, description="share of older policy versions in a draft batch")
 
     recurrent_states: Literal["shown", "try"] = Field(
         "shown",
-        description="targets that keep recurrent states (gated delta nets, Mamba): take them with actors with which a whole run "
-        "was shown, or try them with any",
+        description="targets with recurrent states (gated delta nets, Mamba). shown: accept them only with actor backends "
+        "validated end to end; try: with any backend",
     )
     self_test: bool = Field(True, description="statistical self-test on the engine before the first rollout")
     self_test_alpha: float = Field(
-        1e-6, gt=0.0, le=0.05, description="chance that the self-test rejects a correct engine"
+        1e-6, gt=0.0, le=0.05, description="probability that the self-test rejects a correct engine"
     )
     self_test_seconds: float = Field(
         30.0,
         ge=1.0,
         le=600.0,
-        description="seconds that the self-test takes; up to four times that where less would prove nothing",
+        description="seconds for the self-test; up to four times that where less would prove nothing",
     )
     on_self_test_failure: Literal["raise", "plain"] = Field(
         "raise",
-        description="raise: stop before the first rollout; plain: train on without speculation (as when time ran out)",
+        description="raise: stop before the first rollout; plain: train on without drafts (as when time ran out)",
     )
     logprob_tolerance: float | None = Field(
         None,
         gt=0.0,
         allow_inf_nan=True,
-        description="fixed bound on a batch's mean |rollout - recomputed| log-prob; none: measured on the run's plain text",
+        description="fixed bound on a batch's mean |rollout - recomputed| log-prob; none: measured on text of this run that was "
+        "sampled without drafts",
     )
     control_share: float = Field(
         0.02,
         ge=0.0,
         le=1.0,
-        description="share of the requests of which 64 tokens are sampled without drafts, to see what plain text shows; 0: none",
+        description="fraction of requests in which 64 tokens are decoded without drafts, the log-prob check's reference; 0: none",
     )
     bypass_check_sequences: int = Field(
         8,
         ge=1,
         le=2**31,
-        description="sequences recomputed per step to verify rollout log-probs when the trainer bypasses recomputation",
+        description="sequences recomputed per step to verify the engine's log-probs where the trainer skips its log-prob pass",
     )
     refresh_timeout_s: float = Field(
-        60.0, gt=0.0, le=86_400.0, description="seconds after which a refresh that does not answer is given up"
+        60.0, gt=0.0, le=86_400.0, description="seconds after which a refresh without an answer counts as failed"
     )
     eager_refresh: bool = Field(
         False,
-        description="where rollouts go on while the trainer trains: refresh the draft after each slice of its training, too, not "
-        "only at weight syncs",
+        description="where rollouts go on while the policy is trained: refresh the draft after each slice of its training, "
+        "too, not only at weight syncs",
     )
     recoveries: int = Field(
         5,
         ge=0,
         le=64,
-        description="fresh starts after draft trouble (new refresh, self-test, a plain phase to compare with): 8 weight syncs "
-        "behind it, then 16, 32, ...; 0: drafts stay off",
+        description="fresh starts after drafting has failed (new refresh, self-test, a plain phase to compare with), 8 weight "
+        "syncs later, then 16, 32, ...; 0: drafts stay off",
     )
     gate_timeout_s: float = Field(
         600.0,
         gt=0.0,
         le=604_800.0,
-        description="seconds that engines apart from the trainer hold requests back after a weight sync, until the draft is in "
-        "and tested; then they roll out without drafts",
+        description="seconds for which engines apart from the trainer hold requests back after a weight sync, until the draft is "
+        "installed and tested; then they roll out without drafts",
     )
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of the draft's own random streams")
-    block: tuple[str, ...] = Field((), description="names of plugins to leave out")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of the draft's weights and of the draws in its training")
+    block: tuple[str, ...] = Field((), description="names of plugins not to load")
     plugins: tuple[str, ...] = Field(
-        (), description="plugins to add, as module:attribute, or module:Class=argument to call the class with a text"
+        (),
+        description="plugins to add, as module:attribute, or module:Class=argument to make an instance with a string",
     )
-    audit: bool = Field(False, description="hash what the engine holds around each rollout and refresh; for debugging")
+    audit: bool = Field(
+        False,
+        description="hash what the engines hold (target and draft) around each rollout and refresh; for debugging",
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -193,8 +208,17 @@ class SpecConfig(BaseModel):
         Raises:
             SpecConfigError: naming each bad option, its value, the allowed range and, for an unknown one, the nearest name.
         """
+        given = {str(name): value for name, value in dict(raw or {}).items()}
+        for name in given.keys() & _RETIRED:
+            logger.warning(
+                "spec-plugin: the option %s%s=%s is ignored: it is always %s now; remove it",
+                prefix,
+                name,
+                _short(given.pop(name)),
+                _RETIRED[name],
+            )
         try:
-            return cls(**{str(name): value for name, value in dict(raw or {}).items()})
+            return cls(**given)
         except ValidationError as error:
             lines = [_explain(e, prefix) for e in error.errors()]
             raise SpecConfigError("; ".join(lines)) from None
@@ -242,16 +266,16 @@ def _bound(branch: Mapping[str, Any], key: str, sign: str) -> str:
 
 
 def meant_for_us(name: str, value: Any) -> bool:
-    """Is this part of a trainer's configuration most likely ours: named like ``spec``, or nearly so, with our options in it.
+    """Is this section of a trainer's configuration most likely ours: named ``spec`` or nearly so, with our options in it.
 
     Args:
-        name: of the part.
+        name: of the section.
         value: what is in it.
     """
-    said = name.lower()
-    alike = said in _OTHER_NAMES or difflib.SequenceMatcher(None, said, NAME).ratio() >= _ALIKE
+    lower = name.lower()
+    similar = lower in _OTHER_NAMES or difflib.SequenceMatcher(None, lower, NAME).ratio() >= _SIMILAR
     options = [str(option) for option in value] if isinstance(value, Mapping) else []
-    return alike and any(
+    return similar and any(
         difflib.get_close_matches(option, SpecConfig.model_fields, n=1, cutoff=0.8) for option in options
     )
 

@@ -197,12 +197,12 @@ PARTS = (
 )
 
 
-def words(command: str, extra: Sequence[str] = ()) -> list[str]:
+def command_words(command: str, extra: Sequence[str] = ()) -> list[str]:
     """A command with the user's arguments, which are for pytest alone."""
     return shlex.split(command) + (list(extra) if " pytest " in f"{command} " else [])
 
 
-def fine(extra: Sequence[str]) -> list[int]:
+def passing_codes(extra: Sequence[str]) -> list[int]:
     """Exit codes of a part that passed; the user's arguments may leave it without a test."""
     return [0, NO_TESTS_RAN] if extra else [0]
 
@@ -212,7 +212,7 @@ def fine(extra: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One part in the table: its outcome and its log."""
 
     name: str
     outcome: Outcome
@@ -230,25 +230,25 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """``passed``, ``failed (code)`` or ``stopped``."""
         if self.outcome.stopped:
             return "stopped"
         return f"failed ({self.outcome.rc})" if self.outcome.rc else "passed"
 
     @property
     def tests(self) -> str:
-        """pytest's last count."""
+        """pytest's count in its last closing line, such as ``3 passed, 1 skipped``."""
         counts = re.findall(rf"\d+ {RESULT}", (self.closing_lines or [""])[-1])
         return ", ".join(counts)
 
     @property
     def closing_lines(self) -> list[str]:
-        """pytest's."""
+        """The lines with which pytest ends, one for each call."""
         return CLOSING_LINE.findall(self.log)
 
 
 def table(rows: Iterable[Row]) -> str:
-    """As Markdown, longest first, and what dominates."""
+    """A Markdown table of all parts, longest first, and a sentence on which dominate."""
     rows = sorted(rows, key=lambda row: -row.outcome.wall)
     lines = [("part", "result", "wall s", "CPU s", "peak GB", "tests"), ("---", "---", "---:", "---:", "---:", "---")]
     for row in rows:
@@ -325,11 +325,11 @@ class Lanes:
     def _begin(self, part: Part) -> None:
         folder = self.folder / part.name
         folder.mkdir(parents=True, exist_ok=True)
-        commands = [words(command, self.extra) for command in part.commands]
+        commands = [command_words(command, self.extra) for command in part.commands]
         private = self.namespaces is not None
         tmp = supervise.make_tmp(folder, private)
         start = [] if self.namespaces is None else supervise.namespace(self.namespaces, tmp, self.root)
-        job = Job(commands, fine(self.extra), str(self.root), str(folder), private, part.limit)
+        job = Job(commands, passing_codes(self.extra), str(self.root), str(folder), private, part.limit)
         self.waiting.remove(part)
         with (folder / "log").open("wb") as log:
             # From the main thread: a supervisor is told when the thread that started it ends.
@@ -390,7 +390,7 @@ def run_in_lanes(parts: Sequence[Part], options: argparse.Namespace, root: Path,
 
 
 def only_one(folder: Path) -> TextIO:
-    """A lock, until it is closed."""
+    """Take the lock of this folder; it is held until the returned file is closed."""
     lock = (folder / ".lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -405,12 +405,12 @@ def only_one(folder: Path) -> TextIO:
 def run_in_foreground(parts: Sequence[Part], extra: Sequence[str], root: Path) -> int:
     """Run parts one after the other on this terminal, up to the first command that fails; the exit code."""
     for command in (command for part in parts for command in part.commands):
-        print(shlex.join(words(command, extra)), flush=True)
-        child = subprocess.Popen(words(command, extra), cwd=root)
+        print(shlex.join(command_words(command, extra)), flush=True)
+        child = subprocess.Popen(command_words(command, extra), cwd=root)
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command hears Ctrl-C too, and ends in its own way
         code = child.wait()
         signal.signal(signal.SIGINT, before)
-        if code not in fine(extra):
+        if code not in passing_codes(extra):
             return code if code > 0 else 128 - code
     return 0
 

@@ -65,7 +65,7 @@ class Pins:
 
 
 def pins_file(trainer: str) -> Path:
-    """What is installed for a trainer."""
+    """The requirements file of a trainer's environment."""
     return ROOT / "tools" / f"requirements-{trainer}.txt"
 
 
@@ -90,7 +90,7 @@ def name_of(line: str) -> str:
 
 
 def fail(message: str) -> None:
-    """Stop with one line."""
+    """Print one line to stderr and exit with 1."""
     sys.exit(f"make_env: {message}")
 
 
@@ -178,12 +178,12 @@ def digest(*parts: str | bytes) -> str:
 
 
 def is_current(stamp: Path, value: str) -> bool:
-    """Whether a stamp file holds that value."""
+    """Was the environment made from this value: does its stamp file hold it."""
     return stamp.exists() and stamp.read_text() == value
 
 
 def create(folder: Path, pins: Pins) -> None:
-    """Build the environment from nothing."""
+    """Make the environment anew, in place of what is there."""
     shutil.rmtree(folder, ignore_errors=True)
     if not succeeds(sys.executable, "-m", "venv", folder):
         fail("python -m venv failed; on Debian and Ubuntu: apt install python3-venv")

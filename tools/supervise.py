@@ -250,7 +250,7 @@ def discard(folder: Path) -> None:
 # ---- one part
 
 
-class Part:
+class RunningPart:
     """The commands of one part while they run."""
 
     def __init__(self, job: Job) -> None:
@@ -323,7 +323,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     job = Job(**json.loads(sys.argv[1]))
     adopt_orphans()
-    outcome = Part(job).run()
+    outcome = RunningPart(job).run()
     Path(job.folder, "result.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n")
     sys.exit(outcome.rc != 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from spec_plugin.adapter import Objection, unsupported
@@ -12,7 +13,7 @@ _ACTOR = "actor_rollout_ref.actor"
 
 
 @dataclass(frozen=True)
-class Actor:
+class ActorBackend:
     """One backend, as ``actor.strategy`` names it."""
 
     section: str  # of its options, in the actor's
@@ -45,29 +46,35 @@ def _size(options: Any, name: str) -> int:
     return size if isinstance(size, int) and not isinstance(size, bool) else 1
 
 
+#: switches of a Megatron actor: the option, what it turns on, what to do
+_MEGATRON_SWITCHES = (
+    ("dynamic_context_parallel", "dynamic context parallelism", "set it to False"),
+    ("use_megatron_fsdp", "the FSDP", "set it to False"),
+    ("override_transformer_config.enable_cuda_graph", "CUDA graphs", "remove it"),
+    ("override_transformer_config.external_cuda_graph", "CUDA graphs", "remove it"),
+    ("override_transformer_config.cuda_graph_impl", "CUDA graphs", "remove it"),
+    ("override_transformer_config.fp8", "8-bit training", "remove it"),
+)
+
+
 def _megatron(options: Any, lora: bool) -> Iterator[Objection]:
     def no(option: str, value: Any, what: str, instead: str) -> Objection:
         return unsupported(f"{_ACTOR}.megatron.{option}", value, f"{what} of Megatron actors", instead)
 
     if (size := _size(options, "virtual_pipeline_model_parallel_size")) > 1:
         yield no("virtual_pipeline_model_parallel_size", size, "virtual pipelines", "set it to null")
-    if getattr(options, "dynamic_context_parallel", False):
-        yield no("dynamic_context_parallel", True, "dynamic context parallelism", "set it to False")
-    if getattr(options, "use_megatron_fsdp", False):
-        yield no("use_megatron_fsdp", True, "the FSDP", "set it to False")
-    given = getattr(options, "override_transformer_config", None) or {}
-    for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
-        if given.get(name) not in (None, False, "none"):
-            yield no(f"override_transformer_config.{name}", given[name], "graphed layers", "leave it out")
-    if given.get("fp8"):
-        yield no("override_transformer_config.fp8", given["fp8"], "8-bit training", "leave it out")
-    yield from _routes("megatron", options)
+    for switch, what, instead in _MEGATRON_SWITCHES:
+        section, _, name = switch.rpartition(".")
+        given = (getattr(options, section, None) or {}).get(name) if section else getattr(options, name, None)
+        if given not in (None, False, "none"):
+            yield no(switch, given, what, instead)
+    yield from _routing_replay("megatron", options)
     if lora:
         instead = "train all weights, or set model_engine=dp with lora.merge=True"
         yield unsupported("actor_rollout_ref.model.lora", "set", "LoRA in Megatron actors", instead)
 
 
-def rollouts_routes(option: str, value: Any, instead: str) -> Objection:
+def rollouts_routing(option: str, value: Any, instead: str) -> Objection:
     """Of a mixture of experts, verl has the actor take the routes that the engine took (R3).
 
     Args:
@@ -80,14 +87,10 @@ def rollouts_routes(option: str, value: Any, instead: str) -> Objection:
     return Objection(option, str(value), what, why, instead)
 
 
-def _routes(section: str, options: Any) -> Iterator[Objection]:
+def _routing_replay(section: str, options: Any, _lora: bool = False) -> Iterator[Objection]:
     if getattr(getattr(options, "router_replay", None), "mode", None) == "R3":
         instead = "set it to R2, which replays the actor's own, or to disabled"
-        yield rollouts_routes(f"{_ACTOR}.{section}.router_replay.mode", "R3", instead)
-
-
-def _veomni(options: Any, _lora: bool) -> Iterator[Objection]:
-    yield from _routes("veomni", options)
+        yield rollouts_routing(f"{_ACTOR}.{section}.router_replay.mode", "R3", instead)
 
 
 def _megatron_shapes(options: Any) -> Mapping[str, bool]:
@@ -103,8 +106,8 @@ def _megatron_shapes(options: Any) -> Mapping[str, bool]:
 
 
 ACTORS = {
-    "fsdp": Actor("fsdp_config"),
-    "fsdp2": Actor("fsdp_config"),
-    "veomni": Actor("veomni", _veomni, lambda _: {"veomni": True}),
-    "megatron": Actor("megatron", _megatron, _megatron_shapes),
+    "fsdp": ActorBackend("fsdp_config"),
+    "fsdp2": ActorBackend("fsdp_config"),
+    "veomni": ActorBackend("veomni", partial(_routing_replay, "veomni"), lambda _: {"veomni": True}),
+    "megatron": ActorBackend("megatron", _megatron, _megatron_shapes),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,22 +17,29 @@ from spec_plugin.adapter import (
     RunPlan,
     SpecConfig,
     SpecConfigError,
+    source_of,
     split_launch,
     unsupported,
 )
 from spec_plugin_verl_check import fields, options, recurrent
 from spec_plugin_verl_check.actors import ACTORS, options_of
-from spec_plugin_verl_check.compose import compose_config, has_module, not_taken, verl_version
-from spec_plugin_verl_check.entries import MAIN, Entry, entry_of, with_engines_beside
+from spec_plugin_verl_check.compose import compose_config, refused_by_verl
+from spec_plugin_verl_check.entries import ENTRIES, MAIN, Entry, hybrid_replicas
 
 _MODEL = "actor_rollout_ref.model.path"
-#: parts of the configuration that are asked here, each a mapping
+#: parts of the configuration that are asked here; those that may also be null or absent come second
 _SECTIONS = (
     "actor_rollout_ref.actor",
     "actor_rollout_ref.rollout.checkpoint_engine",
     "actor_rollout_ref.model",
     "algorithm",
     "trainer.v1",
+)
+_OPTIONAL_SECTIONS = (
+    "actor_rollout_ref.rollout.engine_kwargs.vllm",
+    "actor_rollout_ref.model.lora",
+    "actor_rollout_ref.model.mtp",
+    "algorithm.rollout_correction",
 )
 
 
@@ -45,31 +52,43 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
     """
     module, given = split_launch(arguments)
     before: list[Objection] = []
-    entry = entry_of(module)
+    entry = MAIN if module is None else ENTRIES.get(module)
     if entry is None:
         before.append(_about_module(str(module)))
-    entry = entry or MAIN
+        entry = MAIN
     composed = compose_config(given, entry)
-    if composed.config is None:
-        before += composed.objections
+    before += composed.objections
+    config = composed.config
+    if config is None:
         return RunPlan("verl", tuple(before), unseen=("everything else: verl would not get a configuration",))
-    before += fields.with_unknown(composed.config, composed.objections)
-    if absent := [name for name in _SECTIONS if not isinstance(OmegaConf.select(composed.config, name), DictConfig)]:
-        before += [
-            Objection(name, "null", "a section that is not there", "verl needs it", "leave it", "verl")
-            for name in absent
-        ]
-        return RunPlan("verl", tuple(before), unseen=("everything else",))
+    before += fields.unknown_fields(config, composed.objections)
+    if broken := list(_broken_sections(config)):
+        return RunPlan("verl", (*before, *broken), unseen=("everything else",))
     try:
-        entry.complete(composed.config)
-        found = _plan(composed.config, entry, before, find)
+        entry.complete(config)
+        found = _plan(config, entry, before, find)
     except OmegaConfBaseException as error:  # a mandatory value is missing, an interpolation leads nowhere
-        return RunPlan("verl", (*before, _incomplete(error)), unseen=("everything behind that option",))
+        return RunPlan("verl", (*before, _incomplete(error)), unseen=("everything that depends on that option",))
     try:
-        OmegaConf.resolve(composed.config)  # as the run does: also what nobody here has looked at
+        OmegaConf.resolve(config)  # as the run does: also what nobody here has looked at
     except OmegaConfBaseException as error:
         return replace(found, objections=(*found.objections, _incomplete(error)))
     return found
+
+
+def _about_module(module: str) -> Objection:
+    instead = f"use {MAIN.module} with trainer.v1.trainer_mode={' or '.join(options.MODES)}"
+    if not source_of("verl", f"{'/'.join(module.split('.')[1:])}.py"):
+        return refused_by_verl("-m", module, "it has no such module", instead)
+    return unsupported("-m", module, f"the trainer {module}", instead)
+
+
+def _broken_sections(config: Any) -> Iterator[Objection]:
+    for name in (*_SECTIONS, *_OPTIONAL_SECTIONS):
+        section = OmegaConf.select(config, name)
+        if not (isinstance(section, DictConfig) or (section is None and name in _OPTIONAL_SECTIONS)):
+            why = f"{name}={section}: verl expects a section of options here"
+            yield Objection(name, str(section), "a section that is none", why, "remove the override", "verl")
 
 
 def _incomplete(error: OmegaConfBaseException) -> Objection:
@@ -77,31 +96,16 @@ def _incomplete(error: OmegaConfBaseException) -> Objection:
     return Objection("", "", "a configuration that is not complete", message, "set it", "verl")
 
 
-def _about_module(module: str) -> Objection:
-    instead = f"use verl.trainer.main_ppo with trainer.v1.trainer_mode={' or '.join(options.MODES)}"
-    if not has_module(module):
-        why = f"verl {verl_version()} has no such module"
-        return Objection("-m", module, not_taken(), why, instead, "verl")
-    return unsupported("-m", module, f"the trainer {module}", instead)
-
-
 def _plan(config: Any, entry: Entry, before: list[Objection], find: FindModel) -> RunPlan:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    if OmegaConf.is_missing(rollout, "name"):
-        before.append(
-            Objection(
-                "actor_rollout_ref.rollout.name", "", "no rollout engine", "verl needs it", "set it to vllm", "verl"
-            )
-        )
-        rollout.name = "vllm"
     device = str(config.trainer.get("device", "cuda"))
     found = [
         *before,
         *options.misplaced(OmegaConf.to_container(config, resolve=False)),
         *options.objections(rollout, model, config, device),
-        *with_engines_beside(config),
+        *hybrid_replicas(config),
     ]
-    if any(o.reason == options.WRONG_KIND for o in found):
+    if any(o.reason == options.NO_SIZE for o in found):
         return RunPlan("verl", tuple(found), unseen=("everything that depends on it",))
     spec = SpecConfig.parse(None)
     try:
@@ -110,7 +114,7 @@ def _plan(config: Any, entry: Entry, before: list[Objection], find: FindModel) -
         if not any(str(o) in str(error) for o in found):  # it was said already
             found.append(Objection("", "", "a spec option", str(error), "`spec-plugin options` lists them"))
     try:
-        looked_up = find(model.path)
+        looked_up = find(str(model.path))
     except SpecConfigError as error:
         found.append(Objection(_MODEL, model.path, "an unreadable model", str(error), "repair it"))
         looked_up = Model(model.path, None, str(error))
@@ -120,10 +124,9 @@ def _plan(config: Any, entry: Entry, before: list[Objection], find: FindModel) -
     correction = config.algorithm.get("rollout_correction") or {}
     bypass = bool(correction.get("bypass_mode"))
     arguments = options.engine_arguments(rollout)
-    target = options.target_info(rollout, model.path, hf, engine_options=arguments)
     facts = RunFacts(
         spec=spec,
-        target=target,
+        target=options.target_info(rollout, str(model.path), hf, engine_options=arguments),
         model=looked_up,
         model_option=_MODEL,
         shape=_shape(config, entry),
@@ -159,14 +162,13 @@ def _sizes(config: Any) -> tuple[int, int, int]:
 
 def _shape(config: Any, entry: Entry) -> str:
     ranks, all_engines, size = _sizes(config)
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    mode = entry.mode(config)
-    words = [("" if mode == options.MODES[0] else f"{mode}; ") + f"{ranks or '?'} {actor.strategy} actor ranks"]
-    if (slices := _sequence_parallel(config)) > 1:
-        words[0] += f", Ulysses over {slices}"
+    mode, slices = entry.mode(config), _sequence_parallel(config)
+    asynchronous = "" if mode == options.MODES[0] else f"{mode}; "
+    ulysses = f", Ulysses over {slices}" if slices > 1 else ""
     count = f"{all_engines // size} " if all_engines and size else ""
-    engines = f"{count}{rollout.name} engines"
-    return f"{words[0]}; {engines} of {size or '?'} ranks each"
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    actors = f"{asynchronous}{ranks or '?'} {actor.strategy} actor ranks{ulysses}"
+    return f"{actors}; {count}{rollout.get('name')} engines of {size or '?'} ranks each"
 
 
 def _shapes(config: Any, entry: Entry, family: Any) -> tuple[str, ...]:
@@ -193,33 +195,22 @@ def _shapes(config: Any, entry: Entry, family: Any) -> tuple[str, ...]:
     return tuple(name for name, uses in used.items() if uses)
 
 
-def _notes(config: Any, entry: Entry) -> tuple[str, ...]:
-    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    notes = []
+def _notes(config: Any, entry: Entry) -> Iterator[str]:
+    rollout, model, mode = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, entry.mode(config)
     if not rollout.calculate_log_probs:
-        notes.append(
-            "rollout.calculate_log_probs=False: the flag asks the engine for log-probs all the same, to verify them"
-        )
+        yield "rollout.calculate_log_probs=False: the flag asks the engine for log-probs all the same, to verify them"
     if model.external_lib and "spec_plugin_verl" not in str(model.external_lib):
-        notes.append(
-            f"model.external_lib={model.external_lib} is set: give both, [{model.external_lib},spec_plugin_verl]"
-        )
+        yield f"model.external_lib={model.external_lib} is set: give both, [{model.external_lib},spec_plugin_verl]"
     if model.lora_adapter_path and options.lora(model) is None:
-        notes.append(
-            "model.lora_adapter_path without model.lora_rank: verl 0.9.1 loads no adapter, and trains all weights"
-        )
+        yield "model.lora_adapter_path without model.lora_rank: verl 0.9.1 loads no adapter, and trains all weights"
     if (config.get("distillation") or {}).get("enabled"):
-        notes.append("distillation: the teachers' engines run without drafts")
-    mode = entry.mode(config)
+        yield "distillation: the teachers' engines run without drafts"
     if entry.only:
-        notes.append(f"{entry.module} takes the flag as {options.EVERYWHERE}")
+        yield f"{entry.module} takes the flag as {options.EVERYWHERE}"
     if mode != options.MODES[0]:
-        notes.append(
-            f"{mode}: rollouts lag behind the policy; each token's log-prob is judged by how many versions it is old"
-        )
+        yield f"{mode}: rollouts lag behind the policy; each token's log-prob is judged by how many versions it is old"
     if mode == options.APART and options.dies_of_its_own_log():
-        notes.append("verl dies at its start here, with the flag or without, unless VERL_LOGGING_LEVEL=WARNING is set")
+        yield "verl dies at its start here, with the flag or without, unless VERL_LOGGING_LEVEL=WARNING is set"
     if rollout.free_cache_engine:
-        notes.append("the engine sleeps between rollouts (free_cache_engine): the draft is refreshed after each wake")
-    notes.append("verl's own validation of batch sizes and the like was not run")
-    return tuple(notes)
+        yield "the engine sleeps between rollouts (free_cache_engine): the draft is refreshed after each wake"
+    yield "verl's own checks (batch sizes and the like) were not run"

@@ -11,32 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from spec_plugin.adapter import Objection, folder_of
 from spec_plugin_verl_check.entries import MAIN, Entry
 
-#: hydra's own flags that choose the configuration, with the long name that we use
-#: hydra's other flags, and whether a value follows
-_OF_HYDRA = {
-    **dict.fromkeys(("--run", "-r", "--multirun", "-m", "--resolve"), False),
-    **dict.fromkeys(("--cfg", "-c", "--package", "-p", "--info", "-i"), True),
-}
-_FLAGS = {
-    "--config-path": "path",
-    "-cp": "path",
-    "--config-name": "name",
-    "-cn": "name",
-    "--config-dir": "dir",
-    "-cd": "dir",
+#: hydra's flags that choose the configuration; its others say what to do with it, and do not start a run
+_CHOOSING = {
+    **dict.fromkeys(("--config-path", "-cp"), "path"),
+    **dict.fromkeys(("--config-name", "-cn"), "name"),
+    **dict.fromkeys(("--config-dir", "-cd"), "dir"),
 }
 
 
 @dataclass(frozen=True)
 class Composed:
-    """The configuration, None where verl would not get one, and what verl itself would refuse."""
+    """A configuration, None where verl would not get one, and what verl itself would refuse."""
 
     config: Any
     objections: tuple[Objection, ...]
@@ -50,15 +41,18 @@ def verl_version() -> str:
         return ""
 
 
-def not_taken() -> str:
-    """The reason of everything that verl refuses itself."""
-    return f"arguments that verl {verl_version()} does not take"
+def refused_by_verl(option: str, value: str, why: str, instead: str = "") -> Objection:
+    """An argument that verl itself stops at.
 
-
-def has_module(name: str) -> bool:
-    """True when the installed verl has this module; found as a file, since importing takes half a minute."""
-    folder, path = folder_of("verl"), Path(*name.split(".")[1:])
-    return folder is not None and any((folder / p).is_file() for p in (f"{path}.py", path / "__main__.py"))
+    Args:
+        option: as the user writes it.
+        value: that it has.
+        why: verl's or hydra's own words.
+        instead: an imperative; empty: a general one.
+    """
+    version = verl_version()
+    reason, why = f"arguments that verl {version} does not take", f"verl {version} refuses this itself: {why}"
+    return Objection(option, value, reason, why, instead or f"write it as verl {version} does, or remove it", "verl")
 
 
 def compose_config(arguments: Sequence[str], entry: Entry = MAIN) -> Composed:
@@ -74,8 +68,9 @@ def compose_config(arguments: Sequence[str], entry: Entry = MAIN) -> Composed:
     found: list[Objection] = []
     folder = folder_of("verl")
     if folder is None:
-        return Composed(None, (_says("", "verl is not installed here", "run it where verl is installed"),))
-    chosen, overrides = _split(arguments, found)
+        why, instead = "verl is not installed here", "run the check where verl is installed"
+        return Composed(None, (Objection("", "", why, why, instead, "verl"),))
+    chosen, overrides = _split(arguments)
     config_dir = (folder / entry.folder / chosen.get("path", "config")).resolve()
     name = chosen.get("name", entry.name).removesuffix(".yaml")
     # one of verl's own configurations looks for the others beside the folder in which it is started
@@ -83,83 +78,45 @@ def compose_config(arguments: Sequence[str], entry: Entry = MAIN) -> Composed:
     search += [folder / MAIN.folder / "config"] if entry is not MAIN else []
     if search:
         overrides.append(f"hydra.searchpath=[{','.join(f'file://{path}' for path in search)}]")
-    if not config_dir.is_dir():
-        return Composed(
-            None, (*found, _says(f"--config-path={chosen['path']}", "there is no such folder", "leave it out"))
-        )
-    for _ in range(len(overrides) + 1):
+    while True:
         try:
             with warnings.catch_warnings(), initialize_config_dir(str(config_dir), version_base=None):
                 warnings.simplefilter("ignore")  # a search path that is not there; hydra's error says what that means
                 return Composed(compose(name, overrides), tuple(found))
-        except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: hydra's, for odd groups
-            at = _blamed(str(error), overrides)
-            if at is None or overrides[at].startswith("++") or isinstance(error, MissingConfigException):
-                found.append(_says(overrides[at] if at is not None else "", *_lines(error)))
+        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+            # ValueError: of odd groups, and of numbers with thousands of digits; RecursionError: of lists in lists
+            lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+            at = None if isinstance(error, MissingConfigException) else _blamed(lines[0], overrides)
+            if at is None:
+                found.append(refused_by_verl("", "", ". ".join(lines[:2])))
                 return Composed(None, tuple(found))
-            found.append(_says(overrides[at], *_lines(error)))
-            if overrides[at].startswith("~"):
+            option, _, value = overrides[at].partition("=")
+            found.append(refused_by_verl(option, value, lines[0]))
+            if option.startswith(("++", "~")):  # forced already, or it would delete what is not there
                 del overrides[at]
             else:
                 overrides[at] = f"++{overrides[at].lstrip('+')}"
-    return Composed(None, tuple(found))
 
 
-def _split(arguments: Sequence[str], found: list[Objection]) -> tuple[dict[str, str], list[str]]:
-    """Hydra's flags and the overrides; what is neither goes to ``found``."""
+def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """What hydra's flags choose, and the overrides."""
     chosen: dict[str, str] = {}
     overrides: list[str] = []
-    rest, parser = list(arguments), OverridesParser.create()
+    rest = list(arguments)
     while rest:
         argument = rest.pop(0)
         flag, has_value, value = argument.partition("=")
-        if flag in _OF_HYDRA:  # what to do with the configuration, not what is in it
-            if _OF_HYDRA[flag] and not has_value and rest:
-                rest.pop(0)
-            continue
-        if flag in _FLAGS:
-            chosen[_FLAGS[flag]] = value if has_value or not rest else rest.pop(0)
-            continue
-        try:
-            if not flag.lstrip("+~"):
-                raise OverrideParseException(argument, "it has no key")
-            parser.parse_override(argument)
-        except (
-            HydraException,
-            ValueError,
-            RecursionError,
-        ) as error:  # of a number with thousands of digits; of lists in lists
-            found.append(_says(argument, *_lines(error)))
-            continue
-        overrides.append(argument)
+        if flag in _CHOOSING:
+            chosen[_CHOOSING[flag]] = value if has_value or not rest else rest.pop(0)
+        else:
+            overrides.append(argument)
     return chosen, overrides
 
 
 def _blamed(message: str, overrides: Sequence[str]) -> int | None:
-    """Which override hydra complains of: it quotes the key, the whole, or the file that a choice would need."""
-    message = message.partition("Config search path")[0]
+    """Which override hydra complains of: it quotes the key."""
     for at, override in enumerate(overrides):
         key = override.lstrip("+~").partition("=")[0]
-        if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", message):
-            return at
-    complaint = message.partition("Available options")[0]
-    for at, override in enumerate(overrides):
-        key, _, value = override.partition("=")
-        if "." not in key and value and value in complaint:
+        if key and re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", message):
             return at
     return None
-
-
-def _lines(error: Exception) -> tuple[str, str]:
-    """Hydra's message in one line, and its advice."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    advice = [line for line in lines[1:] if line.startswith(("To append", "Either remove", "Or add"))]
-    return lines[0] if lines else type(error).__name__, "; ".join(
-        advice
-    ) or "leave it out, or write it as this verl does"
-
-
-def _says(override: str, message: str, instead: str) -> Objection:
-    option, _, value = override.partition("=")
-    why = f"verl {verl_version()} refuses this itself: {message.rstrip('.')}"
-    return Objection(option or override, value, not_taken(), why, instead, "verl")

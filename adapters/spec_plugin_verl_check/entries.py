@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from spec_plugin.adapter import Objection, unsupported
-from spec_plugin_verl_check.options import APART
+from spec_plugin_verl_check.options import APART, BOTH_PLACES
 
 
 @dataclass(frozen=True)
@@ -33,33 +33,26 @@ class Entry:
         return self.only or str(config.trainer.v1.trainer_mode)
 
 
+_EXPERIMENTAL = "verl.experimental"
 MAIN = Entry("verl.trainer.main_ppo", "trainer", "ppo_trainer")
-ENTRIES = (
-    MAIN,
-    Entry(
-        "verl.experimental.fully_async_policy.fully_async_main",
-        "experimental/fully_async_policy",
-        "fully_async_ppo_trainer",
-        only="fully_async",
-    ),
-    Entry(
-        "verl.experimental.one_step_off_policy.main_ppo",
-        "experimental/one_step_off_policy",
-        "one_step_off_ppo_trainer",
-        only="one_step_off",
-    ),
+FULLY_ASYNC = Entry(
+    f"{_EXPERIMENTAL}.fully_async_policy.fully_async_main",
+    "experimental/fully_async_policy",
+    "fully_async_ppo_trainer",
+    only="fully_async",
 )
+ONE_STEP_OFF = Entry(
+    f"{_EXPERIMENTAL}.one_step_off_policy.main_ppo",
+    "experimental/one_step_off_policy",
+    "one_step_off_ppo_trainer",
+    only="one_step_off",
+)
+ENTRIES = {entry.module: entry for entry in (MAIN, FULLY_ASYNC, ONE_STEP_OFF)}
 
 
-def entry_of(module: str | None) -> Entry | None:
-    """The entry that a launch names; ``main_ppo`` where it names none, and None for a module that is not known."""
-    return MAIN if module is None else next((entry for entry in ENTRIES if entry.module == module), None)
-
-
-def with_engines_beside(config: Any) -> Iterator[Objection]:
+def hybrid_replicas(config: Any) -> Iterator[Objection]:
     """Options of ``fully_async`` that put engines into the actors' processes as well."""
     options = config.get("async_training")
     for name in ("use_trainer_do_validate", "use_dynamic_resource_scheduling"):
         if isinstance(options, DictConfig) and options.get(name):
-            what = "rollouts both beside the actors and apart from them"
-            yield unsupported(f"async_training.{name}", True, what, "set it to False")
+            yield unsupported(f"async_training.{name}", True, BOTH_PLACES, "set it to False")

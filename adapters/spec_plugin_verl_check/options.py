@@ -29,6 +29,7 @@ FLAG = "actor_rollout_ref.model.external_lib=spec_plugin_verl"
 #: the same in every process, for mains that start engines before they look at the model's options
 EVERYWHERE = "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=spec_plugin_verl"
 LEAVE_OUT = f"leave out {FLAG}"
+BOTH_PLACES = "rollouts both beside the actors and apart from them"
 STRATEGIES = tuple(actors.ACTORS)
 #: of verl's trainer; the last one with engines in processes of their own
 MODES = ("sync", "colocate_async", "separate_async")
@@ -36,15 +37,30 @@ APART = MODES[-1]
 DEVICES = ("cpu", "cuda")
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "max_num_seqs")
-WRONG_KIND = "an option of the wrong kind"
+NO_SIZE = "a size that is none"
 #: what we set in the engine ourselves
 _OURS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
+#: of the rollout's options: what it may be, what anything else would be, what to do
+_ENGINE = (
+    ("name", "vllm", "rollouts by {value}", "set it to vllm"),
+    ("pipeline_model_parallel_size", 1, "pipeline parallel engines", "set it to 1"),
+    ("data_parallel_size", 1, "engine data parallel", "set it to 1: verl then starts more replicas"),
+    ("disaggregation.enabled", False, "prefill-decode disaggregation", "set it to False"),
+    ("qat.enable", False, "quantized rollouts", "set actor_rollout_ref.actor.fsdp_config.qat.enable=False"),
+    ("quantization", None, "quantized rollouts", "set it to null"),
+)
 
 
-def plain(value: Any) -> Any:
+def as_builtin(value: Any) -> Any:
     """Dicts and lists instead of OmegaConf's."""
     return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
+
+
+def _value(section: Any, path: str) -> Any:
+    """An option of one of verl's dataclasses, or of the configuration that it is made of; None where it is not there."""
+    for name in path.split("."):
+        section = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
+    return section
 
 
 def read_config(rollout: Any) -> SpecConfig:
@@ -56,8 +72,8 @@ def read_config(rollout: Any) -> SpecConfig:
     Raises:
         SpecConfigError: naming the option as the user writes it on verl's command line.
     """
-    custom = plain(getattr(rollout, "custom", None)) or {}
-    raw = plain(custom.get(NAME)) if isinstance(custom, Mapping) else custom
+    custom = as_builtin(getattr(rollout, "custom", None)) or {}
+    raw = as_builtin(custom.get(NAME)) if isinstance(custom, Mapping) else custom
     if raw is not None and not isinstance(raw, Mapping):
         raise SpecConfigError(f"{PREFIX}*: expected options such as {PREFIX}k=3, got {raw!r}")
     if isinstance(custom, Mapping) and (lost := list(misplaced(custom, f"{_ROLLOUT}custom"))):
@@ -91,7 +107,7 @@ def misplaced(tree: Any, path: str = "") -> Iterator[Objection]:
 
 def engine_kwargs(rollout: Any) -> dict[str, Any]:
     """What the user hands to vLLM past verl's options; verl drops what is None."""
-    given = (plain(getattr(rollout, "engine_kwargs", None)) or {}).get("vllm") or {}
+    given = (as_builtin(getattr(rollout, "engine_kwargs", None)) or {}).get("vllm") or {}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -157,11 +173,9 @@ SHARED_MODULES = ("embed_tokens", "lm_head")
 
 def lora(model: Any) -> str | None:
     """``merged`` or ``adapter``, and None without LoRA."""
-    options = plain(getattr(model, "lora", None)) or {}
-    ranks = (getattr(model, "lora_rank", 0), options.get("rank"))
-    if not any(rank and rank > 0 for rank in ranks):
+    if not any((_value(model, rank) or 0) > 0 for rank in ("lora_rank", "lora.rank")):
         return None  # whatever adapter a path names: verl loads none without a rank
-    return "merged" if options.get("merge") else "adapter"
+    return "merged" if _value(model, "lora.merge") else "adapter"
 
 
 def objections(rollout: Any, model: Any, config: Any = None, device: str = "cuda") -> Iterator[Objection]:
@@ -173,12 +187,13 @@ def objections(rollout: Any, model: Any, config: Any = None, device: str = "cuda
         config: verl's whole configuration where it is at hand; the run's processes have only the two above.
         device: verl's device.
     """
-    if wrong := list(_of_wrong_kind(rollout, model)):
+    if wrong := list(_no_sizes(rollout, model)):
         yield from wrong
-        return  # the others could not compare them
+        return  # the others compare them
     yield from _engine(rollout)
     yield from _handed_to_vllm(rollout)
-    yield from _model(model)
+    if _value(model, "mtp.enable"):
+        yield unsupported(f"{_MODEL}mtp.enable", True, "a second drafting method (MTP)", "set it to False")
     if lora(model) == "adapter":
         yield from _adapters(rollout, model, device)
     if device not in DEVICES:
@@ -187,75 +202,44 @@ def objections(rollout: Any, model: Any, config: Any = None, device: str = "cuda
         yield from _run(config)
 
 
-def _of_wrong_kind(rollout: Any, model: Any) -> Iterator[Objection]:
-    """verl's dataclasses would refuse these too, hidden in a longer message."""
-    if wrong := list(_no_parts(rollout, model)):
-        yield from wrong
-        return
-    if not isinstance(model.path, str):
-        yield Objection(f"{_MODEL}path", str(model.path), WRONG_KIND, "this is no path", "name a model")
-    sizes = {f"{_ROLLOUT}{name}": getattr(rollout, name) for name in _SIZES}
-    sizes[f"{_ROLLOUT}expert_parallel_size"] = getattr(rollout, "expert_parallel_size", None) or 1
+def _no_sizes(rollout: Any, model: Any) -> Iterator[Objection]:
+    """Sizes that are compared here and are none; verl passes them on to where nobody says which option it was."""
+    sizes = {f"{_ROLLOUT}{name}": _value(rollout, name) for name in ("max_num_seqs", "tensor_model_parallel_size")}
     for name in ("max_num_seqs", "tensor_parallel_size"):
         sizes[f"{_ROLLOUT}engine_kwargs.vllm.{name}"] = engine_kwargs(rollout).get(name, 1)
-    others = {
-        f"{_MODEL}lora_rank": getattr(model, "lora_rank", 0) or 0,
-        f"{_MODEL}lora.rank": (plain(getattr(model, "lora", None)) or {}).get("rank") or 0,
-        f"{_ROLLOUT}max_model_len": rollout.max_model_len or 0,
+    or_none = {
+        f"{_MODEL}lora_rank": _value(model, "lora_rank"),
+        f"{_MODEL}lora.rank": _value(model, "lora.rank"),
+        f"{_ROLLOUT}max_model_len": _value(rollout, "max_model_len"),
+        f"{_ROLLOUT}expert_parallel_size": _value(rollout, "expert_parallel_size"),
     }
-    for option, value in (sizes | others).items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            yield Objection(option, str(value), WRONG_KIND, "this is no whole number", "set one")
-        elif value < 1 and option in sizes:
-            yield Objection(option, str(value), WRONG_KIND, "there is no such size", "set it to 1 or more")
-
-
-def _no_parts(rollout: Any, model: Any) -> Iterator[Objection]:
-    """What should hold options and is a value; verl's dataclasses and mappings pass."""
-    kwargs = plain(getattr(rollout, "engine_kwargs", None)) or {}
-    parts = {
-        f"{_ROLLOUT}engine_kwargs.vllm": kwargs.get("vllm") if isinstance(kwargs, Mapping) else kwargs,
-        f"{_ROLLOUT}checkpoint_engine": rollout.checkpoint_engine,
-        f"{_MODEL}lora": plain(getattr(model, "lora", None)),
-        f"{_MODEL}mtp": getattr(model, "mtp", None),
-    }
-    for option, part in parts.items():
-        if isinstance(part, str | int | float | list | ListConfig):
-            yield Objection(option, str(part), WRONG_KIND, "these are no options", "set some, or {}")
+    for option, value in {**sizes, **{name: value or 1 for name, value in or_none.items()}}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and option in sizes):
+            yield Objection(option, str(value), NO_SIZE, "this must be a whole number, 1 or more", "set one")
 
 
 def _engine(rollout: Any) -> Iterator[Objection]:
     def no(option: str, value: Any, what: str, instead: str) -> Objection:
         return unsupported(f"{_ROLLOUT}{option}", value, what, instead)
 
-    if rollout.name != "vllm":
-        yield no("name", rollout.name, f"rollouts by {rollout.name}", "set it to vllm")
-    if (size := rollout.pipeline_model_parallel_size) != 1:
-        yield no("pipeline_model_parallel_size", size, "pipeline parallel engines", "set it to 1")
-    if (size := rollout.data_parallel_size) != 1:
-        yield no("data_parallel_size", size, "engine data parallel", "set it to 1: verl then starts more replicas")
-    if (experts := getattr(rollout, "expert_parallel_size", None) or 1) > 1:
+    for option, allowed, what, instead in _ENGINE:
+        value = _value(rollout, option)
+        if value != allowed and (value is not None or allowed):
+            yield no(option, value, what.format(value=value), instead)
+    if (experts := _value(rollout, "expert_parallel_size") or 1) > 1:
         beyond = experts > rollout.tensor_model_parallel_size
         what = "expert parallel over data parallel engines" if beyond else "expert parallel engines"
         yield no("expert_parallel_size", experts, what, "set it to 1")
-    if getattr(rollout, "enable_rollout_routing_replay", False):
+    if _value(rollout, "enable_rollout_routing_replay"):
         instead = "set it to False, and router_replay.mode to R2, which replays the actor's own"
-        yield actors.rollouts_routes(f"{_ROLLOUT}enable_rollout_routing_replay", True, instead)
-    if getattr(getattr(rollout, "disaggregation", None), "enabled", False):
-        yield no("disaggregation.enabled", True, "prefill-decode disaggregation", "set it to False")
-    if (plain(getattr(rollout, "qat", None)) or {}).get("enable"):
-        yield no("qat.enable", True, "quantized rollouts", "set actor_rollout_ref.actor.fsdp_config.qat.enable=False")
-    if rollout.quantization is not None:
-        yield no("quantization", rollout.quantization, "quantized rollouts", "set it to null")
+        yield actors.rollouts_routing(f"{_ROLLOUT}enable_rollout_routing_replay", True, instead)
     backend = rollout.checkpoint_engine.backend
     if str(backend).startswith("delta"):
         yield no("checkpoint_engine.backend", backend, f"weight syncs by {backend}", "set it to naive, or nccl")
     dtype = engine_arguments(rollout)["dtype"]
     if _DTYPES.get(dtype, dtype) not in _DTYPES.values():
-        names = ", ".join(sorted(set(_DTYPES.values())))
-        yield no(
-            "dtype", repr(dtype), "dtypes that are not named (draft and tolerance need one)", f"set one of {names}"
-        )
+        what = "dtypes that are not named (draft and tolerance need one)"
+        yield no("dtype", repr(dtype), what, f"set one of {', '.join(sorted(set(_DTYPES.values())))}")
 
 
 def _handed_to_vllm(rollout: Any) -> Iterator[Objection]:
@@ -263,13 +247,8 @@ def _handed_to_vllm(rollout: Any) -> Iterator[Objection]:
     where = f"{_ROLLOUT}engine_kwargs.vllm."
     for name in _OURS:
         if name in given:
-            yield Objection(
-                f"{where}{name}",
-                str(given[name]),
-                "engine options that spec-plugin sets",
-                "spec-plugin sets it too",
-                "remove it",
-            )
+            what = "engine options that spec-plugin sets"
+            yield Objection(f"{where}{name}", str(given[name]), what, "spec-plugin sets it too", "remove it")
     refused = {
         "quantization": ("quantized rollouts", None),
         "data_parallel_size": ("engine data parallel", 1),
@@ -278,31 +257,23 @@ def _handed_to_vllm(rollout: Any) -> Iterator[Objection]:
     }
     for name, (what, allowed) in refused.items():
         if given.get(name, allowed) != allowed:
-            yield unsupported(f"{where}{name}", given[name], what, "leave it out")
-
-
-def _model(model: Any) -> Iterator[Objection]:
-    mtp = getattr(model, "mtp", None)
-    if mtp is not None and mtp.enable:
-        yield unsupported(f"{_MODEL}mtp.enable", True, "a second drafting method (MTP)", "set it to False")
+            yield unsupported(f"{where}{name}", given[name], what, "remove it")
 
 
 def _adapters(rollout: Any, model: Any, device: str) -> Iterator[Objection]:
     """LoRA adapters in the engine."""
     what, merge = "LoRA adapters in the engine", f"set {_MODEL}lora.merge=True"
-    options = plain(getattr(model, "lora", None)) or {}
-    option, value = ("lora_rank", rank) if (rank := model.lora_rank) else ("lora.rank", options["rank"])
+    option = "lora_rank" if _value(model, "lora_rank") else "lora.rank"
     if device != "cpu" and (broken := missing_for_adapters()):
-        yield Objection(
-            f"{_MODEL}{option}", str(value), what, f"verl cannot serve adapters here: {broken}", merge, "verl"
-        )
+        why = f"verl cannot serve adapters here: {broken}"
+        yield Objection(f"{_MODEL}{option}", str(_value(model, option)), what, why, merge, "verl")
     if (backend := rollout.checkpoint_engine.backend) != "naive":
         where = f"{_ROLLOUT}checkpoint_engine.backend"
         yield unsupported(where, backend, "LoRA adapters in engines apart from the actor", merge)
-    trained = plain(getattr(model, "target_modules", None)) or ()
+    trained = as_builtin(_value(model, "target_modules")) or ()
     names = (trained,) if isinstance(trained, str) else tuple(map(str, trained))
     if shared := [name for name in names if name.rpartition(".")[2] in SHARED_MODULES]:
-        instead = "leave them out: the draft uses the target's own"
+        instead = "remove them: the draft uses the target's own"
         yield unsupported(f"{_MODEL}target_modules", shared, "LoRA adapters of the embedding or the LM head", instead)
 
 
@@ -325,40 +296,26 @@ def dies_of_its_own_log() -> bool:
 
 
 def _run(config: Any) -> Iterator[Objection]:
-    for name in ("n_gpus_per_node", "nnodes"):
-        size = config.trainer[name]
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            yield Objection(
-                f"trainer.{name}", str(size), WRONG_KIND, "this is no number of ranks", "set it to 1 or more", "verl"
-            )
-    correction = (config.get("algorithm") or {}).get("rollout_correction")
-    if not isinstance(correction, DictConfig | None):
-        yield Objection(
-            "algorithm.rollout_correction", str(correction), WRONG_KIND, "these are no options", "leave it", "verl"
-        )
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     yield from actors.objections(actor.strategy, actors.options_of(actor), lora(model) is not None)
     yield from _adapter_without_rank(config)
     if not config.trainer.use_v1:
         yield unsupported("trainer.use_v1", False, "verl's legacy trainer", "set it to True")
-    yield from _mode(config)
+    yield from _mode(config.trainer.v1.trainer_mode, config.actor_rollout_ref.hybrid_engine)
 
 
 def _adapter_without_rank(config: Any) -> Iterator[Objection]:
     """verl takes the path for a sign that the actor has adapters, and its rank for the reason to give it some."""
-    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    model = config.actor_rollout_ref.model
     path = model.get("lora_adapter_path")
-    wanted = actor.get("use_kl_loss") or (config.get("algorithm") or {}).get("use_kl_in_reward")
+    wanted = _value(config, "actor_rollout_ref.actor.use_kl_loss") or _value(config, "algorithm.use_kl_in_reward")
     if path is not None and lora(model) is None and wanted and misses_an_adapter():
-        yield Objection(
-            f"{_MODEL}lora_adapter_path",
-            str(path),
-            "an adapter without its rank",
+        why = (
             "verl loads no adapter whose rank is not given, and then dies of the KL term: it asks the actor for the reference's "
-            "log-probs without the adapter",
-            f"set {_MODEL}lora_rank to the adapter's rank",
-            "verl",
+            "log-probs without the adapter"
         )
+        instead = f"set {_MODEL}lora_rank to the adapter's rank"
+        yield Objection(f"{_MODEL}lora_adapter_path", str(path), "an adapter without its rank", why, instead, "verl")
 
 
 def misses_an_adapter() -> bool:
@@ -369,26 +326,14 @@ def misses_an_adapter() -> bool:
     return asks in source_of("verl", "trainer/ppo/v1/trainer_base.py")
 
 
-def _mode(config: Any) -> Iterator[Objection]:
-    mode, hybrid = config.trainer.v1.trainer_mode, config.actor_rollout_ref.hybrid_engine
+def _mode(mode: str, hybrid: bool) -> Iterator[Objection]:
+    engines = "actor_rollout_ref.hybrid_engine"
     if mode not in MODES:
-        yield unsupported(
-            "trainer.v1.trainer_mode",
-            mode,
-            f"the trainer mode {mode}",
-            f"set it to {', '.join(MODES[:-1])} or {MODES[-1]}",
-        )
+        instead = f"set it to {', '.join(MODES[:-1])} or {APART}"
+        yield unsupported("trainer.v1.trainer_mode", mode, f"the trainer mode {mode}", instead)
     elif mode == APART and hybrid:
-        yield unsupported(
-            "actor_rollout_ref.hybrid_engine",
-            True,
-            "rollouts both beside the actors and apart from them",
-            f"set it to False, or another trainer.v1.trainer_mode than {APART}",
-        )
+        instead = f"set it to False, or another trainer.v1.trainer_mode than {APART}"
+        yield unsupported(engines, True, BOTH_PLACES, instead)
     elif mode != APART and not hybrid:
-        yield unsupported(
-            "actor_rollout_ref.hybrid_engine",
-            False,
-            "rollouts outside of the actors' processes",
-            f"set it to True, or trainer.v1.trainer_mode={APART}",
-        )
+        instead = f"set it to True, or trainer.v1.trainer_mode={APART}"
+        yield unsupported(engines, False, "rollouts outside of the actors' processes", instead)

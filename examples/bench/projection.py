@@ -22,8 +22,8 @@ from spec_plugin.projection.constants import Constants  # noqa: E402
 from spec_plugin.projection.hardware import find_card  # noqa: E402
 from spec_plugin.projection.lengths import lognormal  # noqa: E402
 from spec_plugin.projection.measured import calibrated  # noqa: E402
-from spec_plugin.projection.projecting import Known, Question, Row, chances_through, project, seats_of  # noqa: E402
-from spec_plugin.projection.rollout import Rollout, simulate  # noqa: E402
+from spec_plugin.projection.projecting import Overrides, ProjectedRow, Question, chances_through, max_running, project  # noqa: E402
+from spec_plugin.projection.rollout import Workload, simulate  # noqa: E402
 from spec_plugin.projection.roofline import Deployment, Roofline  # noqa: E402
 from spec_plugin.projection.shapes import find_model  # noqa: E402
 
@@ -146,7 +146,7 @@ def cpu_rows(content: Mapping[str, Any]) -> Iterator[Held]:
 
 def simulated(row: Mapping[str, Any], cost: CostModel, chances: Sequence[float]) -> float:
     """Seconds of rollouts, the median of a few with other luck."""
-    rollout = Rollout(np.array(row["lengths"], dtype=float), row["prompt"], 1, 1, 64)
+    rollout = Workload(np.array(row["lengths"], dtype=float), row["prompt"], 1, 1, 64)
     draws = [simulate(rollout, cost, chances, row["k"], np.random.default_rng(seed)).seconds for seed in range(9)]
     return float(np.median(draws))
 
@@ -268,16 +268,16 @@ def seconds_of(question: Question, k: int, pinned: Mapping[str, float]) -> float
     """Of the rollouts with this k, for typical constants but these."""
     rng = np.random.default_rng(question.seed)
     lengths = question.lengths.drawn(question.batch * max(1, question.lag), rng)
-    rollout = Rollout(lengths, question.prompt, question.group, question.engines, seats_of(question))
+    rollout = Workload(lengths, question.prompt, question.group, question.engines, max_running(question))
     cost = Roofline(question.deployment, Constants.typical().but(**pinned))
     return simulate(
         rollout, cost, chances_through(question.acceptance), k, np.random.default_rng(question.seed)
     ).seconds
 
 
-def answers(question: Question, pinned: Mapping[str, float], draws: int) -> dict[int, Row]:
+def answers(question: Question, pinned: Mapping[str, float], draws: int) -> dict[int, ProjectedRow]:
     """The rows of a projection, by k."""
-    return {row.k: row for row in project(question, Known(pinned=pinned), draws).rows}
+    return {row.k: row for row in project(question, Overrides(pinned=pinned), draws).rows}
 
 
 # ------------------------------------------------------------------------------------------------------ their 235B

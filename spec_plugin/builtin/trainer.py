@@ -106,11 +106,9 @@ class DraftTraining:
         device = _device(self._target, event.embed)
         settings = TrainSettings(
             lr=config.lr,
-            grad_clip=config.grad_clip,
             ttt_steps=min(config.ttt_steps or config.k, start.most_unrolled or config.k),
             logit_cap=logit_cap(self._target.hf_config, self._target.file),
             tokens_per_step=config.train_tokens or TRAIN_TOKENS[device.type],
-            replay_share=config.replay_share,
             offload=device.type == "cuda",
         )
         trainer = DraftTrainer(

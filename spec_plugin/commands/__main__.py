@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """``spec-plugin``."""
+    """Run ``spec-plugin``."""
     try:
         from spec_plugin.commands.cli import main as command
 

@@ -1,4 +1,4 @@
-"""KV cache by counting: what of a config.json decides how many numbers a model keeps of each token."""
+"""The KV cache that a model needs for a token, and how much more a draft adds, counted from config.json."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _WHOLE = ("full_attention", "attention")
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Of a model whose texts are long."""
+class KeptPerToken:
+    """What a model's KV cache holds for one token of a long text."""
 
-    layers: int  # that keep the whole text
-    of: int  # so many layers
-    numbers: int  # that one of them keeps of a token
+    layers: int  # that keep keys and values of the whole text
+    of: int  # all layers of the model
+    numbers: int  # that one such layer keeps for a token
     latent: bool  # one vector for all heads, in place of keys and values
 
 
-def kept(hf: Mapping[str, Any]) -> Kept | None:
+def kept(hf: Mapping[str, Any]) -> KeptPerToken | None:
     """What a model keeps of each token, from its config.json; None where that does not say how many layers it has.
 
     Args:
@@ -41,11 +41,11 @@ def kept(hf: Mapping[str, Any]) -> Kept | None:
     rank, turned = (n if isinstance(n := text.get(name), int) else 0 for name in ("kv_lora_rank", "qk_rope_head_dim"))
     _, heads, width = read(Layer, text, "config.json").heads
     numbers = rank + turned if rank else 2 * heads * width
-    return Kept(whole or layers, layers, numbers, rank > 0)
+    return KeptPerToken(whole or layers, layers, numbers, rank > 0)
 
 
 def share(draft: Mapping[str, Any], target: Mapping[str, Any]) -> str:
-    """How much more a draft keeps, in words; empty where the target does not tell.
+    """How much KV cache a draft adds, in words; empty where the target's config does not tell.
 
     Args:
         draft: its config.json, or the target's own where the draft is a layer of the target's.

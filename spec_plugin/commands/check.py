@@ -74,7 +74,7 @@ def judge_run(trainer: str, arguments: Sequence[str], find: FindModel = find_mod
 
 
 def to_json(judgement: Judgement) -> str:
-    """The judgement for programs."""
+    """The judgement as JSON: its fields, ``accepted``, and a sentence for each objection."""
     table = asdict(judgement) | {
         "accepted": judgement.accepted,
         "objections": [asdict(o) | {"sentence": str(o)} for o in judgement.objections],
@@ -86,12 +86,13 @@ def to_text(judgement: Judgement) -> Iterator[str]:
     """The judgement for a person, line by line; the verdict comes last, where the eye is."""
     for subject, text in judgement.facts.items():
         yield f"  {subject:<20} {text}"
-    for title, lines in (("worth knowing", judgement.notes), ("could not be looked at", judgement.unseen)):
+    for title, lines in (("notes", judgement.notes), ("not checked", judgement.unseen)):
         if lines:
             yield title
             yield from (f"  {line}" for line in lines)
     if judgement.accepted:
-        yield f"accepted: this {judgement.trainer} run would start{' (as far as could be seen)' if judgement.unseen else ''}"
+        except_for = " (except for what was not checked)" if judgement.unseen else ""
+        yield f"accepted: this {judgement.trainer} run would start{except_for}"
         return
-    yield f"refused: {len(judgement.objections)} in the way of this {judgement.trainer} run"
+    yield f"refused: this {judgement.trainer} run would stop; reasons: {len(judgement.objections)}"
     yield from (f"  {number}. {objection}" for number, objection in enumerate(judgement.objections, 1))

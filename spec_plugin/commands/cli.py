@@ -18,7 +18,7 @@ from spec_plugin import __version__
 from spec_plugin.commands.check import check_run
 from spec_plugin.commands.check import to_json as judgement_to_json
 from spec_plugin.commands.check import to_text as judgement_to_text
-from spec_plugin.commands.doctor import Finding, Section, examine, hook_summaries, to_json, works
+from spec_plugin.commands.doctor import Diagnosis, Section, examine, hook_summaries, to_json, works
 from spec_plugin.commands.project import project
 from spec_plugin.commands.terminal import Refused, echo, visible
 from spec_plugin.config import SpecConfig, describe_range, options_table
@@ -65,25 +65,25 @@ class _Commands(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """click's."""
+        """Our commands and those of other rooms."""
         return sorted([*super().list_commands(ctx), *_ELSEWHERE])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """click's."""
+        """A command, imported from its room when it is asked for."""
         if cmd_name not in _ELSEWHERE:
             return super().get_command(ctx, cmd_name)
         command: click.Command = getattr(import_module(_ELSEWHERE[cmd_name]), cmd_name)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """click's."""
+        """Run the command; an OSError becomes one sentence."""
         try:
             return super().invoke(ctx)
         except OSError as error:
             if isinstance(error, BrokenPipeError):  # click's own business: whoever reads has gone
                 raise
             where = f"{error.filename}: " if error.filename else ""
-            raise Refused(f"{where}{error.strerror or error}: nothing more could be done here") from error
+            raise Refused(f"{where}{error.strerror or error}: the command stopped there") from error
 
 
 @click.group(
@@ -128,7 +128,7 @@ Examples:
   spec-plugin check openrlhf --json -- ray job submit -- python -m openrlhf.cli.train_ppo_ray …
 
 It lists everything that stands in the way, each with the option, its value and what to set instead; the run itself
-refuses with the same words. A model that is not on this disk is said to be unseen and the rest is judged.
+refuses with the same words. A model that is not on this disk is listed as not checked, and the rest is judged.
 
 Exit code: 0 accepted, 1 refused.
 """
@@ -151,7 +151,7 @@ def check(trainer: str, arguments: tuple[str, ...], model_config: Path | None, a
 
 _TRAIN_HELP = """Train a draft for a policy before a run, from the policy's own rollouts.
 
-A run needs none: its draft is born and trained inside it. A draft that was trained before speculates from the first step.
+A run needs none: it trains a new draft from its first step on. One that was trained before is served from the first step.
 
 \b
   spec-plugin train --target DIR --prompts train.parquet --out DRAFT
@@ -160,11 +160,11 @@ A run needs none: its draft is born and trained inside it. A draft that was trai
 \b
 What happens:
   1. vLLM samples --responses responses to the prompts (or they are read: --rollouts).
-  2. Hidden states are harvested from the policy's forward passes, and the draft is trained on them, with the code of the
-     trainers.
+  2. Hidden states are captured in the policy's forward passes, and the draft is trained on them, with the same code as
+     in a run.
   3. vLLM serves the draft on prompts that it was not trained on. Predicted and measured acceptance are printed.
 
-Then in the run: spec.draft=DRAFT. Killed? The same command goes on where it was. --prompts is a .json list, .jsonl or
+Then in the run: spec.draft=DRAFT. If it is killed, the same command resumes. --prompts is a .json list, .jsonl or
 .parquet of texts (taken as they are), chat messages, or rows with a "prompt". --rollouts takes rows with "prompt" and
 "response", or a folder of verl's trainer.rollout_data_dir (which lacks special tokens).
 """
@@ -216,8 +216,8 @@ Examples:
   spec-plugin report plain/metrics.jsonl flag/ --out compare.html
   spec-plugin report train.log --json | jq '.runs[0].findings'
 
-It says when speculation was on and why not, what was accepted, what that gained, what it cost, whether log-probs agreed,
-and what looks wrong. The console log beside the metrics adds the plugin's own words. Nothing but FILE is written.
+It says when the engines drafted and why not, the acceptance, the speed-up, what it cost, whether log-probs agreed, and what
+looks wrong. With the console log beside the metrics, the plugin's own lines are shown. Nothing but the page is written.
 """
 
 
@@ -255,11 +255,15 @@ def _print_report(sections: list[Section]) -> None:
             if finding.fix:
                 console.print(Text(visible(f"       {'':<20} fix: {finding.fix}"), style=_MARKS[finding.state][1]))
     failures = sum(f.state == "fail" for s in sections for f in s.findings)
-    verdict = "everything that a run needs is here" if not failures else f"{failures} of these lines would stop a run"
+    verdict = (
+        "a run has everything that it needs"
+        if not failures
+        else f"{failures} of these lines would stop a run: see each one's fix"
+    )
     console.print(Text(verdict, style="bold"))
 
 
-def _line(finding: Finding) -> Text:
+def _line(finding: Diagnosis) -> Text:
     mark, style = _MARKS[finding.state]
     return Text.assemble("  ", (f"{mark:<4}", style), visible(f" {finding.name:<20} {finding.detail}"))
 

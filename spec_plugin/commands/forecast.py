@@ -1,4 +1,4 @@
-"""What a run would do, in words and numbers, from its options alone; for ``spec-plugin check``."""
+"""What a run would do, from its options alone; for ``spec-plugin check``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ACTOR_BYTES = 2
 _MEBIBYTE = 1 << 20
 _STATES = (
-    "the target keeps recurrent states: the flag turns the engine's prefix caching and asynchronous scheduling off, all batch "
-    "sizes draft spec.k tokens or none, and the self-test asks for states, too"
+    "the target keeps recurrent states: the flag turns the engine's prefix caching and asynchronous scheduling off, each batch "
+    "size drafts spec.k tokens or none, and the self-test covers the states"
 )
 
 
@@ -46,14 +46,14 @@ def judge(plan: RunPlan) -> Judgement:
     method: Method | None = None
     if run.model.config is None:
         unseen.append(
-            f"model {run.model.name}: {run.model.source}, so whether it can be drafted for, and at what size, is not "
-            "known; --model-config FILE stands in for its config.json"
+            f"model {run.model.name}: {run.model.source}, so whether a draft can be made for it, and its size, was "
+            "not checked; give its config.json with --model-config FILE"
         )
     else:
         try:
             method = built_in_method(run.spec, replace(run.target, device_type=_device_type()))
             if method is None:
-                unseen.append(f"method {run.spec.method}: a plugin's, which was not asked")
+                unseen.append(f"method {run.spec.method}: it comes from a plugin, which was not asked")
             else:
                 objections += _lossy_method(method)
                 check_states(run.target.hf_config, method.ragged, method.name)
@@ -75,7 +75,7 @@ def _plugins(spec: SpecConfig) -> Iterator[Objection]:
     try:
         create_manager(spec.block, spec.plugins)
     except SpecConfigError as error:
-        yield Objection("", "", "a plugin that is not there", str(error), "correct it, or leave it out")
+        yield Objection("", "", "a plugin that is not there", str(error), "correct the name, or remove it")
 
 
 def without_accelerator() -> bool:
@@ -101,7 +101,7 @@ def _lossless(run: RunFacts) -> Iterator[Objection]:
         try:
             check(option)
         except SpecConfigError as error:
-            yield Objection("", "", f"a lossy option ({next(iter(option))})", str(error), "leave it out")
+            yield Objection("", "", f"a lossy option ({next(iter(option))})", str(error), "remove it")
 
 
 def _lossy_method(method: Method) -> Iterator[Objection]:
@@ -131,17 +131,23 @@ def _truncated(run: RunFacts) -> Iterator[Objection]:
 def _about_draft(run: RunFacts, error: SpecConfigError) -> Objection:
     if isinstance(error, NoHiddenStates):
         return Objection(run.model_option, run.model.name, error.reason, error.why, error.instead)
-    return Objection(run.model_option, run.model.name, "a draft for this model", str(error), "change what is named")
+    return Objection(
+        run.model_option,
+        run.model.name,
+        "a draft for this model",
+        str(error),
+        "change the option or file that is named",
+    )
 
 
 def _untried(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """What nobody has shown of this target, whatever its class promises."""
+    """What has not been validated with this target's class."""
     found = engine_class(hf_config)
     if found is None:
         named = " or ".join(architectures(hf_config)) or "this model"
         yield (
-            f"no vLLM that is installed here knows {named} by itself, so whether a draft can read its hidden states is seen when "
-            "the engine starts"
+            f"no vLLM that is installed here knows {named} by itself, so whether a draft can read its hidden states shows only "
+            "when the engine starts"
         )
     elif (level := SHOWN.get(found.name)) is None:
         yield f"vLLM's class {found.name} hands out hidden states, but no run with such a target has been tried"
@@ -188,8 +194,8 @@ def _actor_memory(run: RunFacts, method: Method, draft: DraftShape) -> str:
     return (
         f"{draft.parameters / 1e6:.0f}M parameters on every rank: {_size(weights)} of weights, {_size(weights)} of "
         f"gradients while it trains, {_size(weights)} of optimizer state (float32), {_size(policy)} of copies of the "
-        f"policy's embedding and head (a card's host keeps these two between slices), and up to {_size(buffer)} of "
-        "harvested hidden states in host memory; spec-plugin doctor --target counts a step of training, too"
+        f"policy's embedding and head (on a GPU, host memory keeps these two between slices), and up to {_size(buffer)} of "
+        "captured hidden states in host memory; spec-plugin doctor --target adds a step of training"
     )
 
 
@@ -208,7 +214,7 @@ def _size(mebibytes: float) -> str:
 def _runner() -> str:
     asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     if asked is not None:
-        return f"VLLM_USE_V2_MODEL_RUNNER={asked} says"
+        return f"as VLLM_USE_V2_MODEL_RUNNER={asked} says"
     if without_accelerator():
         return "V1 (vLLM's CPU build has no other)"
     return "vLLM's own choice: V2 where it has Triton and supports all that the run uses, else V1"
@@ -228,7 +234,7 @@ def _verified(run: RunFacts) -> Iterator[str]:
     if run.spec.self_test:
         yield "samples with and without the draft, on each engine before the first rollout"
     if run.bypass:
-        yield f"log-probs of {run.spec.bypass_check_sequences} sequences a step: the trainer bypasses its own pass"
+        yield f"log-probs of {run.spec.bypass_check_sequences} sequences a step: the trainer skips its log-prob pass"
     else:
         yield "the log-probs of every response, against the actor's"
     yield "the digest of every refresh"
@@ -236,7 +242,7 @@ def _verified(run: RunFacts) -> Iterator[str]:
 
 def _not_verified(run: RunFacts) -> Iterator[str]:
     if run.target.truncated:
-        yield "rollout log-probs of truncated sampling (top_p, top_k), beyond that they are finite"
+        yield "rollout log-probs of truncated sampling (top_p, top_k), except that they are finite"
     if not run.spec.self_test:
         yield "the engine's samples (spec.self_test is off)"
     yield "validation rollouts; whether drafting pays, which only the run can measure; this machine (spec-plugin doctor)"

@@ -17,13 +17,13 @@ class Judgement:
     trainer: str
     objections: tuple[Objection, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)  # what it would do, by subject
-    notes: tuple[str, ...] = ()  # worth knowing, stops nothing
-    unseen: tuple[str, ...] = ()  # what could not be looked at, and why
+    notes: tuple[str, ...] = ()  # of interest; they stop nothing
+    unseen: tuple[str, ...] = ()  # what could not be checked, and why
     shapes: tuple[str, ...] = ()  # deployment shapes that it uses, as the conformance kit names them
 
     @property
     def accepted(self) -> bool:
-        """True when nothing stands in the way, as far as could be seen."""
+        """True when nothing that was checked stops the run."""
         return not self.objections
 
 

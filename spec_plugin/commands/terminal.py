@@ -24,19 +24,18 @@ def _obeyed(character: str) -> bool:
 
 
 def echo(text: str) -> None:
-    """Print it."""
+    """Print a text with its control characters escaped."""
     click.echo(visible(text))
 
 
 class Refused(click.ClickException):
-    """What was asked cannot be, in one sentence."""
+    """An error that is printed as one sentence; exit code 1."""
 
     def __init__(self, error: object) -> None:
-        """For an error, or a text."""
         super().__init__(visible(str(error)))
 
 
 class RefusedOption(Refused):
-    """The same, with the exit code of a wrong option."""
+    """The same for an option that was wrong, as click does it."""
 
     exit_code = 2

@@ -16,7 +16,7 @@ from random import Random
 
 @dataclass(frozen=True)
 class Constant:
-    """A number that is not exactly known."""
+    """A typical value with its range and its source."""
 
     low: float
     typical: float
@@ -152,16 +152,16 @@ class Constants:
 
     @classmethod
     def typical(cls) -> Constants:
-        """The values that the ranges are about."""
+        """Every constant at its typical value."""
         return cls(**{name: constant.typical for name, constant in KNOWN.items()})
 
     @classmethod
     def drawn(cls, rng: Random) -> Constants:
-        """Each from its range, independently."""
+        """Every constant drawn from its range, independently."""
         return cls(**{name: constant.drawn(rng) for name, constant in KNOWN.items()})
 
     def but(self, **known: float) -> Constants:
-        """The same where these are known better."""
+        """A copy with these values in place of its own."""
         return replace(self, **known)
 
 

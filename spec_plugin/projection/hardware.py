@@ -1,4 +1,4 @@
-"""Cards: what a projection must know of one GPU, from its vendor's data sheet."""
+"""GPUs: what a projection must know of one, from its vendor's data sheet."""
 
 from __future__ import annotations
 

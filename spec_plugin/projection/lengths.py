@@ -42,12 +42,12 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Mean tokens of a response."""
+        """Mean length of a response, in tokens."""
         return float(np.mean(self.quantiles))
 
     @property
     def longest(self) -> float:
-        """Tokens of the longest."""
+        """Length of the longest response, in tokens."""
         return self.quantiles[-1]
 
 
@@ -94,7 +94,7 @@ def percentiles(points: Mapping[float, float]) -> Lengths:
     return Lengths(tuple(values), "percentiles " + ", ".join(f"{p:g}: {v:g}" for p, v in known))
 
 
-def of_responses(tokens: Sequence[float], described: str) -> Lengths:
+def from_responses(tokens: Sequence[float], described: str) -> Lengths:
     """As given responses are.
 
     Raises:
@@ -120,4 +120,4 @@ def from_file(file: Path) -> Lengths:
         tokens = json.loads(text) if text.lstrip().startswith("[") else [float(line) for line in text.split()]
     except (OSError, ValueError, RecursionError, SpecConfigError) as error:
         raise SpecConfigError(f"lengths {file}: {error}; a JSON list of tokens, or one number a line") from error
-    return of_responses(tokens, str(file))
+    return from_responses(tokens, str(file))

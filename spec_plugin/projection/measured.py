@@ -1,4 +1,4 @@
-"""What was measured in the place of what is projected: of a run with the flag, or of an engine's start-up calibration."""
+"""Measurements that replace projected values: of a run with the flag, or of an engine's calibration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spec_plugin.projection.roofline import Deployment, Roofline
 
 @dataclass(frozen=True)
 class Work:
-    """What a step of a run asked of its engines."""
+    """The responses that a step of a measured run generated."""
 
     responses: int
     mean: float  # tokens of a response
@@ -22,8 +22,8 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of a run's steps; they hold for the deployment that ran only."""
+class StepTimes:
+    """Durations in a measured run; they hold for its deployment only."""
 
     work: Work
     generation_s: float  # of the rollouts of a step
@@ -35,7 +35,7 @@ class Times:
 
     @property
     def shown(self) -> Iterator[str]:
-        """In words, what of it takes the place of something projected."""
+        """Sentences that say which projected values these replace."""
         what = f"{self.work.responses} responses, k={self.k}"
         yield f"rollouts of {self.generation_s:.4g} s ({what}), to which all steps are scaled"
         if self.break_even:
@@ -46,12 +46,12 @@ class Times:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run has shown; empty where it has not."""
+    """What was measured in a run; empty where nothing was."""
 
     acceptance: Mapping[int, float] = field(default_factory=dict)  # k -> tokens a step
-    times: Times | None = None
+    times: StepTimes | None = None
     source: str = ""
-    refused: str = ""  # why its times are not taken
+    refused: str = ""  # why its times are not used
 
 
 def calibrated(steps: Sequence[StepTiming]) -> CostModel:
@@ -62,7 +62,7 @@ def calibrated(steps: Sequence[StepTiming]) -> CostModel:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledCost:
     """A cost model whose every step takes a factor longer."""
 
     cost: StepCost

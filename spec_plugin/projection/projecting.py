@@ -1,4 +1,4 @@
-"""From a question (model, cards, batch, lengths, acceptance, lag) to rollouts and steps, with ranges."""
+"""Projects rollouts and trainer steps, with ranges, from model, GPUs, batch, lengths, acceptance and lag."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from spec_plugin.builtin.break_even.plan import best
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.projection.constants import Constants
 from spec_plugin.projection.lengths import Lengths, lognormal
-from spec_plugin.projection.measured import Measured, Scaled, Times, draft_pass_from
-from spec_plugin.projection.rollout import Phase, Rollout, simulate
+from spec_plugin.projection.measured import Measured, ScaledCost, StepTimes, draft_pass_from
+from spec_plugin.projection.rollout import SimulatedPhase, Workload, simulate
 from spec_plugin.projection.roofline import Deployment, Roofline
 from spec_plugin.projection.stages import Stages, exposed_seconds, step_seconds, trainer_seconds
 
@@ -31,7 +31,7 @@ AUTO = -1  # k by batch size, as the controller would choose
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked."""
+    """A deployment and its work: what is projected."""
 
     deployment: Deployment
     gpus: int  # that generate
@@ -41,15 +41,15 @@ class Question:
     ks: tuple[int, ...] = (1, 3, 5, 7)
     prompt: int = 512
     group: int = 8  # responses of one prompt
-    seats: int = 256  # vLLM's max_num_seqs
-    lag: int = 0
-    train_gpus: int | None = None  # None: the cards that generate also train
+    seats: int = 256  # most requests that one engine runs at once: vLLM's max_num_seqs
+    lag: int = 0  # policy versions that rollouts are ahead of training; 0: synchronous
+    train_gpus: int | None = None  # None: the GPUs that generate also train
     logprob_passes: int = 1
-    draft_share: float = 0.0  # of a plain step, for draft training
+    draft_share: float = 0.0  # of the time of a plain step, for draft training
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Refuse values that no run can have.
 
         Raises:
             SpecConfigError: naming the option.
@@ -69,20 +69,24 @@ class Question:
                 raise SpecConfigError(f"{option} {value}: at least 0")
         if self.responses > MOST_RESPONSES:
             raise SpecConfigError(
-                f"--batch {self.batch}: at most {MOST_RESPONSES} responses are simulated, those of all --lag steps; a share of "
-                "them on the same share of the cards is as fast"
+                f"--batch {self.batch}: at most {MOST_RESPONSES} responses are simulated, those of all --lag steps together; "
+                "divide --batch and --gpus by the same number, which is as fast"
             )
         if self.gpus % d.tp:
             raise SpecConfigError(f"--gpus {self.gpus} is no multiple of --tp {d.tp}")
         if d.model.heads % d.tp:
-            raise SpecConfigError(f"--tp {d.tp}: the {d.model.heads} attention heads of {d.model.name} do not split so")
+            raise SpecConfigError(
+                f"--tp {d.tp}: the {d.model.heads} attention heads of {d.model.name} do not divide by it"
+            )
         if d.ep > 1 and (not d.model.experts or d.ep % d.tp or self.gpus % d.ep or d.model.experts % d.ep):
             raise SpecConfigError(
                 f"--ep {d.ep}: a multiple of --tp {d.tp} that divides --gpus {self.gpus} and the model's experts, of which it "
                 f"has {d.model.experts}"
             )
         if self.lag and self.train_gpus is None:
-            raise SpecConfigError(f"--lag {self.lag}: rollouts overlap with training on other cards; give --train-gpus")
+            raise SpecConfigError(
+                f"--lag {self.lag}: such rollouts overlap with training on other GPUs; give --train-gpus"
+            )
         for k in self.ks:
             if not 1 <= k <= 16:
                 raise SpecConfigError(f"--k {k}: from 1 to 16")
@@ -90,17 +94,17 @@ class Question:
 
     @property
     def responses(self) -> int:
-        """That are simulated: with lag L those of L steps are in the engines at once."""
+        """Responses that are simulated: with lag L, those of L steps are in the engines at once."""
         return self.batch * max(1, self.lag)
 
     @property
     def draws(self) -> int:
-        """Draws of all constants, beside the typical ones."""
+        """How many sets of constants are drawn, beside the typical one."""
         return min(DRAWS, max(_FEWEST_DRAWS, DRAWS * _FREE_RESPONSES // self.responses))
 
     @property
     def engines(self) -> int:
-        """Engines that share the batch."""
+        """How many engines share the batch."""
         return self.gpus // self.deployment.tp
 
 
@@ -123,7 +127,7 @@ def check_acceptance(acceptance: Mapping[int, float]) -> None:
 
 
 def chances_through(acceptance: Mapping[int, float]) -> tuple[float, ...]:
-    """Chance of each drafted token, given those before it, that gives these acceptance lengths: constant between two of them.
+    """Acceptance rates by position that give these acceptance lengths; constant between two of them.
 
     Raises:
         SpecConfigError: if a length falls where k grows, or grows faster than any chance allows.
@@ -147,7 +151,7 @@ def chances_through(acceptance: Mapping[int, float]) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Span:
+class Estimate:
     """A typical value, and where nine of ten draws lie."""
 
     typical: float
@@ -155,16 +159,16 @@ class Span:
     high: float
 
     def text(self, form: str = ".2f", unit: str = "") -> str:
-        """``typical (low-high)``."""
+        """``typical (low-high)``, each in this format."""
         return f"{self.typical:{form}}{unit} ({self.low:{form}}-{self.high:{form}})"
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One k of one draw."""
+class DrawResult:
+    """What one k came to, with one draw of the constants."""
 
     tokens: float  # a step
-    phase: Phase
+    phase: SimulatedPhase
     stages: Stages
     step: float
     exposed: float
@@ -172,33 +176,33 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Row:
+class ProjectedRow:
     """One k of the answer; 0 is plain, ``AUTO`` is chosen by batch size."""
 
     k: int
     tokens: float
-    rollout_s: Span
-    rollout_speedup: Span
-    step_s: Span
-    step_speedup: Span
-    exposed_s: Span
+    rollout_s: Estimate
+    rollout_speedup: Estimate
+    step_s: Estimate
+    step_speedup: Estimate
+    exposed_s: Estimate
     table: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Projection:
     """Rows, and the typical plain step that they are compared with."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ProjectedRow, ...]
     stages: Stages
-    phase: Phase
+    phase: SimulatedPhase
     seats: int  # that the KV cache has room for, at most what was asked
     measured: Measured  # what of it was used
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known better than the table of constants says."""
+class Overrides:
+    """Measured values that take the place of the table of constants."""
 
     pinned: Mapping[str, float] = field(
         default_factory=dict
@@ -207,7 +211,7 @@ class Known:
     measured: Measured = field(default_factory=Measured)
 
 
-def project(question: Question, known: Known | None = None, draws: int | None = None) -> Answer:
+def project(question: Question, known: Overrides | None = None, draws: int | None = None) -> Projection:
     """Simulate plain rollouts and those with each k, for typical constants and for drawn ones.
 
     Args:
@@ -215,7 +219,7 @@ def project(question: Question, known: Known | None = None, draws: int | None = 
         known: what was measured.
         draws: beside the typical one; default: as many as take seconds.
     """
-    known = of_this_deployment(question, known or Known())
+    known = without_foreign_times(question, known or Overrides())
     chances = chances_through(question.acceptance)
     rng = Random(question.seed)
     found = [_Draw(question, known, Constants.typical().but(**known.pinned), question.seed).outcomes(chances)]
@@ -223,11 +227,11 @@ def project(question: Question, known: Known | None = None, draws: int | None = 
         constants = Constants.drawn(rng).but(**known.pinned)
         found.append(_Draw(question, known, constants, question.seed + 1 + i).outcomes(chances))
     rows = tuple(_row(k, found) for k in found[0])
-    return Answer(rows, found[0][0].stages, found[0][0].phase, seats_of(question, known.cost), known.measured)
+    return Projection(rows, found[0][0].stages, found[0][0].phase, max_running(question, known.cost), known.measured)
 
 
-def of_this_deployment(question: Question, known: Known) -> Known:
-    """Without the times of a run that cannot have been one of this model on these cards.
+def without_foreign_times(question: Question, known: Overrides) -> Overrides:
+    """Without the times of a run that cannot have been one of this model on these GPUs.
 
     A run of another deployment still knows what its draft is worth. Its seconds, and its break-evens, hold for it alone.
     """
@@ -239,11 +243,11 @@ def of_this_deployment(question: Question, known: Known) -> Known:
     )
     if 1 / _FAR <= factor <= _FAR:
         return known
-    refused = f"its rollouts took {factor:.3g} times what they would here, so it ran something else"
+    refused = f"its rollouts took {factor:.3g} times what they would here, so it was another deployment"
     return replace(known, measured=replace(known.measured, times=None, refused=refused))
 
 
-def seats_of(question: Question, cost: StepCost | None = None) -> int:
+def max_running(question: Question, cost: StepCost | None = None) -> int:
     """Requests that one engine runs at once: what is asked, or what the KV cache has room for at the mean length.
 
     Raises:
@@ -256,34 +260,34 @@ def seats_of(question: Question, cost: StepCost | None = None) -> int:
         d = question.deployment
         raise SpecConfigError(
             f"a prompt of {question.prompt} tokens and a response of {question.lengths.longest:.0f} do not fit into the KV cache "
-            f"of an engine of {d.tp} {d.card.name}, {room} tokens: split {d.model.name} over more cards (--tp), or shorten them"
+            f"of an engine on {d.tp} {d.card.name}, {room} tokens: split {d.model.name} over more GPUs (--tp), or shorten them"
         )
     return max(1, min(question.seats, int(room / each)))
 
 
 class _Draw:
-    """One value of every constant, and one set of responses."""
+    """The simulation with one value of every constant and one set of responses."""
 
-    def __init__(self, question: Question, known: Known, constants: Constants, seed: int) -> None:
+    def __init__(self, question: Question, known: Overrides, constants: Constants, seed: int) -> None:
         self.question, self.times, self.seed = question, known.measured.times, seed
         held = question.prompt + question.lengths.mean / 2
         seen = self.times.break_even if self.times else {}
         self.constants = draft_pass_from(question.deployment, constants, seen, held)
         lengths = question.lengths.drawn(question.responses, np.random.default_rng(seed))
-        seats = seats_of(question, known.cost)
-        self.rollout = Rollout(lengths, question.prompt, question.group, question.engines, seats)
+        seats = max_running(question, known.cost)
+        self.rollout = Workload(lengths, question.prompt, question.group, question.engines, seats)
         self.cost: StepCost = known.cost or Roofline(question.deployment, self.constants, held)
         if self.times is not None:
-            self.cost = Scaled(self.cost, self.times.generation_s / self.took(self.times))
+            self.cost = ScaledCost(self.cost, self.times.generation_s / self.took(self.times))
 
-    def took(self, times: Times) -> float:
+    def took(self, times: StepTimes) -> float:
         """Seconds of a measured run's rollouts, if it had run here."""
         work, chances = times.work, chances_through(self.question.acceptance)
         lengths = lognormal(work.mean, work.longest).drawn(work.responses, np.random.default_rng(self.seed))
         rollout = replace(self.rollout, lengths=lengths, prompt=work.prompt)
         return simulate(rollout, self.cost, chances, times.k, np.random.default_rng(self.seed)).seconds
 
-    def outcomes(self, chances: Sequence[float]) -> dict[int, Outcome]:
+    def outcomes(self, chances: Sequence[float]) -> dict[int, DrawResult]:
         """Of plain rollouts, each k, and the controller's table; all with the same responses."""
         question = self.question
         plain = self._phase(chances, (0,))
@@ -297,13 +301,13 @@ class _Draw:
             phase = self._phase(chances, table) if any(table) else plain
             stages = self._stages(phase, share if k else 0.0)
             tokens, lag = tokens_per_step(chances, table[-1]), question.lag
-            found[k] = Outcome(tokens, phase, stages, step_seconds(stages, lag), exposed_seconds(stages, lag), table)
+            found[k] = DrawResult(tokens, phase, stages, step_seconds(stages, lag), exposed_seconds(stages, lag), table)
         return found
 
-    def _phase(self, chances: Sequence[float], table: tuple[int, ...]) -> Phase:
+    def _phase(self, chances: Sequence[float], table: tuple[int, ...]) -> SimulatedPhase:
         return simulate(self.rollout, self.cost, chances, table, np.random.default_rng(self.seed))
 
-    def _stages(self, phase: Phase, draft: float) -> Stages:
+    def _stages(self, phase: SimulatedPhase, draft: float) -> Stages:
         """A step's; with lag L, L batches were simulated together."""
         question, times = self.question, self.times
         sequences = question.prompt + np.array(question.lengths.quantiles)
@@ -325,10 +329,10 @@ class _Draw:
         return Stages(prepare, phase.seconds / max(1, question.lag), logprob, training, draft)
 
 
-def _row(k: int, found: Sequence[Mapping[int, Outcome]]) -> Row:
+def _row(k: int, found: Sequence[Mapping[int, DrawResult]]) -> ProjectedRow:
     plain = [draw[0] for draw in found]
     mine = [draw[k] for draw in found]
-    return Row(
+    return ProjectedRow(
         k,
         mine[0].tokens,
         _span([o.phase.seconds for o in mine]),
@@ -340,14 +344,9 @@ def _row(k: int, found: Sequence[Mapping[int, Outcome]]) -> Row:
     )
 
 
-def _span(values: Sequence[float]) -> Span:
+def _span(values: Sequence[float]) -> Estimate:
     """The first is the typical one; the range is that of nine of ten, and holds it."""
     if len(values) < 3:
-        return Span(values[0], min(values), max(values))
+        return Estimate(values[0], min(values), max(values))
     edges = quantiles(values, n=20, method="inclusive")
-    return Span(values[0], min(values[0], edges[0]), max(values[0], edges[-1]))
-
-
-def with_batch(question: Question, batch: int) -> Question:
-    """The same question for another batch."""
-    return replace(question, batch=batch)
+    return Estimate(values[0], min(values[0], edges[0]), max(values[0], edges[-1]))

@@ -1,4 +1,4 @@
-"""A rollout phase, request by request: how a batch drains, and how long the slowest engine takes."""
+"""Simulates a rollout phase request by request: how a batch drains, and how long the slowest engine takes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SLOWEST = 4
 
 
 @dataclass(frozen=True)
-class Phase:
-    """What a rollout phase takes."""
+class SimulatedPhase:
+    """The duration of a simulated rollout phase, and at which batch sizes its tokens came."""
 
     seconds: float  # of the slowest engine
     load: dict[int, float] = field(
@@ -34,8 +34,8 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """What one trainer step asks of all engines together."""
+class Workload:
+    """The responses that one trainer step asks of all engines together."""
 
     lengths: np.ndarray  # [responses] tokens of each
     prompt: float  # tokens of each prompt
@@ -44,7 +44,7 @@ class Rollout:
     seats: int  # requests that one engine runs at once
 
 
-def split(rollout: Rollout, rng: np.random.Generator) -> list[np.ndarray]:
+def split(rollout: Workload, rng: np.random.Generator) -> list[np.ndarray]:
     """Which responses each engine gets: whole groups, as many to each, at random; the engines that can be the slowest."""
     groups = [rollout.lengths[i : i + rollout.group] for i in range(0, len(rollout.lengths), rollout.group)]
     shares = np.array_split(rng.permutation(len(groups)), min(rollout.engines, len(groups)))  # further engines idle
@@ -57,9 +57,9 @@ def split(rollout: Rollout, rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def simulate(
-    rollout: Rollout, cost: StepCost, chances: Sequence[float], table: Sequence[int] | int, rng: np.random.Generator
-) -> Phase:
-    """Run the engines, each by itself, from the first request to the last.
+    rollout: Workload, cost: StepCost, chances: Sequence[float], table: Sequence[int] | int, rng: np.random.Generator
+) -> SimulatedPhase:
+    """Simulate the engines, each by itself, from the first request to the last.
 
     Args:
         rollout: the work.
@@ -71,14 +71,14 @@ def simulate(
     ks = (table,) if isinstance(table, int) else tuple(table)
     load: dict[int, float] = {}
     engine = _Engine(rollout, cost, chances, ks, rng)
-    return Phase(max(engine.run(lengths, load) for lengths in split(rollout, rng)), load)
+    return SimulatedPhase(max(engine.run(lengths, load) for lengths in split(rollout, rng)), load)
 
 
 class _Engine:
     """One engine: all running requests advance by as many tokens in a step, and each ends when its own are done."""
 
     def __init__(
-        self, rollout: Rollout, cost: StepCost, chances: Sequence[float], ks: Sequence[int], rng: np.random.Generator
+        self, rollout: Workload, cost: StepCost, chances: Sequence[float], ks: Sequence[int], rng: np.random.Generator
     ) -> None:
         self._rollout, self._cost, self._chances, self._ks, self._rng = rollout, cost, chances, ks, rng
         self._rates = {k: tokens_per_step(chances, k) for k in set(ks)}
@@ -87,7 +87,7 @@ class _Engine:
     def run(self, lengths: np.ndarray, load: dict[int, float]) -> float:
         """Seconds until the last response is complete; adds to ``load`` what was generated at each batch size."""
         first = self._ks[min(len(lengths), self._rollout.seats, len(self._ks) - 1)]
-        waiting: list[float] = needed(lengths - 1, self._chances, first, self._rng).tolist()[
+        waiting: list[float] = effective_lengths(lengths - 1, self._chances, first, self._rng).tolist()[
             ::-1
         ]  # prefill makes the first token
         prompts = math.ceil(len(lengths) / self._rollout.group) * self._rollout.prompt
@@ -119,7 +119,7 @@ class _Engine:
         return line[0] + line[1] * context
 
 
-def needed(tokens: np.ndarray, chances: Sequence[float], k: int, rng: np.random.Generator) -> np.ndarray:
+def effective_lengths(tokens: np.ndarray, chances: Sequence[float], k: int, rng: np.random.Generator) -> np.ndarray:
     """Tokens that responses would have to be long if every step gave the mean: their steps x ``tokens_per_step``.
 
     The last step of a response may overshoot its end, and some are luckier than others: a renewal process (Feller II, XI.4:
@@ -133,7 +133,7 @@ def needed(tokens: np.ndarray, chances: Sequence[float], k: int, rng: np.random.
     """
     if k == 0 or not len(tokens):
         return tokens
-    emitted = emission(chances, k)
+    emitted = emission_probabilities(chances, k)
     values = np.arange(1, k + 2)
     mean = float(emitted @ values)
     variance = float(emitted @ values**2) - mean**2
@@ -147,7 +147,7 @@ def needed(tokens: np.ndarray, chances: Sequence[float], k: int, rng: np.random.
     return np.asarray(out)
 
 
-def emission(chances: Sequence[float], k: int) -> np.ndarray:
+def emission_probabilities(chances: Sequence[float], k: int) -> np.ndarray:
     """[k + 1] chance that a step emits 1, 2, … k + 1 tokens."""
     each = [chances[min(i, len(chances) - 1)] if chances else 0.0 for i in range(k)]
     reached = np.concatenate([[1.0], np.cumprod(each)])

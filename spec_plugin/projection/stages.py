@@ -1,4 +1,4 @@
-"""A trainer's step from its stages: generation, log-probs, training, and what of them runs side by side at a lag."""
+"""A trainer step from its stages (generation, log-probs, training), and which of them overlap at a lag."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Stages:
 
     @property
     def trainer(self) -> float:
-        """What the trainer's cards do."""
+        """Seconds of the stages that run on the trainer's GPUs."""
         return self.logprob + self.training + self.draft
 
 
@@ -41,7 +41,7 @@ def trainer_seconds(
         gpus: how many.
         tokens: of prompts and responses, of all sequences of a step.
         length: mean tokens of a sequence, weighted by tokens: attention reads half of it on average.
-        constants: what is reached.
+        constants: which share of the peak is reached.
         passes: log-prob passes; two where a reference model is asked as well.
     """
     forward = tokens * model.forward_flops(length / 2)

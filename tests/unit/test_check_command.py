@@ -249,7 +249,7 @@ def test_the_exit_code_and_the_json_say_whether_it_is_accepted(tmp_path: Path) -
 @pytest.mark.usefixtures("flags_of_openrlhf")
 def test_the_verdict_is_the_last_thing_that_is_printed() -> None:
     done = invoke("openrlhf", "--", "--ds.load_in_4bit", "--vllm.num_engines", "0")
-    assert done.exit_code == 1 and "refused: 3 in the way" in done.stdout
+    assert done.exit_code == 1 and "refused: this openrlhf run would stop; reasons: 3" in done.stdout
     assert done.stdout.rstrip().rpartition("\n")[2].startswith("  3. ")
 
 

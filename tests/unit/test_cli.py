@@ -15,7 +15,7 @@ from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft
 from spec_plugin import SpecConfig, hookspecs
 from spec_plugin.commands import doctor
 from spec_plugin.commands.cli import main
-from spec_plugin.commands.doctor import Finding, Section, examine_draft, examine_target, hook_summaries, works
+from spec_plugin.commands.doctor import Diagnosis, Section, examine_draft, examine_target, hook_summaries, works
 from spec_plugin.config import options_table
 from spec_plugin.engine.capabilities import Capability
 
@@ -112,7 +112,7 @@ def test_every_failing_line_has_a_fix(bare, tmp_path):
 
 
 def test_notes_do_not_stop_a_run_and_failures_do():
-    ok, note, fail = (Finding("x", state, "") for state in ("ok", "note", "fail"))
+    ok, note, fail = (Diagnosis("x", state, "") for state in ("ok", "note", "fail"))
     assert works([Section("a", (ok, note))])
     assert not works([Section("a", (ok,)), Section("b", (note, fail))])
 

@@ -9,7 +9,7 @@ import torch
 
 from draft_training import digest, load_draft
 from spec_plugin.commands.train import PretrainSettings, loop
-from spec_plugin.commands.train.texts import Rollout
+from spec_plugin.commands.train.texts import TokenizedRollout
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.tiny import make_target
 from spec_plugin.events import TargetInfo
@@ -22,14 +22,14 @@ class Killed(Exception):
     pass
 
 
-def rollouts(count: int) -> list[Rollout]:
+def rollouts(count: int) -> list[TokenizedRollout]:
     """What the tiny policy says: the current token + 37."""
     stream = random.Random(0)
     out = []
     for _ in range(count):
         first = stream.randrange(320)
         row = [(first + 37 * i) % 320 for i in range(24)]
-        out.append(Rollout(tuple(row[:4]), tuple(row[4 : 16 + stream.randrange(8)])))
+        out.append(TokenizedRollout(tuple(row[:4]), tuple(row[4 : 16 + stream.randrange(8)])))
     return out
 
 
@@ -37,7 +37,7 @@ def trained(folder: Path, target: Path, *, killed_after: int | None = None, monk
     folder.mkdir(exist_ok=True)
     info = TargetInfo(path=str(target), hf_config=json.loads((target / "config.json").read_text()), dtype="float32")
     settings = PretrainSettings(target, folder / "out", steps=STEPS, k=4, train_tokens=256)
-    given = loop._Lesson.give
+    given = loop._HiddenStateSource.give
     visits = []
 
     def give(self: object, buffer: object, visit: int) -> None:
@@ -48,7 +48,7 @@ def trained(folder: Path, target: Path, *, killed_after: int | None = None, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "_SAVE_EVERY", 0.0)
-        patch.setattr(loop._Lesson, "give", give)
+        patch.setattr(loop._HiddenStateSource, "give", give)
         method = built_in_method(SpecConfig.parse({}), info)
         found = rollouts(80)
         chances = loop.train(settings, info, method, found[16:], found[:16], folder, show=False)

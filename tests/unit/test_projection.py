@@ -18,10 +18,17 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import StepTiming
 from spec_plugin.projection.constants import KNOWN, Constants, described
 from spec_plugin.projection.hardware import CARDS, find_card
-from spec_plugin.projection.lengths import from_file, lognormal, of_responses, percentiles
-from spec_plugin.projection.measured import Measured, Times, Work, calibrated, draft_pass_from
-from spec_plugin.projection.projecting import AUTO, Known, Question, chances_through, project, seats_of
-from spec_plugin.projection.rollout import Phase, Rollout, emission, needed, simulate, split
+from spec_plugin.projection.lengths import from_file, from_responses, lognormal, percentiles
+from spec_plugin.projection.measured import Measured, StepTimes, Work, calibrated, draft_pass_from
+from spec_plugin.projection.projecting import AUTO, Overrides, Question, chances_through, max_running, project
+from spec_plugin.projection.rollout import (
+    SimulatedPhase,
+    Workload,
+    effective_lengths,
+    emission_probabilities,
+    simulate,
+    split,
+)
 from spec_plugin.projection.roofline import Deployment, Roofline
 from spec_plugin.projection.shapes import MODELS, find_model, shape_of
 from spec_plugin.projection.stages import Stages, exposed_seconds, step_seconds, trainer_seconds
@@ -220,8 +227,10 @@ def test_a_model_that_does_not_fit_says_how_large_it_is() -> None:
 
 def test_the_cache_of_an_engine_limits_how_many_run_at_once() -> None:
     question = asked(lengths=lognormal(20_000, 40_000), seats=1024)
-    assert seats_of(question) < 1024
-    assert seats_of(question) * (20_000 + question.prompt) == pytest.approx(question.deployment.cache_tokens(), rel=0.2)
+    assert max_running(question) < 1024
+    assert max_running(question) * (20_000 + question.prompt) == pytest.approx(
+        question.deployment.cache_tokens(), rel=0.2
+    )
 
 
 def test_every_constant_has_a_range_about_its_value_and_a_source() -> None:
@@ -265,7 +274,7 @@ def test_lengths_of_a_file_are_those_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("values", [[], [0], [-3, 4], [math.nan], ["a"]])
 def test_what_is_no_length_is_refused(values: list[float]) -> None:
     with pytest.raises(SpecConfigError, match="a list of numbers of tokens"):
-        of_responses(values, "lengths")
+        from_responses(values, "lengths")
 
 
 def test_impossible_distributions_are_refused() -> None:
@@ -280,8 +289,8 @@ def test_impossible_distributions_are_refused() -> None:
 # ------------------------------------------------------------------------------------------------------ rollouts
 
 
-def rollout(lengths: list[int], engines: int = 1, seats: int = 64, prompt: float = 0.0) -> Rollout:
-    return Rollout(np.array(lengths, dtype=float), prompt, 1, engines, seats)
+def rollout(lengths: list[int], engines: int = 1, seats: int = 64, prompt: float = 0.0) -> Workload:
+    return Workload(np.array(lengths, dtype=float), prompt, 1, engines, seats)
 
 
 def test_one_response_takes_a_step_for_each_token_after_the_first() -> None:
@@ -326,16 +335,16 @@ def test_a_table_drafts_only_at_the_batch_sizes_that_it_names() -> None:
 @pytest.mark.parametrize(("chance", "k"), [(0.5, 3), (0.9, 8)])
 def test_steps_that_responses_need_are_those_of_a_simulation_token_by_token(tokens: int, chance: float, k: int) -> None:
     rng, count = np.random.default_rng(0), 6000
-    draws = rng.choice(np.arange(1, k + 2), size=(count, tokens), p=emission((chance,), k))
+    draws = rng.choice(np.arange(1, k + 2), size=(count, tokens), p=emission_probabilities((chance,), k))
     brute = 1 + (draws.cumsum(axis=1) < tokens).sum(axis=1)
     mean = tokens_per_step((chance,), k)
-    ours = needed(np.full(count, float(tokens)), (chance,), k, np.random.default_rng(1)) / mean
+    ours = effective_lengths(np.full(count, float(tokens)), (chance,), k, np.random.default_rng(1)) / mean
     assert np.mean(ours) == pytest.approx(np.mean(brute), rel=0.006)
     assert np.std(ours) == pytest.approx(np.std(brute), rel=0.1)
 
 
 def test_what_a_step_emits_are_chances_and_have_the_mean_of_the_cost_model() -> None:
-    emitted = emission((0.9, 0.7, 0.5), 4)
+    emitted = emission_probabilities((0.9, 0.7, 0.5), 4)
     assert emitted.sum() == pytest.approx(1.0) and (emitted >= 0).all()
     assert emitted @ np.arange(1, 6) == pytest.approx(tokens_per_step((0.9, 0.7, 0.5), 4))
 
@@ -371,7 +380,7 @@ def test_no_rollout_is_faster_than_the_tokens_of_a_step_allow_and_no_step_faster
 
 def test_where_drafting_and_verifying_cost_nothing_the_speedup_is_the_acceptance_length() -> None:
     free = {"step_s": 1.0, "draft_pass_s": 1e-9}  # the host alone takes time
-    row = next(r for r in project(asked(), Known(pinned=free), draws=0).rows if r.k == 3)
+    row = next(r for r in project(asked(), Overrides(pinned=free), draws=0).rows if r.k == 3)
     assert row.rollout_speedup.typical == pytest.approx(2.8, rel=0.03)
 
 
@@ -433,7 +442,7 @@ def test_a_larger_batch_takes_longer_and_no_longer_than_one_batch_after_the_othe
     of: tuple[str, str, int, int, int], times: int
 ) -> None:
     model, card, batch, mean, seats = of
-    even = of_responses([float(mean)], "even")
+    even = from_responses([float(mean)], "even")
     small, large = (
         project(question_of(model, card, n, mean, seats, lengths=even), draws=0) for n in (batch, times * batch)
     )
@@ -448,7 +457,7 @@ def test_a_larger_batch_takes_longer_and_no_longer_than_one_batch_after_the_othe
 def test_a_batch_that_finds_no_room_at_once_runs_in_waves(waves: int, mean: int) -> None:
     """One engine, seats for four: each further four of equal length take as long as the first."""
     deployment = Deployment(find_model("Qwen3-8B"), find_card("H100"))
-    even = of_responses([float(mean)], "even")
+    even = from_responses([float(mean)], "even")
 
     def seconds(batch: int) -> float:
         question = asked(deployment=deployment, gpus=1, batch=batch, lengths=even, seats=4, prompt=0)
@@ -565,9 +574,9 @@ def test_a_measured_break_even_is_met_by_the_draft_pass() -> None:
     assert draft_pass_from(deployment, TYPICAL, {}, 1000) == TYPICAL
 
 
-def timed(generation_s: float) -> Known:
+def timed(generation_s: float) -> Overrides:
     work = Work(responses=256, mean=2000, longest=8000, prompt=512)
-    return Known(measured=Measured(times=Times(work, generation_s, 0, {}, 1e-6, 2e-6, 5.0)))
+    return Overrides(measured=Measured(times=StepTimes(work, generation_s, 0, {}, 1e-6, 2e-6, 5.0)))
 
 
 def test_what_a_run_of_this_deployment_took_takes_the_place_of_what_is_projected() -> None:
@@ -587,14 +596,14 @@ def test_the_times_of_a_run_of_something_else_are_not_taken_and_that_is_said(fac
     plain = project(asked(), draws=0)
     answer = project(asked(), timed(factor * plain.stages.generation), draws=0)
     assert answer.rows == plain.rows
-    assert answer.measured.times is None and "ran something else" in answer.measured.refused
+    assert answer.measured.times is None and "it was another deployment" in answer.measured.refused
 
 
 def test_a_calibration_takes_the_place_of_the_roofline() -> None:
     steps = [StepTiming(b, k, k == 0, 0.01 * (1 + 0.1 * b + 0.2 * k), 50, 100.0) for b in (1, 8, 32) for k in (0, 1, 3)]
     cost = calibrated(steps)
-    same = of_responses([1001] * 8, "all alike")
-    answer = project(asked(gpus=8, batch=8, group=1, lengths=same, prompt=0), Known(cost=cost), draws=0)
+    same = from_responses([1001] * 8, "all alike")
+    answer = project(asked(gpus=8, batch=8, group=1, lengths=same, prompt=0), Overrides(cost=cost), draws=0)
     assert max(answer.phase.load) == 1  # one response an engine
     assert answer.rows[0].rollout_s.typical == pytest.approx(1000 * 0.011, rel=0.02)
 
@@ -613,18 +622,18 @@ def test_the_context_of_a_step_grows_with_the_response() -> None:
 
 
 def test_a_prompt_is_prefilled_once_for_its_group() -> None:
-    alone, together = (Rollout(np.full(8, 1.0), 5.0, group, 1, 64) for group in (1, 4))
+    alone, together = (Workload(np.full(8, 1.0), 5.0, group, 1, 64) for group in (1, 4))
     seconds = [simulate(r, OfContext(), (), 0, np.random.default_rng(0)).seconds for r in (alone, together)]
     assert seconds[0] - seconds[1] == pytest.approx(5.0 * 6)
 
 
 def test_responses_of_a_group_stay_together() -> None:
     lengths = np.arange(48, dtype=float)
-    for part in split(Rollout(lengths, 0.0, 4, 3, 64), np.random.default_rng(1)):
+    for part in split(Workload(lengths, 0.0, 4, 3, 64), np.random.default_rng(1)):
         assert len(part) == 16
         for group in part.reshape(-1, 4).astype(int):
             assert group.tolist() == list(range(group[0], group[0] + 4)) and group[0] % 4 == 0
 
 
 def test_the_tail_is_what_few_requests_generate() -> None:
-    assert Phase(1.0, {64: 640.0, 9: 20.0, 8: 80.0, 1: 10.0}).tail == pytest.approx(90 / 750)
+    assert SimulatedPhase(1.0, {64: 640.0, 9: 20.0, 8: 80.0, 1: 10.0}).tail == pytest.approx(90 / 750)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from spec_plugin.builtin.break_even.controller import BreakEvenController
 from spec_plugin.commands.cli import main
-from spec_plugin.commands.project.evidence import of_calibration, of_run
+from spec_plugin.commands.project.evidence import read_calibration, read_run
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import SelfTestReport, StepTiming
 
@@ -30,7 +30,7 @@ def test_it_prints_a_line_for_each_k_with_ranges_and_what_it_rests_on() -> None:
     assert time.monotonic() - began < 10
     assert "plain" in text and "by batch size" in text
     assert "arXiv 2601.11580" in text and "NVIDIA data sheet: H100 SXM" in text
-    assert "not known" in text
+    assert "not covered" in text
 
 
 def test_numbers_for_programs_are_json() -> None:
@@ -84,10 +84,10 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
         (["--longest", "inf"], "between 1 and the longest"),
         (["--lengths", "50=100,99=nan"], "that do not fall"),
         (["--lengths", "nan=100,99=200"], "that do not fall"),
-        (["--tp", "3", "--gpus", "9"], "--tp 3: the 32 attention heads of Qwen3-8B do not split so"),
+        (["--tp", "3", "--gpus", "9"], "--tp 3: the 32 attention heads of Qwen3-8B do not divide by it"),
         (["--acceptance", "3=nan"], "--acceptance 3=nan"),
         (["--acceptance", "3=2,3=2.5"], "k=3 was given 2 tokens before"),
-        (["--lengths", "50=1000,100=500000"], "do not fit into the KV cache of an engine of 1 H100"),
+        (["--lengths", "50=1000,100=500000"], "do not fit into the KV cache of an engine on 1 H100"),
         (["--batch", "70000"], "at most 65536 responses are simulated"),
     ],
 )
@@ -137,7 +137,7 @@ def a_run(tmp_path: Path) -> Path:
 
 
 def test_a_run_gives_acceptance_break_even_and_stages_of_its_last_half(a_run: Path) -> None:
-    found = of_run(a_run)
+    found = read_run(a_run)
     assert found.acceptance == pytest.approx({1: 1.8, 2: 2.3, 3: 2.6})
     times = found.times
     assert times is not None
@@ -151,7 +151,7 @@ def test_the_table_says_what_of_a_run_it_took_and_what_not(a_run: Path) -> None:
     code, text = run("--from", str(a_run), "--k", "3")
     assert code == 0, text
     assert "measured: tokens a step (k=1: 1.80, k=2: 2.30, k=3: 2.60)" in text
-    assert "not taken: the times of" in text  # an 8B model on eight cards is not what took 4 s for 800 tokens
+    assert "not used: the times of" in text  # an 8B model on eight cards is not what took 4 s for 800 tokens
 
 
 def test_a_run_of_the_deployment_that_is_asked_for_gives_its_times(a_run: Path) -> None:
@@ -166,10 +166,10 @@ def test_a_run_of_the_deployment_that_is_asked_for_gives_its_times(a_run: Path) 
 def test_a_run_without_the_flag_and_an_empty_one_are_said_to_be_so(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"timing_s/gen": 3}}\n')
     with pytest.raises(SpecConfigError, match="none of 1 lines has a metric of a run with the flag"):
-        of_run(tmp_path)
+        read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(SpecConfigError, match="none of 0 lines"):
-        of_run(tmp_path)
+        read_run(tmp_path)
 
 
 def test_a_calibration_is_read_and_used(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_calibration_is_read_and_used(tmp_path: Path) -> None:
     ]
     file = tmp_path / "steps.json"
     file.write_text(json.dumps(steps))
-    assert len(of_calibration(file)) == 6
+    assert len(read_calibration(file)) == 6
     code, text = run("--acceptance", "3=2.8", "--k", "3", "--calibration", str(file))
     assert code == 0, text
     assert "all steps of the engine" in text and "while weights are read" not in text
@@ -193,7 +193,7 @@ def test_what_the_controller_saves_with_a_checkpoint_is_a_calibration(tmp_path: 
     assert not list(tmp_path.iterdir()), "nothing was measured"
     controller.spec_engine_ready(SelfTestReport((), 1.0, steps))
     controller.spec_save(tmp_path)
-    assert tuple(of_calibration(tmp_path / "calibration.json")) == steps
+    assert tuple(read_calibration(tmp_path / "calibration.json")) == steps
     assert [file.name for file in tmp_path.iterdir()] == ["calibration.json"]
     code, text = run("--acceptance", "3=2.8", "--k", "3", "--calibration", str(tmp_path / "calibration.json"))
     assert code == 0 and "all steps of the engine" in text, text
@@ -213,7 +213,7 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path, content: str) -> None
     )
     (tmp_path / "steps.json").write_text(text)
     with pytest.raises(SpecConfigError, match="a JSON list of objects") as caught:
-        of_calibration(tmp_path / "steps.json")
+        read_calibration(tmp_path / "steps.json")
     assert "\n" not in str(caught.value)
 
 
@@ -223,4 +223,4 @@ def test_metrics_that_are_no_numbers_are_passed_over(a_run: Path) -> None:
     broken["data"] |= {"spec/acceptance_length": 2.0, "spec/acceptance_pos_0": None, "spec/k_b1": "three"}
     with (a_run / "metrics.jsonl").open("a") as file:
         file.write("\n" + json.dumps(broken) + "\n\x00\n")
-    assert of_run(a_run).acceptance[1] == pytest.approx(1.8)
+    assert read_run(a_run).acceptance[1] == pytest.approx(1.8)

@@ -13,18 +13,18 @@ from spec_plugin.commands.report.changes import shifts_of
 from spec_plugin.commands.report.compare import base_of, compare
 from spec_plugin.commands.report.findings import findings_of
 from spec_plugin.commands.report.places import ReportError
-from spec_plugin.commands.report.run import Notice, Run, Series, Spread, shares_of
+from spec_plugin.commands.report.run import LoggedRun, Notice, Series, Spread, shares_of
 from spec_plugin.commands.report.states import spans_of
 from spec_plugin.speculation import Reason, Speculation, as_metrics
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "report"
 
 
-def real(folder: str) -> Run:
+def real(folder: str) -> LoggedRun:
     return make_report([DATA / folder]).views[0].run
 
 
-def made(count: int = 60, **columns: object) -> Run:
+def made(count: int = 60, **columns: object) -> LoggedRun:
     """A run with these metrics, ``spec_on`` for ``spec/on``: a number for all steps, or a function of the step."""
     names = {name: name.replace("spec_", "spec/", 1) for name in columns}
     base = {"spec/on": 1.0, "spec/failed": 0.0, "spec/provenance": 1.0, "spec/versions_known": 1.0, "step_s": 10.0}
@@ -32,10 +32,10 @@ def made(count: int = 60, **columns: object) -> Run:
         step: base | {names[n]: float(c(step) if callable(c) else c) for n, c in columns.items()}
         for step in range(1, count + 1)
     }
-    return Run("made", "verl", steps)
+    return LoggedRun("made", "verl", steps)
 
 
-def texts(run: Run, level: str | None = None) -> list[str]:
+def texts(run: LoggedRun, level: str | None = None) -> list[str]:
     return [f.text for f in findings_of(run) if level in (None, f.level)]
 
 
@@ -44,33 +44,15 @@ def wobble(step: int) -> float:
     return random.Random(step).uniform(-0.1, 0.1)
 
 
-def test_a_fall_of_acceptance_is_told_with_what_changed_before_it():
-    run = made(
-        spec_acceptance_length=lambda s: (5.0 if s < 41 else 3.2) + wobble(s),
-        lr=lambda s: 1e-6 if s < 39 else 1e-5,
-    )
-    assert texts(run, "warn") == [
-        "acceptance fell at step 41, from 4.99 to 3.18 tokens per forward pass, two steps after the learning rate rose "
-        "from 1e-06 to 1e-05"
-    ]
+def test_a_fall_of_acceptance_is_told_with_its_step_and_its_size():
+    run = made(spec_acceptance_length=lambda s: (5.0 if s < 41 else 3.2) + wobble(s))
+    assert texts(run, "warn") == ["acceptance fell at step 41, from 4.99 to 3.18 tokens per forward pass"]
 
 
 def test_a_fall_of_acceptance_because_fewer_tokens_are_drafted_is_told_so():
     run = made(spec_acceptance_length=lambda s: 5.0 if s < 30 else 2.5, spec_k_b8=lambda s: 8 if s < 30 else 2)
     (text,) = texts(run, "warn")
-    assert text.endswith("at the same step as k with 8 at once fell from 8 to 2")
-
-
-def test_of_what_changed_before_a_fall_the_last_is_told_first():
-    run = made(
-        spec_acceptance_length=lambda s: 5.0 if s < 30 else 2.5,
-        lr=lambda s: 1e-6 if s < 26 else 2e-6,
-        entropy=lambda s: 1.0 if s < 29 else 2.0,
-    )
-    (text,) = texts(run, "warn")
-    assert text.endswith(
-        ", one step after the policy's entropy rose from 1 to 2 and four steps after the learning rate rose from 1e-06 to 2e-06"
-    )
+    assert text.endswith("; k at batch size 8 fell from 8 to 2")
 
 
 def test_acceptance_that_wobbles_or_rises_is_no_warning():
@@ -104,18 +86,18 @@ def test_why_a_run_did_not_speculate_is_read_from_its_metrics():
         "no draft had been trained, and none measured yet",
     )
     assert second.why == (
-        "training promised 1.00 tokens per forward pass; drafting pays from 1.47 with 1 at once, 5.34 with 8 at once"
+        "training predicts 1.00 tokens per forward pass; drafting pays from 1.47 at batch size 1, 5.34 at batch size 8"
     )
     assert (third.where, third.state) == ("steps 3 to 8", "on")
 
 
 def coded(
     count: int, code: Callable[[int], dict[str, float]], notices: tuple[Notice, ...] = (), **columns: object
-) -> Run:
+) -> LoggedRun:
     """A run that logs ``spec/state`` and ``spec/reason``, by step."""
     run = made(count, **columns)
     steps = {step: {**values, **code(step)} for step, values in run.steps.items()}
-    return Run(run.name, run.trainer, steps, notices)
+    return LoggedRun(run.name, run.trainer, steps, notices)
 
 
 @pytest.mark.parametrize("reason", list(Reason))
@@ -130,7 +112,7 @@ def test_numbers_stand_beside_the_reason_that_drafts_do_not_pay():
     run = coded(3, lambda s: as_metrics(Reason.BELOW_BREAK_EVEN), spec_expected_acceptance=1.4, spec_break_even_b8=2.0)
     assert (
         spans_of(run)[-1].why
-        == "training promised 1.40 tokens per forward pass; drafting pays from 2.00 with 8 at once"
+        == "training predicts 1.40 tokens per forward pass; drafting pays from 2.00 at batch size 8"
     )
 
 
@@ -144,8 +126,9 @@ def test_trouble_is_found_by_its_code_and_the_plugins_warning_is_quoted_whatever
         run = coded(6, code, (Notice(3, "WARNING", words),))
         assert [span.where for span in spans_of(run)] == ["steps 1 to 2", "steps 3 to 4", "steps 5 to 6"]
         assert texts(run, "bad") == [
-            "steps 3 to 4: speculation had failed and was off: trouble in the harvest of hidden states",
-            "steps 5 to 6: speculation had failed and was off: trouble in the harvest of hidden states; it is not tried again",
+            "steps 3 to 4: drafting had failed and was off: trouble in the harvest of hidden states",
+            "steps 5 to 6: drafting had failed and was off: trouble in the harvest of hidden states; it is not tried again "
+            "in this run",
         ]
         assert f"the plugin warned at step 3: {words}" in texts(run, "warn")
 
@@ -168,7 +151,7 @@ def test_codes_of_a_later_version_are_no_error():
 def test_of_a_run_from_before_the_codes_it_is_said_what_its_numbers_say():
     run = real("openrlhf-failed")
     (span,) = spans_of(run)
-    assert (span.state, span.reason) == ("failed", None) and "console log says which" in span.why
+    assert (span.state, span.reason) == ("failed", None) and "console log names it" in span.why
     assert [text.partition(": ")[0] for text in texts(run, "bad")] == ["steps 1 to 5"]
     assert texts(run, "warn")[0].startswith(
         "the plugin warned at step 1: speculation is off from here on, training goes on plain; self-test: the start-up "
@@ -177,13 +160,15 @@ def test_of_a_run_from_before_the_codes_it_is_said_what_its_numbers_say():
     braked = made(6, spec_on=lambda s: s < 4, spec_expected_acceptance=5.0, spec_break_even_b8=2.0)
     said = Notice(4, "WARNING", "whole rollouts were slower with drafts than without, whatever the cost model says")
     for notices in ((), (said,)):
-        why = spans_of(Run("x", "", braked.steps, notices))[1].why
-        assert why == "training promised 5.00 tokens per forward pass; drafting pays from 2.00 with 8 at once"
+        why = spans_of(LoggedRun("x", "", braked.steps, notices))[1].why
+        assert why == "training predicts 5.00 tokens per forward pass; drafting pays from 2.00 at batch size 8"
 
 
 def test_a_dropped_draft_says_what_it_made_and_would_have_had_to():
     run = made(2, spec_dropped=1, spec_on=0, spec_tokens_per_forward=1.2, spec_break_even_b4=1.9)
-    assert spans_of(run)[0].why == "the draft made 1.20 tokens per forward pass; drafting pays from 1.90 with 4 at once"
+    assert (
+        spans_of(run)[0].why == "the draft gave 1.20 tokens per forward pass; drafting pays from 1.90 at batch size 4"
+    )
 
 
 def test_a_draft_that_was_tried_and_lost_is_the_reason_for_the_steps_after_it():
@@ -197,7 +182,7 @@ def test_a_draft_that_was_tried_and_lost_is_the_reason_for_the_steps_after_it():
     _, after = spans_of(tried)
     assert (after.where, after.why) == (
         "steps 2 to 4",
-        "drafts last made 1.08 tokens per forward pass, at step 1; drafting pays from 1.80 with 8 at once",
+        "1.08 tokens per forward pass were measured at step 1; drafting pays from 1.80 at batch size 8",
     )
 
 
@@ -207,7 +192,7 @@ def test_a_try_that_promised_nothing_is_no_broken_promise():
         spec_speedup_predicted=lambda s: 1.0 if s == 1 else 2.0,
         spec_speedup_realised=lambda s: 0.9 if s == 1 else 2.0 + s / 1000,
     )
-    assert any("; 1.00 of what was predicted" in text for text in texts(run, "fine"))
+    assert any("; 1.00 of the prediction" in text for text in texts(run, "fine"))
     assert "drafting was slower than plain decoding at step 1" in texts(run, "warn")
 
 
@@ -220,13 +205,13 @@ def test_prediction_is_compared_with_the_rollout_that_it_was_for():
     assert late.reports_late and not real("verl-flag").reports_late
     realised, predicted = late.series("spec/speedup_realised"), late.series("spec/speedup_predicted")
     ratio = Spread.of([value / predicted.before(step) for step, value in realised.pairs() if predicted.before(step)])
-    assert any(f"{ratio.median:.2f} of what was predicted" in text for text in texts(late))
+    assert any(f"{ratio.median:.2f} of the prediction" in text for text in texts(late))
 
 
 def test_drafting_that_loses_is_named_by_its_steps():
     run = made(9, spec_speedup_predicted=2.0, spec_speedup_realised=lambda s: s / 1000 + (0.8 if s in (4, 7) else 1.1))
     assert "drafting was slower than plain decoding at steps 4, 7" in texts(run, "warn")
-    assert any("0.55 of what was predicted" in text for text in texts(run, "warn"))
+    assert any("0.55 of the prediction" in text for text in texts(run, "warn"))
 
 
 def test_a_few_steps_a_little_slower_are_told_without_a_warning():
@@ -244,28 +229,26 @@ def test_a_speed_that_is_logged_again_is_not_counted_again():
 
 def test_log_probs_above_their_tolerance_are_named_unless_the_policy_had_moved():
     over = made(5, spec_logprob_diff_mean=lambda s: 0.1 if s == 3 else 1e-4, spec_logprob_tolerance=0.01)
-    assert texts(over, "warn") == [
-        "the mean log-prob difference was above the tolerance of a stretch of text at step 3"
-    ]
+    assert texts(over, "warn") == ["the mean log-prob difference exceeded the tolerance at step 3"]
     assert not [t for t in texts(real("verl-lag1"), "warn") if "log-prob" in t]
 
 
 def test_a_draft_of_which_nothing_was_accepted_is_named():
     assert texts(made(3, spec_acceptance_length=1.0), "warn") == [
-        "speculation was on, but no drafted token was ever accepted"
+        "the engines drafted, but no drafted token was ever accepted"
     ]
 
 
 def test_a_run_that_never_drafted_ends_with_the_reason():
     run = made(3, spec_on=0, spec_expected_acceptance=1.4, spec_break_even_b8=2.0, spec_acceptance_length=1.0)
     assert texts(run, "warn") == [
-        "nothing was drafted; at the end: training promised 1.40 tokens per forward pass; drafting pays from 2.00 with 8 at once"
+        "nothing was drafted; at the end: training predicts 1.40 tokens per forward pass; drafting pays from 2.00 at batch size 8"
     ]
 
 
-def test_a_run_that_nobody_guards_is_wrong():
+def test_a_run_whose_log_probs_are_not_compared_is_wrong():
     assert texts(made(3, spec_provenance=lambda s: s != 2), "bad") == [
-        "nobody compared the engine's log-probs with the policy's at step 2"
+        "the engine's log-probs were not compared with the policy's at step 2"
     ]
 
 
@@ -277,7 +260,7 @@ def test_refused_refreshes_and_a_draft_that_stands_still_are_named():
         spec_train_ms=lambda s: 400 + s,
     )
     assert texts(run, "warn") == [
-        "the draft was trained but the engine's stayed at one version from step 3 to 8",
+        "the draft was trained, but the engine kept serving one version from step 3 to 8",
         "the engine refused 2 refreshes of the draft at step 5; it kept the one before",
     ]
 
@@ -301,7 +284,10 @@ def test_runs_are_compared_step_by_step_with_the_plain_one():
 
 
 def test_the_step_that_starts_things_up_is_no_comparison():
-    quick, slow = made(4, spec_acceptance_length=3.0), Run("plain", "verl", {s: {"step_s": 20.0} for s in range(1, 5)})
+    quick, slow = (
+        made(4, spec_acceptance_length=3.0),
+        LoggedRun("plain", "verl", {s: {"step_s": 20.0} for s in range(1, 5)}),
+    )
     (found,) = compare([quick, slow], slow)
     assert (found.first, found.ratio) == (2, Spread(2.0, 2.0, 2.0, 3))
 

@@ -14,13 +14,13 @@ from spec_plugin.commands.report.build import make_report
 from spec_plugin.commands.report.formats import LogFormat, log_formats
 from spec_plugin.commands.report.places import ReportError, find_places
 from spec_plugin.commands.report.read import read_place
-from spec_plugin.commands.report.run import Run
+from spec_plugin.commands.report.run import LoggedRun
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "report"
 FORMATS = log_formats()
 
 
-def read(path: Path) -> Run:
+def read(path: Path) -> LoggedRun:
     (place,) = find_places(path)
     return read_place(place, FORMATS)
 
@@ -207,7 +207,7 @@ def test_a_run_that_ended_early_is_said(tmp_path):
     text = (DATA / "verl-flag/verl.log").read_text()
     log = tmp_path / "verl.log"
     log.write_text(text[: text.index("step:6 -")])
-    assert "the run was to have 8 steps and ends at step 5: it is still running, or was cut off" in read(log).remarks
+    assert "8 steps were planned, and the log ends at step 5: it is still running, or was cut off" in read(log).remarks
 
 
 def test_an_empty_file_is_said(file):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.report import make_report, to_html
-from spec_plugin.commands.report.panels import k_rows, short_names, together
+from spec_plugin.commands.report.panels import drafted_ks, short_names, together
 from spec_plugin.commands.report.run import Series, Spread
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "report"
@@ -55,9 +55,9 @@ def test_a_thinned_line_keeps_to_its_values_and_its_steps(values, most):
 def test_after_a_failure_nothing_is_shown_as_drafted():
     run = make_report([DATA / "openrlhf-failed"]).views[0]
     assert {run.run.steps[step]["spec/k_b8"] for step in run.run.numbers} == {8.0}  # as it was logged
-    rows = k_rows(run.run, run.spans)
-    assert rows.keys() == run.run.family("spec/k_b").keys()
-    assert all(row == [0.0] * len(run.run.numbers) for row in rows.values())
+    drafted = dict(drafted_ks(run.run, run.spans))
+    assert drafted.keys() == run.run.family("spec/k_b").keys()
+    assert not any(series.steps for series in drafted.values())
 
 
 def test_rewards_side_by_side_are_those_of_the_same_steps():

@@ -1,4 +1,4 @@
-"""The command line of ``spec-plugin project``: options become a question, and its answer is printed."""
+"""The command line of ``spec-plugin project``: reads the options and prints the projection."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import Any
 import click
 from rich.console import Console
 
-from spec_plugin.commands.project.evidence import of_calibration, of_run
+from spec_plugin.commands.project.evidence import read_calibration, read_run
 from spec_plugin.commands.project.picture import write_picture
-from spec_plugin.commands.project.table import asked, rests_on, rows_table, to_json, unknown
+from spec_plugin.commands.project.table import limitations, question_lines, rows_table, sources, to_json
 from spec_plugin.commands.terminal import RefusedOption, echo, visible
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError, SpecPluginError
 from spec_plugin.projection.hardware import find_card
 from spec_plugin.projection.lengths import Lengths, from_file, lognormal, percentiles
 from spec_plugin.projection.measured import Measured, calibrated
-from spec_plugin.projection.projecting import Known, Question, check_acceptance
+from spec_plugin.projection.projecting import Overrides, Question, check_acceptance
 from spec_plugin.projection.projecting import project as answer_to
 from spec_plugin.projection.roofline import Deployment
 from spec_plugin.projection.shapes import find_model
 
-_HELP = """What would the flag do for this model on these cards? A projection, with ranges and with what it rests on.
+_HELP = """What would the flag do for this model on these GPUs? A projection, with ranges and sources.
 
 \b
   spec-plugin project --model Qwen3-8B --card H100 --gpus 8 --batch 512 --mean 3000 --acceptance 3=2.8
   spec-plugin project --model Qwen3-235B-A22B --card GB200 --gpus 512 --tp 8 --dtype fp8 --batch 4096 --mean 8000 \\
       --longest 32768 --acceptance 3=3 --out picture.png
-  spec-plugin project … --from runs/quickstart/verl      what that run measured takes the place of what is assumed: its
-      acceptance always, its times where it was a run of this model on these cards
+  spec-plugin project … --from runs/quickstart/verl      that run's measurements replace the assumptions: its
+      acceptance always, its times if it ran this model on these GPUs
 
-A step of the engine is counted from the model's config.json and the card's data sheet; each response of a rollout is
-simulated until the slowest engine has finished; log-probs and training are counted likewise. Nothing is started.
+A step of the engine is a roofline from the model's config.json and the GPU's data sheet; each response of a rollout is
+simulated until the slowest engine has finished; log-probs and training are rooflines as well. Nothing is started.
 """
 
 
@@ -47,26 +47,39 @@ _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
 @click.command(name="project", help=_HELP, context_settings={"show_default": True})
 @click.option("--model", required=True, help="A known name, or a folder with a config.json.")
 @click.option("--card", required=True, help="GPU, for example H100.")
-@click.option("--gpus", default=8, help="Cards that generate.")
-@click.option("--tp", default=1, help="Cards of one engine.")
-@click.option("--ep", default=1, help="Cards that share the experts.")
-@click.option("--batch", default=1024, help="Responses of a trainer step.")
+@click.option("--gpus", default=8, help="GPUs that generate.")
+@click.option("--tp", default=1, help="GPUs of one engine (tensor parallel).")
+@click.option("--ep", default=1, help="GPUs that share the experts (expert parallel).")
+@click.option("--batch", default=1024, help="Responses in a trainer step.")
 @click.option("--mean", default=4096.0, help="Mean tokens of a response.")
 @click.option("--longest", default=16384.0, help="Tokens at which a response is cut off.")
-@click.option("--lengths", help="Instead: percentiles, 50=3000,99=15000, or a file with one length a line.")
-@click.option("--prompt", default=512, help="Tokens of a prompt.")
-@click.option("--group", default=8, help="Responses of one prompt.")
-@click.option("--acceptance", multiple=True, help="K=TOKENS: tokens a step with K drafted; several, or 3=2.8,5=3.2.")
-@click.option("--k", "ks", multiple=True, type=int, default=(1, 3, 5, 7), help="May be repeated.")
+@click.option(
+    "--lengths", help="Instead of mean and longest: percentiles (50=3000,99=15000) or a file, one length a line."
+)
+@click.option("--prompt", default=512, help="Tokens in a prompt.")
+@click.option("--group", default=8, help="Responses to one prompt.")
+@click.option(
+    "--acceptance", multiple=True, help="K=LENGTH: acceptance length with K drafted tokens; repeat it, or 3=2.8,5=3.2."
+)
+@click.option(
+    "--k", "ks", multiple=True, type=int, default=(1, 3, 5, 7), help="Tokens drafted in a step; may be repeated."
+)
 @click.option("--dtype", default="bf16", type=click.Choice(list(_BYTES)), help="Of the engine's weights.")
 @click.option("--kv-dtype", default="bf16", type=click.Choice(list(_BYTES)), help="Of its KV cache.")
 @click.option("--seats", default=256, help="Most requests of one engine at once (max_num_seqs).")
 @click.option("--lag", default=0, help="Policy versions that rollouts are ahead; 0: synchronous.")
-@click.option("--train-gpus", type=int, help="Cards that train, where others generate.")
-@click.option("--logprob-passes", default=1, help="2: with a reference model.")
-@click.option("--draft-share", type=float, help="Of a plain step, for draft training; default: the option train_share.")
+@click.option("--train-gpus", type=int, help="GPUs that train, if they are not those that generate.")
+@click.option("--logprob-passes", default=1, help="Log-prob passes in a step; 2 with a reference model.")
 @click.option(
-    "--from", "run", type=click.Path(path_type=Path), help="A run with the flag: metrics.jsonl or its folder."
+    "--draft-share",
+    type=float,
+    help="Fraction of a plain step for draft training; default: train_share.",
+)
+@click.option(
+    "--from",
+    "run",
+    type=click.Path(path_type=Path),
+    help="A run with the flag, to measure from: metrics.jsonl or its folder.",
 )
 @click.option(
     "--calibration",
@@ -89,10 +102,10 @@ def project(**options: Any) -> None:
         return
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     for title, lines in (
-        ("asked", asked(question, answer)),
+        ("deployment", question_lines(question, answer)),
         ("", ()),
-        ("rests on", rests_on(question, answer.measured, known.cost is not None)),
-        ("not known", unknown(question)),
+        ("sources", sources(question, answer.measured, known.cost is not None)),
+        ("not covered", limitations(question)),
     ):
         if not title:
             console.print(rows_table(question, answer))
@@ -102,13 +115,13 @@ def project(**options: Any) -> None:
             console.print(f"  {visible(line)}", markup=False)
 
 
-def read(options: Mapping[str, Any]) -> tuple[Question, Known]:
+def read(options: Mapping[str, Any]) -> tuple[Question, Overrides]:
     """The question, and what is known beside it.
 
     Raises:
         SpecConfigError: naming the option that cannot be.
     """
-    measured = of_run(options["run"]) if options["run"] else Measured()
+    measured = read_run(options["run"]) if options["run"] else Measured()
     given = parse_acceptance(options["acceptance"])
     if given:
         check_acceptance(given)
@@ -141,10 +154,10 @@ def read(options: Mapping[str, Any]) -> tuple[Question, Known]:
     deployment.cache_tokens()  # does it fit at all
     if given:
         measured = replace(measured, acceptance={})
-    cost = calibrated(of_calibration(options["calibration"])) if options["calibration"] else None
+    cost = calibrated(read_calibration(options["calibration"])) if options["calibration"] else None
     if cost is not None and cost.problem is not None:
         raise SpecConfigError(f"--calibration {options['calibration']}: {cost.problem}")
-    return question, Known(cost=cost, measured=measured)
+    return question, Overrides(cost=cost, measured=measured)
 
 
 def parse_acceptance(texts: Sequence[str]) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""What a run or a calibration has measured, read from what trainers and benchmarks write."""
+"""Reads measurements from a run's metrics, or from a calibration file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import StepTiming
 from spec_plugin.outside import text_of
 from spec_plugin.projection.lengths import MOST_TOKENS
-from spec_plugin.projection.measured import Measured, Times, Work
+from spec_plugin.projection.measured import Measured, StepTimes, Work
 from spec_plugin.projection.projecting import MOST_RESPONSES
 
 #: metrics of trainers, the first one that a step has: what it is -> names
@@ -35,7 +35,7 @@ _BREAK_EVEN = re.compile(r"spec/break_even_b(\d+)$")
 Metrics = Mapping[str, Any]
 
 
-def of_run(run: Path) -> Measured:
+def read_run(run: Path) -> Measured:
     """The last half of a run's steps: acceptance, break-even and stages, medians.
 
     Args:
@@ -59,7 +59,7 @@ def of_run(run: Path) -> Measured:
     return Measured(_acceptance(drafting), _times(late, _typical_k(drafting)), source)
 
 
-def _times(steps: Sequence[Metrics], k: int) -> Times | None:
+def _times(steps: Sequence[Metrics], k: int) -> StepTimes | None:
     """What took how long, where the run says how much there was to do."""
     found = {name: _stage(steps, names) for name, names in _STAGES.items()}
     generation = _engine_seconds(steps) or found["generation"]
@@ -69,7 +69,7 @@ def _times(steps: Sequence[Metrics], k: int) -> Times | None:
     if not 1 <= mean <= longest <= MOST_TOKENS or tokens / mean > MOST_RESPONSES:  # no rollouts of a step
         return None
     logprob, training = found["logprob"], found["training"]
-    return Times(
+    return StepTimes(
         work=Work(max(1, round(tokens / (mean + prompt))), mean, longest, prompt),
         generation_s=generation,
         k=k,
@@ -80,7 +80,7 @@ def _times(steps: Sequence[Metrics], k: int) -> Times | None:
     )
 
 
-def of_calibration(file: Path) -> list[StepTiming]:
+def read_calibration(file: Path) -> list[StepTiming]:
     """What the controller saves in a checkpoint: a list of objects, the fields of ``spec_plugin.events.StepTiming``.
 
     Raises:
@@ -119,7 +119,7 @@ def _ours(step: Metrics, name: str) -> float | None:
 
 
 def _number(value: object) -> float | None:
-    """A finite number, else None."""
+    """The value as a float; None if it is not a finite number."""
     try:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
     except OverflowError:  # a whole number beyond any float

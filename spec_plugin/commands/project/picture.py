@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from spec_plugin.errors import SpecConfigError
-from spec_plugin.projection.projecting import MOST_RESPONSES, Answer, Known, Question, project
+from spec_plugin.projection.projecting import MOST_RESPONSES, Overrides, Projection, Question, project
 
 #: batches that are shown, as multiples of the one that is asked for
 _BATCHES = (1 / 16, 1 / 4, 1, 4, 16)
 _KS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 
-def write_picture(question: Question, known: Known, file: Path) -> None:
+def write_picture(question: Question, known: Overrides, file: Path) -> None:
     """Speed-up of rollouts against k for some batches, with ranges for the one asked for; and of trainer steps.
 
     Raises:
@@ -53,7 +53,7 @@ def write_picture(question: Question, known: Known, file: Path) -> None:
         plt.close(figure)
 
 
-def _line(panel: object, answer: Answer, kind: str, label: str, colour: object, band: bool) -> None:
+def _line(panel: object, answer: Projection, kind: str, label: str, colour: object, band: bool) -> None:
     rows = [row for row in answer.rows if row.k > 0]
     spans = [getattr(row, kind) for row in rows]
     ks = [row.k for row in rows]

@@ -1,4 +1,4 @@
-"""The answer in words: a table, what it rests on, and what it cannot know."""
+"""Prints a projection: a table, its sources, and its limitations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from spec_plugin.builtin.break_even.plan import describe
 from spec_plugin.projection.constants import described
 from spec_plugin.projection.measured import Measured
-from spec_plugin.projection.projecting import AUTO, Answer, Question, Row, Span
+from spec_plugin.projection.projecting import AUTO, Estimate, ProjectedRow, Projection, Question
 
 #: of the JSON: raised when a key is taken away or gets another meaning
 SCHEMA = 1
@@ -21,8 +21,8 @@ _ALL_K = {0: "plain", AUTO: "by batch size"}
 _TRAINERS = {"training_reached", "recomputation", "prepare_s"}
 
 
-def rows_table(question: Question, answer: Answer) -> Table:
-    """One line for each k."""
+def rows_table(question: Question, answer: Projection) -> Table:
+    """The projection as a table with one line for each k."""
     table = Table(box=None, pad_edge=False)
     names = ["k", "tokens a step", "rollouts, s", "rollouts, x", "trainer step, s", "trainer step, x"]
     for name in [*names, *(["exposed, s"] if question.lag else [])]:
@@ -32,7 +32,7 @@ def rows_table(question: Question, answer: Answer) -> Table:
     return table
 
 
-def _cells(question: Question, row: Row) -> Iterator[str]:
+def _cells(question: Question, row: ProjectedRow) -> Iterator[str]:
     yield _ALL_K.get(row.k, str(row.k))
     yield "–" if row.k == AUTO else f"{row.tokens:.2f}"
     yield _seconds(row.rollout_s)
@@ -43,13 +43,13 @@ def _cells(question: Question, row: Row) -> Iterator[str]:
         yield _seconds(row.exposed_s)
 
 
-def _seconds(span: Span) -> str:
+def _seconds(span: Estimate) -> str:
     """Three digits at most behind the comma, none from 100 s on."""
     return span.text(".0f" if span.high >= 100 else ".1f" if span.high >= 10 else ".2f")
 
 
-def asked(question: Question, answer: Answer) -> Iterator[str]:
-    """The question, as it was understood."""
+def question_lines(question: Question, answer: Projection) -> Iterator[str]:
+    """What is projected, as it was understood; a line each."""
     d = question.deployment
     split = f"{question.engines} engines of {d.tp}" + (f", experts over {d.ep}" if d.ep > 1 else "")
     trainer = "the same" if question.train_gpus is None else f"{question.train_gpus} others"
@@ -61,17 +61,17 @@ def asked(question: Question, answer: Answer) -> Iterator[str]:
         f"lengths: {question.lengths.described}; at most {answer.seats} at once in an engine"
     )
     lengths = ", ".join(f"k={k}: {length:.3g}" for k, length in sorted(question.acceptance.items()))
-    yield f"tokens a step: {lengths}; between and beyond, the chances of the nearest position"
+    yield f"acceptance length: {lengths}; between and beyond, the acceptance rate of the nearest position"
     s = answer.stages
     yield (
         f"typical plain step: {s.prepare:.3g} s weight sync, {s.generation:.4g} s rollouts ({answer.phase.tail:.0%} of the "
         f"tokens in the last eighth of the batch), {s.logprob:.3g} s log-probs, {s.training:.3g} s training"
     )
     chosen = next(row.table for row in answer.rows if row.k == AUTO)
-    yield f"by batch size of one engine: {describe(chosen)}" if any(chosen) else "by batch size: no drafts pay"
+    yield f"by batch size of one engine: {describe(chosen)}" if any(chosen) else "by batch size: drafting does not pay"
 
 
-def rests_on(question: Question, measured: Measured, calibrated: bool) -> Iterator[str]:
+def sources(question: Question, measured: Measured, calibrated: bool) -> Iterator[str]:
     """Sources, one a line: what was measured, then the constants with their ranges."""
     times, replaced = measured.times, set()
     lengths = ", ".join(f"k={k}: {length:.2f}" for k, length in sorted(measured.acceptance.items()))
@@ -79,7 +79,7 @@ def rests_on(question: Question, measured: Measured, calibrated: bool) -> Iterat
     if shown:
         yield f"measured: {'; '.join(shown)} ({measured.source})"
     if measured.refused:
-        yield f"not taken: the times of {measured.source}: {measured.refused}"
+        yield f"not used: the times of {measured.source}: {measured.refused}"
     if calibrated:
         yield "measured: all steps of the engine (--calibration); no constant of the engine is used"
         replaced = {name for name, _ in described()} - _TRAINERS
@@ -95,23 +95,23 @@ def rests_on(question: Question, measured: Measured, calibrated: bool) -> Iterat
             yield f"{value} {constant.meaning}: {constant.source}"
 
 
-def unknown(question: Question) -> Iterator[str]:
-    """What no range above holds."""
-    yield "acceptance is taken as given, and as the same for short and long responses; that of the longest decides"
-    yield "ranges are of the constants and of the draw of responses, not of the batch, lengths and acceptance that you gave"
+def limitations(question: Question) -> Iterator[str]:
+    """What the ranges do not cover; a line each."""
+    yield "acceptance is assumed to be the same for short and long responses; in a run, that of the longest decides"
+    yield "ranges cover the constants and the draw of responses, not the batch, lengths and acceptance that you gave"
     yield (
-        "the value before a range is that of an engine on its own, as it was benchmarked; RL runs have come out at the low end "
+        "the value before a range is that of an engine on its own, as benchmarked; RL runs have come out at the low end "
         "(arXiv 2604.26779, 32 GB200, k=3: 1.77x and 1.53x where this says 2.4x and 2.0x, see examples/bench)"
     )
     if question.deployment.ep > question.deployment.tp:
-        yield "experts are taken evenly, and engines that share them never wait for each other"
+        yield "experts are assumed to be used evenly, and engines that share them never to wait for each other"
     if window := question.deployment.model.window:
-        yield f"layers that look back {window} tokens are counted as if they looked at all: they read less than that"
+        yield f"layers with a window of {window} tokens are counted as full attention: they read less than that"
     if question.lag:
-        yield f"with lag {question.lag}, {question.lag} batches are in the engines at once, and nothing is cut short"
+        yield f"with lag {question.lag}, {question.lag} batches are in the engines at once, and no response is cut short"
 
 
-def to_json(question: Question, answer: Answer) -> dict[str, Any]:
+def to_json(question: Question, answer: Projection) -> dict[str, Any]:
     """For programs: the rows, and what was asked. docs/reference.md says what the keys are: new ones may come, none goes."""
     d = question.deployment
     return {

@@ -1,4 +1,4 @@
-"""Puts a report together: reads each run, looks at it, compares them, and says it as JSON or as lines for a terminal."""
+"""Puts a report together: reads the runs, finds what stands out, compares them; as JSON, or as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from spec_plugin.commands.report.compare import Comparison, base_of, caveats, compare
-from spec_plugin.commands.report.findings import Finding, findings_of
+from spec_plugin.commands.report.findings import RunFinding, findings_of
 from spec_plugin.commands.report.formats import log_formats
 from spec_plugin.commands.report.places import ReportError, find_places
 from spec_plugin.commands.report.read import read_place
-from spec_plugin.commands.report.run import Run
-from spec_plugin.commands.report.states import Span, spans_of
+from spec_plugin.commands.report.run import LoggedRun
+from spec_plugin.commands.report.states import StateSpan, spans_of
 
 #: of the JSON: raised when a key is taken away or gets another meaning
 SCHEMA = 1
-MARKS = {"bad": "wrong", "warn": "look", "fine": "fine"}
+MARKS = {"bad": "error", "warn": "warning", "fine": "ok"}
 
 
 @dataclass(frozen=True)
 class View:
-    """One run and what is said of it."""
+    """One run, when it drafted, and what stands out in it."""
 
-    run: Run
-    spans: tuple[Span, ...]
-    findings: tuple[Finding, ...]
+    run: LoggedRun
+    spans: tuple[StateSpan, ...]
+    findings: tuple[RunFinding, ...]
 
 
 @dataclass(frozen=True)
 class Report:
-    """All of it."""
+    """Every run that could be read, and how they compare."""
 
     views: tuple[View, ...]
     base: str | None  # name of the run that the others are compared with
@@ -51,7 +51,7 @@ def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
     Raises:
         ReportError: if nothing of it can be read, or no run is called ``base``.
     """
-    runs: list[Run] = []
+    runs: list[LoggedRun] = []
     problems: list[str] = []
     formats = log_formats()
     for path in paths:
@@ -75,7 +75,7 @@ def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
     return Report(views, name, tuple(compare(runs, chosen)), tuple(caveats(runs, chosen)), tuple(problems))
 
 
-def _with_names(runs: Sequence[Run]) -> list[Run]:
+def _with_names(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
     """Names that differ: of runs of one name with folders above, as many as it takes; of the same run twice with a number."""
     named = list(runs)
     for above in range(2, 6):
@@ -108,7 +108,7 @@ def to_text(report: Report) -> Iterator[str]:
     for view in report.views:
         yield f"{view.run.name}: {len(view.run.numbers)} steps of {view.run.trainer or 'an unknown trainer'}"
         for finding in view.findings:
-            yield f"  {'' if finding.level == 'fine' else MARKS[finding.level]:<6}{finding.text}"
+            yield f"  {'' if finding.level == 'fine' else MARKS[finding.level]:<9}{finding.text}"
     for comparison in report.comparisons:
         yield comparison.sentence
     for caveat in report.caveats:

@@ -1,4 +1,4 @@
-"""Where a series changes its level against its own noise, and what else changed shortly before. Pure functions."""
+"""Where a series changes its level against its own noise, and where a counter rises. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,26 +7,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from spec_plugin.commands.report.run import Run, Series
+from spec_plugin.commands.report.run import Series
 
 _BEFORE, _AFTER = 5, 3  # values that make a level
 _NOISES = 4.0  # a shift is larger than so many times what a value usually differs from the next one by
 #: so many values say what levels usually change by, which a shift must exceed by as much: a run that wanders has no news
 _MANY = 30
-_LOOK_BACK = 5  # steps before a fall in which another change is told beside it
-_NUMBERS = ("no", "one", "two", "three", "four", "five")
-_LEVELS = {
-    "entropy": "the policy's entropy",
-    "response_tokens": "the length of responses",
-    "grad_norm": "the policy's gradient norm",
-    "spec/draft_loss": "the draft's loss",
-    "spec/policy_lag": "the policy's lag",
-}
 
 
 @dataclass(frozen=True)
 class Shift:
-    """A change of level."""
+    """A step at which a series changes its level, with the medians before and after."""
 
     step: int  # the first one at the new level
     before: float
@@ -34,7 +25,7 @@ class Shift:
 
     @property
     def fell(self) -> bool:
-        """Is the new level lower."""
+        """True if the level after the step is lower."""
         return self.after < self.before
 
 
@@ -50,18 +41,13 @@ def shifts_of(series: Series, least: float, floor: float = 0.0) -> list[Shift]:
     places = range(2, len(values) - 1)
     levels = [(median(values[max(0, i - _BEFORE) : i]), median(values[i : i + _AFTER])) for i in places]
     usual = median(abs(after - before) for before, after in levels) if len(values) >= _MANY else 0.0
-    least_change = _NOISES * max(_noise(values), usual)
+    noise = median(abs(b - a) for a, b in pairwise(values)) if len(values) > 1 else 0.0  # a single jump hardly moves it
+    least_change = _NOISES * max(noise, usual)
     for i, (before, after) in zip(places, levels, strict=True):
         change = abs(after - before)
         if change >= least * max(abs(before - floor), 1e-12) and change > least_change:
             found.append((i, Shift(series.steps[i], before, after)))
     return _one_each(found, values)
-
-
-def _noise(values: Sequence[float]) -> float:
-    """How far a value usually is from the next one; a single jump hardly moves it."""
-    rises = [abs(b - a) for a, b in pairwise(values)]
-    return median(rises) if rises else 0.0
 
 
 def _one_each(found: Sequence[tuple[int, Shift]], values: Sequence[float]) -> list[Shift]:
@@ -76,38 +62,6 @@ def _one_each(found: Sequence[tuple[int, Shift]], values: Sequence[float]) -> li
         max(group, key=lambda at: (values[at[0]] - values[at[0] - 1]) * (-1 if at[1].fell else 1))[1]
         for group in groups
     ]
-
-
-def nearby(run: Run, step: int, most: int = 2) -> str:
-    """The last changes before a step, or in it: ``two steps after the learning rate rose from 1e-06 to 1e-05``; else empty."""
-    recent = sorted((c for c in _changes(run) if step - _LOOK_BACK <= c[0] <= step), key=lambda c: -c[0])
-    return " and ".join(f"{_when(step - at)} {words}" for at, words in recent[:most])
-
-
-def _changes(run: Run) -> Iterator[tuple[int, str]]:
-    """What may move a draft's acceptance: times that a person can check, not proofs."""
-    yield from _jumps(run.series("lr"), "the learning rate", ".0e", 1.3)
-    for size, series in run.family("spec/k_b").items():
-        yield from (c for c in _jumps(series, f"k with {size} at once", ".0f", 1.5) if "fell" in c[1])
-    for step, _ in increments(run.series("spec/refresh_refused")):
-        yield step, "a refresh of the draft was refused"
-    for name, words in _LEVELS.items():
-        for shift in shifts_of(run.series(name), least=0.25):
-            yield shift.step, f"{words} {_moved(shift.before, shift.after, '.3g')}"
-
-
-def _jumps(series: Series, words: str, form: str, factor: float) -> Iterator[tuple[int, str]]:
-    for step, before, after in zip(series.steps[1:], series.values, series.values[1:], strict=False):
-        if before > 0 and (after > factor * before or after * factor < before):
-            yield step, f"{words} {_moved(before, after, form)}"
-
-
-def _moved(before: float, after: float, form: str) -> str:
-    return f"{'rose' if after > before else 'fell'} from {before:{form}} to {after:{form}}"
-
-
-def _when(later: int) -> str:
-    return f"{_NUMBERS[later]} step{'s' * (later > 1)} after" if later else "at the same step as"
 
 
 def increments(counter: Series) -> Iterator[tuple[int, float]]:

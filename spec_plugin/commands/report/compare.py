@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from spec_plugin.commands.report.places import ReportError
-from spec_plugin.commands.report.run import Run, Spread
+from spec_plugin.commands.report.run import LoggedRun, Spread
 
 #: what is compared; of each, smaller is faster
 COMPARED = {
     "ms_per_token": "generation, per token",
-    "generation_s": "generation, as far as the trainer waits",
+    "generation_s": "generation that the trainer waits for",
     "step_s": "whole step",
 }
 #: of these an asynchronous run has only what training does not hide, a second or none: ratios of it say nothing
@@ -20,7 +20,7 @@ _HIDDEN = ("ms_per_token", "generation_s")
 
 @dataclass(frozen=True)
 class Comparison:
-    """One run against the base."""
+    """How one run's times relate to those of the base, step by step."""
 
     run: str
     base: str
@@ -31,17 +31,17 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The comparison in one sentence."""
         few = " (too few for quartiles: the extremes)" if self.ratio.count < 3 else ""
         steps = (
             f"at step {self.first}"
             if self.ratio.count == 1
             else f"{self.ratio.count} steps from {self.first} to {self.last}"
         )
-        return f"{self.run} against {self.base}, {self.what}: {self.ratio.text(unit='x')} as fast, {steps}{few}"
+        return f"{self.run} against {self.base}, {self.what}: {self.ratio.text(unit='x')} speed-up, {steps}{few}"
 
 
-def base_of(runs: Sequence[Run], name: str | None = None) -> Run | None:
+def base_of(runs: Sequence[LoggedRun], name: str | None = None) -> LoggedRun | None:
     """What the others are compared with: the run of this name, or the first plain one, or the first; of one run nothing.
 
     Raises:
@@ -56,7 +56,7 @@ def base_of(runs: Sequence[Run], name: str | None = None) -> Run | None:
     return next((run for run in runs if not run.has_plugin), runs[0])
 
 
-def compare(runs: Sequence[Run], base: Run | None) -> list[Comparison]:
+def compare(runs: Sequence[LoggedRun], base: LoggedRun | None) -> list[Comparison]:
     """Each run against the base, at the steps that both have.
 
     Step 1 starts things up and is left out. Of a run with the plugin only what comes from its first drafted step on counts:
@@ -79,17 +79,17 @@ def compare(runs: Sequence[Run], base: Run | None) -> list[Comparison]:
     return found
 
 
-def caveats(runs: Sequence[Run], base: Run | None) -> list[str]:
+def caveats(runs: Sequence[LoggedRun], base: LoggedRun | None) -> list[str]:
     """Why a comparison may not be one: other trainers, other lengths, rollouts that overlap with training."""
     found = [text for run in runs if base is not None and run is not base for text in _differences(run, base)]
     if base is not None and any(run.overlaps for run in runs):
         found.append(
-            "in an asynchronous run the trainer waits only for what training does not hide of generation: that gives no ratio"
+            "generation times of an asynchronous run are not compared: it waits only for what training does not hide"
         )
     return found
 
 
-def _differences(run: Run, base: Run) -> Iterator[str]:
+def _differences(run: LoggedRun, base: LoggedRun) -> Iterator[str]:
     if run.trainer != base.trainer:
         yield f"{run.name} is a run of {run.trainer or 'an unknown trainer'}, {base.name} of {base.trainer or 'an unknown one'}"
     mine, theirs = (Spread.of(r.series("response_tokens").values) for r in (run, base))

@@ -80,20 +80,6 @@ class Canvas:
         for first, last in zip(begins, ends, strict=True):
             self.axes.axvspan(first - 0.5, last + 0.5, color=FAINT, alpha=0.45, linewidth=0, zorder=0)
 
-    def heat(self, rows: Sequence[Sequence[float]], first: int, names: Sequence[str], top: float, scale: str) -> None:
-        """Rows [names, steps], from below, as colours from 0 to ``top``; not a number: nothing is drawn."""
-        with self._matplotlib.rc_context(self._settings):
-            extent = (first - 0.5, first + len(rows[0]) - 0.5, -0.5, len(rows) - 0.5)
-            image = self.axes.imshow(
-                rows, extent=extent, origin="lower", aspect="auto", interpolation="nearest", vmin=0, vmax=top
-            )
-            self.axes.grid(False)
-            self.axes.set_yticks(range(len(rows)), names)
-            bar = self._figure.colorbar(image, ax=self.axes, pad=0.02, label=scale)
-            if bar.solids is not None:
-                bar.solids.set_rasterized(True)
-            bar.outline.set_visible(False)
-
     def svg(self) -> str:
         """The figure as an SVG element, without an XML header."""
         target = io.StringIO()

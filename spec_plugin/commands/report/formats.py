@@ -58,17 +58,17 @@ class LogFormat(BaseModel):
 
     @cached_property
     def find_step(self) -> Find:
-        """``step_line`` in a line."""
+        """Looks for ``step_line`` in a line of the log."""
         return _finder(self.step_line)
 
     @cached_property
     def find_planned(self) -> Find:
-        """``planned_line`` in a line."""
+        """Looks for ``planned_line``; finds nothing where the trainer has none."""
         return _finder(self.planned_line) if self.planned_line else lambda line: None
 
     @cached_property
     def metric_pattern(self) -> re.Pattern[str]:
-        """``metric``, compiled."""
+        """``metric``, compiled; case is ignored, for ``NaN``."""
         return re.compile(self.metric, re.IGNORECASE)
 
     def own_names(self, metrics: Mapping[str, float]) -> dict[str, float]:

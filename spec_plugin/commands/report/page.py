@@ -9,7 +9,7 @@ from spec_plugin import __version__
 from spec_plugin.commands.report.build import MARKS, Report
 from spec_plugin.commands.report.panels import panels_of, thinning, together
 from spec_plugin.commands.report.places import ReportError
-from spec_plugin.commands.report.run import Run, Spread
+from spec_plugin.commands.report.run import LoggedRun, Spread
 
 _REWARDED = 5  # steps whose rewards are compared
 #: of the table that begins the page: a heading, a metric and its format
@@ -19,7 +19,7 @@ _COLUMNS = (
     ("rollouts, s", "generation_s", ".2f"),
     ("step, s", "step_s", ".2f"),
     ("acceptance", "spec/acceptance_length", ".2f"),
-    ("decoding, times plain", "spec/speedup_realised", ".2f"),
+    ("decoding speed-up", "spec/speedup_realised", ".2f"),
 )
 
 
@@ -57,7 +57,7 @@ def to_html(report: Report) -> str:
     )
 
 
-def _row(run: Run, columns: Sequence[tuple[str, str, str]], rewarded: Sequence[int]) -> list[str]:
+def _row(run: LoggedRun, columns: Sequence[tuple[str, str, str]], rewarded: Sequence[int]) -> list[str]:
     """A run's line of the table: medians with quartiles; rewards are those of the same steps of all."""
     planned = f" of {run.planned}" if run.planned and run.planned > len(run.numbers) else ""
     cells = [run.name, f"{len(run.numbers)}{planned}", str(len(run.drafted)) if run.has_plugin else "plain"]

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spec_plugin.commands.report.figures import COLOURS, INK, POINTS, Canvas
-from spec_plugin.commands.report.run import Run, Series, percent, shares_of
-from spec_plugin.commands.report.states import Span
+from spec_plugin.commands.report.run import LoggedRun, Series, percent, shares_of
+from spec_plugin.commands.report.states import StateSpan
 
 #: of a run's name in a legend
 _LETTERS = 27
 #: what several runs are drawn of together
 _TOGETHER = {
     "ms_per_token": ("Generation, per token", "ms"),
-    "generation_s": ("Generation, as far as the trainer waits", "seconds"),
+    "generation_s": ("Generation that the trainer waits for", "seconds"),
     "step_s": ("Whole step", "seconds"),
     "spec/acceptance_length": ("Acceptance length", "tokens per forward pass"),
-    "spec/speedup_realised": ("Decoding, realised", "times plain"),
+    "spec/speedup_realised": ("Decoding speed-up, realised", "x plain decoding"),
     "reward": ("Reward", "mean"),
 }
 #: a series, what its line is called, and its style
@@ -27,19 +26,19 @@ Line = tuple[Series, str, str]
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure of the page."""
+    """A figure of the page, as SVG, with its caption."""
 
     title: str
     svg: str
     caption: str
 
 
-def panels_of(run: Run, spans: Sequence[Span]) -> list[Panel]:
+def panels_of(run: LoggedRun, spans: Sequence[StateSpan]) -> list[Panel]:
     """All figures that the run has numbers for."""
-    return [*_acceptance(run, spans), *_speed(run, spans), *_ks(run, spans), *_draft(run, spans), *_guards(run, spans)]
+    return [*_acceptance(run, spans), *_speed(run, spans), *_draft(run, spans), *_guards(run, spans)]
 
 
-def together(runs: Sequence[Run]) -> list[Panel]:
+def together(runs: Sequence[LoggedRun]) -> list[Panel]:
     """Several runs in the same figures, a colour for each; of asynchronous ones generation per token says nothing."""
     found, labels = [], short_names([run.name for run in runs])
     for name, (title, unit) in _TOGETHER.items():
@@ -60,7 +59,7 @@ def short_names(names: Sequence[str]) -> list[str]:
     return [n if len(n) <= _LETTERS else f"{i}: …{n[5 - _LETTERS :]}" for i, n in enumerate(names, 1)]
 
 
-def thinning(runs: Sequence[Run]) -> str:
+def thinning(runs: Sequence[LoggedRun]) -> str:
     """What is to be said of the figures of long runs; else empty."""
     size = max(-(-len(run.numbers) // POINTS) for run in runs)
     return (
@@ -71,19 +70,9 @@ def thinning(runs: Sequence[Run]) -> str:
     )
 
 
-def k_rows(run: Run, spans: Sequence[Span]) -> dict[int, list[float]]:
-    """By batch size: k of every step from the first to the last; 0 after a failure, not a number where it was not logged."""
-    failed = {step for span in spans if span.state == "failed" for step in range(span.first, span.last + 1)}
-    steps, rows = range(run.numbers[0], run.numbers[-1] + 1), {}
-    for size, series in run.family("spec/k_b").items():
-        ks = [0.0 if step in failed else series.at(step) for step in steps]
-        rows[size] = [math.nan if k is None else k for k in ks]
-    return rows
-
-
 def _panel(
-    run: Run,
-    spans: Sequence[Span],
+    run: LoggedRun,
+    spans: Sequence[StateSpan],
     title: str,
     unit: str,
     text: str,
@@ -106,67 +95,61 @@ def _panel(
     yield Panel(title, canvas.svg(), text + cut)
 
 
-def _acceptance(run: Run, spans: Sequence[Span]) -> Iterator[Panel]:
-    measured, sizes = run.series("spec/acceptance_length"), list(run.family("spec/break_even_b").items())
-    lines = [(measured, "measured", "-"), (run.series("spec/expected_acceptance"), "promised by training", ":")]
-    for size, series in sizes if len(sizes) < 3 else [sizes[0], sizes[-1]]:
-        lines.append((series, f"pays from, {size} at once", "--"))
+def _acceptance(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
+    measured, sizes = run.series("spec/acceptance_length"), _ends(run.family("spec/break_even_b"))
+    lines = [(measured, "measured", "-"), (run.series("spec/expected_acceptance"), "predicted by training", ":")]
+    lines += [(series, f"pays from, batch size {size}", "--") for size, series in sizes]
     text = (
         "Tokens that come from each forward pass of the policy; 1 is no gain. Drafting pays above the dashed lines. "
-        "The promise of a step is for the next one's draft."
+        "A step's prediction is for the next one's draft."
     )
     if measured:
         yield from _panel(run, spans, "Acceptance length", "tokens per forward pass", text, lines, level=1.0)
-    positions, drafted = run.family("spec/acceptance_pos_"), set(run.drafted)
-    if positions and drafted:
-        steps = range(min(drafted), max(drafted) + 1)
-        rows = [[(s.at(step) or 0.0) if step in drafted else math.nan for step in steps] for s in positions.values()]
-        canvas = Canvas(title := "Acceptance by position", "drafted token", run.name)
-        canvas.heat(rows, steps[0], [str(i + 1) for i in positions], 1.0, "share accepted")
-        text = (
-            "Share of the verification steps in which the first, second, … drafted token was accepted. "
-            "What was not drafted counts as not accepted."
-        )
-        yield Panel(title, canvas.svg(), text)
+    positions = run.family("spec/acceptance_pos_").items()
+    lines = [(series.only(run.drafted), f"token {i + 1}", "-") for i, series in positions]
+    text = "How often the first, second, … drafted token was accepted. What was not drafted counts as not accepted."
+    yield from _panel(run, spans, "Acceptance rate by position", "share accepted", text, lines)
+    drafted = drafted_ks(run, spans)
+    text = "Tokens drafted for a request in a step, as chosen for each batch size; the engine follows it as the batch drains."
+    yield from _panel(run, spans, "k by batch size", "tokens", text, [(k, f"batch size {b}", "-") for b, k in drafted])
 
 
-def _speed(run: Run, spans: Sequence[Span]) -> Iterator[Panel]:
+def drafted_ks(run: LoggedRun, spans: Sequence[StateSpan]) -> list[tuple[int, Series]]:
+    """k by batch size, without the steps after a failure, in which the table that is logged is not in force."""
+    failed = {step for span in spans if span.state == "failed" for step in range(span.first, span.last + 1)}
+    return [(size, ks.only([s for s in ks.steps if s not in failed])) for size, ks in run.family("spec/k_b").items()]
+
+
+def _ends(family: Mapping[int, Series]) -> list[tuple[int, Series]]:
+    """The smallest and the largest of a family."""
+    return [pair for i, pair in enumerate(family.items()) if i in (0, len(family) - 1)]
+
+
+def _speed(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
     predicted, realised = (run.series(f"spec/speedup_{name}") for name in ("predicted", "realised"))
     text = (
-        "By the engine's own step times, plain steps being 1. A whole rollout gains less: prefill and waiting are in it, too. "
-        "A predicted 1 is a try of which nothing was promised."
+        "By the engine's own step times; plain decoding is 1. A whole rollout gains less: prefill and waiting are in it, too. "
+        "A predicted 1 is a try, for which nothing was predicted."
     )
     if run.reports_late:
         text += " The prediction is for the rollout in progress; what it realised is logged a step later."
     lines = [(realised, "realised", "-"), (predicted, "predicted", ":")]
-    yield from _panel(run, spans, "Decoding, predicted and realised", "times plain", text, lines, level=1.0)
-
-
-def _ks(run: Run, spans: Sequence[Span]) -> Iterator[Panel]:
-    if rows := k_rows(run, spans):
-        top = max([1.0, *(k for row in rows.values() for k in row if not math.isnan(k))])
-        canvas = Canvas(title := "Tokens drafted, by batch size", "requests at once", run.name)
-        canvas.heat(list(rows.values()), run.numbers[0], list(map(str, rows)), top, "k")
-        text = "k, as the controller chose it for each batch size; the engine follows it as the batch drains. 0: no drafts."
-        yield Panel(title, canvas.svg(), text)
-
-
-def _draft(run: Run, spans: Sequence[Span]) -> Iterator[Panel]:
-    loss, version = run.series("spec/draft_loss"), run.series("spec/draft_version")
-    text = "Loss of each slice of draft training. It grows when more tokens are unrolled, and when the policy moves."
-    yield from _panel(run, spans, "Draft: loss", "nats", text, [(loss, "loss", "-")])
-    text = (
-        "The draft that the engine serves. It stands still where training made no step, or where a refresh was refused."
+    yield from _panel(
+        run, spans, "Decoding speed-up, predicted and realised", "x plain decoding", text, lines, level=1.0
     )
-    yield from _panel(run, spans, "Draft: version in the engine", "version", text, [(version, "version", "-")])
+
+
+def _draft(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
+    text = "Loss of each slice of draft training. It grows when more tokens are unrolled, and when the policy moves."
+    yield from _panel(run, spans, "Draft: loss", "nats", text, [(run.series("spec/draft_loss"), "loss", "-")])
     shares = shares_of(run)
     text = f"Of the whole run's time: {', '.join(f'{share.name} {percent(share.whole)}' for share in shares)}."
     lines = [(share.percent, share.name, "-") for share in shares]
     yield from _panel(run, spans, "The plugin's own work", "% of the step", text, lines)
 
 
-def _guards(run: Run, spans: Sequence[Span]) -> Iterator[Panel]:
-    text = "Differences of the log-probs that enter the loss. The tolerance is for the mean of a stretch of text."
+def _guards(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
+    text = "Differences of the log-probs that enter the loss. The tolerance is for the mean of a window of text."
     if run.overlaps:
         text += (
             " It holds for text of the present policy; older text differs by what the policy has moved, and is held against "
@@ -174,10 +157,10 @@ def _guards(run: Run, spans: Sequence[Span]) -> Iterator[Panel]:
         )
     lines = [
         (_positive(run.series("spec/logprob_diff_mean")), "mean", "-"),
-        (_positive(run.series("spec/logprob_diff_plain")), "mean of plain text", ":"),
-        (_positive(run.series("spec/logprob_diff_p9999")), "99.99 % below", "-"),
+        (_positive(run.series("spec/logprob_diff_plain")), "mean, plain text", ":"),
+        (_positive(run.series("spec/logprob_diff_p9999")), "99.99th percentile", "-"),
         (_positive(run.series("spec/logprob_diff_max")), "largest", "-"),
-        (_positive(run.series("spec/logprob_tolerance")), "tolerance of a text's mean", "--"),
+        (_positive(run.series("spec/logprob_tolerance")), "tolerance of the mean", "--"),
     ]
     if any(series for series, _, _ in lines[:-1]):
         yield from _panel(run, spans, "Log-probs: engine against actor", "nats", text, lines, log=True)
@@ -188,7 +171,7 @@ def _guards(run: Run, spans: Sequence[Span]) -> Iterator[Panel]:
 
 
 def _positive(series: Series) -> Series:
-    """What a logarithmic axis can show."""
+    """Without zeros, which a logarithmic axis cannot show."""
     return series.only([step for step, value in series.pairs() if value > 0])
 
 

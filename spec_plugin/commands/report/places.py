@@ -32,7 +32,7 @@ class ReportError(SpecPluginError, ValueError):
 
 @dataclass(frozen=True)
 class Place:
-    """The files of one run."""
+    """One run: its name and the files that it wrote, oldest first."""
 
     name: str
     files: tuple[Path, ...]

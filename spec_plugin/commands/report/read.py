@@ -13,7 +13,7 @@ from typing import Any
 
 from spec_plugin.commands.report.formats import LogFormat
 from spec_plugin.commands.report.places import BROKEN, Place, ReportError, kind_of
-from spec_plugin.commands.report.run import Notice, Run
+from spec_plugin.commands.report.run import LoggedRun, Notice
 from spec_plugin.errors import FATAL
 from spec_plugin.outside import TooMuchError, lines_of
 
@@ -62,7 +62,7 @@ class Raw:
         self.planned = later.planned or self.planned
 
 
-def read_place(place: Place, formats: Sequence[LogFormat]) -> Run:
+def read_place(place: Place, formats: Sequence[LogFormat]) -> LoggedRun:
     """One run from its files.
 
     Where several hold the same step, JSON lines are preferred to event files (which round to 32 bits), and these to the log.
@@ -88,7 +88,7 @@ def read_place(place: Place, formats: Sequence[LogFormat]) -> Run:
     remarks += [*_not_numbers(known), *_cut_off(known, planned)]
     finite = {s: {n: v for n, v in values.items() if math.isfinite(v)} for s, values in known.items()}
     title = trainer.trainer if trainer and trainer.own_names(names) else ""
-    return Run(place.name, title, finite, notices, tuple(remarks), tuple(map(str, place.files)), planned)
+    return LoggedRun(place.name, title, finite, notices, tuple(remarks), tuple(map(str, place.files)), planned)
 
 
 def _read_file(file: Path, formats: Sequence[LogFormat]) -> Raw:
@@ -271,7 +271,7 @@ def _cut_off(steps: Mapping[int, Mapping[str, float]], planned: int | None) -> I
     if missing := list(islice(gaps, 8)):
         yield f"steps are missing between the first and the last: {', '.join(map(str, missing))}"
     if planned and numbers[-1] < planned:
-        yield f"the run was to have {planned} steps and ends at step {numbers[-1]}: it is still running, or was cut off"
+        yield f"{planned} steps were planned, and the log ends at step {numbers[-1]}: it is still running, or was cut off"
     last, before = (len(steps[number]) for number in (numbers[-1], numbers[max(0, len(numbers) - 2)]))
     if last < before / 2:
         yield f"step {numbers[-1]} has {last} metrics where the one before has {before}: it was cut off"

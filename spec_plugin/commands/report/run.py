@@ -41,7 +41,7 @@ class Series:
         return dict(self.pairs())
 
     def pairs(self) -> Iterator[tuple[int, float]]:
-        """Steps with their values."""
+        """(step, value), in order of the steps."""
         return zip(self.steps, self.values, strict=True)
 
     def at(self, step: int) -> float | None:
@@ -49,7 +49,7 @@ class Series:
         return self._by_step.get(step)
 
     def before(self, step: int) -> float | None:
-        """The last value before a step."""
+        """The last value that was logged before a step, None if there is none."""
         place = bisect_left(self.steps, step)
         return self.values[place - 1] if place else None
 
@@ -63,7 +63,7 @@ class Series:
         return Series(self.steps, tuple(value if step in done else 0.0 for step, value in self.pairs()))
 
     def only(self, steps: Sequence[int]) -> Series:
-        """Its part in these steps."""
+        """The series without all other steps."""
         wanted = set(steps)
         kept = [(s, v) for s, v in self.pairs() if s in wanted]
         return Series(tuple(s for s, _ in kept), tuple(v for _, v in kept))
@@ -89,7 +89,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """Of these values; None of nothing."""
+        """Median and quartiles; None if there are no values."""
         if not values:
             return None
         if len(values) < 3:
@@ -103,8 +103,8 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What was read of one run."""
+class LoggedRun:
+    """One run's metrics by step, its own log lines, and what is missing."""
 
     name: str
     trainer: str  # empty if no adapter knows its metrics' names
@@ -116,7 +116,7 @@ class Run:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The steps, in order."""
+        """Numbers of the logged steps, ascending."""
         return tuple(sorted(self.steps))
 
     @cached_property
@@ -140,7 +140,7 @@ class Run:
 
     @property
     def has_plugin(self) -> bool:
-        """Did it run with the flag."""
+        """Was any metric of the plugin logged, so that the flag was on."""
         return any(name.startswith("spec/") for name in self._columns)
 
     @property
@@ -161,7 +161,7 @@ class Run:
         return tuple(sorted({s for s, v in lengths.pairs() if v > 1.0} | {s for s, v in first.pairs() if v > 0.0}))
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """JSON-ready values; docs/reference.md names the keys."""
         return {
             "name": self.name,
             "trainer": self.trainer or None,
@@ -176,14 +176,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Share:
-    """One kind of the plugin's work."""
+    """The time that one part of the plugin's work takes."""
 
     name: str
     percent: Series  # of each step's time
     whole: float  # percent of all steps' time together
 
 
-def shares_of(run: Run) -> list[Share]:
+def shares_of(run: LoggedRun) -> list[Share]:
     """Of draft training, refresh and harvest; of those that were logged along with the step's time."""
     lengths, found = run.series("step_s"), []
     for name, (metric, repeats) in _WORK.items():

@@ -1,6 +1,6 @@
-"""A draft before the run: rollouts of the policy, harvested and trained on with the code of the trainers."""
+"""A draft before the run: trained on hidden states of the policy's own rollouts, with the code that a run uses."""
 
-from spec_plugin.commands.train.run import Outcome, pretrain
+from spec_plugin.commands.train.run import TrainedDraft, pretrain
 from spec_plugin.commands.train.settings import PretrainSettings
 
-__all__ = ["Outcome", "PretrainSettings", "pretrain"]
+__all__ = ["PretrainSettings", "TrainedDraft", "pretrain"]

@@ -1,4 +1,4 @@
-"""The training of ``spec-plugin train``: the trainers' own harvest, buffer and loop, over rollouts on disk."""
+"""The training of ``spec-plugin train``: a run's own capture, buffer and training loop, over rollouts on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_e
 from spec_plugin.actor.taps import Taps
 from spec_plugin.builtin.trainer import TRAIN_TOKENS, documents_of
 from spec_plugin.commands.train.settings import PretrainSettings
-from spec_plugin.commands.train.texts import Rollout
+from spec_plugin.commands.train.texts import TokenizedRollout
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
@@ -28,7 +28,7 @@ from spec_plugin.method import Method, StartingDraft
 
 #: rollouts of one forward pass, and optimizer steps after it; a run takes about as many a step
 _BATCH, _STEPS = 32, 8
-#: share of the steps at the end in which the rates fall to zero: unlike a run, this has an end
+#: share of the steps, at the end, in which the learning rate falls to zero: unlike a run, this has an end
 _COOLING = 0.2
 #: seconds between two checkpoints: what a kill costs at most
 _SAVE_EVERY = 30.0
@@ -38,8 +38,8 @@ def train(
     settings: PretrainSettings,
     target: TargetInfo,
     method: Method,
-    training: Sequence[Rollout],
-    held_out: Sequence[Rollout],
+    training: Sequence[TokenizedRollout],
+    held_out: Sequence[TokenizedRollout],
     work: Path,
     show: bool,
 ) -> tuple[float, ...]:
@@ -53,7 +53,7 @@ def train(
     model = _policy(settings.target, dtype).to(device).eval()
     start, layers = method.draft, method.harvest or ()
     assert start is not None, method.name
-    lesson = _Lesson(model, layers, training)
+    source = _HiddenStateSource(model, layers, training)
     trainer = _trainer(settings, start, device, model, training)
     visits = math.ceil(settings.steps / _STEPS)
     done = 0
@@ -62,21 +62,21 @@ def train(
         extra = trainer.load(work / "trainer")
         trainer.update_policy(*_heads(model), 0)
         done = int(extra["visits"])
-        lesson.refill(buffer, done)
+        source.refill(buffer, done)
         buffer.load_state_dict(extra["buffer"])
     saved, acceptance = time.monotonic(), 1.0
-    with _bar(visits, done, show) as told:
+    with _bar(visits, done, show) as report_progress:
         for visit in range(done, visits):
-            lesson.give(buffer, visit)
+            source.give(buffer, visit)
             trainer.schedule.scale = min(1.0, (visits - visit) / max(1.0, _COOLING * visits))
             report = trainer.train_slice(buffer, math.inf, min(_STEPS, settings.steps - visit * _STEPS))
             acceptance = report.acceptance_length
-            told(visit + 1, f"{acceptance:.2f} of {trainer.schedule.unroll.steps + 1}")
+            report_progress(visit + 1, f"{acceptance:.2f} of {trainer.schedule.unroll.steps + 1}")
             if time.monotonic() - saved > _SAVE_EVERY:
                 trainer.save(work / "trainer", {"visits": visit + 1, "buffer": buffer.state_dict()})
                 saved = time.monotonic()
     trainer.save(work / "trainer", {"visits": visits, "buffer": buffer.state_dict()})
-    chances = trainer.evaluate(_Lesson(model, layers, held_out).all(), steps=settings.k).chances
+    chances = trainer.evaluate(_HiddenStateSource(model, layers, held_out).all(), steps=settings.k).chances
     with replacing_folder(work / "draft") as folder:
         trainer.kind.write(folder, trainer.engine_tensors(getattr(torch, target.dtype)))
     return chances
@@ -92,24 +92,24 @@ def _policy(folder: Path, dtype: torch.dtype) -> Any:
         ) from error
 
 
-class _Lesson:
-    """Rollouts, harvested when they are needed: hidden states take a thousand times the room of the text."""
+class _HiddenStateSource:
+    """Rollouts whose hidden states are computed when they are needed: they take a thousand times the room of the text."""
 
-    def __init__(self, model: Any, aux_layers: Sequence[int], rollouts: Sequence[Rollout]) -> None:
+    def __init__(self, model: Any, aux_layers: Sequence[int], rollouts: Sequence[TokenizedRollout]) -> None:
         self._model, self._taps = model, Taps.of(find_decoder(model), aux_layers)
-        # alike lengths together, so that little is padded
+        # similar lengths together, so that little is padded
         order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].prompt) + len(rollouts[i].response))
         parts = [[rollouts[i] for i in order[at : at + _BATCH]] for at in range(0, len(order), _BATCH)]
         stride = next(s for s in range(max(1, int(0.618 * len(parts))), len(parts) + 2) if math.gcd(s, len(parts)) == 1)
         self._parts = [parts[i * stride % len(parts)] for i in range(len(parts))]  # short and long ones mixed
 
     def give(self, buffer: HiddenBuffer, visit: int) -> None:
-        """Harvest the part that is due at this visit; the parts come round and round."""
+        """Add the hidden states of the batch that is due at this visit; batches repeat in turn."""
         for document in self._harvested(self._parts[visit % len(self._parts)]):
             buffer.add(document)
 
     def refill(self, buffer: HiddenBuffer, visits: int) -> None:
-        """What the buffer held after so many visits."""
+        """Fill the buffer as it was after so many visits."""
         tokens, first = 0, visits
         while first > 0 and tokens < buffer.max_tokens:
             first -= 1
@@ -118,11 +118,11 @@ class _Lesson:
             self.give(buffer, visit)
 
     def all(self) -> list[Document]:
-        """Every rollout."""
+        """The hidden states of every rollout."""
         return [document for part in self._parts for document in self._harvested(part)]
 
     @torch.no_grad()
-    def _harvested(self, part: Sequence[Rollout]) -> list[Document]:
+    def _harvested(self, part: Sequence[TokenizedRollout]) -> list[Document]:
         ids = [torch.tensor([*r.prompt, *r.response]) for r in part]
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self._model.device)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(padded.device)
@@ -134,7 +134,11 @@ class _Lesson:
 
 
 def _trainer(
-    settings: PretrainSettings, start: StartingDraft, device: torch.device, model: Any, training: Sequence[Rollout]
+    settings: PretrainSettings,
+    start: StartingDraft,
+    device: torch.device,
+    model: Any,
+    training: Sequence[TokenizedRollout],
 ) -> DraftTrainer:
     how = TrainSettings(
         ttt_steps=settings.k,

@@ -1,4 +1,4 @@
-"""``spec-plugin train``: sample, harvest, train, measure; each part goes on where a killed one stopped."""
+"""``spec-plugin train``: sample, train, measure; a killed call is resumed by the same one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draft_training.errors import CheckpointError
 from draft_training.outside import short_repr, text_part
 from spec_plugin.builtin.break_even.cost import conditional_acceptance, tokens_per_step
 from spec_plugin.commands.train.settings import PretrainSettings
-from spec_plugin.commands.train.texts import Rollout, read_prompts, read_rollouts
+from spec_plugin.commands.train.texts import TokenizedRollout, read_prompts, read_rollouts
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.offline import lines_of
 from spec_plugin.errors import SpecConfigError, SpecPluginError
@@ -38,8 +38,8 @@ _HELD_OUT = 64
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A draft, and how many tokens a step of the engine makes with it."""
+class TrainedDraft:
+    """A trained draft, with its predicted and its measured acceptance."""
 
     draft: Path
     predicted: tuple[float, ...]  # [k] chance of each drafted token, given those before it, on rollouts not trained on
@@ -51,7 +51,7 @@ class Outcome:
         return tokens_per_step(chances, k)
 
 
-def pretrain(settings: PretrainSettings, show: bool = True) -> Outcome:
+def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
     """Train a draft; ``settings.out`` appears when it is whole.
 
     What is done lies in ``<out>.work`` until then; the same call goes on with it.
@@ -61,7 +61,7 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> Outcome:
         show: draw progress bars.
 
     Raises:
-        SpecConfigError: before anything is begun: what is wrong with the settings, and what to do.
+        SpecConfigError: before anything has started: what is wrong with the settings, and what to do.
         SpecPluginError: if the engine's process failed.
     """
     _check(settings)
@@ -73,7 +73,7 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> Outcome:
     try:
         rollouts = _rollouts(settings, target, work, show)
         if len(rollouts) < 2:
-            raise SpecConfigError("there is one rollout, and one must be kept to measure on: give at least two")
+            raise SpecConfigError("there is one rollout, and one is held out to measure on: give at least two")
     except SpecConfigError:
         if not begun:  # what is refused leaves nothing behind
             shutil.rmtree(work, ignore_errors=True)
@@ -85,14 +85,14 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> Outcome:
 
     predicted = train(settings, target, method, training, held_out, work, show)
     measured = _measured(settings, work, held_out, method)
-    outcome = Outcome(settings.out, predicted, measured, settings.k)
+    outcome = TrainedDraft(settings.out, predicted, measured, settings.k)
     _finish(settings, work, outcome, len(rollouts))
     return outcome
 
 
 def _check(settings: PretrainSettings) -> None:
     if bool(settings.prompts) == bool(settings.rollouts):
-        raise SpecConfigError("give either --prompts, to sample from, or --rollouts that are there already")
+        raise SpecConfigError("give either --prompts to sample from, or existing --rollouts; not both, not neither")
     if not 0 < settings.temperature < math.inf:  # NaN is neither
         raise SpecConfigError(f"--temperature {settings.temperature}: expected a number above 0, as in the run to come")
     if not 0 < settings.gpu_memory_utilization <= 1:
@@ -144,29 +144,29 @@ def _work_folder(settings: PretrainSettings) -> Path:
     """Where what is done so far lies; refuses what another call with other settings has left."""
     work = _work_of(settings)
     now = json.loads(json.dumps(asdict(settings), default=str))
-    told = work / "settings.json"
-    if told.exists():
-        before = _left(told)
+    settings_file = work / "settings.json"
+    if settings_file.exists():
+        before = _left(settings_file)
         other = [f"{key} ({before.get(key)!r}, now {now[key]!r})" for key in now if before.get(key) != now[key]]
         if other:
             raise SpecConfigError(
                 f"{work} holds unfinished work with other settings: {', '.join(other)}; give those again to go on, or "
-                "remove the folder to begin anew"
+                "remove the folder to start over"
             )
     try:
         work.mkdir(parents=True, exist_ok=True)
-        told.write_text(json.dumps(now, indent=2))
+        settings_file.write_text(json.dumps(now, indent=2))
     except OSError as error:
         raise SpecConfigError(f"--out {settings.out}: {error}; give a folder that can be written") from error
     return work
 
 
 def _left(file: Path) -> dict[str, Any]:
-    """What an earlier call with this ``--out`` has written."""
+    """A JSON file that an earlier call with this ``--out`` has left."""
     try:
         return files.read_json(file)
     except CheckpointError as error:
-        raise SpecConfigError(f"{error}; remove {file.parent} to begin anew") from error
+        raise SpecConfigError(f"{error}; remove {file.parent} to start over") from error
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -183,11 +183,11 @@ def _tokenizer(folder: Path) -> Any:
     if not tokenizer(
         "a", add_special_tokens=False
     ).input_ids:  # transformers makes an empty one where there are no files
-        raise SpecConfigError(f"--target {folder}: its tokenizer knows no text; put the policy's tokenizer files there")
+        raise SpecConfigError(f"--target {folder}: its tokenizer is empty; put the policy's tokenizer files there")
     return tokenizer
 
 
-def _rollouts(settings: PretrainSettings, target: TargetInfo, work: Path, show: bool) -> list[Rollout]:
+def _rollouts(settings: PretrainSettings, target: TargetInfo, work: Path, show: bool) -> list[TokenizedRollout]:
     tokenizer, vocabulary = _tokenizer(settings.target), target.vocab_size
     if settings.prompts is None:
         return read_rollouts(settings.rollouts, tokenizer, vocabulary)
@@ -234,7 +234,9 @@ def _in_engine(do: str, task: dict[str, Any], work: Path, shown: tuple[str, Path
             process.wait()
     if process.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise SpecPluginError(f"the engine's process ended with {process.returncode}; the end of {log}:\n{tail}")
+        raise SpecPluginError(
+            f"the engine's process failed with exit code {process.returncode}; the last lines of {log}:\n{tail}"
+        )
 
 
 def _watch(process: subprocess.Popen[bytes], shown: tuple[str, Path, int] | None) -> None:
@@ -251,7 +253,9 @@ def _watch(process: subprocess.Popen[bytes], shown: tuple[str, Path, int] | None
                 return
 
 
-def _measured(settings: PretrainSettings, work: Path, held_out: list[Rollout], method: Method) -> tuple[float, ...]:
+def _measured(
+    settings: PretrainSettings, work: Path, held_out: list[TokenizedRollout], method: Method
+) -> tuple[float, ...]:
     """What the engine accepts of the draft on the prompts that were not trained on."""
     out = work / "measured.json"
     if not out.exists():
@@ -262,7 +266,7 @@ def _measured(settings: PretrainSettings, work: Path, held_out: list[Rollout], m
     return conditional_acceptance(found["accepted_per_pos"], found["drafts"])
 
 
-def _finish(settings: PretrainSettings, work: Path, outcome: Outcome, rollouts: int) -> None:
+def _finish(settings: PretrainSettings, work: Path, outcome: TrainedDraft, rollouts: int) -> None:
     about = {
         "settings": json.loads((work / "settings.json").read_text()),
         "rollouts": rollouts,

@@ -1,4 +1,4 @@
-"""What a draft is trained on before a run: prompts to sample from, or rollouts that somebody has kept."""
+"""What a draft is trained on before a run: prompts to sample from, or rollouts that were saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXPECTED = "expected a text, chat messages or token ids"
 
 
 @dataclass(frozen=True)
-class Rollout:
+class TokenizedRollout:
     """Token ids of a prompt, and of what was sampled after it."""
 
     prompt: tuple[int, ...]
@@ -47,7 +47,7 @@ def read_prompts(file: Path, tokenizer: Any, vocabulary: int | None = None) -> l
     return prompts
 
 
-def read_rollouts(files: Sequence[Path], tokenizer: Any, vocabulary: int | None = None) -> list[Rollout]:
+def read_rollouts(files: Sequence[Path], tokenizer: Any, vocabulary: int | None = None) -> list[TokenizedRollout]:
     """Rollouts from files, or from folders of .jsonl files, such as verl's ``trainer.rollout_data_dir``.
 
     An entry is a row with ``prompt`` and ``response`` (or verl's ``input`` and ``output``), each a text or token ids. Texts are
@@ -68,7 +68,7 @@ def read_rollouts(files: Sequence[Path], tokenizer: Any, vocabulary: int | None 
             if isinstance(response, str) and tokenizer.eos_token_id is not None:
                 ids.append(int(tokenizer.eos_token_id))
             if ids:
-                found.append(Rollout(tuple(reader.prompt(entry, where)), tuple(ids)))
+                found.append(TokenizedRollout(tuple(reader.prompt(entry, where)), tuple(ids)))
     if not found:
         raise SpecConfigError(f"no rollouts in {', '.join(map(str, files))}")
     return found
@@ -120,7 +120,7 @@ def _first(entry: Any, names: Sequence[str]) -> Any:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Token ids of texts, of chats and of token ids."""
+    """Turns texts, chat messages and token ids into checked token ids."""
 
     tokenizer: Any
     vocabulary: int | None
@@ -134,7 +134,7 @@ class _Reader:
             )
         ids = self.ids(value, where)
         if not ids:
-            raise SpecConfigError(f"{where}: the prompt is empty; leave the entry out")
+            raise SpecConfigError(f"{where}: the prompt is empty; remove the entry")
         return ids
 
     def ids(self, value: Any, where: str) -> list[int]:
@@ -170,6 +170,7 @@ class _Reader:
         if found < 0 or (self.vocabulary is not None and found >= self.vocabulary):
             known = "0 or more" if self.vocabulary is None else f"0 to {self.vocabulary - 1}"
             raise SpecConfigError(
-                f"{where}: token id {found} is none of the policy's ({known}); tokenize the text with the policy's own tokenizer"
+                f"{where}: token id {found} is not in the policy's vocabulary ({known}); tokenize the text with the policy's "
+                "tokenizer"
             )
         return found

@@ -30,12 +30,12 @@ PROMPTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("p.json", "[null]", ("entry 1: no prompt", "expected a text")),
     ("p.json", "[5]", ("entry 1: expected a text", "5")),
     ("p.json", '[{"text": "a"}]', ("entry 1: no prompt", "expected a text")),
-    ("p.json", '["a", ""]', ("entry 2: the prompt is empty", "leave the entry out")),
+    ("p.json", '["a", ""]', ("entry 2: the prompt is empty", "remove the entry")),
     ("p.json", "[[1, 2.5]]", ("entry 1: expected a text", "2.5")),
     ("p.json", "[[1, true]]", ("entry 1: expected a text", "True")),
     ("p.json", '[["1", "2"]]', ("entry 1: expected a text", "'1'")),
-    ("p.json", "[[1, -2]]", ("entry 1: token id -2", "0 to 319", "the policy's own tokenizer")),
-    ("p.json", "[[1, 320]]", ("entry 1: token id 320", "0 to 319", "the policy's own tokenizer")),
+    ("p.json", "[[1, -2]]", ("entry 1: token id -2", "0 to 319", "the policy's tokenizer")),
+    ("p.json", "[[1, 320]]", ("entry 1: token id 320", "0 to 319", "the policy's tokenizer")),
     ("p.json", "[[1" + "0" * 300 + "]]", ("entry 1: token id 1000", "0 to 319")),
     ("p.json", '["\\ud800"]', ("entry 1", "\\ud800")),
     ("p.json", '[[{"role": "user"}]]', ("entry 1", "chat template")),
@@ -143,7 +143,7 @@ def test_what_an_earlier_call_has_left_is_named_where_it_is_broken(tmp_path: Pat
     (work := tmp_path / "out.work").mkdir()
     for text in ("{", "[]"):
         (work / "settings.json").write_text(text)
-        assert not list(missing(trained(tmp_path), str(work / "settings.json"), "to begin anew"))
+        assert not list(missing(trained(tmp_path), str(work / "settings.json"), "to start over"))
 
 
 def test_a_tokenizer_that_is_not_there_and_one_rollout_are_named(tmp_path: Path) -> None:
