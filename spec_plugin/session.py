@@ -19,6 +19,7 @@ from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError, pass_on
 from spec_plugin.events import (
     DraftRefresh,
+    EngineSchedule,
     EngineState,
     HiddenStates,
     LogprobBatch,
@@ -34,7 +35,7 @@ from spec_plugin.manager import ask_method, create_manager
 from spec_plugin.method import Method
 from spec_plugin.recovery import Recovery
 from spec_plugin.rollouts import Rollout
-from spec_plugin.speculation import Reason, in_force, trouble_in
+from spec_plugin.speculation import Reason, in_force, tables_metrics, trouble_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,10 +69,10 @@ class SpecSession:
         self.failure: str | None = None
         self._trouble = Reason.OTHER_TROUBLE  # in what work it has failed
         self._recovery = Recovery(config.recoveries)
-        self._recovering = False  # in the plain phase of a fresh start; for the next one a schedule is asked for
+        self.recovering = False  # in the plain phase of a fresh start, until the next weight sync
         self.follows = False  # has speculation failed here only because it failed on another rank
-        self.drafting: bool | None = (
-            None  # do the engines draft in this phase, as ``RolloutControl`` knows; None: not known
+        self.engines: EngineSchedule | None = (
+            None  # as ``RolloutControl`` keeps it; None: nobody has asked them for any
         )
         self._left_out: set[tuple[str, object]] = set()  # metrics that a warning has named
         self._recoveries = 0
@@ -166,7 +167,7 @@ class SpecSession:
     def recover(self) -> None:
         """All ranks have agreed to begin anew (on every rank)."""
         self._recoveries += 1
-        self._recovering = True
+        self.recovering = True
         with self.guarded("recover"):
             self.manager.hook.spec_recover()
 
@@ -289,10 +290,9 @@ class SpecSession:
     def schedule(self, policy_version: int) -> Schedule | None:
         """k per batch size for the coming rollout phase; all zero after a failure."""
         chosen: Schedule | None = None
-        self._recovering = False
         with self.guarded("schedule"):
             answer = self.manager.hook.spec_schedule(policy_version=policy_version)
-            chosen = None if answer is None else self._fitting(one(answer, Schedule, "spec_schedule"))
+            chosen = None if answer is None else self._fitting(one(answer, Schedule, "spec_schedule"), "spec_schedule")
         return self.plain_schedule if self.failed else chosen
 
     @property
@@ -300,12 +300,25 @@ class SpecSession:
         """No drafts at any batch size."""
         return Schedule((0,) * (self.target.max_num_seqs + 1))
 
-    def _fitting(self, schedule: Schedule) -> Schedule:
+    def engines_said(self, answer: object) -> None:
+        """What the engines confirm of how much they draft; until it is understood, it is not known.
+
+        Raises:
+            TypeError: if it is no ``EngineSchedule``.
+            ValueError: if its table is none of these engines.
+        """
+        self.engines = EngineSchedule()
+        said = one(answer, EngineSchedule, "set_schedule")
+        if said.confirmed is not None:
+            self._fitting(said.confirmed, "set_schedule")
+        self.engines = said
+
+    def _fitting(self, schedule: Schedule, call: str) -> Schedule:
         """An engine that refuses a table goes on with the one that it has, so a wrong one is not sent at all."""
         length, table = self.target.max_num_seqs + 1, schedule.table
         if len(table) != length or any(type(k) is not int or not 0 <= k <= self.config.k for k in table):
             raise ValueError(
-                f"spec_schedule answered the table {shown(table)}; expected {length} ints, of 0 to {self.config.k}"
+                f"{call} answered the table {shown(table)}; expected {length} ints, of 0 to {self.config.k}"
             )
         return schedule
 
@@ -321,13 +334,10 @@ class SpecSession:
             # one by one: a plugin that fails must not silence the others
             with self.guarded(f"metrics of plugin {implementation.plugin_name}"):
                 merged.update(self._numbers(implementation.plugin_name, implementation.function()))
-        if self.drafting is not None:  # plugins say what they have chosen, and after a failure nobody asks them
-            merged["spec/on"] = float(self.drafting)
-        if self.drafting is False:
-            merged.update({name: 0.0 for name in merged if name.startswith("spec/k_b")})
         for_good = self.failed and not self.follows and self._recovery.left is None
         trouble = self._trouble if self.failed else None
-        merged |= in_force(merged.get("spec/state"), self.drafting, self._recovering, trouble, for_good)
+        merged |= tables_metrics(self.engines)
+        merged |= in_force(merged.get("spec/state"), self.engines, self.recovering, trouble, for_good)
         merged["spec/failed"] = float(self.failed)
         merged["spec/recoveries"] = float(self._recoveries)
         merged["spec/unproven"] = float(self._unproven)

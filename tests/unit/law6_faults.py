@@ -16,6 +16,7 @@ from spec_plugin import LogprobProvenanceError, LosslessError, SpecConfig, hooki
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.events import (
     DraftRefresh,
+    EngineSchedule,
     EngineState,
     LogprobBatch,
     RefreshReport,
@@ -82,6 +83,7 @@ WITH_NAN: dict[str, Any] = {
     "spec_schedule": Schedule((_NAN,) * (TARGET.max_num_seqs + 1)),  # type: ignore[arg-type]
     "spec_metrics": {"spec/mine": _NAN},
     "link.install": RefreshReport(True, _NAN, "", _NAN),  # type: ignore[arg-type]
+    "link.set_schedule": EngineSchedule(Schedule((_NAN,) * (TARGET.max_num_seqs + 1)), _NAN),  # type: ignore[arg-type]
     "link.self_test": SelfTestReport((), _NAN),
     "link.stats": RolloutStats(0, 1, _NAN, _NAN),  # type: ignore[arg-type]
     "link.share_rollouts": [_NAN],
@@ -135,7 +137,7 @@ class FakeLink:
         before, fails = self.table, self.calls.count("set_schedule") < self.fault.times
         fails = fails and self.fault.call == "link.set_schedule" and self.fault.kind not in ANSWERS
         self.table = before if fails and not self.takes_it_first else schedule.table
-        return await self._answer("set_schedule", None)
+        return await self._answer("set_schedule", EngineSchedule(schedule))
 
     async def self_test(self, seconds: float) -> Any:
         return await self._answer("self_test", SelfTestReport((), 1.0))

@@ -14,6 +14,7 @@ from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl, RolloutHarvest
 from spec_plugin.events import (
     DraftRefresh,
+    EngineSchedule,
     EngineState,
     LogprobBatch,
     RefreshReport,
@@ -39,8 +40,9 @@ class Engines:
         self.calls.append("install")
         return RefreshReport(True, refresh.draft_version, refresh.digest, 1.0)
 
-    async def set_schedule(self, schedule: Any) -> None:
+    async def set_schedule(self, schedule: Any) -> EngineSchedule:
         self.calls.append("set schedule")
+        return EngineSchedule(schedule)
 
     async def self_test(self, seconds: float) -> SelfTestReport:
         self.calls.append("self-test")
@@ -67,8 +69,9 @@ def test_law_3_the_engines_are_told_how_many_requests_each_judged_batch_needs_in
     """Synchronous: as many as the options say. Else six sequences of those that are judged together, once that is known."""
     engines, told = Engines(), []
 
-    async def set_schedule(schedule: Schedule) -> None:
+    async def set_schedule(schedule: Schedule) -> EngineSchedule:
         told.append(schedule.control_share)
+        return EngineSchedule(schedule)
 
     engines.set_schedule = set_schedule  # type: ignore[method-assign]
     session = SpecSession(SpecConfig(), TARGET, create_manager(load_entry_points=False))

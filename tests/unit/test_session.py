@@ -224,7 +224,7 @@ def test_metrics_of_all_plugins_are_merged(tmp_path):
             return {"spec/mine": 7.0}
 
     metrics = step(session_with(Mine()), 0, tmp_path)
-    assert metrics["spec/mine"] == 7.0 and "spec/on" in metrics and "spec/harvest_tokens" in metrics
+    assert metrics["spec/mine"] == 7.0 and "spec/state" in metrics and "spec/harvest_tokens" in metrics
 
 
 def test_a_weight_sync_without_an_embedding_turns_speculation_off_and_says_what_was_expected(warnings_of):

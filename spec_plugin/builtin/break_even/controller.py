@@ -28,7 +28,7 @@ from spec_plugin.events import (
 )
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import KNOWS_NOTHING, Method
-from spec_plugin.speculation import Reason, Speculation, as_metrics
+from spec_plugin.speculation import Reason, Speculation, as_metrics, sizes_shown
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ _BREAK_EVEN_UNKNOWN = 1.5
 _HOPED_CHANCE, _PAYS_BACK_WITHIN = 0.7, 3
 #: bytes that the sampler may take on a card, outside of what vLLM has counted
 _SAMPLER_ROOM = 2 << 30
-_SHOWN_SIZES = (1, 8, 32)
 
 
 class Brake:
@@ -359,19 +358,17 @@ class BreakEvenController:
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
         """What was chosen, what it is expected to do, and what it did."""
-        table, size = self._plan.table, len(self._plan.table) - 1
+        size = self._target.max_num_seqs
         trusted = self.cost.problem is None  # looks at every cell
-        out = {"spec/on": float(self._plan.speculates), "spec/dropped": float(self._dropped)}
+        out = {"spec/dropped": float(self._dropped)}
         out |= as_metrics(
             self._plan.reason, Speculation.DROPPED if self._dropped and not self._plan.speculates else None
         )
         out["spec/head_start_ms"] = self._head_start * 1e3
-        sizes = [b for b in (*_SHOWN_SIZES, size) if 0 < b <= size]
-        out.update({f"spec/k_b{b}": float(table[b]) for b in sizes})
         if self._config.break_even is not None and size:
             out[f"spec/break_even_b{size}"] = self._config.break_even
         elif trusted:
-            out.update({f"spec/break_even_b{b}": self.cost.break_even(b, self._config.k) for b in sizes})
+            out.update({f"spec/break_even_b{b}": self.cost.break_even(b, self._config.k) for b in sizes_shown(size)})
         if self._plan.speculates and trusted:
             out["spec/speedup_predicted"] = self._plan.speedup
         if self._realised is not None:
