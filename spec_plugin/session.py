@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from asyncio import CancelledError
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +74,7 @@ class SpecSession:
         self.engines: EngineSchedule | None = (
             None  # as ``RolloutControl`` keeps it; None: nobody has asked them for any
         )
+        self.auditors: list[Callable[[EngineState], None]] = []  # of the conformance kit; a run has none
         self._left_out: set[tuple[str, object]] = set()  # metrics that a warning has named
         self._recoveries = 0
         self._unproven = 0  # checks of the last self-test
@@ -194,15 +195,16 @@ class SpecSession:
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Hand on what the engines sampled, of a method that remembers."""
-        with self.guarded("rollouts"):
-            self.manager.hook.spec_rollouts(rollouts=rollouts)
+        if self.method.memory is not None:
+            with self.guarded("rollouts"):
+                self.method.memory.keep(rollouts)
 
     def recall(self) -> Sequence[Rollout]:
         """What engines that remember nothing are to be told."""
         found: Sequence[Rollout] = ()
-        with self.guarded("recall"):
-            answer = self.manager.hook.spec_recall()
-            found = () if answer is None else many(answer, Rollout, "spec_recall")
+        if self.method.memory is not None:
+            with self.guarded("recall"):
+                found = many(self.method.memory.recall(), Rollout, "recall")
         return found
 
     def target_forward(self, hidden: HiddenStates) -> None:
@@ -242,15 +244,14 @@ class SpecSession:
         self.manager.hook.spec_check_stated(batch=batch)
         self._insist()
 
-    def head_start(self, step: int) -> float:
-        """Seconds that the coming slice may take beyond its share; 0 after a failure."""
-        granted = 0.0
-        if not self.failed:
+    def head_start(self) -> float:
+        """Seconds that the coming slice may take beyond its share, of a controller that grants any; 0 after a failure."""
+        granted, ask = 0.0, getattr(self.manager.get_plugin("controller"), "head_start", None)
+        if ask is not None and not self.failed:
             with self.guarded("head start"):
-                answer = self.manager.hook.spec_head_start(step=step)
-                seconds = 0.0 if answer is None else number(answer)
+                seconds = number(answer := ask())
                 if seconds is None:
-                    raise TypeError(f"spec_head_start answered {shown(answer)}; expected seconds or None")
+                    raise TypeError(f"head_start answered {shown(answer)}; expected seconds")
                 granted = max(0.0, seconds)
         return granted
 
@@ -323,9 +324,10 @@ class SpecSession:
         return schedule
 
     def audit(self, state: EngineState) -> None:
-        """Tell the plugins what the engine holds."""
+        """Tell who watches this session what the engine holds."""
         with self.guarded("audit"):
-            self.manager.hook.spec_audit(state=state)
+            for auditor in self.auditors:
+                auditor(state)
 
     def metrics(self) -> dict[str, float]:
         """All plugins' metrics merged, plus ``spec/failed`` and what the engines really do."""

@@ -235,10 +235,8 @@ class RolloutControl:
     async def _recall(self, link: EngineLink) -> None:
         """What a run before this one has sampled."""
         self._recalled = True
-        if not self.session.method.remembers:
-            return
-        with self.session.guarded("recall"):
-            if rollouts := self.session.recall():
+        if rollouts := self.session.recall():
+            with self.session.guarded("recall"):
                 await self._reach(link.remember(rollouts))
 
     async def _self_test(self, link: EngineLink) -> None:
@@ -325,7 +323,7 @@ class RolloutControl:
     def train_draft(self, step: int) -> None:
         """One slice of draft training, bounded to ``train_share`` of the whole step, and a head start (collective)."""
         session = self.session
-        wanted = session.head_start(step) if session.config.head_start else 0.0
+        wanted = session.head_start() if session.config.head_start else 0.0
         self.agree()  # behind it: who failed there takes no part in the slice
         head_start = 0.0
         if session.config.head_start:

@@ -32,7 +32,7 @@ TOUR = (
     "spec_refreshed",
     "spec_schedule",
     "spec_metrics",
-    "spec_audit",
+    "audit",
 )
 #: of an asynchronous trainer, phases after a refusal in which what was planted before may still come, and those to wait for that
 #: before something else is planted; and what is said of it
@@ -100,6 +100,8 @@ class FaultTour:
         """Leave out what this method never fires."""
         never = ["spec_refreshed"] * (method.draft is None) + ["spec_target_forward"] * (method.harvest is None)
         self._pending = [hook for hook in self._pending if hook not in never]
+        if (session := session_of(self)) is not None:
+            session.auditors.append(self._audit)
         self._write("begins", stops=self._pending)
 
     @hookimpl
@@ -184,11 +186,10 @@ class FaultTour:
         self._stop_at("spec_metrics")
         return {}
 
-    @hookimpl
-    def spec_audit(self, state: EngineState) -> None:
+    def _audit(self, state: EngineState) -> None:
         """A stop, before k is chosen."""
         if state.moment in ("synced", "refreshed"):
-            self._stop_at("spec_audit")
+            self._stop_at("audit")
 
     @hookimpl
     def spec_save(self, path: Path) -> None:

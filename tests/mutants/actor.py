@@ -121,6 +121,20 @@ MUTATIONS = (
         ("test_control_phases.py",),
     ),
     Mutation(
+        _SESSION,
+        '            with self.guarded("rollouts"):\n',
+        "            if True:\n",
+        "law 6: a method that cannot remember stops training",
+        ("test_law6_table.py",),
+    ),
+    Mutation(
+        _SESSION,
+        "seconds = number(answer := ask())",
+        "seconds = float(answer := ask())",
+        "law 6: the draft trains for as long as a controller says that knows no number",
+        ("test_law6_table.py",),
+    ),
+    Mutation(
         _CONTROL,
         "            session.engines = EngineSchedule()  # one of several may have taken it before the others failed\n",
         "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,8 @@ TIME_OUT, ANSWERS = "time-out", ("wrong type", "None", "NaN")
 
 _NAN = math.nan
 WITH_NAN: dict[str, Any] = {
-    "spec_recall": [_NAN],
-    "spec_head_start": _NAN,
+    "memory.recall": [_NAN],
+    "controller.head_start": _NAN,
     "spec_draft_weights": _NAN,
     "spec_schedule": Schedule((_NAN,) * (TARGET.max_num_seqs + 1)),  # type: ignore[arg-type]
     "spec_metrics": {"spec/mine": _NAN},
@@ -164,24 +164,29 @@ class FakeLink:
         return await self._answer("state", EngineState(moment, 0, 0, "", ""))
 
 
+class Remembered:
+    """Rollouts of a run before."""
+
+    def keep(self, rollouts: Sequence[Rollout]) -> None:
+        pass
+
+    def recall(self) -> Sequence[Rollout]:
+        return [Rollout(b"", b"\3\0\0\0")]
+
+
 class Drafter:
-    """A method that remembers, a draft of one tensor, and rollouts of a run before."""
+    """A method that remembers, and a draft of one tensor."""
+
+    def __init__(self) -> None:
+        self.memory = Remembered()
 
     @hookimpl
     def spec_method(self) -> Method:
-        return Method("eagle3", {}, harvest=(), ready=True, remembers=True)
+        return Method("eagle3", {}, harvest=(), ready=True, memory=self.memory)
 
     @hookimpl
     def spec_draft_weights(self, event: Any) -> DraftRefresh:
         return DraftRefresh(event.policy_version, event.policy_version, {"w": torch.zeros(1)}, "0")
-
-    @hookimpl
-    def spec_recall(self) -> list[Rollout]:
-        return [Rollout(b"", b"\3\0\0\0")]
-
-    @hookimpl
-    def spec_head_start(self) -> float:
-        return 0.01
 
 
 def broken_plugin(fault: Fault) -> object:
@@ -191,15 +196,34 @@ def broken_plugin(fault: Fault) -> object:
     return type("Broken", (), {fault.call: hookimpl(tryfirst=True)(hook)})()
 
 
+#: what a session calls beside hooks: the method's memory, the controller's word to the trainer, and the kit's ear
+NO_HOOKS = ("memory.keep", "memory.recall", "controller.head_start", "auditor")
+USUAL = object()
+
+
+def listen(session: SpecSession, call: str, answer: Callable[[], Any]) -> None:
+    """Ask here first, at each such call; what comes is the answer to it, unless it is ``USUAL``."""
+    owner: Any = session.manager.get_plugin("controller") if "controller" in call else session.method.memory
+    name = call.partition(".")[2]
+    usual = getattr(owner, name, None) if name else None
+
+    def called(*args: Any) -> Any:
+        found = answer()
+        return found if found is not USUAL or usual is None else usual(*args)
+
+    setattr(owner, name, called) if name else session.auditors.append(called)
+
+
 def make(fault: Fault, link: FakeLink | None = None, overlaps: bool = True, **options: Any) -> RolloutControl:
     manager = create_manager(block=("eagle3",), load_entry_points=False)
     manager.register(Drafter())
     if fault.call.startswith("spec_"):
         manager.register(broken_plugin(fault), name="broken")
     config = {"serve": "always", "audit": True, "eager_refresh": True, "refresh_timeout_s": 0.01} | options
-    return RolloutControl(
-        SpecSession(SpecConfig(**config), TARGET, manager), link or FakeLink(fault), overlaps=overlaps
-    )
+    session = SpecSession(SpecConfig(**config), TARGET, manager)
+    if fault.call in NO_HOOKS:
+        listen(session, fault.call, fault.answer)
+    return RolloutControl(session, link or FakeLink(fault), overlaps=overlaps)
 
 
 def steps(control: RolloutControl, folder: Path, count: int = 3) -> Iterator[dict[str, float]]:

@@ -412,25 +412,23 @@ def born(seconds: float = 10.0, version: int = 0, **options: object) -> BreakEve
 
 def test_a_newborn_draft_may_learn_for_longer_once_and_no_longer_than_a_rollout():
     c = born()
-    assert c.spec_head_start(1) == pytest.approx(
-        10.0
-    )  # at 2.5 tokens a step the rollout would take half: 15 s in 3 steps
+    assert c.head_start() == pytest.approx(10.0)  # at 2.5 tokens a step the rollout would take half: 15 s in 3 steps
     assert c.spec_metrics()["spec/head_start_ms"] == pytest.approx(10_000)
-    assert c.spec_head_start(2) == 0.0, "all that was granted"
+    assert c.head_start() == 0.0, "all that was granted"
     assert c.spec_metrics()["spec/head_start_ms"] == 0.0
 
 
 def test_no_more_is_granted_than_pays_back_within_three_steps():
     c = born(head_start=10.0)
-    granted = c.spec_head_start(1)
-    assert granted is not None and 10.0 < granted < 3 * 10.0 * (1 - 1 / 2.53)
+    granted = c.head_start()
+    assert 10.0 < granted < 3 * 10.0 * (1 - 1 / 2.53)
 
 
 def test_a_draft_that_cannot_pay_gets_no_head_start():
     c = controller({8: 3.0})  # 0.7 a token is 2.5 tokens a step
     c.spec_refreshed(DraftRefresh(0, 0, {}, "", ()), RefreshReport(True, 0, "", 1.0))
     c.spec_rollout_end(RolloutStats(0, 8, 1000, 10.0, 0, 0, 0, steps=(StepTiming(8, 0, True, 1.0, 125),)))
-    assert c.spec_head_start(1) == 0.0
+    assert c.head_start() == 0.0
 
 
 def test_a_draft_that_is_good_enough_brought_resumed_or_not_asked_for_gets_no_head_start():
@@ -438,8 +436,8 @@ def test_a_draft_that_is_good_enough_brought_resumed_or_not_asked_for_gets_no_he
     promised(good, (0.9, 0.9, 0.9))
     brought = born(draft="/some/draft")
     for c in (good, brought, born(version=7), born(serve="always"), born(serve="never"), born(controller="fixed")):
-        assert c.spec_head_start(1) is None
-    assert controller({8: 1.2}).spec_head_start(1) is None, "nothing is known of the rollouts"
+        assert c.head_start() == 0.0
+    assert controller({8: 1.2}).head_start() == 0.0, "nothing is known of the rollouts"
 
 
 @pytest.mark.parametrize(("acceptance", "granted"), [(1.02, True), (2.5, False)])
@@ -447,9 +445,9 @@ def test_a_draft_that_was_brought_gets_one_if_its_try_shows_that_it_knows_nothin
     c = controller({8: 1.2}, draft="d")
     c.spec_refreshed(DraftRefresh(0, 0, {}, "", ()), RefreshReport(True, 0, "", 1.0))
     assert any(c.spec_schedule(0).table), "it is tried in the first phase"
-    assert c.spec_head_start(1) is None, "and until then believed to be good"
+    assert c.head_start() == 0.0, "and until then believed to be good"
     c.spec_rollout_end(phase(100.0, K, acceptance))
-    assert bool(c.spec_head_start(1)) == granted
+    assert bool(c.head_start()) == granted
 
 
 @pytest.mark.parametrize(("acceptance", "speculates"), [(1.35, False), (3.0, True)])
@@ -523,7 +521,7 @@ def test_once_it_was_served_there_is_no_head_start_any_more():
     on(c)
     drafted(c, 2, 0.1)
     promised(c, (0.1,))
-    assert c.spec_head_start(2) is None
+    assert c.head_start() == 0.0
 
 
 def test_the_fixed_controller_drafts_as_many_tokens_as_were_asked_for():

@@ -127,15 +127,13 @@ class Memory:
 
     @hookimpl(tryfirst=True)
     def spec_method(self) -> Method:
-        return Method("eagle3", {}, ready=True, ragged=True, remembers=True)
+        return Method("eagle3", {}, ready=True, ragged=True, memory=self)
 
-    @hookimpl
-    def spec_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+    def keep(self, rollouts: Sequence[Rollout]) -> None:
         self.heard += rollouts
 
-    @hookimpl
-    def spec_recall(self) -> Sequence[Rollout] | None:
-        return self.old or None
+    def recall(self) -> Sequence[Rollout]:
+        return self.old
 
 
 def remembering(engines: Remembering, memory: Memory) -> RolloutControl:

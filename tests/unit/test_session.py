@@ -50,7 +50,6 @@ GUARDED = (
     "spec_rollout_start",
     "spec_rollout_end",
     "spec_target_forward",
-    "spec_head_start",
     "spec_train_draft",
     "spec_weight_sync",
     "spec_draft_weights",
@@ -109,7 +108,7 @@ def step(session: SpecSession, version: int, folder: Path) -> dict[str, float]:
     mask = torch.ones(2, 4, dtype=torch.bool)
     for speculating in (False, True):
         session.check_logprobs(LogprobBatch(version, logprobs, logprobs.clone(), mask, None, speculating, False))
-    session.head_start(version)
+    session.head_start()
     session.train_draft(version, 0.2)
     session.save(folder)
     return session.metrics()

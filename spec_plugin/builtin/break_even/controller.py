@@ -319,9 +319,10 @@ class BreakEvenController:
         """What can be drafted."""
         return (0, most) if self._method.whole else range(most + 1)
 
-    @hookimpl
-    def spec_head_start(self, step: int) -> float | None:
-        """More time for a newborn draft, as long as nothing is drafted: each step without it costs what it would save.
+    def head_start(self) -> float:
+        """Seconds that the next slice of training may take beyond its share; of all ranks' answers the largest holds.
+
+        A newborn draft gets them, as long as nothing is drafted: each step without it costs what it would save.
 
         What it would save is what the cost model says of a draft that has learnt for one step; where not even that would be
         faster than plain decoding, or where it is good enough already, nothing is granted.
@@ -330,13 +331,13 @@ class BreakEvenController:
         config = self._config
         wanted = self._newborn and config.serve == "auto" and not self._fixed
         if not wanted or not self._knows_nothing or not self._load or self.cost.problem is not None:
-            return None
+            return 0.0
         nothing = plan.nothing(self._target.max_num_seqs).table
         if (
             self.acceptance_curve
             and plan.best(self.cost, self.acceptance_curve, self._load, nothing, self._ks(config.k)).speculates
         ):
-            return None
+            return 0.0
         hoped = plan.best(self.cost, (_HOPED_CHANCE,), self._load, nothing, self._ks(config.k)).speedup
         saved = self._plain_seconds * (1.0 - 1.0 / hoped)
         left = config.head_start * self._plain_seconds - self._granted
