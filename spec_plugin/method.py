@@ -64,11 +64,6 @@ class Method:
         """True where the draft begins knowing nothing."""
         return self.draft is not None and self.draft.tensors is None
 
-    @property
-    def remembers(self) -> bool:
-        """Does it draft from rollouts."""
-        return self.memory is not None
-
     def worker_settings(self) -> dict[str, Any]:
         """What the engine's processes must know of it."""
         prepared = {"proposer": self.proposer, "proposer_options": dict(self.proposer_options)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from draft_training import OtherRankFailed
-from spec_plugin.answers import is_cancelled, many, number, one, shown
+from spec_plugin.answers import is_cancelled, number, one, shown
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError, pass_on
@@ -34,7 +34,6 @@ from spec_plugin.events import (
 from spec_plugin.manager import ask_method, create_manager
 from spec_plugin.method import Method
 from spec_plugin.recovery import Recovery
-from spec_plugin.rollouts import Rollout
 from spec_plugin.speculation import Reason, in_force, tables_metrics, trouble_in
 
 if TYPE_CHECKING:
@@ -78,10 +77,8 @@ class SpecSession:
         self._left_out: set[tuple[str, object]] = set()  # metrics that a warning has named
         self._recoveries = 0
         self._unproven = 0  # checks of the last self-test
-        self._judged = (
-            (-1, 0),
-            0,
-        )  # the last step whose log-probs were judged, and the sequences that they were chosen from
+        #: the last step whose log-probs were judged, and the sequences that they were chosen from
+        self._judged = (-1, 0), 0
         if self.method.why:
             logger.info("spec-plugin: spec.method=%s is %s: %s", config.method, self.method.name, self.method.why)
         self._configure()
@@ -192,20 +189,6 @@ class SpecSession:
         """Generation of one step is complete."""
         with self.guarded("rollout_end"):
             self.manager.hook.spec_rollout_end(stats=stats)
-
-    def rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Hand on what the engines sampled, of a method that remembers."""
-        if self.method.memory is not None:
-            with self.guarded("rollouts"):
-                self.method.memory.keep(rollouts)
-
-    def recall(self) -> Sequence[Rollout]:
-        """What engines that remember nothing are to be told."""
-        found: Sequence[Rollout] = ()
-        if self.method.memory is not None:
-            with self.guarded("recall"):
-                found = many(self.method.memory.recall(), Rollout, "recall")
-        return found
 
     def target_forward(self, hidden: HiddenStates) -> None:
         """Hand harvested hidden states to the plugins; nothing happens after a failure."""
@@ -322,12 +305,6 @@ class SpecSession:
                 f"{call} answered the table {shown(table)}; expected {length} ints, of 0 to {self.config.k}"
             )
         return schedule
-
-    def audit(self, state: EngineState) -> None:
-        """Tell who watches this session what the engine holds."""
-        with self.guarded("audit"):
-            for auditor in self.auditors:
-                auditor(state)
 
     def metrics(self) -> dict[str, float]:
         """All plugins' metrics merged, plus ``spec/failed`` and what the engines really do."""

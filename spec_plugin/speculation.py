@@ -88,7 +88,6 @@ _WORK = {
         "rollout_start",
         "rollout_end",
         "rollout statistics",
-        "rollouts",
         "recall",
         "what the engines say of their samples",
         "log-probs that the engines kept",

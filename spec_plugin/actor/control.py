@@ -235,9 +235,10 @@ class RolloutControl:
     async def _recall(self, link: EngineLink) -> None:
         """What a run before this one has sampled."""
         self._recalled = True
-        if rollouts := self.session.recall():
+        if (memory := self.session.method.memory) is not None:
             with self.session.guarded("recall"):
-                await self._reach(link.remember(rollouts))
+                if rollouts := many(memory.recall(), Rollout, "recall"):
+                    await self._reach(link.remember(rollouts))
 
     async def _self_test(self, link: EngineLink) -> None:
         """Test the engines; nothing is found wrong where they do not answer, and nothing is proven.
@@ -283,15 +284,13 @@ class RolloutControl:
         if self._running is None or self.link is None:
             return
         version, self._running = self._running, None
-        remembers, rollouts = self.session.method.remembers and not self.session.failed, None
+        memory = None if self.session.failed else self.session.method.memory
         with self.session.guarded("rollout statistics"):
             stats = one(await self._reach(self.link.stats(version)), RolloutStats, "stats")
-            if remembers:
-                rollouts = many(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts")
             self.lags = self.lags or bool(stats.interrupted)
             self.session.rollout_end(stats)
-            if rollouts is not None:
-                self.session.rollouts(rollouts)
+            if memory is not None:
+                memory.keep(many(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts"))
             await self._audit("rolled out")
 
     @property
@@ -323,12 +322,11 @@ class RolloutControl:
     def train_draft(self, step: int) -> None:
         """One slice of draft training, bounded to ``train_share`` of the whole step, and a head start (collective)."""
         session = self.session
-        wanted = session.head_start() if session.config.head_start else 0.0
+        wanted = session.head_start()
         self.agree()  # behind it: who failed there takes no part in the slice
         head_start = 0.0
-        if session.config.head_start:
-            with session.guarded("head start"):
-                head_start = most_of_any_rank(wanted)
+        with session.guarded("head start"):
+            head_start = most_of_any_rank(wanted)
         began = time.monotonic()
         share = session.config.train_share
         session.train_draft(step, share / (1.0 - share) * (began - self._slice_ended) + head_start)
@@ -341,7 +339,9 @@ class RolloutControl:
         if not self.session.config.audit or self.link is None or (self._sleeps and moment == "rolled out"):
             return
         with self.session.guarded("audit"):
-            self.session.audit(one(await self._reach(self.link.state(moment)), EngineState, "state"))
+            state = one(await self._reach(self.link.state(moment)), EngineState, "state")
+            for auditor in self.session.auditors:
+                auditor(state)
 
 
 class RolloutHarvest:

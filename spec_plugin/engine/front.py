@@ -305,7 +305,7 @@ class EngineFront:
 
     async def go_plain(self) -> None:
         """Draft nothing until the next ``set_schedule``, whatever the actor would have said."""
-        await self.set_schedule(Schedule((0,) * (self.session.target.max_num_seqs + 1)))
+        await self.set_schedule(self.session.plain_schedule)
         self.reset_phase()
 
     @property
@@ -339,7 +339,7 @@ class EngineFront:
             adapter=await self._served_adapter(),
         )
         report = await run_self_test(self.engine, plan)
-        if self.session.method.remembers:
+        if self.session.method.memory is not None:
             await self.engine.collective_rpc("spec_forget_rollouts")  # the test's own questions
         self.reset_phase()
         return report
@@ -371,7 +371,7 @@ class EngineFront:
             accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
             steps=steps,
             interrupted=self.interrupted,
-            **(await self._shadow() if self.session.method.remembers else {}),
+            **(await self._shadow() if self.session.method.memory is not None else {}),
         )
 
     async def _shadow(self) -> dict[str, Any]:
@@ -402,9 +402,7 @@ class EngineFront:
         """Counters and clock start anew; requests in flight go on counting, of a paused engine under this policy version."""
         self.witnesses: deque[Witness] = deque(maxlen=KEPT)  # of requests whose log-probs the trainer did not ask for
         self._flights.begin(policy_version)
-        self._validated = self._rollouts_began = (
-            False  # requests of another sampling, and rollouts, since the phase began
-        )
+        self._validated = self._rollouts_began = False  # see ``arrives``
         self._counters = read_spec_counters()
 
 

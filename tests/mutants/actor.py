@@ -121,9 +121,9 @@ MUTATIONS = (
         ("test_control_phases.py",),
     ),
     Mutation(
-        _SESSION,
-        '            with self.guarded("rollouts"):\n',
-        "            if True:\n",
+        _CONTROL,
+        'with self.session.guarded("recall"):',
+        "if True:",
         "law 6: a method that cannot remember stops training",
         ("test_law6_table.py",),
     ),

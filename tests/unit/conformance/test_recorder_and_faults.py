@@ -75,9 +75,10 @@ def test_what_is_no_hook_is_recorded_too(tmp_path):
     manager = create_manager(("suffix",), config.plugins, load_entry_points=False)
     manager.register(Remembers())
     session = SpecSession(config, TARGET, manager)
-    session.rollouts([Rollout(b"", b"\0\0\0\0")])
-    assert session.recall() == [Rollout(b"", b"\0\0\0\0")]
-    session.audit(EngineState("synced", 7, 0, "d", "t"))
+    assert session.method.memory is not None
+    session.method.memory.keep([Rollout(b"", b"\0\0\0\0")])
+    assert session.method.memory.recall() == [Rollout(b"", b"\0\0\0\0")]
+    audit(session, 7)
     *_, kept, recalled, audited = read_trace(tmp_path)
     assert (kept["hook"], kept["rollouts"]) == ("memory_keep", 1)
     assert (recalled["hook"], recalled["rollouts"]) == ("memory_recall", 1)
@@ -127,6 +128,13 @@ def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
     assert [e["hook"] for e in read_trace(tmp_path)] == ["a"]
 
 
+def audit(session: SpecSession, version: int) -> None:
+    """As the control has it."""
+    with session.guarded("audit"):
+        for auditor in session.auditors:
+            auditor(EngineState("synced", version, 0, "", ""))
+
+
 def drive(
     session: SpecSession,
     steps: int,
@@ -137,7 +145,7 @@ def drive(
     """Steps as an adapter drives them; the engine drafts as the table says, and says wrong what is planted."""
     k = (0,)
     for version in range(steps):
-        session.audit(EngineState("synced", version, 0, "", ""))
+        audit(session, version)
         weights = torch.randn(64, 32, generator=torch.Generator().manual_seed(version))
         refresh = session.weight_sync(WeightSync(version, weights, weights))
         if refresh is not None:
