@@ -34,7 +34,7 @@ from spec_plugin.events import (
 from spec_plugin.manager import ask_method, create_manager
 from spec_plugin.method import Method
 from spec_plugin.recovery import Recovery
-from spec_plugin.speculation import Reason, in_force, tables_metrics, trouble_in
+from spec_plugin.speculation import Reason, in_force, table_metrics, trouble_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -246,12 +246,11 @@ class SpecSession:
 
     def weight_sync(self, event: WeightSync) -> DraftRefresh | None:
         """Announce new target weights; returns the draft weights to install, or None to keep the old ones."""
-        if self.failed:
-            return None
         refresh: DraftRefresh | None = None
-        with self.guarded("weight sync"):
-            self.manager.hook.spec_weight_sync(event=event)
-            refresh = self._refresh(event)
+        if not self.failed:
+            with self.guarded("weight sync"):
+                self.manager.hook.spec_weight_sync(event=event)
+                refresh = self._refresh(event)
         return refresh
 
     def draft_weights(self, event: WeightSync) -> DraftRefresh | None:
@@ -276,7 +275,7 @@ class SpecSession:
         chosen: Schedule | None = None
         with self.guarded("schedule"):
             answer = self.manager.hook.spec_schedule(policy_version=policy_version)
-            chosen = None if answer is None else self._fitting(one(answer, Schedule, "spec_schedule"), "spec_schedule")
+            chosen = None if answer is None else self._fitting(one(answer, Schedule, "spec_schedule"))
         return self.plain_schedule if self.failed else chosen
 
     @property
@@ -284,25 +283,12 @@ class SpecSession:
         """No drafts at any batch size."""
         return Schedule((0,) * (self.target.max_num_seqs + 1))
 
-    def engines_said(self, answer: object) -> None:
-        """What the engines confirm of how much they draft; until it is understood, it is not known.
-
-        Raises:
-            TypeError: if it is no ``EngineSchedule``.
-            ValueError: if its table is none of these engines.
-        """
-        self.engines = EngineSchedule()
-        said = one(answer, EngineSchedule, "set_schedule")
-        if said.confirmed is not None:
-            self._fitting(said.confirmed, "set_schedule")
-        self.engines = said
-
-    def _fitting(self, schedule: Schedule, call: str) -> Schedule:
+    def _fitting(self, schedule: Schedule) -> Schedule:
         """An engine that refuses a table goes on with the one that it has, so a wrong one is not sent at all."""
         length, table = self.target.max_num_seqs + 1, schedule.table
         if len(table) != length or any(type(k) is not int or not 0 <= k <= self.config.k for k in table):
             raise ValueError(
-                f"{call} answered the table {shown(table)}; expected {length} ints, of 0 to {self.config.k}"
+                f"spec_schedule answered the table {shown(table)}; expected {length} ints, of 0 to {self.config.k}"
             )
         return schedule
 
@@ -315,7 +301,8 @@ class SpecSession:
                 merged.update(self._numbers(implementation.plugin_name, implementation.function()))
         for_good = self.failed and not self.follows and self._recovery.left is None
         trouble = self._trouble if self.failed else None
-        merged |= tables_metrics(self.engines)
+        if self.engines is not None:
+            merged |= self._numbers("engines", table_metrics(self.engines))
         merged |= in_force(merged.get("spec/state"), self.engines, self.recovering, trouble, for_good)
         merged["spec/failed"] = float(self.failed)
         merged["spec/recoveries"] = float(self._recoveries)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from spec_plugin.events import EngineSchedule
+from spec_plugin.events import EngineSchedule
 
 _SHOWN_SIZES = (1, 8, 32)
 
@@ -122,10 +120,8 @@ def sizes_shown(most: int) -> list[int]:
     return [b for b in (*_SHOWN_SIZES, most) if 0 < b <= most]
 
 
-def tables_metrics(engines: EngineSchedule | None) -> dict[str, float]:
+def table_metrics(engines: EngineSchedule) -> dict[str, float]:
     """``spec/on`` and ``spec/k_b…``: what the engines have confirmed, whatever was chosen for them."""
-    if engines is None:
-        return {}
     table = () if engines.confirmed is None else engines.confirmed.table
     return {"spec/on": float(engines.drafting)} | {f"spec/k_b{b}": float(table[b]) for b in sizes_shown(len(table) - 1)}
 

@@ -110,7 +110,7 @@ class Standalone:
         try:
             with self._run.session.guarded("opening the gate"):  # law 6: the gate has a time-out of its own
                 in_force = asyncio.run(self._link.all("spec_go", self._syncs, problem))
-                self._run.session.engines_said(EngineSchedule.of_all(in_force))  # a gate may have opened without us
+                self._run.session.engines = EngineSchedule.of_all(in_force)  # a gate may have opened without us
         except BaseException as error:
             self._error = self._error or error
 

@@ -203,7 +203,7 @@ class RolloutControl:
             session.engines = EngineSchedule()  # one of several may have taken it before the others failed
             with session.guarded("schedule"):
                 wanted = replace(wanted, control_share=self._control_share)
-                session.engines_said(await self._reach(link.set_schedule(wanted)))
+                session.engines = one(await self._reach(link.set_schedule(wanted)), EngineSchedule, "set_schedule")
                 break
         if schedule is None:
             session.engines = session.engines or EngineSchedule()

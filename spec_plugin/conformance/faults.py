@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from spec_plugin.conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, Plants
 from spec_plugin.conformance.sessions import session_of, watch_sessions
 from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import EngineState, HiddenStates, LogprobBatch, RolloutStats, StatedLogprobs
+from spec_plugin.events import HiddenStates, LogprobBatch, RolloutStats, StatedLogprobs
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
 from spec_plugin.ranks import is_first
@@ -32,7 +32,6 @@ TOUR = (
     "spec_refreshed",
     "spec_schedule",
     "spec_metrics",
-    "audit",
 )
 #: of an asynchronous trainer, phases after a refusal in which what was planted before may still come, and those to wait for that
 #: before something else is planted; and what is said of it
@@ -100,8 +99,6 @@ class FaultTour:
         """Leave out what this method never fires."""
         never = ["spec_refreshed"] * (method.draft is None) + ["spec_target_forward"] * (method.harvest is None)
         self._pending = [hook for hook in self._pending if hook not in never]
-        if (session := session_of(self)) is not None:
-            session.auditors.append(self._audit)
         self._write("begins", stops=self._pending)
 
     @hookimpl
@@ -185,11 +182,6 @@ class FaultTour:
         """A stop."""
         self._stop_at("spec_metrics")
         return {}
-
-    def _audit(self, state: EngineState) -> None:
-        """A stop, before k is chosen."""
-        if state.moment in ("synced", "refreshed"):
-            self._stop_at("audit")
 
     @hookimpl
     def spec_save(self, path: Path) -> None:

@@ -16,7 +16,7 @@ from test_session import TARGET, raising, session_with
 from spec_plugin import SpecConfig, hookimpl
 from spec_plugin.builtin.break_even.controller import Brake
 from spec_plugin.events import EngineSchedule, RolloutStats, Schedule
-from spec_plugin.speculation import _WORK, Reason, Speculation, in_force, state_of, tables_metrics, trouble_in
+from spec_plugin.speculation import _WORK, Reason, Speculation, in_force, state_of, table_metrics, trouble_in
 
 ROOT = Path(__file__).resolve().parents[2]
 S, R = Speculation, Reason
@@ -94,12 +94,11 @@ def drafting(drafts: bool) -> EngineSchedule:
 
 
 def test_how_much_is_drafted_is_logged_as_the_engines_have_confirmed_it():
-    assert tables_metrics(None) == {}
-    assert tables_metrics(EngineSchedule()) == {"spec/on": 1.0}, "law 3: until they say so they are not plain"
+    assert table_metrics(EngineSchedule()) == {"spec/on": 1.0}, "law 3: until they say so they are not plain"
     table = (0, 3, *[2] * 7, 1)
     shown = {"spec/k_b1": 3.0, "spec/k_b8": 2.0, "spec/k_b9": 1.0}
-    assert tables_metrics(EngineSchedule(Schedule(table))) == {"spec/on": 1.0} | shown
-    assert tables_metrics(EngineSchedule(Schedule((0,) * 10), paused=True)) == dict.fromkeys(("spec/on", *shown), 0.0)
+    assert table_metrics(EngineSchedule(Schedule(table))) == {"spec/on": 1.0} | shown
+    assert table_metrics(EngineSchedule(Schedule((0,) * 10), paused=True)) == dict.fromkeys(("spec/on", *shown), 0.0)
 
 
 @pytest.mark.parametrize(

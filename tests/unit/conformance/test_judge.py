@@ -260,11 +260,11 @@ def test_a_run_that_stands_still_after_a_fault_is_seen():
     events = tour()
     events[5]["policy_version"] = events[4]["policy_version"]
     one(judge.faults(events), "did not move on")
-    one(judge.faults(tour()[: -3 - 2 * len(WRONG)]), "audit: no rollout came after the fault")
+    one(judge.faults(tour()[: -3 - 2 * len(WRONG)]), "spec_metrics: no rollout came after the fault")
 
 
 def test_speculation_that_never_comes_back_and_hooks_that_never_fire_are_seen():
-    one(judge.faults(tour()[: -2 - 2 * len(WRONG)]), "audit: nothing was drafted after")
+    one(judge.faults(tour()[: -2 - 2 * len(WRONG)]), "spec_metrics: nothing was drafted after")
     events = [e for e in tour() if e.get("hook") != "spec_refreshed"]
     one(judge.faults(events), "spec_refreshed was never reached")
 
