@@ -70,9 +70,7 @@ class SpecSession:
         self._recovery = Recovery(config.recoveries)
         self.recovering = False  # in the plain phase of a fresh start, until the next weight sync
         self.follows = False  # has speculation failed here only because it failed on another rank
-        self.engines: EngineSchedule | None = (
-            None  # as ``RolloutControl`` keeps it; None: nobody has asked them for any
-        )
+        self.engines: EngineSchedule | None = None  # that ``RolloutControl`` keeps; None: nobody asked for any
         self.auditors: list[Callable[[EngineState], None]] = []  # of the conformance kit; a run has none
         self._left_out: set[tuple[str, object]] = set()  # metrics that a warning has named
         self._recoveries = 0

@@ -15,6 +15,7 @@ from spec_plugin import (
 )
 from spec_plugin.errors import PatchError
 from spec_plugin.events import (
+    EngineSchedule,
     HiddenStates,
     LogprobBatch,
     RefreshReport,
@@ -89,7 +90,7 @@ def step(session: SpecSession, version: int, folder: Path) -> dict[str, float]:
     if version == 0:
         plain, drafting = StepTiming(SEQS, 0, True, 1.0, 100), StepTiming(SEQS, 3, False, 1.5, 100)
         session.engine_ready(SelfTestReport((), 1.0, (plain, drafting)))
-    session.schedule(version)
+    session.engines = EngineSchedule(session.schedule(version))
     session.rollout_start(version)
     session.rollout_end(
         RolloutStats(version, 2, n, 0.5, 100, 300, 200, (90, 70, 40), (StepTiming(2, 3, False, 1.5, 3),))
@@ -223,7 +224,7 @@ def test_metrics_of_all_plugins_are_merged(tmp_path):
             return {"spec/mine": 7.0}
 
     metrics = step(session_with(Mine()), 0, tmp_path)
-    assert metrics["spec/mine"] == 7.0 and "spec/state" in metrics and "spec/harvest_tokens" in metrics
+    assert metrics["spec/mine"] == 7.0 and "spec/on" in metrics and "spec/harvest_tokens" in metrics
 
 
 def test_a_weight_sync_without_an_embedding_turns_speculation_off_and_says_what_was_expected(warnings_of):

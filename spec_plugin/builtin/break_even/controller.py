@@ -359,7 +359,7 @@ class BreakEvenController:
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
         """What was chosen, what it is expected to do, and what it did."""
-        size = self._target.max_num_seqs
+        size = len(self._plan.table) - 1
         trusted = self.cost.problem is None  # looks at every cell
         out = {"spec/dropped": float(self._dropped)}
         out |= as_metrics(
