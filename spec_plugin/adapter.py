@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from spec_plugin.errors import pass_on as pass_on
     from spec_plugin.events import Check as Check
     from spec_plugin.events import DraftRefresh as DraftRefresh
+    from spec_plugin.events import EngineSchedule as EngineSchedule
     from spec_plugin.events import EngineState as EngineState
     from spec_plugin.events import HiddenStates as HiddenStates
     from spec_plugin.events import RefreshReport as RefreshReport
@@ -104,8 +105,8 @@ _HOMES: dict[str, str] = {
     "engine.sleep": "PARTS SleepState",
     "engine_class": "keeps_states",
     "errors": "LogprobProvenanceError LosslessError PatchError SpecConfigError SpecPluginError WrongOrderError pass_on",
-    "events": "Check DraftRefresh EngineState HiddenStates RefreshReport RolloutStats Schedule SelfTestReport "
-    "TargetInfo",
+    "events": "Check DraftRefresh EngineSchedule EngineState HiddenStates RefreshReport RolloutStats Schedule "
+    "SelfTestReport TargetInfo",
     "logs": "configure_logging",
     "manager": "create_manager",
     "ranks": "actor_group is_first of_first together",

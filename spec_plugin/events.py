@@ -6,7 +6,7 @@ T response positions, k drafted tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -129,6 +129,27 @@ class Schedule:
     break_even: tuple[float, ...] = ()
     #: share of the phase's requests in the control group; None: ``spec.control_share``
     control_share: float | None = None
+
+
+@dataclass(frozen=True)
+class EngineSchedule:
+    """What the engines have confirmed of how much they draft: the one answer to "are we drafting?".
+
+    It does not say what was chosen or sent: an engine may not have heard of that, or have begun the phase without it.
+    """
+
+    confirmed: Schedule | None = None  # in force; None: no engine, or not each of them, has said what is
+    paused: bool = False  # is the draft's forward pass left out
+
+    @property
+    def drafting(self) -> bool:
+        """Does any batch size draft; yes, as long as it is not known (law 3): an engine starts with drafts."""
+        return self.confirmed is None or any(self.confirmed.table)
+
+    @staticmethod
+    def of_all(engines: Sequence[EngineSchedule]) -> EngineSchedule:
+        """Several engines' as one: that of the engine of which least is known, else of one that drafts, if there is any."""
+        return max(engines, key=lambda engine: (engine.confirmed is None, engine.drafting))
 
 
 @dataclass(frozen=True)

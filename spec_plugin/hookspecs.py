@@ -25,7 +25,7 @@ Every call and kind of failure: ``tests/unit/test_law6_table.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from spec_plugin.config import SpecConfig
     from spec_plugin.events import (
         DraftRefresh,
-        EngineState,
         HiddenStates,
         LogprobBatch,
         RefreshReport,
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
         WeightSync,
     )
     from spec_plugin.method import Method
-    from spec_plugin.rollouts import Rollout
 
 PROJECT = "spec_plugin"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -95,16 +93,6 @@ def spec_rollout_end(stats: RolloutStats) -> None:
 
 
 @hookspec
-def spec_rollouts(rollouts: Sequence[Rollout]) -> None:
-    """(A) Of a method that ``remembers``, after ``spec_rollout_end``: what all engines sampled since the last time, and keep."""
-
-
-@hookspec(firstresult=True)
-def spec_recall() -> Sequence[Rollout] | None:
-    """(A) Of a method that ``remembers``, before the first rollout: what the engines, which are new, are to remember."""
-
-
-@hookspec
 def spec_target_forward(hidden: HiddenStates) -> None:
     """(A) A forward pass that the trainer ran anyway has been harvested. Copy what you keep: the tensors may be reused."""
 
@@ -126,14 +114,6 @@ def spec_check_stated(batch: StatedLogprobs) -> None:
 
     Raises:
         LogprobProvenanceError: if any of them is no log-prob, or of another policy version than may be.
-    """
-
-
-@hookspec(firstresult=True)
-def spec_head_start(step: int) -> float | None:
-    """(A) Before ``spec_train_draft``: seconds that this slice may take beyond ``train_share``, or None for none.
-
-    Asked on every rank; the largest answer holds for all, since only the first one knows what the engines do.
     """
 
 
@@ -177,11 +157,6 @@ def spec_schedule(policy_version: int) -> Schedule | None:
         A table with ``table[b]`` = k for b running requests, ``len(table) == max_num_seqs + 1``, 0 = plain decoding, and
         optionally the break-even for each; or None for "no opinion" (the engine keeps its table).
     """
-
-
-@hookspec
-def spec_audit(state: EngineState) -> None:
-    """(A) Only with ``spec.audit``: what the engine holds after a weight sync, after a refresh, and around each rollout."""
 
 
 @hookspec

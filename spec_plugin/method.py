@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # a method is judged without torch, whose import takes seconds
     from torch import Tensor
 
     from draft_training.draft import DraftShape
+    from spec_plugin.rollouts import Rollout
 
 
 #: tokens a step below which a draft that was given, and tried, is trained like a newborn one
@@ -24,6 +25,16 @@ class StartingDraft:
     config: DraftShape
     tensors: Mapping[str, Tensor] | None = None  # None: newborn, initialised by seed
     most_unrolled: int | None = None  # steps of the training-time test that teach anything; None: up to k
+
+
+class Memory(Protocol):
+    """What a method that drafts from rollouts keeps in the actor process, beyond the engines' own memory; trouble: law 6."""
+
+    def keep(self, rollouts: Sequence[Rollout]) -> None:
+        """After each rollout phase: what all engines sampled since the last time."""
+
+    def recall(self) -> Sequence[Rollout]:
+        """Before the first rollout: what the engines, which are new, are to remember."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,7 @@ class Method:
     #: module:function, called with ``proposer_options`` in each worker before it makes its model runner
     proposer: str | None = None
     proposer_options: Mapping[str, Any] = field(default_factory=dict)  # plain values
-    #: does the proposer draft from rollouts: then ``spec_rollouts`` and ``spec_recall`` are fired, see there
-    remembers: bool = False
+    memory: Memory | None = None  # of a proposer that drafts from rollouts
     why: str = ""  # it was chosen, where the user left that open; in one line
 
     @property

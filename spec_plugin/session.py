@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from asyncio import CancelledError
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from draft_training import OtherRankFailed
-from spec_plugin.answers import is_cancelled, many, number, one, shown
+from spec_plugin.answers import is_cancelled, number, one, shown
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError, pass_on
 from spec_plugin.events import (
     DraftRefresh,
+    EngineSchedule,
     EngineState,
     HiddenStates,
     LogprobBatch,
@@ -33,8 +34,7 @@ from spec_plugin.events import (
 from spec_plugin.manager import ask_method, create_manager
 from spec_plugin.method import Method
 from spec_plugin.recovery import Recovery
-from spec_plugin.rollouts import Rollout
-from spec_plugin.speculation import Reason, in_force, trouble_in
+from spec_plugin.speculation import Reason, in_force, table_metrics, trouble_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,18 +68,15 @@ class SpecSession:
         self.failure: str | None = None
         self._trouble = Reason.OTHER_TROUBLE  # in what work it has failed
         self._recovery = Recovery(config.recoveries)
-        self._recovering = False  # in the plain phase of a fresh start; for the next one a schedule is asked for
+        self.recovering = False  # in the plain phase of a fresh start, until the next weight sync
         self.follows = False  # has speculation failed here only because it failed on another rank
-        self.drafting: bool | None = (
-            None  # do the engines draft in this phase, as ``RolloutControl`` knows; None: not known
-        )
+        self.engines: EngineSchedule | None = None  # that ``RolloutControl`` keeps; None: nobody asked for any
+        self.auditors: list[Callable[[EngineState], None]] = []  # of the conformance kit; a run has none
         self._left_out: set[tuple[str, object]] = set()  # metrics that a warning has named
         self._recoveries = 0
         self._unproven = 0  # checks of the last self-test
-        self._judged = (
-            (-1, 0),
-            0,
-        )  # the last step whose log-probs were judged, and the sequences that they were chosen from
+        #: the last step whose log-probs were judged, and the sequences that they were chosen from
+        self._judged = (-1, 0), 0
         if self.method.why:
             logger.info("spec-plugin: spec.method=%s is %s: %s", config.method, self.method.name, self.method.why)
         self._configure()
@@ -166,7 +163,7 @@ class SpecSession:
     def recover(self) -> None:
         """All ranks have agreed to begin anew (on every rank)."""
         self._recoveries += 1
-        self._recovering = True
+        self.recovering = True
         with self.guarded("recover"):
             self.manager.hook.spec_recover()
 
@@ -190,19 +187,6 @@ class SpecSession:
         """Generation of one step is complete."""
         with self.guarded("rollout_end"):
             self.manager.hook.spec_rollout_end(stats=stats)
-
-    def rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Hand on what the engines sampled, of a method that remembers."""
-        with self.guarded("rollouts"):
-            self.manager.hook.spec_rollouts(rollouts=rollouts)
-
-    def recall(self) -> Sequence[Rollout]:
-        """What engines that remember nothing are to be told."""
-        found: Sequence[Rollout] = ()
-        with self.guarded("recall"):
-            answer = self.manager.hook.spec_recall()
-            found = () if answer is None else many(answer, Rollout, "spec_recall")
-        return found
 
     def target_forward(self, hidden: HiddenStates) -> None:
         """Hand harvested hidden states to the plugins; nothing happens after a failure."""
@@ -241,15 +225,14 @@ class SpecSession:
         self.manager.hook.spec_check_stated(batch=batch)
         self._insist()
 
-    def head_start(self, step: int) -> float:
-        """Seconds that the coming slice may take beyond its share; 0 after a failure."""
-        granted = 0.0
-        if not self.failed:
+    def head_start(self) -> float:
+        """Seconds that the coming slice may take beyond its share, of a controller that grants any; 0 after a failure."""
+        granted, ask = 0.0, getattr(self.manager.get_plugin("controller"), "head_start", None)
+        if ask is not None and not self.failed:
             with self.guarded("head start"):
-                answer = self.manager.hook.spec_head_start(step=step)
-                seconds = 0.0 if answer is None else number(answer)
+                seconds = number(answer := ask())
                 if seconds is None:
-                    raise TypeError(f"spec_head_start answered {shown(answer)}; expected seconds or None")
+                    raise TypeError(f"head_start answered {shown(answer)}; expected seconds")
                 granted = max(0.0, seconds)
         return granted
 
@@ -261,12 +244,11 @@ class SpecSession:
 
     def weight_sync(self, event: WeightSync) -> DraftRefresh | None:
         """Announce new target weights; returns the draft weights to install, or None to keep the old ones."""
-        if self.failed:
-            return None
         refresh: DraftRefresh | None = None
-        with self.guarded("weight sync"):
-            self.manager.hook.spec_weight_sync(event=event)
-            refresh = self._refresh(event)
+        if not self.failed:
+            with self.guarded("weight sync"):
+                self.manager.hook.spec_weight_sync(event=event)
+                refresh = self._refresh(event)
         return refresh
 
     def draft_weights(self, event: WeightSync) -> DraftRefresh | None:
@@ -289,7 +271,6 @@ class SpecSession:
     def schedule(self, policy_version: int) -> Schedule | None:
         """k per batch size for the coming rollout phase; all zero after a failure."""
         chosen: Schedule | None = None
-        self._recovering = False
         with self.guarded("schedule"):
             answer = self.manager.hook.spec_schedule(policy_version=policy_version)
             chosen = None if answer is None else self._fitting(one(answer, Schedule, "spec_schedule"))
@@ -309,11 +290,6 @@ class SpecSession:
             )
         return schedule
 
-    def audit(self, state: EngineState) -> None:
-        """Tell the plugins what the engine holds."""
-        with self.guarded("audit"):
-            self.manager.hook.spec_audit(state=state)
-
     def metrics(self) -> dict[str, float]:
         """All plugins' metrics merged, plus ``spec/failed`` and what the engines really do."""
         merged: dict[str, float] = {}
@@ -321,13 +297,11 @@ class SpecSession:
             # one by one: a plugin that fails must not silence the others
             with self.guarded(f"metrics of plugin {implementation.plugin_name}"):
                 merged.update(self._numbers(implementation.plugin_name, implementation.function()))
-        if self.drafting is not None:  # plugins say what they have chosen, and after a failure nobody asks them
-            merged["spec/on"] = float(self.drafting)
-        if self.drafting is False:
-            merged.update({name: 0.0 for name in merged if name.startswith("spec/k_b")})
         for_good = self.failed and not self.follows and self._recovery.left is None
         trouble = self._trouble if self.failed else None
-        merged |= in_force(merged.get("spec/state"), self.drafting, self._recovering, trouble, for_good)
+        if self.engines is not None:
+            merged |= self._numbers("engines", table_metrics(self.engines))
+        merged |= in_force(merged.get("spec/state"), self.engines, self.recovering, trouble, for_good)
         merged["spec/failed"] = float(self.failed)
         merged["spec/recoveries"] = float(self._recoveries)
         merged["spec/unproven"] = float(self._unproven)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from spec_plugin.events import EngineSchedule
+
+_SHOWN_SIZES = (1, 8, 32)
+
 
 class _Code(IntEnum):
     """A number, since trainers log floats, and what it means. A number is never given another meaning."""
@@ -82,7 +86,6 @@ _WORK = {
         "rollout_start",
         "rollout_end",
         "rollout statistics",
-        "rollouts",
         "recall",
         "what the engines say of their samples",
         "log-probs that the engines kept",
@@ -112,14 +115,25 @@ def as_metrics(reason: Reason, state: Speculation | None = None) -> dict[str, fl
     return {"spec/state": float(state_of(reason) if state is None else state), "spec/reason": float(reason)}
 
 
+def sizes_shown(most: int) -> list[int]:
+    """Batch sizes whose numbers are logged, of 1 to ``most``."""
+    return [b for b in (*_SHOWN_SIZES, most) if 0 < b <= most]
+
+
+def table_metrics(engines: EngineSchedule) -> dict[str, float]:
+    """``spec/on`` and ``spec/k_b…``: what the engines have confirmed, whatever was chosen for them."""
+    table = () if engines.confirmed is None else engines.confirmed.table
+    return {"spec/on": float(engines.drafting)} | {f"spec/k_b{b}": float(table[b]) for b in sizes_shown(len(table) - 1)}
+
+
 def in_force(
-    chosen: float | None, drafting: bool | None, recovering: bool, trouble: Reason | None, for_good: bool
+    chosen: float | None, engines: EngineSchedule | None, recovering: bool, trouble: Reason | None, for_good: bool
 ) -> dict[str, float]:
     """What is to be logged over the controller's own choice, where more is known; nothing where it holds.
 
     Args:
         chosen: ``spec/state`` of the controller; None without one.
-        drafting: do the engines draft, as far as is known.
+        engines: what they have confirmed; None: nobody has asked them.
         recovering: is this the plain rollout of a fresh start.
         trouble: in what, while it has turned drafts off.
         for_good: and no fresh start follows.
@@ -128,8 +142,9 @@ def in_force(
         return as_metrics(trouble, Speculation.GIVEN_UP if for_good else Speculation.FAILED)
     if recovering:
         return as_metrics(Reason.FRESH_START)
-    if drafting is None:
+    if engines is None:
         return as_metrics(Reason.NO_DRAFT_YET) if chosen is None else {}
+    drafting = engines.drafting
     known = chosen is not None and drafting == (chosen in (Speculation.TRYING, Speculation.SERVING))
     if known or chosen == Speculation.DROPPED:  # it began to draft, whatever it does now
         return {}

@@ -142,7 +142,10 @@ class Installer:
             index = [PYTORCH_CPU_INDEX]
             if not self._has_torch("--index-url", *index):
                 self.torch, index = self.torch.removesuffix("+cpu"), []
-                print(f"make_env: no CPU build of {self.torch} can be had for this Python: another build of several GB", flush=True)
+                print(
+                    f"make_env: no CPU build of {self.torch} can be had for this Python: another build of several GB",
+                    flush=True,
+                )
         if not self.uses_uv:  # pip reads its own configuration
             return [word for url in index for word in ("--extra-index-url", url)]
         options = ["--index-strategy", "unsafe-best-match"]

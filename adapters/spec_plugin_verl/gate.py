@@ -15,6 +15,7 @@ from verl.workers.rollout.replica import RolloutMode
 
 from spec_plugin.adapter import (
     Check,
+    EngineSchedule,
     LosslessError,
     Schedule,
     SelfTestReport,
@@ -116,10 +117,11 @@ class Gate(SpecEngineMethods):
         """Has the gate opened without the actor: what it still says of this sync is for a phase that has begun plain."""
         return self._spec_gone < self._spec_syncs == self._spec_given_up
 
-    async def spec_set_schedule(self, schedule: Schedule) -> None:
+    async def spec_set_schedule(self, schedule: Schedule) -> EngineSchedule:
         """k per batch size for the coming phase; one that is rolled out already stays plain."""
-        if not (self._spec_late and any(schedule.table)):
-            await super().spec_set_schedule(schedule)
+        if self._spec_late and any(schedule.table):
+            return self._spec_front.schedule
+        return await super().spec_set_schedule(schedule)
 
     async def _spec_plain(self) -> None:
         """Nobody has said which draft is in: use none. The gate opens in any case (law 6)."""
@@ -147,10 +149,10 @@ class Gate(SpecEngineMethods):
             await asyncio.sleep(_POLL_S)
         return int(self.global_steps or 0)
 
-    async def spec_go(self, syncs: int, problem: str) -> bool:
-        """The actor has begun the phase after its n-th sync, or the run must stop for this reason; did it come in time."""
+    async def spec_go(self, syncs: int, problem: str) -> EngineSchedule:
+        """The actor has begun the phase after its n-th sync, or the run must stop for this reason; what is in force in it."""
         self._spec_gone, self._spec_problem = syncs, problem
-        return self._spec_given_up < syncs
+        return self._spec_front.schedule
 
     async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
         """The self-test on this engine (law 2); one that is paused between two phases runs for it.

@@ -23,6 +23,7 @@ from torch import Tensor
 from spec_plugin.adapter import (
     ActorsLink,
     EngineLink,
+    EngineSchedule,
     SpecConfigError,
     SpecRun,
     SpecSession,
@@ -108,9 +109,8 @@ class Standalone:
             return
         try:
             with self._run.session.guarded("opening the gate"):  # law 6: the gate has a time-out of its own
-                in_time = asyncio.run(self._link.all("spec_go", self._syncs, problem))
-                if not any(in_time):
-                    self._run.control.went_plain()
+                in_force = asyncio.run(self._link.all("spec_go", self._syncs, problem))
+                self._run.session.engines = EngineSchedule.of_all(in_force)  # a gate may have opened without us
         except BaseException as error:
             self._error = self._error or error
 

@@ -87,8 +87,8 @@ class Steered:
         self._flag.set_schedule(schedule)
         self._flag.take_steps()  # those of other arms
         timing = self._flag.run(prompts, temperature, lengths)
-        rounds, would = (0, ()) if not self._method.remembers else self._flag.rpc("spec_take_shadow")
-        if self._method.remembers:
+        rounds, would = (0, ()) if self._method.memory is None else self._flag.rpc("spec_take_shadow")
+        if self._method.memory is not None:
             self._flag.rpc("spec_take_rollouts")  # the phase is over
         stats = RolloutStats(
             policy_version=phase,

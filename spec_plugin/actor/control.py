@@ -18,6 +18,7 @@ from spec_plugin.answers import many, one
 from spec_plugin.errors import LosslessError
 from spec_plugin.events import (
     DraftRefresh,
+    EngineSchedule,
     EngineState,
     RefreshReport,
     RolloutStats,
@@ -64,14 +65,11 @@ class RolloutControl:
         self.lags = overlaps  # may sequences be older than the policy that recomputes them; see ``agree``
         self._spans = Spans()
         self.policy_version = -1  # of the weights that the engines roll out with
-        self.speculating = False  # was any k > 0 in the current phase; other ranks know it after ``agree``
         self._tested: int | None = None  # draft version of the last self-test
         self._running: int | None = None  # policy version of the phase in progress
         self._recalled = False  # do the engines know what a run before this one has sampled
         self._installed = -1  # draft version that the engines serve
-        self._resting = False  # is this the plain phase of a fresh start
-        self._anew = False  # and was nothing sent to the engines since
-        self._drafts = True  # do the engines draft, as far as is known; until they are told otherwise they do
+        self._anew = False  # was nothing sent to the engines since a fresh start
         self._said: set[str] = set()  # what is said once
         self._slice_ended = time.monotonic()
         if link is not None:
@@ -88,17 +86,23 @@ class RolloutControl:
                 "spec-plugin: spec.self_test=False: nobody tests that the engines sample from the policy (law 2)"
             )
 
+    @property
+    def speculating(self) -> bool:
+        """Do the engines draft in the phase; other ranks know after ``agree``. Before the first phase nothing was sampled."""
+        engines = self.session.engines
+        return engines is not None and engines.drafting
+
     def agree(self) -> None:
         """Make all ranks know whether the phase drafted, and stop speculating together (collective)."""
         session = self.session
         drafted = self.speculating and self.link is not None
         try:
-            self.speculating, self.lags, failed = on_any_rank(
-                drafted, self.lags, session.failed and not session.follows
-            )
+            drafted, self.lags, failed = on_any_rank(drafted, self.lags, session.failed and not session.follows)
         except RanksPartedError as error:
             session.fail("the ranks' agreement", error, for_good=True)
             return
+        if self.link is None:  # which table it is nobody has told this rank
+            session.engines = EngineSchedule(None if drafted else session.plain_schedule)
         session.follow("another rank: its own warning says why" if failed else None)
 
     async def synced(self, event: WeightSync) -> None:
@@ -117,10 +121,9 @@ class RolloutControl:
         if recovers:
             # a plain phase, on which all ranks harvest and train again; what is sent and tested is sent behind the next sync,
             # for which all replicas were waited
-            self._resting = True
             return
-        if self._resting:
-            self._resting, self._tested, self._anew = False, None, True
+        if self.session.recovering:
+            self.session.recovering, self._tested, self._anew = False, None, True
         await self._install(refresh)
 
     async def _reach(self, call: Awaitable[T], seconds: float = 0.0) -> T:
@@ -166,7 +169,7 @@ class RolloutControl:
             self._slice_ended = time.monotonic()  # start-up is no part of the first step
         if not self._recalled and not session.failed:
             await self._recall(link)
-        schedule = session.plain_schedule if self._resting else session.schedule(self.policy_version)
+        schedule = session.plain_schedule if session.recovering else session.schedule(self.policy_version)
         if schedule is not None and any(schedule.table) and self._tested == 0 < self._installed:
             # a newborn draft is never right, so only now can the sampler's accepting half be seen at work
             began = time.monotonic()
@@ -188,27 +191,27 @@ class RolloutControl:
 
         If that is not confirmed either, what they sample counts as drafted (law 3).
         """
-        plain = self.session.plain_schedule
+        session, plain = self.session, self.session.plain_schedule
         tables = [] if schedule is None else [schedule, plain] if any(schedule.table) else [plain]
         for wanted in tables:
-            self._drafts = True  # one of several engines may have taken it before the others failed
-            with self.session.guarded("schedule"):
-                await self._reach(link.set_schedule(replace(wanted, control_share=self._control_share)))
-                self._drafts = any(wanted.table)
+            session.engines = EngineSchedule()  # one of several may have taken it before the others failed
+            with session.guarded("schedule"):
+                wanted = replace(wanted, control_share=self._control_share)
+                session.engines = one(await self._reach(link.set_schedule(wanted)), EngineSchedule, "set_schedule")
                 break
         if schedule is None:
+            session.engines = session.engines or EngineSchedule()
             self._say_once(
                 "spec-plugin: no plugin chooses how much to draft (the plugin controller is blocked, or has no opinion): the "
                 "engines go on with what they have, at their start spec.k=%d tokens for every batch size, also where plain "
                 "decoding is faster; spec.serve has no effect",
-                self.session.config.k,
+                session.config.k,
             )
-        elif self.session.failed and self._drafts:
+        elif session.failed and self.speculating:
             self._say_once(
                 "spec-plugin: the engines have not confirmed that they draft nothing; until they do, what they sample "
                 "counts as drafted. They are asked again before each rollout"
             )
-        self.speculating = self.session.drafting = self._drafts
 
     @property
     def _control_share(self) -> float | None:
@@ -218,10 +221,6 @@ class RolloutControl:
             return None
         return share_for(session.config.control_share, session.judged_together)
 
-    def went_plain(self) -> None:
-        """The engines, all of them, have begun the phase without waiting for us, and draft nothing in it."""
-        self.speculating = self.session.drafting = self._drafts = False
-
     def _say_once(self, text: str, *values: object) -> None:
         if text not in self._said:
             self._said.add(text)
@@ -230,11 +229,10 @@ class RolloutControl:
     async def _recall(self, link: EngineLink) -> None:
         """What a run before this one has sampled."""
         self._recalled = True
-        if not self.session.method.remembers:
-            return
-        with self.session.guarded("recall"):
-            if rollouts := self.session.recall():
-                await self._reach(link.remember(rollouts))
+        if (memory := self.session.method.memory) is not None:
+            with self.session.guarded("recall"):
+                if rollouts := many(memory.recall(), Rollout, "recall"):
+                    await self._reach(link.remember(rollouts))
 
     async def _self_test(self, link: EngineLink) -> None:
         """Test the engines; nothing is found wrong where they do not answer, and nothing is proven.
@@ -280,15 +278,13 @@ class RolloutControl:
         if self._running is None or self.link is None:
             return
         version, self._running = self._running, None
-        remembers, rollouts = self.session.method.remembers and not self.session.failed, None
+        memory = None if self.session.failed else self.session.method.memory
         with self.session.guarded("rollout statistics"):
             stats = one(await self._reach(self.link.stats(version)), RolloutStats, "stats")
-            if remembers:
-                rollouts = many(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts")
             self.lags = self.lags or bool(stats.interrupted)
             self.session.rollout_end(stats)
-            if rollouts is not None:
-                self.session.rollouts(rollouts)
+            if memory is not None:
+                memory.keep(many(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts"))
             await self._audit("rolled out")
 
     @property
@@ -325,12 +321,11 @@ class RolloutControl:
     def train_draft(self, step: int) -> None:
         """One slice of draft training, bounded to ``train_share`` of the whole step, and a head start (collective)."""
         session = self.session
-        wanted = session.head_start(step) if session.config.head_start else 0.0
+        wanted = session.head_start()
         self.agree()  # behind it: who failed there takes no part in the slice
         head_start = 0.0
-        if session.config.head_start:
-            with session.guarded("head start"):
-                head_start = most_of_any_rank(wanted)
+        with session.guarded("head start"):
+            head_start = most_of_any_rank(wanted)
         began = time.monotonic()
         share = session.config.train_share
         session.train_draft(step, share / (1.0 - share) * (began - self._slice_ended) + head_start)
@@ -343,7 +338,9 @@ class RolloutControl:
         if not self.session.config.audit or self.link is None or (self._sleeps and moment == "rolled out"):
             return
         with self.session.guarded("audit"):
-            self.session.audit(one(await self._reach(self.link.state(moment)), EngineState, "state"))
+            state = one(await self._reach(self.link.state(moment)), EngineState, "state")
+            for auditor in self.session.auditors:
+                auditor(state)
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:

@@ -10,7 +10,15 @@ from itertools import zip_longest
 from typing import Any, Protocol
 
 from spec_plugin.errors import stops_the_run
-from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
+from spec_plugin.events import (
+    DraftRefresh,
+    EngineSchedule,
+    EngineState,
+    RefreshReport,
+    RolloutStats,
+    Schedule,
+    SelfTestReport,
+)
 from spec_plugin.rollouts import Rollout
 from spec_plugin.spans import Span
 from spec_plugin.witness import Witness
@@ -26,8 +34,8 @@ class EngineLink(Protocol):
     async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
         """Send a draft and have it installed, all or nothing; ``force`` when its version is not newer."""
 
-    async def set_schedule(self, schedule: Schedule) -> None:
-        """``EngineFront.set_schedule`` on every engine."""
+    async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
+        """``EngineFront.set_schedule`` on every engine; see ``EngineSchedule.of_all``."""
 
     async def self_test(self, seconds: float) -> SelfTestReport:
         """``EngineFront.self_test`` on every engine; see ``merge_reports``."""
@@ -112,9 +120,9 @@ class EnginesLink:
             await self.all("spec_settle", report.installed)
         return report
 
-    async def set_schedule(self, schedule: Schedule) -> None:
+    async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
         """k per batch size."""
-        await self.all("spec_set_schedule", schedule)
+        return EngineSchedule.of_all(await self.all("spec_set_schedule", schedule))
 
     async def self_test(self, seconds: float) -> SelfTestReport:
         """Every engine is tested, all at once."""

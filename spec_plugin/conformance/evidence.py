@@ -142,7 +142,7 @@ class Evidence:
     @property
     def remembers(self) -> bool:
         """Does it draft from rollouts."""
-        return self.method is not None and self.method.remembers
+        return self.method is not None and self.method.memory is not None
 
     @property
     def prefix(self) -> str:

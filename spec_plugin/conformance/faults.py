@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from spec_plugin.conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, Plants
 from spec_plugin.conformance.sessions import session_of, watch_sessions
 from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import EngineState, HiddenStates, LogprobBatch, RolloutStats, StatedLogprobs
+from spec_plugin.events import HiddenStates, LogprobBatch, RolloutStats, StatedLogprobs
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
 from spec_plugin.ranks import is_first
@@ -32,7 +32,6 @@ TOUR = (
     "spec_refreshed",
     "spec_schedule",
     "spec_metrics",
-    "spec_audit",
 )
 #: of an asynchronous trainer, phases after a refusal in which what was planted before may still come, and those to wait for that
 #: before something else is planted; and what is said of it
@@ -183,12 +182,6 @@ class FaultTour:
         """A stop."""
         self._stop_at("spec_metrics")
         return {}
-
-    @hookimpl
-    def spec_audit(self, state: EngineState) -> None:
-        """A stop, before k is chosen."""
-        if state.moment in ("synced", "refreshed"):
-            self._stop_at("spec_audit")
 
     @hookimpl
     def spec_save(self, path: Path) -> None:

@@ -23,17 +23,16 @@ _FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "spec_method": ("spec_load", "spec_weight_sync"),
     "spec_load": ("spec_load", "spec_method", "spec_weight_sync"),
     "spec_weight_sync": ("spec_draft_weights",),
-    "spec_draft_weights": ("spec_refreshed", "spec_weight_sync", "spec_engine_ready", "spec_recall", "spec_schedule"),
-    "spec_refreshed": ("spec_weight_sync", "spec_load", "spec_engine_ready", "spec_recall", "spec_schedule"),
-    "spec_engine_ready": ("spec_recall", "spec_schedule"),
-    "spec_recall": ("spec_schedule",),
+    "spec_draft_weights": ("spec_refreshed", "spec_weight_sync", "spec_engine_ready", "memory_recall", "spec_schedule"),
+    "spec_refreshed": ("spec_weight_sync", "spec_load", "spec_engine_ready", "memory_recall", "spec_schedule"),
+    "spec_engine_ready": ("memory_recall", "spec_schedule"),
+    "memory_recall": ("spec_schedule",),
     "spec_schedule": ("spec_engine_ready", "spec_schedule", "spec_rollout_start"),
     "spec_rollout_start": ("spec_rollout_end",),
-    "spec_rollout_end": ("spec_rollouts", "spec_target_forward", "spec_check_logprobs"),
-    "spec_rollouts": ("spec_target_forward", "spec_check_logprobs"),
-    "spec_target_forward": ("spec_target_forward", "spec_check_logprobs", "spec_head_start", "spec_train_draft"),
-    "spec_check_logprobs": ("spec_target_forward", "spec_check_logprobs", "spec_head_start", "spec_train_draft"),
-    "spec_head_start": ("spec_train_draft",),
+    "spec_rollout_end": ("memory_keep", "spec_target_forward", "spec_check_logprobs"),
+    "memory_keep": ("spec_target_forward", "spec_check_logprobs"),
+    "spec_target_forward": ("spec_target_forward", "spec_check_logprobs", "spec_train_draft"),
+    "spec_check_logprobs": ("spec_target_forward", "spec_check_logprobs", "spec_train_draft"),
     "spec_train_draft": ("spec_weight_sync",),
 }
 #: and where phases overlap with training, which then last from one weight sync to the next
@@ -42,8 +41,10 @@ _OVERLAPPING: Mapping[str, tuple[str, ...]] = {
     "spec_train_draft": ("spec_rollout_end", "spec_target_forward", "spec_check_logprobs", "spec_draft_weights"),
     "spec_refreshed": ("spec_rollout_end", "spec_target_forward", "spec_check_logprobs"),  # eager_refresh
     "spec_rollout_end": ("spec_weight_sync",),
-    "spec_rollouts": ("spec_weight_sync",),
+    "memory_keep": ("spec_weight_sync",),
 }
+#: how the names begin of what a session calls: its plugins' hooks, its method's memory, and who audits it
+_SESSIONS = ("spec_", "memory_", "audit")
 #: hooks that are judged apart, or by others
 _ANYWHERE = ("spec_metrics", "spec_save", "spec_recover")
 #: a hook that may come where another may
@@ -65,7 +66,7 @@ def actor(trace: Trace, watched: bool = False) -> list[Event]:
     if not rolling:
         return []
     busiest = max(rolling, key=lambda s: sessions[s])
-    found = (e for e in trace if e["session"] == busiest and (watched or e["hook"].startswith("spec_")))
+    found = (e for e in trace if e["session"] == busiest and (watched or e["hook"].startswith(_SESSIONS)))
     return sorted(found, key=lambda e: e["event"])
 
 
@@ -76,7 +77,7 @@ def of(trace: Trace, *hooks: str) -> list[Event]:
 
 def audits(trace: Trace, *moments: str) -> list[Event]:
     """The engine's states at these moments."""
-    return [e for e in of(trace, "spec_audit") if e["moment"] in moments]
+    return [e for e in of(trace, "audit") if e["moment"] in moments]
 
 
 def at_least(found: Sequence[object], count: int, what: str) -> list[str]:
@@ -121,7 +122,7 @@ def order(trace: Trace, harvests: bool = True, remembers: bool = False, asynchro
         remembers: does it draft from rollouts.
         asynchronous: may phases overlap with training.
     """
-    events = [e for e in actor(trace) if e["hook"] != "spec_audit"]
+    events = [e for e in actor(trace) if e["hook"] != "audit"]
     if not events:
         return ["no session fired spec_rollout_start"]
     problems = [] if events[0]["hook"] == "spec_configure" else [f"{events[0]['hook']} came before spec_configure"]
@@ -131,7 +132,7 @@ def order(trace: Trace, harvests: bool = True, remembers: bool = False, asynchro
         if after not in may:
             problems.append(f"{after} came after {before}; expected {' or '.join(may)}")
     needed = ["spec_check_logprobs", "spec_train_draft", "spec_weight_sync"]
-    needed += ["spec_target_forward"] * harvests + ["spec_rollouts"] * remembers
+    needed += ["spec_target_forward"] * harvests + ["memory_keep"] * remembers
     return problems + _each_step(events, needed, asynchronous)
 
 
@@ -170,7 +171,7 @@ def installed_draft(trace: Trace) -> list[str]:
             published = e["published"]
         elif e["hook"] == "spec_refreshed" and not e["installed"]:
             problems.append(f"the engine refused draft {e['sent_version']}: {e['reason']}")
-        elif e["hook"] in ("spec_audit", "engine_state") and e["moment"] in ("refreshed", "rollout") and published:
+        elif e["hook"] in ("audit", "engine_state") and e["moment"] in ("refreshed", "rollout") and published:
             held = [e["draft_version"], e["draft_digest"]]
             if held != published:
                 problems.append(
@@ -348,9 +349,9 @@ def resumed(first: Trace, second: Trace) -> list[str]:
 
 def recalled(first: Trace, second: Trace) -> list[str]:
     """After kill and resume the engines are told, before the first rollout, what the first run had sampled and saved."""
-    if not sum(e["rollouts"] for e in of(first, "spec_rollouts")):
+    if not sum(e["rollouts"] for e in of(first, "memory_keep")):
         return ["the method was told of no rollout before the kill"]
-    told = [e for e in of(second, "spec_recall", "spec_rollout_start") if e["hook"] == "spec_recall"]
+    told = [e for e in of(second, "memory_recall", "spec_rollout_start") if e["hook"] == "memory_recall"]
     problems = [] if of(first, "spec_save") else ["spec_save was never fired before the kill"]
     if not told:
         return [*problems, "the resumed run never asked what to remember"]

@@ -25,6 +25,7 @@ from spec_plugin.conformance.plants import Plants
 from spec_plugin.conformance.sessions import session_of, watch_sessions
 from spec_plugin.conformance.watch import (
     CONFIGURATION,
+    Write,
     sampling_of,
     watch_engine,
     watch_harvests,
@@ -35,7 +36,6 @@ from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import (
     DraftRefresh,
     Drafts,
-    EngineState,
     HiddenStates,
     LogprobBatch,
     RefreshReport,
@@ -47,7 +47,7 @@ from spec_plugin.events import (
     WeightSync,
 )
 from spec_plugin.hookspecs import hookimpl
-from spec_plugin.method import Method
+from spec_plugin.method import Memory, Method
 from spec_plugin.rollouts import Rollout
 
 #: packs of hidden states that one process keeps
@@ -89,14 +89,14 @@ class Recorder:
         method = yield
         if method is None:
             return None
-        original = method.model
+        original, memory = method.model, method.memory
 
         def model() -> Path | str | None:
             self._write("spec_method")
             watch_engine(Plants(self._folder), self._write)  # if it has come only now
             return original()
 
-        return replace(method, model=model)
+        return replace(method, model=model, memory=None if memory is None else _Noted(memory, self._write))
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
@@ -107,6 +107,7 @@ class Recorder:
         if (session := session_of(self)) is not None:
             watch_metrics(session, self._write)
             watch_harvests(session, self._write)
+            session.auditors.append(lambda state: self._write("audit", **asdict(state)))
         self._write(
             "spec_configure",
             method=config.method,
@@ -132,18 +133,6 @@ class Recorder:
     def spec_rollout_end(self, stats: RolloutStats) -> None:
         """A phase is complete."""
         self._write("spec_rollout_end", **asdict(stats))
-
-    @hookimpl
-    def spec_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """What a method that remembers is told."""
-        self._write("spec_rollouts", rollouts=len(rollouts), tokens=sum(len(r.response) // 4 for r in rollouts))
-
-    @hookimpl(wrapper=True)
-    def spec_recall(self) -> Generator[None, Sequence[Rollout] | None, Sequence[Rollout] | None]:
-        """What it tells engines that are new."""
-        rollouts = yield
-        self._write("spec_recall", rollouts=len(rollouts or ()))
-        return rollouts
 
     @hookimpl
     def spec_target_forward(self, hidden: HiddenStates) -> None:
@@ -221,11 +210,6 @@ class Recorder:
             return True
         return False
 
-    @hookimpl
-    def spec_head_start(self, step: int) -> None:
-        """Asked before each slice; the answer is somebody else's."""
-        self._write("spec_head_start", step=step)
-
     @hookimpl(wrapper=True)
     def spec_train_draft(self, step: int, seconds: float) -> Generator[None, Any, Any]:
         """The slice that the draft gets."""
@@ -280,11 +264,6 @@ class Recorder:
         return schedule
 
     @hookimpl
-    def spec_audit(self, state: EngineState) -> None:
-        """What the engine really holds."""
-        self._write("spec_audit", **asdict(state))
-
-    @hookimpl
     def spec_metrics(self) -> dict[str, float]:
         """The trainer logs; nothing is added."""
         session = session_of(self)
@@ -300,6 +279,22 @@ class Recorder:
     def spec_load(self, path: Path) -> None:
         """The trainer resumes."""
         self._write("spec_load", path=str(path), found=path.exists())
+
+
+class _Noted:
+    """A method's memory, and what it is told and tells."""
+
+    def __init__(self, memory: Memory, write: Write) -> None:
+        self._memory, self._write = memory, write
+
+    def keep(self, rollouts: Sequence[Rollout]) -> None:
+        self._write("memory_keep", rollouts=len(rollouts))
+        self._memory.keep(rollouts)
+
+    def recall(self) -> Sequence[Rollout]:
+        rollouts = self._memory.recall()
+        self._write("memory_recall", rollouts=len(rollouts))
+        return rollouts
 
 
 def log_probs_of(hidden: HiddenStates, head: Tensor) -> list[list[float]]:

@@ -233,7 +233,7 @@ def weights_arrived(trace: Trace) -> list[str]:
                 f"step {e['step']}: the {' and the '.join(e['changed'])} that the weight sync announced changed with the update: "
                 "no copies, but the policy's own, so the draft learns from another policy than sampled"
             )
-        if e["hook"] == "spec_audit" and e["moment"] == "synced":
+        if e["hook"] == "audit" and e["moment"] == "synced":
             held = e
         elif e["hook"] == "spec_weight_sync" and held is not None:
             for name, key in (("embedding", "embed_digest"), ("head", "head_digest")):

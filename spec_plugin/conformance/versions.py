@@ -28,7 +28,7 @@ def policy_versions(trace: Trace, asynchronous: bool = False) -> list[str]:
         if hook == "spec_weight_sync":
             current = e["policy_version"]
             continue
-        engine = hook == "spec_audit"
+        engine = hook == "audit"
         if "policy_version" not in e or current is None or (engine and e["moment"] in ("synced", "refreshed")):
             continue
         where = f"the engine ({e['moment']})" if engine else hook

@@ -327,9 +327,10 @@ def _clocks(original: Any) -> Any:
 
 def _schedules(original: Any, write: Write) -> Any:
     @functools.wraps(original)
-    async def set_schedule(self: Any, schedule: Any) -> None:
-        await original(self, schedule)
-        write("engine_schedule", engine=_number(self.engine), table=list(schedule.table))
+    async def set_schedule(self: Any, schedule: Any) -> Any:
+        found = await original(self, schedule)
+        write("engine_schedule", engine=_number(self.engine), table=list(found.confirmed.table))
+        return found
 
     return set_schedule
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
+from spec_plugin.events import (
+    DraftRefresh,
+    EngineSchedule,
+    EngineState,
+    RefreshReport,
+    RolloutStats,
+    Schedule,
+    SelfTestReport,
+)
 from spec_plugin.rollouts import Rollout
 from spec_plugin.spans import Span
 from spec_plugin.witness import Witness
@@ -24,9 +32,9 @@ class SpecEngineMethods:
         """After a refresh with ``hold``: keep it, or go back to the draft before."""
         await self._spec_front.settle(keep)
 
-    async def spec_set_schedule(self, schedule: Schedule) -> None:
+    async def spec_set_schedule(self, schedule: Schedule) -> EngineSchedule:
         """k per batch size for the coming phase."""
-        await self._spec_front.set_schedule(schedule)
+        return await self._spec_front.set_schedule(schedule)
 
     async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
         """The self-test on this engine, one of so many (law 2)."""

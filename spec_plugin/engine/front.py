@@ -28,7 +28,15 @@ from spec_plugin.engine.selftest.test import questions_and_noise, run_self_test
 from spec_plugin.engine.states import check_states, for_states, turned_off
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError, pass_on
-from spec_plugin.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, Schedule, SelfTestReport
+from spec_plugin.events import (
+    DraftRefresh,
+    EngineSchedule,
+    EngineState,
+    RefreshReport,
+    RolloutStats,
+    Schedule,
+    SelfTestReport,
+)
 from spec_plugin.folders import memory, own_folder, sweep_own
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
@@ -57,7 +65,7 @@ class EngineFront:
         self.policy_version = -1  # of the weights that roll out, as the actor announced them
         config = session.config
         self._group = ControlGroup(config.control_share, config.k, config.seed)
-        self._schedule: Schedule | None = None  # of this phase, if it is known to be in force
+        self.schedule = EngineSchedule()  # in force
         self.interrupted = False  # were requests ever cut short, to go on under the next policy; the adapter says so
         self._flights = Flights()
         self._order = asyncio.Lock()
@@ -145,7 +153,9 @@ class EngineFront:
         if one.version is not None:  # of all of it, whatever came in between
             request, version = Request(request.number, one.version), one.version
         with self.noting("which policy version sampled a response"):
-            self._flights.landed(request, prompt, one.response, version, self.drafting, one.control, one.log_probs)
+            self._flights.landed(
+                request, prompt, one.response, version, self.schedule.drafting, one.control, one.log_probs
+            )
             if one.log_probs is not None and not one.asked:
                 tokens = tuple(map(int, (*prompt, *one.response)))
                 self.witnesses.append(Witness(tokens, tuple(one.log_probs)))
@@ -159,7 +169,7 @@ class EngineFront:
 
     def control(self) -> Control | None:
         """Is the next request one of the control group: then the tokens that it samples without drafts."""
-        control = self._group.draw() if self.drafting else None
+        control = self._group.draw() if self.schedule.drafting else None
         return replace(control, first=0) if control is not None and self.stateful else control
 
     @contextmanager
@@ -187,7 +197,7 @@ class EngineFront:
         sampled: Mapping[int, int] | None = None
         with self.noting("which policy version samples which token of a response that a weight sync cut"):
             sampled = await asyncio.wait_for(in_flight(self.engine), self.session.config.refresh_timeout_s)
-        self._flights.pause(sampled, self.policy_version, self.drafting)
+        self._flights.pause(sampled, self.policy_version, self.schedule.drafting)
 
     def resumed(self) -> None:
         """It samples again, and requests are let in."""
@@ -202,11 +212,6 @@ class EngineFront:
     def stateful(self) -> bool:
         """Does the target keep recurrent states: then not everything may change while requests are in flight."""
         return keeps_states(self.session.target.hf_config)
-
-    @property
-    def drafting(self) -> bool:
-        """Does any batch size of this phase draft; yes, as long as it is not known (law 3): an engine starts with drafts."""
-        return self._schedule is None or any(self._schedule.table)
 
     async def arrives(self, sampling: Mapping[str, Any]) -> None:
         """Before each request: where validation came first, the rollouts after it begin a phase of their own.
@@ -231,8 +236,8 @@ class EngineFront:
 
     async def _begin_anew(self) -> None:
         try:
-            if self._schedule is not None:
-                await self.set_schedule(self._schedule)
+            if self.schedule.confirmed is not None:
+                await self.set_schedule(self.schedule.confirmed)
             await take_steps(self.engine)
         except Exception as error:  # law 6: the rollouts are sampled either way
             pass_on(error)
@@ -282,25 +287,24 @@ class EngineFront:
         """Every worker lets go of the draft before the last one, or goes back to it."""
         await self.engine.collective_rpc("spec_settle", args=(keep,))
 
-    async def set_schedule(self, schedule: Schedule) -> None:
+    async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
         """k per batch size for the coming phase; a draft that no batch size uses is paused (needs a fresh prefix cache).
 
         Where this raises, it is not known what is in force, and all that is sampled counts as drafted.
         """
         if self.stateful:
             k = self.session.config.k
-            current = k if self._schedule is None else max(self._schedule.table)
-            schedule = for_states(schedule, k, current, self.busy)
+            schedule = for_states(schedule, k, k * self.schedule.drafting, self.busy)
         share = schedule.control_share
         self._group.share = self.session.config.control_share if share is None else share
-        self._schedule = None
+        self.schedule = EngineSchedule()
         await self.engine.reset_prefix_cache()
-        await put_in_force(self.engine, schedule.table, schedule.break_even)
-        self._schedule = schedule
+        self.schedule = await put_in_force(self.engine, replace(schedule, control_share=self._group.share))
+        return self.schedule
 
     async def go_plain(self) -> None:
         """Draft nothing until the next ``set_schedule``, whatever the actor would have said."""
-        await self.set_schedule(Schedule((0,) * (self.session.target.max_num_seqs + 1)))
+        await self.set_schedule(self.session.plain_schedule)
         self.reset_phase()
 
     @property
@@ -334,7 +338,7 @@ class EngineFront:
             adapter=await self._served_adapter(),
         )
         report = await run_self_test(self.engine, plan)
-        if self.session.method.remembers:
+        if self.session.method.memory is not None:
             await self.engine.collective_rpc("spec_forget_rollouts")  # the test's own questions
         self.reset_phase()
         return report
@@ -366,7 +370,7 @@ class EngineFront:
             accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
             steps=steps,
             interrupted=self.interrupted,
-            **(await self._shadow() if self.session.method.remembers else {}),
+            **(await self._shadow() if self.session.method.memory is not None else {}),
         )
 
     async def _shadow(self) -> dict[str, Any]:
@@ -397,9 +401,7 @@ class EngineFront:
         """Counters and clock start anew; requests in flight go on counting, of a paused engine under this policy version."""
         self.witnesses: deque[Witness] = deque(maxlen=KEPT)  # of requests whose log-probs the trainer did not ask for
         self._flights.begin(policy_version)
-        self._validated = self._rollouts_began = (
-            False  # requests of another sampling, and rollouts, since the phase began
-        )
+        self._validated = self._rollouts_began = False  # see ``arrives``
         self._counters = read_spec_counters()
 
 

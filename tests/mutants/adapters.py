@@ -16,8 +16,8 @@ _REFUSED = ("test_check_command_verl.py::test_an_objection_names_the_option_and_
 MUTATIONS = (
     Mutation(
         "adapters/spec_plugin_verl/gate.py",
-        "        if not (self._spec_late and any(schedule.table)):\n            await super()",
-        "        if True:\n            await super()",
+        "        if self._spec_late and any(schedule.table):\n            return self",
+        "        if False:\n            return self",
         "law 6: an actor that is late turns drafts on in a phase that was begun without",
         ("test_verl_gate.py",),
     ),

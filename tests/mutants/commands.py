@@ -51,9 +51,9 @@ MUTATIONS = (
         ("test_speculation.py",),
     ),
     Mutation(
-        "spec_plugin/session.py",
-        "        self._recovering = False\n        with",
-        "        with",
+        "spec_plugin/actor/control.py",
+        "self.session.recovering, self._tested, self._anew = False, None, True",
+        "self._tested, self._anew = None, True",
         "a run that drafts again is logged as one that recovers",
         ("test_speculation.py",),
     ),

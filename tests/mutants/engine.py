@@ -117,22 +117,24 @@ MUTATIONS = (
     ),
     Mutation(
         _FRONT,
-        "        await self.engine.reset_prefix_cache()\n        await put_in_force(",
-        "        await put_in_force(",
+        "        await self.engine.reset_prefix_cache()\n        self.schedule = await put_in_force(",
+        "        self.schedule = await put_in_force(",
         "a draft reads a KV cache with holes",
         ("engine/test_front_phase.py",),
     ),
     Mutation(
         _CHANNEL,
-        "    if not any(table):\n        await pause_idle_draft(engine, table)\n",
+        "    if not any(table):\n        paused = await pause_idle_draft(engine, table)\n",
         "",
         "law 7: plain phases pay for a draft that nobody uses",
         ("engine/test_front_phase.py",),
     ),
     Mutation(
         _CHANNEL,
-        "    if any(table):\n        await pause_idle_draft(engine, table)\n    await set_schedule(engine, table, break_even)\n",
-        "    await set_schedule(engine, table, break_even)\n    if any(table):\n        await pause_idle_draft(engine, table)\n",
+        "    if any(table):\n        await pause_idle_draft(engine, table)\n"
+        "    state = await set_schedule(engine, table, schedule.break_even)\n",
+        "    state = await set_schedule(engine, table, schedule.break_even)\n"
+        "    if any(table):\n        await pause_idle_draft(engine, table)\n",
         "law 2: a table asks for drafts that nobody makes, and stale rows are verified",
         ("engine/test_schedule_order.py",),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from spec_plugin.actor.control import RolloutControl
 from spec_plugin.events import (
     DraftRefresh,
     Drafts,
+    EngineSchedule,
     EngineState,
     RefreshReport,
     RolloutStats,
@@ -76,12 +77,13 @@ TIME_OUT, ANSWERS = "time-out", ("wrong type", "None", "NaN")
 
 _NAN = math.nan
 WITH_NAN: dict[str, Any] = {
-    "spec_recall": [_NAN],
-    "spec_head_start": _NAN,
+    "memory.recall": [_NAN],
+    "controller.head_start": _NAN,
     "spec_draft_weights": _NAN,
     "spec_schedule": Schedule((_NAN,) * (TARGET.max_num_seqs + 1)),  # type: ignore[arg-type]
     "spec_metrics": {"spec/mine": _NAN},
     "link.install": RefreshReport(True, _NAN, "", _NAN),  # type: ignore[arg-type]
+    "link.set_schedule": EngineSchedule(Schedule((_NAN,) * (TARGET.max_num_seqs + 1)), _NAN),  # type: ignore[arg-type]
     "link.self_test": SelfTestReport((), _NAN),
     "link.stats": RolloutStats(0, 1, _NAN, _NAN),  # type: ignore[arg-type]
     "link.share_rollouts": [_NAN],
@@ -135,7 +137,7 @@ class FakeLink:
         before, fails = self.table, self.calls.count("set_schedule") < self.fault.times
         fails = fails and self.fault.call == "link.set_schedule" and self.fault.kind not in ANSWERS
         self.table = before if fails and not self.takes_it_first else schedule.table
-        return await self._answer("set_schedule", None)
+        return await self._answer("set_schedule", EngineSchedule(schedule))
 
     async def self_test(self, seconds: float) -> Any:
         return await self._answer("self_test", SelfTestReport((), 1.0))
@@ -162,24 +164,29 @@ class FakeLink:
         return await self._answer("state", EngineState(moment, 0, 0, "", ""))
 
 
+class Remembered:
+    """Rollouts of a run before."""
+
+    def keep(self, rollouts: Sequence[Rollout]) -> None:
+        pass
+
+    def recall(self) -> Sequence[Rollout]:
+        return [Rollout(b"", b"\3\0\0\0")]
+
+
 class Drafter:
-    """A method that remembers, a draft of one tensor, and rollouts of a run before."""
+    """A method that remembers, and a draft of one tensor."""
+
+    def __init__(self) -> None:
+        self.memory = Remembered()
 
     @hookimpl
     def spec_method(self) -> Method:
-        return Method("eagle3", {}, harvest=(), ready=True, remembers=True)
+        return Method("eagle3", {}, harvest=(), ready=True, memory=self.memory)
 
     @hookimpl
     def spec_draft_weights(self, event: Any) -> DraftRefresh:
         return DraftRefresh(event.policy_version, event.policy_version, {"w": torch.zeros(1)}, "0")
-
-    @hookimpl
-    def spec_recall(self) -> list[Rollout]:
-        return [Rollout(b"", b"\3\0\0\0")]
-
-    @hookimpl
-    def spec_head_start(self) -> float:
-        return 0.01
 
 
 def broken_plugin(fault: Fault) -> object:
@@ -189,15 +196,34 @@ def broken_plugin(fault: Fault) -> object:
     return type("Broken", (), {fault.call: hookimpl(tryfirst=True)(hook)})()
 
 
+#: what a session calls beside hooks: the method's memory, the controller's word to the trainer, and the kit's ear
+NO_HOOKS = ("memory.keep", "memory.recall", "controller.head_start", "auditor")
+USUAL = object()
+
+
+def listen(session: SpecSession, call: str, answer: Callable[[], Any]) -> None:
+    """Ask here first, at each such call; what comes is the answer to it, unless it is ``USUAL``."""
+    owner: Any = session.manager.get_plugin("controller") if "controller" in call else session.method.memory
+    name = call.partition(".")[2]
+    usual = getattr(owner, name, None) if name else None
+
+    def called(*args: Any) -> Any:
+        found = answer()
+        return found if found is not USUAL or usual is None else usual(*args)
+
+    setattr(owner, name, called) if name else session.auditors.append(called)
+
+
 def make(fault: Fault, link: FakeLink | None = None, overlaps: bool = True, **options: Any) -> RolloutControl:
     manager = create_manager(block=("eagle3",), load_entry_points=False)
     manager.register(Drafter())
     if fault.call.startswith("spec_"):
         manager.register(broken_plugin(fault), name="broken")
     config = {"serve": "always", "audit": True, "eager_refresh": True, "refresh_timeout_s": 0.01} | options
-    return RolloutControl(
-        SpecSession(SpecConfig(**config), TARGET, manager), link or FakeLink(fault), overlaps=overlaps
-    )
+    session = SpecSession(SpecConfig(**config), TARGET, manager)
+    if fault.call in NO_HOOKS:
+        listen(session, fault.call, fault.answer)
+    return RolloutControl(session, link or FakeLink(fault), overlaps=overlaps)
 
 
 def steps(control: RolloutControl, folder: Path, count: int = 3) -> Iterator[dict[str, float]]:

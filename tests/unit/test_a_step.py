@@ -19,12 +19,14 @@ from spec_plugin.actor.decoder import Decoder
 from spec_plugin.actor.harvest import DecoderHarvest
 from spec_plugin.actor.links import ActorsLink, EngineLink, LocalLink
 from spec_plugin.actor.run import Responses, SpecRun
+from spec_plugin.builtin.break_even.controller import BreakEvenController
 from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.schedule import scheduler, utilities
 from spec_plugin.events import RolloutStats
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.manager import create_manager
+from spec_plugin.method import Memory
 from spec_plugin.session import SpecSession
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "a-step.md").read_text()
@@ -33,7 +35,7 @@ HOOKS = {name for name in vars(hookspecs) if name.startswith("spec_")}
 #: who has what is called at an arrow that ends there; the control reaches the front through a link
 CALLED: dict[str, tuple[Any, ...]] = {
     "C": (SpecRun,),
-    "P": (hookspecs,),
+    "P": (hookspecs, Memory, BreakEvenController),
     "F": (EngineLink, EngineFront),
     "K": (utilities,),
     "W": (SpecWorkerExtension,),

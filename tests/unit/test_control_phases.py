@@ -12,7 +12,15 @@ from test_training import TARGET, sync
 from spec_plugin import LosslessError, SpecConfig
 from spec_plugin.actor import control as control_module
 from spec_plugin.actor.control import RolloutControl
-from spec_plugin.events import Check, DraftRefresh, RefreshReport, RolloutStats, Schedule, SelfTestReport
+from spec_plugin.events import (
+    Check,
+    DraftRefresh,
+    EngineSchedule,
+    RefreshReport,
+    RolloutStats,
+    Schedule,
+    SelfTestReport,
+)
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
@@ -38,8 +46,9 @@ class Engines:
             self.served = refresh.draft_version
         return RefreshReport(not self.refuses, self.served, "", 1.0, "refused" if self.refuses else "")
 
-    async def set_schedule(self, schedule: Schedule) -> None:
+    async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
         self.calls.append("schedule")
+        return EngineSchedule(schedule)
 
     async def self_test(self, seconds: float) -> SelfTestReport:
         self.calls.append("self-test")

@@ -17,7 +17,7 @@ from test_training import TARGET, sync
 
 from spec_plugin import SpecConfig, hookimpl
 from spec_plugin.actor.control import RolloutControl
-from spec_plugin.events import DraftRefresh, RefreshReport, Schedule
+from spec_plugin.events import DraftRefresh, EngineSchedule, RefreshReport, Schedule
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span
@@ -92,12 +92,13 @@ def test_law_3_what_engines_sample_that_confirm_nothing_counts_as_drafted_and_th
 
 def test_law_3_engines_that_were_plain_and_took_a_table_without_saying_so_count_as_drafting(tmp_path):
     class Forgetful(FakeLink):
-        async def set_schedule(self, schedule: Schedule) -> None:
+        async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
             known = "set_schedule" not in self.calls
             self.calls.append("set_schedule")
             self.table = schedule.table if known or any(schedule.table) else self.table
             if not known:
                 raise ConnectionError("the answer was lost")
+            return EngineSchedule(schedule)
 
     class PlainAtFirst:
         @hookimpl(tryfirst=True)

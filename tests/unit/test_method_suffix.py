@@ -45,7 +45,7 @@ def plugin(**options: Any) -> SuffixMethod:
 def test_what_the_engine_is_told_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = method(monkeypatch, k=6, memory_tokens=2048)
     check_speculative_config(found.speculative_config(), device_type="cpu")
-    assert found.ready and found.ragged and found.remembers and found.harvest is None and found.draft is None
+    assert found.ready and found.ragged and found.memory is not None and found.harvest is None and found.draft is None
     assert found.worker_settings()["proposer_options"] == {"most_tokens": 2048}
 
 
@@ -63,24 +63,24 @@ def test_options_of_a_draft_are_refused(monkeypatch: pytest.MonkeyPatch, name: s
 
 def test_what_was_sampled_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     before = plugin()
-    assert before.spec_recall() is None and before.spec_metrics() == {}
+    assert before.recall() == [] and before.spec_metrics() == {}
     before.spec_save(tmp_path / "early")
     assert not (tmp_path / "early").exists(), "nothing was sampled yet"
     first = [Rollout(ids(1, 2, 3), ids(4, 5)), Rollout(ids(7), ids()), Rollout(ids(1, 2, 3), ids(6))]
-    before.spec_rollouts(first)
-    before.spec_rollouts([Rollout(ids(9), ids(9, 9))])
+    before.keep(first)
+    before.keep([Rollout(ids(9), ids(9, 9))])
     before.spec_save(tmp_path)
     assert [f.name for f in tmp_path.iterdir()] == ["rollouts.safetensors"]
     after = plugin()
     after.spec_load(tmp_path)
-    assert after.spec_recall() == before.spec_recall() == [first[1], first[0], first[2], Rollout(ids(9), ids(9, 9))]
+    assert after.recall() == before.recall() == [first[1], first[0], first[2], Rollout(ids(9), ids(9, 9))]
     assert after.spec_metrics() == before.spec_metrics() == {"spec/memory_tokens": 13.0}
 
 
 @pytest.mark.parametrize("broken", ["cut", "text", "lengths"])
 def test_a_broken_memory_is_lost_and_said_so(tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture) -> None:
     saved = plugin()
-    saved.spec_rollouts([Rollout(ids(1, 2), ids(3))])
+    saved.keep([Rollout(ids(1, 2), ids(3))])
     saved.spec_save(tmp_path)
     (file,) = tmp_path.iterdir()
     if broken == "cut":
@@ -94,18 +94,18 @@ def test_a_broken_memory_is_lost_and_said_so(tmp_path: Path, broken: str, caplog
         save_file({"tokens": np.arange(3, dtype=np.int32), "lengths": lengths}, file)
     resumed = plugin()
     resumed.spec_load(tmp_path)
-    assert resumed.spec_recall() is None
+    assert resumed.recall() == []
     assert "cannot be read, so they are lost" in caplog.text
-    resumed.spec_rollouts([Rollout(ids(1, 2), ids(3))])
-    assert resumed.spec_recall() == [Rollout(ids(1, 2), ids(3))]
+    resumed.keep([Rollout(ids(1, 2), ids(3))])
+    assert resumed.recall() == [Rollout(ids(1, 2), ids(3))]
 
 
 def test_no_more_is_kept_than_asked() -> None:
     small = plugin(memory_tokens=1024)
     for phase in range(40):
-        small.spec_rollouts([Rollout(ids(phase), ids(*range(100)))])
+        small.keep([Rollout(ids(phase), ids(*range(100)))])
     assert small.spec_metrics()["spec/memory_tokens"] == 10 * 101
-    assert [r.prompt for r in small.spec_recall() or ()] == [ids(p) for p in range(10)]
+    assert [r.prompt for r in small.recall()] == [ids(p) for p in range(10)]
 
 
 def test_what_drafting_would_have_accepted_is_what_the_controller_expects() -> None:

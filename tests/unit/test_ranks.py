@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,17 +91,15 @@ class Broken:
     """A third party's plugin that raises in one hook on one rank, once."""
 
     def __init__(self, hook: str, rank: int) -> None:
+        self.head_start = partial(self._at, "head_start")
         self._armed = dist.get_rank() == rank
         self._hook = hook
 
-    def _at(self, hook: str) -> None:
+    def _at(self, hook: str) -> float:
         if self._armed and hook == self._hook:
             self._armed = False
             raise RuntimeError("planted")
-
-    @hookimpl
-    def spec_head_start(self) -> None:
-        self._at("spec_head_start")
+        return 0.0
 
     @hookimpl
     def spec_train_draft(self) -> None:
@@ -119,7 +118,8 @@ def three_steps(rank: int, hook: str, where: int) -> list[Any]:
     """Trainer steps of both ranks; after each, has speculation failed here, is it for another rank's sake, which draft."""
     target = replace(TARGET, actor_group=dist.group.WORLD)
     session = SpecSession(SpecConfig(train_max_steps=2), target)
-    session.manager.register(Broken(hook, where))
+    session.manager.unregister(name="controller")
+    session.manager.register(Broken(hook, where), name="controller")
     control = RolloutControl(session, None)
     out = []
     for version in range(3):
@@ -135,7 +135,7 @@ def three_steps(rank: int, hook: str, where: int) -> list[Any]:
 
 CASES = [
     (hook, rank)
-    for hook in ("spec_head_start", "spec_train_draft", "spec_weight_sync", "spec_target_forward")
+    for hook in ("head_start", "spec_train_draft", "spec_weight_sync", "spec_target_forward")
     for rank in (0, 1)
 ]
 

@@ -14,7 +14,7 @@ from test_training import TARGET, hidden, sync
 
 from spec_plugin import LosslessError, SpecConfig, hookimpl
 from spec_plugin.actor.control import RolloutControl
-from spec_plugin.events import Check, DraftRefresh, RefreshReport, Schedule, SelfTestReport
+from spec_plugin.events import Check, DraftRefresh, EngineSchedule, RefreshReport, Schedule, SelfTestReport
 from spec_plugin.manager import create_manager
 from spec_plugin.recovery import FIRST, Recovery
 from spec_plugin.session import SpecSession
@@ -44,9 +44,10 @@ class Engines(FakeLink):
         await self._asked("self_test")
         return self.report
 
-    async def set_schedule(self, schedule: Schedule) -> None:
+    async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
         await self._asked("drafts" if any(schedule.table) else "plain")
-        await super().set_schedule(schedule)
+        answer: EngineSchedule = await super().set_schedule(schedule)
+        return answer
 
 
 class Run:

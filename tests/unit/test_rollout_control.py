@@ -17,6 +17,7 @@ from spec_plugin.actor.harvest import DecoderHarvest
 from spec_plugin.events import (
     DraftRefresh,
     Drafts,
+    EngineSchedule,
     EngineState,
     RefreshReport,
     RolloutStats,
@@ -41,8 +42,9 @@ class Engines:
         self.calls.append("install")
         return RefreshReport(True, refresh.draft_version, refresh.digest, 1.0)
 
-    async def set_schedule(self, schedule: Any) -> None:
+    async def set_schedule(self, schedule: Any) -> EngineSchedule:
         self.calls.append("set schedule")
+        return EngineSchedule(schedule)
 
     async def self_test(self, seconds: float) -> SelfTestReport:
         self.calls.append("self-test")
@@ -69,8 +71,9 @@ def test_law_3_the_engines_are_told_how_many_requests_each_judged_batch_needs_in
     """Synchronous: as many as the options say. Else six sequences of those that are judged together, once that is known."""
     engines, told = Engines(), []
 
-    async def set_schedule(schedule: Schedule) -> None:
+    async def set_schedule(schedule: Schedule) -> EngineSchedule:
         told.append(schedule.control_share)
+        return EngineSchedule(schedule)
 
     engines.set_schedule = set_schedule  # type: ignore[method-assign]
     session = SpecSession(SpecConfig(), TARGET, create_manager(load_entry_points=False))
@@ -126,15 +129,13 @@ class Memory:
 
     @hookimpl(tryfirst=True)
     def spec_method(self) -> Method:
-        return Method("eagle3", {}, ready=True, ragged=True, remembers=True)
+        return Method("eagle3", {}, ready=True, ragged=True, memory=self)
 
-    @hookimpl
-    def spec_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+    def keep(self, rollouts: Sequence[Rollout]) -> None:
         self.heard += rollouts
 
-    @hookimpl
-    def spec_recall(self) -> Sequence[Rollout] | None:
-        return self.old or None
+    def recall(self) -> Sequence[Rollout]:
+        return self.old
 
 
 def remembering(engines: Remembering, memory: Memory) -> RolloutControl:

@@ -16,7 +16,7 @@ from spec_plugin import LogprobProvenanceError, SpecConfig, hookimpl
 from spec_plugin.actor.links import LocalLink
 from spec_plugin.actor.run import Responses, SpecRun
 from spec_plugin.errors import WrongOrderError
-from spec_plugin.events import Drafts, LogprobBatch, StatedLogprobs, WeightSync
+from spec_plugin.events import Drafts, EngineSchedule, LogprobBatch, StatedLogprobs, WeightSync
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span, span_of
@@ -332,8 +332,9 @@ def test_engines_of_this_process_are_called_on_their_own_loop(elsewhere):
     where: list[bool] = []
 
     class Engine:
-        async def spec_set_schedule(self, schedule: Any) -> None:
+        async def spec_set_schedule(self, schedule: Any) -> EngineSchedule:
             where.append(asyncio.get_running_loop() is loop)
+            return EngineSchedule()
 
     link = LocalLink([Engine(), Engine()], 5.0, loop if elsewhere else None)
     asyncio.run(link.set_schedule(None))  # type: ignore[arg-type]

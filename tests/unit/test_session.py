@@ -17,6 +17,7 @@ from spec_plugin import (
 from spec_plugin.errors import PatchError
 from spec_plugin.events import (
     Drafts,
+    EngineSchedule,
     HiddenStates,
     RefreshReport,
     RolloutStats,
@@ -51,7 +52,6 @@ GUARDED = (
     "spec_rollout_start",
     "spec_rollout_end",
     "spec_target_forward",
-    "spec_head_start",
     "spec_train_draft",
     "spec_weight_sync",
     "spec_draft_weights",
@@ -91,7 +91,7 @@ def step(session: SpecSession, version: int, folder: Path) -> dict[str, float]:
     if version == 0:
         plain, drafting = StepTiming(SEQS, 0, True, 1.0, 100), StepTiming(SEQS, 3, False, 1.5, 100)
         session.engine_ready(SelfTestReport((), 1.0, (plain, drafting)))
-    session.schedule(version)
+    session.engines = EngineSchedule(session.schedule(version))
     session.rollout_start(version)
     session.rollout_end(
         RolloutStats(version, 2, n, 0.5, 100, 300, 200, (90, 70, 40), (StepTiming(2, 3, False, 1.5, 3),))
@@ -111,7 +111,7 @@ def step(session: SpecSession, version: int, folder: Path) -> dict[str, float]:
     for speculating in (False, True):
         drafts = Drafts.ON if speculating else Drafts.OFF
         session.check_logprobs(batch_of(version, logprobs, logprobs.clone(), mask, drafts))
-    session.head_start(version)
+    session.head_start()
     session.train_draft(version, 0.2)
     session.save(folder)
     return session.metrics()

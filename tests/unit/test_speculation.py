@@ -15,8 +15,8 @@ from test_session import TARGET, raising, session_with
 
 from spec_plugin import SpecConfig, hookimpl
 from spec_plugin.builtin.break_even.controller import Brake
-from spec_plugin.events import RolloutStats, Schedule
-from spec_plugin.speculation import _WORK, Reason, Speculation, in_force, state_of, trouble_in
+from spec_plugin.events import EngineSchedule, RolloutStats, Schedule
+from spec_plugin.speculation import _WORK, Reason, Speculation, in_force, state_of, table_metrics, trouble_in
 
 ROOT = Path(__file__).resolve().parents[2]
 S, R = Speculation, Reason
@@ -85,7 +85,37 @@ def test_codes_below_ten_draft_and_those_from_twenty_on_are_trouble():
 )
 def test_what_is_known_beyond_the_controllers_choice_is_logged_over_it(known, state, reason):
     expected = {} if state is None else {"spec/state": float(state), "spec/reason": float(reason)}
-    assert in_force(*known) == expected
+    chosen, drafts, *rest = known
+    assert in_force(chosen, None if drafts is None else drafting(drafts), *rest) == expected
+
+
+def drafting(drafts: bool) -> EngineSchedule:
+    return EngineSchedule(Schedule((int(drafts),)))
+
+
+def test_how_much_is_drafted_is_logged_as_the_engines_have_confirmed_it():
+    assert table_metrics(EngineSchedule()) == {"spec/on": 1.0}, "law 3: until they say so they are not plain"
+    table = (0, 3, *[2] * 7, 1)
+    shown = {"spec/k_b1": 3.0, "spec/k_b8": 2.0, "spec/k_b9": 1.0}
+    assert table_metrics(EngineSchedule(Schedule(table))) == {"spec/on": 1.0} | shown
+    assert table_metrics(EngineSchedule(Schedule((0,) * 10), paused=True)) == dict.fromkeys(("spec/on", *shown), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("of", "confirmed", "drafts"),
+    [
+        ("pdp", "d", True),
+        ("ppp", "p", False),
+        ("p?p", "?", True),
+        ("d?d", "?", True),
+        ("?p", "?", True),
+        ("p", "p", False),
+    ],
+)
+def test_law_3_several_engines_are_plain_if_all_of_them_say_so(of, confirmed, drafts):
+    each = {"d": drafting(True), "p": drafting(False), "?": EngineSchedule()}
+    found = EngineSchedule.of_all([each[engine] for engine in of])
+    assert found == each[confirmed] and found.drafting == drafts
 
 
 def test_a_new_draft_is_untried_until_it_promises_enough_then_serves_and_rests():
@@ -180,7 +210,7 @@ def test_trouble_of_another_rank_is_said_to_be_there_and_no_more_than_that_is_kn
 def test_without_the_controller_a_step_still_logs_its_state():
     session = session_with(block=["controller"])
     assert logged(session) == (S.UNTRIED, R.NO_DRAFT_YET)
-    session.drafting = True
+    session.engines = EngineSchedule()
     assert logged(session) == (S.SERVING, R.DECIDED_ELSEWHERE)
 
 
@@ -191,7 +221,7 @@ def test_a_plugin_that_chooses_k_before_the_controller_is_seen():
             return Schedule((0, *[1] * TARGET.max_num_seqs))
 
     session = session_with(Mine())
-    session.drafting = any(session.schedule(0).table)
+    session.engines = EngineSchedule(session.schedule(0))
     assert logged(session) == (S.SERVING, R.DECIDED_ELSEWHERE)
 
 

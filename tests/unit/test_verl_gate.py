@@ -15,7 +15,7 @@ from spec_plugin_verl_check.options import dies_of_its_own_log
 from verl.workers.rollout.replica import RolloutMode
 
 from spec_plugin import LosslessError, SpecConfig, SpecConfigError
-from spec_plugin.events import Schedule, SelfTestReport
+from spec_plugin.events import EngineSchedule, Schedule, SelfTestReport
 
 
 class Front:
@@ -27,14 +27,19 @@ class Front:
         self.plain = self.tested = 0
         self.broken: Exception | None = None
         self.schedules: list[Schedule] = []
+        self.schedule = EngineSchedule()
 
-    async def set_schedule(self, schedule: Schedule) -> None:
+    async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
         self.schedules.append(schedule)
+        self.schedule = EngineSchedule(schedule)
+        return self.schedule
 
     async def go_plain(self) -> None:
         self.plain += 1
+        self.schedule = EngineSchedule()
         if self.broken is not None:
             raise self.broken
+        self.schedule = EngineSchedule(NOTHING)
 
     async def self_test(self, seconds: float, engines: int) -> SelfTestReport:
         self.tested += 1
@@ -227,21 +232,21 @@ def test_law_6_an_actor_that_is_late_changes_nothing_in_the_phase_that_has_begun
         seen.append(await asyncio.wait_for(server.spec_at_gate(1), 1.0))
         report = await server.spec_self_test(1.0)
         seen.append((report.passed, report.out_of_time))
-        await server.spec_set_schedule(DRAFTS)
+        seen.append((await server.spec_set_schedule(DRAFTS)).drafting)
         await server.spec_set_schedule(NOTHING)
         seen.append(list(server._spec_front.schedules))
-        seen.append(await server.spec_go(1, ""))
+        seen.append((await server.spec_go(1, "")).drafting)
         server._spec_front.busy = False
         await server.set_global_steps(2)
         opening = asyncio.ensure_future(server.open_submission_gate())
         await server.spec_at_gate(2)
         await server.spec_set_schedule(DRAFTS)
-        seen.append(await server.spec_go(2, ""))
+        seen.append((await server.spec_go(2, "")).drafting)
         await opening
         seen.append(list(server._spec_front.schedules))
         return [*seen, server._spec_front.plain]
 
-    assert run(scene()) == [1, (False, True), [NOTHING], False, True, [NOTHING, DRAFTS], 1]
+    assert run(scene()) == [1, (False, True), False, [NOTHING], False, True, [NOTHING, DRAFTS], 1]
 
 
 def test_law_6_the_gate_of_the_next_sync_is_not_open_because_the_one_before_was_given_up():

@@ -15,35 +15,36 @@ from spec_plugin_verl.weights import PolicyTap
 
 from spec_plugin import LosslessError, SpecConfig
 from spec_plugin.actor.run import SpecRun
+from spec_plugin.events import EngineSchedule, Schedule
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
+
+DRAFTS, NOTHING = (Schedule((0,) + (k,) * TARGET.max_num_seqs) for k in (3, 0))
 
 
 class Servers:
     """A link that knows whether requests were let in, and why not."""
 
     def __init__(self, broken: str = "", error: BaseException | None = None) -> None:
-        self.broken, self.error, self.went, self.in_time = broken, error, [], True
+        self.broken, self.error, self.went = broken, error, []
+        self.in_force = [EngineSchedule(DRAFTS), EngineSchedule(NOTHING)]
 
     async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         if method == "spec_go":
             self.went.append(args)
         if method == self.broken and self.error is not None:
             raise self.error
-        return [self.in_time, False] if method == "spec_go" else [7, 7]
+        return self.in_force if method == "spec_go" else [7, 7]
 
 
 class Control:
     """Where something may fail."""
 
     def __init__(self, session: SpecSession, error: BaseException | None) -> None:
-        self.session, self.error, self.versions, self.plain = session, error, [], False
+        self.session, self.error, self.versions = session, error, []
 
     async def synced(self, event: Any) -> None:
         self.versions.append(event.policy_version)
-
-    def went_plain(self) -> None:
-        self.plain = True
 
     async def begin(self) -> None:
         if self.error is not None:
@@ -67,13 +68,18 @@ def test_the_next_phase_begins_behind_the_weights():
     assert actor.control.versions == [7] and servers.went == [(1, "")]
 
 
-@pytest.mark.parametrize("in_time", [True, False])
-def test_law_6_an_actor_that_no_engine_has_waited_for_knows_that_the_phase_is_plain(in_time):
+@pytest.mark.parametrize(
+    ("in_force", "drafts"), [((DRAFTS, NOTHING), True), ((NOTHING, NOTHING), False), ((NOTHING, None), True)]
+)
+def test_law_6_an_actor_that_no_engine_has_waited_for_knows_that_the_phase_is_plain_if_all_of_them_say_so(
+    in_force, drafts
+):
     servers = Servers()
-    servers.in_time = in_time
+    servers.in_force = list(map(EngineSchedule, in_force))
     actor, _ = synced(link=servers)
     actor.wait()
-    assert actor.control.plain == (not in_time) and not actor.control.session.failed
+    session = actor.control.session
+    assert session.engines is not None and session.engines.drafting == drafts and not session.failed
 
 
 @pytest.mark.parametrize("error", [LosslessError("not the target"), KeyboardInterrupt(), SystemExit(3)], ids=repr)

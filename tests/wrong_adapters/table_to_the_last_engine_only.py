@@ -5,15 +5,16 @@ from __future__ import annotations
 from minimal_adapter import driver
 from minimal_adapter.pair import PairAdapter, PairLink
 
-from spec_plugin.adapter import Schedule
+from spec_plugin.adapter import EngineSchedule, Schedule
 
 CAUGHT_BY = "every_engine_is_told"
 ONLY = True
 
 
 class LastOnly(PairLink):
-    async def set_schedule(self, schedule: Schedule) -> None:
-        await self.call(self.engines()[-1], "spec_set_schedule", schedule)
+    async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
+        answer: EngineSchedule = await self.call(self.engines()[-1], "spec_set_schedule", schedule)
+        return answer
 
 
 class Adapter(PairAdapter):

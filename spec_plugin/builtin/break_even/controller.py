@@ -28,7 +28,7 @@ from spec_plugin.events import (
 )
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import KNOWS_NOTHING, Method
-from spec_plugin.speculation import Reason, Speculation, as_metrics
+from spec_plugin.speculation import Reason, Speculation, as_metrics, sizes_shown
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ _BREAK_EVEN_UNKNOWN = 1.5
 _HOPED_CHANCE, _PAYS_BACK_WITHIN = 0.7, 3
 #: bytes that the sampler may take on a card, outside of what vLLM has counted
 _SAMPLER_ROOM = 2 << 30
-_SHOWN_SIZES = (1, 8, 32)
 
 
 class Brake:
@@ -320,9 +319,10 @@ class BreakEvenController:
         """What can be drafted."""
         return (0, most) if self._method.whole else range(most + 1)
 
-    @hookimpl
-    def spec_head_start(self, step: int) -> float | None:
-        """More time for a newborn draft, as long as nothing is drafted: each step without it costs what it would save.
+    def head_start(self) -> float:
+        """Seconds that the next slice of training may take beyond its share; of all ranks' answers the largest holds.
+
+        A newborn draft gets them, as long as nothing is drafted: each step without it costs what it would save.
 
         What it would save is what the cost model says of a draft that has learnt for one step; where not even that would be
         faster than plain decoding, or where it is good enough already, nothing is granted.
@@ -331,13 +331,13 @@ class BreakEvenController:
         config = self._config
         wanted = self._newborn and config.serve == "auto" and not self._fixed
         if not wanted or not self._knows_nothing or not self._load or self.cost.problem is not None:
-            return None
+            return 0.0
         nothing = plan.nothing(self._target.max_num_seqs).table
         if (
             self.acceptance_curve
             and plan.best(self.cost, self.acceptance_curve, self._load, nothing, self._ks(config.k)).speculates
         ):
-            return None
+            return 0.0
         hoped = plan.best(self.cost, (_HOPED_CHANCE,), self._load, nothing, self._ks(config.k)).speedup
         saved = self._plain_seconds * (1.0 - 1.0 / hoped)
         left = config.head_start * self._plain_seconds - self._granted
@@ -359,19 +359,17 @@ class BreakEvenController:
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
         """What was chosen, what it is expected to do, and what it did."""
-        table, size = self._plan.table, len(self._plan.table) - 1
+        size = len(self._plan.table) - 1
         trusted = self.cost.problem is None  # looks at every cell
-        out = {"spec/on": float(self._plan.speculates), "spec/dropped": float(self._dropped)}
+        out = {"spec/dropped": float(self._dropped)}
         out |= as_metrics(
             self._plan.reason, Speculation.DROPPED if self._dropped and not self._plan.speculates else None
         )
         out["spec/head_start_ms"] = self._head_start * 1e3
-        sizes = [b for b in (*_SHOWN_SIZES, size) if 0 < b <= size]
-        out.update({f"spec/k_b{b}": float(table[b]) for b in sizes})
         if self._config.break_even is not None and size:
             out[f"spec/break_even_b{size}"] = self._config.break_even
         elif trusted:
-            out.update({f"spec/break_even_b{b}": self.cost.break_even(b, self._config.k) for b in sizes})
+            out.update({f"spec/break_even_b{b}": self.cost.break_even(b, self._config.k) for b in sizes_shown(size)})
         if self._plan.speculates and trusted:
             out["spec/speedup_predicted"] = self._plan.speedup
         if self._realised is not None:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class SuffixMethod:
             ragged=True,
             proposer="spec_plugin.engine.suffix.proposer:prepare",
             proposer_options={"most_tokens": config.memory_tokens},
-            remembers=True,
+            memory=self,
         )
 
     @hookimpl
@@ -79,25 +79,20 @@ class SuffixMethod:
         """How much to remember."""
         self._latest = Latest(config.memory_tokens)
 
-    @hookimpl
-    def spec_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Keep the latest."""
+    def keep(self, rollouts: Iterable[Rollout]) -> None:
+        """The latest, as far as there is room for them."""
+        assert self._latest is not None
         self._phase += 1
         for rollout in rollouts:
-            self._keep(rollout)
+            number = next(self._numbers)
+            self._rollouts[number] = rollout
+            for _, old in self._latest.add(rollout.prompt, number, rollout.tokens, self._phase):
+                del self._rollouts[old]
 
-    def _keep(self, rollout: Rollout) -> None:
-        assert self._latest is not None
-        number = next(self._numbers)
-        self._rollouts[number] = rollout
-        for _, old in self._latest.add(rollout.prompt, number, rollout.tokens, self._phase):
-            del self._rollouts[old]
-
-    @hookimpl
-    def spec_recall(self) -> Sequence[Rollout] | None:
+    def recall(self) -> list[Rollout]:
         """All of them."""
         assert self._latest is not None
-        return [self._rollouts[number] for _, number in self._latest] if self._rollouts else None
+        return [self._rollouts[number] for _, number in self._latest]
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
@@ -111,7 +106,7 @@ class SuffixMethod:
             return
         from safetensors.numpy import save_file
 
-        kept = self.spec_recall() or ()
+        kept = self.recall()
         tokens = np.frombuffer(b"".join(part for r in kept for part in (r.prompt, r.response)), dtype=np.int32)
         lengths = np.array([[len(r.prompt) // 4, len(r.response) // 4] for r in kept], dtype=np.int64).reshape(-1, 2)
         path.mkdir(parents=True, exist_ok=True)
@@ -137,9 +132,5 @@ class SuffixMethod:
                 "spec-plugin: the remembered rollouts in %s cannot be read, so they are lost: %s", path, error
             )
             return
-        self._phase += 1
-        at = 0
-        for prompt, response in lengths.tolist():
-            middle, end = at + prompt, at + prompt + response
-            self._keep(Rollout(tokens[at:middle].tobytes(), tokens[middle:end].tobytes()))
-            at = end
+        parts = np.split(tokens, lengths.ravel().cumsum()[:-1])
+        self.keep(Rollout(p.tobytes(), r.tobytes()) for p, r in zip(parts[::2], parts[1::2], strict=True))

@@ -7,13 +7,14 @@ without ``scheduler_cls=SCHEDULER``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from spec_plugin.engine.schedule.scheduler import SCHEDULER
 from spec_plugin.errors import PatchError
-from spec_plugin.events import StepTiming
+from spec_plugin.events import EngineSchedule, Schedule, StepTiming
 
 
 async def take_steps(engine: AsyncLLM) -> tuple[StepTiming, ...]:
@@ -31,12 +32,12 @@ async def set_schedule(engine: AsyncLLM, table: Sequence[int], break_even: Seque
     return state
 
 
-async def pause_idle_draft(engine: AsyncLLM, table: Sequence[int]) -> None:
-    """Leave the draft's forward pass out while the table is all zero (needs ``SpecWorkerExtension``; see ``pause``)."""
-    await _call(engine, "spec_pause", not any(table))
+async def pause_idle_draft(engine: AsyncLLM, table: Sequence[int]) -> bool:
+    """Leave the draft's forward pass out while the table is all zero (needs ``SpecWorkerExtension``; see ``pause``); is it."""
+    return bool(await _call(engine, "spec_pause", not any(table)))
 
 
-async def put_in_force(engine: AsyncLLM, table: Sequence[int], break_even: Sequence[float] = ()) -> None:
+async def put_in_force(engine: AsyncLLM, schedule: Schedule) -> EngineSchedule:
     """Install a table, with the draft paused if and only if no batch size of it drafts; requests may be in flight.
 
     At no moment does the table ask for drafts that a paused draft does not make: V2 would verify what it drafted long ago, for
@@ -45,11 +46,13 @@ async def put_in_force(engine: AsyncLLM, table: Sequence[int], break_even: Seque
     Raises:
         ValueError: if the engine refuses the table; the old one stays in force.
     """
+    table, paused = schedule.table, False
     if any(table):
         await pause_idle_draft(engine, table)
-    await set_schedule(engine, table, break_even)
+    state = await set_schedule(engine, table, schedule.break_even)
     if not any(table):
-        await pause_idle_draft(engine, table)
+        paused = await pause_idle_draft(engine, table)
+    return EngineSchedule(replace(schedule, table=tuple(state["table"])), paused)
 
 
 async def in_flight(engine: AsyncLLM) -> dict[int, int]:

@@ -16,6 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from spec_plugin.engine.schedule.channel import put_in_force
 from spec_plugin.engine.schedule.plain import PLAIN
 from spec_plugin.engine.selftest.verdicts import Sampled
+from spec_plugin.events import Schedule
 
 T = TypeVar("T")
 
@@ -119,8 +120,7 @@ async def calibrate(
             if begin + took.get(batch, latest) > deadline:
                 return
             for width in ks:
-                table = [width] * entries
-                await put_in_force(probe.engine, table)
+                await put_in_force(probe.engine, Schedule((width,) * entries))
                 await gather_or_cancel([_run(probe, prompts[i % len(prompts)], params) for i in range(batch)])
             took[batch] = latest = time.perf_counter() - begin
 

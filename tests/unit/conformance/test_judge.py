@@ -134,14 +134,14 @@ def test_metrics_before_the_drafts_training_are_seen():
 def test_a_version_that_stands_still_is_seen():
     trace = Trace()
     for event in trace.events:
-        if event.get("policy_version") == 2 and event["hook"] != "spec_audit":
+        if event.get("policy_version") == 2 and event["hook"] != "audit":
             event["policy_version"] = 1
     assert "expected steps of one" in versions.policy_versions(trace.events)[0]
 
 
 def test_an_engine_with_another_version_is_seen():
     trace = Trace()
-    trace.find("spec_audit", moment="rollout", policy_version=2)["policy_version"] = 1
+    trace.find("audit", moment="rollout", policy_version=2)["policy_version"] = 1
     one(versions.policy_versions(trace.events), "the engine (rollout) has policy version 1")
 
 
@@ -165,7 +165,7 @@ def test_sequences_that_do_not_say_are_seen():
 @pytest.mark.parametrize("moment", ["refreshed", "rollout"])
 def test_another_draft_in_the_engine_is_seen(moment):
     trace = Trace()
-    trace.find("spec_audit", 2, moment=moment)["draft_digest"] = "d1"
+    trace.find("audit", 2, moment=moment)["draft_digest"] = "d1"
     one(judge.installed_draft(trace.events), f"{moment}: the engine holds draft 2 (d1…), published was 2 (d2…)")
 
 
@@ -177,7 +177,7 @@ def test_a_refused_refresh_is_seen():
 
 def test_a_refresh_that_writes_into_the_target_is_seen():
     trace = Trace()
-    trace.find("spec_audit", 2, moment="refreshed")["target_digest"] = "changed"
+    trace.find("audit", 2, moment="refreshed")["target_digest"] = "changed"
     one(judge.target_untouched(trace.events), "changed the target's weights")
 
 
@@ -191,14 +191,14 @@ def test_weights_that_did_not_arrive_are_seen():
 
 def test_weights_that_arrive_after_the_draft_are_seen():
     trace = Trace()
-    trace.find("spec_audit", 2, moment="rollout")["target_digest"] = "later"
+    trace.find("audit", 2, moment="rollout")["target_digest"] = "later"
     one(judge.target_first(trace.events), "other target weights")
 
 
 @pytest.mark.parametrize("moment", ["synced", "refreshed", "rollout"])
 def test_requests_that_run_before_the_phase_has_begun_are_seen(moment):
     trace = Trace()
-    trace.find("spec_audit", 2, moment=moment)["admitted"] = 3
+    trace.find("audit", 2, moment=moment)["admitted"] = 3
     one(judge.target_first(trace.events), f"3 requests ran while policy version {2 - (moment != 'rollout')} gave way")
 
 
@@ -262,11 +262,11 @@ def test_a_run_that_stands_still_after_a_fault_is_seen():
     events = tour()
     events[5]["policy_version"] = events[4]["policy_version"]
     one(judge.faults(events), "did not move on")
-    one(judge.faults(tour()[: -3 - 2 * len(WRONG)]), "spec_audit: no rollout came after the fault")
+    one(judge.faults(tour()[: -3 - 2 * len(WRONG)]), "spec_metrics: no rollout came after the fault")
 
 
 def test_speculation_that_never_comes_back_and_hooks_that_never_fire_are_seen():
-    one(judge.faults(tour()[: -2 - 2 * len(WRONG)]), "spec_audit: nothing was drafted after")
+    one(judge.faults(tour()[: -2 - 2 * len(WRONG)]), "spec_metrics: nothing was drafted after")
     events = [e for e in tour() if e.get("hook") != "spec_refreshed"]
     one(judge.faults(events), "spec_refreshed was never reached")
 
@@ -340,11 +340,11 @@ def remembered(hook: str, **what):
 
 
 def test_a_memory_that_does_not_come_back_is_seen():
-    first = [remembered("spec_rollout_start"), remembered("spec_rollouts", rollouts=4), remembered("spec_save")]
-    second = [remembered("spec_recall", rollouts=4), remembered("spec_rollout_start")]
+    first = [remembered("spec_rollout_start"), remembered("memory_keep", rollouts=4), remembered("spec_save")]
+    second = [remembered("memory_recall", rollouts=4), remembered("spec_rollout_start")]
     assert judge.recalled(first, second) == []
     assert judge.recalled(first[:2], second) == ["spec_save was never fired before the kill"]
     assert judge.recalled(first[:1], second) == ["the method was told of no rollout before the kill"]
     assert judge.recalled(first, second[1:]) == ["the resumed run never asked what to remember"]
-    empty = [remembered("spec_recall", rollouts=0), remembered("spec_rollout_start")]
+    empty = [remembered("memory_recall", rollouts=0), remembered("spec_rollout_start")]
     assert judge.recalled(first, empty) == ["the resumed run had nothing to remember"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from spec_plugin.events import (
     StatedLogprobs,
     WeightSync,
 )
+from spec_plugin.hookspecs import hookimpl
 from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
 from spec_plugin.rollouts import Rollout
@@ -43,11 +45,8 @@ def test_every_hook_of_a_session_is_recorded_and_nothing_fails(tmp_path):
     session.method.speculative_config()
     step(session, 0, tmp_path / "a")
     assert not session.failed, session.failure
-    session.audit(EngineState("synced", 0, 0, "d", "t"))
-    session.recall()
     session.check_stated(stated())
     session.recover()
-    session.rollouts([Rollout(b"", b"\0\0\0\0")])
     trace = read_trace(tmp_path / "r")
     from spec_plugin import hookspecs
 
@@ -56,6 +55,35 @@ def test_every_hook_of_a_session_is_recorded_and_nothing_fails(tmp_path):
     assert [e["published"] is not None for e in trace if e["hook"] == "spec_draft_weights"] == [True]
     for check in judge.of(trace, "spec_check_logprobs"):
         assert not check["caught"]["unchanged"]
+
+
+class Remembers:
+    """A method, and its memory."""
+
+    @hookimpl
+    def spec_method(self) -> Method:
+        return Method("suffix", {}, memory=self)
+
+    def keep(self, rollouts: Sequence[Rollout]) -> None:
+        self.kept = [*rollouts]
+
+    def recall(self) -> list[Rollout]:
+        return self.kept
+
+
+def test_what_is_no_hook_is_recorded_too(tmp_path):
+    config = SpecConfig.parse({"method": "suffix", "audit": True, "plugins": [recorder(tmp_path)]})
+    manager = create_manager(("suffix",), config.plugins, load_entry_points=False)
+    manager.register(Remembers())
+    session = SpecSession(config, TARGET, manager)
+    assert session.method.memory is not None
+    session.method.memory.keep([Rollout(b"", b"\0\0\0\0")])
+    assert session.method.memory.recall() == [Rollout(b"", b"\0\0\0\0")]
+    audit(session, 7)
+    *_, kept, recalled, audited = read_trace(tmp_path)
+    assert (kept["hook"], kept["rollouts"]) == ("memory_keep", 1)
+    assert (recalled["hook"], recalled["rollouts"]) == ("memory_recall", 1)
+    assert (audited["hook"], audited["policy_version"]) == ("audit", 7) and not session.failed
 
 
 def test_packs_come_back_as_they_were(tmp_path):
@@ -99,6 +127,13 @@ def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
     assert [e["hook"] for e in read_trace(tmp_path)] == ["a"]
 
 
+def audit(session: SpecSession, version: int) -> None:
+    """As the control has it."""
+    with session.guarded("audit"):
+        for auditor in session.auditors:
+            auditor(EngineState("synced", version, 0, "", ""))
+
+
 def drive(
     session: SpecSession,
     steps: int,
@@ -109,7 +144,7 @@ def drive(
     """Steps as an adapter drives them; the engine drafts as the table says, and says wrong what is planted."""
     k = (0,)
     for version in range(steps):
-        session.audit(EngineState("synced", version, 0, "", ""))
+        audit(session, version)
         weights = torch.randn(64, 32, generator=torch.Generator().manual_seed(version))
         refresh = session.weight_sync(WeightSync(version, weights, weights))
         if refresh is not None:
@@ -126,7 +161,7 @@ def drive(
         if bypassed:
             session.check_stated(stated(version, engine))
         session.check_logprobs(batch(version, engine))
-        session.head_start(version)
+        session.head_start()
         session.train_draft(version, 0.0)
         session.metrics()
 

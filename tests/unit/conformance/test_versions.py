@@ -29,7 +29,7 @@ class Lagging(Trace):
         for end in ends:
             later = [e for e in self.events if e["event"] > end["event"] and e["hook"] == "spec_metrics"]
             end["event"] = later[0]["event"] + 0.5
-        self.events = [e for e in self.events if e["hook"] != "spec_audit" or e["moment"] != "rolled out"]
+        self.events = [e for e in self.events if e["hook"] != "audit" or e["moment"] != "rolled out"]
         return self
 
     def check(self, version: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Trace:
         state = {"draft_version": draft, "draft_digest": f"d{draft}", "target_digest": f"t{digest}", "admitted": 0}
         state |= {"embed_digest": f"e{digest}", "head_digest": f"h{digest}"}
         self.add("engine_state", session="e", engine=0, moment=moment, policy_version=policy, **state)
-        self.add("spec_audit", moment=moment, policy_version=policy, **state)
+        self.add("audit", moment=moment, policy_version=policy, **state)
 
     def sync(self, version: int, draft: int) -> None:
         self.audit("synced", version - 1, draft - 1, version)
@@ -109,7 +109,6 @@ class Trace:
             plain=0,
         )
         self.add("policy_update", optimizer="AdamW")
-        self.add("spec_head_start", step=version)
         self.add("spec_train_draft", step=version, changed=[])
         self.add("spec_metrics", failure=None)
         self.add("handed_metrics", values=handed(version + 1))

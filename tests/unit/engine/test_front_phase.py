@@ -39,7 +39,7 @@ class Engine:
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         self.calls.append(method)
-        return self.answers.get(method)
+        return {"table": args[0]} if method == "spec_set_schedule" else self.answers.get(method)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self.calls.append(method)
@@ -160,10 +160,12 @@ def test_what_a_phase_did_is_what_the_counters_have_moved_by(front, counters):
 
 def test_a_table_is_set_behind_a_fresh_prefix_cache_and_a_draft_that_nobody_uses_is_paused(front):
     asyncio.run(front.set_schedule(Schedule(TABLE)))
-    assert front.engine.calls == ["reset_prefix_cache", "spec_pause", "spec_set_schedule"] and front.drafting
+    assert front.engine.calls == ["reset_prefix_cache", "spec_pause", "spec_set_schedule"] and front.schedule.drafting
     front.engine.calls.clear()
     asyncio.run(front.go_plain())
-    assert front.engine.calls == ["reset_prefix_cache", "spec_set_schedule", "spec_pause"] and not front.drafting
+    assert (
+        front.engine.calls == ["reset_prefix_cache", "spec_set_schedule", "spec_pause"] and not front.schedule.drafting
+    )
 
 
 def test_workers_that_serve_different_drafts_are_an_error(front):

@@ -11,7 +11,7 @@ from test_training import TARGET
 from spec_plugin import SpecConfig
 from spec_plugin.engine.control import Control
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.events import Schedule
+from spec_plugin.events import EngineSchedule, Schedule
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Spans
@@ -30,7 +30,7 @@ def sampled(engine: EngineFront, prompt: list[int], response: list[int], version
 
 def front(k: int) -> EngineFront:
     out = EngineFront(SpecSession(SpecConfig(control_share=0.0), TARGET, create_manager(load_entry_points=False)), None)
-    out._schedule = Schedule((0, *[k] * TARGET.max_num_seqs))
+    out.schedule = EngineSchedule(Schedule((0, *[k] * TARGET.max_num_seqs)))
     return out
 
 
@@ -59,7 +59,7 @@ def test_of_a_drafted_request_only_the_control_groups_stretch_is_plain():
 def test_each_part_of_a_response_that_was_cut_short_is_kept():
     engine = front(3)
     sampled(engine, PROMPT, RESPONSE[:40], 4)
-    engine._schedule = Schedule((0,) * (TARGET.max_num_seqs + 1))
+    engine.schedule = EngineSchedule(Schedule((0,) * (TARGET.max_num_seqs + 1)))
     sampled(engine, PROMPT + RESPONSE[:40], RESPONSE[40:], 5)
     assert kept(engine) == ([4] * 40 + [5] * 60, [False] * 40 + [True] * 60)
 

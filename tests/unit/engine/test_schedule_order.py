@@ -18,6 +18,7 @@ from spec_plugin.engine.schedule.channel import put_in_force
 from spec_plugin.engine.selftest import probe as probes
 from spec_plugin.engine.selftest.probe import calibrate
 from spec_plugin.engine.selftest.test import restore
+from spec_plugin.events import EngineSchedule, Schedule
 
 SEQS, K = 4, 3
 
@@ -65,8 +66,9 @@ DRAFTS, NOTHING = [K] * (SEQS + 1), [0] * (SEQS + 1)
 def test_law_2_a_table_is_changed_while_requests_run(first):
     engine = Running(list(first), paused=not any(first))
     for table in (NOTHING, DRAFTS, DRAFTS, NOTHING, NOTHING, DRAFTS):
-        asyncio.run(put_in_force(engine, table))
+        said = asyncio.run(put_in_force(engine, Schedule(tuple(table))))
         assert engine.table == table and engine.paused == (not any(table))
+        assert said == EngineSchedule(Schedule(tuple(table)), paused=engine.paused), "it says what is in force"
     assert engine.stale == []
 
 
@@ -76,7 +78,7 @@ def test_law_2_a_table_that_is_refused_leaves_no_draft_paused_under_one_that_dra
         engine.refuses = True
         for table in (DRAFTS, NOTHING):
             with pytest.raises(ValueError, match="refused"):
-                asyncio.run(put_in_force(engine, table))
+                asyncio.run(put_in_force(engine, Schedule(tuple(table))))
         assert engine.stale == []
 
 
