@@ -443,7 +443,7 @@ def test_make_env_installs_again_when_either_project_file_changes(
 
 def test_make_env_refuses_another_python_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_env = load(ROOT / "tools" / "make_env.py")
-    monkeypatch.setattr(make_env, "PYTHON", (3, 99))
+    monkeypatch.setattr(make_env, "PYTHONS", ((3, 99),))
     with pytest.raises(SystemExit) as stop:
         make_env.main(["openrlhf", "--folder", str(tmp_path / "envs")])
     assert "Python 3.11" in str(stop.value) and "\n" not in str(stop.value)

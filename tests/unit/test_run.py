@@ -122,7 +122,7 @@ def test_law_3_what_overlaps_is_judged_by_the_version_of_each_token():
 def test_law_3_a_phase_without_drafts_is_said_to_be_one():
     run, seen, _ = make()
     synced(run)
-    run.control.went_plain()
+    run.session.engines = EngineSchedule(run.session.plain_schedule)
     asyncio.run(run.rollouts_end())
     run.check(responses(), STATED)
     assert seen.batches[0].drafted.tolist() == [[Drafts.OFF] * 3] * 2
