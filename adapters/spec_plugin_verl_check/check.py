@@ -38,7 +38,6 @@ _SECTIONS = (
 _OPTIONAL_SECTIONS = (
     "actor_rollout_ref.rollout.engine_kwargs.vllm",
     "actor_rollout_ref.model.lora",
-    "actor_rollout_ref.model.mtp",
     "algorithm.rollout_correction",
 )
 
