@@ -20,7 +20,6 @@ FOR_PEOPLE = ("config.py", "conformance/cli.py", "hookspecs.py", "builtin/metric
 THEIRS = {
     "mtp": [
         "adapters/cpu/spec_plugin_verl_cpu/conformance.py",
-        "adapters/spec_plugin_verl_check/check.py",
         "adapters/spec_plugin_verl_check/options.py",
         "conformance/tiny.py",
     ]
