@@ -44,15 +44,33 @@ def wobble(step: int) -> float:
     return random.Random(step).uniform(-0.1, 0.1)
 
 
-def test_a_fall_of_acceptance_is_told_with_its_step_and_its_size():
-    run = made(spec_acceptance_length=lambda s: (5.0 if s < 41 else 3.2) + wobble(s))
-    assert texts(run, "warn") == ["acceptance fell at step 41, from 4.99 to 3.18 tokens per forward pass"]
+def test_a_fall_of_acceptance_is_told_with_what_changed_before_it():
+    run = made(
+        spec_acceptance_length=lambda s: (5.0 if s < 41 else 3.2) + wobble(s),
+        lr=lambda s: 1e-6 if s < 39 else 1e-5,
+    )
+    assert texts(run, "warn") == [
+        "acceptance fell at step 41, from 4.99 to 3.18 tokens per forward pass, two steps after the learning rate rose "
+        "from 1e-06 to 1e-05"
+    ]
 
 
 def test_a_fall_of_acceptance_because_fewer_tokens_are_drafted_is_told_so():
     run = made(spec_acceptance_length=lambda s: 5.0 if s < 30 else 2.5, spec_k_b8=lambda s: 8 if s < 30 else 2)
     (text,) = texts(run, "warn")
-    assert text.endswith("; k at batch size 8 fell from 8 to 2")
+    assert text.endswith("at the same step as k at batch size 8 fell from 8 to 2")
+
+
+def test_of_what_changed_before_a_fall_the_last_is_told_first():
+    run = made(
+        spec_acceptance_length=lambda s: 5.0 if s < 30 else 2.5,
+        lr=lambda s: 1e-6 if s < 26 else 2e-6,
+        entropy=lambda s: 1.0 if s < 29 else 2.0,
+    )
+    (text,) = texts(run, "warn")
+    assert text.endswith(
+        ", one step after the policy's entropy rose from 1 to 2 and four steps after the learning rate rose from 1e-06 to 2e-06"
+    )
 
 
 def test_acceptance_that_wobbles_or_rises_is_no_warning():

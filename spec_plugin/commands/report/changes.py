@@ -1,4 +1,4 @@
-"""Where a series changes its level against its own noise, and where a counter rises. Pure functions."""
+"""Where a series changes its level against its own noise, and what else changed shortly before. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from spec_plugin.commands.report.run import Series
+from spec_plugin.commands.report.run import LoggedRun, Series
 
 _BEFORE, _AFTER = 5, 3  # values that make a level
 _NOISES = 4.0  # a shift is larger than so many times what a value usually differs from the next one by
 #: so many values say what levels usually change by, which a shift must exceed by as much: a run that wanders has no news
 _MANY = 30
+
+
+_LOOK_BACK = 5  # steps before a fall in which another change is told beside it
+_NUMBERS = ("no", "one", "two", "three", "four", "five")
+_LEVELS = {
+    "entropy": "the policy's entropy",
+    "response_tokens": "the length of responses",
+    "grad_norm": "the policy's gradient norm",
+    "spec/draft_loss": "the draft's loss",
+    "spec/policy_lag": "the policy's lag",
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,38 @@ def _one_each(found: Sequence[tuple[int, Shift]], values: Sequence[float]) -> li
         max(group, key=lambda at: (values[at[0]] - values[at[0] - 1]) * (-1 if at[1].fell else 1))[1]
         for group in groups
     ]
+
+
+def nearby(run: LoggedRun, step: int, most: int = 2) -> str:
+    """The last changes before a step, or in it: ``two steps after the learning rate rose from 1e-06 to 1e-05``; else empty."""
+    recent = sorted((c for c in _changes(run) if step - _LOOK_BACK <= c[0] <= step), key=lambda c: -c[0])
+    return " and ".join(f"{_when(step - at)} {words}" for at, words in recent[:most])
+
+
+def _changes(run: LoggedRun) -> Iterator[tuple[int, str]]:
+    """What may move a draft's acceptance: times that a person can check, not proofs."""
+    yield from _jumps(run.series("lr"), "the learning rate", ".0e", 1.3)
+    for size, series in run.family("spec/k_b").items():
+        yield from (c for c in _jumps(series, f"k at batch size {size}", ".0f", 1.5) if "fell" in c[1])
+    for step, _ in increments(run.series("spec/refresh_refused")):
+        yield step, "a refresh of the draft was refused"
+    for name, words in _LEVELS.items():
+        for shift in shifts_of(run.series(name), least=0.25):
+            yield shift.step, f"{words} {_moved(shift.before, shift.after, '.3g')}"
+
+
+def _jumps(series: Series, words: str, form: str, factor: float) -> Iterator[tuple[int, str]]:
+    for step, before, after in zip(series.steps[1:], series.values, series.values[1:], strict=False):
+        if before > 0 and (after > factor * before or after * factor < before):
+            yield step, f"{words} {_moved(before, after, form)}"
+
+
+def _moved(before: float, after: float, form: str) -> str:
+    return f"{'rose' if after > before else 'fell'} from {before:{form}} to {after:{form}}"
+
+
+def _when(later: int) -> str:
+    return f"{_NUMBERS[later]} step{'s' * (later > 1)} after" if later else "at the same step as"
 
 
 def increments(counter: Series) -> Iterator[tuple[int, float]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from spec_plugin.commands.report.changes import increments, shifts_of
+from spec_plugin.commands.report.changes import increments, nearby, shifts_of
 from spec_plugin.commands.report.run import LoggedRun, Series, Spread, percent, shares_of
 from spec_plugin.commands.report.states import spans_of
 from spec_plugin.speculation import Reason
@@ -66,18 +66,13 @@ def _said(run: LoggedRun) -> Iterator[RunFinding]:
 
 
 def _acceptance(run: LoggedRun) -> Iterator[RunFinding]:
-    """Falls of the acceptance length while drafting, and whether less was drafted from there on."""
+    """Falls of the acceptance length while drafting, and what changed shortly before."""
     lengths = run.series("spec/acceptance_length").only(run.drafted)
     for shift in shifts_of(lengths, least=0.15, floor=1.0):
         if shift.fell:
+            cause = nearby(run, shift.step)
             text = f"acceptance fell at step {shift.step}, from {shift.before:.2f} to {shift.after:.2f} tokens per forward pass"
-            ks = {b: (k.before(shift.step), k.at(shift.step)) for b, k in run.family("spec/k_b").items()}
-            fewer = [
-                f"k at batch size {b} fell from {was:.0f} to {now:.0f}"
-                for b, (was, now) in ks.items()
-                if was and now and now < was
-            ]
-            yield RunFinding("warn", text + (f"; {fewer[0]}" if fewer else ""), shift.step)
+            yield RunFinding("warn", text + (f", {cause}" if cause else ""), shift.step)
 
 
 def _prediction(run: LoggedRun) -> Iterator[RunFinding]:
