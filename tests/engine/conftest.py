@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runner  # before vLLM
 import small
 from spec_plugin_cpu.forks import ForkServer
 
@@ -21,6 +22,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 #: what engines and the kit's runs import
 MODULES = (
+    runner.FIRST,
     "torch",
     "transformers.models.qwen3.modeling_qwen3",
     "vllm.v1.engine.async_llm",
@@ -66,6 +68,13 @@ def draft(target: Path, config: DraftConfig, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="session")
 def llm(target: Path, draft: Path) -> Any:
     return small.start_engine(target, draft)
+
+
+@pytest.fixture(scope="session")
+def on_v2() -> None:
+    """For tests of vLLM's V2 model runner alone; ``runner.assert_serves`` has asked every engine."""
+    if not runner.V2:
+        pytest.skip(f"needs {runner.SWITCH}: make test, part engine-v2")
 
 
 @pytest.fixture(scope="session")
