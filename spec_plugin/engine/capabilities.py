@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from spec_plugin.sources import drops_a_drafts_own_head, v2_takes_every_k
+from spec_plugin.model_runner import METHODS, drops_a_drafts_own_head, runner_of
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,15 @@ def _probe_dynamic_schedule() -> Capability:
 def _probe_model_runner() -> Capability:
     from vllm.platforms import current_platform
 
-    if current_platform.device_type == "cpu":
-        return Capability("model runner", True, "V1, without graphs (vLLM's CPU build has no other)", "")
-    if not v2_takes_every_k():
-        return Capability("model runner", True, "V1 with piecewise graphs: V2 takes no k that changes in this vLLM", "")
-    return Capability(
-        "model runner", True, "V2 where vLLM chooses it, with full graphs for each k; else V1, piecewise", ""
-    )
+    found = {name: runner_of(settings, current_platform.device_type) for name, settings in METHODS.items()}
+    graphs = ", without graphs" if current_platform.device_type == "cpu" else ""
+    v2, v1 = ("V2, full graphs for each k", "V1, piecewise graphs") if not graphs else (f"V2{graphs}", f"V1{graphs}")
+    by_words: dict[str, list[str]] = {}
+    for name, runner in found.items():
+        words = f"none ({runner.why})" if runner.refused else f"{v2 if runner.v2 else v1} ({runner.why})"
+        by_words.setdefault(words, []).append(name)
+    detail = "; ".join(f"{words}: {', '.join(names)}" for words, names in by_words.items())
+    return Capability("model runner", True, detail, "")
 
 
 def _probe_scheduler_factory() -> Capability:

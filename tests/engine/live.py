@@ -11,7 +11,7 @@ import random
 import tempfile
 import threading
 from collections.abc import Coroutine
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +88,23 @@ def _with_eagle_1(folder: Path) -> dict[str, Any]:
     return {"draft": str(draft), "train": False}
 
 
-def _with_eagle_3(folder: Path) -> dict[str, Any]:
-    """The counting policy, and beside it an EAGLE-3 draft that is right for about every second token; the method's options."""
+def _with_eagle_3(folder: Path, good: bool = False) -> dict[str, Any]:
+    """The counting policy, and beside it an EAGLE-3 draft that is right for every, or about every second token; the options."""
     small.make_target(folder)
     config = small.draft_config(folder)
     tensors = small.good_tensors(config)
-    tensors["midlayer.self_attn.o_proj.weight"] = tensors["midlayer.self_attn.o_proj.weight"] @ _half_right()
+    if not good:
+        tensors["midlayer.self_attn.o_proj.weight"] = tensors["midlayer.self_attn.o_proj.weight"] @ _half_right()
     save_draft(folder / "draft", config, tensors)
     return {"draft": str(folder / "draft")}
 
 
-_OWN_TARGETS = {"mtp": _with_own_layer, "frozen": _with_eagle_1, "eagle3": _with_eagle_3}
+_OWN_TARGETS = {
+    "mtp": _with_own_layer,
+    "frozen": _with_eagle_1,
+    "eagle3": _with_eagle_3,
+    "good eagle3": partial(_with_eagle_3, good=True),
+}
 
 
 @cache
@@ -205,7 +211,7 @@ def _as_the_plugin(name: str, sampled: str) -> tuple[str, dict[str, Any], dict[s
     target, spec = subject(name)
     hf = json.loads((Path(target) / "config.json").read_text())
     info = TargetInfo(target, hf, "float32", max_num_seqs=MAX_NUM_SEQS)
-    method = built_in_method(SpecConfig.parse({"method": name, "k": K, "draft_sample_method": sampled, **spec}), info)
+    method = built_in_method(SpecConfig.parse({"method": name.split()[-1], "k": K, "draft_sample_method": sampled, **spec}), info)
     assert method is not None
     return target, method.speculative_config(), method.worker_settings()
 

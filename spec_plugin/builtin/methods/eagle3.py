@@ -16,7 +16,7 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method, StartingDraft
-from spec_plugin.sources import drops_a_drafts_own_head
+from spec_plugin.model_runner import drops_a_drafts_own_head
 
 Tensors = Mapping[str, Any]
 
