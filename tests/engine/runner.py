@@ -10,10 +10,12 @@ from typing import Any
 import spec_plugin_cpu.v2_runner.in_force  # noqa: F401
 from spec_plugin_cpu.v2_runner import SWITCH, V2_ASYNC, chosen
 
-__all__ = ["FIRST", "MODULE", "SWITCH", "V2", "assert_serves"]
+__all__ = ["FIRST", "IN_FLIGHT", "MODULE", "SWITCH", "V2", "assert_serves"]
 #: imported before anything else by the interpreters that engines are forked from
 FIRST = "spec_plugin_cpu.v2_runner.in_force"
 V2 = bool(chosen())
+#: steps that are under way when the scheduler makes the next one
+IN_FLIGHT = 2 if chosen() == V2_ASYNC else 1
 MODULE = "vllm.v1.worker.cpu.model_runner" if V2 else "vllm.v1.worker.cpu_model_runner"
 
 

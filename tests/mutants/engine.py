@@ -383,8 +383,8 @@ MUTATIONS = (
     ),
     Mutation(
         _VERDICTS,
-        'Check("samples: counts", enough and not differs',
-        'Check("samples: counts", not differs',
+        "Check(name, enough and not differs",
+        "Check(name, not differs",
         "law 2: a handful of samples passes for a proof",
         ("test_selftest_stats.py::test_a_handful_of_samples_is_no_proof",),
     ),
