@@ -63,7 +63,11 @@ def runner_of(settings: Mapping[str, Any], device_type: str) -> Runner:
         return Runner(False, f"{SWITCH}=0")
     lacks = _lacking(settings)
     if asked:
-        return Runner(True, f"{SWITCH}={asked}, and V2 lacks {lacks}", refused=True) if lacks else Runner(True, f"{SWITCH}={asked}")
+        return (
+            Runner(True, f"{SWITCH}={asked}, and V2 lacks {lacks}", refused=True)
+            if lacks
+            else Runner(True, f"{SWITCH}={asked}")
+        )
     if lacks:
         return Runner(False, f"V2 of this vLLM lacks {lacks}")
     if not _has_triton(device_type):
@@ -78,7 +82,11 @@ def _lacking(settings: Mapping[str, Any]) -> str:
     method, served = settings.get("method"), v2_methods()
     if served and method not in served:
         return f"the method {method}"
-    if settings.get("parallel_drafting") and method not in _OWN_PARALLEL and "parallel_drafting" in _function(*_V2_GATE)[0]:
+    if (
+        settings.get("parallel_drafting")
+        and method not in _OWN_PARALLEL
+        and "parallel_drafting" in _function(*_V2_GATE)[0]
+    ):
         return "drafts that are made in one pass (P-EAGLE)"
     return ""
 
@@ -90,7 +98,11 @@ def v2_methods() -> frozenset[str]:
         if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.NotIn)):
             continue
         left, right = node.left, node.comparators[0]
-        if isinstance(left, ast.Attribute) and left.attr == "method" and isinstance(right, (ast.Tuple, ast.List, ast.Set)):
+        if (
+            isinstance(left, ast.Attribute)
+            and left.attr == "method"
+            and isinstance(right, (ast.Tuple, ast.List, ast.Set))
+        ):
             names = {n.value for n in right.elts if isinstance(n, ast.Constant) and isinstance(n.value, str)}
             if "eagle3" in names:  # not that of another question
                 return frozenset(names)

@@ -234,7 +234,9 @@ def check_speculative_config(speculative_config: Mapping[str, Any], device_type:
     if "method" not in speculative_config:
         raise SpecConfigError(f"speculative_config has no 'method'; allowed: {SPECULATIVE['method'].words}")
     _check("speculative_config", SPECULATIVE, speculative_config)
-    _check_kernels(speculative_config.get("draft_sample_method"), device_type, runner_of(speculative_config, device_type).v2)
+    _check_kernels(
+        speculative_config.get("draft_sample_method"), device_type, runner_of(speculative_config, device_type).v2
+    )
 
 
 def check_running_config(speculative_config: Any, device_type: str, v2: bool) -> None:
@@ -304,6 +306,6 @@ def _is_allowed(rule: Rule, value: Any) -> bool:
 def _check_kernels(draft_sample_method: str | None, device_type: str, v2: bool) -> None:
     if draft_sample_method == "probabilistic" and device_type == "cpu" and not v2:
         raise SpecConfigError(
-            "speculative_config draft_sample_method='probabilistic' is refused on a CPU; allowed: greedy; why: the CPU kernels of "
-            "vLLM's V1 model runner have given visibly wrong samples with it (V2 has those of a GPU)"
+            "speculative_config draft_sample_method='probabilistic' is refused on a CPU; allowed: greedy; why: the CPU kernels "
+            "of vLLM's V1 model runner have given visibly wrong samples with it (V2 has those of a GPU)"
         )

@@ -34,8 +34,17 @@ MODULES = (
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of the shared engine come first: an engine that starts takes the counters of those before it away."""
+    """The tests of the shared engine come first: an engine that starts takes the counters of those before it away.
+
+    Those of the other model runner are skipped: which one serves, ``runner.assert_serves`` asks every engine.
+    """
     items.sort(key=lambda item: "llm" not in getattr(item, "fixturenames", ()))
+    other, why = (
+        ("v1", "not on V2") if runner.V2 else ("v2", f"needs {runner.SWITCH}: python3 tools/check.py engine-v2")
+    )
+    for item in items:
+        if mark := item.get_closest_marker(other):
+            item.add_marker(pytest.mark.skip(": ".join((why, *mark.args))))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -68,13 +77,6 @@ def draft(target: Path, config: DraftConfig, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="session")
 def llm(target: Path, draft: Path) -> Any:
     return small.start_engine(target, draft)
-
-
-@pytest.fixture(scope="session")
-def on_v2() -> None:
-    """For tests of vLLM's V2 model runner alone; ``runner.assert_serves`` has asked every engine."""
-    if not runner.V2:
-        pytest.skip(f"needs {runner.SWITCH}: make test, part engine-v2")
 
 
 @pytest.fixture(scope="session")

@@ -166,7 +166,9 @@ def _lose_the_law_on_v2(extension: type[LossyExtension]) -> None:
     exact = rejection_sampler.rejection_sample
 
     def lossy(logits: Any, drafted_logits: Any, drafted: Any, ends: Any, *rest: Any, **options: Any) -> Any:
-        out, counts = exact(logits, drafted_logits, drafted, ends, *rest, **options)  # rows: each request's last token, its drafts
+        out, counts = exact(
+            logits, drafted_logits, drafted, ends, *rest, **options
+        )  # rows: each request's last token, its drafts
         for i, (begin, end) in enumerate(itertools.pairwise(ends.tolist())):
             n = end - begin - 1
             if n and random.random() < extension.SHARE:
@@ -211,7 +213,9 @@ def _as_the_plugin(name: str, sampled: str) -> tuple[str, dict[str, Any], dict[s
     target, spec = subject(name)
     hf = json.loads((Path(target) / "config.json").read_text())
     info = TargetInfo(target, hf, "float32", max_num_seqs=MAX_NUM_SEQS)
-    method = built_in_method(SpecConfig.parse({"method": name.split()[-1], "k": K, "draft_sample_method": sampled, **spec}), info)
+    method = built_in_method(
+        SpecConfig.parse({"method": name.split()[-1], "k": K, "draft_sample_method": sampled, **spec}), info
+    )
     assert method is not None
     return target, method.speculative_config(), method.worker_settings()
 
@@ -225,6 +229,8 @@ class LiveEngine:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.engine = self.run(self._start(skip_patches, extension, dict(options)))
+        for info in self.run(self.engine.collective_rpc("spec_draft_info")):
+            runner.assert_serves(info, self.engine.vllm_config)
 
     async def _start(self, skip_patches: tuple[str, ...], extension: str, options: dict[str, Any]) -> Any:
         from vllm import AsyncEngineArgs
@@ -249,10 +255,7 @@ class LiveEngine:
             speculative_config=settings,
             **{"logprobs_mode": "processed_logprobs", **options},
         )
-        engine = AsyncLLM.from_engine_args(arguments)
-        for info in await engine.collective_rpc("spec_draft_info"):
-            runner.assert_serves(info, engine.vllm_config)
-        return engine
+        return AsyncLLM.from_engine_args(arguments)
 
     def run(self, work: Coroutine[Any, Any, Any], timeout: float = 300.0) -> Any:
         """Run a coroutine on the engine's loop and return its result."""

@@ -65,6 +65,7 @@ def counted(llm: Any) -> tuple[list[list[int]], int, int]:
     return said, after["drafts"] - before["drafts"], after["accepted_tokens"] - before["accepted_tokens"]
 
 
+@pytest.mark.v1("ngram")
 def test_ngram_is_exact_uneven_and_obeys_the_table(target: Path, greedy_reference: list[list[int]]) -> None:
     llm = engine_with(target, method_of(target, method="ngram"))
     set_k(llm, K)
@@ -98,6 +99,7 @@ def greedy(llm: Any, prompts: list[list[int]], tokens: int = 16) -> list[list[in
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
+@pytest.mark.v1("suffix")
 @pytest.mark.skipif(importlib.util.find_spec(suffix.PACKAGE) is None, reason=suffix.INSTALL)
 def test_suffix_remembers_what_each_prompt_was_answered(target: Path, greedy_reference: list[list[int]]) -> None:
     llm = engine_with(target, method_of(target, method="suffix"))
@@ -136,6 +138,7 @@ def test_suffix_remembers_what_each_prompt_was_answered(target: Path, greedy_ref
     assert said == greedy_reference and accepted == K * drafts > 0
 
 
+@pytest.mark.v1("draft_model")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_small_model_is_exact_and_refreshed_whole(
     target: Path, greedy_reference: list[list[int]], tied: bool, tmp_path: Path
@@ -243,7 +246,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("kind", FROZEN)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.v1(k)) if k == "P-EAGLE" else k for k in FROZEN])
 def test_a_frozen_draft_of_any_kind_is_exact_and_obeys_the_table(
     kind: str, target: Path, greedy_reference: list[list[int]], tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ of all, it then sampled 25 %. So the draft runs again before a table asks for it
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -27,7 +28,7 @@ from spec_plugin.events import Schedule, TargetInfo
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("on_v2")]
+pytestmark = [pytest.mark.engine, pytest.mark.v2]
 #: the policy of ``small.make_target`` says the current token + STEP with this chance
 STEP, FAVOURITE = 37, 0.849
 BATCH, SIZE = 12, 16  # requests at once, and the engine's most
@@ -109,7 +110,7 @@ def stepped(target, config, tmp_path_factory) -> Stepped:
 
 def new_tokens(steps: Sequence[dict[str, tuple[int, ...]]]) -> Iterable[tuple[int, int, int]]:
     """Of all requests: the number of a step, the token before its first one, and that."""
-    for number, (earlier, later) in enumerate(zip(steps, steps[1:], strict=False)):
+    for number, (earlier, later) in enumerate(itertools.pairwise(steps)):
         for request, tokens in later.items():
             known = earlier.get(request, ())
             if known and len(tokens) > len(known):
@@ -151,19 +152,20 @@ async def _cycle(front: EngineFront, cycle: int) -> list[tuple[str, bool]]:
     await front.set_schedule(plain)
     sampled: list[list[int]] = [[] for _ in range(BATCH)]
     asked = [
-        asyncio.ensure_future(_sample(front, f"b{cycle}-{i}", p, 20, sampled[i])) for i, p in enumerate(texts(1000 + cycle))
+        asyncio.ensure_future(_sample(front, f"b{cycle}-{i}", p, 20, sampled[i]))
+        for i, p in enumerate(texts(1000 + cycle))
     ]
     while min(map(len, sampled)) < 3:
         await asyncio.sleep(0.01)
     await front.set_schedule(drafting)
     switched = [len(tokens) for tokens in sampled]  # about where each was
     await asyncio.gather(*asked)
-    around = [
-        is_favourite(tokens[t - 1], tokens[t])
+    return [
+        (f"{behind} behind the switch", is_favourite(tokens[at + behind - 1], tokens[at + behind]))
         for tokens, at in zip(sampled, switched, strict=True)
-        for t in range(max(1, at - 2), min(len(tokens), at + 5))
+        for behind in range(-2, 5)
+        if 1 <= at + behind < len(tokens)
     ]
-    return [("around the switch", hit) for hit in around]
 
 
 async def _sample(front: EngineFront, name: str, prompt: list[int], tokens: int, sampled: list[int]) -> None:

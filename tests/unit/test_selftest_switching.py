@@ -1,4 +1,4 @@
-"""The self-test while k changes under running requests, on an engine that is played here: it steps, drafts, pauses, and may be wrong."""
+"""The self-test while k changes under running requests, on an engine that is played here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB, K, SEQS = 32, 3, 16
 
 
 class Played:
-    """An engine whose policy says the token + 5 with a chance of 85 %; a paused draft hands out rows of long ago, as V2's does."""
+    """Its policy says the token + 5 with a chance of 85 %; a paused draft hands out rows of long ago, as V2's does."""
 
     def __init__(self, takes_stale_rows: bool = True) -> None:
         self.rng, self.takes = random.Random(0), takes_stale_rows

@@ -101,11 +101,8 @@ async def _switch(
     probe: Probe, plan: SelfTestPlan, entries: int, begun: asyncio.Event, running: asyncio.Future[list[Sampled]]
 ) -> int:
     """Change the schedule as long as requests run; how often that was."""
-    waiting = asyncio.ensure_future(begun.wait())
-    try:
-        await asyncio.wait({waiting, running}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
+    running.add_done_callback(lambda _: begun.set())  # none that failed is waited for
+    await begun.wait()
     done = 0
     for k in _changes(plan.k, plan.whole):
         if running.done():

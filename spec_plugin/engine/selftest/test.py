@@ -17,11 +17,11 @@ in the same batches (``spec_plugin.engine.schedule.plain``) and must be alike:
                 (``spec_plugin.engine.selftest.switching``);
 ``break-even``  not a test: what a verification step costs against a plain step, for the controller (law 7).
 
-Chance of rejecting a correct engine: ``alpha``, shared by the two tests under ``samples`` and that under ``switching``. The other checks have tolerances
-for rounding, not error levels; with noise of 0.02 to 0.2 nats on every logit, rounded to bfloat16 and not, ``greedy`` failed none
-of 160,000 simulated engines. Tolerance in nats: max(1e-3, 32 * eps of the dtype). Logits of language models are about 16
-to 32, where neighbouring numbers are 16 to 32 eps / 2 apart: the tolerance is two such steps, 0.25 for bfloat16, 0.031 for
-float16; float32 gets a floor of 1e-3 for sums in another order.
+Chance of rejecting a correct engine: ``alpha``, shared by the two tests under ``samples`` and that under ``switching``. The
+other checks have tolerances for rounding, not error levels; with noise of 0.02 to 0.2 nats on every logit, rounded to bfloat16
+and not, ``greedy`` failed none of 160,000 simulated engines. Tolerance in nats: max(1e-3, 32 * eps of the dtype). Logits of
+language models are about 16 to 32, where neighbouring numbers are 16 to 32 eps / 2 apart: the tolerance is two such steps, 0.25
+for bfloat16, 0.031 for float16; float32 gets a floor of 1e-3 for sums in another order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's V2 model runner without a GPU: its Triton kernels run in Triton's interpreter.
 
-vLLM 0.29's CPU build has the runner (``vllm/v1/worker/cpu``; streams, events and pinned memory do nothing there), but takes it only
-beside a Triton whose backend is called "cpu", and no wheel has one. For tests, by one environment variable::
+vLLM 0.29's CPU build has the runner (``vllm/v1/worker/cpu``; streams, events and pinned memory do nothing there), but takes it
+only beside a Triton whose backend is called "cpu", and no wheel has one. For tests, by one environment variable::
 
     SPEC_PLUGIN_CPU_RUNNER=v2         # synchronous scheduling, all that vLLM's CPU platform has
     SPEC_PLUGIN_CPU_RUNNER=v2-async   # asynchronous, as on a GPU
@@ -30,7 +30,8 @@ symbol                                               reason
 ``CpuPlatform.check_and_update_config``              ``v2-async`` alone: the platform turns asynchronous scheduling off
 ==================================================== =====================================================================
 
-What it cannot show: CUDA graphs, two streams that race (all is synchronous here), what Triton's compiler makes of a kernel, and speed.
+What it cannot show: CUDA graphs, two streams that race (all is synchronous here), what Triton's compiler makes of a kernel, and
+speed.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def serve_v2_on_cpu(asynchronous: bool) -> None:
     """
     early = [name for name in _TOO_LATE if name in sys.modules]
     if early and "spec_plugin_cpu.v2_runner.interpreter" not in sys.modules:
-        raise PatchError(f"{early[0]} is imported already: import spec_plugin_cpu.v2_runner.in_force before anything else")
+        raise PatchError(
+            f"{early[0]} is imported already: import spec_plugin_cpu.v2_runner.in_force before anything else"
+        )
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
     from spec_plugin_cpu.v2_runner import interpreter, vllm_parts

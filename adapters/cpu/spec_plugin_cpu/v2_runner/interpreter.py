@@ -52,7 +52,9 @@ def add_cpu_backend() -> None:
     """
     found = backends.backends.get("cpu")
     if found is not None and found.driver is not _ActiveDriver:
-        raise PatchError("this Triton has a CPU backend of its own: unset SPEC_PLUGIN_CPU_RUNNER, vLLM takes V2 with it")
+        raise PatchError(
+            "this Triton has a CPU backend of its own: unset SPEC_PLUGIN_CPU_RUNNER, vLLM takes V2 with it"
+        )
     _expect(backends, "Backend", "compiler", "driver")
     backends.backends["cpu"] = backends.Backend(compiler=None, driver=_ActiveDriver)
 

