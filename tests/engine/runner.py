@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import spec_plugin_cpu.v2_runner.in_force  # noqa: F401
-from spec_plugin_cpu.v2_runner import SWITCH, V2_ASYNC, chosen
+from spec_plugin_cpu.v2_runner import IN_FORCE, SWITCH, V2_ASYNC, chosen
 
 __all__ = ["FIRST", "IN_FLIGHT", "MODULE", "SWITCH", "V2", "assert_serves"]
 #: imported before anything else by the interpreters that engines are forked from
-FIRST = "spec_plugin_cpu.v2_runner.in_force"
+FIRST = IN_FORCE
 V2 = bool(chosen())
 #: steps that are under way when the scheduler makes the next one
 IN_FLIGHT = 2 if chosen() == V2_ASYNC else 1

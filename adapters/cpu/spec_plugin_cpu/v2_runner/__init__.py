@@ -42,6 +42,8 @@ import sys
 from spec_plugin.errors import PatchError
 
 SWITCH = "SPEC_PLUGIN_CPU_RUNNER"
+#: the module to import first
+IN_FORCE = "spec_plugin_cpu.v2_runner.in_force"
 V2, V2_ASYNC = "v2", "v2-async"
 #: what must not have been imported yet
 _TOO_LATE = ("vllm.triton_utils", "vllm.platforms", "triton")
@@ -59,6 +61,15 @@ def chosen() -> str:
     return found
 
 
+def environment(runner: str) -> dict[str, str]:
+    """What a run's processes need in theirs: a fork has the environment of whoever asked for it.
+
+    Args:
+        runner: ``V2`` or ``V2_ASYNC``.
+    """
+    return {SWITCH: runner, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
 def serve_v2_on_cpu(asynchronous: bool) -> None:
     """Change all symbols of the table in this process; once.
 
@@ -73,7 +84,7 @@ def serve_v2_on_cpu(asynchronous: bool) -> None:
         raise PatchError(
             f"{early[0]} is imported already: import spec_plugin_cpu.v2_runner.in_force before anything else"
         )
-    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    os.environ |= environment(V2_ASYNC if asynchronous else V2)
 
     from spec_plugin_cpu.v2_runner import interpreter, vllm_parts
 
