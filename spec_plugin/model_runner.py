@@ -16,7 +16,8 @@ from typing import Any
 from spec_plugin.sources import folder_of, parsed, source_of
 
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
-#: vLLM's V2 model runner loads EAGLE drafts here
+#: vLLM's V2 model runner loads drafts here: DFlash's, and all others
+_V2_DFLASH_LOADER = ("v1/worker/gpu/spec_decode/dflash/utils.py", "load_dflash_model")
 _V2_LOADER = ("v1/worker/gpu/spec_decode/eagle/utils.py", "load_eagle_model")
 #: and here vLLM lists what V2 does not serve
 _V2_GATE = ("config/vllm.py", "_get_v2_model_runner_unsupported_features")
@@ -114,23 +115,29 @@ def v2_takes_every_k() -> bool:
     return "dynamic speculative decoding" not in source_of("vllm", "config/vllm.py")
 
 
-def loads_drafts_like_targets() -> bool:
+def loads_drafts_like_targets(method: str = "eagle3") -> bool:
     """Does vLLM's V2 model runner load a draft as it loads the target, whatever ``draft_load_config`` says.
 
     It does in 0.29; V1 and 0.33 do not.
+
+    Args:
+        method: by vLLM's name.
     """
-    source, function = _function(*_V2_LOADER)
+    source, function = _function(*(_V2_DFLASH_LOADER if method == "dflash" else _V2_LOADER))
     return function is not None and "draft_load_config" not in source
 
 
-def drops_a_drafts_own_head(load_format: str, device_type: str) -> bool:
-    """Would this vLLM put the target's head in the place of a draft's own: it looks for one in what it has loaded.
+def leaves_a_draft_unread(load_format: str, settings: Mapping[str, Any], device_type: str) -> bool:
+    """Would this vLLM fill a draft with noise instead of reading its file, and put the target's head in the place of its own.
 
     Args:
         load_format: of the engine.
+        settings: its ``speculative_config``.
         device_type: of the engine.
     """
-    return load_format == "dummy" and runner_of(METHODS["eagle3"], device_type).v2 and loads_drafts_like_targets()
+    if load_format != "dummy" or not runner_of(settings, device_type).v2:
+        return False
+    return loads_drafts_like_targets(str(settings.get("method")))
 
 
 def _function(file: str, name: str) -> tuple[str, ast.FunctionDef | None]:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from spec_plugin.model_runner import METHODS, drops_a_drafts_own_head, runner_of
+from spec_plugin.model_runner import METHODS, leaves_a_draft_unread, runner_of
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,12 @@ def _probe_draft_load_config() -> Capability:
     if "draft_load_config" not in speculative_fields():
         fix = "with load_format=dummy the draft starts random: refresh it before the first rollout"
         return Capability("draft load config", False, "SpeculativeConfig.draft_load_config", fix)
-    if drops_a_drafts_own_head("dummy", current_platform.device_type):
+    if leaves_a_draft_unread("dummy", METHODS["eagle3"], current_platform.device_type):
         detail = "SpeculativeConfig.draft_load_config, which the V2 model runner does not read"
-        fix = "a draft with a pruned vocabulary needs load_format=auto, verl's own is dummy, or VLLM_USE_V2_MODEL_RUNNER=0"
+        fix = (
+            "a draft with a pruned vocabulary, and a frozen one, need load_format=auto, verl's own is dummy, or "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
         return Capability("draft load config", False, detail, fix)
     return Capability("draft load config", True, "SpeculativeConfig.draft_load_config", "")
 

@@ -24,6 +24,9 @@ symbol                                               reason
 ``libdevice.log1p``                                  empty without a device: the sampler of probabilistic drafts calls it
 ``vllm…topk_topp_sampler.HAS_TRITON``                its kernel's loop counts in plain ints in the interpreter; vLLM's own
                                                      function for small batches does the same
+``PunicaWrapperCPU.add_lora_logits``                 V2 says which adapter each *request* has, and with drafts there are several
+                                                     logits a request: the CPU's kernel dies of it, a card's adds zeros to zeros
+                                                     as long as no adapter is at the head
 ``_patch_lang``, ``_get_np_dtype``, ``GridExecutor`` speed alone, kernels are four times faster: the language is patched once and
 ``…_init_args_hst`` and ``…_restore_args_dev``,      not for each launch, arguments that are on the CPU are not copied there and
 ``interpreter_builder.options``                      back, and no sum is checked for overflow
@@ -93,5 +96,6 @@ def serve_v2_on_cpu(asynchronous: bool) -> None:
     interpreter.speed_up()
     vllm_parts.name_the_wheel()
     vllm_parts.filter_with_torch()
+    vllm_parts.leave_an_unadapted_head()
     if asynchronous:
         vllm_parts.keep_asynchronous()

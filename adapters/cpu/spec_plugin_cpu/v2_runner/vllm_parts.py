@@ -51,6 +51,22 @@ def filter_with_torch() -> None:
     _after_import("vllm.v1.sample.ops.topk_topp_sampler", change)
 
 
+def leave_an_unadapted_head() -> None:
+    """No LoRA at the LM head where no adapter has one: what would be added is zero."""
+
+    def change(module: Any) -> None:
+        add = module.PunicaWrapperCPU.add_lora_logits
+        if list(inspect.signature(add).parameters)[1:5] != ["y", "x", "lora_a_stacked", "lora_b_stacked"]:
+            raise PatchError("vLLM's CPU adapters add to logits in another way: see spec_plugin_cpu.v2_runner")
+
+        def add_lora_logits(self: Any, y: Any, x: Any, a: Any, b: Any, *rest: Any, **options: Any) -> Any:
+            return add(self, y, x, a, b, *rest, **options) if b.any() else None
+
+        module.PunicaWrapperCPU.add_lora_logits = add_lora_logits
+
+    _after_import("vllm.lora.punica_wrapper.punica_cpu", change)
+
+
 def keep_asynchronous() -> None:
     """Asynchronous scheduling stays on where vLLM or the user has chosen it."""
 
