@@ -64,8 +64,8 @@ class FrozenMethod:
         if leaves_a_draft_unread(target.load_format, settings, target.device_type):
             raise SpecConfigError(
                 f"spec.draft={config.draft!r} under load_format=dummy: the installed vLLM's V2 model runner then leaves the "
-                "draft's file unread and would draft with noise, since a frozen draft is never sent: set the engine's load_format "
-                "to auto, or VLLM_USE_V2_MODEL_RUNNER=0 in its environment"
+                "draft's file unread and would draft with noise, since a frozen draft is never sent: set the engine's "
+                "load_format to auto, or VLLM_USE_V2_MODEL_RUNNER=0 in its environment"
             )
         whole = bool(settings.get("parallel_drafting"))
         return Method("frozen", settings, model=lambda: _whole(config.draft), ready=True, whole=whole)

@@ -36,12 +36,21 @@ def _expect(owner: Any, path: str, *landmarks: str) -> Any:
 
 
 class _ActiveDriver:
-    """All that vLLM asks of a backend."""
+    """All that vLLM asks of a backend, and torch's compiler."""
 
     @staticmethod
     def is_active() -> bool:
         """Always."""
         return True
+
+    @staticmethod
+    def get_current_target() -> Any:
+        """None: torch's compiler, which makes C++ for a CPU, then goes on without a Triton to hash.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("Triton's interpreter has no target to compile for")
 
 
 def add_cpu_backend() -> None:
