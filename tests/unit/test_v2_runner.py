@@ -70,7 +70,7 @@ def test_another_value_is_refused(monkeypatch):
 def test_what_was_imported_before_is_named(monkeypatch, early):
     monkeypatch.delitem(sys.modules, f"{v2_runner.__name__}.interpreter", raising=False)
     monkeypatch.setitem(sys.modules, early, sys)
-    with pytest.raises(PatchError, match="is imported already: import spec_plugin_cpu.v2_runner.in_force before"):
+    with pytest.raises(PatchError, match=r"is imported already: import spec_plugin_cpu\.v2_runner\.in_force before"):
         v2_runner.serve_v2_on_cpu(asynchronous=False)
     assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
 

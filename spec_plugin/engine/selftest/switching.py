@@ -46,19 +46,19 @@ async def switching_stage(probe: Probe, plan: SelfTestPlan, entries: int, begun:
     prompts = list(enumerate(plan.prompts[:PROMPTS]))
     repeat = max(1, probe.max_num_seqs // (2 * len(prompts)))
     per_round = repeat * len(prompts)
-    until, before = begun + SWITCHED_UNTIL * plan.seconds, read_spec_counters()["drafts"]
+    until = begun + SWITCHED_UNTIL * plan.seconds
     spec: list[Sampled] = []
     plain: list[Sampled] = []
-    switches = 0
+    switches = drafts = 0
     for _ in range(math.ceil(SEQUENCES / per_round)):
         if len(spec) >= LEAST_SAMPLES and time.perf_counter() > until:
             break
-        sampled, n = await _round(probe, plan, prompts * repeat, entries)
+        sampled, changes, verified = await _round(probe, plan, prompts * repeat, entries)
         spec += sampled[0::2]
         plain += sampled[1::2]
-        switches += n
+        switches += changes
+        drafts += verified
     check = counts_check(spec, plain, plan.level, "samples: k switched")
-    drafts = read_spec_counters()["drafts"] - before
     yield Check(
         check.name,
         check.passed and drafts > 0,
@@ -74,15 +74,15 @@ def _changes(k: int, whole: bool) -> tuple[int, ...]:
 
 async def _round(
     probe: Probe, plan: SelfTestPlan, prompts: Sequence[tuple[int, Sequence[int]]], entries: int
-) -> tuple[list[Sampled], int]:
-    """Both arms of all prompts in turn, and how often the schedule changed while they ran."""
+) -> tuple[list[Sampled], int, int]:
+    """Both arms of all prompts in turn, how often the schedule changed while they ran, and how many drafts were verified then."""
     drafting, nothing = [plan.k] * entries, [0] * entries
     await put_in_force(probe.engine, drafting)
     short = probe.params(plan.k + 2, plain=False, logprobs=0)
     await gather_or_cancel([probe.sample(i, prompt, short) for i, prompt in prompts[::-1]])
     await put_in_force(probe.engine, nothing)
 
-    begun = asyncio.Event()
+    before, begun = read_spec_counters()["drafts"], asyncio.Event()
     tokens = BEGUN + MORE + 2 * plan.k
     options = {"logprobs": 0, "output_kind": RequestOutputKind.CUMULATIVE}
     arms = [probe.params(tokens, plain, **options) for plain in (False, True)]
@@ -90,7 +90,7 @@ async def _round(
     running = asyncio.ensure_future(gather_or_cancel(work))
     try:
         changes = await _switch(probe, plan, entries, begun, running)
-        return await running, changes
+        return await running, changes, read_spec_counters()["drafts"] - before
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
