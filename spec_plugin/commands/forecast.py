@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from draft_training.outside import text_part
 from spec_plugin.commands.cache import share
+from spec_plugin.commands.engine_limits import engine_limits
 from spec_plugin.commands.judgement import Judgement
 from spec_plugin.commands.shown import SHOWN
 from spec_plugin.config import SpecConfig
@@ -61,6 +62,7 @@ def judge(plan: RunPlan) -> Judgement:
                     notes.append(_STATES)
         except SpecConfigError as error:
             objections.append(_about_draft(run, error))
+        objections += engine_limits(run, method)
     draft = method.draft.config if method is not None and method.draft is not None else None
     if draft is not None and method is not None and method.harvest:
         notes += _untried(run.target.hf_config)
