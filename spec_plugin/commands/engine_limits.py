@@ -15,7 +15,7 @@ from typing import Any
 from draft_training.outside import text_part
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.method import Method
-from spec_plugin.refusals import Objection, read_json
+from spec_plugin.refusals import OURS, Objection, read_json
 from spec_plugin.run_plan import RunFacts
 
 ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
@@ -77,16 +77,16 @@ def _tensor_parallel(run: RunFacts, method: Method | None) -> Iterator[Objection
         draft = [split for split in splits(_draft_config(method)) if split not in policy]
     everything = [*policy, *draft]
     fitting = [str(n) for n in range(1, ranks) if all(split.fits(n) for split in everything)]
-    for whose, of_it in (("policy", policy), ("draft", draft)):
+    for whose, of_it, by in (("policy", policy, "vLLM"), ("draft", draft, OURS)):  # without the flag there is no draft
         for split in (s for s in of_it if not s.fits(ranks)):
             yield Objection(
                 run.tensor_parallel_option,
                 str(ranks),
-                f"{split.what} that do not divide by tensor parallel ranks",
+                f"{split.what} of the {whose} that tensor parallel ranks cannot share out",
                 f"vLLM would refuse to start: the {whose}'s {split.count} {split.what} ({split.field}) cannot be shared out "
                 f"evenly to {ranks} tensor parallel ranks",
                 f"set it to {'one of ' * (len(fitting) > 1)}{', '.join(fitting)}",
-                "vLLM",
+                by,
             )
 
 

@@ -63,6 +63,7 @@ def test_a_line_is_judged_by_the_check_of_its_trainer(monkeypatch: pytest.Monkey
         return Judgement("verl", (objection, objection), {"method": "x"})
 
     monkeypatch.setattr(coverage, "judge_run", judge_run)
+    monkeypatch.setattr(coverage, "find_check", lambda trainer: None)
     commands, out = tmp_path / "commands.jsonl", tmp_path / "out.json"
     commands.write_text(json.dumps({"script": "s", "module": "verl.trainer.main_ppo", "args": ["x=1"]}) + "\n\n")
     done = CliRunner().invoke(coverage.main, ["--commands", str(commands), "--json", str(out)])
@@ -70,6 +71,15 @@ def test_a_line_is_judged_by_the_check_of_its_trainer(monkeypatch: pytest.Monkey
     assert asked == [("verl", ["-m", "verl.trainer.main_ppo", "x=1"], "qwen3")]
     (table,) = json.loads(out.read_text())
     assert table["reasons"] == ["a reason"] and len(table["objections"]) == 2
+
+
+def test_a_module_that_no_adapter_knows_is_a_row_of_its_own(tmp_path: Path) -> None:
+    commands, out = tmp_path / "commands.jsonl", tmp_path / "out.json"
+    commands.write_text(json.dumps({"script": "s", "module": "nobodys.main", "args": ["x=1"]}))
+    done = CliRunner().invoke(coverage.main, ["--commands", str(commands), "--json", str(out)])
+    assert done.exit_code == 0 and "| no adapter for nobodys | 1 | 0 |" in done.stdout, done.output
+    (table,) = json.loads(out.read_text())
+    assert not table["judged"] and "'nobodys'" in table["objections"][0]
 
 
 def test_a_model_is_looked_for_in_what_was_given_then_on_disk_then_in_the_table(

@@ -11,6 +11,7 @@ import pytest
 from spec_plugin.commands.engine_limits import ALLOW_LONG, engine_limits, longest, splits
 from spec_plugin.config import SpecConfig
 from spec_plugin.events import TargetInfo
+from spec_plugin.refusals import OURS
 from spec_plugin.run_plan import Model, RunFacts
 
 HF = {
@@ -84,6 +85,7 @@ def test_a_draft_of_another_shape_is_asked_too_unless_it_runs_on_one_rank() -> N
     method: Any = SimpleNamespace(draft=SimpleNamespace(config=shape), settings={})
     first, second = said(run(HF, 2), method)
     assert "the draft's 3 attention heads" in first and "the draft's 3 key-value heads" in second
+    assert [o.by for o in engine_limits(run(HF, 2), method)] == [OURS] * 2  # without the flag the run would start
     method.settings["draft_tensor_parallel_size"] = 1
     assert said(run(HF, 2), method) == []
 
