@@ -21,7 +21,12 @@ from spec_plugin.engine_class import engine_class, unreadable  # noqa: E402
 from spec_plugin.refusals import Objection  # noqa: E402
 from spec_plugin.run_plan import Model  # noqa: E402
 
-TRAINERS = {"verl": "verl_examples.jsonl", "openrlhf": "openrlhf_scripts.jsonl"}
+TRAINERS = {
+    "verl-release": "verl_release_examples.jsonl",
+    "verl": "verl_examples.jsonl",
+    "openrlhf": "openrlhf_scripts.jsonl",
+}
+LINES = {"verl_release_examples.jsonl": 91, "verl_examples.jsonl": 88, "openrlhf_scripts.jsonl": 8}
 
 
 def row(script: str, *reasons: str, trainer: tuple[str, ...] = (), judged: bool = True) -> coverage.Row:
@@ -117,8 +122,12 @@ def test_the_table_of_models_has_the_sizes_of_each_that_a_draft_can_read_and_nam
 @pytest.mark.parametrize("file", TRAINERS.values())
 def test_command_lines_are_complete_and_name_nothing_of_a_machine(file: str) -> None:
     lines = [json.loads(line) for line in (coverage.DATA / file).read_text().splitlines()]
-    assert len({line["script"] for line in lines}) == len(lines) == {"verl_examples.jsonl": 88}.get(file, 8)
+    assert len({line["script"] for line in lines}) == len(lines) == LINES[file]
     assert all(set(line) == {"script", "module", "args"} for line in lines)
+
+
+def test_the_release_has_nothing_of_the_option_that_it_has_dropped() -> None:
+    assert "grad_offload" not in (coverage.DATA / TRAINERS["verl-release"]).read_text()
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -134,7 +143,8 @@ def test_the_documents_show_the_last_results(trainer: str) -> None:
     assert shown == "\n".join(coverage.main_table(rows))
 
 
-def test_each_accepted_line_is_mapped_to_shapes_and_a_target_that_exist() -> None:
+@pytest.mark.parametrize("rows", ["verl-release", "verl"])
+def test_each_accepted_line_is_mapped_to_shapes_and_a_target_that_exist(rows: str) -> None:
     """Shapes that a test of the trainer, and not the kit, proves are named here."""
     sys.path.insert(0, str(ROOT / "tools"))
     from check import ACTORS, SHAPES
@@ -142,7 +152,7 @@ def test_each_accepted_line_is_mapped_to_shapes_and_a_target_that_exist() -> Non
     from spec_plugin.conformance.targets import tiny_targets
 
     known = {*SHAPES["verl"], *(shape for shapes in ACTORS.values() for shape in shapes), "sp2", "fully", "one-step"}
-    for table in json.loads((ROOT / "examples" / "bench" / "results" / "coverage-verl.json").read_text()):
+    for table in json.loads((ROOT / "examples" / "bench" / "results" / f"coverage-{rows}.json").read_text()):
         if table["judged"] and set(table["reasons"]) <= set(table["of_trainer"]):
             assert set(table["shapes"]) <= known, table["script"]
             assert not table["family"] or table["family"] in tiny_targets(), table["script"]

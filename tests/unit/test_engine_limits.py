@@ -39,6 +39,7 @@ def said(facts: RunFacts, method: Any = None) -> list[str]:
     [
         ({"num_attention_heads": 3, "num_key_value_heads": 3}, 2, ["3 attention heads", "3 key-value heads"]),
         ({"num_attention_heads": 6, "num_key_value_heads": 6}, 4, ["6 attention heads", "6 key-value heads"]),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 768}, 6, ["3 attention heads"]),
         ({"num_key_value_heads": 3}, 4, ["3 key-value heads"]),
         ({"intermediate_size": 190}, 4, ["190 features of the MLP"]),
         ({"vocab_size": 512}, 3, ["4 key-value heads", "512 tokens of the vocabulary"]),
@@ -149,7 +150,7 @@ def vllm_model_config(**change: Any) -> Any:
 
 
 @pytest.mark.parametrize("heads", [3, 4, 6, 12])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 def test_vllm_refuses_the_same_numbers_of_heads(heads: int, ranks: int) -> None:
     _, arch = vllm_model_config(num_attention_heads=heads, num_key_value_heads=heads)
     from vllm.config.model import ModelConfig
