@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from spec_plugin.engine_class import keeps_states
 from spec_plugin.model_runner import METHODS, Runner, runner_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ NOTHING = "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it 
 
 #: of an engine on a GPU of which nobody asked anything, by whether it has the V2 model runner
 _DEFAULT_GRAPHS = {True: "full and piecewise", False: "piecewise only (V1, since k changes while it runs)"}
+
+#: vLLM's names of methods with which it schedules synchronously
+_NEVER_AHEAD = ("ngram", "suffix")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,12 @@ class GpuRun:
     def reads_states(self) -> bool:
         """Are hidden states kept of the actor's forward passes."""
         return self.trains and self.method is not None and bool(self.method.harvest)
+
+    @property
+    def scheduled_ahead(self) -> bool:
+        """Does vLLM schedule a step before the last one is done; not with every method, nor beside recurrent states."""
+        method = "" if self.method is None else str(self.method.settings.get("method"))
+        return method not in _NEVER_AHEAD and not keeps_states(self.run.target.hf_config)
 
 
 @dataclass(frozen=True)
@@ -69,8 +79,8 @@ UNTRIED = (
     ),
     Untried(
         "steps that are scheduled ahead while the GPU still computes (asynchronous scheduling on real streams)",
-        "",
-        lambda gpu: True,
+        "but for ngram, suffix and targets with recurrent states",
+        lambda gpu: gpu.scheduled_ahead,
     ),
     Untried(
         "how far a GPU's log-probs in bfloat16 lie from the actor's, which the checks compare", "", lambda gpu: True

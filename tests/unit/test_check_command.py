@@ -19,6 +19,7 @@ from spec_plugin_verl_check import check as verl_check
 
 from draft_training import DraftConfig, DraftTrainer, Eagle3Draft, TrainSettings, save_draft
 from spec_plugin import SpecConfigError, sources
+from spec_plugin.commands import forecast
 from spec_plugin.commands.check import find_check, judge_run
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.judgement import find_model
@@ -86,6 +87,26 @@ def test_openrlhf_runs_that_are_accepted(flags: tuple[str, ...], shapes: tuple[s
         ["ray", "job", "submit", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *GOOD, *flags], a_qwen3
     )
     assert found.accepted and found.shapes == shapes, found.objections
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
+def test_heads_that_vllm_cannot_share_out_are_refused_by_the_users_own_option() -> None:
+    def three_heads(name: str) -> Model:
+        return Model(name, {**QWEN3, "num_attention_heads": 3, "num_key_value_heads": 3}, "a test")
+
+    flags = (*GOOD, "--vllm.tensor_parallel_size", "2")
+    found = openrlhf_check([*flags, "--spec.method", "ngram"], three_heads)
+    assert [o.by for o in found.objections] == ["vLLM"] * 2
+    assert all("(--vllm.tensor_parallel_size 2): set it to 1" in str(o) for o in found.objections)
+    assert openrlhf_check(flags, a_qwen3).accepted
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
+def test_a_user_with_a_gpu_is_told_what_nobody_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "without_accelerator", lambda: False)
+    told = openrlhf_check([*GOOD, "--vllm.enable_sleep"], a_qwen3).facts
+    assert "sleep and wake" in told["never run on a GPU"] and "tensor parallel" not in told["never run on a GPU"]
+    assert {"model runner", "CUDA graphs"} <= set(told)
 
 
 @pytest.mark.usefixtures("flags_of_openrlhf")

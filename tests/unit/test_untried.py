@@ -16,7 +16,7 @@ from spec_plugin.model_runner import Runner
 from spec_plugin.run_plan import Model, RunFacts
 
 V1, V2 = Runner(False, "a test"), Runner(True, "a test")
-TRAINS: Any = SimpleNamespace(draft=object(), harvest=(1, 2))
+TRAINS: Any = SimpleNamespace(draft=object(), harvest=(1, 2), settings={"method": "eagle3"})
 RUN = RunFacts(
     SpecConfig.parse(None),
     TargetInfo("m", {}, "bfloat16"),
@@ -47,8 +47,12 @@ def place(words: str) -> int:
         ({"runner": V1}, {"compiled by Triton"}, {"the V1 model runner"}),
         ({"run": replace(RUN, sleeps=True)}, set(), {"sleep and wake"}),
         ({"run": replace(RUN, target=replace(RUN.target, tensor_parallel=2))}, set(), {"tensor parallel ranks"}),
-        ({"method": SimpleNamespace(draft=object(), harvest=None)}, {"hidden states"}, set()),
-        ({"method": SimpleNamespace(draft=None, harvest=None)}, {"hidden states", "trained draft", "TF32"}, set()),
+        ({"method": SimpleNamespace(draft=object(), harvest=None, settings={})}, {"hidden states"}, set()),
+        (
+            {"method": SimpleNamespace(draft=None, harvest=None, settings={"method": "ngram"})},
+            {"hidden states", "trained draft", "TF32", "scheduled ahead"},
+            set(),
+        ),
         (
             {"run": replace(RUN, spec=SpecConfig.parse({"train": False}))},
             {"hidden states", "trained draft", "TF32"},
