@@ -21,6 +21,9 @@ from spec_plugin.run_plan import RunFacts
 ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 #: vLLM fills a vocabulary up to a multiple of this before it splits it
 _VOCABULARY_STEP = 64
+#: numbers above it are no model's, and said where the field is read
+_LARGEST = 1 << 40
+_MOST_RANKS = 1024
 _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _LENGTHS = (
@@ -76,7 +79,7 @@ def _tensor_parallel(run: RunFacts, method: Method | None) -> Iterator[Objection
     if method is not None and method.settings.get("draft_tensor_parallel_size") != 1:
         draft = [split for split in splits(_draft_config(method)) if split not in policy]
     everything = [*policy, *draft]
-    fitting = [str(n) for n in range(1, ranks) if all(split.fits(n) for split in everything)]
+    fitting = [str(n) for n in range(1, min(ranks, _MOST_RANKS + 1)) if all(split.fits(n) for split in everything)]
     for whose, of_it, by in (("policy", policy, "vLLM"), ("draft", draft, OURS)):  # without the flag there is no draft
         for split in (s for s in of_it if not s.fits(ranks)):
             yield Objection(
@@ -176,7 +179,7 @@ def longest(hf: Mapping[str, Any]) -> tuple[str, int] | None:
         factor = part.get("factor") or factor
         if kind == "yarn":
             bound = part.get("original_max_position_embeddings", bound)
-    if not isinstance(factor, (int, float)) or not isinstance(bound, int):
+    if not (isinstance(factor, (int, float)) and isinstance(bound, int) and 0 < bound <= _LARGEST and 0 < factor <= _LARGEST):
         return None
     return field, int(bound * factor)
 

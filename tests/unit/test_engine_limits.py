@@ -123,6 +123,13 @@ def test_the_longest_sequence_follows_the_rotary_scaling(rope: Any, most: int) -
     assert longest({**HF, "rope_parameters": rope}) == ("max_position_embeddings", most)
 
 
+@pytest.mark.parametrize("bad", [10**400, float("inf"), float("nan"), -1, "4"])
+def test_numbers_that_are_none_bound_nothing(bad: Any) -> None:
+    assert longest({**HF, "max_position_embeddings": bad}) is None
+    assert longest({**HF, "rope_scaling": {"type": "linear", "factor": bad}}) is None
+    assert longest({**HF, "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": bad}}) is None
+
+
 def test_a_step_of_fewer_tokens_than_requests_is_refused() -> None:
     (line,) = said(run(HF, max_num_batched_tokens=64, max_num_seqs=128))
     assert "64 tokens at most" in line and "128 requests" in line
