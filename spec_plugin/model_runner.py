@@ -29,7 +29,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "draft_model": {"method": "draft_model"},
     "suffix": {"method": "suffix"},
     "ngram": {"method": "ngram"},
-    "frozen: EAGLE-1, EAGLE-3": {"method": "eagle"},
+    "frozen: EAGLE-1 and EAGLE-3": {"method": "eagle"},
     "frozen: DFlash": {"method": "dflash", "parallel_drafting": True},
     "frozen: P-EAGLE": {"method": "eagle3", "parallel_drafting": True},
     "frozen: a causal LM": {"method": "draft_model"},
@@ -69,10 +69,10 @@ def runner_of(settings: Mapping[str, Any], device_type: str) -> Runner:
             if lacks
             else Runner(True, f"{SWITCH}={asked}")
         )
-    if lacks:
-        return Runner(False, f"V2 of this vLLM lacks {lacks}")
     if not _has_triton(device_type):
         return Runner(False, "V2 needs Triton" + " with a backend for CPUs" * (device_type == "cpu"))
+    if lacks:
+        return Runner(False, f"V2 of this vLLM lacks {lacks}")
     return Runner(True, "vLLM's own choice")
 
 

@@ -99,14 +99,15 @@ def _probe_dynamic_schedule() -> Capability:
 def _probe_model_runner() -> Capability:
     from vllm.platforms import current_platform
 
-    found = {name: runner_of(settings, current_platform.device_type) for name, settings in METHODS.items()}
-    graphs = ", without graphs" if current_platform.device_type == "cpu" else ""
-    v2, v1 = ("V2, full graphs for each k", "V1, piecewise graphs") if not graphs else (f"V2{graphs}", f"V1{graphs}")
-    by_words: dict[str, list[str]] = {}
-    for name, runner in found.items():
-        words = f"none ({runner.why})" if runner.refused else f"{v2 if runner.v2 else v1} ({runner.why})"
-        by_words.setdefault(words, []).append(name)
-    detail = "; ".join(f"{words}: {', '.join(names)}" for words, names in by_words.items())
+    device_type = current_platform.device_type
+    v2, v1 = ("V2", "V1") if device_type == "cpu" else ("V2, full graphs for each k", "V1, piecewise graphs")
+    found = {name: runner_of(settings, device_type) for name, settings in METHODS.items()}
+    if len({runner.why for runner in found.values()}) == 1:
+        detail = f"{v1} for all methods: {found['eagle3'].why}"
+    else:
+        kinds = ((v2, lambda r: r.v2 and not r.refused), (v1, lambda r: not r.v2), ("refused", lambda r: r.refused))
+        by_kind = ((kind, [name for name, runner in found.items() if fits(runner)]) for kind, fits in kinds)
+        detail = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in by_kind if names)
     return Capability("model runner", True, detail, "")
 
 

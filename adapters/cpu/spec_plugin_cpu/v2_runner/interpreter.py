@@ -79,7 +79,9 @@ def fill_gaps() -> None:
         return store(self, pointers, value, interpreter.TensorHandle(mask.data.astype(bool), tl.int1), policy)
 
     def log1p(x: Any, **_: Any) -> Any:
-        return tl.tensor(interpreter.TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
+        with np.errstate(all="ignore"):  # of -1 and less, where a mask takes the result away
+            found = np.log1p(x.handle.data)
+        return tl.tensor(interpreter.TensorHandle(found, x.handle.dtype), x.type)
 
     setattr(log1p, _DONE, True)
     interpreter.InterpreterBuilder.create_masked_store = create_masked_store
