@@ -105,9 +105,10 @@ def _probe_model_runner() -> Capability:
     if len({runner.why for runner in found.values()}) == 1:
         detail = f"{v1} for all methods: {found['eagle3'].why}"
     else:
-        kinds = ((v2, lambda r: r.v2 and not r.refused), (v1, lambda r: not r.v2), ("refused", lambda r: r.refused))
-        by_kind = ((kind, [name for name, runner in found.items() if fits(runner)]) for kind, fits in kinds)
-        detail = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in by_kind if names)
+        kinds: dict[str, list[str]] = {v2: [], v1: [], "refused": []}
+        for name, runner in found.items():
+            kinds["refused" if runner.refused else v2 if runner.v2 else v1].append(name)
+        detail = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
     return Capability("model runner", True, detail, "")
 
 
