@@ -23,10 +23,11 @@ from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.test import default_prompts, run_self_test, tolerance
 
 pytestmark = pytest.mark.engine
-SECONDS = 90.0 if runner.V2 else 30.0  # Triton's interpreter takes its time for 32 requests at once
+SECONDS = 30.0
 ALL_SAMPLES = (
     600.0  # long enough for the most samples that are drawn, on a busy machine too: how many decides what is seen
 )
+AT_MOST = 900.0 if runner.V2 else PATIENCE * SECONDS  # Triton's interpreter takes its time for the least that is asked
 
 
 def _test(live, seconds=SECONDS, **options):
@@ -38,9 +39,9 @@ def _test(live, seconds=SECONDS, **options):
         "alpha": 1e-6,
         "max_num_seqs": MAX_NUM_SEQS,
     }
-    limit = PATIENCE * seconds if seconds > 1 else seconds
+    limit = max(AT_MOST, PATIENCE * seconds) if seconds > 1 else seconds
     plan = SelfTestPlan(seconds=seconds, limit=limit, **{**arguments, **options})
-    report = live.run(run_self_test(live.engine, plan))
+    report = live.run(run_self_test(live.engine, plan), timeout=limit + 60)
     print(f"\npassed={report.passed} in {report.seconds:.1f} s, break-even {report.break_even}")
     for check in report.checks:
         print(f"  {'ok ' if check.passed else 'BAD'} {check.name}: {check.detail}")
@@ -52,7 +53,7 @@ def test_a_correct_engine_passes(attempt):
     live = live_engine()
     report, checks = _test(live)
     assert report.passed, report.failures()
-    assert report.seconds < 4 * SECONDS + 2
+    assert report.seconds < AT_MOST + 2
     assert (
         "acceptance path exercised" in checks["speculation"].detail
         and " 0 accepted" not in checks["speculation"].detail
@@ -99,6 +100,7 @@ def test_law_2_samples_are_the_targets_while_k_changes_at_every_step():
         vocab_size=VOCAB,
         alpha=1e-6,
         seconds=2 * SECONDS,
+        limit=AT_MOST,
         max_num_seqs=MAX_NUM_SEQS,
     )
 
@@ -113,7 +115,7 @@ def test_law_2_samples_are_the_targets_while_k_changes_at_every_step():
             await asyncio.sleep(0.005)
         return await test, changes
 
-    report, changes = live.run(both())
+    report, changes = live.run(both(), timeout=AT_MOST + 60)
     live.run(set_schedule(live.engine, [K] * (MAX_NUM_SEQS + 1)))
     assert report.passed, report.failures()
     assert changes > 100
