@@ -30,7 +30,10 @@ from spec_plugin.events import Check
 SEQUENCES = 256  # in each arm
 BEGUN = 2  # tokens that a request has sampled when the tables begin to change
 MORE = 10  # and so many behind that at least: a change takes effect within a few steps
-SWITCHED_UNTIL = 0.85  # share of the time after which no round begins
+SWITCHED_UNTIL, SWITCHED_FOR = (
+    0.85,
+    0.25,
+)  # shares of the time: no round begins after the first, and they have the second at least
 PROMPTS = 4
 
 
@@ -46,7 +49,7 @@ async def switching_stage(probe: Probe, plan: SelfTestPlan, entries: int, begun:
     prompts = list(enumerate(plan.prompts[:PROMPTS]))
     repeat = max(1, probe.max_num_seqs // (2 * len(prompts)))
     per_round = repeat * len(prompts)
-    until = begun + SWITCHED_UNTIL * plan.seconds
+    until = max(begun + SWITCHED_UNTIL * plan.seconds, time.perf_counter() + SWITCHED_FOR * plan.seconds)
     spec: list[Sampled] = []
     plain: list[Sampled] = []
     switches = drafts = 0
