@@ -32,10 +32,8 @@ from spec_plugin.events import Check
 SEQUENCES = 256  # in each arm
 BEGUN = 2  # tokens that a request has sampled when the tables begin to change
 MORE = 10  # and so many behind that at least: a change takes effect within a few steps
-SWITCHED_UNTIL, SWITCHED_FOR = (
-    0.85,
-    0.25,
-)  # shares of the time: no round begins after the first, and they have the second at least
+SWITCHED_UNTIL = 0.85  # share of the time after which no round begins
+SWITCHED_FOR = 0.25  # but the rounds have this share of it at least
 PROMPTS = 4
 
 
