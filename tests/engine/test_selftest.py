@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import random
-import time
 
 import pytest
 import runner
@@ -18,10 +17,8 @@ from live import EXTENSION, MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
 
 from spec_plugin.builtin.methods import suffix
 from spec_plugin.engine.front import PATIENCE
-from spec_plugin.engine.schedule.channel import pause_idle_draft, put_in_force, schedule_state, set_schedule
-from spec_plugin.engine.selftest import switching
+from spec_plugin.engine.schedule.channel import schedule_state, set_schedule
 from spec_plugin.engine.selftest.plan import SelfTestPlan
-from spec_plugin.engine.selftest.probe import Probe
 from spec_plugin.engine.selftest.test import default_prompts, run_self_test, tolerance
 
 pytestmark = pytest.mark.engine
@@ -68,32 +65,6 @@ def test_law_2_drafts_that_are_drawn_by_their_own_probabilities_leave_the_sample
     report, checks = _test(live_engine(method="good eagle3", draft_sample_method="probabilistic"))
     assert report.passed, report.failures()
     assert " 0 accepted" not in checks["speculation"].detail and "samples: k switched" in checks
-
-
-async def table_first(engine, table, break_even=()):
-    """The order of calls that ``test_stale_drafts`` is about, made wrong."""
-    await set_schedule(engine, table, break_even)
-    await pause_idle_draft(engine, table)
-
-
-@pytest.mark.v2
-@pytest.mark.parametrize("order", [table_first, put_in_force])
-def test_law_2_rows_that_are_verified_long_after_they_were_drafted_are_found(monkeypatch, order):
-    """With a sharp draft: what is stale is taken where its own, stale probability is as small as the target's."""
-    monkeypatch.setattr(switching, "put_in_force", order)
-    live = live_engine(method="good eagle3", draft_sample_method="probabilistic")
-    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-    options = {"k": K, "vocab_size": VOCAB, "alpha": 1e-6, "max_num_seqs": MAX_NUM_SEQS}
-    plan = SelfTestPlan(prompts=prompts(), sampling=sampling, seconds=SECONDS, **options)
-
-    async def switched():
-        probe = Probe(live.engine, sampling, MAX_NUM_SEQS)
-        stage = switching.switching_stage(probe, plan, MAX_NUM_SEQS + 1, time.perf_counter())
-        return [check async for check in stage]
-
-    (check,) = live.run(switched(), timeout=AT_MOST)
-    print(check.detail)
-    assert check.passed == (order is put_in_force), check.detail
 
 
 def test_options_for_the_end_of_a_response_are_no_difference(tmp_path):

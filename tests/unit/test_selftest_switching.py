@@ -78,12 +78,12 @@ class Played:
             await asyncio.sleep(0)
 
 
-def judge(monkeypatch: pytest.MonkeyPatch, engine: Any, whole: bool = False) -> Any:
+def judge(monkeypatch: pytest.MonkeyPatch, engine: Any, whole: bool = False, seconds: float = 1e9) -> Any:
     """The stage's one check."""
     monkeypatch.setattr(switching, "read_spec_counters", lambda: {"drafts": engine.drafts})
     prompts = [[i, i + 1] for i in range(4)]
     plan = SelfTestPlan(
-        prompts=prompts, sampling={}, k=K, vocab_size=VOCAB, alpha=1e-6, seconds=1e9, max_num_seqs=SEQS, whole=whole
+        prompts=prompts, sampling={}, k=K, vocab_size=VOCAB, alpha=1e-6, seconds=seconds, max_num_seqs=SEQS, whole=whole
     )
 
     async def run() -> list[Any]:
@@ -127,6 +127,11 @@ def test_a_wrong_order_that_costs_nothing_passes(monkeypatch):
     """Drafts without probabilities of their own: stale ones are refused by the rules."""
     monkeypatch.setattr(switching, "put_in_force", table_first)
     assert judge(monkeypatch, Played(takes_stale_rows=False)).passed
+
+
+def test_too_few_sequences_in_the_time_are_named_unproven_and_refuse_nobody(monkeypatch):
+    check = judge(monkeypatch, Played(), seconds=0.0)
+    assert check.passed and check.unproven and "where 64 would do" in check.detail
 
 
 def test_an_engine_that_verifies_nothing_meanwhile_proves_nothing(monkeypatch):

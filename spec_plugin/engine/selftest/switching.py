@@ -6,11 +6,14 @@ rightly while nothing changes: vLLM's V2 runner hands out the rows of the last s
 a table that asked for drafts a step too early had 25 % of the policy's favourite tokens sampled in place of 85 %.
 
 In each round requests leave such rows behind; the draft is paused; as many requests as fit begin without it, half of them
-plain to their end; and once each has sampled a few tokens the tables of ``_changes`` come into force, one after the other, with
-a step or more between them. The check is ``counts`` of ``verdicts``: the arms differ at the few positions that a switch falls
-on, which by-position counts see and a sum over all tokens does not. On that runner with ``probabilistic`` drafts, a sharp draft
-shows it; one that has learnt nothing yet does not, nor does it harm much: what is stale is taken where its own, stale
-probability is as small as the target's.
+plain to their end; and once each has sampled a few tokens the tables of ``_changes`` come into force, one after the other,
+with a step or more between them. The check is ``counts`` of ``verdicts``: the arms differ at the few positions that a switch
+falls on, which by-position counts see and a sum over all tokens does not. On that runner with ``probabilistic`` drafts only a
+sharp draft shows it, since what is stale is taken where its own, stale probability is as small as the target's; one that has
+learnt nothing yet is harmed as little. Measured there with that order, a draft that is always right and 32 requests at once:
+at the worst position 10 of 29 against 23 of 27 with 64 sequences an arm (p = 5e-3 after correction), 31 of 66 against 78 of
+94 with 192 (1e-4). So the ``SEQUENCES`` are what such a fault takes to be refused, and an engine that has time for fewer may
+pass with it.
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ from spec_plugin.engine.schedule.channel import put_in_force, schedule_state
 from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
-from spec_plugin.engine.selftest.verdicts import Sampled, counts_check
+from spec_plugin.engine.selftest.verdicts import LEAST_SAMPLES, Sampled, counts_check
 from spec_plugin.events import Check
 
-SEQUENCES = 256  # in each arm
-LEAST = 192  # and so many however long they take: with 64 the fault above was at 10 of 29 against 23 of 27, which proves nothing
+SEQUENCES = 512  # in each arm, as far as there is time
 BEGUN = 2  # tokens that a request has sampled when the tables begin to change
 MORE = 10  # and so many behind that at least: a change takes effect within a few steps
 SWITCHED_UNTIL = 0.85  # share of the time after which no round begins
 SWITCHED_FOR = 0.25  # but the rounds have this share of it at least
+LATEST = 2.0  # and fewer than LEAST_SAMPLES are drawn only where the test has taken so many times its time
 PROMPTS = 4
 
 
@@ -55,7 +58,8 @@ async def switching_stage(probe: Probe, plan: SelfTestPlan, entries: int, begun:
     plain: list[Sampled] = []
     switches = drafts = 0
     for _ in range(math.ceil(SEQUENCES / per_round)):
-        if len(spec) >= LEAST and time.perf_counter() > until:
+        now = time.perf_counter()
+        if (len(spec) >= LEAST_SAMPLES and now > until) or (spec and now > begun + LATEST * plan.seconds):
             break
         sampled, changes, verified = await _round(probe, plan, prompts * repeat, entries)
         spec += sampled[0::2]
@@ -63,12 +67,18 @@ async def switching_stage(probe: Probe, plan: SelfTestPlan, entries: int, begun:
         switches += changes
         drafts += verified
     check = counts_check(spec, plain, plan.level, "samples: k switched")
-    yield Check(
-        check.name,
-        check.passed and drafts > 0,
-        f"the schedule changed {switches} times under running requests, {drafts} drafts were verified; {check.detail}",
-        check.out_of_time,
+    detail = (
+        f"the schedule changed {switches} times under running requests, {drafts} drafts were verified; {check.detail}"
     )
+    if len(spec) < LEAST_SAMPLES and (check.passed or check.out_of_time):  # nothing wrong, of too few
+        yield Check(
+            check.name,
+            True,
+            f"unproven: {len(spec)} sequences an arm where {LEAST_SAMPLES} would do; {detail}",
+            unproven=True,
+        )
+    else:
+        yield Check(check.name, check.passed and drafts > 0, detail)
 
 
 def _changes(k: int, whole: bool) -> tuple[int, ...]:
