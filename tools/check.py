@@ -51,6 +51,11 @@ VERL, OPENRLHF = ".envs/verl/bin", ".envs/openrlhf/bin"
 PYTEST = f"{VERL}/python -m pytest"
 MINIMAL = "tests/engine/test_conformance_minimal.py"
 SOAK = "tests/engine/test_soak.py"
+#: of vLLM's V2 model runner, whose kernels run in Triton's interpreter: under asynchronous scheduling, as on a card, and without
+ON_V2 = {
+    "v2-async": "stale_drafts refresh scheduler phase selftest methods draft_passes sleep adapters states",
+    "v2": "stale_drafts refresh scheduler draft_passes",
+}
 STARTS_VERL = frozenset({"verl"})
 #: the kit with other versions of vLLM, each in an environment of its own: by its name, the command
 VERSIONS = {
@@ -61,7 +66,19 @@ VERSIONS = {
 }
 #: deployment shapes of the kit's drivers; all checks of one take 5 to 15 minutes
 SHAPES = {
-    "verl": ("tp2", "dp2", "nodes2", "lora", "lora-adapters", "packed", "mistral", "colocate", "separate", "separate2"),
+    "verl": (
+        "tp2",
+        "dp2",
+        "nodes2",
+        "lora",
+        "lora-adapters",
+        "packed",
+        "mistral",
+        "colocate",
+        "separate",
+        "separate2",
+        "v2",
+    ),
     "openrlhf": ("tp2", "dp2", "zero3", "job", "async", "partial"),
 }
 #: of verl, with other actors: in environments of their own
@@ -133,6 +150,18 @@ PARTS = (
     Part("kit-minimal-others", (f"{PYTEST} {MINIMAL} -k 'behind or two_engines'",), ("verl",), 4, daily=False),
     Part("only", (f"{PYTEST} {MINIMAL} -k by_no_other_check",), ("verl",), 5, daily=False, limit=5400.0),
     Part("families", (f"{PYTEST} tests/engine -m family -k 'not by_no_other_check'",), ("verl",), 5, daily=False),
+    Part(
+        "engine-v2",
+        tuple(
+            f"env SPEC_PLUGIN_CPU_RUNNER={runner} {PYTEST} {' '.join(f'tests/engine/test_{name}.py' for name in names.split())} "
+            "-m 'engine and not family' --durations 20"
+            for runner, names in ON_V2.items()
+        ),
+        ("verl",),
+        5,
+        daily=False,
+        limit=5400.0,
+    ),
     Part("soak", (f"{PYTEST} {SOAK} -m engine",), ("verl",), 5, daily=False),
     Part(
         "verl-trouble",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import metadata
@@ -19,6 +18,7 @@ from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.manager import built_in_method, create_manager
 from spec_plugin.method import Method
+from spec_plugin.model_runner import Runner, runner_of
 from spec_plugin.refusals import Objection
 from spec_plugin.run_plan import RunFacts, RunPlan
 
@@ -177,8 +177,9 @@ def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
         yield "draft in the engine", _engine_memory(run, draft)
     requests, length = target.max_num_seqs or "of vLLM", target.max_model_len or "of the model"
     yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
-    yield "model runner", _runner()
-    yield "graphs", "none (enforce_eager)" if run.eager else _graphs(run)
+    runner = runner_of(method.settings if method is not None else {"method": spec.method}, _device_type())
+    yield "model runner", runner.words
+    yield "graphs", "none (enforce_eager)" if run.eager else _graphs(run, runner)
     yield "verified", "; ".join(_verified(run))
     yield "not verified", "; ".join(_not_verified(run))
 
@@ -211,22 +212,11 @@ def _size(mebibytes: float) -> str:
     return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1024 else f"{mebibytes:.0f} MiB"
 
 
-def _runner() -> str:
-    asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    if asked is not None:
-        return f"as VLLM_USE_V2_MODEL_RUNNER={asked} says"
-    if without_accelerator():
-        return "V1 (vLLM's CPU build has no other)"
-    return "vLLM's own choice: V2 where it has Triton and supports all that the run uses, else V1"
-
-
-def _graphs(run: RunFacts) -> str:
+def _graphs(run: RunFacts, runner: Runner) -> str:
     if without_accelerator():
         return "none (vLLM's CPU build)"
-    if "FULL" in run.graphs.upper():
-        return (
-            f"{run.graphs} on the V2 runner; on V1 vLLM falls back to piecewise graphs, since k changes while it runs"
-        )
+    if not runner.v2 and "FULL" in run.graphs.upper():
+        return "piecewise (vLLM's own choice on V1, since k changes while it runs)"
     return run.graphs
 
 

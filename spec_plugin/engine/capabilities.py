@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from spec_plugin.sources import drops_a_drafts_own_head, v2_takes_every_k
+from spec_plugin.model_runner import METHODS, leaves_a_draft_unread, runner_of
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,17 @@ def _probe_dynamic_schedule() -> Capability:
 def _probe_model_runner() -> Capability:
     from vllm.platforms import current_platform
 
-    if current_platform.device_type == "cpu":
-        return Capability("model runner", True, "V1, without graphs (vLLM's CPU build has no other)", "")
-    if not v2_takes_every_k():
-        return Capability("model runner", True, "V1 with piecewise graphs: V2 takes no k that changes in this vLLM", "")
-    return Capability(
-        "model runner", True, "V2 where vLLM chooses it, with full graphs for each k; else V1, piecewise", ""
-    )
+    device_type = current_platform.device_type
+    v2, v1 = ("V2", "V1") if device_type == "cpu" else ("V2, full graphs for each k", "V1, piecewise graphs")
+    found = {name: runner_of(settings, device_type) for name, settings in METHODS.items()}
+    if len({runner.why for runner in found.values()}) == 1:
+        detail = f"{v1} for all methods: {found['eagle3'].why}"
+    else:
+        kinds: dict[str, list[str]] = {v2: [], v1: [], "refused": []}
+        for name, runner in found.items():
+            kinds["refused" if runner.refused else v2 if runner.v2 else v1].append(name)
+        detail = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
+    return Capability("model runner", True, detail, "")
 
 
 def _probe_scheduler_factory() -> Capability:
@@ -123,9 +127,12 @@ def _probe_draft_load_config() -> Capability:
     if "draft_load_config" not in speculative_fields():
         fix = "with load_format=dummy the draft starts random: refresh it before the first rollout"
         return Capability("draft load config", False, "SpeculativeConfig.draft_load_config", fix)
-    if drops_a_drafts_own_head("dummy", current_platform.device_type):
+    if leaves_a_draft_unread("dummy", METHODS["eagle3"], current_platform.device_type):
         detail = "SpeculativeConfig.draft_load_config, which the V2 model runner does not read"
-        fix = "a draft with a pruned vocabulary needs load_format=auto, verl's own is dummy, or VLLM_USE_V2_MODEL_RUNNER=0"
+        fix = (
+            "a draft with a pruned vocabulary, and a frozen one, need load_format=auto, verl's own is dummy, or "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
         return Capability("draft load config", False, detail, fix)
     return Capability("draft load config", True, "SpeculativeConfig.draft_load_config", "")
 

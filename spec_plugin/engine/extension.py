@@ -74,7 +74,8 @@ class SpecWorkerExtension:
         """
         vllm_config = kwargs.get("vllm_config") or _current_vllm_config()
         if vllm_config.speculative_config is not None:
-            check_running_config(vllm_config.speculative_config, str(vllm_config.device_config.device_type))
+            v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))  # some releases have no such word
+            check_running_config(vllm_config.speculative_config, str(vllm_config.device_config.device_type), v2)
             if getattr(vllm_config, "lora_config", None) is not None:
                 apply_adapter_patches()
             complete_target(vllm_config)

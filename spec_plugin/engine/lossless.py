@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.model_runner import runner_of
 
 
 @dataclass(frozen=True)
@@ -233,15 +234,18 @@ def check_speculative_config(speculative_config: Mapping[str, Any], device_type:
     if "method" not in speculative_config:
         raise SpecConfigError(f"speculative_config has no 'method'; allowed: {SPECULATIVE['method'].words}")
     _check("speculative_config", SPECULATIVE, speculative_config)
-    _check_device(speculative_config.get("draft_sample_method"), device_type)
+    _check_kernels(
+        speculative_config.get("draft_sample_method"), device_type, runner_of(speculative_config, device_type).v2
+    )
 
 
-def check_running_config(speculative_config: Any, device_type: str) -> None:
+def check_running_config(speculative_config: Any, device_type: str, v2: bool) -> None:
     """Check what vLLM made of the options, inside the engine, where a checkpoint or another plugin may have changed them.
 
     Args:
         speculative_config: vLLM's own ``SpeculativeConfig`` object.
         device_type: of the engine.
+        v2: is its model runner V2.
 
     Raises:
         SpecConfigError: for a lossy setting, and for a field of a newer vLLM that is not at its default.
@@ -253,7 +257,7 @@ def check_running_config(speculative_config: Any, device_type: str) -> None:
         if field.name in _DECISIVE or (field.name not in SPECULATIVE and value != default):
             values[field.name] = value
     _check("the engine's speculative_config", SPECULATIVE, values)
-    _check_device(values.get("draft_sample_method"), device_type)
+    _check_kernels(values.get("draft_sample_method"), device_type, v2)
 
 
 def check_sampling(options: Mapping[str, Any]) -> None:
@@ -299,9 +303,9 @@ def _is_allowed(rule: Rule, value: Any) -> bool:
         return False
 
 
-def _check_device(draft_sample_method: str | None, device_type: str) -> None:
-    if draft_sample_method == "probabilistic" and device_type == "cpu":
+def _check_kernels(draft_sample_method: str | None, device_type: str, v2: bool) -> None:
+    if draft_sample_method == "probabilistic" and device_type == "cpu" and not v2:
         raise SpecConfigError(
-            "speculative_config draft_sample_method='probabilistic' is refused on a CPU; allowed: greedy; why: vLLM's CPU "
-            "kernels have given visibly wrong samples with it"
+            "speculative_config draft_sample_method='probabilistic' is refused on a CPU; allowed: greedy; why: the CPU kernels "
+            "of vLLM's V1 model runner have given visibly wrong samples with it (V2 has those of a GPU)"
         )

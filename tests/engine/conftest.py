@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runner  # before vLLM
 import small
 from spec_plugin_cpu.forks import ForkServer
 
@@ -21,6 +22,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 #: what engines and the kit's runs import
 MODULES = (
+    runner.FIRST,
     "torch",
     "transformers.models.qwen3.modeling_qwen3",
     "vllm.v1.engine.async_llm",
@@ -32,8 +34,17 @@ MODULES = (
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of the shared engine come first: an engine that starts takes the counters of those before it away."""
+    """The tests of the shared engine come first: an engine that starts takes the counters of those before it away.
+
+    Those of the other model runner are skipped: which one serves, ``runner.assert_serves`` asks every engine.
+    """
     items.sort(key=lambda item: "llm" not in getattr(item, "fixturenames", ()))
+    other, why = (
+        ("v1", "not on V2") if runner.V2 else ("v2", f"needs {runner.SWITCH}: python3 tools/check.py engine-v2")
+    )
+    for item in items:
+        if mark := item.get_closest_marker(other):
+            item.add_marker(pytest.mark.skip(": ".join((why, *mark.args))))
 
 
 @pytest.fixture(scope="session", autouse=True)

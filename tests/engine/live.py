@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import itertools
 import json
 import os
 import random
 import tempfile
 import threading
 from collections.abc import Coroutine
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import runner  # before vLLM
+import small
 import torch
 from safetensors.torch import load_file, save_file
 
+from draft_training.eagle3 import save_draft
 from draft_training.mtp import PREFIX
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance import tiny
@@ -26,6 +30,8 @@ from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
 
 K, MAX_NUM_SEQS = 3, 32
+#: the method of an engine that names none; V2 takes no draft model
+METHOD = "eagle3" if runner.V2 else "draft_model"
 EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
 
 
@@ -82,7 +88,23 @@ def _with_eagle_1(folder: Path) -> dict[str, Any]:
     return {"draft": str(draft), "train": False}
 
 
-_OWN_TARGETS = {"mtp": _with_own_layer, "frozen": _with_eagle_1}
+def _with_eagle_3(folder: Path, good: bool = False) -> dict[str, Any]:
+    """The counting policy, and beside it an EAGLE-3 draft that is right for every, or about every second token; the options."""
+    small.make_target(folder)
+    config = small.draft_config(folder)
+    tensors = small.good_tensors(config)
+    if not good:
+        tensors["midlayer.self_attn.o_proj.weight"] = tensors["midlayer.self_attn.o_proj.weight"] @ _half_right()
+    save_draft(folder / "draft", config, tensors)
+    return {"draft": str(folder / "draft")}
+
+
+_OWN_TARGETS = {
+    "mtp": _with_own_layer,
+    "frozen": _with_eagle_1,
+    "eagle3": _with_eagle_3,
+    "good eagle3": partial(_with_eagle_3, good=True),
+}
 
 
 @cache
@@ -107,6 +129,9 @@ class LossyExtension(SpecWorkerExtension):
     SHARE = 0.25
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if runner.V2:
+            _lose_the_law_on_v2(cls)
+            return super().__new__(cls, *args, **kwargs)
         from vllm.v1.sample import rejection_sampler
 
         exact = rejection_sampler.rejection_sample
@@ -135,6 +160,26 @@ class LossyExtension(SpecWorkerExtension):
         return super().__new__(cls, *args, **kwargs)
 
 
+def _lose_the_law_on_v2(extension: type[LossyExtension]) -> None:
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+    exact = rejection_sampler.rejection_sample
+
+    def lossy(logits: Any, drafted_logits: Any, drafted: Any, ends: Any, *rest: Any, **options: Any) -> Any:
+        out, counts = exact(
+            logits, drafted_logits, drafted, ends, *rest, **options
+        )  # rows: each request's last token, its drafts
+        for i, (begin, end) in enumerate(itertools.pairwise(ends.tolist())):
+            n = end - begin - 1
+            if n and random.random() < extension.SHARE:
+                out[i, :n] = drafted[begin + 1 : end]
+                out[i, n] = torch.multinomial(logits[end - 1].float().softmax(-1), 1)[0]
+                counts[i] = n + 1
+        return out, counts
+
+    rejection_sampler.rejection_sample = lossy
+
+
 class AlwaysLossyExtension(LossyExtension):
     """In all of them."""
 
@@ -151,6 +196,30 @@ class SwitchedExtension(LossyExtension):
         type(self).SHARE = share
 
 
+def _with_a_draft_model() -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Target, vLLM's speculative_config and our settings of the worker."""
+    target, draft = models()
+    settings = {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": K,
+        "num_speculative_tokens_per_batch_size": [(1, MAX_NUM_SEQS, K)],
+    }
+    return target, settings, {}
+
+
+def _as_the_plugin(name: str, sampled: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The same, as the plugin would start an engine with this method."""
+    target, spec = subject(name)
+    hf = json.loads((Path(target) / "config.json").read_text())
+    info = TargetInfo(target, hf, "float32", max_num_seqs=MAX_NUM_SEQS)
+    method = built_in_method(
+        SpecConfig.parse({"method": name.split()[-1], "k": K, "draft_sample_method": sampled, **spec}), info
+    )
+    assert method is not None
+    return target, method.speculative_config(), method.worker_settings()
+
+
 class LiveEngine:
     """An AsyncLLM on an event loop of its own, so that several test modules can share it."""
 
@@ -160,6 +229,8 @@ class LiveEngine:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.engine = self.run(self._start(skip_patches, extension, dict(options)))
+        for info in self.run(self.engine.collective_rpc("spec_draft_info")):
+            runner.assert_serves(info, self.engine.vllm_config)
 
     async def _start(self, skip_patches: tuple[str, ...], extension: str, options: dict[str, Any]) -> Any:
         from vllm import AsyncEngineArgs
@@ -167,21 +238,9 @@ class LiveEngine:
 
         from spec_plugin.engine.schedule.scheduler import SCHEDULER
 
-        target, draft = models()
-        settings = {
-            "method": "draft_model",
-            "model": draft,
-            "num_speculative_tokens": K,
-            "num_speculative_tokens_per_batch_size": [(1, MAX_NUM_SEQS, K)],
-        }
-        own: dict[str, Any] = {"skip_patches": list(skip_patches)}
-        if name := options.pop("method", None):  # as the plugin would start it
-            target, spec = subject(name)
-            hf = json.loads((Path(target) / "config.json").read_text())
-            info = TargetInfo(target, hf, "float32", max_num_seqs=MAX_NUM_SEQS)
-            method = built_in_method(SpecConfig.parse({"method": name, "k": K, **spec}), info)
-            assert method is not None
-            settings, own = method.speculative_config(), own | method.worker_settings()
+        name, sampled = options.pop("method", METHOD), options.pop("draft_sample_method", "greedy")
+        target, settings, own = _as_the_plugin(name, sampled) if name != "draft_model" else _with_a_draft_model()
+        own = {"skip_patches": list(skip_patches), **own}
         arguments = AsyncEngineArgs(
             model=target,
             skip_tokenizer_init=True,

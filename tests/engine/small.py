@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import runner  # before vLLM
 import torch
 
 from draft_training.config import DraftConfig
@@ -100,7 +101,10 @@ def start_engine(target: Path, draft: Path, **options: Any) -> Any:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM
 
-    return LLM(model=str(target), **{**engine_options(draft), **options})
+    llm = LLM(model=str(target), **{**engine_options(draft), **options})
+    if llm.llm_engine.vllm_config.speculative_config is not None:
+        runner.assert_serves(rpc(llm, "spec_draft_info"), llm.llm_engine.vllm_config)
+    return llm
 
 
 def generate(llm: Any, temperature: float = 0.0, tokens: int = TOKENS, **options: Any) -> list[Any]:

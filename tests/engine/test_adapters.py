@@ -94,6 +94,7 @@ def test_it_says_what_the_adapted_target_says_and_drafts(adapted, target, good_d
     assert found["told apart"] and all(found["same base"])
 
 
+@pytest.mark.v1("the repair is of V1")
 def test_the_repair_is_still_needed(adapted, target, good_draft, warm_python):
     """When this fails because the engine lives, vLLM's first runner has learnt it, and the patch can go."""
     found, said = run(warm_python, target, good_draft, adapted[0], "no")

@@ -9,6 +9,7 @@ import math
 import random
 
 import pytest
+import runner
 
 pytest.importorskip("vllm")
 
@@ -25,6 +26,7 @@ SECONDS = 30.0
 ALL_SAMPLES = (
     600.0  # long enough for the most samples that are drawn, on a busy machine too: how many decides what is seen
 )
+AT_MOST = 900.0 if runner.V2 else PATIENCE * SECONDS  # Triton's interpreter takes its time for the least that is asked
 
 
 def _test(live, seconds=SECONDS, **options):
@@ -36,9 +38,9 @@ def _test(live, seconds=SECONDS, **options):
         "alpha": 1e-6,
         "max_num_seqs": MAX_NUM_SEQS,
     }
-    limit = PATIENCE * seconds if seconds > 1 else seconds
+    limit = max(AT_MOST, PATIENCE * seconds) if seconds > 1 else seconds
     plan = SelfTestPlan(seconds=seconds, limit=limit, **{**arguments, **options})
-    report = live.run(run_self_test(live.engine, plan))
+    report = live.run(run_self_test(live.engine, plan), timeout=limit + 60)
     print(f"\npassed={report.passed} in {report.seconds:.1f} s, break-even {report.break_even}")
     for check in report.checks:
         print(f"  {'ok ' if check.passed else 'BAD'} {check.name}: {check.detail}")
@@ -50,12 +52,19 @@ def test_a_correct_engine_passes(attempt):
     live = live_engine()
     report, checks = _test(live)
     assert report.passed, report.failures()
-    assert report.seconds < 4 * SECONDS + 2
+    assert report.seconds < AT_MOST + 2
     assert (
         "acceptance path exercised" in checks["speculation"].detail
         and " 0 accepted" not in checks["speculation"].detail
     )
     assert report.break_even and all(math.isfinite(v) and v > 0.3 for v in report.break_even.values())
+
+
+@pytest.mark.v2
+def test_law_2_drafts_that_are_drawn_by_their_own_probabilities_leave_the_samples_the_targets():
+    report, checks = _test(live_engine(method="good eagle3", draft_sample_method="probabilistic"))
+    assert report.passed, report.failures()
+    assert " 0 accepted" not in checks["speculation"].detail and "samples: k switched" in checks
 
 
 def test_options_for_the_end_of_a_response_are_no_difference(tmp_path):
@@ -76,6 +85,7 @@ def test_law_2_samples_are_the_targets_while_k_changes_at_every_step():
         vocab_size=VOCAB,
         alpha=1e-6,
         seconds=2 * SECONDS,
+        limit=AT_MOST,
         max_num_seqs=MAX_NUM_SEQS,
     )
 
@@ -90,7 +100,7 @@ def test_law_2_samples_are_the_targets_while_k_changes_at_every_step():
             await asyncio.sleep(0.005)
         return await test, changes
 
-    report, changes = live.run(both())
+    report, changes = live.run(both(), timeout=AT_MOST + 60)
     live.run(set_schedule(live.engine, [K] * (MAX_NUM_SEQS + 1)))
     assert report.passed, report.failures()
     assert changes > 100
@@ -121,6 +131,7 @@ def test_log_probs_of_the_trainer_that_differ_from_the_engines_are_found():
     assert not report.passed and not checks["logprobs: trainer"].passed
 
 
+@pytest.mark.v1("vLLM's CPU kernels")
 def test_vllms_cpu_sampling_bug_is_found_where_its_nan_shows():
     """vLLM issue 55005: the temperature of each drafted token is read from uninitialised memory."""
     report, checks = _test(live_engine(skip_patches=("expand_kernel",)))
@@ -128,6 +139,7 @@ def test_vllms_cpu_sampling_bug_is_found_where_its_nan_shows():
     assert not checks["finite"].passed, checks["finite"].detail
 
 
+@pytest.mark.v1("vLLM's CPU kernels")
 def test_vllms_cpu_sampling_bug_is_found_where_its_nan_is_hidden():
     report, checks = _test(
         live_engine(skip_patches=("expand_kernel",), logprobs_mode="raw_logprobs"), seconds=ALL_SAMPLES
@@ -146,6 +158,7 @@ def test_a_sampler_that_takes_drafted_tokens_unasked_is_found():
     )
 
 
+@pytest.mark.v1("suffix")
 @pytest.mark.skipif(importlib.util.find_spec(suffix.PACKAGE) is None, reason=suffix.INSTALL)
 @pytest.mark.parametrize("extension", [EXTENSION, "live.AlwaysLossyExtension"])
 def test_uneven_drafts_are_judged_by_the_same_rule(extension):

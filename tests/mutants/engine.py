@@ -11,8 +11,9 @@ _CUTOFF, _STEPS, _MIXIN, _PLAIN, _PREEMPTION, _PAUSE, _UTILITIES, _CHANNEL = (
     f"spec_plugin/engine/schedule/{name}.py"
     for name in ("cutoff", "steps", "mixin", "plain", "preemption", "pause", "utilities", "channel")
 )
-_EVIDENCE, _STATS, _VERDICTS, _TEST, _STAGES, _PLAN = (
-    f"spec_plugin/engine/selftest/{name}.py" for name in ("evidence", "stats", "verdicts", "test", "stages", "plan")
+_EVIDENCE, _STATS, _VERDICTS, _TEST, _STAGES, _PLAN, _SWITCHING = (
+    f"spec_plugin/engine/selftest/{name}.py"
+    for name in ("evidence", "stats", "verdicts", "test", "stages", "plan", "switching")
 )
 _STATES = "spec_plugin/engine/states.py"
 
@@ -385,8 +386,8 @@ MUTATIONS = (
     ),
     Mutation(
         _VERDICTS,
-        'Check("samples: counts", enough and not differs',
-        'Check("samples: counts", not differs',
+        "Check(name, enough and not differs",
+        "Check(name, not differs",
         "law 2: a handful of samples passes for a proof",
         ("test_selftest_stats.py::test_a_handful_of_samples_is_no_proof",),
     ),
@@ -424,6 +425,48 @@ MUTATIONS = (
         "lora_request=None)",
         "law 2: the self-test asks the base, and the run samples from the adapted target",
         ("engine/test_served_adapter.py::test_law_2_each_request_of_the_self_test_comes_with_the_runs_adapter",),
+    ),
+    Mutation(
+        _SWITCHING,
+        "return (k,) if whole else (k, 0, k, 1, 0, k)",
+        "return (k, 0, k, 1, 0, k)",
+        "law 2: the self-test takes drafts away from a target with states in the midst of its requests",
+        ("test_selftest_switching.py",),
+    ),
+    Mutation(
+        _SWITCHING,
+        "return (k,) if whole else (k, 0, k, 1, 0, k)",
+        "return ()",
+        "law 2: the self-test lets no draft go on under running requests",
+        ("test_selftest_switching.py",),
+    ),
+    Mutation(
+        _SWITCHING,
+        "check.passed and drafts > 0,",
+        "check.passed,",
+        "law 2: an engine that verified nothing while k was switched passes for one that does it rightly",
+        ("test_selftest_switching.py",),
+    ),
+    Mutation(
+        _LOSSLESS,
+        ' and device_type == "cpu" and not v2:',
+        " and False:",
+        "law 2: drafts drawn by their own probabilities go through the CPU kernels that sample wrongly",
+        ("engine/test_model_runner.py", "engine/test_lossless_list.py"),
+    ),
+    Mutation(
+        "spec_plugin/model_runner.py",
+        "    if lacks:\n        return Runner(False",
+        "    if False:\n        return Runner(False",
+        "what falls back to V1 is said to get V2 and full graphs",
+        ("engine/test_model_runner.py",),
+    ),
+    Mutation(
+        "spec_plugin/builtin/methods/frozen.py",
+        "if leaves_a_draft_unread(target.load_format, settings, target.device_type):",
+        "if False:",
+        "a frozen draft is noise to the end of the run",
+        ("test_method_frozen.py",),
     ),
     Mutation(
         _PLAN,

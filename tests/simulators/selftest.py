@@ -106,14 +106,14 @@ def run(seed: int, mistake: Mistake | None = None, everywhere: bool = False, alp
         seed: of the model and of all samples.
         mistake: of the sampler; None: a right engine.
         everywhere: do plain requests have it, too.
-        alpha: error level, shared by both statistics.
+        alpha: error level, shared by both statistics, and by one more that is not simulated.
     """
     rng = np.random.default_rng(seed)
     true = model(rng, SHARPNESS[seed % len(SHARPNESS)])
     wrong = true if mistake is None else mistake(true)
     spec, plain = (_arm(rng, by, true) for by in (wrong, wrong if everywhere else true))
-    counts = counts_check(spec, plain, alpha / 2)
-    log_probs = evidence_check(spec, plain, V, alpha / 2)
+    counts = counts_check(spec, plain, alpha / 3)
+    log_probs = evidence_check(spec, plain, V, alpha / 3)
     return Verdict(counts.passed, log_probs.passed, log_probs.unproven)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from spec_plugin import SpecConfig, SpecConfigError
+from spec_plugin import SpecConfig, SpecConfigError, model_runner
 from spec_plugin.builtin.break_even.controller import BreakEvenController
 from spec_plugin.engine.lossless import check_speculative_config
 from spec_plugin.events import RolloutStats, SelfTestReport, StepTiming, TargetInfo
@@ -74,6 +74,19 @@ def test_of_what_is_served_as_it_is_nothing_is_read_that_nobody_asks_for(tmp_pat
 def test_a_whole_model_is_not_made_noise_of(tmp_path: Path) -> None:
     with pytest.raises(SpecConfigError, match=r"load_format to auto, or spec\.method=draft_model"):
         method(draft(tmp_path, "draft_model"), load_format="dummy")
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
+def test_a_draft_whose_file_v2_would_leave_unread_is_refused(tmp_path: Path, kind: str, monkeypatch) -> None:
+    """Nothing ever sends it: it would be noise to the end of the run. V1 reads it."""
+    folder = draft(tmp_path, kind)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert method(folder, load_format="dummy").speculative_config()["draft_load_config"] == {"load_format": "auto"}
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    if model_runner.loads_drafts_like_targets("dflash" if kind == "dflash" else "eagle3"):  # this vLLM
+        with pytest.raises(SpecConfigError, match=r"leaves the draft's file unread.*load_format to auto"):
+            method(folder, load_format="dummy")
+    assert method(folder).ready
 
 
 def test_what_is_trained_is_not_frozen(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def run(monkeypatch: pytest.MonkeyPatch, engine: Engine, **changes: Any) -> tupl
     async def calibrate(probe: Any, prompts: Any, timed: Any, entries: int, deadline: float) -> None:
         asked.append(("calibrate", tuple(timed), entries, dict(probe.sampling)))
 
-    for name in ("greedy", "states", "samples", "logprobs"):
+    for name in ("greedy", "states", "samples", "logprobs", "switching"):
         monkeypatch.setattr(selftest, f"{name}_stage", stage(name))
     monkeypatch.setattr(selftest, "calibrate", calibrate)
     engine_: Any = engine
@@ -79,6 +79,7 @@ def test_law_2_a_stage_that_fails_or_takes_too_long_fails_the_test_and_keeps_wha
         ("greedy", drafting),
         ("samples", drafting),
         ("logprobs", drafting),
+        ("switching", drafting),
         ("calibrate", (0, 1, 3), 3, {"temperature": 1.0, "top_p": 0.9}),
     ]
     found = {check.name: (check.passed, check.detail, check.out_of_time) for check in report.checks}
@@ -89,6 +90,8 @@ def test_law_2_a_stage_that_fails_or_takes_too_long_fails_the_test_and_keeps_wha
         "samples": (False, "ValueError: half-way", False),
         "logprobs: first": (True, "", False),
         "logprobs": (False, "not finished within the time limit of 0.2 s", True),
+        "switching: first": (True, "", False),
+        "switching: second": (True, "", False),
         "break-even": (True, "batch size: acceptance length: nothing measured in time", False),
     }
     assert not report.passed and engine.table == [0, 1, 2], "it is given back as it was"
@@ -96,7 +99,7 @@ def test_law_2_a_stage_that_fails_or_takes_too_long_fails_the_test_and_keeps_wha
 
 def test_a_target_with_states_is_asked_for_them_and_timed_with_whole_drafts(monkeypatch):
     _, asked = run(monkeypatch, Engine(hybrid=True), whole=True)
-    assert [name for name, *_ in asked] == ["greedy", "states", "samples", "logprobs", "calibrate"]
+    assert [name for name, *_ in asked] == ["greedy", "states", "samples", "logprobs", "switching", "calibrate"]
     assert asked[-1][1] == (0, 3)
 
 

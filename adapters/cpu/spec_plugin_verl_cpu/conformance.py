@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pandas as pd
 import torch
 from PIL import Image
+from spec_plugin_cpu import v2_runner
 from torch import Tensor
 
 from spec_plugin.conformance import tiny
@@ -57,6 +58,7 @@ class Shape:
     backend: Backend = FSDP
     format: checkpoints.Format = checkpoints.FSDP
     kv_heads: int = 1  # of the policy; ranks that split them need one each
+    v2: bool = False  # has the engine vLLM's V2 model runner, with asynchronous scheduling, as on a card
 
 
 def _megatron(what: str, *overrides: str, ranks: int = 2, family: str = "qwen3") -> Shape:
@@ -157,6 +159,9 @@ SHAPES = {
         family="qwen3_moe",
     ),
     "veomni": Shape("a VeOmni actor of two ranks", _TWO, ranks=2, backend=VEOMNI),
+    "v2": Shape(
+        "vLLM's V2 model runner in Triton's interpreter, with asynchronous scheduling as on a card", (), v2=True
+    ),
     "mimo": Shape("a Qwen2 policy with a layer for multi-token prediction", (), family="qwen2", mtp=True),
 }
 
@@ -241,7 +246,11 @@ class Driver(ConformanceDriver):
             nodes=self._shape.nodes,
             main=self._shape.main,
             backend=self._shape.backend,
-            variables=self._room.environment,
+            variables={
+                **self._room.environment,
+                **(v2_runner.environment(v2_runner.V2_ASYNC) if self._shape.v2 else {}),
+            },
+            first=(v2_runner.IN_FORCE,) if self._shape.v2 else (),
         )
         yield from trainer.follow()
 

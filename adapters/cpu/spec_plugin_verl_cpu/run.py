@@ -185,6 +185,7 @@ class VerlRun:
     main: Main = PPO
     backend: Backend = FSDP
     variables: Mapping[str, str] = field(default_factory=dict)  # of the environment, beside what a CPU needs
+    first: tuple[str, ...] = ()  # modules that its processes import before all others
 
     @property
     def metrics_file(self) -> Path:
@@ -202,7 +203,9 @@ class VerlRun:
         command = (sys.executable, "-m", *on_nodes, self.main.module, *arguments(self))
         # a forked process has imported verl already, and so does not look for the modules that this names
         more = ("spec_plugin_verl",) if self.main.flag == _EVERYWHERE and not self.plain else ()
-        return Launch(command, environment(self, base), self.out, self.steps, "verl", Preloaded((*MODULES, *more)))
+        return Launch(
+            command, environment(self, base), self.out, self.steps, "verl", Preloaded((*self.first, *MODULES, *more))
+        )
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
         """Run it; see :func:`spec_plugin.conformance.launch.follow`."""

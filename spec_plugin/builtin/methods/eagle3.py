@@ -16,7 +16,7 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method, StartingDraft
-from spec_plugin.sources import drops_a_drafts_own_head
+from spec_plugin.model_runner import METHODS, leaves_a_draft_unread
 
 Tensors = Mapping[str, Any]
 
@@ -67,7 +67,7 @@ def unloadable(draft: DraftConfig, load_format: str, device_type: str) -> str | 
         load_format: of the engine.
         device_type: of the engine.
     """
-    if not draft.pruned or not drops_a_drafts_own_head(load_format, device_type):
+    if not draft.pruned or not leaves_a_draft_unread(load_format, METHODS["eagle3"], device_type):
         return None
     return (
         f"a draft with a pruned vocabulary ({draft.draft_vocab_size} of {draft.vocab_size} tokens) under "

@@ -17,6 +17,7 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
+from spec_plugin.model_runner import leaves_a_draft_unread
 
 #: what a parallel draft's config.json has, and no other's: the token that stands for those that are not known yet
 _PARALLEL = ("pard_token", "ptd_token_id", "mask_token_id")
@@ -60,6 +61,12 @@ class FrozenMethod:
             settings["draft_load_config"] = {"load_format": "auto"}
         if parallel and kind != "dflash":  # of which vLLM knows by itself
             settings["parallel_drafting"] = True
+        if leaves_a_draft_unread(target.load_format, settings, target.device_type):
+            raise SpecConfigError(
+                f"spec.draft={config.draft!r} under load_format=dummy: the installed vLLM's V2 model runner then leaves the "
+                "draft's file unread and would draft with noise, since a frozen draft is never sent: set the engine's "
+                "load_format to auto, or VLLM_USE_V2_MODEL_RUNNER=0 in its environment"
+            )
         whole = bool(settings.get("parallel_drafting"))
         return Method("frozen", settings, model=lambda: _whole(config.draft), ready=True, whole=whole)
 

@@ -4,7 +4,7 @@
 symbol      ``propose`` of the running proposer (the instance, not its class): V1's ``drafter``, V2's ``speculator``
 reason      with k = 0 vLLM 0.29 runs the draft and throws its result away: on V1 the first forward pass (it keeps the draft's KV
             cache current for a later step of the same request; plain decoding was up to a fifth slower for it), on V2 all of them
-versions    V1: checked on 0.29 (CPU). V2: wrapped on 0.29's own class in a unit test, never run, since it needs a GPU
+versions    V1: checked on 0.29 (CPU). V2: on 0.29, too, with its kernels in Triton's interpreter, without CUDA graphs
 guard       ``PatchError`` if ``propose`` or the speculator have lost what the wrappers read
 ==========  ==========================================================================================================
 """
@@ -88,6 +88,6 @@ def _idle_on_v1(_proposer: Any, arguments: Mapping[str, Any]) -> Tensor | None:
 def _idle_on_v2(speculator: Any, arguments: Mapping[str, Any]) -> Tensor | None:
     if arguments.get("dummy_run"):  # ranks that keep step with each other, and warm-up
         return None
-    # what was drafted last; nobody verifies it, since nothing is scheduled for drafts
+    # what was drafted last; nobody verifies it, since no table asks for drafts of a paused one (channel.put_in_force)
     drafted: Tensor = speculator.draft_tokens[: arguments["input_batch"].num_reqs]
     return drafted

@@ -29,6 +29,11 @@ class SelfTestPlan:
     adapter: Any = None  # vLLM's LoRARequest that the run's own requests come with, if they do
 
     @property
+    def level(self) -> float:
+        """Error level of each of the three statistical tests: counts, log-probs, and counts while k is switched."""
+        return self.alpha / 3
+
+    @property
     def hard_limit(self) -> float:
         """Seconds."""
         return self.seconds if self.limit is None else self.limit

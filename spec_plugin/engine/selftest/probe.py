@@ -70,11 +70,26 @@ class Probe:
         prompt_ids = {"prompt_token_ids": list(prompt)}
         return self.engine.generate(prompt_ids, params, request_id=request_id, lora_request=self.adapter)
 
-    async def sample(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Sampled:
-        """Run one request to its end, waiting for a free slot first."""
+    async def sample(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        reaches: tuple[int, asyncio.Event] | None = None,
+    ) -> Sampled:
+        """Run one request to its end, waiting for a free slot first.
+
+        Args:
+            index: of the prompt.
+            prompt: its token ids.
+            params: the request's; to follow it, ``output_kind`` must be cumulative.
+            reaches: set this event when it has sampled so many tokens.
+        """
         async with self._slots:
             async for output in self.stream(prompt, params):
                 last = output.outputs[0]
+                if reaches is not None and len(last.token_ids) >= reaches[0]:
+                    reaches[1].set()
         return _read(index, last, params.logprobs or 0)
 
 

@@ -103,9 +103,9 @@ async def samples_stage(probe: Probe, plan: SelfTestPlan, arms: Arms, begun: flo
         arms.spec += spec
         arms.plain += plain
     yield finite_check(arms.spec, arms.plain)
-    yield counts_check(arms.spec, arms.plain, plan.alpha / 2)
+    yield counts_check(arms.spec, arms.plain, plan.level)
     if states_what_it_samples(probe.sampling, probe.logprobs_mode, probe.top):
-        yield evidence_check(arms.spec, arms.plain, plan.vocab_size, plan.alpha / 2)
+        yield evidence_check(arms.spec, arms.plain, plan.vocab_size, plan.level)
     else:
         yield not_stated(probe.logprobs_mode, probe.sampling)
     yield path_check(before, read_spec_counters())

@@ -13,13 +13,15 @@ in the same batches (``spec_plugin.engine.schedule.plain``) and must be alike:
                 token counts between the arms, and of the speculating arm against its stated log-probs;
 ``logprobs``    the stated log-probs agree with a teacher-forced recomputation: by the engine itself, as plain requests of one
                 token that end in the prefix (its ``prompt_logprobs`` are no evidence, vLLM issue 53488), or by ``score``;
+``switching``   counts once more, of requests under which k is switched and the draft is paused and goes on
+                (``spec_plugin.engine.selftest.switching``);
 ``break-even``  not a test: what a verification step costs against a plain step, for the controller (law 7).
 
-Chance of rejecting a correct engine: ``alpha``, shared by the two tests under ``samples``. The other checks have tolerances
-for rounding, not error levels; with noise of 0.02 to 0.2 nats on every logit, rounded to bfloat16 and not, ``greedy`` failed none
-of 160,000 simulated engines. Tolerance in nats: max(1e-3, 32 * eps of the dtype). Logits of language models are about 16
-to 32, where neighbouring numbers are 16 to 32 eps / 2 apart: the tolerance is two such steps, 0.25 for bfloat16, 0.031 for
-float16; float32 gets a floor of 1e-3 for sums in another order.
+Chance of rejecting a correct engine: ``alpha``, shared by the two tests under ``samples`` and that under ``switching``. The
+other checks have tolerances for rounding, not error levels; with noise of 0.02 to 0.2 nats on every logit, rounded to bfloat16
+and not, ``greedy`` failed none of 160,000 simulated engines. Tolerance in nats: max(1e-3, 32 * eps of the dtype). Logits of
+language models are about 16 to 32, where neighbouring numbers are 16 to 32 eps / 2 apart: the tolerance is two such steps, 0.25
+for bfloat16, 0.031 for float16; float32 gets a floor of 1e-3 for sums in another order.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe, calibrate
 from spec_plugin.engine.selftest.stages import Arms, greedy_stage, logprobs_stage, samples_stage, states_stage
 from spec_plugin.engine.selftest.states import keeps_states
+from spec_plugin.engine.selftest.switching import switching_stage
 from spec_plugin.events import Check, SelfTestReport, StepTiming
 
 MOST_AT_ONCE = 256  # requests: the sampler's memory, with the log-probs of all of them, is nobody's budget
@@ -107,7 +110,9 @@ class _SelfTest:
             await self._stage("samples", samples_stage(probe, plan, arms, self.begun))
             await self._stage("logprobs", logprobs_stage(probe, plan, arms, self.begun, rounding))
             if self.table is not None:
-                await self._calibrate(len(self.table))
+                entries = len(self.table)
+                await self._stage("switching", switching_stage(probe, plan, entries, self.begun))
+                await self._calibrate(entries)
         self.checks += await restore(self.engine, plan.k, self.table)
         return SelfTestReport(tuple(self.checks), time.perf_counter() - self.begun, self.steps)
 

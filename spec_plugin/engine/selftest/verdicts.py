@@ -94,7 +94,9 @@ def finite_check(spec: Sequence[Sampled], plain: Sequence[Sampled]) -> Check:
     return Check("finite", bad == 0, f"{bad} of {total} log-probs not finite{''.join(lines)}")
 
 
-def counts_check(spec: Sequence[Sampled], plain: Sequence[Sampled], alpha: float) -> Check:
+def counts_check(
+    spec: Sequence[Sampled], plain: Sequence[Sampled], alpha: float, name: str = "samples: counts"
+) -> Check:
     """Token counts of the two arms come from one distribution."""
     prompts = sorted({s.prompt for s in spec})
     by_prompt = [[[s.tokens for s in arm if s.prompt == i] for i in prompts] for arm in (spec, plain)]
@@ -109,7 +111,7 @@ def counts_check(spec: Sequence[Sampled], plain: Sequence[Sampled], alpha: float
             f"fewer than {LEAST_SAMPLES} sequences an arm in the time limit prove nothing, allow more time; {detail}"
         )
     differs = r.p_value <= alpha
-    return Check("samples: counts", enough and not differs, detail, out_of_time=not enough and not differs)
+    return Check(name, enough and not differs, detail, out_of_time=not enough and not differs)
 
 
 def evidence_check(spec: Sequence[Sampled], plain: Sequence[Sampled], vocab_size: int, alpha: float) -> Check:

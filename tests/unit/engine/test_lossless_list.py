@@ -104,14 +104,14 @@ class Running:
 
 
 def test_the_engine_is_checked_again_whoever_set_its_options():
-    lossless.check_running_config(Running(), "cuda")
+    lossless.check_running_config(Running(), "cuda", v2=True)
     for lossy in (
         Running(rejection_sample_method="synthetic"),
         Running(synthetic_acceptance_rates=[0.5]),
         Running(mode_of_a_later_release="on"),
     ):
         with pytest.raises(SpecConfigError):
-            lossless.check_running_config(lossy, "cuda")
+            lossless.check_running_config(lossy, "cuda", v2=True)
 
 
 def test_sampling_options_of_the_trainers_pass():

@@ -1,4 +1,4 @@
-"""The pause on both of vLLM's model runners. V2 needs a GPU to run: here its own classes are asked, without one."""
+"""The pause on both of vLLM's model runners. Of V2 its own classes are asked here; it runs in tests/engine."""
 
 from __future__ import annotations
 
