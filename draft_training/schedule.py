@@ -1,4 +1,4 @@
-"""Schedule: where a draft is in its life, and so how fast it learns and how far it is unrolled."""
+"""TrainingSchedule: where a draft is in its life, and so how fast it learns and how far it is unrolled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from draft_training.settings import TrainSettings
 from draft_training.unroll import Unroll
 
 
-class Schedule:
+class TrainingSchedule:
     """Learning rates, unrolled steps and tokens of an optimizer step.
 
     A draft that was trained before has nothing to gain from large steps, and much to lose: it learns at the floor of the rates

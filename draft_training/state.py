@@ -33,7 +33,7 @@ class TrainerState:
     draft_version: int
     policy_version: int
     skipped: int  # optimizer steps given up so far
-    schedule: Mapping[str, Any]  # see ``Schedule.state_dict``
+    schedule: Mapping[str, Any]  # see ``TrainingSchedule.state_dict``
 
     def own_tensors(self) -> dict[str, Tensor]:
         """What no engine is sent: ``trainer.safetensors``."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from draft_training import OtherRankFailed
-from spec_plugin.answers import is_cancelled, number, one, shown
+from spec_plugin.answers import expect_instance, finite_float, is_cancelled, type_and_value
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError, pass_on
@@ -230,9 +230,9 @@ class SpecSession:
         granted, ask = 0.0, getattr(self.manager.get_plugin("controller"), "head_start", None)
         if ask is not None and not self.failed:
             with self.guarded("head start"):
-                seconds = number(answer := ask())
+                seconds = finite_float(answer := ask())
                 if seconds is None:
-                    raise TypeError(f"head_start answered {shown(answer)}; expected seconds")
+                    raise TypeError(f"head_start answered {type_and_value(answer)}; expected seconds")
                 granted = max(0.0, seconds)
         return granted
 
@@ -261,7 +261,7 @@ class SpecSession:
 
     def _refresh(self, event: WeightSync) -> DraftRefresh | None:
         answer = self.manager.hook.spec_draft_weights(event=event)
-        return None if answer is None else one(answer, DraftRefresh, "spec_draft_weights")
+        return None if answer is None else expect_instance(answer, DraftRefresh, "spec_draft_weights")
 
     def refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         """Tell the plugins what became of a refresh."""
@@ -273,7 +273,7 @@ class SpecSession:
         chosen: Schedule | None = None
         with self.guarded("schedule"):
             answer = self.manager.hook.spec_schedule(policy_version=policy_version)
-            chosen = None if answer is None else self._fitting(one(answer, Schedule, "spec_schedule"))
+            chosen = None if answer is None else self._fitting(expect_instance(answer, Schedule, "spec_schedule"))
         return self.plain_schedule if self.failed else chosen
 
     @property
@@ -286,7 +286,7 @@ class SpecSession:
         length, table = self.target.max_num_seqs + 1, schedule.table
         if len(table) != length or any(type(k) is not int or not 0 <= k <= self.config.k for k in table):
             raise ValueError(
-                f"spec_schedule answered the table {shown(table)}; expected {length} ints, of 0 to {self.config.k}"
+                f"spec_schedule answered the table {type_and_value(table)}; expected {length} ints, of 0 to {self.config.k}"
             )
         return schedule
 
@@ -314,7 +314,7 @@ class SpecSession:
             if answer is not None:
                 self._leave_out(plugin, "all metrics", answer, "no mapping of names to numbers")
             return {}
-        found = {name: (value, number(value)) for name, value in answer.items()}
+        found = {name: (value, finite_float(value)) for name, value in answer.items()}
         for name, (value, parsed) in found.items():
             if parsed is None or not isinstance(name, str):
                 self._leave_out(plugin, name, value, "no finite number under a name")
@@ -326,7 +326,7 @@ class SpecSession:
         self._left_out.add((plugin, name))
         logger.warning(
             "spec-plugin: plugin %s, metric %s: %s is %s; it is left out of the log, and the run goes on",
-            *(plugin, name, shown(value), wrong),
+            *(plugin, name, type_and_value(value), wrong),
         )
 
     def copy_of(self, tensor: Tensor) -> Tensor | None:
@@ -374,7 +374,7 @@ def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginMana
         raise SpecConfigError(f"spec.method={config.method!r}: no active plugin provides it; active plugins: {names}")
     if not isinstance(found, Method):
         raise SpecConfigError(
-            f"spec.method={config.method!r}: a plugin's spec_method answered {shown(found)}, no Method"
+            f"spec.method={config.method!r}: a plugin's spec_method answered {type_and_value(found)}, no Method"
         )
     # recurrent states stand behind k drafted tokens or none, see spec_plugin.engine.states
     return replace(found, whole=True) if keeps_states(target.hf_config) else found

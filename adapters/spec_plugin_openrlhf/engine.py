@@ -27,7 +27,7 @@ from spec_plugin.adapter import (
 )
 from spec_plugin_openrlhf.ray_classes import undecorated
 
-EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
+EXTENSION = "spec_plugin_openrlhf.worker.OpenRLHFSpecWorker"
 
 
 class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayActor, "RolloutRayActor")):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from spec_plugin.adapter import EngineFront, SpecSession
 from spec_plugin_verl.gate import Gate
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 
-EXTENSION = "spec_plugin_verl.worker.SpecWorker"
+EXTENSION = "spec_plugin_verl.worker.VerlSpecWorker"
 
 
 class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]

@@ -37,7 +37,7 @@ from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyTap
 _SERVER = re.compile(r"vllm_server_\d+_0")
 
 
-class Actor(Protocol):
+class StandaloneActor(Protocol):
     """The actor, as far as it is asked here; see ``spec_plugin_verl.actor.SpecActor``."""
 
     def spec_dtype(self) -> str:
@@ -50,7 +50,7 @@ class Actor(Protocol):
 class Standalone:
     """What one rank of such an actor does around each weight sync."""
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: StandaloneActor) -> None:
         """Take the options from the servers, which have started by now, and attach to the engine.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from spec_plugin.actor.judged import share_for
 from spec_plugin.actor.links import EngineLink
-from spec_plugin.answers import many, one
+from spec_plugin.answers import expect_instance, expect_list
 from spec_plugin.errors import LosslessError
 from spec_plugin.events import (
     DraftRefresh,
@@ -137,7 +137,9 @@ class RolloutControl:
         with self.session.guarded("refresh"):
             # the same version again: after sleep, or an untrained draft
             force = self._anew or refresh.draft_version == self._installed
-            report = one(await self._reach(self.link.install(refresh, force=force)), RefreshReport, "install")
+            report = expect_instance(
+                await self._reach(self.link.install(refresh, force=force)), RefreshReport, "install"
+            )
             self._installed, self._anew = operator.index(report.draft_version), False
             if not report.installed:
                 self._say_refused(refresh, report)
@@ -197,7 +199,9 @@ class RolloutControl:
             session.engines = EngineSchedule()  # one of several may have taken it before the others failed
             with session.guarded("schedule"):
                 wanted = replace(wanted, control_share=self._control_share)
-                session.engines = one(await self._reach(link.set_schedule(wanted)), EngineSchedule, "set_schedule")
+                session.engines = expect_instance(
+                    await self._reach(link.set_schedule(wanted)), EngineSchedule, "set_schedule"
+                )
                 break
         if schedule is None:
             session.engines = session.engines or EngineSchedule()
@@ -231,7 +235,7 @@ class RolloutControl:
         self._recalled = True
         if (memory := self.session.method.memory) is not None:
             with self.session.guarded("recall"):
-                if rollouts := many(memory.recall(), Rollout, "recall"):
+                if rollouts := expect_list(memory.recall(), Rollout, "recall"):
                     await self._reach(link.remember(rollouts))
 
     async def _self_test(self, link: EngineLink) -> None:
@@ -247,7 +251,7 @@ class RolloutControl:
         seconds = session.config.self_test_seconds
         with session.guarded("self-test"):
             answer = await self._reach(link.self_test(seconds), 5 * seconds + _START)
-            self._judge(one(answer, SelfTestReport, "self_test"))
+            self._judge(expect_instance(answer, SelfTestReport, "self_test"))
 
     def _judge(self, report: SelfTestReport) -> None:
         session = self.session
@@ -280,11 +284,11 @@ class RolloutControl:
         version, self._running = self._running, None
         memory = None if self.session.failed else self.session.method.memory
         with self.session.guarded("rollout statistics"):
-            stats = one(await self._reach(self.link.stats(version)), RolloutStats, "stats")
+            stats = expect_instance(await self._reach(self.link.stats(version)), RolloutStats, "stats")
             self.lags = self.lags or bool(stats.interrupted)
             self.session.rollout_end(stats)
             if memory is not None:
-                memory.keep(many(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts"))
+                memory.keep(expect_list(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts"))
             await self._audit("rolled out")
 
     @property
@@ -303,7 +307,7 @@ class RolloutControl:
         # else, behind a failure, in a phase without drafts, nobody needs it, and nobody waits for it
         if self.link is not None and (needed or self.speculating or not self.session.failed):
             with self.session.guarded("what the engines say of their samples"):
-                found = many(run_blocking(self._reach(self.link.spans())), Span, "spans")
+                found = expect_list(run_blocking(self._reach(self.link.spans())), Span, "spans")
         with self.session.guarded("what the engines say of their samples"):
             found = of_first(found)
             self._spans = self._spans if needed else Spans()
@@ -315,7 +319,7 @@ class RolloutControl:
         kept: list[Witness] = []
         if self.link is not None:
             with self.session.guarded("log-probs that the engines kept"):
-                kept = many(run_blocking(self._reach(self.link.witnesses())), Witness, "witnesses")
+                kept = expect_list(run_blocking(self._reach(self.link.witnesses())), Witness, "witnesses")
         return kept
 
     def train_draft(self, step: int) -> None:
@@ -338,7 +342,7 @@ class RolloutControl:
         if not self.session.config.audit or self.link is None or (self._sleeps and moment == "rolled out"):
             return
         with self.session.guarded("audit"):
-            state = one(await self._reach(self.link.state(moment)), EngineState, "state")
+            state = expect_instance(await self._reach(self.link.state(moment)), EngineState, "state")
             for auditor in self.session.auditors:
                 auditor(state)
 

@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
-        "seconds = number(answer := ask())",
+        "seconds = finite_float(answer := ask())",
         "seconds = float(answer := ask())",
         "law 6: the draft trains for as long as a controller says that knows no number",
         ("test_law6_table.py",),

@@ -11,7 +11,7 @@ from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
 
 
-class Actor(SpecActor):
+class FsdpActor(SpecActor):
     """For verl's ``FSDPEngineWithLMHead`` and its subclasses."""
 
     use_ulysses_sp: bool

@@ -34,7 +34,7 @@ from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
 
 
-class Actor(SpecActor):
+class MegatronActor(SpecActor):
     """For verl's ``MegatronEngineWithLMHead``."""
 
     module: list[nn.Module]  # one chunk of the model; more of them (virtual pipeline) are refused

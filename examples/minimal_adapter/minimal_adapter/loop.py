@@ -47,7 +47,7 @@ class Settings:
     seed: int = 0
 
 
-class Answer(NamedTuple):
+class Completion(NamedTuple):
     """What the engine says to one request."""
 
     tokens: list[int]
@@ -210,7 +210,7 @@ class Trainer:
     def generate(self, prompts: Sequence[list[int]]) -> Rollouts:
         """Sample one response for each prompt, all at once."""
 
-        async def all_requests() -> list[Answer]:
+        async def all_requests() -> list[Completion]:
             return await asyncio.gather(*(self.request(i, prompt) for i, prompt in enumerate(prompts)))
 
         responses, log_probs, versions = map(list, zip(*self.engine.run(all_requests()), strict=True))
@@ -225,7 +225,7 @@ class Trainer:
 
     async def request(
         self, index: int, prompt: list[int], most: int | None = None, extra: Mapping[str, Any] | None = None
-    ) -> Answer:
+    ) -> Completion:
         """One request.
 
         Args:
@@ -249,7 +249,7 @@ class Trainer:
             final = output
         tokens = list(final.outputs[0].token_ids)
         stated = [at[t].logprob for at, t in zip(final.outputs[0].logprobs, tokens, strict=True)]
-        return Answer(tokens, stated, version)
+        return Completion(tokens, stated, version)
 
     def replayed(self) -> Rollouts | None:
         """This step's recorded rollouts, if there are any."""

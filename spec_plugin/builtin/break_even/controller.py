@@ -132,7 +132,7 @@ class BreakEvenController:
         self._warned = False
         self._undrafted = 0  # phases in a row
         self._load: dict[int, float] = {}
-        self._plan = plan.nothing(0, Reason.NO_DRAFT_YET)
+        self._plan = plan.no_drafts(0, Reason.NO_DRAFT_YET)
         self._realised: float | None = None
         self._dropped = False  # was the draft, within the last phase
         self._newborn: bool | None = None  # not known before the first refresh
@@ -144,7 +144,7 @@ class BreakEvenController:
         """A break-even that the user set holds for every batch size."""
         self._config, self._target, self._method = config, target, method
         self.cost = CostModel(Experts.of(target.hf_config))
-        self._plan = plan.nothing(target.max_num_seqs, Reason.NO_DRAFT_YET)
+        self._plan = plan.no_drafts(target.max_num_seqs, Reason.NO_DRAFT_YET)
         self._fixed = config.serve == "always" or (config.serve == "auto" and config.controller == "fixed")
         if config.serve == "auto" and not self._fixed and config.break_even is None and not config.self_test:
             raise SpecConfigError(
@@ -202,7 +202,7 @@ class BreakEvenController:
         if self._dropped:
             length, version = stats.tokens_per_forward, stats.policy_version
             logger.info("spec-plugin: policy version %d: dropped the draft at %.2f tokens per forward", version, length)
-            self._plan = plan.nothing(self._target.max_num_seqs)  # to be served again it must clear the margin
+            self._plan = plan.no_drafts(self._target.max_num_seqs)  # to be served again it must clear the margin
         curve = self.acceptance_curve or (0.0,)
         self._load = plan.load_of(stats.steps, curve) or self._load
         if self.cost.problem is None:
@@ -262,7 +262,7 @@ class BreakEvenController:
         if self._target.device_type == "cuda" and vocabulary is not None and chosen.speculates:
             table = plan.within(chosen.table, vocabulary, _SAMPLER_ROOM)
             table = tuple(k * (k == self._config.k) for k in table) if self._method.whole else table
-            chosen = replace(chosen, table=table) if any(table) else plan.nothing(len(table) - 1, Reason.NO_ROOM)
+            chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)
         if chosen.table != self._plan.table and not self._fixed:
             known = "" if self.acceptance is None else f" (acceptance length {self.acceptance:.2f}"
             gain = f", predicted speed-up {chosen.speedup:.2f}x)" if chosen.speculates else ")"
@@ -286,17 +286,17 @@ class BreakEvenController:
         if self._fixed:
             return plan.fixed(config.k, size, Reason.ASKED_FOR)
         if config.serve == "never" or self.brake.on:
-            return plan.nothing(size, Reason.SERVE_NEVER if config.serve == "never" else self.brake.reason)
+            return plan.no_drafts(size, Reason.SERVE_NEVER if config.serve == "never" else self.brake.reason)
         acceptance, curve = self.acceptance, self.acceptance_curve
         if config.break_even is None and self.cost.problem is not None:
             # what a try shows may solve it; without one nothing new would ever be timed
             tried = acceptance is not None and self._undrafted >= _TRY_EVERY
             unknown = Reason.NO_DRAFT_YET if acceptance is None else Reason.COST_UNKNOWN
-            return self._try() if tried else plan.nothing(size, unknown)
+            return self._try() if tried else plan.no_drafts(size, unknown)
         if acceptance is None or curve is None:
             # A draft that knows something is tried out for one phase; a new one waits for its first training.
             due = self._method.ready and (not self._tried or self._undrafted >= _TRY_EVERY)
-            return self._try() if due else plan.nothing(size, Reason.NO_DRAFT_YET)
+            return self._try() if due else plan.no_drafts(size, Reason.NO_DRAFT_YET)
         if config.break_even is not None:
             return plan.threshold(config.k, acceptance, {size: config.break_even}, self._plan.speculates, size)
         # what training has only promised is put to the test with few tokens a step: the policy moves, the replay does not
@@ -305,7 +305,7 @@ class BreakEvenController:
         )
         if self._method.ready and self._tried and not self.brake.compares and chosen.speedup < _SURE:
             # one plain phase: whoever drafts from the first one on leaves nothing to compare with
-            return plan.nothing(size, Reason.COMPARISON)
+            return plan.no_drafts(size, Reason.COMPARISON)
         return self._try() if not chosen.speculates and self._undrafted >= _TRY_EVERY else chosen
 
     def _try(self) -> Plan:
@@ -332,7 +332,7 @@ class BreakEvenController:
         wanted = self._newborn and config.serve == "auto" and not self._fixed
         if not wanted or not self._knows_nothing or not self._load or self.cost.problem is not None:
             return 0.0
-        nothing = plan.nothing(self._target.max_num_seqs).table
+        nothing = plan.no_drafts(self._target.max_num_seqs).table
         if (
             self.acceptance_curve
             and plan.best(self.cost, self.acceptance_curve, self._load, nothing, self._ks(config.k)).speculates

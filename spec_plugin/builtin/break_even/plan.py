@@ -35,7 +35,7 @@ class Plan:
         return any(self.table)
 
 
-def nothing(size: int, reason: Reason = Reason.BELOW_BREAK_EVEN) -> Plan:
+def no_drafts(size: int, reason: Reason = Reason.BELOW_BREAK_EVEN) -> Plan:
     """Plain decoding, and why."""
     return Plan((0,) * (size + 1), 1.0, reason)
 
@@ -72,7 +72,7 @@ def threshold(k: int, acceptance: float, break_even: Mapping[int, float], servin
     for batch in range(1, size + 1):
         known = sizes[min(bisect_left(sizes, batch), len(sizes) - 1)]
         table.append(k if acceptance > break_even[known] * margin else 0)
-    return Plan(tuple(table), 1.0) if any(table) else nothing(size)
+    return Plan(tuple(table), 1.0) if any(table) else no_drafts(size)
 
 
 def best(
@@ -97,9 +97,9 @@ def best(
     for band in bands(size):
         table += [_best_k(cost, acceptance, band, current[band[-1]], ks, serving)] * len(band)
     if not any(table):
-        return nothing(size)
+        return no_drafts(size)
     speedup = phase_speedup(cost, acceptance, load, table)
-    return Plan(tuple(table), speedup) if speedup > (1.0 if serving else MARGIN) else nothing(size)
+    return Plan(tuple(table), speedup) if speedup > (1.0 if serving else MARGIN) else no_drafts(size)
 
 
 def bands(size: int) -> list[range]:
