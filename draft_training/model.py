@@ -107,7 +107,9 @@ class Eagle3Draft(nn.Module):
         """
         ids = torch.unique(target_ids.to(self.d2t.device))  # sorted
         if ids.numel() != self.config.draft_vocab_size or int(ids[0]) < 0 or int(ids[-1]) >= self.config.vocab_size:
-            raise ValueError(f"need {self.config.draft_vocab_size} distinct ids below {self.config.vocab_size}")
+            raise ValueError(
+                f"the draft vocabulary needs {self.config.draft_vocab_size} distinct token ids below {self.config.vocab_size}"
+            )
         self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
         self.t2d.zero_()[ids] = True
 

@@ -33,7 +33,7 @@ def expect_instance(value: object, kind: type[T], who: str) -> T:
         TypeError: if it is something else.
     """
     if not isinstance(value, kind):
-        raise TypeError(f"{who} answered {type_and_value(value)}; expected one {kind.__name__}")
+        raise TypeError(f"{who} returned {type_and_value(value)}; expected one {kind.__name__}")
     return value
 
 
@@ -44,7 +44,7 @@ def expect_list(values: object, kind: type[T], who: str) -> list[T]:
         TypeError: if it, or any of it, is something else.
     """
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise TypeError(f"{who} answered {type_and_value(values)}; expected several {kind.__name__}")
+        raise TypeError(f"{who} returned {type_and_value(values)}; expected a sequence of {kind.__name__}")
     return [expect_instance(value, kind, who) for value in values]
 
 

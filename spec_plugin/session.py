@@ -141,8 +141,8 @@ class SpecSession:
             self._recovery.failed(for_good)
             left = self._recovery.left
             logger.warning(
-                "spec-plugin: speculation is off from here on, training goes on plain; %s. %s",
-                *(self.failure, f"Tried again after {left} weight syncs" if left else "Not tried again"),
+                "spec-plugin: speculation is off from here on, training goes on without drafts. Cause: %s. %s",
+                *(self.failure, f"Tried again after {left} weight syncs" if left else "Not tried again in this run"),
                 exc_info=exc,
             )
         if for_good and not isinstance(error, OtherRankFailed):
@@ -153,8 +153,8 @@ class SpecSession:
         if self.failure is None or self.follows or not self._recovery.synced():
             return False
         logger.warning(
-            "spec-plugin: drafts are tried again (%d of %d times): a plain phase first, then a new refresh and a self-test; they "
-            "were off because of %s",
+            "spec-plugin: drafts are tried again (%d of %d times, spec.recoveries): first a rollout without drafts, then a "
+            "refresh and the self-test. They were off because of %s",
             *(self._recovery.begun, self.config.recoveries, self.failure),
         )
         self.failure = None
@@ -232,7 +232,9 @@ class SpecSession:
             with self.guarded("head start"):
                 seconds = finite_float(answer := ask())
                 if seconds is None:
-                    raise TypeError(f"head_start answered {type_and_value(answer)}; expected seconds")
+                    raise TypeError(
+                        f"the controller's head_start returned {type_and_value(answer)}; expected a number of seconds"
+                    )
                 granted = max(0.0, seconds)
         return granted
 
@@ -286,7 +288,8 @@ class SpecSession:
         length, table = self.target.max_num_seqs + 1, schedule.table
         if len(table) != length or any(type(k) is not int or not 0 <= k <= self.config.k for k in table):
             raise ValueError(
-                f"spec_schedule answered the table {type_and_value(table)}; expected {length} ints, of 0 to {self.config.k}"
+                f"spec_schedule returned the table {type_and_value(table)}; expected {length} ints of 0 to "
+                f"spec.k={self.config.k}, one for each batch size from 0 to max_num_seqs"
             )
         return schedule
 
@@ -325,7 +328,7 @@ class SpecSession:
             return
         self._left_out.add((plugin, name))
         logger.warning(
-            "spec-plugin: plugin %s, metric %s: %s is %s; it is left out of the log, and the run goes on",
+            "spec-plugin: plugin %s, metric %s: %s is %s. It is left out of the log, and the run goes on; correct that plugin",
             *(plugin, name, type_and_value(value), wrong),
         )
 
@@ -371,10 +374,14 @@ def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginMana
     found = ask_method(config, target, manager)
     if found is None:
         names = ", ".join(sorted(n for n, _ in manager.list_name_plugin()))
-        raise SpecConfigError(f"spec.method={config.method!r}: no active plugin provides it; active plugins: {names}")
+        raise SpecConfigError(
+            f"spec.method={config.method!r}: no active plugin provides it; active plugins: {names}. Correct the name, "
+            "install the plugin that has it, or take it out of spec.block"
+        )
     if not isinstance(found, Method):
         raise SpecConfigError(
-            f"spec.method={config.method!r}: a plugin's spec_method answered {type_and_value(found)}, no Method"
+            f"spec.method={config.method!r}: a plugin's spec_method returned {type_and_value(found)}; expected a "
+            "spec_plugin.method.Method"
         )
     # recurrent states stand behind k drafted tokens or none, see spec_plugin.engine.states
     return replace(found, whole=True) if keeps_states(target.hf_config) else found

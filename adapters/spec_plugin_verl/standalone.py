@@ -59,8 +59,8 @@ class Standalone:
         servers = [ray.get_actor(name) for name in sorted(ray.util.list_named_actors()) if _SERVER.fullmatch(name)]
         if not all(hasattr(server, "spec_description") for server in servers):
             raise SpecConfigError(
-                f"spec-plugin runs in the actor and not in the rollout's servers: set {EVERYWHERE} (verl's older mains start "
-                "engines before they import model.external_lib)"
+                f"spec-plugin is loaded in the actor and not in the rollout's servers: set {EVERYWHERE} (verl's older mains "
+                "start engines before they import model.external_lib)"
             )
         config, target = ray.get([server.spec_description.remote() for server in servers])[0]
         target = replace(target, actor_dtype=actor.spec_dtype(), actor_group=actor_group())

@@ -78,12 +78,13 @@ class RolloutControl:
     def _say_what_is_unproven(self) -> None:
         if self.session.unguarded:
             logger.warning(
-                "spec-plugin: %s: nobody checks that the log-probs that enter the loss are the policy's (law 3)",
+                "spec-plugin: %s: log-probs enter the loss without a check that they are the policy's (law 3)",
                 self.session.unguarded,
             )
         if not self.session.config.self_test:
             logger.warning(
-                "spec-plugin: spec.self_test=False: nobody tests that the engines sample from the policy (law 2)"
+                "spec-plugin: spec.self_test=False: the engines are not tested, so one that does not sample from the policy "
+                "goes unnoticed (law 2)"
             )
 
     @property
@@ -151,8 +152,8 @@ class RolloutControl:
         if kind not in self._said and len(self._said) < _REASONS:
             self._said.add(kind)
             logger.warning(
-                "spec-plugin: the engines refused draft version %s and go on with version %s: %s. This reason is not said "
-                "again; spec/refresh_refused counts",
+                "spec-plugin: the engines refused draft version %s and go on with version %s: %s. Further refusals for this "
+                "reason are only counted, in spec/refresh_refused",
                 *(refresh.draft_version, report.draft_version, report.reason or "they gave no reason"),
             )
 
@@ -206,15 +207,15 @@ class RolloutControl:
         if schedule is None:
             session.engines = session.engines or EngineSchedule()
             self._say_once(
-                "spec-plugin: no plugin chooses how much to draft (the plugin controller is blocked, or has no opinion): the "
-                "engines go on with what they have, at their start spec.k=%d tokens for every batch size, also where plain "
+                "spec-plugin: no plugin chooses how much to draft (the plugin controller is blocked, or returned None): the "
+                "engines keep their table, which starts with spec.k=%d tokens at every batch size, also where plain "
                 "decoding is faster; spec.serve has no effect",
                 session.config.k,
             )
         elif session.failed and self.speculating:
             self._say_once(
-                "spec-plugin: the engines have not confirmed that they draft nothing; until they do, what they sample "
-                "counts as drafted. They are asked again before each rollout"
+                "spec-plugin: speculation is off, but the engines have not confirmed that they draft nothing. Until they do, "
+                "what they sample is checked as drafted text; they are asked again before each rollout"
             )
 
     @property

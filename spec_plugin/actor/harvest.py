@@ -150,7 +150,8 @@ def rows_of(state: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         return [row[:n] for row, n in zip(state, lengths, strict=True)]
     if state.shape[0] != 1 or state.shape[1] < sum(lengths):
         raise RuntimeError(
-            f"hidden states of shape {tuple(state.shape)} do not fit documents of lengths {list(lengths)}"
+            f"hidden states of shape {tuple(state.shape)} do not fit documents of lengths {list(lengths)}, neither padded "
+            "[B, T, H] nor packed [1, N, H]: the adapter named other documents than this forward pass had"
         )
     return list(torch.split(state[0, : sum(lengths)], list(lengths)))
 

@@ -260,5 +260,5 @@ def merge_states(parts: Sequence[EngineState]) -> EngineState:
     """
     held = [replace(p, admitted=0) for p in parts]
     if any(p != held[0] for p in held):
-        raise RuntimeError(f"the engines do not hold the same: {parts}")
+        raise RuntimeError(f"the engines differ in the weights or versions that they hold: {parts}")
     return replace(held[0], admitted=sum(p.admitted for p in parts))

@@ -218,5 +218,6 @@ class DraftTraining:
             self._resume_from = folder
         elif is_first():  # another rank may sit on a node that has no folder
             logger.warning(
-                "spec-plugin: no draft in the checkpoint (%s): the run was saved without one, a new one starts", path
+                "spec-plugin: the checkpoint %s holds no draft, since the run was saved without one: a new one starts",
+                path,
             )

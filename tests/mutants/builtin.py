@@ -330,8 +330,8 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROLLER,
-        "self._left, self._pause = self._pause, 2 * self._pause",
-        "self._left = self._pause",
+        "self.left, self._pause = self._pause, 2 * self._pause",
+        "self.left = self._pause",
         "law 7: the brake is released as often as it is pulled",
         ("test_break_even_brake.py",),
     ),

@@ -169,7 +169,9 @@ class PipelineHarvest(RolloutHarvest):
         sources = {layer: stage for stage, (theirs, _) in enumerate(about) for layer in theirs}
         counts = {layer: theirs[layer][0] for theirs, _ in about for layer in theirs}
         if {count for _, count in about} != {len(kept.ids)} or any(n != len(kept.ids) for n in counts.values()):
-            raise RuntimeError(f"the pipeline's stages have captured different documents: {about}")
+            raise RuntimeError(
+                f"pipeline stages captured different documents (by stage: layer -> documents, width, dtype; documents): {about}"
+            )
         lengths = [len(document) for document in kept.ids]
         out: dict[int, list[Tensor]] = {}
         for layer in sorted(sources):

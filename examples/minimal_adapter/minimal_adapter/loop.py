@@ -101,7 +101,7 @@ class Engine:
         future = self.submit(work)
         while not wait([future], timeout=5.0).done:
             if dead := [llm for llm in self.llms if llm.errored]:
-                raise RuntimeError("an engine is dead") from dead[0].dead_error
+                raise RuntimeError("a vLLM engine has died; its own error is above") from dead[0].dead_error
         result: T = future.result()
         return result
 

@@ -67,17 +67,17 @@ class Brake:
         self._plain: float | None = None  # tokens per second
         self._slower: list[float] = []  # the same of the suspect phases
         self._pause = _BRAKE_PHASES
-        self._left = 0  # phases without drafts still to come
+        self.left = 0  # phases without drafts still to come
 
     @property
     def on(self) -> bool:
         """True while nothing may be drafted."""
-        return self._left > 0 or self._suspicious
+        return self.left > 0 or self._suspicious
 
     @property
     def reason(self) -> Reason:
         """Why, while nothing may be drafted."""
-        return Reason.ROLLOUTS_SLOWER if self._left > 0 else Reason.COMPARISON
+        return Reason.ROLLOUTS_SLOWER if self.left > 0 else Reason.COMPARISON
 
     @property
     def compares(self) -> bool:
@@ -90,8 +90,8 @@ class Brake:
 
     def rolled_out(self, rate: float, drafted: bool) -> bool:
         """Take note of a phase; True if this is what pulls the brake."""
-        if self._left > 0:
-            self._left -= 1
+        if self.left > 0:
+            self.left -= 1
         if not (math.isfinite(rate) and rate > 0):
             return False
         if drafted:
@@ -104,7 +104,7 @@ class Brake:
         guilty = statistics.fmean(self._slower) < _BRAKE_BELOW * rate
         self._plain, self._slower = rate, []
         if guilty:
-            self._left, self._pause = self._pause, 2 * self._pause
+            self.left, self._pause = self._pause, 2 * self._pause
         return guilty
 
 
@@ -201,7 +201,11 @@ class BreakEvenController:
         self._dropped = drafted and any(s.paused for s in stats.steps)
         if self._dropped:
             length, version = stats.tokens_per_forward, stats.policy_version
-            logger.info("spec-plugin: policy version %d: dropped the draft at %.2f tokens per forward", version, length)
+            logger.info(
+                "spec-plugin: policy version %d: dropped the draft within the rollout, at %.2f tokens per forward",
+                version,
+                length,
+            )
             self._plan = plan.no_drafts(self._target.max_num_seqs)  # to be served again it must clear the margin
         curve = self.acceptance_curve or (0.0,)
         self._load = plan.load_of(stats.steps, curve) or self._load
@@ -209,8 +213,9 @@ class BreakEvenController:
             self._realised = plan.realised_speedup(self.cost, stats.steps, curve) if drafted else None
         if self.brake.rolled_out(stats.tokens / max(stats.seconds, 1e-9), drafted) and not self._fixed:
             logger.warning(
-                "spec-plugin: whole rollouts were slower with drafts than without, whatever the cost model says: "
-                "no drafts for a while"
+                "spec-plugin: whole rollouts were slower with drafts than without, whatever the cost model says: no drafts "
+                "for the next %d rollouts",
+                self.brake.left,
             )
 
     def _compare(self, stats: RolloutStats) -> None:
@@ -227,8 +232,8 @@ class BreakEvenController:
         if ratio < _MISALIGNED and not self._warned:
             self._warned = True
             logger.warning(
-                "spec-plugin: the engine accepts %.2f tokens per step where draft training predicted %.2f; "
-                "if this stays, draft and engine disagree about layers, norms or positions",
+                "spec-plugin: the engine's acceptance length is %.2f where draft training predicted %.2f; if this stays, "
+                "trainer and engine run the draft differently (auxiliary layers, norms or positions)",
                 found,
                 predicted,
             )

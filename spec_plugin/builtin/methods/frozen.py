@@ -48,8 +48,8 @@ class FrozenMethod:
         _refuse_strange_tokens(config.draft, target)
         if kind == "draft_model" and target.load_format == "dummy":
             raise SpecConfigError(
-                f"spec.draft={config.draft!r} is a whole model, of which vLLM makes noise with load_format=dummy: set the "
-                "engine's load_format to auto, or spec.method=draft_model, which sends it"
+                f"spec.draft={config.draft!r} is a whole model, which vLLM initialises at random under load_format=dummy: set "
+                "the engine's load_format to auto, or spec.method=draft_model, which sends its weights"
             )
         settings: dict[str, Any] = {
             "method": kind,

@@ -57,8 +57,8 @@ class MtpMethod:
     def _as_it_is(settings: dict[str, object], target: TargetInfo, architecture: str) -> Method:
         if target.load_format == "dummy":
             raise SpecConfigError(
-                f"spec.method='mtp' with load_format=dummy: the engine would draft with noise, since nothing can send it the MTP "
-                f"layer of {architecture}: set the engine's load_format to auto"
+                f"spec.method='mtp' with load_format=dummy: the MTP layer of {architecture} would stay as vLLM initialises "
+                "it, at random, since no weight sync brings it: set the engine's load_format to auto"
             )
         if missing := _lacks(target):
             raise SpecConfigError(f"spec.method='mtp' cannot draft for this target: {missing}; use another method")

@@ -126,10 +126,10 @@ class SuffixMethod:
             found = load_file(path / _FILE)
             tokens, lengths = found["tokens"], found["lengths"]
             if tokens.dtype != np.int32 or (lengths < 0).any() or lengths.sum() != len(tokens):
-                raise ValueError("the lengths do not add up")
+                raise ValueError("its lengths do not add up to its tokens")
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             logger.warning(
-                "spec-plugin: the remembered rollouts in %s cannot be read, so they are lost: %s", path, error
+                "spec-plugin: the rollouts saved in %s cannot be read, so suffix begins without any: %s", path, error
             )
             return
         parts = np.split(tokens, lengths.ravel().cumsum()[:-1])

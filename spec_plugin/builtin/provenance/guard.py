@@ -143,8 +143,8 @@ class ProvenanceGuard:
             return
         self._alarms, self._alarmed = self._alarms + 1, version
         logger.warning(
-            "spec-plugin: without drafts, too, %s. The run goes on, as it would without the flag; what this phase showed is no "
-            "measure of the next ones (alarm %d, see spec/logprob_alarms)",
+            "spec-plugin: without drafts, too, %s. The run goes on, as it would without the flag; this rollout is left out "
+            "of the reference (alarm %d, see spec/logprob_alarms)",
             *(alarm, self._alarms),
         )
 
@@ -197,5 +197,5 @@ def _described(refusal: Refusal, batch: LogprobBatch, diff: Tensor, mask: Tensor
     state = "on" if batch.speculating else "off"
     return (
         f"rollout log-probs are not the target's at policy version {batch.policy_version}: {refusal.what} is beyond "
-        f"{refusal.bound:.3g} nats (there {refusal.value:.3g}; speculation was {state}): {tokens}"
+        f"{refusal.bound:.3g} nats (found {refusal.value:.3g}; speculation was {state}), first at {tokens}"
     )
