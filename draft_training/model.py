@@ -26,7 +26,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, H] -> [N, H]."""
+        """Feed-forward layer, [N, H] to [N, H]; the residual is added by the caller."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 

@@ -23,14 +23,14 @@ class TrainingSchedule:
         self.unroll = Unroll(settings.first_steps, settings.ttt_steps, grown=not newborn)
 
     def restart(self) -> None:
-        """Unroll, and learn at the rates, as a newborn draft does: what was given turned out to know nothing."""
+        """Unroll, and learn at the rates, as an untrained draft does: what was given turned out to know nothing."""
         self.newborn = True
         self.unroll = Unroll(self._settings.first_steps, self._settings.ttt_steps)
 
     def rate(self, step: int) -> float:
         """Factor of the full learning rates at an optimizer step.
 
-        After a linear warm-up a newborn draft's falls as one over the root of the steps. The policy never stops moving, so the
+        After a linear warm-up an untrained draft's falls as one over the root of the steps. The policy never stops moving, so the
         factor stays at its floor.
         """
         settings = self._settings

@@ -61,7 +61,7 @@ class SmallLmShape:
 
     @classmethod
     def from_target(cls, target: Mapping[str, Any], where: str = TARGET) -> SmallLmShape:
-        """A newborn one: two Llama layers of a quarter of the target's width.
+        """An untrained one: two Llama layers of a quarter of the target's width.
 
         Args:
             target: its config.json.

@@ -36,7 +36,7 @@ class TrainerState:
     schedule: Mapping[str, Any]  # see ``TrainingSchedule.state_dict``
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """What no engine is sent: ``trainer.safetensors``."""
+        """Optimizer state, random stream and ``head_base``: they go to ``trainer.safetensors``, and to no engine."""
         base = {} if self.head_base is None else {"head_base": self.head_base}
         return {**self.optimizer, "generator": self.generator, **base}
 

@@ -82,7 +82,6 @@ class SpecSession:
         self._configure()
 
     def _configure(self) -> None:
-        """Let the plugins validate."""
         self.manager.hook.spec_configure(config=self.config, target=self.target, method=self.method)
 
     @property
@@ -136,7 +135,7 @@ class SpecSession:
         if isinstance(error, OtherRankFailed):
             self.follow(str(error))
         elif self.failure is None or self.follows:
-            self.failure, self.follows, self._trouble = f"{where}: {_said(error)}", False, trouble_in(where)
+            self.failure, self.follows, self._trouble = f"{where}: {_message_of(error)}", False, trouble_in(where)
             exc = error if isinstance(error, BaseException) else None
             self._recovery.failed(for_good)
             left = self._recovery.left
@@ -168,7 +167,11 @@ class SpecSession:
             self.manager.hook.spec_recover()
 
     def follow(self, failure: str | None) -> None:
-        """What became of the other ranks: speculation is off here while it is off on one of them."""
+        """Turn speculation off while it has failed on another rank, and on again with it.
+
+        Args:
+            failure: of another rank; None: none has failed.
+        """
         if self.failure is None or self.follows:
             self.failure, self.follows, self._trouble = failure, failure is not None, Reason.OTHER_RANK
 
@@ -184,7 +187,7 @@ class SpecSession:
             self.manager.hook.spec_rollout_start(policy_version=policy_version)
 
     def rollout_end(self, stats: RolloutStats) -> None:
-        """Generation of one step is complete."""
+        """Generation of one step is complete: hand its counters to the plugins."""
         with self.guarded("rollout_end"):
             self.manager.hook.spec_rollout_end(stats=stats)
 
@@ -280,7 +283,7 @@ class SpecSession:
 
     @property
     def plain_schedule(self) -> Schedule:
-        """No drafts at any batch size."""
+        """k = 0 at all ``max_num_seqs + 1`` batch sizes."""
         return Schedule((0,) * (self.target.max_num_seqs + 1))
 
     def _fitting(self, schedule: Schedule) -> Schedule:
@@ -346,18 +349,18 @@ class SpecSession:
         return copy
 
     def save(self, path: Path) -> None:
-        """Save every plugin's state under ``path``."""
+        """Save every plugin's state under ``path``; after a failure nothing is saved."""
         if not self.failed:
             with self.guarded("save"):
                 self.manager.hook.spec_save(path=path)
 
     def load(self, path: Path) -> None:
-        """Restore every plugin's state from ``path``."""
+        """Restore every plugin's state from what ``save`` wrote; ``path`` may be missing."""
         with self.guarded("load"):
             self.manager.hook.spec_load(path=path)
 
 
-def _said(error: BaseException | str) -> str:
+def _message_of(error: BaseException | str) -> str:
     """Its message, or its type where it has none that can be printed."""
     try:
         return str(error) or type(error).__name__

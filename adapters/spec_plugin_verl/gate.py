@@ -63,7 +63,7 @@ class Gate(SpecEngineMethods):
         self._spec_awake = tags is None or "kv_cache" in tags
 
     async def sleep(self) -> None:
-        """verl's."""
+        """verl's; from here on ``spec_synced`` waits for the wake-up."""
         self._spec_awake = False
         await super().sleep()  # type: ignore[misc]
 

@@ -41,10 +41,10 @@ class StandaloneActor(Protocol):
     """The actor, as far as it is asked here; see ``spec_plugin_verl.actor.SpecActor``."""
 
     def spec_dtype(self) -> str:
-        """Dtype of its forward pass."""
+        """Dtype of its forward pass, as torch names it."""
 
     def attach(self, session: SpecSession, link: EngineLink | None, *, overlaps: bool = False) -> SpecRun:
-        """Begin speculative rollouts for it."""
+        """Begin speculative rollouts for it; the link is None except on the first rank."""
 
 
 class Standalone:

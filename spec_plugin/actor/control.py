@@ -70,12 +70,12 @@ class RolloutControl:
         self._recalled = False  # do the engines know what a run before this one has sampled
         self._installed = -1  # draft version that the engines serve
         self._anew = False  # was nothing sent to the engines since a fresh start
-        self._said: set[str] = set()  # what is said once
+        self._warned: set[str] = set()  # what is said once
         self._slice_ended = time.monotonic()
         if link is not None:
-            self._say_what_is_unproven()
+            self._warn_unchecked()
 
-    def _say_what_is_unproven(self) -> None:
+    def _warn_unchecked(self) -> None:
         if self.session.unguarded:
             logger.warning(
                 "spec-plugin: %s: log-probs enter the loss without a check that they are the policy's (law 3)",
@@ -143,14 +143,14 @@ class RolloutControl:
             )
             self._installed, self._anew = operator.index(report.draft_version), False
             if not report.installed:
-                self._say_refused(refresh, report)
+                self._warn_refused(refresh, report)
             self.session.refreshed(refresh, replace(report, milliseconds=(time.perf_counter() - began) * 1e3))
             await self._audit("refreshed")
 
-    def _say_refused(self, refresh: DraftRefresh, report: RefreshReport) -> None:
+    def _warn_refused(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         kind = re.sub(r"[0-9a-f]{8,}|\d+", "…", report.reason)
-        if kind not in self._said and len(self._said) < _REASONS:
-            self._said.add(kind)
+        if kind not in self._warned and len(self._warned) < _REASONS:
+            self._warned.add(kind)
             logger.warning(
                 "spec-plugin: the engines refused draft version %s and go on with version %s: %s. Further refusals for this "
                 "reason are only counted, in spec/refresh_refused",
@@ -174,7 +174,7 @@ class RolloutControl:
             await self._recall(link)
         schedule = session.plain_schedule if session.recovering else session.schedule(self.policy_version)
         if schedule is not None and any(schedule.table) and self._tested == 0 < self._installed:
-            # a newborn draft is never right, so only now can the sampler's accepting half be seen at work
+            # an untrained draft is never right, so only now can the sampler's accepting half be seen at work
             began = time.monotonic()
             await self._self_test(link)
             self._slice_ended += time.monotonic() - began  # the draft's share is one of the step, not of the test
@@ -206,14 +206,14 @@ class RolloutControl:
                 break
         if schedule is None:
             session.engines = session.engines or EngineSchedule()
-            self._say_once(
+            self._warn_once(
                 "spec-plugin: no plugin chooses how much to draft (the plugin controller is blocked, or returned None): the "
                 "engines keep their table, which starts with spec.k=%d tokens at every batch size, also where plain "
                 "decoding is faster; spec.serve has no effect",
                 session.config.k,
             )
         elif session.failed and self.speculating:
-            self._say_once(
+            self._warn_once(
                 "spec-plugin: speculation is off, but the engines have not confirmed that they draft nothing. Until they do, "
                 "what they sample is checked as drafted text; they are asked again before each rollout"
             )
@@ -226,9 +226,9 @@ class RolloutControl:
             return None
         return share_for(session.config.control_share, session.judged_together)
 
-    def _say_once(self, text: str, *values: object) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _warn_once(self, text: str, *values: object) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             logger.warning(text, *values)
 
     async def _recall(self, link: EngineLink) -> None:

@@ -154,8 +154,8 @@ def test_of_a_run_from_before_the_codes_it_is_said_what_its_numbers_say():
     assert (span.state, span.reason) == ("failed", None) and "console log names it" in span.why
     assert [text.partition(": ")[0] for text in texts(run, "bad")] == ["steps 1 to 5"]
     assert texts(run, "warn")[0].startswith(
-        "the plugin warned at step 1: speculation is off from here on, training goes on without drafts. Cause: self-test: "
-        "the start-up self-test failed after 20.5 s"
+        "the plugin warned at step 1: speculation is off from here on, training goes on plain; self-test: the start-up "
+        "self-test failed after 20.5 s"
     )
     braked = made(6, spec_on=lambda s: s < 4, spec_expected_acceptance=5.0, spec_break_even_b8=2.0)
     said = Notice(4, "WARNING", "whole rollouts were slower with drafts than without, whatever the cost model says")

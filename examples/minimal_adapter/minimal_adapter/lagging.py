@@ -15,8 +15,6 @@ from minimal_adapter.loop import Rollouts
 
 
 class PartialResponse(NamedTuple):
-    """A response under way."""
-
     tokens: list[int]
     log_probs: list[float]
     first: int  # policy version of its first token

@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """One run."""
-
     target: Path  # Hugging Face folder of the policy at version 0
     out: Path
     steps: int
@@ -81,7 +79,6 @@ class Engine:
 
     @property
     def llm(self) -> Any:
-        """The first one."""
         return self.llms[0]
 
     async def _start(self, arguments: dict[str, Any]) -> Any:
@@ -114,7 +111,6 @@ class Engine:
         self.version = answers[0]
 
     def close(self) -> None:
-        """Shut them down."""
         for llm in self.llms:
             self.loop.call_soon_threadsafe(llm.shutdown, 1.0)  # seconds until it is killed
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -139,7 +135,6 @@ class Trainer:
     # ---- the engine
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Arguments of vLLM's engine."""
         return {
             "model": str(self.settings.target),
             "skip_tokenizer_init": True,
@@ -154,11 +149,9 @@ class Trainer:
         }
 
     def start_engine(self) -> None:
-        """Start the engine."""
         self.engine = Engine(self.engine_arguments(), self.settings.engines)
 
     def sync(self) -> None:
-        """Send the policy to the engine."""
         weights = {name: tensor.contiguous() for name, tensor in self.policy.state_dict().items()}
         self.engine.run(self.engine.load_policy(self.policy_version(), weights))
 
@@ -294,18 +287,15 @@ class Trainer:
     # ---- what a run leaves behind
 
     def metrics(self) -> dict[str, float]:
-        """More metrics of this step."""
         return {}
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file({n: t.contiguous() for n, t in self.policy.state_dict().items()}, folder / "policy.safetensors")
         state = {"step": self.step, "optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
         torch.save(state, folder / "optimizer.pt")
 
     def load(self, folder: Path) -> None:
-        """Continue from a checkpoint."""
         self.policy.load_state_dict(load_file(folder / "policy.safetensors"))
         state = torch.load(folder / "optimizer.pt", weights_only=True)
         self.step = state["step"]
@@ -332,5 +322,4 @@ def padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
 
 
 def last_checkpoint(out: Path) -> Path:
-    """The newest checkpoint of a run."""
     return max((out / "checkpoints").glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))

@@ -57,7 +57,7 @@ _SAMPLER_ROOM = 2 << 30
 
 
 class Brake:
-    """The one judge that does not believe the cost model: tokens per second of whole phases, with drafts and without.
+    """The check that does not rely on the cost model: tokens per second of whole phases, with drafts and without.
 
     The last plain phase may be long ago, and its responses shorter or its batches fuller. So phases with drafts that are
     slower than it was raise a suspicion only; the next phase is plain and decides.
@@ -71,17 +71,17 @@ class Brake:
 
     @property
     def on(self) -> bool:
-        """True while nothing may be drafted."""
+        """True while the brake, or the comparison before it, keeps every batch size at k = 0."""
         return self.left > 0 or self._suspicious
 
     @property
     def reason(self) -> Reason:
-        """Why, while nothing may be drafted."""
+        """Why ``on``: slower whole rollouts, or one plain rollout to compare with; meaningless while it is off."""
         return Reason.ROLLOUTS_SLOWER if self.left > 0 else Reason.COMPARISON
 
     @property
     def compares(self) -> bool:
-        """Was there a plain phase yet."""
+        """True once a plain phase was timed, which phases with drafts are compared with."""
         return self._plain is not None
 
     @property
@@ -89,7 +89,15 @@ class Brake:
         return len(self._slower) >= _BRAKE_AFTER
 
     def rolled_out(self, rate: float, drafted: bool) -> bool:
-        """Take note of a phase; True if this is what pulls the brake."""
+        """Count a phase.
+
+        Args:
+            rate: tokens per second, of the whole phase.
+            drafted: did the engines draft in it.
+
+        Returns:
+            True if this phase pulls the brake.
+        """
         if self.left > 0:
             self.left -= 1
         if not (math.isfinite(rate) and rate > 0):
@@ -171,7 +179,7 @@ class BreakEvenController:
 
     @hookimpl
     def spec_refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
-        """A draft that was not installed predicts nothing; a trained one is not the one that was tried and knew nothing."""
+        """Take over what training predicts for an installed draft, and forget what a useless one before it showed."""
         if self._newborn is None:
             self._newborn = refresh.draft_version == 0  # a resumed one is not
         if not report.installed:
@@ -240,7 +248,7 @@ class BreakEvenController:
 
     @property
     def acceptance(self) -> float | None:
-        """Best knowledge of the acceptance length at ``spec.k`` of the draft that the engine serves now."""
+        """Estimated acceptance length at ``spec.k`` of the draft that the engine serves now; None: nothing is known of it."""
         curve = self.acceptance_curve
         return None if curve is None else tokens_per_step(curve, self._config.k)
 
@@ -265,7 +273,7 @@ class BreakEvenController:
         chosen = self._choose()
         vocabulary = self._target.vocab_size
         if self._target.device_type == "cuda" and vocabulary is not None and chosen.speculates:
-            table = plan.within(chosen.table, vocabulary, _SAMPLER_ROOM)
+            table = plan.fit_sampler_memory(chosen.table, vocabulary, _SAMPLER_ROOM)
             table = tuple(k * (k == self._config.k) for k in table) if self._method.whole else table
             chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)
         if chosen.table != self._plan.table and not self._fixed:
@@ -321,7 +329,7 @@ class BreakEvenController:
         return self._config.k if self._method.whole else min(_TRY_K, self._config.k)
 
     def _ks(self, most: int) -> Sequence[int]:
-        """What can be drafted."""
+        """The k that the method can draft, 0 among them."""
         return (0, most) if self._method.whole else range(most + 1)
 
     def head_start(self) -> float:
@@ -352,7 +360,7 @@ class BreakEvenController:
 
     @property
     def _knows_nothing(self) -> bool:
-        """Is the draft newborn and was never tried, or was it given, tried, and found to know nothing."""
+        """Is the draft untrained and was never tried, or was it given, tried, and found to know nothing."""
         if self._method.newborn:
             return not self._tried and self._plain_seconds > 0.0
         return bool(self._deepest) and self._useless(self._deepest) and self._plain_seconds > 0.0
@@ -363,7 +371,7 @@ class BreakEvenController:
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
-        """What was chosen, what it is expected to do, and what it did."""
+        """Schedule, break-even per batch size, predicted and realised speed-up."""
         size = len(self._plan.table) - 1
         trusted = self.cost.problem is None  # looks at every cell
         out = {"spec/dropped": float(self._dropped)}

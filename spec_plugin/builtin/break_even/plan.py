@@ -31,21 +31,21 @@ class Plan:
 
     @property
     def speculates(self) -> bool:
-        """True if any batch size drafts."""
+        """True if k is above 0 at any batch size."""
         return any(self.table)
 
 
 def no_drafts(size: int, reason: Reason = Reason.BELOW_BREAK_EVEN) -> Plan:
-    """Plain decoding, and why."""
+    """k = 0 at every batch size up to ``size``, and why."""
     return Plan((0,) * (size + 1), 1.0, reason)
 
 
 def fixed(k: int, size: int, reason: Reason) -> Plan:
-    """The same k for every batch size, and why."""
+    """The same k at every batch size up to ``size``, and why; predicts no speed-up."""
     return Plan((0,) + (k,) * size, 1.0, reason)
 
 
-def within(table: Sequence[int], vocab_size: int, room: int) -> tuple[int, ...]:
+def fit_sampler_memory(table: Sequence[int], vocab_size: int, room: int) -> tuple[int, ...]:
     """A table with k cut to where the sampler's own tensors fit into ``room`` bytes.
 
     vLLM's V1 rejection sampler with log-probs holds about 4.5 float32 tensors [batch * (k + 1), V] at once, which its memory

@@ -61,10 +61,10 @@ class FrozenMethod:
         if parallel and kind != "dflash":  # of which vLLM knows by itself
             settings["parallel_drafting"] = True
         whole = bool(settings.get("parallel_drafting"))
-        return Method("frozen", settings, model=lambda: _whole(config.draft), ready=True, whole=whole)
+        return Method("frozen", settings, model=lambda: _verified_folder(config.draft), ready=True, whole=whole)
 
 
-def _whole(draft: str | None) -> str | None:
+def _verified_folder(draft: str | None) -> str | None:
     """The draft's folder, once its numbers have been looked at: they are not read before the engine is about to.
 
     Raises:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from spec_plugin.folders import disk, own_folder
 from spec_plugin.method import StartingDraft
 
-if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
+if TYPE_CHECKING:  # an untrained draft is judged without torch, whose import takes seconds
     from torch import Tensor
 
     from draft_training.draft import DraftShape

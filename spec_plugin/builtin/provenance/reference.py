@@ -29,7 +29,7 @@ Values = tuple[float, ...]  # one of each window
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why text is not the target's."""
+    """Which statistic of a text is beyond which bound, both in nats."""
 
     what: str
     value: float  # nats
@@ -47,7 +47,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class PlainPhase:
-    """Plain text of one phase."""
+    """Differences in windows of a phase's plain text, and whether other text of the phase was drafted."""
 
     version: int  # that recomputed it
     plain: Windows
@@ -70,7 +70,7 @@ class Reference:
 
     @property
     def plain(self) -> Windows:
-        """All that is known."""
+        """Windows of all phases that are kept, oldest first."""
         return sum((phase.plain for phase in self._phases), Windows())
 
     @property
@@ -196,7 +196,7 @@ class Reference:
         return tuple(value / unit * max(median_now, rules.SMALLEST) for plain, unit in moved for value in plain)
 
     def state(self) -> list[dict[str, Any]]:
-        """For JSON: the phases, oldest first."""
+        """The phases, oldest first, as dicts for JSON; ``restore`` takes them one by one."""
         return [{"lag": self._lag, **asdict(phase)} for phase in self._phases]
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ class Floor:
     per_version: bool = False  # times the policy versions between sampling and recomputation
 
     def of(self, statistic: Statistic, precision: Precision, lag: int) -> float:
-        """In nats of this run."""
+        """The floor in nats at this run's temperature, and ``lag`` versions if it grows with them."""
         return self.nats[precision.dtype][statistic] * ((lag if self.per_version else 1) * precision.scale)
 
 
