@@ -121,7 +121,7 @@ class BreakEvenController:
 
     While speculation is on, the acceptance is the engine's own. While it is off, it is what draft training predicts,
     corrected by how far prediction and engine were apart when last compared, and now and then it is tried to compare them
-    again. A draft that is served in vain is dropped within the phase, see ``spec_plugin.engine.schedule.cutoff``.
+    again. A draft that does not pay is dropped within the phase, see ``spec_plugin.engine.schedule.cutoff``.
     """
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class BreakEvenController:
         if predicted <= 1.2:
             return
         ratio = (found - 1.0) / (predicted - 1.0)
-        # trust is lost at once and comes back by halves: a draft that training praises in vain is tried once
+        # the correction falls at once and rises by halves: a draft that training overrates is tried once
         self._correction = max(0.0, min(1.0, ratio, 0.5 * self._correction + 0.5 * ratio))
         if ratio < _MISALIGNED and not self._warned:
             self._warned = True
