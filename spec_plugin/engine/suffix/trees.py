@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_plugin.rollouts import Latest, Rollout
+from spec_plugin.rollouts import LatestRollouts, Rollout
 
 Ids = NDArray[np.int32]
 
@@ -78,7 +78,7 @@ class PromptTrees:
 
     def forget(self) -> None:
         """Begin anew; vLLM starts a request that is sampled now once more."""
-        self._latest = Latest(self._most)
+        self._latest = LatestRollouts(self._most)
         self._trees: dict[bytes, _Tree] = {}
         self._active: dict[Hashable, _Active] = {}
         self._shared, self._in_shared = self._new_tree(), deque[tuple[int, int]]()
