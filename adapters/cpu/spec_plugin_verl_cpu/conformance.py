@@ -55,7 +55,7 @@ class Shape:
     asynchronous: bool = False
     main: Main = PPO
     backend: Backend = FSDP
-    format: checkpoints.Format = checkpoints.FSDP
+    format: checkpoints.CheckpointFormat = checkpoints.FSDP
     kv_heads: int = 1  # of the policy; ranks that split them need one each
 
 
@@ -161,7 +161,7 @@ SHAPES = {
 }
 
 
-class Driver(ConformanceDriver):
+class VerlDriver(ConformanceDriver):
     """GRPO on four prompts with four samples a step."""
 
     shapes: ClassVar = {name: shape.what for name, shape in SHAPES.items()}
@@ -173,23 +173,23 @@ class Driver(ConformanceDriver):
     engine_version = "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.global_steps"
 
     def __init__(self, root: Path, shape: str | None = None, family: str | None = None) -> None:
-        """Make policy, data and reward."""
+        """Write the tiny policy, the prompts and the reward under ``root``."""
         super().__init__(root, shape, family)
         self._shape = SHAPES[shape] if shape else Shape("", ())
         self.asynchronous = self._shape.asynchronous
         # of a response that goes on under the next policy, the rest
         self.requests = {"max_tokens": (1, SMALL_TOKENS) if self.asynchronous else SMALL_TOKENS}
         root.mkdir(parents=True, exist_ok=True)
-        self._room = tiny_targets()[family or self._shape.family]
+        self._tiny = tiny_targets()[family or self._shape.family]
         split: dict[str, Any] = {"num_key_value_heads": self._shape.kv_heads} if self._shape.kv_heads > 1 else {}
         self._target = tiny.make_target(root / "policy", family=family or self._shape.family, **split)
         if self._shape.mtp:
             tiny.add_mtp_layer(self._target)
         self._data = root / "data.parquet"
         rows = [_row(i, text) for i, text in enumerate(tiny.prompts(64))]
-        if self._room.processor is not None:
+        if self._tiny.processor is not None:
             rows = [
-                _with_image(i, row) if i % 2 or not self._room.mixed else {**row, "images": []}
+                _with_image(i, row) if i % 2 or not self._tiny.mixed else {**row, "images": []}
                 for i, row in enumerate(rows)
             ]
         pd.DataFrame(rows).to_parquet(self._data)
@@ -197,16 +197,16 @@ class Driver(ConformanceDriver):
 
     @property
     def target(self) -> Path:
-        """The tiny policy, in float32."""
+        """Folder of the tiny policy, in float32."""
         return self._target
 
     def _overrides(self, run: RunSettings) -> list[str]:
         out = [*SMALL, *_QUICK, *self._shape.overrides]
-        if self._room.dtype != "float32":
-            out.append(f"{_ROLLOUT}.dtype={self._room.dtype}")
-        if self._room.attention != "sdpa":
-            out.append(f"++{_MODEL}.override_config.attn_implementation={self._room.attention}")
-        if self._room.processor is not None:
+        if self._tiny.dtype != "float32":
+            out.append(f"{_ROLLOUT}.dtype={self._tiny.dtype}")
+        if self._tiny.attention != "sdpa":
+            out.append(f"++{_MODEL}.override_config.attn_implementation={self._tiny.attention}")
+        if self._tiny.processor is not None:
             out.append("data.max_prompt_length=40")  # an image is four tokens and two around them
         if run.save_every:
             out.append(f"trainer.save_freq={run.save_every}")
@@ -228,7 +228,7 @@ class Driver(ConformanceDriver):
         return out + [f"{SPEC}{name}={_word(value)}" for name, value in options.items()]
 
     def launch(self, run: RunSettings) -> Generator[tuple[int, dict[str, float]], None, None]:
-        """One run of ``verl.trainer.main_ppo``."""
+        """One run of the shape's main, ``verl.trainer.main_ppo`` by default."""
         trainer = VerlRun(
             self._target,
             self._data,
@@ -241,7 +241,7 @@ class Driver(ConformanceDriver):
             nodes=self._shape.nodes,
             main=self._shape.main,
             backend=self._shape.backend,
-            variables=self._room.environment,
+            variables=self._tiny.environment,
         )
         yield from trainer.follow()
 
@@ -249,11 +249,11 @@ class Driver(ConformanceDriver):
         return run.out / "checkpoints" / f"global_step_{step}" / "actor"
 
     def policy(self, run: RunSettings, step: int) -> dict[str, Tensor]:
-        """From verl's checkpoint."""
+        """From verl's checkpoint; with FSDP each rank's shard by itself."""
         return self._shape.format.policy(self._checkpoint(run, step), self._shape.ranks)
 
     def weights(self, run: RunSettings, step: int) -> dict[str, Tensor] | None:
-        """The same, put together. With LoRA the engine has a sum, or the base and the adapters."""
+        """``policy`` with its shards put together; None with LoRA, where the engine has a sum, or base and adapters."""
         parts: dict[str, list[Tensor]] = {}
         # in the order of ranks, each with a stretch of the first dimension
         for name, tensor in self.policy(run, step).items():
@@ -261,7 +261,7 @@ class Driver(ConformanceDriver):
         return None if any("lora" in name for name in parts) else {name: torch.cat(p) for name, p in parts.items()}
 
     def random_state(self, run: RunSettings, step: int) -> dict[str, str]:
-        """torch's, of each rank; verl seeds no other."""
+        """sha256 of torch's random state on each rank; verl seeds no other stream."""
         return self._shape.format.random_state(self._checkpoint(run, step), self._shape.ranks)
 
 
