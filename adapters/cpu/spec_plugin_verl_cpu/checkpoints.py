@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class CheckpointFormat:
+class Format:
     """Reads one backend's checkpoints; both functions take the actor's folder and the number of ranks."""
 
     policy: Callable[[Path, int], dict[str, Tensor]]  # by name, with the rank before it where each has a part
@@ -68,5 +68,5 @@ def _digest(state: Tensor) -> str:
     return hashlib.sha256(state.numpy().tobytes()).hexdigest()
 
 
-FSDP = CheckpointFormat(_fsdp_policy, _fsdp_random_state)
-MEGATRON = CheckpointFormat(_megatron_policy, _megatron_random_state)
+FSDP = Format(_fsdp_policy, _fsdp_random_state)
+MEGATRON = Format(_megatron_policy, _megatron_random_state)

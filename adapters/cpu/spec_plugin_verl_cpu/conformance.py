@@ -55,7 +55,7 @@ class Shape:
     asynchronous: bool = False
     main: Main = PPO
     backend: Backend = FSDP
-    format: checkpoints.CheckpointFormat = checkpoints.FSDP
+    format: checkpoints.Format = checkpoints.FSDP
     kv_heads: int = 1  # of the policy; ranks that split them need one each
 
 
@@ -180,16 +180,16 @@ class VerlDriver(ConformanceDriver):
         # of a response that goes on under the next policy, the rest
         self.requests = {"max_tokens": (1, SMALL_TOKENS) if self.asynchronous else SMALL_TOKENS}
         root.mkdir(parents=True, exist_ok=True)
-        self._tiny = tiny_targets()[family or self._shape.family]
+        self._room = tiny_targets()[family or self._shape.family]
         split: dict[str, Any] = {"num_key_value_heads": self._shape.kv_heads} if self._shape.kv_heads > 1 else {}
         self._target = tiny.make_target(root / "policy", family=family or self._shape.family, **split)
         if self._shape.mtp:
             tiny.add_mtp_layer(self._target)
         self._data = root / "data.parquet"
         rows = [_row(i, text) for i, text in enumerate(tiny.prompts(64))]
-        if self._tiny.processor is not None:
+        if self._room.processor is not None:
             rows = [
-                _with_image(i, row) if i % 2 or not self._tiny.mixed else {**row, "images": []}
+                _with_image(i, row) if i % 2 or not self._room.mixed else {**row, "images": []}
                 for i, row in enumerate(rows)
             ]
         pd.DataFrame(rows).to_parquet(self._data)
@@ -202,11 +202,11 @@ class VerlDriver(ConformanceDriver):
 
     def _overrides(self, run: RunSettings) -> list[str]:
         out = [*SMALL, *_QUICK, *self._shape.overrides]
-        if self._tiny.dtype != "float32":
-            out.append(f"{_ROLLOUT}.dtype={self._tiny.dtype}")
-        if self._tiny.attention != "sdpa":
-            out.append(f"++{_MODEL}.override_config.attn_implementation={self._tiny.attention}")
-        if self._tiny.processor is not None:
+        if self._room.dtype != "float32":
+            out.append(f"{_ROLLOUT}.dtype={self._room.dtype}")
+        if self._room.attention != "sdpa":
+            out.append(f"++{_MODEL}.override_config.attn_implementation={self._room.attention}")
+        if self._room.processor is not None:
             out.append("data.max_prompt_length=40")  # an image is four tokens and two around them
         if run.save_every:
             out.append(f"trainer.save_freq={run.save_every}")
@@ -241,7 +241,7 @@ class VerlDriver(ConformanceDriver):
             nodes=self._shape.nodes,
             main=self._shape.main,
             backend=self._shape.backend,
-            variables=self._tiny.environment,
+            variables=self._room.environment,
         )
         yield from trainer.follow()
 
