@@ -77,7 +77,7 @@ class PromptTrees:
         self.forget()
 
     def forget(self) -> None:
-        """Clear everything; vLLM starts the requests in flight again."""
+        """Begin anew; vLLM starts a request that is sampled now once more."""
         self._latest = Latest(self._most)
         self._trees: dict[bytes, _Tree] = {}
         self._active: dict[Hashable, _Active] = {}
