@@ -70,6 +70,8 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         shapes=_shapes(flags),
         eager=flags.eager,
         graphs="vLLM's own choice",
+        tensor_parallel_option="--vllm.tensor_parallel_size",
+        sleeps=bool(flags.sleep),
         rollout_in_loss=flags.correction != "off",
     )
     return RunPlan("openrlhf", tuple(found), facts, _notes(flags))

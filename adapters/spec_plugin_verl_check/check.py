@@ -132,6 +132,8 @@ def _plan(config: Any, entry: Entry, before: list[Objection], find: FindModel) -
         shapes=_shapes(config, entry, hf.get("model_type")),
         eager=bool(arguments["enforce_eager"]),
         graphs=options.graph_mode(rollout),
+        tensor_parallel_option="actor_rollout_ref.rollout.tensor_model_parallel_size",
+        sleeps=bool(rollout.free_cache_engine),
         rollout_in_loss=bypass or any(correction.get(name) for name in ("rollout_is", "rollout_rs")),
         bypass=bypass,
     )

@@ -117,6 +117,7 @@ def engine_arguments(rollout: Any) -> dict[str, Any]:
         "dtype": rollout.dtype,
         "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "logprobs_mode": rollout.logprobs_mode,
         "quantization": rollout.quantization,

@@ -15,7 +15,7 @@ import click
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
-from spec_plugin.commands.check import judge_run  # noqa: E402
+from spec_plugin.commands.check import find_check, judge_run  # noqa: E402
 from spec_plugin.commands.judgement import find_model  # noqa: E402
 from spec_plugin.conformance.targets import tiny_targets  # noqa: E402
 from spec_plugin.engine_class import engine_class  # noqa: E402
@@ -96,12 +96,13 @@ def shape_table(rows: Iterable[Row]) -> list[str]:
 
 
 def judge(line: Mapping[str, Any], find: FindModel) -> Row:
-    """One command line; the trainer is the first part of its module's name.
-
-    Raises:
-        SpecConfigError: if no adapter for that trainer is here.
-    """
+    """One command line; the trainer is the first part of its module's name."""
     module = str(line["module"])
+    trainer = module.partition(".")[0]
+    try:
+        find_check(trainer)
+    except SpecConfigError as error:
+        return Row(str(line["script"]), (f"no adapter for {trainer}",), (), (str(error),), (), (), judged=False)
     looked_up: list[Mapping[str, Any]] = []
 
     def noting(name: str) -> Model:
@@ -109,7 +110,7 @@ def judge(line: Mapping[str, Any], find: FindModel) -> Row:
         looked_up.append(model.config or {})
         return model
 
-    judgement = judge_run(module.partition(".")[0], ["-m", module, *line["args"]], noting)
+    judgement = judge_run(trainer, ["-m", module, *line["args"]], noting)
     return Row(
         str(line["script"]),
         tuple(dict.fromkeys(o.reason for o in judgement.objections)),
@@ -160,10 +161,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, Path]:
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write the whole table here.")
 def main(commands: Path, configs: tuple[str, ...], out: Path | None) -> None:
     find = finder(_pairs(configs), json.loads(FAMILIES.read_text()))
-    try:
-        rows = [judge(json.loads(line), find) for line in commands.read_text().splitlines() if line.strip()]
-    except SpecConfigError as error:
-        raise click.ClickException(str(error)) from error
+    rows = [judge(json.loads(line), find) for line in commands.read_text().splitlines() if line.strip()]
     click.echo("\n".join([*main_table(rows), "", *shape_table(rows)]))
     if unseen := [f"{row.script}: {what}" for row in rows for what in row.unseen if row.accepted]:
         click.echo("\n".join(["", "accepted, but not wholly looked at:", *unseen]))

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from draft_training.outside import TARGET
 from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
+from spec_plugin.commands.untried import graphs_by_method, untried_anywhere
 from spec_plugin.errors import PatchError, SpecConfigError
 from spec_plugin.refusals import read_json
 
@@ -73,6 +74,9 @@ _OTHER_BACKENDS = ("veomni", "megatron")
 #: vLLM's CPU attention refuses smaller heads, but only when the first request runs, and takes the engine down.
 _CPU_HEAD_DIM = 32
 
+#: what ``probe_vllm`` calls vLLM's model runner
+_RUNNER = "model runner"
+
 State = Literal["ok", "note", "fail"]
 
 
@@ -104,6 +108,7 @@ def examine(target: Path | None = None, draft: Path | None = None) -> list[Secti
     return [
         Section("versions", examine_versions()),
         Section("vLLM capabilities", examine_capabilities()),
+        Section("what an engine runs", examine_engine()),
         Section("CPU patches", examine_patches()),
         Section("adapters", examine_adapters()),
         Section("plugins", examine_plugins()),
@@ -182,6 +187,8 @@ def examine_capabilities() -> tuple[Diagnosis, ...]:
 
     findings = []
     for capability in probe_vllm():
+        if capability.name == _RUNNER:
+            continue  # in a section of its own
         if capability.available:
             findings.append(Diagnosis(capability.name, "ok", capability.detail))
             continue
@@ -189,6 +196,19 @@ def examine_capabilities() -> tuple[Diagnosis, ...]:
         fix = capability.fix if capability.name != "vllm" else _INSTALL_VLLM
         findings.append(Diagnosis(capability.name, state, capability.detail, fix))
     return tuple(findings)
+
+
+def examine_engine() -> tuple[Diagnosis, ...]:
+    """Which of vLLM's model runners and which CUDA graphs each method gets, and what of a run on a GPU nobody has tried."""
+    from spec_plugin.engine.capabilities import probe_vllm
+
+    device_type = "cpu" if _needs_cpu_switches() else "cuda"
+    untried = untried_anywhere(device_type)
+    return (
+        *(Diagnosis(_RUNNER, "ok", found.detail) for found in probe_vllm() if found.name == _RUNNER),
+        Diagnosis("CUDA graphs", "ok", graphs_by_method(device_type)),
+        Diagnosis("never run on a GPU", "ok" if device_type == "cpu" else "note", untried),
+    )
 
 
 def examine_patches() -> tuple[Diagnosis, ...]:

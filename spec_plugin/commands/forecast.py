@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from draft_training.outside import text_part
 from spec_plugin.commands.cache import share
+from spec_plugin.commands.engine_limits import engine_limits
 from spec_plugin.commands.judgement import Judgement
 from spec_plugin.commands.shown import SHOWN
+from spec_plugin.commands.untried import graphs_of, untried_in
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.states import check_states
@@ -18,7 +20,7 @@ from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.manager import built_in_method, create_manager
 from spec_plugin.method import Method
-from spec_plugin.model_runner import Runner, runner_of
+from spec_plugin.model_runner import runner_of
 from spec_plugin.refusals import Objection
 from spec_plugin.run_plan import RunFacts, RunPlan
 
@@ -61,6 +63,7 @@ def judge(plan: RunPlan) -> Judgement:
                     notes.append(_STATES)
         except SpecConfigError as error:
             objections.append(_about_draft(run, error))
+        objections += engine_limits(run, method)
     draft = method.draft.config if method is not None and method.draft is not None else None
     if draft is not None and method is not None and method.harvest:
         notes += _untried(run.target.hf_config)
@@ -179,7 +182,8 @@ def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
     yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
     runner = runner_of(method.settings if method is not None else {"method": spec.method}, _device_type())
     yield "model runner", runner.words
-    yield "graphs", "none (enforce_eager)" if run.eager else _graphs(run, runner)
+    yield "CUDA graphs", graphs_of(runner, _device_type(), run.graphs, run.eager)
+    yield "never run on a GPU", untried_in(run, method, runner, _device_type())
     yield "verified", "; ".join(_verified(run))
     yield "not verified", "; ".join(_not_verified(run))
 
@@ -210,14 +214,6 @@ def _engine_memory(run: RunFacts, draft: DraftShape) -> str:
 
 def _size(mebibytes: float) -> str:
     return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1024 else f"{mebibytes:.0f} MiB"
-
-
-def _graphs(run: RunFacts, runner: Runner) -> str:
-    if without_accelerator():
-        return "none (vLLM's CPU build)"
-    if not runner.v2 and "FULL" in run.graphs.upper():
-        return "piecewise (vLLM's own choice on V1, since k changes while it runs)"
-    return run.graphs
 
 
 def _verified(run: RunFacts) -> Iterator[str]:

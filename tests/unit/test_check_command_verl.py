@@ -59,7 +59,7 @@ def test_a_default_run_is_accepted_and_told_what_it_would_do() -> None:
     assert (
         "512 MiB" in found.facts["draft in the engine"] and "split over 2 ranks" in found.facts["draft in the engine"]
     )
-    assert {"model runner", "graphs", "verified", "not verified"} <= set(found.facts)
+    assert {"model runner", "CUDA graphs", "never run on a GPU", "verified", "not verified"} <= set(found.facts)
     assert found.shapes == ("tp2", "dp2", "packed")
 
 

@@ -21,7 +21,12 @@ from spec_plugin.engine_class import engine_class, unreadable  # noqa: E402
 from spec_plugin.refusals import Objection  # noqa: E402
 from spec_plugin.run_plan import Model  # noqa: E402
 
-TRAINERS = {"verl": "verl_examples.jsonl", "openrlhf": "openrlhf_scripts.jsonl"}
+TRAINERS = {
+    "verl-release": "verl_release_examples.jsonl",
+    "verl": "verl_examples.jsonl",
+    "openrlhf": "openrlhf_scripts.jsonl",
+}
+LINES = {"verl_release_examples.jsonl": 91, "verl_examples.jsonl": 88, "openrlhf_scripts.jsonl": 8}
 
 
 def row(script: str, *reasons: str, trainer: tuple[str, ...] = (), judged: bool = True) -> coverage.Row:
@@ -63,6 +68,7 @@ def test_a_line_is_judged_by_the_check_of_its_trainer(monkeypatch: pytest.Monkey
         return Judgement("verl", (objection, objection), {"method": "x"})
 
     monkeypatch.setattr(coverage, "judge_run", judge_run)
+    monkeypatch.setattr(coverage, "find_check", lambda trainer: None)
     commands, out = tmp_path / "commands.jsonl", tmp_path / "out.json"
     commands.write_text(json.dumps({"script": "s", "module": "verl.trainer.main_ppo", "args": ["x=1"]}) + "\n\n")
     done = CliRunner().invoke(coverage.main, ["--commands", str(commands), "--json", str(out)])
@@ -70,6 +76,15 @@ def test_a_line_is_judged_by_the_check_of_its_trainer(monkeypatch: pytest.Monkey
     assert asked == [("verl", ["-m", "verl.trainer.main_ppo", "x=1"], "qwen3")]
     (table,) = json.loads(out.read_text())
     assert table["reasons"] == ["a reason"] and len(table["objections"]) == 2
+
+
+def test_a_module_that_no_adapter_knows_is_a_row_of_its_own(tmp_path: Path) -> None:
+    commands, out = tmp_path / "commands.jsonl", tmp_path / "out.json"
+    commands.write_text(json.dumps({"script": "s", "module": "nobodys.main", "args": ["x=1"]}))
+    done = CliRunner().invoke(coverage.main, ["--commands", str(commands), "--json", str(out)])
+    assert done.exit_code == 0 and "| no adapter for nobodys | 1 | 0 |" in done.stdout, done.output
+    (table,) = json.loads(out.read_text())
+    assert not table["judged"] and "'nobodys'" in table["objections"][0]
 
 
 def test_a_model_is_looked_for_in_what_was_given_then_on_disk_then_in_the_table(
@@ -107,8 +122,12 @@ def test_the_table_of_models_has_the_sizes_of_each_that_a_draft_can_read_and_nam
 @pytest.mark.parametrize("file", TRAINERS.values())
 def test_command_lines_are_complete_and_name_nothing_of_a_machine(file: str) -> None:
     lines = [json.loads(line) for line in (coverage.DATA / file).read_text().splitlines()]
-    assert len({line["script"] for line in lines}) == len(lines) == {"verl_examples.jsonl": 88}.get(file, 8)
+    assert len({line["script"] for line in lines}) == len(lines) == LINES[file]
     assert all(set(line) == {"script", "module", "args"} for line in lines)
+
+
+def test_the_release_has_nothing_of_the_option_that_it_has_dropped() -> None:
+    assert "grad_offload" not in (coverage.DATA / TRAINERS["verl-release"]).read_text()
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -124,7 +143,8 @@ def test_the_documents_show_the_last_results(trainer: str) -> None:
     assert shown == "\n".join(coverage.main_table(rows))
 
 
-def test_each_accepted_line_is_mapped_to_shapes_and_a_target_that_exist() -> None:
+@pytest.mark.parametrize("rows", ["verl-release", "verl"])
+def test_each_accepted_line_is_mapped_to_shapes_and_a_target_that_exist(rows: str) -> None:
     """Shapes that a test of the trainer, and not the kit, proves are named here."""
     sys.path.insert(0, str(ROOT / "tools"))
     from check import ACTORS, SHAPES
@@ -132,7 +152,7 @@ def test_each_accepted_line_is_mapped_to_shapes_and_a_target_that_exist() -> Non
     from spec_plugin.conformance.targets import tiny_targets
 
     known = {*SHAPES["verl"], *(shape for shapes in ACTORS.values() for shape in shapes), "sp2", "fully", "one-step"}
-    for table in json.loads((ROOT / "examples" / "bench" / "results" / "coverage-verl.json").read_text()):
+    for table in json.loads((ROOT / "examples" / "bench" / "results" / f"coverage-{rows}.json").read_text()):
         if table["judged"] and set(table["reasons"]) <= set(table["of_trainer"]):
             assert set(table["shapes"]) <= known, table["script"]
             assert not table["family"] or table["family"] in tiny_targets(), table["script"]

@@ -1,0 +1,165 @@
+"""What a user with a GPU is told first: the CUDA graphs of a run, and what of it nobody has run yet; for ``check`` and doctor.
+
+spec-plugin was tested with vLLM's CPU build alone. Whoever runs one of these parts on a GPU takes its row out of ``UNTRIED``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spec_plugin.model_runner import METHODS, Runner, runner_of
+
+if TYPE_CHECKING:
+    from spec_plugin.method import Method
+    from spec_plugin.run_plan import RunFacts
+
+_INTRODUCTION = "spec-plugin was tested on CPUs alone, never on a GPU;"
+NOTHING = "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it is here"
+
+
+#: of an engine on a GPU of which nobody asked anything, by whether it has the V2 model runner
+_DEFAULT_GRAPHS = {True: "full and piecewise", False: "piecewise only (V1, since k changes while it runs)"}
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """What of a run on a GPU decides which parts it uses."""
+
+    run: RunFacts
+    method: Method | None  # None: a plugin's
+    runner: Runner
+
+    @property
+    def trains(self) -> bool:
+        """Is a draft trained along the run, and sent to the engines."""
+        return self.run.spec.train and self.method is not None and self.method.draft is not None
+
+    @property
+    def reads_states(self) -> bool:
+        """Are hidden states kept of the actor's forward passes."""
+        return self.trains and self.method is not None and bool(self.method.harvest)
+
+
+@dataclass(frozen=True)
+class Untried:
+    """One part that has not run on a GPU."""
+
+    what: str  # a noun phrase for a user
+    where: str  # the runs that use it; empty: all
+    used: Callable[[GpuRun], bool]
+
+
+UNTRIED = (
+    Untried(
+        "CUDA graphs of drafting and of verification, for each number of drafted tokens",
+        "where enforce_eager is off",
+        lambda gpu: not gpu.run.eager,
+    ),
+    Untried(
+        "vLLM's own GPU kernels for verification (compiled by Triton; tests interpreted them)",
+        "on the V2 model runner",
+        lambda gpu: gpu.runner.v2,
+    ),
+    Untried(
+        "the V1 model runner on a GPU, whose verification needs memory that vLLM does not plan for (watch it at large batches)",
+        "on the V1 model runner",
+        lambda gpu: not gpu.runner.v2,
+    ),
+    Untried(
+        "steps that are scheduled ahead while the GPU still computes (asynchronous scheduling on real streams)",
+        "",
+        lambda gpu: True,
+    ),
+    Untried(
+        "how far a GPU's log-probs in bfloat16 lie from the actor's, which the checks compare", "", lambda gpu: True
+    ),
+    Untried("sending the policy's weights by NCCL or CUDA IPC while a draft is loaded", "", lambda gpu: True),
+    Untried(
+        "sending a trained draft from GPU memory into running engines",
+        "where a draft is trained",
+        lambda gpu: gpu.trains,
+    ),
+    Untried(
+        "keeping the actor's hidden states on a GPU",
+        "where a draft learns from hidden states",
+        lambda gpu: gpu.reads_states,
+    ),
+    Untried(
+        "training the draft in TF32 and its copies in pinned host memory",
+        "where a draft is trained",
+        lambda gpu: gpu.trains,
+    ),
+    Untried(
+        "sleep and wake with GPU memory really given back",
+        "where the engine sleeps between rollouts",
+        lambda gpu: gpu.run.sleeps,
+    ),
+    Untried(
+        "tensor parallel ranks over NCCL",
+        "where an engine has more than one rank",
+        lambda gpu: gpu.run.target.tensor_parallel > 1,
+    ),
+    Untried("any speed: when to draft is measured in your run (spec.serve=auto), not known", "", lambda gpu: True),
+)
+
+
+def untried_in(run: RunFacts, method: Method | None, runner: Runner, device_type: str) -> str:
+    """The parts that this run would be the first to use, in one line.
+
+    Args:
+        run: what its options make of it.
+        method: what drafts; None: a plugin's.
+        runner: vLLM's model runner that it gets.
+        device_type: "cpu" or "cuda".
+    """
+    if device_type == "cpu":
+        return NOTHING
+    gpu = GpuRun(run, method, runner)
+    used = [part.what for part in UNTRIED if part.used(gpu)]
+    return f"{_INTRODUCTION} {len(used)} parts of this run would be used there for the first time: " + "; ".join(used)
+
+
+def untried_anywhere(device_type: str) -> str:
+    """All parts, each with the runs that use it; for doctor, who knows of no run."""
+    if device_type == "cpu":
+        return NOTHING
+    return f"{_INTRODUCTION} {len(UNTRIED)} parts would be used there for the first time: " + "; ".join(
+        f"{part.what} ({part.where or 'every run'})" for part in UNTRIED
+    )
+
+
+def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool) -> str:
+    """Which CUDA graphs an engine gets.
+
+    Args:
+        runner: vLLM's model runner that it gets.
+        device_type: "cpu" or "cuda".
+        asked: vLLM's ``cudagraph_mode``, or words for it.
+        eager: ``enforce_eager``.
+    """
+    if device_type == "cpu":
+        return "none (vLLM's CPU build)"
+    if eager:
+        return "none (enforce_eager)"
+    if runner.refused:
+        return "none: vLLM will refuse to start"
+    if not runner.v2 and "FULL" in asked.upper():
+        return "piecewise (vLLM's own choice on V1, since k changes while it runs)"
+    return asked
+
+
+def graphs_by_method(device_type: str) -> str:
+    """The same for each method, where nothing was asked of vLLM; for doctor."""
+    if device_type == "cpu":
+        return "none (vLLM's CPU build)"
+    by_graphs: dict[str, list[str]] = {}
+    for name, settings in METHODS.items():
+        runner = runner_of(settings, device_type)
+        graphs = "none, vLLM will refuse to start" if runner.refused else _DEFAULT_GRAPHS[runner.v2]
+        by_graphs.setdefault(graphs, []).append(name)
+    return (
+        "; ".join(f"{graphs} for {', '.join(names)}" for graphs, names in by_graphs.items())
+        + "; none with enforce_eager"
+    )

@@ -1,0 +1,104 @@
+"""check and doctor say which CUDA graphs a run gets and what of it nobody has run on a GPU, by one table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spec_plugin.commands import doctor, untried
+from spec_plugin.commands.untried import NOTHING, UNTRIED, graphs_of, untried_anywhere, untried_in
+from spec_plugin.config import SpecConfig
+from spec_plugin.events import TargetInfo
+from spec_plugin.model_runner import Runner
+from spec_plugin.run_plan import Model, RunFacts
+
+V1, V2 = Runner(False, "a test"), Runner(True, "a test")
+TRAINS: Any = SimpleNamespace(draft=object(), harvest=(1, 2))
+RUN = RunFacts(
+    SpecConfig.parse(None),
+    TargetInfo("m", {}, "bfloat16"),
+    Model("m", {}, ""),
+    "path",
+    "",
+    (),
+    False,
+    "FULL_AND_PIECEWISE",
+)
+
+
+def parts(run: RunFacts = RUN, method: Any = TRAINS, runner: Runner = V2) -> set[int]:
+    """By their place in the table."""
+    line = untried_in(run, method, runner, "cuda")
+    return {at for at, part in enumerate(UNTRIED) if part.what in line}
+
+
+def place(words: str) -> int:
+    (at,) = [at for at, part in enumerate(UNTRIED) if words in part.what]
+    return at
+
+
+@pytest.mark.parametrize(
+    ("change", "lost", "gained"),
+    [
+        ({"run": replace(RUN, eager=True)}, {"CUDA graphs"}, set()),
+        ({"runner": V1}, {"compiled by Triton"}, {"the V1 model runner"}),
+        ({"run": replace(RUN, sleeps=True)}, set(), {"sleep and wake"}),
+        ({"run": replace(RUN, target=replace(RUN.target, tensor_parallel=2))}, set(), {"tensor parallel ranks"}),
+        ({"method": SimpleNamespace(draft=object(), harvest=None)}, {"hidden states"}, set()),
+        ({"method": SimpleNamespace(draft=None, harvest=None)}, {"hidden states", "trained draft", "TF32"}, set()),
+        (
+            {"run": replace(RUN, spec=SpecConfig.parse({"train": False}))},
+            {"hidden states", "trained draft", "TF32"},
+            set(),
+        ),
+        ({"method": None}, {"hidden states", "trained draft", "TF32"}, set()),
+    ],
+)
+def test_a_run_is_told_what_it_would_be_the_first_to_use(change: Any, lost: set[str], gained: set[str]) -> None:
+    assert parts(**change) == (parts() - {place(w) for w in lost}) | {place(w) for w in gained}
+    assert lost <= {w for w in lost if place(w) in parts()}  # or the row would show nothing
+
+
+def test_what_every_run_uses_is_said_of_every_run_and_each_part_of_some_run() -> None:
+    least = parts(replace(RUN, eager=True), None, V1)
+    assert {at for at, part in enumerate(UNTRIED) if not part.where} <= least
+    most = replace(RUN, sleeps=True, target=replace(RUN.target, tensor_parallel=2))
+    assert parts(most) | parts(most, runner=V1) == set(range(len(UNTRIED)))
+
+
+def test_a_run_on_a_cpu_is_the_first_to_use_nothing() -> None:
+    assert untried_in(RUN, TRAINS, V1, "cpu") == NOTHING == untried_anywhere("cpu")
+
+
+@pytest.mark.parametrize(
+    ("runner", "device", "asked", "eager", "said"),
+    [
+        (V2, "cuda", "FULL_AND_PIECEWISE", False, "FULL_AND_PIECEWISE"),
+        (V1, "cuda", "FULL_AND_PIECEWISE", False, "piecewise (vLLM's own choice on V1"),
+        (V1, "cuda", "NONE", False, "NONE"),
+        (V2, "cuda", "FULL", True, "none (enforce_eager)"),
+        (V2, "cpu", "FULL", False, "none (vLLM's CPU build)"),
+        (Runner(True, "V2 lacks it", refused=True), "cuda", "FULL", False, "none: vLLM will refuse to start"),
+    ],
+)
+def test_the_graphs_follow_runner_device_and_options(
+    runner: Runner, device: str, asked: str, eager: bool, said: str
+) -> None:
+    assert graphs_of(runner, device, asked, eager).startswith(said)
+
+
+def test_doctor_says_it_in_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_needs_cpu_switches", lambda: False)
+    runners = {"eagle3": V2, "draft_model": V1, "suffix": Runner(True, "", refused=True)}
+    monkeypatch.setattr(untried, "METHODS", {name: {"method": name} for name in runners})
+    monkeypatch.setattr(untried, "runner_of", lambda settings, device: runners[settings["method"]])
+    runner, graphs, never = doctor.examine_engine()
+    assert runner.name == "model runner" and never.state == "note"
+    assert "full and piecewise for eagle3; piecewise only" in graphs.detail and "for draft_model" in graphs.detail
+    assert "will refuse to start for suffix" in graphs.detail
+    assert all(part.what in never.detail and (part.where or "every run") in never.detail for part in UNTRIED)
+    monkeypatch.setattr(doctor, "_needs_cpu_switches", lambda: True)
+    assert [found.state for found in doctor.examine_engine()] == ["ok"] * 3
