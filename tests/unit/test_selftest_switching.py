@@ -101,10 +101,10 @@ def judge(monkeypatch: pytest.MonkeyPatch, engine: Any, whole: bool = False, sec
     return check
 
 
-async def table_first(engine: Any, table: Any, break_even: Any = ()) -> None:
+async def table_first(engine: Any, schedule: Any) -> None:
     """What the front did once."""
-    await channel.set_schedule(engine, table, break_even)
-    await channel.pause_idle_draft(engine, table)
+    await channel.set_schedule(engine, schedule.table, schedule.break_even)
+    await channel.pause_idle_draft(engine, schedule.table)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -30,7 +30,7 @@ from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
 from spec_plugin.engine.selftest.verdicts import LEAST_SAMPLES, Sampled, counts_check
-from spec_plugin.events import Check
+from spec_plugin.events import Check, Schedule
 
 SEQUENCES = 512  # in each arm, as far as there is time
 BEGUN = 2  # tokens that a request has sampled when the tables begin to change
@@ -90,7 +90,7 @@ async def _round(
     probe: Probe, plan: SelfTestPlan, prompts: Sequence[tuple[int, Sequence[int]]], entries: int
 ) -> tuple[list[Sampled], int, int]:
     """Both arms of all prompts in turn, how often the schedule changed while they ran, and how many drafts were verified then."""
-    drafting, nothing = [plan.k] * entries, [0] * entries
+    drafting, nothing = Schedule((plan.k,) * entries), Schedule((0,) * entries)
     await put_in_force(probe.engine, drafting)
     short = probe.params(plan.k + 2, plain=False, logprobs=0)
     await gather_or_cancel([probe.sample(i, prompt, short) for i, prompt in prompts[::-1]])
@@ -121,7 +121,7 @@ async def _switch(
     for k in _changes(plan.k, plan.whole):
         if running.done():
             break
-        await put_in_force(probe.engine, [k] * entries)
+        await put_in_force(probe.engine, Schedule((k,) * entries))
         await schedule_state(probe.engine)  # a step more
         done += 1
     return done
