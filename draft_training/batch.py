@@ -94,7 +94,7 @@ def pack(documents: Sequence[Document], device: torch.device | str = "cpu") -> P
         ValueError: if ``documents`` is empty.
     """
     if not documents:
-        raise ValueError("nothing to pack")
+        raise ValueError("no documents to pack")
     lengths = tuple(len(d) for d in documents)
     mask = torch.cat([d.loss_mask.to(torch.bool) for d in documents]).to(device)
     size = torch.tensor(lengths, device=device)

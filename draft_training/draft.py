@@ -16,7 +16,7 @@ from draft_training.errors import DraftConfigError
 
 
 class DraftShape(Protocol):
-    """The configuration of a draft."""
+    """Sizes of a draft of any kind, as trainer, engine and checkpoint need them."""
 
     @property
     def vocab_size(self) -> int:
@@ -24,7 +24,7 @@ class DraftShape(Protocol):
 
     @property
     def draft_vocab_size(self) -> int:
-        """V, unless pruned."""
+        """Rows of the head: V, or fewer where the vocabulary is pruned."""
 
     @property
     def hidden_size(self) -> int:
@@ -39,7 +39,7 @@ class DraftShape(Protocol):
         """How many numbers it has of its own."""
 
     def to_hf(self) -> dict[str, Any]:
-        """config.json as vLLM reads it."""
+        """The draft's config.json in the layout that vLLM loads."""
 
 
 class Draft(Protocol):

@@ -78,7 +78,7 @@ def load_draft(
     if not any(folder.glob("*.safetensors")):
         pickled = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
         if pickled:
-            raise DraftConfigError(f"{folder} holds {pickled[0]}: safetensors only, convert it first")
+            raise DraftConfigError(f"{folder} holds {pickled[0]}, and only safetensors are read: convert it first")
     file = folder / "config.json"
     config = read_config(read_json(file), target_config, str(file), target_file)
     stored = read_folder(folder)

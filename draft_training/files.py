@@ -25,11 +25,13 @@ def read_json(file: Path) -> dict[str, Any]:
         _refuse_odd(file)
         if file.stat().st_size > _MOST_BYTES:
             raise CheckpointError(
-                f"{file} cannot be read: it has {file.stat().st_size} bytes, which no config.json has"
+                f"{file} cannot be read: it has {file.stat().st_size} bytes, more than any config.json; give another folder"
             )
         value = json.loads(file.read_text(encoding="utf-8"))
     except RecursionError as error:
-        raise CheckpointError(f"{file} cannot be read: it is nested too deeply to be a config.json") from error
+        raise CheckpointError(
+            f"{file} cannot be read: it is nested too deeply to be a config.json; give another folder"
+        ) from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}; give the folder of a whole checkpoint") from error
     except ValueError as error:

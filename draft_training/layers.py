@@ -15,7 +15,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.float32, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs]."""
+        """Linear layer, [..., inputs] to [..., outputs]."""
         return F.linear(x, self.weight)
 
 

@@ -86,7 +86,9 @@ def canonical_tensors(config: DraftConfig, tensors: Mapping[str, Tensor]) -> dic
         renamed[key] = tensor
     if not config.pruned:
         if renamed.pop("lm_head.weight", None) is not None:
-            logger.warning("the draft's own lm_head is dropped: with the full vocabulary the policy's head serves")
+            logger.warning(
+                "the draft's own lm_head is dropped: a draft with the full vocabulary uses the policy's head"
+            )
         renamed.pop("d2t", None)
         renamed.pop("t2d", None)
     elif "d2t" in renamed:
@@ -96,7 +98,7 @@ def canonical_tensors(config: DraftConfig, tensors: Mapping[str, Tensor]) -> dic
     if config.pruned:
         implied = t2d_from_d2t(renamed["d2t"], config.vocab_size)
         if not renamed["t2d"].bool().equal(implied):
-            logger.warning("the draft's t2d is not what its d2t says, and is made anew: the engine reads d2t alone")
+            logger.warning("the draft's t2d contradicts its d2t and is rebuilt from it: the engine reads d2t alone")
         renamed["t2d"] = implied
     return renamed
 

@@ -37,7 +37,7 @@ class LossStats:
 
     @classmethod
     def unpack(cls, vector: Tensor) -> LossStats:
-        """The inverse of ``pack``."""
+        """The sums in a vector [5 * J + 1] that ``pack`` made."""
         count, kl, probability, agreement, accepted = vector[:-1].view(5, -1)
         return cls(count, kl, probability, agreement, accepted, vector[-1])
 

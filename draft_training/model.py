@@ -26,7 +26,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, H] -> [N, H]."""
+        """Feed-forward layer, [N, H] to [N, H]; the residual is added by the caller."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -107,7 +107,9 @@ class Eagle3Draft(nn.Module):
         """
         ids = torch.unique(target_ids.to(self.d2t.device))  # sorted
         if ids.numel() != self.config.draft_vocab_size or int(ids[0]) < 0 or int(ids[-1]) >= self.config.vocab_size:
-            raise ValueError(f"need {self.config.draft_vocab_size} distinct ids below {self.config.vocab_size}")
+            raise ValueError(
+                f"the draft vocabulary needs {self.config.draft_vocab_size} distinct token ids below {self.config.vocab_size}"
+            )
         self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
         self.t2d.zero_()[ids] = True
 

@@ -58,7 +58,7 @@ class MtpLayer(nn.Module):
         initialise(self, generator)
 
     def head(self, lm_head: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The policy's, [V, H]."""
+        """The policy's LM head, [V, H], which the MTP layer shares."""
         return lm_head.detach(), None
 
     def states(self, batch: PackedBatch, embed: Tensor, steps: int) -> Iterator[Tensor]:

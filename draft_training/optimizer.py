@@ -103,7 +103,7 @@ class DraftOptimizer:
             self._parts.append((adam, vector_lr))
 
     def zero_grad(self) -> None:
-        """Drop all gradients, and their memory."""
+        """Set all gradients to None, which frees their memory between slices."""
         for part, _ in self._parts:
             part.zero_grad(set_to_none=True)
 
@@ -120,7 +120,7 @@ class DraftOptimizer:
             part.state.pop(parameter, None)
 
     def state(self) -> dict[str, Tensor]:
-        """All state as ``<kind>.<parameter>``."""
+        """Tensors of both optimizers, named ``<kind>.<parameter>``, for a checkpoint."""
         return {
             f"{kind}.{name}": value
             for name, parameter in self._parameters.items()

@@ -64,7 +64,7 @@ class Fields(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
 
-class Sizes(Fields):
+class ModelSizes(Fields):
     """Of a target: what a draft must fit."""
 
     vocab_size: Vocabulary
@@ -72,7 +72,7 @@ class Sizes(Fields):
     max_position_embeddings: Positions
 
 
-class Stack(Sizes):
+class Stack(ModelSizes):
     """Of a target whose layers a draft reads."""
 
     num_hidden_layers: Layers

@@ -29,7 +29,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Is this the only process."""
+        """True if there is no other rank, and no collective call is made."""
         return self._group is None
 
     @property
@@ -38,7 +38,7 @@ class Ranks:
         return self._group is None or dist.get_rank(self._group) == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add over the ranks, in place."""
+        """Sum a tensor over the ranks, in place (collective)."""
         if self._group is not None:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group)
         return tensor

@@ -1,4 +1,4 @@
-"""Schedule: where a draft is in its life, and so how fast it learns and how far it is unrolled."""
+"""TrainingSchedule: where a draft is in its life, and so how fast it learns and how far it is unrolled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from draft_training.settings import TrainSettings
 from draft_training.unroll import Unroll
 
 
-class Schedule:
+class TrainingSchedule:
     """Learning rates, unrolled steps and tokens of an optimizer step.
 
     A draft that was trained before has nothing to gain from large steps, and much to lose: it learns at the floor of the rates
@@ -23,14 +23,14 @@ class Schedule:
         self.unroll = Unroll(settings.first_steps, settings.ttt_steps, grown=not newborn)
 
     def restart(self) -> None:
-        """Unroll, and learn at the rates, as a newborn draft does: what was given turned out to know nothing."""
+        """Unroll, and learn at the rates, as an untrained draft does: what was given turned out to know nothing."""
         self.newborn = True
         self.unroll = Unroll(self._settings.first_steps, self._settings.ttt_steps)
 
     def rate(self, step: int) -> float:
         """Factor of the full learning rates at an optimizer step.
 
-        After a linear warm-up a newborn draft's falls as one over the root of the steps. The policy never stops moving, so the
+        After a linear warm-up an untrained draft's falls as one over the root of the steps. The policy never stops moving, so the
         factor stays at its floor.
         """
         settings = self._settings

@@ -15,13 +15,13 @@ class TrainSettings:
     weight_decay: float = 0.5  # of matrices, as a share of lr: what a policy that moves asks for
     grad_clip: float = 1.0  # norm of the draft's own gradients
     ttt_steps: int = 3  # most unrolled steps of the training-time test; the engine's k
-    first_steps: int = 3  # unrolled by a newborn draft, until it reaches further
+    first_steps: int = 3  # unrolled by an untrained draft, until it reaches further
     ttt_decay: float = 1.0  # weight of step j in the loss is ttt_decay ** j
     logit_cap: float | None = None  # of the target's logits, see ``outside.logit_cap``
     tokens_per_step: int = 1024  # per optimizer step and rank, while no more than first_steps are unrolled
     replay_share: float = 0.25  # share of older policy versions in a step
     warmup_steps: int = 10  # linear
-    decay_steps: float = 30.0  # steps from which a newborn draft's rates fall as 1 / sqrt
+    decay_steps: float = 30.0  # steps from which an untrained draft's rates fall as 1 / sqrt
     lr_floor: float = 0.15  # share of the rates that is kept for ever: online training has no end to decay towards
     offload: bool = False  # optimizer state and the policy's copies lie in the host's memory between slices
     train_head: bool = False  # pruned vocabulary only: train the head instead of following the policy's rows

@@ -8,7 +8,7 @@ from typing import Any
 
 from draft_training.errors import DraftConfigError
 from draft_training.files import without_code
-from draft_training.outside import DRAFT, TARGET, DenseModel, Sizes, read, short_repr, text_part
+from draft_training.outside import DRAFT, TARGET, DenseModel, ModelSizes, read, short_repr, text_part
 
 #: decoders that the trainer computes as vLLM does, by ``model_type``: of the draft, whatever the target is
 _IMPLEMENTED = ("qwen3", "qwen2", "llama", "mistral")
@@ -61,7 +61,7 @@ class SmallLmShape:
 
     @classmethod
     def from_target(cls, target: Mapping[str, Any], where: str = TARGET) -> SmallLmShape:
-        """A newborn one: two Llama layers of a quarter of the target's width.
+        """An untrained one: two Llama layers of a quarter of the target's width.
 
         Args:
             target: its config.json.
@@ -70,7 +70,7 @@ class SmallLmShape:
         Raises:
             DraftConfigError: if the target's config.json lacks a size, or has one that cannot be.
         """
-        sizes = read(Sizes, text_part(target), where)
+        sizes = read(ModelSizes, text_part(target), where)
         hidden = max(_LEAST_WIDTH, sizes.hidden_size // _WIDTH_SHARE // _LEAST_WIDTH * _LEAST_WIDTH)
         hf = {
             "architectures": ["LlamaForCausalLM"],
@@ -108,7 +108,7 @@ class SmallLmShape:
         Raises:
             DraftConfigError: if it does not fit.
         """
-        sizes = read(Sizes, text_part(target), target_file)
+        sizes = read(ModelSizes, text_part(target), target_file)
         _refuse_misfit(hf, sizes, where)
         return cls(sizes.hidden_size, own_fields(hf))
 
@@ -122,7 +122,7 @@ def own_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in without_code(hf).items() if name not in _DTYPES}
 
 
-def _refuse_misfit(hf: Mapping[str, Any], target: Sizes, where: str = DRAFT) -> None:
+def _refuse_misfit(hf: Mapping[str, Any], target: ModelSizes, where: str = DRAFT) -> None:
     family = hf.get("model_type")
     if family not in _IMPLEMENTED:
         raise DraftConfigError(

@@ -57,7 +57,7 @@ class SmallLm(nn.Module):
         initialise(self.lm, generator)
 
     def head(self, lm_head: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Its own, [V, h]."""
+        """The small model's own LM head, [V, h] with its own hidden size h."""
         weight: Tensor = self.lm.get_output_embeddings().weight
         return weight, None
 

@@ -33,10 +33,10 @@ class TrainerState:
     draft_version: int
     policy_version: int
     skipped: int  # optimizer steps given up so far
-    schedule: Mapping[str, Any]  # see ``Schedule.state_dict``
+    schedule: Mapping[str, Any]  # see ``TrainingSchedule.state_dict``
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """What no engine is sent: ``trainer.safetensors``."""
+        """Optimizer state, random stream and ``head_base``: they go to ``trainer.safetensors``, and to no engine."""
         base = {} if self.head_base is None else {"head_base": self.head_base}
         return {**self.optimizer, "generator": self.generator, **base}
 
@@ -107,12 +107,18 @@ def read_state(path: str | Path, kind: DraftKind[Any]) -> tuple[TrainerState, di
     folder = settled_folder(path)
     about = read_json(folder / "trainer.json")
     if about.get("format") != FORMAT:
-        raise CheckpointError(f"{folder} has format {about.get('format')!r}, this version reads {FORMAT}")
+        raise CheckpointError(
+            f"{folder} has format {about.get('format')!r}, this version reads {FORMAT}: "
+            "resume with the version that wrote it, or without the draft's checkpoint"
+        )
     shape, weights = kind.read(folder / "draft")
     if shape != kind.shape:
         ours, saved = vars(kind.shape), vars(shape)
         other = {k: (saved[k], ours[k]) for k in ours if saved[k] != ours[k]}
-        raise DraftConfigError(f"the saved draft differs from this one in (saved, ours) {other}; use another folder")
+        raise DraftConfigError(
+            f"the draft saved in {folder} differs from this run's in (saved, this run's) {other}; "
+            "set the options as they were when it was saved, or resume from another folder"
+        )
     own = read_tensors(folder / "trainer.safetensors")
     for what, tensors, key in (("draft", weights, "draft_digest"), ("trainer.safetensors", own, "trainer_digest")):
         if digest(tensors) != about[key]:

@@ -24,7 +24,7 @@ from draft_training.loss import LossStats, ttt_loss
 from draft_training.optimizer import DraftOptimizer
 from draft_training.parallel import Ranks
 from draft_training.report import SliceReport
-from draft_training.schedule import Schedule
+from draft_training.schedule import TrainingSchedule
 from draft_training.settings import TrainSettings
 from draft_training.state import TrainerState, read_state, state_from_first, write_state
 
@@ -71,7 +71,7 @@ class DraftTrainer:
                 "train_head=True needs a pruned vocabulary: with the full one the head is the policy's; set draft_vocab_size"
             )
         self.config, self.settings, self.device = config, settings, torch.device(device)
-        self.schedule = Schedule(settings, newborn=tensors is None)
+        self.schedule = TrainingSchedule(settings, newborn=tensors is None)
         self.draft_version = 0  # optimizer steps taken
         self.policy_version = -1  # of the last update_policy
         self.skipped = 0  # steps given up so far

@@ -54,7 +54,7 @@ class Unroll:
         self._reached, self._rounds, self._seen = 0.0, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
+        """Steps and running acceptance as JSON values, for ``load_state_dict``."""
         return {"steps": self.steps, "reached": self._reached, "rounds": self._rounds, "seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 _SHOWN = 60  # characters of a wrong value
 
 
-def shown(value: object) -> str:
+def type_and_value(value: object) -> str:
     """A value in a message: short, whatever it is."""
     try:
         text = repr(value)
@@ -21,7 +21,7 @@ def shown(value: object) -> str:
     return f"{text} of type {type(value).__name__}"
 
 
-def one(value: object, kind: type[T], who: str) -> T:
+def expect_instance(value: object, kind: type[T], who: str) -> T:
     """An answer of this kind.
 
     Args:
@@ -33,19 +33,19 @@ def one(value: object, kind: type[T], who: str) -> T:
         TypeError: if it is something else.
     """
     if not isinstance(value, kind):
-        raise TypeError(f"{who} answered {shown(value)}; expected one {kind.__name__}")
+        raise TypeError(f"{who} returned {type_and_value(value)}; expected one {kind.__name__}")
     return value
 
 
-def many(values: object, kind: type[T], who: str) -> list[T]:
+def expect_list(values: object, kind: type[T], who: str) -> list[T]:
     """An answer that is a sequence of this kind.
 
     Raises:
         TypeError: if it, or any of it, is something else.
     """
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise TypeError(f"{who} answered {shown(values)}; expected several {kind.__name__}")
-    return [one(value, kind, who) for value in values]
+        raise TypeError(f"{who} returned {type_and_value(values)}; expected a sequence of {kind.__name__}")
+    return [expect_instance(value, kind, who) for value in values]
 
 
 def is_cancelled() -> bool:
@@ -58,7 +58,7 @@ def is_cancelled() -> bool:
     return task is not None and (asked is None or asked() > 0)
 
 
-def number(value: Any) -> float | None:
+def finite_float(value: Any) -> float | None:
     """A finite float, if this is a number of any kind (a bool, NumPy's, a tensor of one); else None."""
     if isinstance(value, str | bytes | bytearray):
         return None

@@ -63,7 +63,7 @@ def read_config(raw: Mapping[str, Any]) -> SpecConfig:
 
 
 def help_text() -> str:
-    """Our part of ``--help``."""
+    """All ``--spec.*`` options with range, default and description, to be printed behind the trainer's ``--help``."""
     lines = [
         "",
         "speculative rollouts (spec-plugin):",

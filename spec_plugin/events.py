@@ -37,7 +37,7 @@ class TargetInfo:
 
     @property
     def file(self) -> str:
-        """Where ``hf_config`` was read, for messages."""
+        """The file that ``hf_config`` was read from, as messages name it."""
         return f"the config.json of the target {self.path}"
 
     @property
@@ -243,7 +243,7 @@ class LogprobBatch:
 
     @property
     def speculating(self) -> bool:
-        """Was any of it drafted for."""
+        """True if any token of the batch was sampled in a phase with drafts."""
         return bool((self.drafted != Drafts.OFF).any())
 
     def of(self, rows: Tensor) -> LogprobBatch:
@@ -267,7 +267,7 @@ class StatedLogprobs:
 
 @dataclass(frozen=True)
 class Check:
-    """One check of the start-up self-test."""
+    """Outcome of one check of the self-test."""
 
     name: str
     passed: bool
@@ -290,7 +290,7 @@ class SelfTestReport:
 
     @property
     def passed(self) -> bool:
-        """True when every check passed."""
+        """True if no check found anything wrong; those that are ``unproven`` count as passed."""
         return all(c.passed for c in self.checks)
 
     @property

@@ -22,7 +22,7 @@ def memory() -> Path:
 
 
 def disk() -> Path:
-    """The folder for temporary files."""
+    """The system's folder for temporary files (``TMPDIR``)."""
     return Path(tempfile.gettempdir())
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # a method is judged without torch, whose import takes second
     from spec_plugin.rollouts import Rollout
 
 
-#: tokens a step below which a draft that was given, and tried, is trained like a newborn one
+#: tokens a step below which a draft that was given, and tried, is trained like an untrained one
 KNOWS_NOTHING = 1.2
 
 
@@ -23,7 +23,7 @@ class StartingDraft:
     """The draft that a run trains, or keeps in step with the policy."""
 
     config: DraftShape
-    tensors: Mapping[str, Tensor] | None = None  # None: newborn, initialised by seed
+    tensors: Mapping[str, Tensor] | None = None  # None: untrained, initialised by seed
     most_unrolled: int | None = None  # steps of the training-time test that teach anything; None: up to k
 
 

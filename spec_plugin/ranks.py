@@ -74,13 +74,13 @@ def _agreed(call: Callable[[Any], T]) -> T:
     own = _groups()
     assert own is not None
     if own.parted:
-        raise RanksPartedError("the actor's ranks have parted before")
+        raise RanksPartedError("the actor's ranks have stopped agreeing earlier in this run; that error says why")
     try:
         return call(own.flags)
     except RuntimeError as error:
         own.parted = True
         raise RanksPartedError(
-            f"a rank of the actor did not come to an agreement within {LIMIT_S:g} s, or has gone: {error}"
+            f"a rank of the actor did not join a collective call within {LIMIT_S:g} s, or its process is gone: {error}"
         ) from error
 
 

@@ -23,7 +23,7 @@ class Rollout:
 
     @property
     def tokens(self) -> int:
-        """Of both."""
+        """Number of prompt and response tokens together."""
         return (len(self.prompt) + len(self.response)) // 4
 
 
@@ -34,7 +34,7 @@ class _Kept:
     tokens: int
 
 
-class Latest:
+class LatestRollouts:
     """Which rollouts to keep: of each prompt some of its last phases, and no more of all prompts than there is room for.
 
     Prompts come back epoch by epoch, in the same order. Where an epoch has more than there is room for, whoever kept the

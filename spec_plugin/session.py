@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from draft_training import OtherRankFailed
-from spec_plugin.answers import is_cancelled, number, one, shown
+from spec_plugin.answers import expect_instance, finite_float, is_cancelled, type_and_value
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError, pass_on
@@ -82,7 +82,6 @@ class SpecSession:
         self._configure()
 
     def _configure(self) -> None:
-        """Let the plugins validate."""
         self.manager.hook.spec_configure(config=self.config, target=self.target, method=self.method)
 
     @property
@@ -136,13 +135,13 @@ class SpecSession:
         if isinstance(error, OtherRankFailed):
             self.follow(str(error))
         elif self.failure is None or self.follows:
-            self.failure, self.follows, self._trouble = f"{where}: {_said(error)}", False, trouble_in(where)
+            self.failure, self.follows, self._trouble = f"{where}: {_message_of(error)}", False, trouble_in(where)
             exc = error if isinstance(error, BaseException) else None
             self._recovery.failed(for_good)
             left = self._recovery.left
             logger.warning(
-                "spec-plugin: speculation is off from here on, training goes on plain; %s. %s",
-                *(self.failure, f"Tried again after {left} weight syncs" if left else "Not tried again"),
+                "spec-plugin: speculation is off from here on, training goes on without drafts. Cause: %s. %s",
+                *(self.failure, f"Tried again after {left} weight syncs" if left else "Not tried again in this run"),
                 exc_info=exc,
             )
         if for_good and not isinstance(error, OtherRankFailed):
@@ -153,8 +152,8 @@ class SpecSession:
         if self.failure is None or self.follows or not self._recovery.synced():
             return False
         logger.warning(
-            "spec-plugin: drafts are tried again (%d of %d times): a plain phase first, then a new refresh and a self-test; they "
-            "were off because of %s",
+            "spec-plugin: drafts are tried again (%d of %d times, spec.recoveries): first a rollout without drafts, then a "
+            "refresh and the self-test. They were off because of %s",
             *(self._recovery.begun, self.config.recoveries, self.failure),
         )
         self.failure = None
@@ -168,7 +167,11 @@ class SpecSession:
             self.manager.hook.spec_recover()
 
     def follow(self, failure: str | None) -> None:
-        """What became of the other ranks: speculation is off here while it is off on one of them."""
+        """Turn speculation off while it has failed on another rank, and on again with it.
+
+        Args:
+            failure: of another rank; None: none has failed.
+        """
         if self.failure is None or self.follows:
             self.failure, self.follows, self._trouble = failure, failure is not None, Reason.OTHER_RANK
 
@@ -184,7 +187,7 @@ class SpecSession:
             self.manager.hook.spec_rollout_start(policy_version=policy_version)
 
     def rollout_end(self, stats: RolloutStats) -> None:
-        """Generation of one step is complete."""
+        """Generation of one step is complete: hand its counters to the plugins."""
         with self.guarded("rollout_end"):
             self.manager.hook.spec_rollout_end(stats=stats)
 
@@ -230,9 +233,11 @@ class SpecSession:
         granted, ask = 0.0, getattr(self.manager.get_plugin("controller"), "head_start", None)
         if ask is not None and not self.failed:
             with self.guarded("head start"):
-                seconds = number(answer := ask())
+                seconds = finite_float(answer := ask())
                 if seconds is None:
-                    raise TypeError(f"head_start answered {shown(answer)}; expected seconds")
+                    raise TypeError(
+                        f"the controller's head_start returned {type_and_value(answer)}; expected a number of seconds"
+                    )
                 granted = max(0.0, seconds)
         return granted
 
@@ -261,7 +266,7 @@ class SpecSession:
 
     def _refresh(self, event: WeightSync) -> DraftRefresh | None:
         answer = self.manager.hook.spec_draft_weights(event=event)
-        return None if answer is None else one(answer, DraftRefresh, "spec_draft_weights")
+        return None if answer is None else expect_instance(answer, DraftRefresh, "spec_draft_weights")
 
     def refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         """Tell the plugins what became of a refresh."""
@@ -273,12 +278,12 @@ class SpecSession:
         chosen: Schedule | None = None
         with self.guarded("schedule"):
             answer = self.manager.hook.spec_schedule(policy_version=policy_version)
-            chosen = None if answer is None else self._fitting(one(answer, Schedule, "spec_schedule"))
+            chosen = None if answer is None else self._fitting(expect_instance(answer, Schedule, "spec_schedule"))
         return self.plain_schedule if self.failed else chosen
 
     @property
     def plain_schedule(self) -> Schedule:
-        """No drafts at any batch size."""
+        """k = 0 at all ``max_num_seqs + 1`` batch sizes."""
         return Schedule((0,) * (self.target.max_num_seqs + 1))
 
     def _fitting(self, schedule: Schedule) -> Schedule:
@@ -286,7 +291,8 @@ class SpecSession:
         length, table = self.target.max_num_seqs + 1, schedule.table
         if len(table) != length or any(type(k) is not int or not 0 <= k <= self.config.k for k in table):
             raise ValueError(
-                f"spec_schedule answered the table {shown(table)}; expected {length} ints, of 0 to {self.config.k}"
+                f"spec_schedule returned the table {type_and_value(table)}; expected {length} ints of 0 to "
+                f"spec.k={self.config.k}, one for each batch size from 0 to max_num_seqs"
             )
         return schedule
 
@@ -314,7 +320,7 @@ class SpecSession:
             if answer is not None:
                 self._leave_out(plugin, "all metrics", answer, "no mapping of names to numbers")
             return {}
-        found = {name: (value, number(value)) for name, value in answer.items()}
+        found = {name: (value, finite_float(value)) for name, value in answer.items()}
         for name, (value, parsed) in found.items():
             if parsed is None or not isinstance(name, str):
                 self._leave_out(plugin, name, value, "no finite number under a name")
@@ -325,8 +331,8 @@ class SpecSession:
             return
         self._left_out.add((plugin, name))
         logger.warning(
-            "spec-plugin: plugin %s, metric %s: %s is %s; it is left out of the log, and the run goes on",
-            *(plugin, name, shown(value), wrong),
+            "spec-plugin: plugin %s, metric %s: %s is %s. It is left out of the log, and the run goes on; correct that plugin",
+            *(plugin, name, type_and_value(value), wrong),
         )
 
     def copy_of(self, tensor: Tensor) -> Tensor | None:
@@ -343,18 +349,18 @@ class SpecSession:
         return copy
 
     def save(self, path: Path) -> None:
-        """Save every plugin's state under ``path``."""
+        """Save every plugin's state under ``path``; after a failure nothing is saved."""
         if not self.failed:
             with self.guarded("save"):
                 self.manager.hook.spec_save(path=path)
 
     def load(self, path: Path) -> None:
-        """Restore every plugin's state from ``path``."""
+        """Restore every plugin's state from what ``save`` wrote; ``path`` may be missing."""
         with self.guarded("load"):
             self.manager.hook.spec_load(path=path)
 
 
-def _said(error: BaseException | str) -> str:
+def _message_of(error: BaseException | str) -> str:
     """Its message, or its type where it has none that can be printed."""
     try:
         return str(error) or type(error).__name__
@@ -371,10 +377,14 @@ def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginMana
     found = ask_method(config, target, manager)
     if found is None:
         names = ", ".join(sorted(n for n, _ in manager.list_name_plugin()))
-        raise SpecConfigError(f"spec.method={config.method!r}: no active plugin provides it; active plugins: {names}")
+        raise SpecConfigError(
+            f"spec.method={config.method!r}: no active plugin provides it; active plugins: {names}. Correct the name, "
+            "install the plugin that has it, or take it out of spec.block"
+        )
     if not isinstance(found, Method):
         raise SpecConfigError(
-            f"spec.method={config.method!r}: a plugin's spec_method answered {shown(found)}, no Method"
+            f"spec.method={config.method!r}: a plugin's spec_method returned {type_and_value(found)}; expected a "
+            "spec_plugin.method.Method"
         )
     # recurrent states stand behind k drafted tokens or none, see spec_plugin.engine.states
     return replace(found, whole=True) if keeps_states(target.hf_config) else found

@@ -22,7 +22,7 @@ class _Code(IntEnum):
 
 
 class Speculation(_Code):
-    """What ``spec/state`` says of a step."""
+    """Values of the metric ``spec/state``: whether a step drafts."""
 
     UNTRIED = 0, "no draft was served yet"
     TRYING = 1, "drafts are tried in one rollout, to measure what they do"
@@ -36,7 +36,7 @@ class Speculation(_Code):
 
 
 class Reason(_Code):
-    """What ``spec/reason`` says of a step: below 10 why it drafts, below 20 why it chose not to, from 20 on what has failed."""
+    """Values of the metric ``spec/reason``: below 10 why it drafts, below 20 why it chose not to, from 20 on what has failed."""
 
     PREDICTED_TO_PAY = 0, "drafting is predicted to pay"
     ASKED_FOR = 1, "the user asked for drafts throughout (serve=always, controller=fixed)"

@@ -53,7 +53,7 @@ MINIMAL = "tests/engine/test_conformance_minimal.py"
 SOAK = "tests/engine/test_soak.py"
 #: of vLLM's V2 model runner, whose kernels run in Triton's interpreter: under asynchronous scheduling, as on a card, and without
 ON_V2 = {
-    "v2-async": "stale_drafts refresh scheduler phase selftest methods draft_passes sleep adapters tensor_parallel states",
+    "v2-async": "stale_drafts refresh scheduler phase selftest methods draft_passes sleep adapters states",
     "v2": "stale_drafts refresh scheduler draft_passes",
 }
 STARTS_VERL = frozenset({"verl"})

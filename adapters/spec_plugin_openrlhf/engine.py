@@ -27,11 +27,11 @@ from spec_plugin.adapter import (
 )
 from spec_plugin_openrlhf.ray_classes import undecorated
 
-EXTENSION = "spec_plugin_openrlhf.worker.SpecWorker"
+EXTENSION = "spec_plugin_openrlhf.worker.OpenRLHFSpecWorker"
 
 
 class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayActor, "RolloutRayActor")):  # type: ignore[misc]
-    """One engine."""
+    """One vLLM engine as a Ray actor, OpenRLHF's with ``EngineFront`` around its requests."""
 
     spec_config: SpecConfig  # set by ``registration.install``
     spec_target: TargetInfo
@@ -77,11 +77,11 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         return responses
 
     async def spec_max_num_seqs(self) -> int:
-        """Largest batch of this engine."""
+        """``max_num_seqs`` as vLLM chose it for this engine's arguments and machine."""
         return self._spec_front.session.target.max_num_seqs
 
     async def spec_lives(self) -> None:
-        """Says nothing, where the engine works.
+        """Return if the engine's processes are alive.
 
         Raises:
             EngineDeadError: if vLLM's own process is gone.
@@ -89,12 +89,12 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         await self.llm.check_health()
 
     async def sleep(self, level: int = 1) -> None:
-        """OpenRLHF's; it is known what sleeps."""
+        """OpenRLHF's; weights and KV cache count as asleep afterwards."""
         await super().sleep(level)
         self._spec_sleep.slept()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """OpenRLHF's; it is known what is back."""
+        """OpenRLHF's; the parts in ``tags`` (None: all) count as awake afterwards."""
         await super().wake_up(tags)
         self._spec_sleep.woke(tags)
 
@@ -107,12 +107,12 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             return await super().spec_refresh(refresh, force, hold)
 
     async def spec_settle(self, keep: bool) -> None:
-        """After a refresh with ``hold``."""
+        """Keep the draft of a refresh with ``hold``, or go back to the one before; the engine is woken for it."""
         async with self._spec_awake("weights"):
             await super().spec_settle(keep)
 
     async def spec_state(self, moment: str) -> EngineState:
-        """What the workers hold."""
+        """Versions and digests in the workers; the engine is woken for it."""
         async with self._spec_awake("weights"):
             return await super().spec_state(moment)
 

@@ -142,7 +142,7 @@ def _documents(sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -
 
 
 def _responses(items: Sequence[Any]) -> Responses:
-    """What lies in OpenRLHF's replay buffer."""
+    """The replay buffer's sequences as ``Responses``; log-probs [B, T] begin at each document's second token."""
     stated = None if any(i.rollout_log_probs is None for i in items) else _padded([i.rollout_log_probs for i in items])
     starts = [1] * len(items)  # OpenRLHF cuts the first token off
     mask = _padded([item.action_mask for item in items]).bool()

@@ -26,5 +26,5 @@ def undecorated(actor_class: Any, name: str) -> Any:
             f"openrlhf's {name} is no Ray actor class any more ({error}); use openrlhf >=0.11,<0.12"
         ) from error
     if missing := [method for method in _NEEDS[name] if not hasattr(plain, method)]:
-        raise PatchError(f"openrlhf's {name} has lost {', '.join(missing)}; use openrlhf >=0.11,<0.12")
+        raise PatchError(f"openrlhf's {name} has no {', '.join(missing)} any more; use openrlhf >=0.11,<0.12")
     return plain

@@ -7,5 +7,5 @@ from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap
 from spec_plugin.adapter import SpecWorkerExtension
 
 
-class SpecWorker(SpecWorkerExtension, WorkerWrap):  # type: ignore[misc]
+class OpenRLHFSpecWorker(SpecWorkerExtension, WorkerWrap):  # type: ignore[misc]
     """Mixed into vLLM's worker when, and only when, ``--spec.enable`` is given."""

@@ -43,7 +43,7 @@ class BackendParts:
         raise NotImplementedError
 
     def spec_harvest(self, control: RolloutControl) -> RolloutHarvest:
-        """The harvest of this rank."""
+        """Made once, at ``attach``: what captures the hidden states of this rank's log-prob passes."""
         raise NotImplementedError
 
     def spec_modules(self) -> Sequence[nn.Module]:
@@ -153,7 +153,7 @@ class SpecActor(BackendParts):
         return output
 
     def _wait(self) -> None:
-        """For the beginning of the phase, where a thread of its own has it in hand.
+        """Wait until the thread that begins the phase is done; only standalone engines have one.
 
         Raises:
             LosslessError: if an engine was found not to sample from the target.

@@ -16,7 +16,7 @@ _TOLD = _FIRST_VERSION, _LAST_VERSION = "min_global_steps", "max_global_steps"
 
 
 def padded(values: Tensor) -> Tensor:
-    """[B, T] on the CPU, zero-padded."""
+    """A nested or padded tensor of verl's as [B, T] on the CPU, zero-padded at the end."""
     dense: Tensor = values.to_padded_tensor(0) if values.is_nested else values
     return dense.detach().cpu()
 
@@ -39,7 +39,7 @@ def responses(values: Tensor, data: Any) -> Tensor:
 
 
 def lengths(data: Any) -> list[int]:
-    """Tokens of each response."""
+    """Number of tokens of each response, what the policy did not sample (tool output) included."""
     mask = data["response_mask"]
     if mask.is_nested:
         return [len(row) for row in mask.unbind()]

@@ -63,7 +63,7 @@ class Gate(SpecEngineMethods):
         self._spec_awake = tags is None or "kv_cache" in tags
 
     async def sleep(self) -> None:
-        """verl's."""
+        """verl's; from here on ``spec_synced`` waits for the wake-up."""
         self._spec_awake = False
         await super().sleep()  # type: ignore[misc]
 
@@ -91,8 +91,8 @@ class Gate(SpecEngineMethods):
     async def _spec_wait(self) -> None:
         if not self._spec_described:
             raise SpecConfigError(
-                "spec-plugin found no actor of its own behind this rollout: it supports actor.strategy=fsdp or fsdp2; set "
-                "one of them, or leave the flag out"
+                "spec-plugin: no actor with this adapter has reached the rollout server: set actor.strategy=fsdp or fsdp2, "
+                "or leave the flag out"
             )
         limit = self._spec_front.session.config.gate_timeout_s
         self._spec_at_gate, self._spec_heard = True, time.monotonic()
@@ -105,7 +105,7 @@ class Gate(SpecEngineMethods):
             raise LosslessError(self._spec_problem)
         if self._spec_gone < self._spec_syncs:
             logger.warning(
-                "spec-plugin: %g s after the weight sync the actor has not said that the draft is in (spec.gate_timeout_s); "
+                "spec-plugin: the actor has not finished the draft refresh %g s after the weight sync (spec.gate_timeout_s): "
                 "this engine rolls out without drafts until the next sync",
                 limit,
             )
@@ -131,7 +131,7 @@ class Gate(SpecEngineMethods):
         except Exception as error:
             pass_on(error)
             logger.warning(
-                "spec-plugin: this engine has not confirmed that it drafts nothing; what it samples counts as drafted",
+                "spec-plugin: this engine has not confirmed that it drafts nothing; what it samples is checked as drafted text",
                 exc_info=error,
             )
 
@@ -166,7 +166,7 @@ class Gate(SpecEngineMethods):
             late = "the gate has opened without the actor (spec.gate_timeout_s), and the engine rolls out"
             return SelfTestReport((Check("gate", False, late, out_of_time=True),), 0.0)
         if self._spec_front.busy:
-            raise RuntimeError("the engine rolls out already")
+            raise RuntimeError("the self-test needs an engine without requests, and this one has some in flight")
         self._spec_testing = True
         paused = await self.engine.is_paused()
         if paused:

@@ -17,12 +17,12 @@ def register() -> None:
     from verl.workers.rollout import base
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    from spec_plugin_verl.backends import ROOMS, mixed
+    from spec_plugin_verl.backends import BACKENDS, mixed
 
     RolloutReplicaRegistry.register("vllm", _load_replica)
     base._ROLLOUT_REGISTRY[ROLLOUT_KEY] = ADAPTER
     engines: dict[str, dict[Any, type]] = EngineRegistry._engines["language_model"]
-    for backend in ROOMS.keys() & engines.keys():
+    for backend in BACKENDS.keys() & engines.keys():
         engines[backend] = {device: mixed(backend, engine) for device, engine in engines[backend].items()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 import torch
-from spec_plugin_verl_check.options import STRATEGIES
+from spec_plugin_verl_check.options import BOTH_PLACES, STRATEGIES
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from spec_plugin.adapter import ActorsLink, SpecConfigError, SpecSession, actor_group, is_first
@@ -45,12 +45,12 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         engine = SpecActor.of_this_process
         if engine is None:
             raise SpecConfigError(
-                "spec-plugin found no actor of its own in the rollout's process: it supports actor.strategy="
-                f"{' or '.join(STRATEGIES)}; set one of them, or leave the flag out"
+                "spec-plugin: the actor in the rollout's process has no adapter: set actor.strategy="
+                f"{' or '.join(STRATEGIES)}, or leave the flag out"
             )
         if (backend := config.checkpoint_engine.backend) != "naive":
             raise SpecConfigError(
-                f"spec-plugin has not been shown to work with rollouts both beside the actor and apart from it "
+                f"spec-plugin does not support {BOTH_PLACES} yet "
                 f"(checkpoint_engine.backend={backend!r}): with trainer.v1.trainer_mode=separate_async set "
                 "actor_rollout_ref.hybrid_engine=False, with other modes actor_rollout_ref.rollout.checkpoint_engine.backend="
                 "naive; or leave the flag out"

@@ -13,7 +13,7 @@ from spec_plugin.adapter import EngineFront, SpecSession
 from spec_plugin_verl.gate import Gate
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 
-EXTENSION = "spec_plugin_verl.worker.SpecWorker"
+EXTENSION = "spec_plugin_verl.worker.VerlSpecWorker"
 
 
 class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
@@ -60,7 +60,7 @@ class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
         return output
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        """verl's; the engine is there afterwards."""
+        """verl's; then the front gets the engine, which exists from here on."""
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
             self._spec_front.engine = self.engine
@@ -69,7 +69,7 @@ class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
 
 
 class SpecReplica(vLLMReplica):  # type: ignore[misc]
-    """verl's replica with our server class."""
+    """verl's replica, whose servers are ``SpecHttpServer``; reward and teacher models keep verl's own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -37,20 +37,20 @@ from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyTap
 _SERVER = re.compile(r"vllm_server_\d+_0")
 
 
-class Actor(Protocol):
+class StandaloneActor(Protocol):
     """The actor, as far as it is asked here; see ``spec_plugin_verl.actor.SpecActor``."""
 
     def spec_dtype(self) -> str:
-        """Dtype of its forward pass."""
+        """Dtype of its forward pass, as torch names it."""
 
     def attach(self, session: SpecSession, link: EngineLink | None, *, overlaps: bool = False) -> SpecRun:
-        """Begin speculative rollouts for it."""
+        """Begin speculative rollouts for it; the link is None except on the first rank."""
 
 
 class Standalone:
     """What one rank of such an actor does around each weight sync."""
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: StandaloneActor) -> None:
         """Take the options from the servers, which have started by now, and attach to the engine.
 
         Raises:
@@ -59,8 +59,8 @@ class Standalone:
         servers = [ray.get_actor(name) for name in sorted(ray.util.list_named_actors()) if _SERVER.fullmatch(name)]
         if not all(hasattr(server, "spec_description") for server in servers):
             raise SpecConfigError(
-                f"spec-plugin runs in the actor and not in the rollout's servers: set {EVERYWHERE} (verl's older mains start "
-                "engines before they import model.external_lib)"
+                f"spec-plugin is loaded in the actor and not in the rollout's servers: set {EVERYWHERE} (verl's older mains "
+                "start engines before they import model.external_lib)"
             )
         config, target = ray.get([server.spec_description.remote() for server in servers])[0]
         target = replace(target, actor_dtype=actor.spec_dtype(), actor_group=actor_group())

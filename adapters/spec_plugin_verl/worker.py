@@ -7,5 +7,5 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from spec_plugin.adapter import SpecWorkerExtension
 
 
-class SpecWorker(SpecWorkerExtension, vLLMColocateWorkerExtension):  # type: ignore[misc]
+class VerlSpecWorker(SpecWorkerExtension, vLLMColocateWorkerExtension):  # type: ignore[misc]
     """Mixed into vLLM's worker when, and only when, the flag is on."""

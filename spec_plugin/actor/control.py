@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from spec_plugin.actor.judged import share_for
 from spec_plugin.actor.links import EngineLink
-from spec_plugin.answers import many, one
+from spec_plugin.answers import expect_instance, expect_list
 from spec_plugin.errors import LosslessError
 from spec_plugin.events import (
     DraftRefresh,
@@ -70,20 +70,21 @@ class RolloutControl:
         self._recalled = False  # do the engines know what a run before this one has sampled
         self._installed = -1  # draft version that the engines serve
         self._anew = False  # was nothing sent to the engines since a fresh start
-        self._said: set[str] = set()  # what is said once
+        self._warned: set[str] = set()  # what is said once
         self._slice_ended = time.monotonic()
         if link is not None:
-            self._say_what_is_unproven()
+            self._warn_unchecked()
 
-    def _say_what_is_unproven(self) -> None:
+    def _warn_unchecked(self) -> None:
         if self.session.unguarded:
             logger.warning(
-                "spec-plugin: %s: nobody checks that the log-probs that enter the loss are the policy's (law 3)",
+                "spec-plugin: %s: log-probs enter the loss without a check that they are the policy's (law 3)",
                 self.session.unguarded,
             )
         if not self.session.config.self_test:
             logger.warning(
-                "spec-plugin: spec.self_test=False: nobody tests that the engines sample from the policy (law 2)"
+                "spec-plugin: spec.self_test=False: the engines are not tested, so one that does not sample from the policy "
+                "goes unnoticed (law 2)"
             )
 
     @property
@@ -137,20 +138,22 @@ class RolloutControl:
         with self.session.guarded("refresh"):
             # the same version again: after sleep, or an untrained draft
             force = self._anew or refresh.draft_version == self._installed
-            report = one(await self._reach(self.link.install(refresh, force=force)), RefreshReport, "install")
+            report = expect_instance(
+                await self._reach(self.link.install(refresh, force=force)), RefreshReport, "install"
+            )
             self._installed, self._anew = operator.index(report.draft_version), False
             if not report.installed:
-                self._say_refused(refresh, report)
+                self._warn_refused(refresh, report)
             self.session.refreshed(refresh, replace(report, milliseconds=(time.perf_counter() - began) * 1e3))
             await self._audit("refreshed")
 
-    def _say_refused(self, refresh: DraftRefresh, report: RefreshReport) -> None:
+    def _warn_refused(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         kind = re.sub(r"[0-9a-f]{8,}|\d+", "…", report.reason)
-        if kind not in self._said and len(self._said) < _REASONS:
-            self._said.add(kind)
+        if kind not in self._warned and len(self._warned) < _REASONS:
+            self._warned.add(kind)
             logger.warning(
-                "spec-plugin: the engines refused draft version %s and go on with version %s: %s. This reason is not said "
-                "again; spec/refresh_refused counts",
+                "spec-plugin: the engines refused draft version %s and go on with version %s: %s. Further refusals for this "
+                "reason are only counted, in spec/refresh_refused",
                 *(refresh.draft_version, report.draft_version, report.reason or "they gave no reason"),
             )
 
@@ -171,7 +174,7 @@ class RolloutControl:
             await self._recall(link)
         schedule = session.plain_schedule if session.recovering else session.schedule(self.policy_version)
         if schedule is not None and any(schedule.table) and self._tested == 0 < self._installed:
-            # a newborn draft is never right, so only now can the sampler's accepting half be seen at work
+            # an untrained draft is never right, so only now can the sampler's accepting half be seen at work
             began = time.monotonic()
             await self._self_test(link)
             self._slice_ended += time.monotonic() - began  # the draft's share is one of the step, not of the test
@@ -197,20 +200,22 @@ class RolloutControl:
             session.engines = EngineSchedule()  # one of several may have taken it before the others failed
             with session.guarded("schedule"):
                 wanted = replace(wanted, control_share=self._control_share)
-                session.engines = one(await self._reach(link.set_schedule(wanted)), EngineSchedule, "set_schedule")
+                session.engines = expect_instance(
+                    await self._reach(link.set_schedule(wanted)), EngineSchedule, "set_schedule"
+                )
                 break
         if schedule is None:
             session.engines = session.engines or EngineSchedule()
-            self._say_once(
-                "spec-plugin: no plugin chooses how much to draft (the plugin controller is blocked, or has no opinion): the "
-                "engines go on with what they have, at their start spec.k=%d tokens for every batch size, also where plain "
+            self._warn_once(
+                "spec-plugin: no plugin chooses how much to draft (the plugin controller is blocked, or returned None): the "
+                "engines keep their table, which starts with spec.k=%d tokens at every batch size, also where plain "
                 "decoding is faster; spec.serve has no effect",
                 session.config.k,
             )
         elif session.failed and self.speculating:
-            self._say_once(
-                "spec-plugin: the engines have not confirmed that they draft nothing; until they do, what they sample "
-                "counts as drafted. They are asked again before each rollout"
+            self._warn_once(
+                "spec-plugin: speculation is off, but the engines have not confirmed that they draft nothing. Until they do, "
+                "what they sample is checked as drafted text; they are asked again before each rollout"
             )
 
     @property
@@ -221,9 +226,9 @@ class RolloutControl:
             return None
         return share_for(session.config.control_share, session.judged_together)
 
-    def _say_once(self, text: str, *values: object) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _warn_once(self, text: str, *values: object) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             logger.warning(text, *values)
 
     async def _recall(self, link: EngineLink) -> None:
@@ -231,7 +236,7 @@ class RolloutControl:
         self._recalled = True
         if (memory := self.session.method.memory) is not None:
             with self.session.guarded("recall"):
-                if rollouts := many(memory.recall(), Rollout, "recall"):
+                if rollouts := expect_list(memory.recall(), Rollout, "recall"):
                     await self._reach(link.remember(rollouts))
 
     async def _self_test(self, link: EngineLink) -> None:
@@ -247,7 +252,7 @@ class RolloutControl:
         seconds = session.config.self_test_seconds
         with session.guarded("self-test"):
             answer = await self._reach(link.self_test(seconds), 5 * seconds + _START)
-            self._judge(one(answer, SelfTestReport, "self_test"))
+            self._judge(expect_instance(answer, SelfTestReport, "self_test"))
 
     def _judge(self, report: SelfTestReport) -> None:
         session = self.session
@@ -280,11 +285,11 @@ class RolloutControl:
         version, self._running = self._running, None
         memory = None if self.session.failed else self.session.method.memory
         with self.session.guarded("rollout statistics"):
-            stats = one(await self._reach(self.link.stats(version)), RolloutStats, "stats")
+            stats = expect_instance(await self._reach(self.link.stats(version)), RolloutStats, "stats")
             self.lags = self.lags or bool(stats.interrupted)
             self.session.rollout_end(stats)
             if memory is not None:
-                memory.keep(many(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts"))
+                memory.keep(expect_list(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts"))
             await self._audit("rolled out")
 
     @property
@@ -303,7 +308,7 @@ class RolloutControl:
         # else, behind a failure, in a phase without drafts, nobody needs it, and nobody waits for it
         if self.link is not None and (needed or self.speculating or not self.session.failed):
             with self.session.guarded("what the engines say of their samples"):
-                found = many(run_blocking(self._reach(self.link.spans())), Span, "spans")
+                found = expect_list(run_blocking(self._reach(self.link.spans())), Span, "spans")
         with self.session.guarded("what the engines say of their samples"):
             found = of_first(found)
             self._spans = self._spans if needed else Spans()
@@ -315,7 +320,7 @@ class RolloutControl:
         kept: list[Witness] = []
         if self.link is not None:
             with self.session.guarded("log-probs that the engines kept"):
-                kept = many(run_blocking(self._reach(self.link.witnesses())), Witness, "witnesses")
+                kept = expect_list(run_blocking(self._reach(self.link.witnesses())), Witness, "witnesses")
         return kept
 
     def train_draft(self, step: int) -> None:
@@ -338,7 +343,7 @@ class RolloutControl:
         if not self.session.config.audit or self.link is None or (self._sleeps and moment == "rolled out"):
             return
         with self.session.guarded("audit"):
-            state = one(await self._reach(self.link.state(moment)), EngineState, "state")
+            state = expect_instance(await self._reach(self.link.state(moment)), EngineState, "state")
             for auditor in self.session.auditors:
                 auditor(state)
 

@@ -50,8 +50,8 @@ def find_decoder(model: nn.Module) -> Decoder:
         what = f"{len(places)} of them ({', '.join(places)})" if places else "none"
         raise ValueError(
             f"{type(unwrapped(model)).__name__}: looked for one module with an embedding of {text.vocab_size} tokens, "
-            f"{text.num_hidden_layers} decoder layers and one final norm, found {what}; use a method that reads no hidden "
-            "states"
+            f"{text.num_hidden_layers} decoder layers and one final norm, found {what}; set spec.method to one "
+            "that reads no hidden states"
         )
     return found[0]
 

@@ -38,7 +38,6 @@ class PackedShards:
     """Ranks that take one slice each of a packed row, in their order, with padding at its end: Ulysses, ring attention."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """The group of these ranks."""
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -56,7 +55,7 @@ class HarvestPlan:
     """
 
     def __init__(self, tokens: int = 0, ranks: int = 1) -> None:
-        """Share documents among ``ranks``, see ``open``."""
+        """``tokens`` for each of ``ranks``, which share the documents; see ``open``."""
         self.ranks = ranks
         self._turn = 0  # never set back: ranks take turns over micro-batches of one document, too
         self.open(tokens)
@@ -66,7 +65,7 @@ class HarvestPlan:
         self._budget = self.left = self.ranks * tokens
 
     def close(self) -> None:
-        """Harvest nothing until the next ``open``."""
+        """Spend the rest of the budget: nothing is harvested until the next ``open``."""
         self.left = 0
 
     def shared_out(self, lengths: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
@@ -150,7 +149,8 @@ def rows_of(state: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         return [row[:n] for row, n in zip(state, lengths, strict=True)]
     if state.shape[0] != 1 or state.shape[1] < sum(lengths):
         raise RuntimeError(
-            f"hidden states of shape {tuple(state.shape)} do not fit documents of lengths {list(lengths)}"
+            f"hidden states of shape {tuple(state.shape)} do not fit documents of lengths {list(lengths)}, neither padded "
+            "[B, T, H] nor packed [1, N, H]: the adapter named other documents than this forward pass had"
         )
     return list(torch.split(state[0, : sum(lengths)], list(lengths)))
 
@@ -178,18 +178,18 @@ class RolloutHarvest:
         self._build()
 
     def taps(self, layers: Sequence[int]) -> Taps:
-        """On those of these layers that this rank has."""
+        """Hooks on those of these layers that this rank has."""
         raise NotImplementedError
 
     def keep(self, taps: Taps, documents: Documents, rows: Rows | None) -> HiddenStates | None:
-        """Behind one forward pass: what of it is handed on at once (collective among ranks that exchange hidden states)."""
+        """After one forward pass: what of it is handed on at once (collective among ranks that exchange hidden states)."""
         raise NotImplementedError
 
     def deliver(self) -> None:
-        """Behind a log-prob pass that did not fail: hand on what no forward pass could hand on by itself (collective)."""
+        """After a log-prob pass that did not fail: hand on what no forward pass could hand on by itself (collective)."""
 
     def _build(self) -> None:
-        """If there is none: at the start, and again after a fresh start of what had failed there."""
+        """Make the hooks where there are none: at the start, and at a fresh start after that had failed."""
         if self._wanted is not None and self._taps is None and not self.session.failed:
             with self.session.guarded("harvest"):
                 self._taps = self.taps(self._wanted)
@@ -202,7 +202,7 @@ class RolloutHarvest:
         self.plan.open(self.session.config.harvest_tokens if wanted else 0)
 
     def close(self) -> None:
-        """Capture nothing until the next ``open``."""
+        """End the budget of this log-prob pass: nothing is captured until the next ``open``."""
         self.plan.close()
 
     @contextmanager
@@ -237,7 +237,7 @@ class RolloutHarvest:
 
 
 class DecoderHarvest(RolloutHarvest):
-    """Of a process that runs all layers, on whole rows or on its slices of packed ones."""
+    """Harvest of a process that runs all layers, on whole rows or on its slices of packed ones."""
 
     def __init__(
         self, control: RolloutControl, decoder: Callable[[], Decoder], shards: SequenceShards | None = None
@@ -253,11 +253,11 @@ class DecoderHarvest(RolloutHarvest):
         super().__init__(control, *((1, None) if shards is None else (shards.size, shards.group)))
 
     def taps(self, layers: Sequence[int]) -> Taps:
-        """On the whole decoder."""
+        """Hooks on the whole decoder, of which this process runs all layers."""
         return Taps.of(self._decoder(), layers)
 
     def keep(self, taps: Taps, documents: Documents, rows: Rows | None) -> HiddenStates | None:
-        """What this rank keeps of the pass."""
+        """The documents that ``plan`` gives this rank, packed; see ``harvested``."""
         return harvested(taps, documents, self.plan, self._control.policy_version, self._shards, rows)
 
 

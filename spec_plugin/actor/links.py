@@ -75,15 +75,15 @@ class EnginesLink:
         self._engines, self.timeout_s = engines, timeout_s
 
     def engines(self) -> Sequence[Any]:
-        """All engines of the run."""
+        """Handles of all engines of the run, in a fixed order; a link may find them only when first asked."""
         return self._engines
 
     def call(self, engine: Any, method: str, *args: Any) -> Awaitable[Any]:
-        """Call a method of one engine."""
+        """Begin a call of a ``SpecEngineMethods`` method; ``all`` awaits the answer, and gives up after its time-out."""
         raise NotImplementedError
 
     def put(self, value: Any) -> Any:
-        """What all engines get, made ready to travel once."""
+        """A value that all engines get, packed once for all of them."""
         return value
 
     async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
@@ -121,7 +121,7 @@ class EnginesLink:
         return report
 
     async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
-        """k per batch size."""
+        """Send the table of k to every engine; the answer is what all of them have confirmed."""
         return EngineSchedule.of_all(await self.all("spec_set_schedule", schedule))
 
     async def self_test(self, seconds: float) -> SelfTestReport:
@@ -131,11 +131,11 @@ class EnginesLink:
         )
 
     async def start_phase(self, policy_version: int) -> None:
-        """Counters and clocks start anew."""
+        """Begin a rollout phase with this policy version on every engine: counters and clocks restart."""
         await self.all("spec_start_phase", policy_version)
 
     async def stats(self, policy_version: int) -> RolloutStats:
-        """What the engines did."""
+        """Merged counters and step timings of the phase of this policy version."""
         return merge_stats(await self.all("spec_stats", policy_version))
 
     async def share_rollouts(self) -> list[Rollout]:
@@ -148,7 +148,7 @@ class EnginesLink:
         return [rollout for part in parts for rollout in part]
 
     async def remember(self, rollouts: Sequence[Rollout]) -> None:
-        """Every engine drafts from these, too."""
+        """Add rollouts to the memory that every engine drafts from."""
         await self.all("spec_remember", self.put(list(rollouts)))
 
     async def spans(self) -> list[Span]:
@@ -156,11 +156,15 @@ class EnginesLink:
         return [span for part in await self.all("spec_take_spans") for span in part]
 
     async def witnesses(self) -> list[Witness]:
-        """Log-probs that the engines kept aside."""
+        """Log-probs of this phase that the trainer did not ask for, of all engines."""
         return [witness for part in await self.all("spec_witnesses") for witness in part]
 
     async def state(self, moment: str) -> EngineState:
-        """What the engines hold."""
+        """Versions and digests in every engine's worker, at a named moment.
+
+        Raises:
+            RuntimeError: if the engines differ.
+        """
         return merge_states(await self.all("spec_state", moment))
 
 
@@ -184,12 +188,12 @@ class ActorsLink(EnginesLink):
         self._put = put
 
     def call(self, engine: Any, method: str, *args: Any) -> Awaitable[Any]:
-        """A remote call."""
+        """Ray's object reference of the call, which can be awaited."""
         answer: Awaitable[Any] = getattr(engine, method).remote(*args)
         return answer
 
     def put(self, value: Any) -> Any:
-        """A reference to it."""
+        """What ``put`` made of it: with ``ray.put`` a reference into the object store."""
         return self._put(value)
 
 
@@ -208,7 +212,7 @@ class LocalLink(EnginesLink):
         self.loop = loop
 
     def call(self, engine: Any, method: str, *args: Any) -> Awaitable[Any]:
-        """Run it where the engines run."""
+        """The engine's own coroutine; on its event loop where that runs in another thread."""
         answer: Coroutine[Any, Any, Any] = getattr(engine, method)(*args)
         if self.loop is None:
             return answer
@@ -260,5 +264,5 @@ def merge_states(parts: Sequence[EngineState]) -> EngineState:
     """
     held = [replace(p, admitted=0) for p in parts]
     if any(p != held[0] for p in held):
-        raise RuntimeError(f"the engines do not hold the same: {parts}")
+        raise RuntimeError(f"the engines differ in the weights or versions that they hold: {parts}")
     return replace(held[0], admitted=sum(p.admitted for p in parts))

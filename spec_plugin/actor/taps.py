@@ -79,10 +79,14 @@ class Taps:
             RuntimeError: if a hooked module was not called as expected.
         """
         if self._trouble is not None:
-            raise RuntimeError(f"the decoder's layers were not called as expected: {self._trouble}") from self._trouble
+            raise RuntimeError(
+                f"a hook on the decoder's layers could not read their states: {self._trouble}"
+            ) from self._trouble
         wanted = [*self._inputs, *([] if self._norm is None else [LAST])]
         if any(index not in self._seen for index in wanted):
-            raise RuntimeError("nothing was captured: the forward pass did not go through the hooked layers")
+            raise RuntimeError(
+                "no hidden states were captured: this forward pass did not run the hooked decoder layers"
+            )
         return {index: self._seen[index] for index in wanted}
 
     def forget(self) -> None:

@@ -56,9 +56,9 @@ SCHEMA = (
     Metric("spec/break_even_b{size}", "", 0, 1e3, "acceptance length from which speculation pays at this batch size"),
     Metric("spec/k_b{size}", "", 0, 16, "tokens drafted per request at this batch size in this step"),
     Metric(
-        "spec/speedup_predicted", "", 0, 100, "decoding speed that the chosen k are expected to have, plain being 1"
+        "spec/speedup_predicted", "", 0, 100, "predicted decoding speed of the schedule, relative to plain decoding"
     ),
-    Metric("spec/speedup_realised", "", 0, 100, "decoding speed of the rollout's steps, plain steps being 1"),
+    Metric("spec/speedup_realised", "", 0, 100, "decoding speed of the rollout's steps, relative to plain decoding"),
     Metric("spec/generation_s", "s", 0, 1e5, "time of the rollout phase in the engine"),
     Metric("spec/generation_tokens", "", 1, 1e12, "tokens that it generated"),
     Metric("spec/policy_version", "", 0, 1e9, "version of the policy that rolled out"),
@@ -75,31 +75,35 @@ SCHEMA = (
     Metric("spec/harvest_ms", "ms", 0, 1e6, "time of copying hidden states in this step"),
     Metric("spec/harvest_tokens", "", 0, 1e12, "tokens harvested in this step"),
     Metric("spec/buffer_tokens", "", 0, 1e12, "harvested tokens that the buffer holds"),
-    Metric("spec/memory_tokens", "", 0, 1e12, "tokens of rollouts that suffix remembers"),
+    Metric("spec/memory_tokens", "", 0, 1e12, "tokens of rollouts that suffix keeps to draft from"),
     Metric("spec/draft_loss", "nats", 0, 1e4, "loss of the last slice of draft training"),
     Metric("spec/train_ms", "ms", 0, 1e7, "time of that slice"),
     Metric("spec/train_steps", "", 0, 1e4, "optimizer steps in it"),
     Metric(
         "spec/head_start_ms", "ms", 0, 1e7, "time that the last slice was allowed beyond train_share, see head_start"
     ),
-    Metric("spec/train_unroll", "", 1, 16, "drafted tokens that it unrolls; grows up to k as acceptance does"),
+    Metric("spec/train_unroll", "", 1, 16, "steps of the training-time test; grows up to k with acceptance"),
     Metric("spec/logprob_diff_mean", "nats", 0, 1, "mean of abs(rollout - recomputed) log-prob in this step"),
     Metric("spec/logprob_diff_p9999", "nats", 0, 1e2, "99.99 % of its tokens differ by no more"),
     Metric("spec/logprob_diff_max", "nats", 0, 1e2, "largest difference of one token"),
-    Metric("spec/logprob_diff_plain", "nats", 0, 1, "median of the same mean in stretches of plain text, last phases"),
     Metric(
-        "spec/logprob_far", "", 0, 1, "share of tokens further off than a correct run's ever are in one text of ten"
+        "spec/logprob_diff_plain",
+        "nats",
+        0,
+        1,
+        "the reference: median of the mean difference in windows of plain text, last phases",
     ),
+    Metric("spec/logprob_far", "", 0, 1, "fraction of tokens that differ by more than max_plausible, see guards.md"),
+    Metric("spec/logprob_tolerance", "nats", 0, math.inf, "mean difference from which a window counts against the run"),
     Metric(
-        "spec/logprob_tolerance", "nats", 0, math.inf, "mean difference from which a stretch of text counts against it"
+        "spec/logprob_alarms", "", 0, 1e9, "phases without drafts whose log-probs looked wrong, since the run began"
     ),
-    Metric("spec/logprob_alarms", "", 0, 1e9, "phases without drafts that looked wrong since the run began"),
     Metric(
         "spec/unproven",
         "",
         0,
         9,
-        "checks of the self-test that found nothing wrong and prove nothing; a warning names them",
+        "self-test checks that found nothing wrong and could not prove it; a warning names them",
     ),
     Metric("spec/provenance", "", 0, 1, "1 while the engine's log-probs are compared with the policy's"),
     Metric("spec/versions_known", "", 0, 1, "share of sequences whose policy version is known"),

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=512)
 #: newest tokens on which each rank judges the draft before it trains on them
 _JUDGED_TOKENS = 1024
-#: share of the first text that a newborn draft is judged on, which it therefore does not train on in that slice
+#: share of the first text that an untrained draft is judged on, which it therefore does not train on in that slice
 _HELD_BACK = 0.125
 
 
@@ -66,7 +66,7 @@ class DraftTraining:
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
-        """Remember; the model itself is built at the first weight sync, when the policy's embedding is known."""
+        """Keep the options; the draft is built at the first weight sync, when the policy's embedding is known."""
         self._config, self._target, self._method = config, target, method
 
     @hookimpl
@@ -161,7 +161,7 @@ class DraftTraining:
             unseen = self._judged is not None and self._judged.acceptance_length < KNOWS_NOTHING
             if unseen:  # such as a layer that was never trained
                 self._trainer.schedule.restart()
-        # a newborn draft has seen no text of before: some of the first is kept from it, so that it can be judged at once
+        # an untrained draft has seen no text of before: some of the first is kept from it, so that it can be judged at once
         tokens = min(_JUDGED_TOKENS, int(_HELD_BACK * self._buffer.stats().tokens)) if unseen else 0
         held = self._buffer.take_newest(tokens)
         left = seconds - (time.perf_counter() - began)
@@ -206,7 +206,7 @@ class DraftTraining:
 
     @hookimpl
     def spec_save(self, path: Path) -> None:
-        """Draft, optimizer, versions and random streams."""
+        """Write draft, optimizer, versions and random streams to ``path/draft``; before the first weight sync there is none."""
         if self._trainer is not None:
             self._trainer.save(path / "draft")
 
@@ -218,5 +218,6 @@ class DraftTraining:
             self._resume_from = folder
         elif is_first():  # another rank may sit on a node that has no folder
             logger.warning(
-                "spec-plugin: no draft in the checkpoint (%s): the run was saved without one, a new one starts", path
+                "spec-plugin: the checkpoint %s holds no draft, since the run was saved without one: a new one starts",
+                path,
             )

@@ -58,7 +58,7 @@ def conformance(
     expression: str | None,
     keep: Path | None,
 ) -> None:
-    """Run the kit through pytest."""
+    """Run the kit through pytest, and exit with its code."""
     try:
         import pytest
     except ImportError:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-#: entry point group: adapter name -> ``module:Driver``, a class without arguments
+#: entry point group: adapter name -> ``module:Class`` of a ``ConformanceDriver``
 DRIVER_GROUP = "spec_plugin_conformance"
 
 

@@ -1,4 +1,4 @@
-"""What each engine was asked and told: requests as the trainer asks without the flag, at once and on their clock, all weights.
+"""What reached each engine: requests as without the flag, concurrent, timed by its own clock; phases, tables, all weights.
 
 Pure functions from a trace to problems, as in ``judge``.
 """
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from draft_training import row_digests
-from spec_plugin.conformance.judge import Event, Trace, actor, at_least
-from spec_plugin.conformance.told import rollouts_requests
+from spec_plugin.conformance.judge import Event, Trace, actor_events, at_least
+from spec_plugin.conformance.reported import rollout_requests
 
 #: share of the requests of one engine and phase that must be in flight at once; and how many there must be to ask that where
 #: phases overlap, so that one may hold the end of one request and the beginning of the next
@@ -31,7 +31,7 @@ def _engine(event: Event) -> Engine:
     return event["pid"], event["engine"]
 
 
-def asked_as_configured(trace: Trace, configured: Mapping[str, Any]) -> list[str]:
+def requests_as_configured(trace: Trace, configured: Mapping[str, Any]) -> list[str]:
     """Each request asks for the length, the stops and all else that the trainer's configuration says.
 
     Args:
@@ -39,7 +39,7 @@ def asked_as_configured(trace: Trace, configured: Mapping[str, Any]) -> list[str
         configured: ``ConformanceDriver.requests``.
     """
     found: dict[tuple[str, str, str], int] = {}
-    requests = rollouts_requests(trace)
+    requests = rollout_requests(trace)
     for e in requests:
         for name in e["asked"].keys() | configured.keys():
             asked, expected = e["asked"].get(name), configured.get(name)
@@ -68,8 +68,8 @@ def _spoken(value: Any) -> str:
 
 def _phases(trace: Trace) -> Iterator[tuple[Event, Event, dict[Engine, list[tuple[float, float]]]]]:
     """Begin and end of each phase that samples, and when each engine's requests ran in it."""
-    session = next((e["session"] for e in actor(trace)), None)
-    requests = rollouts_requests(trace)
+    session = next((e["session"] for e in actor_events(trace)), None)
+    requests = rollout_requests(trace)
     begin: Event | None = None
     for e in trace:
         if e["session"] != session:
@@ -87,7 +87,7 @@ def _phases(trace: Trace) -> Iterator[tuple[Event, Event, dict[Engine, list[tupl
             begin = None
 
 
-def at_once(trace: Trace, asynchronous: bool) -> list[str]:
+def ran_concurrently(trace: Trace, asynchronous: bool) -> list[str]:
     """Requests of one engine are in flight together, and not one after the other.
 
     Args:
@@ -114,7 +114,7 @@ def _most_at_once(intervals: Sequence[tuple[float, float]]) -> int:
     return max(itertools.accumulate(by for _, by in moves), default=0)
 
 
-def timed_as_it_ran(trace: Trace, asynchronous: bool) -> list[str]:
+def phase_seconds(trace: Trace, asynchronous: bool) -> list[str]:
     """The seconds of a phase are those in which requests were in flight, on the clock of the engine that had them.
 
     Args:
@@ -129,7 +129,7 @@ def timed_as_it_ran(trace: Trace, asynchronous: bool) -> list[str]:
         too_short = not asynchronous and end["seconds"] * _FACTOR + _SLACK_S < ran
         if too_long or too_short:
             problems.append(
-                f"policy version {begin['policy_version']}: the phase is said to have taken {end['seconds']:.2f} s, requests "
+                f"policy version {begin['policy_version']}: the phase is reported to have taken {end['seconds']:.2f} s, requests "
                 f"were in flight for {ran:.2f} s"
             )
     begun = [e for e in trace if e["hook"] == "engine_request_begins" and not e["test"]]
@@ -140,7 +140,7 @@ def timed_as_it_ran(trace: Trace, asynchronous: bool) -> list[str]:
 
 
 def _length(intervals: Sequence[tuple[float, float]]) -> float:
-    """Of their union."""
+    """Seconds of the union of the intervals."""
     total, until = 0.0, float("-inf")
     for first, last in sorted(intervals):
         total += max(0.0, last - max(first, until))
@@ -148,8 +148,8 @@ def _length(intervals: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def all_told(trace: Trace) -> list[str]:
-    """Each engine that samples was told of each phase, has the table that the others have, and shows the draft that it holds."""
+def every_engine_informed(trace: Trace) -> list[str]:
+    """``start_phase``, the same table of k, and ``state`` reached each engine that samples, in each phase."""
     serving = {_engine(e) for e in trace if e["hook"] == "engine_request_begins" and not e["test"]}
     tables: dict[Engine, list[int]] = {}
     phases: dict[int, dict[Engine, list[int] | None]] = {}
@@ -164,22 +164,22 @@ def all_told(trace: Trace) -> list[str]:
     over = {begin["policy_version"] for begin, _, _ in _phases(trace)}
     problems = at_least(sorted(over & phases.keys()), 1, "phases that engines were told of")
     for version in sorted(over):
-        told = phases.get(version, {})
-        if missing := len(serving - told.keys()):
+        begun = phases.get(version, {})
+        if missing := len(serving - begun.keys()):
+            problems.append(f"policy version {version}: {missing} of {len(serving)} engines did not get start_phase")
+        if len({str(table) for engine, table in begun.items() if engine in serving}) > 1:
             problems.append(
-                f"policy version {version}: {missing} of {len(serving)} engines were not told that a phase begins"
+                f"policy version {version}: engines draft by different tables of k; set_schedule must reach all"
             )
-        if len({str(table) for engine, table in told.items() if engine in serving}) > 1:
-            problems.append(f"policy version {version}: engines draft by different tables of k")
         if silent := len(serving - shown.get(version, set())):
             problems.append(
-                f"policy version {version}: {silent} of {len(serving)} engines never showed which draft they hold"
+                f"policy version {version}: {silent} of {len(serving)} engines were never asked for their state"
             )
     return problems
 
 
 def in_parts(trace: Trace) -> bool:
-    """Do tensor parallel ranks share the weights of an engine."""
+    """True if tensor parallel ranks shard the weights of an engine."""
     return any(e["tensor_parallel"] > 1 for e in trace if e["hook"] == "engine_configured")
 
 
@@ -194,7 +194,9 @@ def weights_arrived(trace: Trace, policy: Mapping[str, Tensor]) -> list[str]:
     dtypes = {e["dtype"] for e in trace if e["hook"] == "engine_configured"}
     problems = at_least(held, 1, "looks at an engine's weights")
     if problems or len(dtypes) != 1:
-        return problems or ["the engines have several dtypes"]
+        return problems or [
+            f"the engines have several dtypes, {', '.join(sorted(dtypes))}: none to compare a checkpoint in"
+        ]
     (engine,) = dtypes
     missing = min((_missing(policy, engine, rows) for rows in held), key=len)
     if missing:
@@ -226,6 +228,6 @@ def options_refused(metrics: Mapping[int, Any], failure: str | None, trace: Trac
         )
     elif WRONG_OPTION not in failure:
         problems.append(f"the run stopped without naming the option {WRONG_OPTION}: {failure[-400:]}")
-    if metrics or rollouts_requests(trace):
-        problems.append("it sampled or trained before it stopped")
+    if metrics or rollout_requests(trace):
+        problems.append("the run sampled or trained before it stopped")
     return problems

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from spec_plugin.conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, Plants
+from spec_plugin.conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, PlantedErrors
 from spec_plugin.conformance.sessions import session_of, watch_sessions
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import HiddenStates, LogprobBatch, RolloutStats, StatedLogprobs
@@ -34,9 +34,9 @@ TOUR = (
     "spec_metrics",
 )
 #: of an asynchronous trainer, phases after a refusal in which what was planted before may still come, and those to wait for that
-#: before something else is planted; and what is said of it
+#: before something else is planted; and by what the guard's reason is recognised
 _LATE, _SETTLED = 6, 3
-_SAID_OF = (f"={PERTURBED:.4f}", "not sampled by policy version")
+_MARKS = (f"={PERTURBED:.4f}", "not sampled by policy version")
 #: what the engine says wrong afterwards, and steps in which the guard must have refused it
 WRONG, PATIENCE = (LOGPROB, VERSION, NAN), 3
 #: each stop takes a phase that drafts and one that does not; some slack, and the planted violations
@@ -46,7 +46,7 @@ watch_sessions()
 
 
 class FaultTour:
-    """Raises once in each hook of ``TOUR``, waits for a phase that drafts nothing, heals, and waits for drafts again.
+    """Raises once in each hook of ``TOUR``, waits for a plain phase, clears the failure, and waits for drafts again.
 
     At the end the guard's ``LogprobProvenanceError`` of a NaN must stop the run; where the guard has seen none, the tour raises
     one itself. ``<folder>/faults.jsonl`` tells the story.
@@ -59,7 +59,7 @@ class FaultTour:
         self._file = Path(folder) / "faults.jsonl"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._pending = list(self.stops)
-        self._plants, self._wrong = Plants(Path(folder)), list(WRONG)
+        self._plants, self._wrong = PlantedErrors(Path(folder)), list(WRONG)
         self._planted: str | None = None  # what the engine says wrong now, or did a moment ago
         self._refused = False  # by the guard, since then
         self._patience = 0
@@ -96,26 +96,24 @@ class FaultTour:
 
     @hookimpl
     def spec_configure(self, method: Method) -> None:
-        """Leave out what this method never fires."""
         never = ["spec_refreshed"] * (method.draft is None) + ["spec_target_forward"] * (method.harvest is None)
         self._pending = [hook for hook in self._pending if hook not in never]
         self._write("begins", stops=self._pending)
 
     @hookimpl
     def spec_engine_ready(self) -> None:
-        """The first stop."""
         self._stop_at("spec_engine_ready")
 
     @hookimpl
     def spec_schedule(self) -> None:
-        """No opinion; from here on a broken session must not draft."""
+        # from here on a broken session must not draft
         self._noticed = self._broken is not None
         self._stop_at("spec_schedule")
 
     @hookimpl
     def spec_rollout_start(self, policy_version: int) -> None:
-        """The phase is plain when the session was broken before k was chosen."""
         self._version = policy_version
+        # plain when the session was broken before k was chosen
         self._plain = self._broken is not None and self._noticed
         if self._pending[:1] == ["spec_engine_ready"] and self._broken is None:
             self._pending.pop(0)  # the self-test never reported; the checks will miss it
@@ -129,10 +127,7 @@ class FaultTour:
 
     @hookimpl
     def spec_rollout_end(self, stats: RolloutStats) -> None:
-        """After a plain phase heal; after one with drafts the tour may go on.
-
-        An asynchronous trainer has phases that sample nothing: they show nothing.
-        """
+        # an asynchronous trainer has phases that sample nothing: they show nothing
         if self._plain and not (stats.tokens or stats.drafts):
             return
         if self._plain:
@@ -148,52 +143,45 @@ class FaultTour:
 
     @hookimpl
     def spec_target_forward(self, hidden: HiddenStates) -> None:
-        """A stop."""
         self._stop_at("spec_target_forward")
 
     @hookimpl
     def spec_train_draft(self) -> None:
-        """A stop; and a step in which nothing wrong was refused."""
         if self._planted is not None and not self._refused:
             self._patience -= 1
             if not self._patience:
                 self._write("missed", what=self._planted)
-                self._uproot()
+                self._remove_planted()
                 self._planted = None
         self._stop_at("spec_train_draft")
 
     @hookimpl
     def spec_weight_sync(self) -> None:
-        """A stop."""
         self._stop_at("spec_weight_sync")
 
     @hookimpl
     def spec_draft_weights(self) -> None:
-        """A stop."""
         self._stop_at("spec_draft_weights")
 
     @hookimpl
     def spec_refreshed(self) -> None:
-        """A stop."""
         self._stop_at("spec_refreshed")
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
-        """A stop."""
         self._stop_at("spec_metrics")
         return {}
 
     @hookimpl
     def spec_save(self, path: Path) -> None:
-        """A stop."""
         self._stop_at("spec_save")
 
     @property
     def _healthy(self) -> bool:
-        """Every hook has been broken, and healed."""
+        """True once every hook has failed and recovered."""
         return not self._pending and self._broken is None and self._drafting
 
-    def _uproot(self) -> None:
+    def _remove_planted(self) -> None:
         assert self._planted is not None
         self._plants.remove(self._planted)
 
@@ -208,7 +196,7 @@ class FaultTour:
 
     @hookimpl(wrapper=True)
     def spec_check_stated(self, batch: StatedLogprobs) -> Generator[None, Any, Any]:
-        """The same of what nobody recomputes.
+        """The same for log-probs that nobody recomputes.
 
         Raises:
             LogprobProvenanceError: at the end of the tour; this must stop the run.
@@ -216,7 +204,7 @@ class FaultTour:
         return (yield from self._around(batch.lag_allowed))
 
     def _around(self, lag_allowed: bool) -> Generator[None, Any, Any]:
-        """What is planted is wrong no more once the guard has refused it, but what is in flight may come later."""
+        """Remove a planted error once the guard has refused it; text that was in flight then may still come later."""
         self._lags = self._lags or lag_allowed
         if lag_allowed and VERSION in self._wrong:
             self._wrong.remove(VERSION)  # nothing is wrong with an older one
@@ -239,7 +227,7 @@ class FaultTour:
                 self._write("violation")
                 raise
             if not self._refused:
-                self._uproot()
+                self._remove_planted()
             self._refused = True
             return self._forgive()
         if self._refused:
@@ -247,12 +235,12 @@ class FaultTour:
         return found
 
     def _is_late(self, why: str) -> bool:
-        """Is it what was planted, and refused, some phases ago: an asynchronous trainer had it in a queue."""
-        before = any(said in why for said in _SAID_OF) and "=nan" not in why
+        """True if this is about an error refused some phases ago: an asynchronous trainer had its text in a queue."""
+        before = any(mark in why for mark in _MARKS) and "=nan" not in why
         return self._lags and before and self._since <= _LATE and self._planted in (None, NAN)
 
     def _forgive(self) -> None:
-        """The session insists on what the guard has refused, but not on this."""
+        """Clear the guard's refusal, on which the session would insist."""
         guard: Any = self._session().manager.get_plugin("provenance")
         guard.refused = None
 
@@ -268,6 +256,6 @@ SHORT = len(WRONG) * PATIENCE + 8
 
 
 def read_tour(folder: Path) -> list[dict[str, Any]]:
-    """What the tour wrote, in order."""
+    """The events that the tour wrote in ``folder``, in order; empty if it wrote none."""
     file = folder / "faults.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

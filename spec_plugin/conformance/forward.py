@@ -23,7 +23,7 @@ _CLEAR = 2.0
 
 @dataclass(frozen=True)
 class Pack:
-    """Hidden states that the recorder kept."""
+    """One harvest that the recorder kept: documents behind one another, N tokens in all, of A layers of width H."""
 
     input_ids: Tensor  # [N]
     aux: Tensor  # [N, A * H]
@@ -33,7 +33,7 @@ class Pack:
     policy_version: int
 
     def documents(self) -> list[slice]:
-        """Where each document lies."""
+        """The tokens of each document, as slices of [0, N)."""
         out, offset = [], 0
         for n in self.lengths:
             out.append(slice(offset, offset + n))
@@ -41,12 +41,12 @@ class Pack:
         return out
 
     def masks(self) -> dict[str, Any]:
-        """What ``judge.response_lengths`` takes."""
+        """Loss masks of the documents as lists of bools, for ``judge.response_lengths``."""
         return {"policy_version": self.policy_version, "masks": [self.loss_mask[d].tolist() for d in self.documents()]}
 
 
 def read_pack(file: Path) -> Pack:
-    """One file of the recorder."""
+    """Read one safetensors file of the recorder."""
     found = load_file(file)
     lengths = tuple(found["lengths"].tolist())
     version = int(found["policy_version"])
@@ -100,11 +100,9 @@ def compare(name: str, found: Tensor, expected: Tensor, tolerance: float, parts:
         error = _relative(a, b)
         if not float(error.max()) <= tolerance:  # NaN too
             worst = int(error.nan_to_num(torch.inf).argmax())
-            problems.append(
-                f"{what}: token {worst} is off by {float(error[worst]):.3g} of its length, allowed {tolerance:g}"
-            )
+            problems.append(f"{what}: relative error {float(error[worst]):.3g} at token {worst}, allowed {tolerance:g}")
         if len(b) > 2 and float(_relative(b[1:], b[:-1]).median()) < _CLEAR * tolerance:
-            problems.append(f"{what}: neighbouring tokens are so alike that a shift could not be seen")
+            problems.append(f"{what}: neighbouring tokens are so alike that a shift by one could not be seen")
     return problems
 
 
@@ -124,7 +122,7 @@ def other_layers(
     parts, layers = len(aux_layers), _layers(target)
     right = torch.cat([aux for aux, _ in expected])
     if pack.aux.shape != right.shape or not parts:
-        return []  # ``compare`` has said so
+        return []  # ``compare`` reports it
     own, found = (x.float().chunk(parts, -1) for x in (right, pack.aux))
     for step in (-1, 1):
         if max(aux_layers) + step > layers:
@@ -135,7 +133,8 @@ def other_layers(
             here, there = (float(_relative(found[i], x[i]).median()) for x in (own, others))
             if not here < there:
                 problems.append(
-                    f"{name} input of layer {layer}: {here:.3g} from its own, {there:.3g} from that of layer {layer + step}"
+                    f"{name} input of layer {layer}: relative error {here:.3g}, but {there:.3g} against layer "
+                    f"{layer + step}: the wrong layer was harvested"
                 )
     return problems
 

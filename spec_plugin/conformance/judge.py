@@ -54,7 +54,7 @@ _SHOWN = 400
 _CAUGHT = ("nan recomputed", "nan rollout", "another model", "the next token", "stale versions")
 
 
-def actor(trace: Trace, watched: bool = False) -> list[Event]:
+def actor_events(trace: Trace, watched: bool = False) -> list[Event]:
     """The events of the actor's session: the one that rolls out; of several data-parallel ranks the busiest.
 
     Args:
@@ -70,18 +70,18 @@ def actor(trace: Trace, watched: bool = False) -> list[Event]:
     return sorted(found, key=lambda e: e["event"])
 
 
-def of(trace: Trace, *hooks: str) -> list[Event]:
+def events_of(trace: Trace, *hooks: str) -> list[Event]:
     """The events of these hooks in the actor's session."""
-    return [e for e in actor(trace, watched=True) if e["hook"] in hooks]
+    return [e for e in actor_events(trace, watched=True) if e["hook"] in hooks]
 
 
 def audits(trace: Trace, *moments: str) -> list[Event]:
-    """The engine's states at these moments."""
-    return [e for e in of(trace, "audit") if e["moment"] in moments]
+    """The ``audit`` events at these moments: "synced", "refreshed", "rollout"."""
+    return [e for e in events_of(trace, "audit") if e["moment"] in moments]
 
 
 def at_least(found: Sequence[object], count: int, what: str) -> list[str]:
-    """A problem, unless so many were found."""
+    """A problem if fewer than ``count`` were found; ``what`` is their plural."""
     return [] if len(found) >= count else [f"{len(found)} {what} were recorded, expected {count} or more"]
 
 
@@ -89,40 +89,42 @@ def activated(trace: Trace, metrics: Mapping[int, Mapping[str, float]], prefix: 
     """The flag builds a speculating engine, starts a session in the actor, drafts, and reaches the trainer's log."""
     problems = at_least(trace, 1, "events")
     if not any(e["hook"] == "spec_method" for e in trace):
-        problems.append("no process asked the method what to tell the engine: it was built without the draft")
-    if not actor(trace):
-        problems.append("no process fired spec_rollout_start: no session runs where the policy trains")
-    elif not any(e["drafts"] for e in of(trace, "spec_rollout_end")):
+        problems.append(
+            "no process asked the method for its engine settings (spec_method): the engine was built without a draft"
+        )
+    if not actor_events(trace):
+        problems.append("no process fired spec_rollout_start: no session runs in the actor")
+    elif not any(e["drafts"] for e in events_of(trace, "spec_rollout_end")):
         problems.append("nothing was drafted in any rollout, although serve=always")
     if silent := [step for step, found in metrics.items() if f"{prefix}spec/failed" not in found]:
         problems.append(f"steps {silent} logged no {prefix}spec/failed; they logged {sorted(metrics[silent[0]])[:8]}")
     if broken := [step for step, found in metrics.items() if found.get(f"{prefix}spec/failed")]:
-        why = next((e["failure"] for e in of(trace, "spec_metrics") if e["failure"]), "no reason recorded")
+        why = next((e["failure"] for e in events_of(trace, "spec_metrics") if e["failure"]), "no reason recorded")
         problems.append(f"speculation had failed in steps {broken}: {why}")
     return problems
 
 
 def off(trace: Trace, metrics: Mapping[int, Mapping[str, float]], imported: Sequence[str]) -> list[str]:
     """Without the flag no session, no metric and no module of the adapter exists."""
-    problems = [f"{len(trace)} hook calls were recorded"] if trace else []
+    problems = [f"{len(trace)} hook calls were recorded without the flag"] if trace else []
     names = sorted({n for found in metrics.values() for n in found if "spec/" in n})
     if names:
-        problems.append(f"metrics {names} were logged")
+        problems.append(f"metrics {names} were logged without the flag")
     if imported:
         problems.append(f"importing the trainer imports {', '.join(imported)}")
     return problems
 
 
 def order(trace: Trace, harvests: bool = True, remembers: bool = False, asynchronous: bool = False) -> list[str]:
-    """The hooks of the actor's session come in lifecycle order, none is missing in any step.
+    """The hooks of the actor's session come in lifecycle order, and none is missing in any step.
 
     Args:
         trace: of the run.
-        harvests: does the method read hidden states.
-        remembers: does it draft from rollouts.
-        asynchronous: may phases overlap with training.
+        harvests: the method reads hidden states.
+        remembers: the method drafts from rollouts.
+        asynchronous: phases may overlap with training.
     """
-    events = [e for e in actor(trace) if e["hook"] != "audit"]
+    events = [e for e in actor_events(trace) if e["hook"] != "audit"]
     if not events:
         return ["no session fired spec_rollout_start"]
     problems = [] if events[0]["hook"] == "spec_configure" else [f"{events[0]['hook']} came before spec_configure"]
@@ -165,7 +167,7 @@ def installed_draft(trace: Trace) -> list[str]:
     """Each engine holds exactly the draft that was published last, after the refresh and when it rolls out."""
     problems: list[str] = []
     published: list[Any] | None = None
-    rank = {e["session"] for e in actor(trace)}
+    rank = {e["session"] for e in actor_events(trace)}
     for e in (e for e in trace if e["session"] in rank or e["hook"] == "engine_state"):
         if e["hook"] == "spec_draft_weights" and e["published"]:
             published = e["published"]
@@ -207,28 +209,28 @@ def target_first(trace: Trace) -> list[str]:
     for e in audits(trace, "synced", "refreshed", "rollout"):
         if e["admitted"]:
             problems.append(
-                f"{e['admitted']} requests ran while policy version {e['policy_version']} gave way ({e['moment']})"
+                f"{e['admitted']} requests were in flight while policy version {e['policy_version']} was replaced ({e['moment']})"
             )
         if e["moment"] == "refreshed":
             continue
         if e["moment"] == "synced":
             if synced is not None and e["target_digest"] == synced["target_digest"]:
-                problems.append(f"weight sync {syncs} left the engine's target as it was")
+                problems.append(f"weight sync {syncs} changed no weight of the engine's target")
             synced, syncs = e, syncs + 1
         elif synced is not None and e["target_digest"] != synced["target_digest"]:
             problems.append(
-                f"policy version {e['policy_version']} rolls out with other target weights than were there at the refresh"
+                f"policy version {e['policy_version']} rolls out with other target weights than the weight sync brought"
             )
     return problems if syncs >= 2 else [*problems, f"{syncs} weight syncs were seen, expected 2 or more"]
 
 
 def samples(trace: Trace) -> list[str]:
     """The self-test ran on the trainer's engine before the first rollout, and passed."""
-    events = of(trace, "spec_engine_ready", "spec_rollout_start")
+    events = events_of(trace, "spec_engine_ready", "spec_rollout_start")
     ready = [e for e in events if e["hook"] == "spec_engine_ready"]
     problems = [f"{c['name']}: {c['detail']}" for e in ready for c in e["checks"] if not c["passed"]]
     if not ready or not ready[0]["checks"]:
-        problems.append("the self-test never reported")
+        problems.append("the self-test never reported: spec_engine_ready was not fired, or without checks")
     elif events[0]["hook"] != "spec_engine_ready":
         problems.append("the first rollout came before the self-test")
     return problems
@@ -237,7 +239,7 @@ def samples(trace: Trace) -> list[str]:
 def logprobs(trace: Trace) -> list[str]:
     """In each step the guards saw the rollout's log-probs, and a fresh guard catches every planted error in them."""
     problems = []
-    checked = of(trace, "spec_check_logprobs")
+    checked = events_of(trace, "spec_check_logprobs")
     confirmed = {e["policy_version"] for e in checked if e["rollout"]}
     for e in checked:
         step = f"policy version {e['policy_version']}"
@@ -247,11 +249,15 @@ def logprobs(trace: Trace) -> list[str]:
             problems.append(f"{step}: no log-probs of the rollout to compare with")
             continue
         if not sum(e["response_lengths"]):
-            problems.append(f"{step}: the mask covers no token")
+            problems.append(f"{step}: the mask of the response tokens is empty")
         if e["caught"]["unchanged"]:
-            problems.append(f"{step}: a fresh guard refuses the batch as it is")
-        problems += [f"{step}: a fresh guard misses {name}" for name in _CAUGHT if not e["caught"].get(name)]
-    rolled = {e["policy_version"] for e in of(trace, "spec_train_draft", "spec_rollout_end") if "policy_version" in e}
+            problems.append(f"{step}: a fresh provenance guard refuses the batch as it is")
+        problems += [
+            f"{step}: a fresh provenance guard misses {name!r}" for name in _CAUGHT if not e["caught"].get(name)
+        ]
+    rolled = {
+        e["policy_version"] for e in events_of(trace, "spec_train_draft", "spec_rollout_end") if "policy_version" in e
+    }
     unseen = sorted(rolled - {e["policy_version"] for e in checked} - {max(rolled, default=-1)})
     if unseen:
         problems.append(f"rollouts of policy versions {unseen} were never checked")
@@ -263,18 +269,20 @@ def stopped(tour: Trace, failure: str | None, trace: Trace) -> list[str]:
     planted = [e for e in tour if e["event"] == "violation"]
     if not planted:
         why = "" if failure is None else f": it stopped before, {failure[-_SHOWN:]}"
-        return [f"the run never came to the planted violation{why}"]
+        return [f"the run ended before the violation was planted{why}"]
     problems = []
     if failure is None:
-        problems.append("the run went on to its end")
+        problems.append("the run went on to its end, although the guard had raised")
     elif PLANTED not in failure and "LogprobProvenanceError" not in failure:
         problems.append(f"the run stopped without naming LogprobProvenanceError: {failure[-_SHOWN:]}")
     version = planted[0]["policy_version"]
-    later = [e["policy_version"] for e in of(trace, "spec_rollout_start") if e["policy_version"] > version]
+    later = [e["policy_version"] for e in events_of(trace, "spec_rollout_start") if e["policy_version"] > version]
     if later:
         problems.append(f"policy versions {later} rolled out after the violation at {version}")
     if len(planted) > 1:
-        problems.append(f"the run asked again after the violation, {len(planted)} times")
+        problems.append(
+            f"log-probs were checked {len(planted)} times after the violation, expected a stop at the first"
+        )
     return problems
 
 
@@ -285,7 +293,7 @@ def faults(tour: Trace) -> list[str]:
     for hook in (*stops, *(["spec_save"] if any(e.get("hook") == "spec_save" for e in tour) else [])):
         broken = next((i for i, e in enumerate(tour) if e["event"] == "broken" and e["hook"] == hook), None)
         if broken is None:
-            problems.append(f"{hook} was never reached")
+            problems.append(f"{hook} was never reached, so no fault in it was tested")
             continue
         plain = next((i for i, e in enumerate(tour) if i > broken and e["event"] == "plain"), None)
         if plain is None:
@@ -303,7 +311,9 @@ def faults(tour: Trace) -> list[str]:
 def _plain_phase(hook: str, phase: Event) -> list[str]:
     problems = []
     if phase["drafts"]:
-        problems.append(f"{hook}: {phase['drafts']} verification steps in the phase after the fault")
+        problems.append(
+            f"{hook}: {phase['drafts']} verification steps in the phase after the fault, expected plain decoding"
+        )
     if not phase["tokens"]:
         problems.append(f"{hook}: no token was generated after the fault")
     if PLANTED not in phase["why"]:
@@ -313,7 +323,7 @@ def _plain_phase(hook: str, phase: Event) -> list[str]:
 
 def learns(trace: Trace, metrics: Mapping[int, Mapping[str, float]], prefix: str) -> list[str]:
     """The draft's version grows with the refreshes, its loss falls, and the engine refuses none."""
-    versions = [e["draft_version"] for e in of(trace, "spec_refreshed") if e["installed"]]
+    versions = [e["draft_version"] for e in events_of(trace, "spec_refreshed") if e["installed"]]
     problems = at_least(versions, 3, "installed refreshes")
     if any(b <= a for a, b in pairwise(versions)):
         problems.append(f"draft versions in the engine are {versions}, expected growth")
@@ -329,12 +339,12 @@ def learns(trace: Trace, metrics: Mapping[int, Mapping[str, float]], prefix: str
 def resumed(first: Trace, second: Trace) -> list[str]:
     """After kill and resume, the first draft that is published is one that the first run published, bit for bit."""
     problems = []
-    if not of(first, "spec_save"):
+    if not events_of(first, "spec_save"):
         problems.append("spec_save was never fired before the kill")
     if not [e for e in second if e["hook"] == "spec_load" and e["found"]]:
         problems.append("spec_load never got a folder that exists")
-    then = {e["published"][0]: e["published"][1] for e in of(first, "spec_draft_weights") if e["published"]}
-    now = [e["published"] for e in of(second, "spec_draft_weights") if e["published"]]
+    then = {e["published"][0]: e["published"][1] for e in events_of(first, "spec_draft_weights") if e["published"]}
+    now = [e["published"] for e in events_of(second, "spec_draft_weights") if e["published"]]
     if not then or not now:
         return [*problems, "one of the runs published no draft"]
     version, digest = now[0]
@@ -348,14 +358,14 @@ def resumed(first: Trace, second: Trace) -> list[str]:
 
 
 def recalled(first: Trace, second: Trace) -> list[str]:
-    """After kill and resume the engines are told, before the first rollout, what the first run had sampled and saved."""
-    if not sum(e["rollouts"] for e in of(first, "memory_keep")):
-        return ["the method was told of no rollout before the kill"]
-    told = [e for e in of(second, "memory_recall", "spec_rollout_start") if e["hook"] == "memory_recall"]
-    problems = [] if of(first, "spec_save") else ["spec_save was never fired before the kill"]
-    if not told:
-        return [*problems, "the resumed run never asked what to remember"]
-    return problems if told[0]["rollouts"] else [*problems, "the resumed run had nothing to remember"]
+    """After kill and resume the method recalls, before the first rollout, the rollouts that the first run saved."""
+    if not sum(e["rollouts"] for e in events_of(first, "memory_keep")):
+        return ["the method's memory was given no rollout before the kill (memory_keep)"]
+    recalls = [e for e in events_of(second, "memory_recall", "spec_rollout_start") if e["hook"] == "memory_recall"]
+    problems = [] if events_of(first, "spec_save") else ["spec_save was never fired before the kill"]
+    if not recalls:
+        return [*problems, "the resumed run never recalled the saved rollouts"]
+    return problems if recalls[0]["rollouts"] else [*problems, "the resumed run recalled no rollout"]
 
 
 def metric_values(metrics: Mapping[int, Mapping[str, float]], prefix: str) -> list[str]:

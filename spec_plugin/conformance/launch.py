@@ -79,7 +79,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Steps:
-    """Where a trainer writes its step records: a file that grows, and what a line of it says."""
+    """The file to which a trainer appends its steps, and how a line of it is read."""
 
     file: Path
     parse: Callable[[str], tuple[int, StepMetrics] | None]  # None: the line is no step record
@@ -104,7 +104,9 @@ def follow(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], No
             return
         log = launch.log_file.read_text(errors="replace")
         if done or attempt == 2 or not ray_failed_to_start(log):
-            raise RunFailed(f"{launch.name} stopped after step {done} of {launch.steps}\n{relevant_lines(log)}")
+            raise RunFailed(
+                f"{launch.name} stopped after step {done} of {launch.steps}; {launch.log_file}:\n{relevant_lines(log)}"
+            )
 
 
 def ray_failed_to_start(log: str) -> bool:
@@ -135,7 +137,10 @@ def _follow_once(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetric
                 return
             if time.monotonic() - moved > STALL_S:
                 abort(process, launch.interpreter)
-                raise RunFailed(f"{launch.name} did nothing new for {STALL_S:.0f} s\n{last_words(launch.log_file)}")
+                raise RunFailed(
+                    f"{launch.name} completed no step for {STALL_S:.0f} s and was aborted; {launch.log_file}:\n"
+                    f"{log_tail(launch.log_file)}"
+                )
             time.sleep(0.2)
     finally:
         stop(process)
@@ -152,7 +157,7 @@ def read_lines(path: Path, position: int) -> tuple[list[str], int]:
 
 
 def abort(process: subprocess.Popen[bytes], interpreter: Interpreter | None = None) -> None:
-    """Have a trainer that hangs say where, in its log: the workers first, since Ray's driver is who writes what they say."""
+    """Abort a trainer that hangs, so that each process writes its stack to the log; Ray's driver last, since it logs for all."""
     driver = psutil.Process(process.pid)
     starters = {driver.pid, *(interpreter.processes() if interpreter is not None else ())}
     others: set[psutil.Process] = set()
@@ -169,8 +174,8 @@ def abort(process: subprocess.Popen[bytes], interpreter: Interpreter | None = No
         process.wait(PATIENCE_S)
 
 
-def last_words(log: Path) -> str:
-    """The end of a log whose processes have said where they were."""
+def log_tail(log: Path) -> str:
+    """The last 300 lines of a log, where aborted processes have written their stacks."""
     lines = [plain_line(line) for line in log.read_text(errors="replace").splitlines()]
     return "\n".join([line for line in lines if line.strip() and not line.startswith("Extension modules")][-300:])
 

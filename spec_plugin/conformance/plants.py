@@ -1,4 +1,4 @@
-"""Plants: errors that one process of a run has the engine of another make, by files in the run's records."""
+"""Planted errors: one process of a run makes the engine in another one answer wrong, by files in the run's records."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ LOGPROB, NAN, VERSION, SELF_TEST = "log-prob", "NaN", "version", "self-test"
 PLANTED = "planted by the conformance kit"
 #: a log-prob that nothing has, of the first token of each response
 PERTURBED = 1.0
-#: what is then said of that token
-SAID = {LOGPROB: PERTURBED, NAN: float("nan")}
+#: the log-prob that the engine then states for that token
+STATED = {LOGPROB: PERTURBED, NAN: float("nan")}
 
 
-class Plants:
-    """Those of one run."""
+class PlantedErrors:
+    """The errors that are planted in one run; every process of it sees the same."""
 
     def __init__(self, folder: Path) -> None:
-        """Of the run with these records."""
         self._folder = folder
 
     def _file(self, what: str) -> Path:
         return self._folder / f"plant {what}"
 
     def plant(self, what: str) -> None:
-        """From here on."""
+        """Plant this error (``LOGPROB``, ``NAN``, ``VERSION``, ``SELF_TEST``) until ``remove``."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._begun.touch()
         self._file(what).touch()
@@ -37,15 +36,15 @@ class Plants:
 
     @property
     def any_yet(self) -> bool:
-        """Has anything been planted in this run, though it may be gone."""
+        """True once anything has been planted in this run, even if it was removed."""
         return self._begun.exists()
 
     def remove(self, what: str) -> None:
-        """Until here."""
+        """No longer plant this error."""
         self._file(what).unlink(missing_ok=True)
 
     def planted(self, what: str) -> bool:
-        """Is it now."""
+        """True while this error is planted."""
         return self._file(what).exists()
 
     @property

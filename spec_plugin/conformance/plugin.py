@@ -23,7 +23,7 @@ from rich.text import Text
 
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.driver import DRIVER_GROUP, ConformanceDriver
-from spec_plugin.conformance.evidence import REFUSED, Evidence, Progress, Run
+from spec_plugin.conformance.runs import REFUSED, KitRun, KitRuns, Progress
 from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin.errors import SpecConfigError
 
@@ -34,8 +34,8 @@ _IN_SPEC_PLUGIN_CPU = ("verl", "openrlhf")  # drivers that the distribution of t
 
 
 @dataclass
-class Row:
-    """One check's line in the report."""
+class CheckResult:
+    """One check's result, a line of the report."""
 
     check: str
     state: str  # "supported", "refused" or "failed"
@@ -101,7 +101,7 @@ def options_of(words: Iterable[str]) -> dict[str, Any]:
 def shaped(
     driver: type[ConformanceDriver], name: str, shape: str | None, family: str | None = None
 ) -> Callable[[Path], ConformanceDriver]:
-    """What makes the driver of this shape, with a policy of this family.
+    """The driver class bound to this shape and family; called with the root folder.
 
     Raises:
         pytest.UsageError: listing the shapes that it knows, or the families that the kit has.
@@ -114,7 +114,9 @@ def shaped(
         if not driver.takes_families:
             raise pytest.UsageError(f"--target {family}: the driver of {name!r} makes its own policy; leave it out")
         if missing := tiny_targets()[family].missing:
-            raise pytest.UsageError(f"--target {family}: it needs {', '.join(missing)}, which is not installed here")
+            raise pytest.UsageError(
+                f"--target {family}: it needs {', '.join(missing)}, not installed here: pip install it"
+            )
     chosen: dict[str, Any] = {} if family is None else {"family": family}
     if shape is None:
         return functools.partial(driver, **chosen) if chosen else driver
@@ -129,7 +131,7 @@ def _names(known: Iterable[str]) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The kit's own options."""
+    """Add the kit's options to pytest's."""
     group = parser.getgroup("spec-plugin conformance")
     group.addoption("--adapter", metavar="NAME", help=f"entry point in group {DRIVER_GROUP}, or module:DriverClass")
     group.addoption("--shape", metavar="SHAPE", help="deployment shape of the runs, one that the driver knows")
@@ -146,7 +148,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Find the adapter; without other arguments collect the checks alone.
+    """Load the driver of ``--adapter``; without other arguments collect the kit's checks alone.
 
     Raises:
         pytest.UsageError: if there is no such adapter.
@@ -167,21 +169,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def evidence(request: pytest.FixtureRequest) -> Iterator[Evidence]:
-    """The shared runs."""
+def runs(request: pytest.FixtureRequest) -> Iterator[KitRuns]:
+    """The runs of this session, in ``--keep`` or in a folder that is removed at the end."""
     kit: Kit = request.config.pluginmanager.getplugin(_KIT)
     keep = request.config.getoption("--keep")
     root = Path(keep).absolute() if keep else Path(tempfile.mkdtemp(prefix="spec-plugin-conformance-"))
     root.mkdir(parents=True, exist_ok=True)
     asked = {item.name for item in request.session.items}
-    kit.evidence = Evidence(kit.make_driver, root, _Bars(request.config), asked, kit.options)
-    yield kit.evidence
+    kit.runs = KitRuns(kit.make_driver, root, _Bars(request.config), asked, kit.options)
+    yield kit.runs
     if not keep:
         shutil.rmtree(root, ignore_errors=True)
 
 
 class Kit:
-    """One session of the kit: collects the checks, shares the evidence, prints the report."""
+    """One session of the kit: collects the checks, shares the runs, prints the report."""
 
     def __init__(
         self,
@@ -192,7 +194,6 @@ class Kit:
         options: Mapping[str, Any],
         family: str | None = None,
     ) -> None:
-        """Bind to the adapter."""
         words = [
             name,
             *(word for word in (shape, family) if word),
@@ -200,8 +201,8 @@ class Kit:
         ]
         self._config, self._name, self.driver, self.options = config, ", ".join(words), driver, options
         self.make_driver = shaped(driver, name, shape, family)
-        self._rows: dict[str, Row] = {}
-        self.evidence: Evidence | None = None
+        self._results: dict[str, CheckResult] = {}
+        self.runs: KitRuns | None = None
 
     @pytest.hookimpl
     def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: object) -> Any:
@@ -221,10 +222,10 @@ class Kit:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Keep one row a check."""
+        """Note each check's result and its seconds, of set-up and call together."""
         report = yield
         if item.path == CHECKS_FILE:
-            row = self._rows.setdefault(item.name, Row(item.name, "supported", "", 0.0))
+            row = self._results.setdefault(item.name, CheckResult(item.name, "supported", "", 0.0))
             row.seconds += report.duration
             if report.skipped and isinstance(report.longrepr, tuple):
                 reason = report.longrepr[2].removeprefix("Skipped: ")
@@ -235,13 +236,13 @@ class Kit:
 
     def pytest_terminal_summary(self) -> None:
         """The report, the runs' times, and the badge."""
-        if not self._rows:
+        if not self._results:
             return
-        rows = list(self._rows.values())
+        rows = list(self._results.values())
         console = Console()
         console.print()
         console.print(report_table(self._name, rows))
-        runs = self.evidence.runs.values() if self.evidence else ()
+        runs = self.runs.by_name.values() if self.runs else ()
         if runs:
             console.print("runs: " + ", ".join(f"{r.name} {r.seconds:.0f} s" for r in runs), highlight=False)
         badge = self._config.getoption("--badge")
@@ -249,8 +250,8 @@ class Kit:
             Path(badge).write_text(badge_table(self._name, rows))
 
 
-def report_table(name: str, rows: list[Row]) -> Table:
-    """The terminal's report."""
+def report_table(name: str, rows: list[CheckResult]) -> Table:
+    """The terminal's table: check, result, seconds, first line of the reason."""
     table = Table(title=f"conformance of {name}", title_justify="left", box=None)
     table.add_column("check", no_wrap=True)
     table.add_column("result", no_wrap=True)
@@ -262,7 +263,7 @@ def report_table(name: str, rows: list[Row]) -> Table:
     return table
 
 
-def badge_table(name: str, rows: list[Row]) -> str:
+def badge_table(name: str, rows: list[CheckResult]) -> str:
     """The Markdown table that an adapter shows in its README."""
     counts = [(state, sum(r.state == state for r in rows)) for state in _STYLE]
     summary = ", ".join(f"{n} {state}" for state, n in counts if n)
@@ -299,7 +300,7 @@ class _Bars(Progress):
         if self._bars is not None:
             self._bars.update(self._bars.task_ids[0], completed=step)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: KitRun) -> None:
         if self._bars is not None:
             self._bars.stop()
         state = f"{len(run.metrics)} steps" + (", stopped early" if run.failure else "")

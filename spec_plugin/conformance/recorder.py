@@ -1,4 +1,4 @@
-"""Recorder: a plugin that writes down what the hooks of a real run carry, so that the checks can judge it afterwards."""
+"""A plugin that records what the hooks of a real run carry, so that the checks can judge it afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spec_plugin.builtin.provenance import ProvenanceGuard, by_lag
 from spec_plugin.builtin.provenance.rules import ENOUGH
 from spec_plugin.builtin.provenance.windows import difference
 from spec_plugin.config import SpecConfig
-from spec_plugin.conformance.plants import Plants
+from spec_plugin.conformance.plants import PlantedErrors
 from spec_plugin.conformance.sessions import session_of, watch_sessions
 from spec_plugin.conformance.watch import (
     CONFIGURATION,
@@ -85,7 +85,6 @@ class Recorder:
 
     @hookimpl(wrapper=True)
     def spec_method(self) -> Generator[None, Method | None, Method | None]:
-        """Note when an engine is about to be built with it."""
         method = yield
         if method is None:
             return None
@@ -93,16 +92,15 @@ class Recorder:
 
         def model() -> Path | str | None:
             self._write("spec_method")
-            watch_engine(Plants(self._folder), self._write)  # if it has come only now
+            watch_engine(PlantedErrors(self._folder), self._write)  # if it has come only now
             return original()
 
-        return replace(method, model=model, memory=None if memory is None else _Noted(memory, self._write))
+        return replace(method, model=model, memory=None if memory is None else _RecordedMemory(memory, self._write))
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
-        """The session starts: what it is told of target and engine."""
         self._config, self._target = config, target
-        watch_engine(Plants(self._folder), self._write)
+        watch_engine(PlantedErrors(self._folder), self._write)
         watch_updates(self._write, lambda: self._training)
         if (session := session_of(self)) is not None:
             watch_metrics(session, self._write)
@@ -121,22 +119,18 @@ class Recorder:
 
     @hookimpl
     def spec_engine_ready(self, report: SelfTestReport) -> None:
-        """What the self-test found."""
         self._write("spec_engine_ready", checks=[asdict(c) for c in report.checks], seconds=report.seconds)
 
     @hookimpl
     def spec_rollout_start(self, policy_version: int) -> None:
-        """A phase begins."""
         self._write("spec_rollout_start", policy_version=policy_version)
 
     @hookimpl
     def spec_rollout_end(self, stats: RolloutStats) -> None:
-        """A phase is complete."""
         self._write("spec_rollout_end", **asdict(stats))
 
     @hookimpl
     def spec_target_forward(self, hidden: HiddenStates) -> None:
-        """Shapes, the log-probs that they stand for, and for the first packs the tensors."""
         name = None
         if self._packs < PACKS:
             name = f"{os.getpid()}-{self._session}-{self._packs}.safetensors"
@@ -158,7 +152,6 @@ class Recorder:
 
     @hookimpl
     def spec_check_logprobs(self, batch: LogprobBatch) -> None:
-        """What the guards see, and whether a fresh guard notices planted errors in copies of it."""
         both = {"rollout": batch.rollout, "recomputed": batch.recomputed}
         self._write(
             "spec_check_logprobs",
@@ -178,7 +171,6 @@ class Recorder:
 
     @hookimpl
     def spec_check_stated(self, batch: StatedLogprobs) -> None:
-        """What the guards see of log-probs that nobody recomputes."""
         self._write(
             "spec_check_stated",
             policy_version=batch.policy_version,
@@ -194,7 +186,7 @@ class Recorder:
         return int(self._target.hf_config["vocab_size"])
 
     def _violates(self, batch: LogprobBatch, honest: LogprobBatch) -> bool:
-        """Does a guard that knows the honest batch as plain text refuse this one, as text of a phase with drafts.
+        """True if a guard that knows the honest batch as plain text refuses this one, as text of a phase with drafts.
 
         Several times over: a handful of sequences is judged together with the next ones.
         """
@@ -212,7 +204,6 @@ class Recorder:
 
     @hookimpl(wrapper=True)
     def spec_train_draft(self, step: int, seconds: float) -> Generator[None, Any, Any]:
-        """The slice that the draft gets."""
         changed = [name for name, (tensor, was) in self._announced.items() if self._digest(tensor) != was]
         self._write("spec_train_draft", step=step, seconds=seconds, changed=changed)
         self._training = True
@@ -223,28 +214,25 @@ class Recorder:
 
     @hookimpl
     def spec_recover(self) -> None:
-        """Draft work begins anew."""
         self._write("spec_recover")
 
     @hookimpl
     def spec_weight_sync(self, event: WeightSync) -> None:
-        """Which of the shared tensors the sync carried, in the engine's dtype."""
         self._head = None if event.lm_head is None else event.lm_head.detach().float().cpu().clone()
         shared = {"embed": event.embed, "head": event.lm_head}
         shapes = {name: None if t is None else list(t.shape) for name, t in shared.items()}
         digests = {name: "" if t is None else self._digest(t) for name, t in shared.items()}
         names = {"embedding": "embed", "head": "head"}
         self._announced = {n: (t, digests[short]) for n, short in names.items() if (t := shared[short]) is not None}
-        said = {f"{name}_digest": digest for name, digest in digests.items()}
-        self._write("spec_weight_sync", policy_version=event.policy_version, **shapes, **said)
+        digest_fields = {f"{name}_digest": digest for name, digest in digests.items()}
+        self._write("spec_weight_sync", policy_version=event.policy_version, **shapes, **digest_fields)
 
     def _digest(self, tensor: Tensor) -> str:
-        """In the engine's dtype."""
+        """sha256 of a tensor in the engine's dtype, as the engine computes its own."""
         return weights_digest({"": tensor.to(getattr(torch, self._target.dtype))})
 
     @hookimpl(wrapper=True)
     def spec_draft_weights(self, event: WeightSync) -> Generator[None, DraftRefresh | None, DraftRefresh | None]:
-        """What whichever plugin answered publishes."""
         refresh = yield
         published = None if refresh is None else [refresh.draft_version, refresh.digest]
         self._write("spec_draft_weights", policy_version=event.policy_version, published=published)
@@ -252,37 +240,32 @@ class Recorder:
 
     @hookimpl
     def spec_refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
-        """What became of it."""
         sent = {"sent_version": refresh.draft_version, "sent_digest": refresh.digest}
         self._write("spec_refreshed", policy_version=refresh.policy_version, **sent, **asdict(report))
 
     @hookimpl(wrapper=True)
     def spec_schedule(self, policy_version: int) -> Generator[None, Schedule | None, Schedule | None]:
-        """The table of k that whichever plugin answered chose."""
         schedule = yield
         self._write("spec_schedule", policy_version=policy_version, k=max(schedule.table) if schedule else None)
         return schedule
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
-        """The trainer logs; nothing is added."""
         session = session_of(self)
         self._write("spec_metrics", failure=None if session is None else session.failure)
         return {}
 
     @hookimpl
     def spec_save(self, path: Path) -> None:
-        """The trainer saves."""
         self._write("spec_save", path=str(path))
 
     @hookimpl
     def spec_load(self, path: Path) -> None:
-        """The trainer resumes."""
         self._write("spec_load", path=str(path), found=path.exists())
 
 
-class _Noted:
-    """A method's memory, and what it is told and tells."""
+class _RecordedMemory:
+    """A method's memory, whose calls are recorded."""
 
     def __init__(self, memory: Memory, write: Write) -> None:
         self._memory, self._write = memory, write
@@ -298,7 +281,7 @@ class _Noted:
 
 
 def log_probs_of(hidden: HiddenStates, head: Tensor) -> list[list[float]]:
-    """What the harvested states say of the sampled tokens of each document, but of one that begins it.
+    """Log-probs that the harvested states give the sampled tokens of each document, but for its first token.
 
     Args:
         hidden: as harvested.
@@ -316,17 +299,17 @@ def log_probs_of(hidden: HiddenStates, head: Tensor) -> list[list[float]]:
 
 
 def rows_of(values: Tensor, mask: Tensor) -> list[list[Any]]:
-    """[B, T] under its mask, sequence by sequence."""
+    """The values [B, T] where mask [B, T] is True, sequence by sequence."""
     return [row[keep].tolist() for row, keep in zip(values, mask, strict=True)]
 
 
 def versions_in_order(batch: LogprobBatch) -> list[list[int]]:
-    """Policy versions of each sequence's tokens, in their order and each once in a row."""
+    """Policy versions of each sequence's tokens, in order, repetitions in a row left out."""
     return [[version for version, _ in itertools.groupby(row)] for row in rows_of(batch.versions, batch.mask)]
 
 
 def differences(batch: LogprobBatch) -> dict[int, float]:
-    """Mean |rollout - recomputed| of the tokens of each lag, in nats."""
+    """Mean |rollout - recomputed| in nats, by lag; empty without rollout log-probs."""
     if batch.rollout is None:
         return {}
     diff = difference(batch.recomputed, batch.rollout, batch.mask)
@@ -334,7 +317,7 @@ def differences(batch: LogprobBatch) -> dict[int, float]:
 
 
 def mutants(batch: LogprobBatch, vocab_size: int) -> dict[str, LogprobBatch]:
-    """The batch as it is, and with one planted error each: NaN, wrong log-probs, a stale version."""
+    """The batch unchanged, and copies with one planted error each: NaN, wrong log-probs, a stale version."""
     uniform = torch.full_like(batch.recomputed, -float(torch.tensor(float(vocab_size)).log()))
     # an asynchronous trainer may lag behind, but never be ahead
     other = batch.policy_version + (1 if batch.lag_allowed or batch.policy_version == 0 else -1)
@@ -362,7 +345,7 @@ def _with_nan(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def read_trace(folder: Path) -> list[dict[str, Any]]:
-    """Every event that any process wrote, in order; a line that a kill cut off is left out."""
+    """Every event that any process recorded, by time; a line that a kill cut off is left out."""
     events = []
     for file in sorted(folder.glob("[0-9]*.jsonl")):
         for line in file.read_text().splitlines():

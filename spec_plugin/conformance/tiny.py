@@ -47,10 +47,10 @@ def tiny_config(family: str = "qwen3", **changes: Any) -> PretrainedConfig:
     """A policy of 0.3M parameters that EAGLE-3 and vLLM on a CPU accept, with changes.
 
     Args:
-        family: its ``model_type``; of those in ``spec_plugin.conformance.targets`` with what is said there.
+        family: its ``model_type``; for those in ``spec_plugin.conformance.targets`` with the changes that they make.
         changes: to the settings here; of a model of parts, to those of its part for texts.
     """
-    room = tiny_targets().get(family, TinyTarget(family, "", "engine"))
+    tiny_target = tiny_targets().get(family, TinyTarget(family, "", "engine"))
     settings = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -65,11 +65,11 @@ def tiny_config(family: str = "qwen3", **changes: Any) -> PretrainedConfig:
         "pad_token_id": 1,
         "bos_token_id": None,
     }
-    settings |= {**room.changes, **changes}
-    if not room.more:
+    settings |= {**tiny_target.changes, **changes}
+    if not tiny_target.more:
         return AutoConfig.for_model(family, **settings)
     whole = {name: settings[name] for name in ("tie_word_embeddings", "eos_token_id", "pad_token_id")}
-    return AutoConfig.for_model(family, text_config=settings, **whole, **room.more)
+    return AutoConfig.for_model(family, text_config=settings, **whole, **tiny_target.more)
 
 
 def make_target(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -90,41 +90,41 @@ def make_target(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any
         embed = torch.nn.functional.normalize(torch.randn(VOCAB, HIDDEN), dim=-1)
     model.get_input_embeddings().weight.data = embed * 8
     model.get_output_embeddings().weight.data = embed.roll(STEP, 0).clone()  # row i + 37 points where token i does
-    room = tiny_targets().get(config.model_type)
+    tiny_target = tiny_targets().get(config.model_type)
     for name, parameter in model.named_parameters():
-        if room is not None and name.split(".")[-2] in room.quiet:
+        if tiny_target is not None and name.split(".")[-2] in tiny_target.quiet:
             parameter.data *= 0.1
-    if room is not None and room.processor is not None:
+    if tiny_target is not None and tiny_target.processor is not None:
         # what trainers forbid the engine to sample (verl does, and not the actor), the policy must hardly ever mean
-        model.get_output_embeddings().weight.data[2 : 2 + len(room.tokens)] = 0
+        model.get_output_embeddings().weight.data[2 : 2 + len(tiny_target.tokens)] = 0
     model.to(dtype).save_pretrained(folder)
-    if room is not None and room.processor is not None:
-        make_processor(room).save_pretrained(folder)
+    if tiny_target is not None and tiny_target.processor is not None:
+        make_processor(tiny_target).save_pretrained(folder)
     else:
-        make_tokenizer(() if room is None else room.tokens).save_pretrained(folder)
+        make_tokenizer(() if tiny_target is None else tiny_target.tokens).save_pretrained(folder)
     return folder
 
 
-def make_processor(room: TinyTarget) -> Any:
+def make_processor(tiny_target: TinyTarget) -> Any:
     """A tokenizer with one token per byte and placeholders for images, and what turns these into patches.
 
     Raises:
         RuntimeError: if the classes of transformers that it is made of lack a package (torchvision).
     """
-    assert room.processor is not None
+    assert tiny_target.processor is not None
     import transformers
 
-    whole, images, videos = (getattr(transformers, name) for name in room.processor)
-    tokenizer = byte_tokenizer(VOCAB, (END, PAD, *room.tokens))
-    vision = room.more["vision_config"]
+    whole, images, videos = (getattr(transformers, name) for name in tiny_target.processor)
+    tokenizer = byte_tokenizer(VOCAB, (END, PAD, *tiny_target.tokens))
+    vision = tiny_target.more["vision_config"]
     sizes = {"patch_size": vision["patch_size"], "merge_size": 2, "temporal_patch_size": 2}
     least, most = (2 * vision["patch_size"]) ** 2, (4 * vision["patch_size"]) ** 2
     limits = {"size": {"shortest_edge": least, "longest_edge": most}}
     try:
         parts = {"image_processor": images(**sizes, **limits), "video_processor": videos(**sizes, **limits)}
     except ImportError as error:
-        raise RuntimeError(f"the kit's {room.name} reads images: install torchvision ({error})") from error
-    image, _, begin, end, *_ = room.tokens
+        raise RuntimeError(f"the kit's {tiny_target.name} reads images: install torchvision ({error})") from error
+    image, _, begin, end, *_ = tiny_target.tokens
     tokenizer.chat_template = CHAT_TEMPLATE_OF_PARTS.replace("IMAGE", f"{begin}{image}{end}")
     return whole(tokenizer=tokenizer, chat_template=tokenizer.chat_template, **parts)
 
@@ -169,7 +169,7 @@ def byte_tokenizer(vocab_size: int, special: Sequence[str]) -> PreTrainedTokeniz
 
 
 def prompts(count: int) -> Sequence[str]:
-    """Short texts, all different."""
+    """``count`` short texts, all different."""
     return [f"prompt {i} {i * i % 97}" for i in range(count)]
 
 
@@ -181,7 +181,7 @@ def write_reward(folder: Path) -> Path:
 
 
 def write_jsonl(file: Path, count: int) -> Path:
-    """Prompts as OpenRLHF reads them."""
+    """Write ``count`` prompts as OpenRLHF reads them: JSON lines with a chat ``prompt`` and a ``label``."""
     rows = [{"prompt": [{"role": "user", "content": text}], "label": ""} for text in prompts(count)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from spec_plugin.conformance.judge import Event, Trace, actor, at_least, audits, of
+from spec_plugin.conformance.judge import Event, Trace, actor_events, at_least, audits, events_of
 
 #: nats by which log-probs of one model in single precision differ at most, on the mean of a batch
 ROUNDING = 1e-4
@@ -18,12 +18,12 @@ def policy_versions(trace: Trace, asynchronous: bool = False) -> list[str]:
         trace: of the run.
         asynchronous: may sequences be older than the policy, and of several versions: then it is known of every token.
     """
-    starts = [e["policy_version"] for e in of(trace, "spec_rollout_start")]
+    starts = [e["policy_version"] for e in events_of(trace, "spec_rollout_start")]
     problems = at_least(starts, 3, "rollout phases")
     if any(b != a + 1 for a, b in pairwise(starts)):
         problems.append(f"policy versions of the rollouts are {starts}, expected steps of one")
     current: int | None = None
-    for e in actor(trace):
+    for e in actor_events(trace):
         hook = e["hook"]
         if hook == "spec_weight_sync":
             current = e["policy_version"]
@@ -43,16 +43,16 @@ def _sampled_by(event: Event, current: int, lags: bool) -> list[str]:
     """Each token is known to be of this version; where rollouts lag, to be of versions up to it."""
     where, rows = f"checked at policy version {current}", event["versions"]
     if all(version < 0 for row in rows for version in row):
-        return [f"no sequence {where} says which versions sampled it"]
+        return [f"no sequence {where} is reported with the versions that sampled it"]
     wrong = {i: row for i, row in enumerate(rows) if row and row != [current]}
     if lags and event["lag_allowed"]:  # else nothing has been cut short yet
         wrong = {i: row for i, row in wrong.items() if not 0 <= row[0] <= row[-1] <= current or min(row) < 0}
-    return [f"sequence {i} {where} is said to be sampled by {row}" for i, row in wrong.items()]
+    return [f"sequence {i} {where} is reported as sampled by {row}" for i, row in wrong.items()]
 
 
 def lagging(trace: Trace) -> bool:
-    """Was any sequence older than the policy that recomputed it."""
-    return any(int(lag) for e in of(trace, "spec_check_logprobs") for lag in e["differences"])
+    """True if any sequence was older than the policy that recomputed it."""
+    return any(int(lag) for e in events_of(trace, "spec_check_logprobs") for lag in e["differences"])
 
 
 def lags(trace: Trace, tour: Trace = ()) -> list[str]:
@@ -65,15 +65,16 @@ def lags(trace: Trace, tour: Trace = ()) -> list[str]:
     if not lagging(trace):
         return ["no sequence was older than the policy that recomputed it: this trainer is not asynchronous"]
     planted = min((e["policy_version"] for e in tour if e["event"] == "planted"), default=math.inf)
-    checked = [e for e in of(trace, "spec_check_logprobs") if e["policy_version"] < planted]
+    checked = [e for e in events_of(trace, "spec_check_logprobs") if e["policy_version"] < planted]
     now = max((mean for e in checked for lag, mean in e["differences"].items() if not int(lag)), default=0.0)
     if now > ROUNDING and _single_precision(trace):
         return [
-            f"text that the recomputing policy is said to have sampled differs by {now:.3g} nats: that is no rounding"
+            f"text reported as sampled by the recomputing policy differs by {now:.3g} nats, more than rounding does: "
+            "another version sampled it"
         ]
     return []
 
 
 def _single_precision(trace: Trace) -> bool:
-    dtypes = {e[name] for e in of(trace, "spec_configure") for name in ("actor_dtype", "dtype")}
+    dtypes = {e[name] for e in events_of(trace, "spec_configure") for name in ("actor_dtype", "dtype")}
     return dtypes == {"float32"}

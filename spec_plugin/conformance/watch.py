@@ -1,9 +1,9 @@
-"""Watch: what engine and trainer do, written down beside what an adapter says of it; and errors planted in the engine.
+"""Records what engine and trainer really do, to compare with what an adapter reports; and plants errors in the engine.
 
-An adapter's word proves nothing of the adapter. So the kit looks where none of its code comes between: at each request, where
+An adapter's own report proves nothing about it. So the kit looks where none of its code comes between: at each request, where
 vLLM takes it and gives its answer, and at vLLM's own configuration; at the trainer's optimizer, where it steps; at the metrics,
 where the session hands them out. And there, before any code of the adapter has seen them, log-probs, policy versions and the
-outcome of the self-test are made wrong, for as long as ``Plants`` says so.
+outcome of the self-test are made wrong, for as long as ``PlantedErrors`` says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spec_plugin.actor.harvest import RolloutHarvest
-from spec_plugin.conformance.plants import PLANTED, SAID, SELF_TEST, VERSION, Plants
+from spec_plugin.conformance.plants import PLANTED, SELF_TEST, STATED, VERSION, PlantedErrors
 from spec_plugin.events import Check, SelfTestReport
 from spec_plugin.session import SpecSession
 
@@ -67,11 +67,11 @@ _testing: ContextVar[bool] = ContextVar("testing", default=False)
 _clock: ContextVar[Any] = ContextVar("clock", default=None)  # the front that times the request that is being made
 _numbers: dict[int, int] = {}  # engines of this process, as they are seen
 _harvests: WeakKeyDictionary[SpecSession, Write] = WeakKeyDictionary()
-_watched: list[Plants] = []  # of this process's engines, once they are
+_watched: list[PlantedErrors] = []  # of this process's engines, once they are
 
 
 def watch_metrics(session: SpecSession, write: Write) -> None:
-    """What the session hands the adapter for the trainer's log."""
+    """Record the metrics that the session hands the adapter for the trainer's log."""
     merged = session.metrics
 
     def metrics() -> dict[str, float]:
@@ -83,7 +83,7 @@ def watch_metrics(session: SpecSession, write: Write) -> None:
 
 
 def watch_harvests(session: SpecSession, write: Write) -> None:
-    """Each new budget that the adapter gives the harvest of this session."""
+    """Record each call of ``RolloutHarvest.open`` in this session."""
     if not hasattr(RolloutHarvest.open, "__wrapped__"):  # once, though the sessions before may be gone
         opened = RolloutHarvest.open
 
@@ -98,12 +98,7 @@ def watch_harvests(session: SpecSession, write: Write) -> None:
 
 
 def watch_updates(write: Write, ours: Callable[[], bool]) -> None:
-    """Steps of any optimizer in this process.
-
-    Args:
-        write: notes one.
-        ours: is it the draft's.
-    """
+    """Record each optimizer step in this process, but for the draft's, during which ``ours()`` is true."""
 
     def stepping(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not ours():
@@ -112,25 +107,25 @@ def watch_updates(write: Write, ours: Callable[[], bool]) -> None:
     register_optimizer_step_pre_hook(stepping)
 
 
-def watch_engine(plants: Plants, write: Write) -> None:
-    """Requests and configuration of the engines that this process will have; does nothing where it has no engine front."""
+def watch_engine(plants: PlantedErrors, write: Write) -> None:
+    """Record requests and configuration of this process's engines; does nothing where ``EngineFront`` is not loaded."""
     if _watched or _FRONT not in sys.modules:
         return
     _watched.append(plants)
     front: Any = sys.modules[_FRONT].EngineFront
-    front.engine_arguments = _options(front.engine_arguments, plants, write)
-    front.self_test = _self_tests(front.self_test, plants)
-    front.state = _states(front.state, write)
-    front.request = _clocks(front.request)
-    front.set_schedule = _schedules(front.set_schedule, write)
-    front.start_phase = _phases(front.start_phase, write)
+    front.engine_arguments = _wrap_engine_arguments(front.engine_arguments, plants, write)
+    front.self_test = _wrap_self_test(front.self_test, plants)
+    front.state = _wrap_state(front.state, write)
+    front.request = _wrap_request(front.request)
+    front.set_schedule = _wrap_set_schedule(front.set_schedule, write)
+    front.start_phase = _wrap_start_phase(front.start_phase, write)
 
 
 def _number(engine: Any) -> int:
     return _numbers.setdefault(id(engine), len(_numbers))
 
 
-def _options(original: Any, plants: Plants, write: Write) -> Any:
+def _wrap_engine_arguments(original: Any, plants: PlantedErrors, write: Write) -> Any:
     shown: dict[str, Any] = {}
 
     @functools.wraps(original)
@@ -140,7 +135,7 @@ def _options(original: Any, plants: Plants, write: Write) -> Any:
         arguments: dict[str, Any] = original(self, given, extension)
         if not shown:  # the first engine of this process is about to be made
             engine: Any = AsyncLLM
-            engine.generate = _requests(engine.generate, plants, write, shown)
+            engine.generate = _wrap_generate(engine.generate, plants, write, shown)
             if plants.place_of_version:
                 delay_version(plants.place_of_version, plants)
         shown.update({"extension": extension}, **given)
@@ -149,7 +144,7 @@ def _options(original: Any, plants: Plants, write: Write) -> Any:
     return engine_arguments
 
 
-def _requests(original: Any, plants: Plants, write: Write, shown: Mapping[str, Any]) -> Any:
+def _wrap_generate(original: Any, plants: PlantedErrors, write: Write, shown: Mapping[str, Any]) -> Any:
     configured: set[int] = set()
 
     @functools.wraps(original)
@@ -160,39 +155,38 @@ def _requests(original: Any, plants: Plants, write: Write, shown: Mapping[str, A
         if engine["engine"] not in configured:
             configured.add(engine["engine"])
             write("engine_configured", **configuration(self.vllm_config), **_seen_options(self.vllm_config, shown))
-        testing, answer = _testing.get(), Answer(sampling_params)
+        testing, answer = _testing.get(), CollectedOutput(sampling_params)
         front, began = _clock.get(), time.time()
         clock = "none" if front is None else "own" if front.engine is self else "another"
         write("engine_request_begins", test=testing, clock=clock, **engine)
         try:
             async with contextlib.aclosing(original(self, prompt, sampling_params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
-                    for what, said in SAID.items():
+                    for what, stated in STATED.items():
                         if not testing and plants.planted(what):
-                            perturb(output, said)
+                            perturb(output, stated)
                     answer.add(output)
                     yield output
         finally:
             sampling = sampling_of(sampling_params)
-            told = {"prompt": answer.prompt, "log_probs": answer.log_probs}
+            answered = {"prompt": answer.prompt, "log_probs": answer.log_probs}
             plain = undrafted(sampling_params.extra_args, len(answer.log_probs))
             asked = {"sampling": sampling, "asked": asked_of(sampling_params)}
-            write("engine_request", test=testing, plain=plain, began=began, **engine, **asked, **told)
+            write("engine_request", test=testing, plain=plain, began=began, **engine, **asked, **answered)
 
     return generate
 
 
-class Answer:
-    """What vLLM said of one request."""
+class CollectedOutput:
+    """The log-probs of one request, collected from vLLM's ``RequestOutput``s, cumulative or in deltas."""
 
     def __init__(self, sampling_params: Any) -> None:
-        """Nothing yet."""
         self._parts = sampling_params.output_kind.name == "DELTA"
         self._found: dict[int, list[float | None]] = {}
         self.prompt = 0  # tokens
 
     def add(self, output: Any) -> None:
-        """One more ``RequestOutput``."""
+        """Take up the next ``RequestOutput``."""
         self.prompt = len(output.prompt_token_ids or ())
         for sample in output.outputs:
             before = self._found.get(sample.index, []) if self._parts else []
@@ -202,7 +196,7 @@ class Answer:
 
     @property
     def log_probs(self) -> list[float | None]:
-        """One for each token that was sampled; None where it was not asked for."""
+        """One for each sampled token, sample by sample; None where none was requested."""
         return [value for index in sorted(self._found) for value in self._found[index]]
 
 
@@ -215,11 +209,11 @@ def undrafted(extra_args: Mapping[str, Any] | None, tokens: int) -> int:
     return tokens if off else 0
 
 
-def perturb(output: Any, said: float) -> None:
-    """Say this of the log-prob of each response's first token, in place, in a ``RequestOutput``."""
+def perturb(output: Any, stated: float) -> None:
+    """Set the log-prob of each response's first token, in place, in a ``RequestOutput``."""
     for sample in output.outputs:
         if sample.logprobs and sample.token_ids:
-            sample.logprobs[0][sample.token_ids[0]].logprob = said
+            sample.logprobs[0][sample.token_ids[0]].logprob = stated
 
 
 def sampling_of(options: Any) -> dict[str, Any]:
@@ -235,7 +229,7 @@ def sampling_of(options: Any) -> dict[str, Any]:
 
 
 def asked_of(sampling_params: Any) -> dict[str, Any]:
-    """Every option of a request that is not vLLM's default, but for those that change nothing of the text."""
+    """The options of a request that differ from vLLM's defaults, but for those that do not change the text."""
     usual = type(sampling_params)()
     names = (name for name in sampling_params.__struct_fields__ if not name.startswith("_"))
     rest = [name for name in names if name not in _NEUTRAL and name not in DISTRIBUTION]
@@ -249,7 +243,7 @@ def _for_json(value: Any) -> Any:
 
 
 def configuration(vllm_config: Any) -> dict[str, Any]:
-    """The engine's own, under the names of ``TargetInfo``."""
+    """vLLM's own configuration, under the names of ``TargetInfo``."""
     model = vllm_config.model_config
     load = vllm_config.load_config.load_format
     return {
@@ -263,7 +257,7 @@ def configuration(vllm_config: Any) -> dict[str, Any]:
 
 
 def _seen_options(vllm_config: Any, shown: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine options that the allow-list judges: those that the engine has, and those that it was shown."""
+    """The options that the allow-list judges: as the engine ``has`` them, and as they were ``shown`` to it."""
     from vllm import AsyncEngineArgs
 
     has = {
@@ -277,11 +271,11 @@ def _seen_options(vllm_config: Any, shown: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str | None:
-    """For JSON; nothing is as good as an empty list."""
+    """As text for JSON; None for None and for an empty list."""
     return None if value is None or value == [] else str(getattr(value, "value", value))
 
 
-def _self_tests(original: Any, plants: Plants) -> Any:
+def _wrap_self_test(original: Any, plants: PlantedErrors) -> Any:
     @functools.wraps(original)
     async def self_test(self: Any, *args: Any, **kwargs: Any) -> SelfTestReport:
         if plants.planted(SELF_TEST):
@@ -296,7 +290,7 @@ def _self_tests(original: Any, plants: Plants) -> Any:
     return self_test
 
 
-def _states(original: Any, write: Write) -> Any:
+def _wrap_state(original: Any, write: Write) -> Any:
     @functools.wraps(original)
     async def state(self: Any, moment: str) -> Any:
         found = await original(self, moment)
@@ -310,7 +304,7 @@ def _states(original: Any, write: Write) -> Any:
     return state
 
 
-def _clocks(original: Any) -> Any:
+def _wrap_request(original: Any) -> Any:
     @functools.wraps(original)
     @contextlib.contextmanager
     def request(self: Any) -> Iterator[Any]:
@@ -325,7 +319,7 @@ def _clocks(original: Any) -> Any:
     return request
 
 
-def _schedules(original: Any, write: Write) -> Any:
+def _wrap_set_schedule(original: Any, write: Write) -> Any:
     @functools.wraps(original)
     async def set_schedule(self: Any, schedule: Any) -> Any:
         found = await original(self, schedule)
@@ -335,7 +329,7 @@ def _schedules(original: Any, write: Write) -> Any:
     return set_schedule
 
 
-def _phases(original: Any, write: Write) -> Any:
+def _wrap_start_phase(original: Any, write: Write) -> Any:
     @functools.wraps(original)
     def start_phase(self: Any, policy_version: int) -> None:
         original(self, policy_version)
@@ -344,8 +338,8 @@ def _phases(original: Any, write: Write) -> Any:
     return start_phase
 
 
-def delay_version(place: str, plants: Plants) -> None:
-    """Have the policy version that an engine keeps read as one less, while that is planted.
+def delay_version(place: str, plants: PlantedErrors) -> None:
+    """Make the policy version that an engine keeps read as one less, while ``VERSION`` is planted.
 
     Args:
         place: ``module:Class.attribute``.

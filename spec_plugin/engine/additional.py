@@ -10,28 +10,30 @@ from spec_plugin.errors import SpecConfigError
 
 #: name -> what it is for
 KNOWN = {
-    "skip_patches": "CPU repairs to leave out",
-    "ragged": "the method proposes another number of tokens for each request",
-    "proposer": "module:function that readies vLLM's proposer in the worker, before there is a model runner",
-    "proposer_options": "its argument",
+    "skip_patches": "names of CPU repairs to leave out",
+    "ragged": "the method may propose fewer than k tokens, or none",
+    "proposer": "module:function that prepares vLLM's proposer in the worker, before the model runner is built",
+    "proposer_options": "argument of that function",
 }
 
 
 def own_settings(vllm_config: Any) -> Mapping[str, Any]:
-    """What is under ``spec_plugin``.
+    """The mapping under ``spec_plugin``; empty where the trainer set none.
 
     Raises:
-        SpecConfigError: if a name is not known.
+        SpecConfigError: for a name that is not in ``KNOWN``.
     """
     additional = vllm_config.additional_config
     options: Mapping[str, Any] = additional.get("spec_plugin", {}) if isinstance(additional, Mapping) else {}
     if unknown := sorted(set(options) - set(KNOWN)):
-        raise SpecConfigError(f"additional_config.spec_plugin has unknown keys {unknown}; known: {sorted(KNOWN)}")
+        raise SpecConfigError(
+            f"additional_config.spec_plugin has unknown keys {unknown}: remove them; known: {sorted(KNOWN)}"
+        )
     return options
 
 
 def prepare_proposer(settings: Mapping[str, Any]) -> None:
-    """Let the method ready vLLM's proposer, in a worker that has no model runner yet.
+    """Call the method's ``proposer`` function, in a worker that has no model runner yet.
 
     Raises:
         PatchError: if vLLM's proposer is no longer what the method expects.

@@ -33,7 +33,7 @@ class SpecEngineMethods:
         await self._spec_front.settle(keep)
 
     async def spec_set_schedule(self, schedule: Schedule) -> EngineSchedule:
-        """k per batch size for the coming phase."""
+        """Install k per batch size for the coming phase; returns what is then in force."""
         return await self._spec_front.set_schedule(schedule)
 
     async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
@@ -41,23 +41,23 @@ class SpecEngineMethods:
         return await self._spec_front.self_test(seconds, engines)
 
     async def spec_start_phase(self, policy_version: int) -> None:
-        """A rollout phase begins."""
+        """Reset the counters and the clock: a rollout phase begins."""
         self._spec_front.start_phase(policy_version)
 
     async def spec_stats(self, policy_version: int) -> RolloutStats:
-        """What happened since ``spec_start_phase``."""
+        """Counts, acceptance and step timings since ``spec_start_phase``."""
         return await self._spec_front.stats(policy_version)
 
     async def spec_take_rollouts(self) -> list[Rollout]:
-        """What was sampled since the last call, of a method that remembers."""
+        """Rollouts sampled since the last call, where the method drafts from them; between phases."""
         return await self._spec_front.take_rollouts()
 
     async def spec_remember(self, rollouts: Sequence[Rollout]) -> None:
-        """Remember what others sampled."""
+        """Have the method draft from rollouts of other engines, or of a former run, too."""
         await self._spec_front.remember(rollouts)
 
     async def spec_take_spans(self) -> list[Span]:
-        """What was sampled since the last call, stretch by stretch."""
+        """Who sampled which tokens since the last call."""
         return self._spec_front.take_spans()
 
     async def spec_witnesses(self) -> list[Witness]:
@@ -65,13 +65,12 @@ class SpecEngineMethods:
         return list(self._spec_front.witnesses)
 
     async def spec_state(self, moment: str) -> EngineState:
-        """What the workers hold, for ``spec.audit``."""
+        """Digests of the weights that the workers hold, for ``spec.audit``; reads all of them."""
         return await self._spec_front.state(moment)
 
 
 class EngineCalls(SpecEngineMethods):
-    """The same for an engine that lives in the actor's process, see ``spec_plugin.actor.links.LocalLink``."""
+    """The same calls for an engine that lives in the actor's process, see ``spec_plugin.actor.links.LocalLink``."""
 
     def __init__(self, front: EngineFront) -> None:
-        """Of this engine."""
         self._spec_front = front

@@ -17,20 +17,20 @@ _NEWEST = 0.05
 
 
 @dataclass(frozen=True)
-class Control:
-    """A stretch of one response."""
+class ControlStretch:
+    """The ``TOKENS`` tokens of one response that are sampled without drafts."""
 
     first: int  # its first token, counted from the response's
     k: int  # most tokens drafted in a step
 
     @property
     def extra_args(self) -> dict[str, list[int]]:
-        """For ``SamplingParams``. Wider than the stretch: drafts under way when it begins, or ends, are none of it."""
+        """For ``SamplingParams``; wider than the stretch by the drafts that may be under way at either end."""
         slack = 2 * (self.k + 1)
         return {"spec_off": [max(0, self.first - slack), self.first + TOKENS + slack]}
 
     def span(self, prompt: int, tokens: int) -> tuple[int, int]:
-        """Its first token and the one after its last, counted from the prompt's first; (0, 0) if the response was too short.
+        """[first, end) of the stretch, counted from the prompt's first token; (0, 0) if the response was too short.
 
         Args:
             prompt: tokens of the request's prompt.
@@ -41,10 +41,10 @@ class Control:
 
 
 class ControlGroup:
-    """Who is in it: a share of the requests, evenly spaced."""
+    """Chooses an evenly spaced share of the requests."""
 
     def __init__(self, share: float, k: int, seed: int) -> None:
-        """Begin anywhere between two of them.
+        """Start at a random offset.
 
         Args:
             share: of the requests.
@@ -56,15 +56,15 @@ class ControlGroup:
         self._due = self._rng.random()
         self._length = 0.0  # mean of the responses
 
-    def draw(self) -> Control | None:
-        """For the next request: its stretch, or None."""
+    def draw(self) -> ControlStretch | None:
+        """The stretch of the next request, or None if that is not in the group."""
         self._due += self.share
         if self._due < 1.0:
             return None
         self._due -= 1.0
         places = max(1, int(self._length) // TOKENS)  # the last one is whole in a response of mean length
-        return Control(TOKENS * self._rng.randrange(places), self._k)
+        return ControlStretch(TOKENS * self._rng.randrange(places), self._k)
 
     def ended(self, tokens: int) -> None:
-        """A response of so many tokens is complete."""
+        """Update the mean length, from which ``draw`` chooses places, by a complete response."""
         self._length += (tokens - self._length) * (_NEWEST if self._length else 1.0)

@@ -47,7 +47,7 @@ class _Served:
 
 @dataclass
 class _State:
-    """What this worker knows of its drafts."""
+    """The draft that this worker serves, the one that arrives, and the one before."""
 
     served: _Served = field(default_factory=_Served)
     staging: Staging = field(default_factory=Staging)
@@ -74,11 +74,8 @@ class SpecWorkerExtension:
         """
         vllm_config = kwargs.get("vllm_config") or _current_vllm_config()
         if vllm_config.speculative_config is not None:
-            device_type, v2 = (
-                str(vllm_config.device_config.device_type),
-                bool(getattr(vllm_config, "use_v2_model_runner", False)),
-            )
-            check_running_config(vllm_config.speculative_config, device_type, v2)
+            v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))  # some releases have no such word
+            check_running_config(vllm_config.speculative_config, str(vllm_config.device_config.device_type), v2)
             if getattr(vllm_config, "lora_config", None) is not None:
                 apply_adapter_patches()
             complete_target(vllm_config)
@@ -125,8 +122,8 @@ class SpecWorkerExtension:
     def spec_stage(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> int:
         """Copy some tensors of a refresh to the host; a new version discards what was staged of another.
 
-        Never raises on content, because a trainer's sender may wait forever for a receiver that died: what is wrong is
-        said by ``spec_install``.
+        Never raises on content, because a trainer's sender may wait forever for a receiver that died: ``spec_install``
+        reports what is wrong.
 
         Returns:
             The number of tensors staged so far.
@@ -159,7 +156,7 @@ class SpecWorkerExtension:
 
         try:
             receive(on_bucket)
-        except Exception as error:  # said by spec_install, which every rank must reach
+        except Exception as error:  # spec_install reports it, and every rank must reach that
             staging.problem = staging.problem or f"receiving failed with {type(error).__name__}: {error}"
         return len(staging.tensors)
 
@@ -235,24 +232,24 @@ class SpecWorkerExtension:
         return [(rollout.prompt, rollout.response) for rollout in self._spec_memory().take()]
 
     def spec_remember(self, rollouts: Sequence[tuple[bytes, bytes]]) -> None:
-        """Draft from these, too."""
+        """Have the method draft from these (prompt, response) pairs, too."""
         self._spec_memory().remember(Rollout(*row) for row in rollouts)
 
     def spec_forget_rollouts(self) -> None:
-        """Draft from nothing that was sampled before."""
+        """Clear the method's memory of rollouts."""
         self._spec_memory().forget()
 
     def spec_take_shadow(self) -> tuple[int, list[int]]:
-        """What drafting would have accepted while k was 0: rounds, and how many of them each position."""
+        """While k was 0: rounds that drafting would have taken, and how many of them would have accepted each position."""
         found: tuple[int, list[int]] = self._spec_memory().take_shadow()
         return found
 
     def _spec_memory(self) -> Any:
-        """What the method's ``proposer`` has put there, with these four methods."""
+        """The memory that the method's ``proposer`` put on the drafter: take, remember, forget, take_shadow."""
         return self.model_runner.drafter.spec_memory
 
     def spec_discard(self) -> None:
-        """Forget what was staged."""
+        """Drop the tensors that were staged and not installed."""
         self._spec_state.staging = Staging()
 
     def spec_live_digest(self) -> str:
@@ -290,7 +287,7 @@ class SpecWorkerExtension:
         return {"own": row_digests(tensors), "bfloat16": row_digests([t.bfloat16() for t in tensors])}
 
     def _spec_shared_digests(self, target: Mapping[str, Tensor]) -> dict[str, str]:
-        """Of the embedding and the head, without the padding of the vocabulary; "" where each rank holds a part."""
+        """Digests of embedding and head without vocabulary padding; "" where each rank holds a shard."""
         whole = self.vllm_config.parallel_config.tensor_parallel_size == 1
         rows = self.vllm_config.model_config.get_vocab_size()
         bare = ((name.removesuffix(".weight").removesuffix(".base_layer"), tensor) for name, tensor in target.items())
@@ -345,7 +342,7 @@ class SpecWorkerExtension:
         except Exception as error:  # other ranks wait for this one's verdict
             layout, reason = Layout({}, {}), f"checking failed with {type(error).__name__}: {error}"
         if not _all_ranks(reason is None):
-            return reason or "refused by another rank"
+            return reason or "another tensor parallel rank refused it"
         draft: Any = find_draft(self)  # is there, or layout.problem had refused
         tensors = self._spec_state.staging.tensors
         return refresh.swap(
@@ -360,12 +357,12 @@ class SpecWorkerExtension:
             self._spec_remember(layout)
         reason = refresh.check_staged(layout, state.staging, version, state.served.version, digest, force)
         if reason is None and names is not None and set(names) != state.staging.tensors.keys():
-            reason = f"torn: sent but not arrived {sorted(set(names) - state.staging.tensors.keys())}"
+            reason = f"torn: sent, but never arrived: {sorted(set(names) - state.staging.tensors.keys())}"
         return layout, reason
 
 
 def _adapters(model: Any) -> dict[str, Tensor]:
-    """What the engine holds of LoRA adapters: tensors that are no parameters, by layer."""
+    """LoRA adapters in the engine, by layer; vLLM keeps them in tensors that are no parameters."""
     return {
         f"{path}.{name}.{i}": tensor
         for path, module in model.named_modules()
@@ -379,7 +376,7 @@ def _tensors(stacked: Any) -> tuple[Tensor, ...]:
 
 
 def _all_ranks(ok: bool) -> bool:
-    """True if this is so on every tensor parallel rank; every rank must call it equally often."""
+    """True if ``ok`` on every tensor parallel rank; a collective: every rank must call it equally often."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
@@ -408,7 +405,7 @@ def _read_on_all_ranks(path: str) -> dict[str, Tensor]:
         try:
             tensors = load_file(path)
         except Exception as error:  # the other ranks wait for the broadcast
-            failure = f"{path} cannot be read by the first rank: {error}"
+            failure = f"the first rank cannot read the draft in {path}: {type(error).__name__}: {error}"
     kinds = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     failure, kinds = group.broadcast_object((failure, kinds), src=0)
     if failure:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from spec_plugin.engine.control import Control
+from spec_plugin.engine.control import ControlStretch
 from spec_plugin.engine.schedule.utilities import NUMBER
 from spec_plugin.events import UNKNOWN
 from spec_plugin.spans import KEPT, Span, span_of
@@ -22,12 +22,12 @@ from spec_plugin.spans import KEPT, Span, span_of
 
 @dataclass(frozen=True)
 class Stretch:
-    """What one policy version sampled of a response."""
+    """Tokens [first, until) of a response, sampled by one policy version."""
 
-    first: int  # token of the response
+    first: int
     until: int
     version: int
-    drafted: bool  # did the engine draft then
+    drafted: bool  # did the engine draft in that phase
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Request:
     version: int  # that samples now
     tokens: int = 0
     counted: int = 0  # of them in phases before this one
-    lost: bool = False  # is it unknown how far it had come at a weight sync
+    lost: bool = False  # the core did not say how many tokens it had at the last weight sync
     over: tuple[int, bool] | None = (
         None  # it was complete at a weight sync already: version until then, and did it draft
     )
@@ -50,59 +50,59 @@ class Request:
         return {NUMBER: self.number}
 
     def cut(self, tokens: int, version: int, drafted: bool) -> None:
-        """Up to here it has sampled so many tokens, the last of them by this version."""
+        """End a stretch at ``tokens`` (sampled so far in all): those since the last cut are of ``version``."""
         first = self.stretches[-1].until if self.stretches else 0
         if tokens > first:
             known = not self.lost and version == self.version
             self.stretches.append(Stretch(first, tokens, version if known else UNKNOWN, drafted))
         self.lost = False
 
-    def goes_on(self, version: int) -> None:
-        """Under new weights, after a weight sync."""
+    def continue_under(self, version: int) -> None:
+        """After a weight sync; a request that was complete before it keeps its version."""
         if self.over is None:
             self.version = version
 
 
 class Clock:
-    """Seconds in which something was to do."""
+    """Seconds in which at least one request ran."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._since: float | None = None
 
     def run(self, running: bool) -> None:
-        """From now on there is something to do, or not."""
+        """Start or stop the clock; no effect if it already runs, or stands."""
         now = time.perf_counter()
         if self._since is not None:
             self._seconds += now - self._since
         self._since = now if running else None
 
-    def take(self) -> None:
-        """Begin at zero."""
+    def reset(self) -> None:
+        """To zero; a running clock goes on running."""
         self.run(self._since is not None)
         self._seconds = 0.0
 
     @property
     def seconds(self) -> float:
-        """Until now."""
+        """Total since the last reset, the present run included."""
         return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
 
 
-class Flights:
-    """All requests of one engine."""
+class RequestTracker:
+    """The requests of one engine that are in flight, and what was sampled by which version."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._flying: dict[int, Request] = {}
+        self._in_flight: dict[int, Request] = {}
         self._paused = False
         self._clock = Clock()
         self._spans: deque[Span] = deque(maxlen=KEPT)
         self.requests = self.tokens = 0  # complete, and sampled, since the phase began
 
     @property
-    def flying(self) -> int:
-        """Requests in flight."""
-        return len(self._flying)
+    def in_flight(self) -> int:
+        """Number of requests in flight."""
+        return len(self._in_flight)
 
     @property
     def seconds(self) -> float:
@@ -111,23 +111,23 @@ class Flights:
 
     def begin(self, version: int | None = None) -> None:
         """Counters and clock start anew; what a paused engine has in flight goes on under this policy version."""
-        self._clock.take()
+        self._clock.reset()
         self.requests = self.tokens = 0
         if self._paused and version is not None:
-            for request in self._flying.values():
-                request.goes_on(version)
+            for request in self._in_flight.values():
+                request.continue_under(version)
 
     @contextmanager
     def request(self, version: int) -> Iterator[Request]:
-        """Around each request, which this policy version begins."""
+        """Count and time one request, whose first token ``version`` samples."""
         request = Request(next(self._numbers), version)
-        self._flying[request.number] = request
+        self._in_flight[request.number] = request
         self._clock.run(not self._paused)
         try:
             yield request
         finally:
-            del self._flying[request.number]
-            self._clock.run(bool(self._flying) and not self._paused)
+            del self._in_flight[request.number]
+            self._clock.run(bool(self._in_flight) and not self._paused)
         self.requests += 1
         self.tokens += request.tokens - request.counted
 
@@ -135,14 +135,14 @@ class Flights:
         """The engine is paused for new weights.
 
         Args:
-            sampled: tokens of each request, by its number, that this version and those before it have sampled; None: nobody
-                knows. A request that is not there is complete, and on its way here.
+            sampled: tokens of each request, by its number, that this version and those before it have sampled; None: not
+                known. A request that is missing is complete, and on its way here.
             version: policy version until now.
             drafted: did the engine draft in the phase that ends.
         """
         self._paused = True
         self._clock.run(False)
-        for number, request in self._flying.items():
+        for number, request in self._in_flight.items():
             if sampled is None:
                 request.lost = True
             elif number in sampled:
@@ -153,21 +153,21 @@ class Flights:
                 request.over = version, drafted
 
     def resume(self) -> None:
-        """It samples again."""
+        """Start the clock again: the engine samples under its new weights."""
         self._paused = False
-        self._clock.run(bool(self._flying))
+        self._clock.run(bool(self._in_flight))
 
-    def landed(
+    def completed(
         self,
         request: Request,
         prompt: Sequence[int],
         response: Sequence[int],
         version: int,
         drafted: bool,
-        control: Control | None,
+        control: ControlStretch | None,
         log_probs: Sequence[float] | None = None,
     ) -> None:
-        """Keep what is known of a request that is complete.
+        """Keep the spans of a complete request.
 
         Args:
             request: this one.
@@ -194,7 +194,7 @@ class Flights:
             self._spans.append(span_of([*prompt, *response[: part.first]], response[of], part.version, known, stated))
 
     def take_spans(self) -> list[Span]:
-        """What was kept since the last call."""
+        """Spans of the requests that completed since the last call; each is returned once."""
         found = list(self._spans)
         self._spans.clear()
         return found

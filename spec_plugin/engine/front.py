@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from vllm import SamplingParams
 
 from spec_plugin.engine.additional import with_own_settings
-from spec_plugin.engine.control import Control, ControlGroup
-from spec_plugin.engine.flight import Flights, Request
+from spec_plugin.engine.control import ControlGroup, ControlStretch
+from spec_plugin.engine.flight import Request, RequestTracker
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.sampling import SampledRequest, extra_args, is_listed, options_of
 from spec_plugin.engine.schedule.channel import in_flight, pause_idle_draft, put_in_force, take_steps
@@ -61,19 +61,19 @@ class EngineFront:
         """
         self.session, self.tokenizer = session, tokenizer
         self.engine: Any = None
-        self.adapter: Any = None  # vLLM's LoRARequest that the run's requests come with, once the engine has it
+        self.adapter: Any = None  # vLLM's LoRARequest of the run's requests, once the engine has it
         self.policy_version = -1  # of the weights that roll out, as the actor announced them
         config = session.config
         self._group = ControlGroup(config.control_share, config.k, config.seed)
         self.schedule = EngineSchedule()  # in force
-        self.interrupted = False  # were requests ever cut short, to go on under the next policy; the adapter says so
-        self._flights = Flights()
+        self.interrupted = False  # set by the adapter: were requests ever cut short, to go on under the next policy
+        self._tracker = RequestTracker()
         self._order = asyncio.Lock()
         self._open = asyncio.Event()  # not while the trainer has the engine paused for new weights
         self._open.set()
         self._validated = False  # were there requests of another sampling since the phase began
         self._rollouts_began = False  # and rollouts
-        self._unknown: set[str] = set()  # what a warning has said is not known
+        self._warned: set[str] = set()  # what ``noting`` has warned of
         self.reset_phase()
 
     def engine_arguments(self, given: Mapping[str, Any], extension: str) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class EngineFront:
         check_states(target.hf_config, method.ragged, method.name)
         if self.session.config.self_test and target.vocab_size is None:
             raise SpecConfigError(
-                f"{target.file} names no vocab_size, which the self-test needs; give the whole config.json"
+                f"{target.file} names no vocab_size, which the self-test needs: use the model's complete config.json"
             )
         for name in ("speculative_config", "scheduler_cls"):
             if given.get(name) is not None:
@@ -119,7 +119,7 @@ class EngineFront:
     async def sample(
         self, prompt: Sequence[int], sampling: Mapping[str, Any] | SamplingParams
     ) -> AsyncIterator[SampledRequest]:
-        """Around one request of the trainer's, and nothing else: within it runs the clock of the phase.
+        """Put around one request of the trainer's, and nothing else: the phase's clock runs inside.
 
         It waits while the engine is paused for new weights. Options that are not on the lossless allow-list turn drafts off for
         this request; a few of the others sample a stretch without drafts, for the log-prob check to compare with. Which policy
@@ -135,7 +135,7 @@ class EngineFront:
         """
         options = options_of(sampling)
         await self._open.wait()  # what comes while new weights do is the next phase's
-        await self.arrives(options)
+        await self.on_request(options)
         while not self._open.is_set():  # they may have come meanwhile
             await self._open.wait()
         listed = is_listed(options)
@@ -144,16 +144,16 @@ class EngineFront:
             one = SampledRequest(request, control, extra_args(options, listed, control, request))
             yield one
         if one.response is not None:
-            self._keep(prompt, one)
+            self._keep_spans(prompt, one)
 
-    def _keep(self, prompt: Sequence[int], one: SampledRequest) -> None:
-        """What is known of a request that is complete; raises nothing."""
+    def _keep_spans(self, prompt: Sequence[int], one: SampledRequest) -> None:
+        """Spans and log-probs of a complete request; raises nothing."""
         assert one.response is not None
         request, version = one.request, self.policy_version
         if one.version is not None:  # of all of it, whatever came in between
             request, version = Request(request.number, one.version), one.version
         with self.noting("which policy version sampled a response"):
-            self._flights.landed(
+            self._tracker.completed(
                 request, prompt, one.response, version, self.schedule.drafting, one.control, one.log_probs
             )
             if one.log_probs is not None and not one.asked:
@@ -162,30 +162,30 @@ class EngineFront:
 
     @contextmanager
     def request(self) -> Iterator[Request]:
-        """The clock around each request: the time with at least one in flight is the phase's generation time."""
-        with self._flights.request(self.policy_version) as request:
+        """Count one request; the time with at least one in flight is the phase's generation time."""
+        with self._tracker.request(self.policy_version) as request:
             yield request
         self._group.ended(request.tokens)
 
-    def control(self) -> Control | None:
-        """Is the next request one of the control group: then the tokens that it samples without drafts."""
+    def control(self) -> ControlStretch | None:
+        """The stretch that the next request samples without drafts; None if it is not in the control group."""
         control = self._group.draw() if self.schedule.drafting else None
         return replace(control, first=0) if control is not None and self.stateful else control
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Bookkeeping beside a request or a sync: those go on without it, and log-probs are judged without it (law 6)."""
+        """Around bookkeeping whose failure must not stop requests or syncs: one warning, then on without it (law 6)."""
         try:
             yield
         except Exception as error:
             pass_on(error)
-            if what not in self._unknown:
-                self._unknown.add(what)
-                logger.warning("spec-plugin: it is not known %s; said once: %s", what, error, exc_info=error)
+            if what not in self._warned:
+                self._warned.add(what)
+                logger.warning("spec-plugin: could not record %s (reported once): %s", what, error, exc_info=error)
 
     @property
     def open(self) -> bool:
-        """Are requests let in."""
+        """True while requests are let in, False while the trainer pauses the engine."""
         return self._open.is_set()
 
     def pausing(self) -> None:
@@ -197,28 +197,27 @@ class EngineFront:
         sampled: Mapping[int, int] | None = None
         with self.noting("which policy version samples which token of a response that a weight sync cut"):
             sampled = await asyncio.wait_for(in_flight(self.engine), self.session.config.refresh_timeout_s)
-        self._flights.pause(sampled, self.policy_version, self.schedule.drafting)
+        self._tracker.pause(sampled, self.policy_version, self.schedule.drafting)
 
     def resumed(self) -> None:
-        """It samples again, and requests are let in."""
-        self._flights.resume()
+        """The engine samples again: let requests in."""
+        self._tracker.resume()
         self._open.set()
 
     def take_spans(self) -> list[Span]:
-        """What was kept since the last call."""
-        return self._flights.take_spans()
+        """Who sampled which tokens since the last call."""
+        return self._tracker.take_spans()
 
     @property
     def stateful(self) -> bool:
-        """Does the target keep recurrent states: then not everything may change while requests are in flight."""
+        """True if the target keeps recurrent states: k may then change only between requests (``states``)."""
         return keeps_states(self.session.target.hf_config)
 
-    async def arrives(self, sampling: Mapping[str, Any]) -> None:
+    async def on_request(self, sampling: Mapping[str, Any]) -> None:
         """Before each request: where validation came first, the rollouts after it begin a phase of their own.
 
-        Validation shares the weights with the rollouts after it, and no more: it is told by its sampling. What it accepted,
-        took and lost says nothing of them, and a draft that was dropped in it is theirs again. Validation that
-        samples as the rollouts do is a sample of them, and is counted as such.
+        Validation is recognised by its sampling options. Its acceptance and timing do not count for the rollouts, and a draft
+        that the cut-off dropped in it is served again. Validation that samples as the rollouts do counts as one of them.
 
         Args:
             sampling: the request's temperature, top_p and top_k.
@@ -227,7 +226,7 @@ class EngineFront:
             return
         async with self._order:
             with self.noting("what is validation and what is a rollout"):
-                if _like(sampling) != _like(self.session.target.sampling):
+                if _sampling_key(sampling) != _sampling_key(self.session.target.sampling):
                     self._validated = True
                     return
                 if self._validated and not self.busy and not self._rollouts_began:
@@ -241,7 +240,10 @@ class EngineFront:
             await take_steps(self.engine)
         except Exception as error:  # law 6: the rollouts are sampled either way
             pass_on(error)
-            logger.warning("spec-plugin: validation is counted as part of the rollouts after it: %s", error)
+            logger.warning(
+                "spec-plugin: validation is counted with the rollouts after it, since no new phase could begin: %s",
+                error,
+            )
             return
         self.reset_phase()
 
@@ -284,13 +286,13 @@ class EngineFront:
             )
 
     async def settle(self, keep: bool) -> None:
-        """Every worker lets go of the draft before the last one, or goes back to it."""
+        """After an install with ``hold``: every worker drops the previous draft (``keep``), or goes back to it."""
         await self.engine.collective_rpc("spec_settle", args=(keep,))
 
     async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
         """k per batch size for the coming phase; a draft that no batch size uses is paused (needs a fresh prefix cache).
 
-        Where this raises, it is not known what is in force, and all that is sampled counts as drafted.
+        Where this raises, what is in force is unknown, and all that is sampled counts as drafted.
         """
         if self.stateful:
             k = self.session.config.k
@@ -303,14 +305,14 @@ class EngineFront:
         return self.schedule
 
     async def go_plain(self) -> None:
-        """Draft nothing until the next ``set_schedule``, whatever the actor would have said."""
+        """Draft nothing until the next ``set_schedule``; begins a phase, without asking the actor."""
         await self.set_schedule(self.session.plain_schedule)
         self.reset_phase()
 
     @property
     def busy(self) -> bool:
-        """Are requests in flight."""
-        return self._flights.flying > 0
+        """True if at least one request is in flight."""
+        return self._tracker.in_flight > 0
 
     async def self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
         """The start-up self-test on this engine (law 2); four times as long where less would prove nothing.
@@ -322,7 +324,7 @@ class EngineFront:
         config, target = self.session.config, self.session.target
         vocab_size = target.vocab_size
         assert vocab_size is not None, "engine_arguments has asked"
-        # rows beyond the tokenizer's pad the matrix: nobody asks by them, but an engine may well sample them
+        # rows beyond the tokenizer's pad the matrix: no prompt holds them, but an engine may sample them
         asked = vocab_size if self.tokenizer is None else min(len(self.tokenizer), vocab_size)
         await pause_idle_draft(self.engine, [config.k])
         plan = SelfTestPlan(
@@ -344,26 +346,26 @@ class EngineFront:
         return report
 
     async def _served_adapter(self) -> Any:
-        """What is tested is what samples: the target with its adapter, where the engine has one."""
+        """The LoRA adapter that the run's requests use, so that the self-test tests what samples; None if not loaded."""
         if self.adapter is not None and self.adapter.lora_int_id in await self.engine.list_loras():
             return self.adapter
         return None
 
     def start_phase(self, policy_version: int) -> None:
-        """A rollout phase begins: counters and clock start anew."""
+        """Begin a rollout phase under this policy version: counters and clock start anew."""
         self.policy_version = policy_version
         self.reset_phase(policy_version)
 
     async def stats(self, policy_version: int) -> RolloutStats:
-        """What happened since ``start_phase``."""
+        """Counts, acceptance and step timings since ``start_phase``."""
         steps = await take_steps(self.engine)
         now, then = read_spec_counters(), self._counters
         before = then["accepted_per_pos"] or [0] * len(now["accepted_per_pos"])
         return RolloutStats(
             policy_version=policy_version,
-            requests=self._flights.requests,
-            tokens=self._flights.tokens,
-            seconds=self._flights.seconds,
+            requests=self._tracker.requests,
+            tokens=self._tracker.tokens,
+            seconds=self._tracker.seconds,
             drafts=now["drafts"] - then["drafts"],
             draft_tokens=now["draft_tokens"] - then["draft_tokens"],
             accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
@@ -378,39 +380,46 @@ class EngineFront:
         return {"shadow_rounds": rounds, "shadow_per_pos": tuple(per_pos)}
 
     async def take_rollouts(self) -> list[Rollout]:
-        """What a method that remembers has seen sampled since the last call; between phases."""
+        """Rollouts sampled since the last call, where the method drafts from them; call it between phases."""
         (first, *_) = await self.engine.collective_rpc("spec_take_rollouts")  # all ranks of an engine see the same
         return [Rollout(*row) for row in first]
 
     async def remember(self, rollouts: Sequence[Rollout]) -> None:
-        """Have every worker remember what others sampled."""
+        """Have the method draft from rollouts of other engines, or of a former run, in every worker."""
         await self.engine.collective_rpc("spec_remember", args=([[r.prompt, r.response] for r in rollouts],))
 
     async def state(self, moment: str) -> EngineState:
-        """Digests of what the workers really hold: reads all weights, for ``spec.audit`` only."""
+        """Digests of the weights that the workers hold; reads all of them, for ``spec.audit`` only.
+
+        Raises:
+            RuntimeError: if the workers hold different draft versions.
+        """
         found = await self.engine.collective_rpc("spec_audit")
         versions = {f["draft_version"] for f in found}
         if len(versions) > 1:
-            raise RuntimeError(f"the workers hold several versions of the draft: {sorted(versions)}")
+            raise RuntimeError(
+                f"this engine's workers hold several versions of the draft: {sorted(versions)}; a refresh reached only some of "
+                "them: restart the run"
+            )
         draft, target = (_one_digest([f[name] for f in found]) for name in ("draft", "target"))
         shared = {f"{name}_digest": found[0][name] for name in ("embed", "head")}
-        admitted = 0 if await self.engine.is_paused() else self._flights.flying
+        admitted = 0 if await self.engine.is_paused() else self._tracker.in_flight
         return EngineState(moment, self.policy_version, versions.pop(), draft, target, admitted, **shared)
 
     def reset_phase(self, policy_version: int | None = None) -> None:
         """Counters and clock start anew; requests in flight go on counting, of a paused engine under this policy version."""
         self.witnesses: deque[Witness] = deque(maxlen=KEPT)  # of requests whose log-probs the trainer did not ask for
-        self._flights.begin(policy_version)
-        self._validated = self._rollouts_began = False  # see ``arrives``
+        self._tracker.begin(policy_version)
+        self._validated = self._rollouts_began = False  # see ``on_request``
         self._counters = read_spec_counters()
 
 
 def _one_digest(parts: Sequence[str]) -> str:
-    """That of all workers, or one of theirs together, where each holds a part."""
+    """The workers' common digest, or a digest of all of them where each holds a shard."""
     return parts[0] if len(set(parts)) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
-def _like(sampling: Mapping[str, Any]) -> tuple[float, float, int]:
-    """What validation is told by, with vLLM's defaults; neither 0 nor -1 limits the number of tokens."""
+def _sampling_key(sampling: Mapping[str, Any]) -> tuple[float, float, int]:
+    """(temperature, top_p, top_k) by which validation is recognised, with vLLM's defaults; top_k 0 and -1 mean no limit."""
     given = (sampling.get("temperature", 1.0), sampling.get("top_p", 1.0), sampling.get("top_k", 0))
     return float(given[0]), float(given[1]), max(0, int(given[2]))

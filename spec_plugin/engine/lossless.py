@@ -17,8 +17,8 @@ from spec_plugin.model_runner import runner_of
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What one option may be."""
+class OptionRule:
+    """The allowed values of one option, and why."""
 
     allowed: Callable[[Any], bool]
     words: str  # the allowed values, for a person
@@ -79,54 +79,58 @@ _INTERNAL = "vLLM fills it in itself"
 _UNTRIED = "exact in principle, but not tried with this package"
 
 #: every option of vLLM's ``speculative_config``
-SPECULATIVE: Mapping[str, Rule] = {
-    "method": Rule(_one_of(*METHODS), " | ".join(METHODS), "proposals of these are verified by rejection sampling"),
-    "model": Rule(_text_or_none, "folder of the draft", _ANY_DRAFT),
-    "num_speculative_tokens": Rule(_integer(1, 128), "1 to 128", _ANY_DRAFT),
-    "num_speculative_tokens_per_batch_size": Rule(_schedule, "[(first, last, k), …]", _ANY_DRAFT),
-    "rejection_sample_method": Rule(
+SPECULATIVE: Mapping[str, OptionRule] = {
+    "method": OptionRule(
+        _one_of(*METHODS), " | ".join(METHODS), "proposals of these are verified by rejection sampling"
+    ),
+    "model": OptionRule(_text_or_none, "folder of the draft", _ANY_DRAFT),
+    "num_speculative_tokens": OptionRule(_integer(1, 128), "1 to 128", _ANY_DRAFT),
+    "num_speculative_tokens_per_batch_size": OptionRule(_schedule, "[(first, last, k), …]", _ANY_DRAFT),
+    "rejection_sample_method": OptionRule(
         _one_of("standard", "block"),
         "standard | block",
         "both emit the target's distribution (arXiv 2211.17192, 2403.10444); synthetic, and any other, accept by another rule",
     ),
-    "draft_sample_method": Rule(
+    "draft_sample_method": OptionRule(
         _one_of("greedy", "probabilistic"), "greedy | probabilistic", "the draft's own probabilities enter the test"
     ),
-    "draft_tensor_parallel_size": Rule(_integer(1), "1 or the target's", _ANY_DRAFT),
-    "max_model_len": Rule(_integer(1), "tokens", "beyond it nothing is drafted"),
-    "draft_load_config": Rule(
+    "draft_tensor_parallel_size": OptionRule(_integer(1), "1 or the target's", _ANY_DRAFT),
+    "max_model_len": OptionRule(_integer(1), "tokens", "beyond it nothing is drafted"),
+    "draft_load_config": OptionRule(
         _load_config, '{"load_format": "auto" | "safetensors" | "dummy"}', "only how the draft's first weights are read"
     ),
-    "enforce_eager": Rule(_one_of(None, True, False), "true | false", "no effect on what is computed"),
-    "revision": Rule(_text_or_none, "text", "which draft is read"),
-    "attention_backend": Rule(_text_or_none, "name", "of the draft only; " + _ANY_DRAFT),
-    "moe_backend": Rule(_text_or_none, "name", "of the draft only; " + _ANY_DRAFT),
-    "prompt_lookup_max": Rule(_integer(1), "at least 1", _ANY_DRAFT),
-    "prompt_lookup_min": Rule(_integer(1), "at least 1", _ANY_DRAFT),
-    "suffix_decoding_max_tree_depth": Rule(_integer(1), "at least 1", _ANY_DRAFT),
-    "suffix_decoding_max_cached_requests": Rule(_integer(0), "at least 0", _ANY_DRAFT),
-    "suffix_decoding_max_spec_factor": Rule(_real(0), "at least 0", _ANY_DRAFT),
-    "suffix_decoding_min_token_prob": Rule(_real(0, 1), "0 to 1", _ANY_DRAFT),
-    "quantization": Rule(_none, "none", "a quantized draft cannot be refreshed"),
-    "code_revision": Rule(_none, "none", "nothing is executed from a checkpoint"),
-    "tensor_parallel_size": Rule(_none, "none", "vLLM refuses it too; use draft_tensor_parallel_size"),
-    "kv_cache_dtype": Rule(_none, "none", "the draft's cache follows the target's; another one is " + _UNTRIED),
-    "index_share_for_mtp_iteration": Rule(_none, "none", _UNTRIED),
-    "disable_padded_drafter_batch": Rule(_false, "false", _UNTRIED),
-    "use_local_argmax_reduction": Rule(_false, "false", _UNTRIED),
-    "use_heterogeneous_vocab": Rule(_false, "false", _UNTRIED),
-    "parallel_drafting": Rule(_one_of(None, True, False), "true | false", _ANY_DRAFT),
-    "synthetic_acceptance_rates": Rule(_none, "none", "accepts tokens by a fixed rate: not the target's samples"),
-    "synthetic_acceptance_length": Rule(_none, "none", "accepts tokens by a fixed rate: not the target's samples"),
-    "enable_adaptive_verification": Rule(
+    "enforce_eager": OptionRule(_one_of(None, True, False), "true | false", "no effect on what is computed"),
+    "revision": OptionRule(_text_or_none, "text", "which draft is read"),
+    "attention_backend": OptionRule(_text_or_none, "name", "of the draft only; " + _ANY_DRAFT),
+    "moe_backend": OptionRule(_text_or_none, "name", "of the draft only; " + _ANY_DRAFT),
+    "prompt_lookup_max": OptionRule(_integer(1), "at least 1", _ANY_DRAFT),
+    "prompt_lookup_min": OptionRule(_integer(1), "at least 1", _ANY_DRAFT),
+    "suffix_decoding_max_tree_depth": OptionRule(_integer(1), "at least 1", _ANY_DRAFT),
+    "suffix_decoding_max_cached_requests": OptionRule(_integer(0), "at least 0", _ANY_DRAFT),
+    "suffix_decoding_max_spec_factor": OptionRule(_real(0), "at least 0", _ANY_DRAFT),
+    "suffix_decoding_min_token_prob": OptionRule(_real(0, 1), "0 to 1", _ANY_DRAFT),
+    "quantization": OptionRule(_none, "none", "a quantized draft cannot be refreshed"),
+    "code_revision": OptionRule(_none, "none", "nothing is executed from a checkpoint"),
+    "tensor_parallel_size": OptionRule(_none, "none", "vLLM refuses it too; use draft_tensor_parallel_size"),
+    "kv_cache_dtype": OptionRule(_none, "none", "the draft's cache follows the target's; another one is " + _UNTRIED),
+    "index_share_for_mtp_iteration": OptionRule(_none, "none", _UNTRIED),
+    "disable_padded_drafter_batch": OptionRule(_false, "false", _UNTRIED),
+    "use_local_argmax_reduction": OptionRule(_false, "false", _UNTRIED),
+    "use_heterogeneous_vocab": OptionRule(_false, "false", _UNTRIED),
+    "parallel_drafting": OptionRule(_one_of(None, True, False), "true | false", _ANY_DRAFT),
+    "synthetic_acceptance_rates": OptionRule(_none, "none", "accepts tokens by a fixed rate: not the target's samples"),
+    "synthetic_acceptance_length": OptionRule(
+        _none, "none", "accepts tokens by a fixed rate: not the target's samples"
+    ),
+    "enable_adaptive_verification": OptionRule(
         _false, "false", "verifies a part of the draft; not read closely enough to trust"
     ),
-    "dspark_draft_topk": Rule(_none, "none", "belongs to a method that is not on this list"),
-    "disable_eagle_block_drop": Rule(_false, "false", "from 0.32, for measurements; " + _UNTRIED),
-    "target_model_config": Rule(_none, "none", _INTERNAL),
-    "target_parallel_config": Rule(_none, "none", _INTERNAL),
-    "draft_model_config": Rule(_none, "none", _INTERNAL),
-    "draft_parallel_config": Rule(_none, "none", _INTERNAL),
+    "dspark_draft_topk": OptionRule(_none, "none", "belongs to a method that is not on this list"),
+    "disable_eagle_block_drop": OptionRule(_false, "false", "from 0.32, for measurements; " + _UNTRIED),
+    "target_model_config": OptionRule(_none, "none", _INTERNAL),
+    "target_parallel_config": OptionRule(_none, "none", _INTERNAL),
+    "draft_model_config": OptionRule(_none, "none", _INTERNAL),
+    "draft_parallel_config": OptionRule(_none, "none", _INTERNAL),
 }
 
 #: fields that decide how a token is accepted; looked at again in the engine, whoever set them
@@ -148,74 +152,78 @@ _PENALTY = (
 )
 
 #: every sampling option of vLLM's ``SamplingParams``
-SAMPLING: Mapping[str, Rule] = {
-    "temperature": Rule(_real(0), "0 or more", "applied to every drafted position before the test (read)"),
-    "top_p": Rule(_real(1e-9, 1), "above 0, at most 1", "applied to every drafted position before the test (read)"),
-    "top_k": Rule(_integer(-1), "-1, 0 or more", "applied to every drafted position before the test (read)"),
-    "seed": Rule(
+SAMPLING: Mapping[str, OptionRule] = {
+    "temperature": OptionRule(_real(0), "0 or more", "applied to every drafted position before the test (read)"),
+    "top_p": OptionRule(
+        _real(1e-9, 1), "above 0, at most 1", "applied to every drafted position before the test (read)"
+    ),
+    "top_k": OptionRule(_integer(-1), "-1, 0 or more", "applied to every drafted position before the test (read)"),
+    "seed": OptionRule(
         _integer(-(2**63)), "any integer", "own random stream; the same distribution, other draws than without"
     ),
-    "n": Rule(_integer(1), "at least 1", "separate requests"),
-    "max_tokens": Rule(_integer(1), "at least 1", "the scheduler cuts what was accepted beyond it (read)"),
-    "ignore_eos": Rule(_one_of(True, False), "true | false", "checked token by token in the scheduler (read)"),
-    "stop_token_ids": Rule(_anything, "token ids", "checked token by token in the scheduler, the rest is cut (read)"),
-    "logprobs": Rule(_integer(-1), "-1, 0 or more", "of the target's logits at each emitted position (read)"),
-    "allowed_token_ids": Rule(_anything, "token ids", "one constant mask for every position (read)"),
-    "detokenize": Rule(_anything, "any", _OUTPUT),
-    "skip_special_tokens": Rule(_anything, "any", _OUTPUT),
-    "spaces_between_special_tokens": Rule(_anything, "any", _OUTPUT),
-    "include_stop_str_in_output": Rule(_anything, "any", _OUTPUT),
-    "output_kind": Rule(_anything, "any", _OUTPUT),
-    "stream_interval": Rule(_anything, "any", _OUTPUT),
-    "flat_logprobs": Rule(_anything, "any", _OUTPUT),
-    "skip_clone": Rule(_anything, "any", "bookkeeping"),
-    "skip_reading_prefix_cache": Rule(_anything, "any", "bookkeeping"),
-    "extra_args": Rule(
+    "n": OptionRule(_integer(1), "at least 1", "separate requests"),
+    "max_tokens": OptionRule(_integer(1), "at least 1", "the scheduler cuts what was accepted beyond it (read)"),
+    "ignore_eos": OptionRule(_one_of(True, False), "true | false", "checked token by token in the scheduler (read)"),
+    "stop_token_ids": OptionRule(
+        _anything, "token ids", "checked token by token in the scheduler, the rest is cut (read)"
+    ),
+    "logprobs": OptionRule(_integer(-1), "-1, 0 or more", "of the target's logits at each emitted position (read)"),
+    "allowed_token_ids": OptionRule(_anything, "token ids", "one constant mask for every position (read)"),
+    "detokenize": OptionRule(_anything, "any", _OUTPUT),
+    "skip_special_tokens": OptionRule(_anything, "any", _OUTPUT),
+    "spaces_between_special_tokens": OptionRule(_anything, "any", _OUTPUT),
+    "include_stop_str_in_output": OptionRule(_anything, "any", _OUTPUT),
+    "output_kind": OptionRule(_anything, "any", _OUTPUT),
+    "stream_interval": OptionRule(_anything, "any", _OUTPUT),
+    "flat_logprobs": OptionRule(_anything, "any", _OUTPUT),
+    "skip_clone": OptionRule(_anything, "any", "bookkeeping"),
+    "skip_reading_prefix_cache": OptionRule(_anything, "any", "bookkeeping"),
+    "extra_args": OptionRule(
         lambda v: v is None or set(v) <= {"spec_off"},
         "none, or {'spec_off': true}",
         "other keys are for logits processors, which vLLM refuses with speculation",
     ),
-    "routed_experts_prompt_start": Rule(_integer(0), "0 or more", "bookkeeping"),
-    "output_text_buffer_length": Rule(_anything, "any", "bookkeeping"),
-    "stop": Rule(
+    "routed_experts_prompt_start": OptionRule(_integer(0), "0 or more", "bookkeeping"),
+    "output_text_buffer_length": OptionRule(_anything, "any", "bookkeeping"),
+    "stop": OptionRule(
         _empty,
         "none",
         "stop strings are looked for after a whole step, so accepted tokens behind the match stay in token_ids (read: "
         "v1/engine/detokenizer.py); use stop_token_ids",
     ),
-    "min_tokens": Rule(
+    "min_tokens": OptionRule(
         _one_of(None, 0, 1),
         "0 or 1",
         "1 concerns the first token only, which is never drafted; beyond it the bonus token's stop tokens are masked by the "
         "length before the draft, so a sequence cannot end where it may "
         "(read: MinTokensLogitsProcessor.apply in v1/sample/logits_processor/builtin.py)",
     ),
-    "presence_penalty": Rule(_one_of(None, 0, 0.0), "0", _PENALTY),
-    "frequency_penalty": Rule(_one_of(None, 0, 0.0), "0", _PENALTY),
-    "repetition_penalty": Rule(_one_of(None, 1, 1.0), "1", _PENALTY),
-    "min_p": Rule(_one_of(None, 0, 0.0), "0", "vLLM refuses it with speculation"),
-    "logit_bias": Rule(_empty, "none", "vLLM refuses it with speculation"),
-    "bad_words": Rule(_empty, "none", "depends on drafted tokens; " + _UNTRIED),
-    "structured_outputs": Rule(_none, "none", "the grammar advances over drafted tokens; " + _UNTRIED),
-    "thinking_token_budget": Rule(_none, "none", "forces tokens; " + _UNTRIED),
-    "repetition_detection": Rule(_none, "none", "ends a sequence by what it repeats; " + _UNTRIED),
-    "logprob_token_ids": Rule(_none, "none", "not gathered by the rejection sampler (read)"),
-    "prompt_logprobs": Rule(_none, "none", "corrupted by some drafts (vllm issue 53488); never evidence"),
-    "prompt_logprob_token_ids": Rule(_none, "none", "as prompt_logprobs"),
-    "prompt_logprob_start": Rule(_none, "none", "as prompt_logprobs"),
-    "watermarking": Rule(_none, "none", "changes the distribution that is sampled"),
-    "trace_decode_token_ids": Rule(_none, "none", "vLLM refuses it with speculation"),
+    "presence_penalty": OptionRule(_one_of(None, 0, 0.0), "0", _PENALTY),
+    "frequency_penalty": OptionRule(_one_of(None, 0, 0.0), "0", _PENALTY),
+    "repetition_penalty": OptionRule(_one_of(None, 1, 1.0), "1", _PENALTY),
+    "min_p": OptionRule(_one_of(None, 0, 0.0), "0", "vLLM refuses it with speculation"),
+    "logit_bias": OptionRule(_empty, "none", "vLLM refuses it with speculation"),
+    "bad_words": OptionRule(_empty, "none", "depends on drafted tokens; " + _UNTRIED),
+    "structured_outputs": OptionRule(_none, "none", "the grammar advances over drafted tokens; " + _UNTRIED),
+    "thinking_token_budget": OptionRule(_none, "none", "forces tokens; " + _UNTRIED),
+    "repetition_detection": OptionRule(_none, "none", "ends a sequence by what it repeats; " + _UNTRIED),
+    "logprob_token_ids": OptionRule(_none, "none", "not gathered by the rejection sampler (read)"),
+    "prompt_logprobs": OptionRule(_none, "none", "corrupted by some drafts (vllm issue 53488); never evidence"),
+    "prompt_logprob_token_ids": OptionRule(_none, "none", "as prompt_logprobs"),
+    "prompt_logprob_start": OptionRule(_none, "none", "as prompt_logprobs"),
+    "watermarking": OptionRule(_none, "none", "changes the distribution that is sampled"),
+    "trace_decode_token_ids": OptionRule(_none, "none", "vLLM refuses it with speculation"),
 }
 
 #: engine options that change what is sampled or reported differently with and without speculation; all others act on both
-ENGINE: Mapping[str, Rule] = {
-    "logprobs_mode": Rule(
+ENGINE: Mapping[str, OptionRule] = {
+    "logprobs_mode": OptionRule(
         _one_of(None, "raw_logprobs", "processed_logprobs"),
         "raw_logprobs | processed_logprobs",
         "both are log-probs of the target: before, or after, temperature, top_p and top_k; logits are no log-probs",
     ),
-    "logits_processors": Rule(_empty, "none", "vLLM refuses them with speculation"),
-    "pipeline_parallel_size": Rule(
+    "logits_processors": OptionRule(_empty, "none", "vLLM refuses them with speculation"),
+    "pipeline_parallel_size": OptionRule(
         _one_of(None, 1), "1", "the draft and the weights that it shares must be in one stage"
     ),
 }
@@ -232,7 +240,7 @@ def check_speculative_config(speculative_config: Mapping[str, Any], device_type:
         SpecConfigError: naming the option, its value, what is allowed and why.
     """
     if "method" not in speculative_config:
-        raise SpecConfigError(f"speculative_config has no 'method'; allowed: {SPECULATIVE['method'].words}")
+        raise SpecConfigError(f"speculative_config has no 'method': add one; allowed: {SPECULATIVE['method'].words}")
     _check("speculative_config", SPECULATIVE, speculative_config)
     _check_kernels(
         speculative_config.get("draft_sample_method"), device_type, runner_of(speculative_config, device_type).v2
@@ -284,7 +292,7 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
     _check("override_generation_config", SAMPLING, {k: v for k, v in defaults.items() if k in SAMPLING})
 
 
-def _check(where: str, rules: Mapping[str, Rule], options: Mapping[str, Any]) -> None:
+def _check(where: str, rules: Mapping[str, OptionRule], options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         rule = rules.get(name)
         if rule is None:
@@ -296,7 +304,7 @@ def _check(where: str, rules: Mapping[str, Rule], options: Mapping[str, Any]) ->
             raise SpecConfigError(f"{where} {name}={value!r} is refused; allowed: {rule.words}; why: {rule.why}")
 
 
-def _is_allowed(rule: Rule, value: Any) -> bool:
+def _is_allowed(rule: OptionRule, value: Any) -> bool:
     try:
         return rule.allowed(value)
     except TypeError:  # a value of a kind that the rule cannot even look at

@@ -57,7 +57,7 @@ def measure(task: dict[str, Any]) -> None:
 
 
 def lines_of(file: Path) -> int:
-    """Whole lines in a file; a last one that was cut off is taken out of it."""
+    """Number of whole lines in a file; a cut-off last one is removed from it."""
     if not file.exists():
         return 0
     data = file.read_bytes()
@@ -96,7 +96,7 @@ def _generate(llm: Any, prompts: Sequence[Sequence[int]], task: dict[str, Any], 
 
 
 def main() -> None:
-    """Carry out the task in the file that is named."""
+    """Run the task in the JSON file named on the command line."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: nothing can be left behind
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     task = json.loads(Path(sys.argv[1]).read_text())

@@ -22,7 +22,10 @@ LOOK_S, END_S = 1.0, 10.0
 
 
 def end_with_parent() -> None:
-    """Start to watch; does nothing where the engine runs in the process of whoever asks it, which may outlive its parent."""
+    """Watch the parent process from a thread.
+
+    Does nothing where the engine runs in the process of whoever asks it, which may outlive its parent.
+    """
     parent, here = multiprocessing.parent_process(), multiprocessing.current_process()
     if parent is None or not here.name.startswith("EngineCore"):
         return
@@ -36,7 +39,10 @@ def end_with_parent() -> None:
 def _watch(alive: Callable[[], bool]) -> None:
     while alive():
         time.sleep(LOOK_S)
-    logger.warning("spec-plugin: the process that started this engine is gone: the engine ends")
+    logger.warning(
+        "spec-plugin: the process that started this engine has died, so the engine stops and frees its memory; "
+        "the cause is in that process's log"
+    )
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_S)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""One request of the trainer's: whether it may be drafted for, what the engine is told of it, and what came of it."""
+"""One request of the trainer's: whether it may be drafted for, its ``extra_args``, and its response."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from spec_plugin.engine.control import Control
+from spec_plugin.engine.control import ControlStretch
 from spec_plugin.engine.flight import Request
 from spec_plugin.engine.lossless import check_sampling
 from spec_plugin.engine.schedule.plain import PLAIN
@@ -17,16 +17,16 @@ from spec_plugin.errors import SpecConfigError
 
 @dataclass
 class SampledRequest:
-    """What ``EngineFront.sample`` hands out around one request."""
+    """One request inside ``EngineFront.sample``: the adapter passes ``extra_args`` on and calls ``completed``."""
 
     request: Request
-    control: Control | None  # the stretch that it samples without drafts, if it is one of the control group
-    #: for vLLM's ``SamplingParams.extra_args``, the trainer's own among them; without them the request is not known again
+    control: ControlStretch | None  # the stretch that it samples without drafts, if it is one of the control group
+    #: for vLLM's ``SamplingParams.extra_args``, the trainer's own among them; without them the engine cannot match the request
     extra_args: dict[str, Any]
     response: Sequence[int] | None = None  # token ids
     version: int | None = None  # policy version that sampled all of it, where the adapter knows
     log_probs: Sequence[float] | None = None  # of the response
-    asked: bool = True  # has the trainer asked for them
+    asked: bool = True  # did the trainer ask for them
 
     def completed(
         self,
@@ -35,14 +35,14 @@ class SampledRequest:
         log_probs: Sequence[float] | None = None,
         asked: bool = True,
     ) -> None:
-        """The engine has answered; to be called before the block ends.
+        """Record the engine's answer; call it before the block ends.
 
         Args:
             response: token ids that were sampled, without the prompt's.
             version: policy version that sampled all of them, where the trainer cuts requests short at a weight sync and so
                 knows it. None: that of the phase, or those of the phases, in which the request ran.
-            log_probs: of the response, where the trainer is not told which version sampled it: they tell requests of the same
-                text apart.
+            log_probs: of the response, where the trainer does not learn which version sampled it: they distinguish
+                requests of the same text.
             asked: has the trainer asked for them; if not, they are kept aside, to verify what they can
                 (``spec_plugin.witness``).
         """
@@ -60,7 +60,7 @@ def options_of(sampling: Mapping[str, Any] | SamplingParams) -> dict[str, Any]:
 
 
 def is_listed(sampling: Mapping[str, Any]) -> bool:
-    """Are these sampling options on the lossless allow-list."""
+    """True if these sampling options are on the lossless allow-list."""
     try:
         check_sampling(dict(sampling))
     except SpecConfigError:
@@ -68,7 +68,9 @@ def is_listed(sampling: Mapping[str, Any]) -> bool:
     return True
 
 
-def extra_args(given: Mapping[str, Any], listed: bool, control: Control | None, request: Request) -> dict[str, Any]:
-    """What the engine is told beside the trainer's own: a request that is not listed runs without drafts, exact but slower."""
+def extra_args(
+    given: Mapping[str, Any], listed: bool, control: ControlStretch | None, request: Request
+) -> dict[str, Any]:
+    """The request's ``extra_args``: the trainer's, and ours. One that is not listed runs without drafts: exact, but slower."""
     undrafted: Mapping[str, Any] = {} if control is None else control.extra_args
     return {**(given.get("extra_args") or {}), **(undrafted if listed else PLAIN), **request.extra_args}

@@ -10,17 +10,17 @@ PARTS = ("weights", "kv_cache")
 
 
 class SleepState:
-    """Which parts are asleep; vLLM itself only says whether any is."""
+    """Tracks which parts are asleep; vLLM itself only says whether any is."""
 
     def __init__(self) -> None:
         self.asleep: frozenset[str] = frozenset()
 
     def slept(self) -> None:
-        """The engine sleeps."""
+        """Note that vLLM has put every part to sleep."""
         self.asleep = frozenset(PARTS)
 
     def woke(self, parts: Iterable[str] | None) -> None:
-        """These parts are back; None: all."""
+        """Note that these parts are awake again; None: all."""
         self.asleep -= frozenset(PARTS if parts is None else parts)
 
     @asynccontextmanager

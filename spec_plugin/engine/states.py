@@ -34,16 +34,16 @@ def check_states(hf: Mapping[str, Any], ragged: bool, method: str) -> None:
 
     Args:
         hf: the target's config.json.
-        ragged: does the method propose another number of tokens for each request, often none.
+        ragged: may the method propose fewer than k tokens, or none.
         method: its name, for the message.
 
     Raises:
-        SpecConfigError: in one sentence.
+        SpecConfigError: if it may propose none, and the target keeps recurrent states.
     """
     if ragged and keeps_states(hf):
         raise SpecConfigError(
-            f"spec.method={method} drafts for some steps of a request and not for others, and this target keeps recurrent "
-            "states, which vLLM then takes up at the wrong token: set spec.method to one that drafts at every step"
+            f"spec.method={method} drafts at some steps of a request and not at others, and this target keeps recurrent "
+            "states, which vLLM would then continue from the wrong token: set spec.method to one that drafts at every step"
         )
 
 
@@ -56,7 +56,9 @@ def turned_off(given: Mapping[str, Any]) -> dict[str, bool]:
     for name in TURNED_OFF:
         if given.get(name):
             logger.warning(
-                "spec-plugin: %s=True is set to False: this target keeps recurrent states (vLLM issue 53912)", name
+                "spec-plugin: engine option %s=True is overridden with False: with drafts it gives wrong text on a target with "
+                "recurrent states (vLLM issue 53912)",
+                name,
             )
     return dict.fromkeys(TURNED_OFF, False)
 

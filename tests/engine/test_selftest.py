@@ -17,8 +17,7 @@ from live import EXTENSION, MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
 
 from spec_plugin.builtin.methods import suffix
 from spec_plugin.engine.front import PATIENCE
-from spec_plugin.engine.schedule.channel import pause_idle_draft, schedule_state, set_schedule
-from spec_plugin.engine.selftest import switching
+from spec_plugin.engine.schedule.channel import schedule_state, set_schedule
 from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.test import default_prompts, run_self_test, tolerance
 
@@ -66,23 +65,6 @@ def test_law_2_drafts_that_are_drawn_by_their_own_probabilities_leave_the_sample
     report, checks = _test(live_engine(method="good eagle3", draft_sample_method="probabilistic"))
     assert report.passed, report.failures()
     assert " 0 accepted" not in checks["speculation"].detail and "samples: k switched" in checks
-
-
-@pytest.mark.v2
-def test_law_2_rows_that_are_verified_long_after_they_were_drafted_are_found(monkeypatch):
-    """The order of calls that ``test_stale_drafts`` is about, made wrong while the self-test switches k.
-
-    With a sharp draft: what is stale is taken where its own, stale probability is as small as the target's.
-    """
-
-    async def table_first(engine, table, break_even=()):
-        await set_schedule(engine, table, break_even)
-        await pause_idle_draft(engine, table)
-
-    monkeypatch.setattr(switching, "put_in_force", table_first)
-    _, checks = _test(live_engine(method="good eagle3", draft_sample_method="probabilistic"))
-    assert not checks["samples: k switched"].passed
-    assert checks["samples: counts"].passed and checks["greedy"].passed, "nothing else sees it"
 
 
 def test_options_for_the_end_of_a_response_are_no_difference(tmp_path):

@@ -120,15 +120,15 @@ def new_tokens(steps: Sequence[dict[str, tuple[int, ...]]]) -> Iterable[tuple[in
 def test_law_2_every_step_after_a_pause_samples_from_the_policy(stepped):
     found = []
     for cycle in range(CYCLES):
-        stepped.run(put_in_force(stepped, [K] * (SIZE + 1)))
+        stepped.run(put_in_force(stepped, Schedule((K,) * (SIZE + 1))))
         stepped.ask(f"a{cycle}", texts(cycle), 8)  # leaves rows behind
         stepped.finish()
-        stepped.run(put_in_force(stepped, [0] * (SIZE + 1)))
+        stepped.run(put_in_force(stepped, Schedule((0,) * (SIZE + 1))))
         stepped.ask(f"b{cycle}", texts(1000 + cycle), 16)
         for _ in range(3):
             stepped.step()
         stepped.steps[:-1] = []
-        stepped.run(put_in_force(stepped, [K] * (SIZE + 1)))
+        stepped.run(put_in_force(stepped, Schedule((K,) * (SIZE + 1))))
         stepped.finish()
         found += [(f"step {n}", is_favourite(a, b)) for n, a, b in new_tokens(stepped.steps[:6])]
     assert_the_policys(shares(found))

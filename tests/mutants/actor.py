@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
-        "seconds = number(answer := ask())",
+        "seconds = finite_float(answer := ask())",
         "seconds = float(answer := ask())",
         "law 6: the draft trains for as long as a controller says that knows no number",
         ("test_law6_table.py",),
@@ -353,8 +353,8 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
-        'state under ``path``."""\n        if not self.failed:',
-        'state under ``path``."""\n        if True:',
+        '``path``; after a failure nothing is saved."""\n        if not self.failed:',
+        '``path``; after a failure nothing is saved."""\n        if True:',
         "law 6: a draft in an unknown state is saved after a failure",
         ("test_session.py::test_law_6_nothing_is_trained_saved_or_harvested_after_a_failure",),
     ),

@@ -183,8 +183,8 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
-        "phase = Phase(version, Windows(whole.means[:KEPT], whole.maxima[:KEPT]), drafted)",
-        "phase = Phase(version, whole, drafted)",
+        "phase = PlainPhase(version, Windows(whole.means[:KEPT], whole.maxima[:KEPT]), drafted)",
+        "phase = PlainPhase(version, whole, drafted)",
         "the baseline's cap: one long phase outweighs all others, and the checkpoint grows",
         ("test_provenance_reference.py",),
     ),
@@ -330,8 +330,8 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROLLER,
-        "self._left, self._pause = self._pause, 2 * self._pause",
-        "self._left = self._pause",
+        "self.left, self._pause = self._pause, 2 * self._pause",
+        "self.left = self._pause",
         "law 7: the brake is released as often as it is pulled",
         ("test_break_even_brake.py",),
     ),
@@ -344,8 +344,8 @@ MUTATIONS = (
     ),
     Mutation(
         _PLAN,
-        "if speedup > (1.0 if serving else MARGIN) else nothing(size)",
-        "if speedup > 1.0 else nothing(size)",
+        "if speedup > (1.0 if serving else MARGIN) else no_drafts(size)",
+        "if speedup > 1.0 else no_drafts(size)",
         "law 7: noise switches speculation on",
         ("test_plan.py",),
     ),

@@ -309,8 +309,8 @@ MUTATIONS = (
     ),
     Mutation(
         _STEPS,
-        '"""The engine may wait now: what follows is not the time of a step."""\n        self._open = None',
-        '"""The engine may wait now: what follows is not the time of a step."""',
+        '"""Discard the step that is open: the engine may now wait for requests."""\n        self._open = None',
+        '"""Discard the step that is open: the engine may now wait for requests."""',
         "law 7: an idle engine's time is taken for a step's",
         ("engine/test_steps.py",),
     ),

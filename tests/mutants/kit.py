@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
-_COMPLETE, _TOLD, _RECORDER, _WATCH, _JUDGE = (
-    f"spec_plugin/conformance/{name}.py" for name in ("complete", "told", "recorder", "watch", "judge")
+_OMISSIONS, _REPORTED, _RECORDER, _WATCH, _JUDGE = (
+    f"spec_plugin/conformance/{name}.py" for name in ("omissions", "reported", "recorder", "watch", "judge")
 )
 _ENGINES, _CHECKS = "spec_plugin/conformance/engines.py", "spec_plugin/conformance/checks.py"
 _READ, _EVIDENCE = "spec_plugin/commands/report/read.py", "spec_plugin/commands/project/evidence.py"
@@ -49,7 +49,7 @@ MUTATIONS = (
     ),
     Mutation(
         _ENGINES,
-        "if missing := len(serving - told.keys()):",
+        "if missing := len(serving - begun.keys()):",
         "if missing := 0:",
         "an engine that nobody tells of a phase passes the kit",
         ("conformance/test_engines.py",),
@@ -70,7 +70,7 @@ MUTATIONS = (
     ),
     Mutation(
         _ENGINES,
-        "if metrics or rollouts_requests(trace):",
+        "if metrics or rollout_requests(trace):",
         "if metrics:",
         "a run that samples with an option that is refused passes the kit",
         ("conformance/test_engines.py",),
@@ -83,70 +83,70 @@ MUTATIONS = (
         ("conformance/test_engines.py",),
     ),
     Mutation(
-        _COMPLETE,
+        _OMISSIONS,
         "if opened > 1:",
         "if opened > 9:",
         "a harvest with a budget for each micro-batch passes the kit",
         ("conformance/test_engines.py",),
     ),
     Mutation(
-        _TOLD,
+        _REPORTED,
         'elif what == NAN and "not finite" not in found[0]["why"]:',
         'elif what == NAN and "" not in found[0]["why"]:',
         "law 3: an adapter that makes a NaN a number passes the kit",
-        ("conformance/test_told.py",),
+        ("conformance/test_reported.py",),
     ),
     Mutation(
-        _COMPLETE,
+        _OMISSIONS,
         "if row in answers:\n        return False",
         "if True:\n        return False",
         "law 3: a mask that leaves a token of each response out passes the kit",
-        ("conformance/test_complete.py",),
+        ("conformance/test_omissions.py",),
     ),
     Mutation(
-        _COMPLETE,
+        _OMISSIONS,
         "if seen < sampled:",
         "if seen < 0:",
         "law 3: an adapter that shows the guard half of a batch passes the kit",
-        ("conformance/test_complete.py",),
+        ("conformance/test_omissions.py",),
     ),
     Mutation(
-        _COMPLETE,
+        _OMISSIONS,
         "if rows and 2 * len(cut) > len(rows):",
         "if cut:",
         "a trainer that cuts one long response fails the kit",
-        ("conformance/test_complete.py",),
+        ("conformance/test_omissions.py",),
     ),
     Mutation(
-        _COMPLETE,
+        _OMISSIONS,
         'any(not e["rollout"] or (e.get("rollout_in_loss") and not all_stated) for e in events)',
         "False",
         "a trainer that skips its log-prob pass fails the kit",
-        ("conformance/test_complete.py",),
+        ("conformance/test_omissions.py",),
     ),
     Mutation(
-        _COMPLETE,
+        _OMISSIONS,
         'engine = e["pid"], e.get("engine", 0)',
         'engine = e["pid"], 0',
         "law 2: an engine that nobody has tested passes the kit, where another one was",
-        ("conformance/test_complete.py",),
+        ("conformance/test_omissions.py",),
     ),
     Mutation(
-        _COMPLETE,
+        _OMISSIONS,
         "not all(now) and all(before)",
         "all(before)",
         "metrics that stand still fail the kit",
-        ("conformance/test_complete.py",),
+        ("conformance/test_omissions.py",),
     ),
     Mutation(
-        _COMPLETE,
-        "if said > 2 * asked + _FEW:",
-        "if said > 2.0:",
+        _OMISSIONS,
+        "if reported > 2 * asked + _FEW:",
+        "if reported > 2.0:",
         "law 3: an adapter that says of every token that it is plain passes the kit",
-        ("conformance/test_complete.py",),
+        ("conformance/test_omissions.py",),
     ),
     Mutation(
-        _TOLD,
+        _REPORTED,
         '" recomputed log-probs are not finite" in found[0]["why"]',
         "False",
         "law 3: an adapter that compares the engine with itself passes the kit",

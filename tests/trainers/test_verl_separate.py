@@ -63,7 +63,7 @@ def test_a_late_actor_costs_a_plain_phase_and_one_that_dies_in_a_refresh_resumes
     metrics, failure = kills.follow(first)
     assert failure and DIES - 1 <= max(metrics) <= DIES + 1
     log = (stage[0] / "first" / "verl.log").read_text()
-    assert log.count("the actor has not said that the draft is in") == 2, "once it was late, once it was dead"
+    assert log.count("the actor has not finished the draft refresh") == 2, "once it was late, once it was dead"
     ends = {e["policy_version"]: e for e in read_trace(stage[0] / "first" / "trace") if e["hook"] == "spec_rollout_end"}
     assert ends[LATE - 1]["drafts"] and ends[LATE + 1]["drafts"], "before and after it, requests are drafted for"
 

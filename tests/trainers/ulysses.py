@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers.modeling_utils as modeling
 import verl  # noqa: F401
-from spec_plugin_verl.backends.fsdp import Actor
+from spec_plugin_verl.backends.fsdp import FsdpActor
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 from transformers.integrations import flash_attention
@@ -89,10 +89,10 @@ def stand_in() -> None:
     modeling.lazy_import_flash_attention = lambda *_, **__: None
 
 
-def make_engine(model: str) -> Actor:
+def make_engine(model: str) -> FsdpActor:
     """verl's engine, as its actor worker builds it."""
     single = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    engine: Actor = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
+    engine: FsdpActor = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
         HFModelConfig(
             path=model,
             use_remove_padding=True,

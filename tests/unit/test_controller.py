@@ -317,7 +317,7 @@ def test_a_draft_that_the_engine_dropped_is_told_and_not_served_again(caplog):
     assert on(c)
     steps = (StepTiming(8, K, False, 1.5, 10), StepTiming(8, 0, True, 1.0, 100))
     c.spec_rollout_end(RolloutStats(4, 8, 900, 115.0, 80, 240, 4, steps=steps))
-    assert "policy version 4: dropped the draft at 1.05 tokens per forward" in caplog.text
+    assert "policy version 4: dropped the draft within the rollout, at 1.05 tokens per forward" in caplog.text
     assert c.spec_metrics()["spec/dropped"] == 1.0
     refreshed(c, 3.5)
     assert not on(c)

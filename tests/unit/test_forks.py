@@ -255,7 +255,7 @@ def test_a_server_outlives_a_run_that_hangs(tmp_path: Path, monkeypatch: pytest.
     server = ForkServer(["wave"], env)
     hanging = launch.Launch((sys.executable, "-c", asks + hangs), env, tmp_path, 1, "trainer", Starter(server))
     try:
-        with pytest.raises(launch.RunFailed, match="nothing new for 3 s") as failure:
+        with pytest.raises(launch.RunFailed, match="completed no step for 3 s") as failure:
             list(launch.follow(hanging, launch.Steps(tmp_path / "steps", lambda line: None)))
         assert run(server.python, "-c", asks).stdout.strip() == "warm"
     finally:

@@ -144,12 +144,12 @@ def test_nothing_that_fits_is_none(model, documents):
 
 def test_taking_without_a_forward_pass_or_twice_is_an_error(model, documents):
     taps = Taps.of(find_decoder(model), AUX)
-    with pytest.raises(RuntimeError, match="nothing was captured"):
+    with pytest.raises(RuntimeError, match="no hidden states were captured"):
         packed(taps, documents)
     with taps.attached():
         run_padded(model, documents)
     packed(taps, documents)
-    with pytest.raises(RuntimeError, match="nothing was captured"):
+    with pytest.raises(RuntimeError, match="no hidden states were captured"):
         packed(taps, documents)
 
 

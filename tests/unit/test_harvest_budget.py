@@ -181,4 +181,4 @@ def test_law_6_a_harvest_that_fails_costs_speculation_and_not_the_pass():
     actor.harvest.open()
     with actor.harvest.capture(lambda: ([], [])):
         pass
-    assert "nothing was captured" in (actor.session.failure or "")
+    assert "no hidden states were captured" in (actor.session.failure or "")

@@ -273,19 +273,19 @@ def test_law_3_is_never_switched_off_in_silence(options, why, said):
         config = SpecConfig(**options)
         manager = create_manager(block=config.block, load_entry_points=False)
         control = RolloutControl(SpecSession(config, TARGET, manager), FakeLink(Fault()))
-        warnings = said("nobody checks that the log-probs that enter the loss are the policy's")
+        warnings = said("log-probs enter the loss without a check that they are the policy's")
         assert len(warnings) == start and why in warnings[-1]
         assert control.session.metrics()["spec/provenance"] == 0.0
 
 
 def test_law_2_is_never_switched_off_in_silence(said):
     make(Fault(), self_test=False)
-    assert len(said("spec.self_test=False: nobody tests")) == 1
+    assert len(said("spec.self_test=False: the engines are not tested")) == 1
 
 
 def test_law_3_guarded_runs_say_so(said):
     assert make(Fault(), logprob_tolerance=0.5).session.metrics()["spec/provenance"] == 1.0
-    assert not said("nobody checks") and not said("nobody tests")
+    assert not said("without a check") and not said("are not tested")
 
 
 def test_a_span_that_is_none_stops_nothing():

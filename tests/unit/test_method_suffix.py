@@ -95,7 +95,7 @@ def test_a_broken_memory_is_lost_and_said_so(tmp_path: Path, broken: str, caplog
     resumed = plugin()
     resumed.spec_load(tmp_path)
     assert resumed.recall() == []
-    assert "cannot be read, so they are lost" in caplog.text
+    assert "cannot be read, so suffix begins without any" in caplog.text
     resumed.keep([Rollout(ids(1, 2), ids(3))])
     assert resumed.recall() == [Rollout(ids(1, 2), ids(3))]
 

@@ -115,9 +115,9 @@ def test_a_table_in_words(table, text):
 
 def test_k_is_cut_to_what_the_samplers_memory_allows():
     """152k tokens of vocabulary, 2 GiB: 196 requests may verify three tokens each, 392 one, 785 none."""
-    table = plan.within((0,) + (3,) * 1024, 152_000, 2 << 30)
+    table = plan.fit_sampler_memory((0,) + (3,) * 1024, 152_000, 2 << 30)
     assert table[196] == 3 and table[197] == 2 and table[392] == 1 and table[393] == 0 and table[1024] == 0
-    assert plan.within((0, 3, 1, 0), 1000, 2 << 30) == (0, 3, 1, 0)
+    assert plan.fit_sampler_memory((0, 3, 1, 0), 1000, 2 << 30) == (0, 3, 1, 0)
 
 
 def test_a_draft_of_all_tokens_or_none_gets_no_k_between() -> None:

@@ -292,7 +292,7 @@ def waits_for_the_worker(): worker().wait(); time.sleep(600)
 waits_for_the_worker()
 """
     fake_verl(tmp_path, monkeypatch, LOG_STEP + 'log(1, **{"training/global_step": 1})' + body)
-    with pytest.raises(launch.RunFailed, match="nothing new for 4 s") as failure:
+    with pytest.raises(launch.RunFailed, match="completed no step for 4 s") as failure:
         list(verl_run(tmp_path / "out").follow())
     assert "in lost_in_here" in str(failure.value) and "in waits_for_the_worker" in str(failure.value)
 

@@ -309,7 +309,7 @@ def test_law_6_a_rank_that_does_not_come_is_given_up_in_our_own_time(tmp_path, m
         return session.failed, time.monotonic() - began < 5.0, session.failure, session._recovery.left
 
     (failed, soon, why, left), _ = on_two_ranks(tmp_path, work)
-    assert failed and soon and "did not come to an agreement within 2 s" in why and left is None
+    assert failed and soon and "did not join a collective call within 2 s" in why and left is None
 
 
 class Method:
@@ -427,5 +427,5 @@ def test_one_engine_that_was_cut_short_is_enough(cut_short: bool) -> None:
 def test_requests_of_all_engines_that_may_run_add_up_and_are_no_difference_between_them() -> None:
     states = [EngineState("synced", 1, 2, "draft", "target", admitted=n) for n in (0, 3, 4)]
     assert merge_states(states).admitted == 7
-    with pytest.raises(RuntimeError, match="do not hold the same"):
+    with pytest.raises(RuntimeError, match="the engines differ in"):
         merge_states([*states, EngineState("synced", 1, 2, "another", "target")])

@@ -91,7 +91,7 @@ def test_trouble_that_is_over_heals_with_a_plain_phase_a_refresh_and_a_self_test
         assert "drafts" in run.step()
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 2 and "Tried again after 8 weight syncs" in said[0]
-    assert "drafts are tried again (1 of 5 times)" in said[1] and "install is broken" in said[1]
+    assert "drafts are tried again (1 of 5 times, spec.recoveries)" in said[1] and "install is broken" in said[1]
 
 
 @pytest.mark.parametrize("times", [0, 1, 3])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_plugin import rollouts
-from spec_plugin.rollouts import Latest, Rollout
+from spec_plugin.rollouts import LatestRollouts, Rollout
 
 
 def test_a_rollout_counts_the_tokens_of_both_parts() -> None:
@@ -17,7 +17,7 @@ def test_a_rollout_counts_the_tokens_of_both_parts() -> None:
 
 
 def test_the_last_two_visits_of_a_prompt_are_kept() -> None:
-    latest = Latest(1000)
+    latest = LatestRollouts(1000)
     for phase, number in enumerate((0, 1)):
         assert latest.add(b"p", 10 * number, 5, phase) == latest.add(b"p", 10 * number + 1, 5, phase) == []
     assert latest.add(b"p", 20, 5, 2) == [(b"p", 0), (b"p", 1)]
@@ -26,7 +26,7 @@ def test_the_last_two_visits_of_a_prompt_are_kept() -> None:
 
 
 def test_of_a_large_group_the_last_to_end_are_kept() -> None:
-    latest = Latest(1000, samples=3)
+    latest = LatestRollouts(1000, samples=3)
     dropped = [latest.add(b"p", number, 5, 0) for number in range(5)]
     assert dropped == [[], [], [], [(b"p", 0)], [(b"p", 1)]]
 
@@ -34,7 +34,7 @@ def test_of_a_large_group_the_last_to_end_are_kept() -> None:
 @pytest.mark.parametrize(("room", "found"), [(10, 10), (5, 5), (2, 2)])
 def test_of_an_epoch_that_is_too_long_some_prompts_are_always_found(room: int, found: int) -> None:
     """Ten prompts in turn, one a phase: whoever keeps the latest finds none of them again."""
-    latest = Latest(5 * room)
+    latest = LatestRollouts(5 * room)
     prompts = [bytes([i]) for i in range(10)]
     for phase in range(50):
         known = {prompt for prompt, _ in latest}
@@ -47,7 +47,7 @@ def test_of_an_epoch_that_is_too_long_some_prompts_are_always_found(room: int, f
 
 def test_a_prompt_that_does_not_come_back_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts, "_FORGOTTEN", 3)
-    latest = Latest(10)
+    latest = LatestRollouts(10)
     latest.add(b"a", 0, 5, 0)
     latest.add(b"b", 1, 5, 2)
     assert latest.add(b"c", 2, 5, 3) == [(b"c", 2)], "there is no room"
@@ -59,7 +59,7 @@ def test_a_prompt_that_does_not_come_back_makes_room(monkeypatch: pytest.MonkeyP
 @given(st.integers(0, 10_000), st.integers(1, 60))
 @settings(deadline=None)
 def test_what_is_kept_and_what_is_dropped_is_all_there_was(seed: int, most: int) -> None:
-    rng, latest, there = random.Random(seed), Latest(most), {}
+    rng, latest, there = random.Random(seed), LatestRollouts(most), {}
     for number in range(60):
         prompt, tokens = rng.choice([b"a", b"b", b"c"]), rng.randint(1, 9)
         there[number] = (prompt, tokens)

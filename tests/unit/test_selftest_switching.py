@@ -31,7 +31,7 @@ class Played:
         self.drafts = 0
         self.lowered = False  # did a table ask for less under requests that had drafts
         model = SimpleNamespace(logprobs_mode="raw_logprobs", max_logprobs=20)
-        self.vllm_config, self.engine_core = SimpleNamespace(model_config=model), self
+        self.vllm_config, self.engine_core = SimpleNamespace(model_config=model, use_v2_model_runner=True), self
 
     def _next(self, token: int) -> int:
         return (token + 5) % VOCAB if self.rng.random() < 0.85 else self.rng.randrange(VOCAB)
@@ -78,12 +78,12 @@ class Played:
             await asyncio.sleep(0)
 
 
-def judge(monkeypatch: pytest.MonkeyPatch, engine: Any, whole: bool = False) -> Any:
+def judge(monkeypatch: pytest.MonkeyPatch, engine: Any, whole: bool = False, seconds: float = 1e9) -> Any:
     """The stage's one check."""
     monkeypatch.setattr(switching, "read_spec_counters", lambda: {"drafts": engine.drafts})
     prompts = [[i, i + 1] for i in range(4)]
     plan = SelfTestPlan(
-        prompts=prompts, sampling={}, k=K, vocab_size=VOCAB, alpha=1e-6, seconds=1e9, max_num_seqs=SEQS, whole=whole
+        prompts=prompts, sampling={}, k=K, vocab_size=VOCAB, alpha=1e-6, seconds=seconds, max_num_seqs=SEQS, whole=whole
     )
 
     async def run() -> list[Any]:
@@ -101,10 +101,10 @@ def judge(monkeypatch: pytest.MonkeyPatch, engine: Any, whole: bool = False) -> 
     return check
 
 
-async def table_first(engine: Any, table: Any, break_even: Any = ()) -> None:
+async def table_first(engine: Any, schedule: Any) -> None:
     """What the front did once."""
-    await channel.set_schedule(engine, table, break_even)
-    await channel.pause_idle_draft(engine, table)
+    await channel.set_schedule(engine, schedule.table, schedule.break_even)
+    await channel.pause_idle_draft(engine, schedule.table)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -127,6 +127,11 @@ def test_a_wrong_order_that_costs_nothing_passes(monkeypatch):
     """Drafts without probabilities of their own: stale ones are refused by the rules."""
     monkeypatch.setattr(switching, "put_in_force", table_first)
     assert judge(monkeypatch, Played(takes_stale_rows=False)).passed
+
+
+def test_too_few_sequences_in_the_time_are_named_unproven_and_refuse_nobody(monkeypatch):
+    check = judge(monkeypatch, Played(), seconds=0.0)
+    assert check.passed and check.unproven and "where 64 would do" in check.detail
 
 
 def test_an_engine_that_verifies_nothing_meanwhile_proves_nothing(monkeypatch):

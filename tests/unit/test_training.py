@@ -168,7 +168,7 @@ def test_a_resumed_run_continues_the_saved_draft(tmp_path: Path, torn: bool) -> 
 def test_a_checkpoint_without_a_draft_starts_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     p = plugin()
     p.spec_load(path=tmp_path)
-    assert "no draft in the checkpoint" in caplog.text
+    assert "holds no draft, since the run was saved without one" in caplog.text
     p.spec_weight_sync(event=sync())
     refresh = p.spec_draft_weights(event=sync())
     assert refresh is not None and refresh.draft_version == 0

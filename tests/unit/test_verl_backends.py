@@ -24,7 +24,7 @@ SCRIPT = """
     EngineRegistry._engines["language_model"]["fsdp"]["cuda"] = Own
     import spec_plugin_verl
     from spec_plugin_verl.actor import SpecActor
-    from spec_plugin_verl.backends import ROOMS, mixed
+    from spec_plugin_verl.backends import BACKENDS, mixed
     from spec_plugin_verl.registration import register
     from spec_plugin_verl_check.actors import ACTORS
 
@@ -34,12 +34,12 @@ SCRIPT = """
     engine = taken["fsdp2"]["cuda"]
     order = [c.__name__ for c in engine.__mro__]
     found = {
-        "rooms": sorted(ROOMS),
+        "rooms": sorted(BACKENDS),
         "actors": sorted(ACTORS),
         "of another's class": issubclass(taken["fsdp"]["cuda"], Own) and issubclass(taken["fsdp"]["cuda"], SpecActor),
         "twice": taken == once and mixed("fsdp2", engine) is engine,
         "before verl's": order.index("SpecActor") < order.index("FSDPEngineWithLMHead"),
-        "others": [name for name in taken if name not in ROOMS and taken[name] != stock[name]],
+        "others": [name for name in taken if name not in BACKENDS and taken[name] != stock[name]],
         "values": any(
             issubclass(c, SpecActor) for part in EngineRegistry._engines["value_model"].values() for c in part.values()
         ),

@@ -149,7 +149,7 @@ def test_law_6_the_gate_opens_also_where_the_engine_does_not_confirm_that_it_is_
 
     with caplog.at_level(logging.WARNING):
         server = run(scene())
-    assert server.opened == 1 and "counts as drafted" in caplog.records[-1].message
+    assert server.opened == 1 and "is checked as drafted text" in caplog.records[-1].message
 
 
 def test_a_self_test_that_takes_longer_than_the_actor_may_is_waited_for():
@@ -331,7 +331,7 @@ def test_a_paused_engine_runs_for_the_self_test_and_is_paused_again(paused):
 def test_an_engine_that_rolls_out_already_is_not_tested():
     server = Server()
     server._spec_front.busy = True
-    with pytest.raises(RuntimeError, match="rolls out already"):
+    with pytest.raises(RuntimeError, match="needs an engine without requests"):
         run(server.spec_self_test(1.0))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minimal_adapter import driver
-from minimal_adapter.loop import Answer, Trainer
+from minimal_adapter.loop import Completion, Trainer
 from minimal_adapter.pair import PairAdapter
 
 CAUGHT_BY = "phases_are_timed_as_they_ran"
@@ -13,7 +13,7 @@ ONLY = True
 
 
 class Adapter(PairAdapter):
-    async def request(self, index: int, prompt: list[int], most: int | None = None, extra: Any = None) -> Answer:
+    async def request(self, index: int, prompt: list[int], most: int | None = None, extra: Any = None) -> Completion:
         async with self.fronts[(index + 1) % len(self.fronts)].sample(prompt, self.sampling) as request:
             answer = await Trainer.request(self, index, prompt, most, request.extra_args)
             request.completed(answer.tokens, answer.version)

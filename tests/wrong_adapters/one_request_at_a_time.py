@@ -7,7 +7,7 @@ from typing import Any
 
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
-from minimal_adapter.loop import Answer
+from minimal_adapter.loop import Completion
 
 CAUGHT_BY = "requests_run_at_once"
 ONLY = True
@@ -18,7 +18,7 @@ class Adapter(MinimalAdapter):
         super().start_engine()
         self.turn = asyncio.Lock()
 
-    async def request(self, *args: Any) -> Answer:
+    async def request(self, *args: Any) -> Completion:
         async with self.turn:
             return await super().request(*args)
 

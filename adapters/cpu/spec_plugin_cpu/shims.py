@@ -1,4 +1,4 @@
-"""Functions of a trainer that a machine without an accelerator needs replaced, each only while it is what it was."""
+"""Replaces a trainer's functions on a machine without an accelerator, each only while it still looks as it did."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Shims:
     """The replacements of one package, each made once."""
 
     def __init__(self, package: str, advice: str) -> None:
-        """Name them.
+        """Replace nothing yet.
 
         Args:
-            package: whose shims these are.
-            advice: what to do where one does not fit.
+            package: whose shims these are, for messages.
+            advice: ends the message where a replacement does not fit.
         """
         self._package, self._advice, self._mark = package, advice, f"_{package.replace('.', '_')}"
 

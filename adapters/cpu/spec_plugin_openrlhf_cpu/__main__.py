@@ -30,9 +30,14 @@ def main() -> None:
         SpecConfigError: if no module is named, or the CPU is not chosen.
     """
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        raise SpecConfigError("usage: python -m spec_plugin_openrlhf_cpu openrlhf.cli.train_ppo_ray <flags…>")
+        raise SpecConfigError(
+            "no module named; usage: python -m spec_plugin_openrlhf_cpu openrlhf.cli.train_ppo_ray <flags…>"
+        )
     if not chosen():
-        raise SpecConfigError("spec_plugin_openrlhf_cpu needs DS_ACCELERATOR=cpu and a machine without a GPU")
+        raise SpecConfigError(
+            "spec_plugin_openrlhf_cpu runs with DS_ACCELERATOR=cpu and without a visible GPU only: set DS_ACCELERATOR=cpu and "
+            "CUDA_VISIBLE_DEVICES= or run OpenRLHF itself"
+        )
     # OpenRLHF switches this on; without a copy to a GPU, workers would write into tensors that they share
     os.environ.setdefault("RAY_ENABLE_ZERO_COPY_TORCH_TENSORS", "0")
     setup_worker()

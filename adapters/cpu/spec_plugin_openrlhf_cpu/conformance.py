@@ -49,7 +49,7 @@ SHAPES = {
 }
 
 
-class Driver(ConformanceDriver):
+class OpenrlhfDriver(ConformanceDriver):
     """GRPO on one prompt with eight samples a step, so that a replayed run sees its rollouts in the same order."""
 
     shapes: ClassVar = {name: what for name, (what, _) in SHAPES.items()}
@@ -59,20 +59,20 @@ class Driver(ConformanceDriver):
     engine_version = "spec_plugin.engine.front:EngineFront.policy_version"
 
     def __init__(self, root: Path, shape: str | None = None, family: str | None = None) -> None:
-        """Make policy, data and reward."""
+        """Write the tiny policy, the prompts and the reward under ``root``."""
         super().__init__(root, shape, family)
         self.asynchronous = shape in ("async", "partial")
         # of a response that goes on under the next policy, the rest
         self.requests = {"min_tokens": 1, "max_tokens": (1, LONG) if shape == "partial" else TOKENS}
         root.mkdir(parents=True, exist_ok=True)
-        self._room = tiny_targets()[family or "qwen3"]
-        self._target = tiny.make_target(root / "policy", torch.bfloat16, family=self._room.name)
+        self._tiny = tiny_targets()[family or "qwen3"]
+        self._target = tiny.make_target(root / "policy", torch.bfloat16, family=self._tiny.name)
         self._data = tiny.write_jsonl(root / "data.jsonl", 64)
         self._reward = tiny.write_reward(root)
 
     @property
     def target(self) -> Path:
-        """The tiny policy, in OpenRLHF's bfloat16."""
+        """Folder of the tiny policy, in bfloat16 as OpenRLHF computes."""
         return self._target
 
     def _checkpoints(self, run: RunSettings) -> Path:
@@ -111,7 +111,7 @@ class Driver(ConformanceDriver):
             run.steps,
             plain=not run.enabled,
             overrides=tuple(self._flags(run)),
-            variables=self._room.environment,
+            variables=self._tiny.environment,
             submitted=self.shape == "job",
             max_num_seqs=_AT_ONCE.get(self.shape or ""),
         )
@@ -133,11 +133,11 @@ class Driver(ConformanceDriver):
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
     def weights(self, run: RunSettings, step: int) -> dict[str, Tensor] | None:
-        """The same, but of ZeRO-3, whose ranks have flat parts."""
+        """As ``policy``; None with ZeRO-3, whose ranks hold flat shards."""
         return None if self.shape == "zero3" else self.policy(run, step)
 
     def random_state(self, run: RunSettings, step: int) -> dict[str, str]:
-        """torch's, of the first rank: OpenRLHF seeds all streams, and saves none; see ``shims``."""
+        """sha256 of torch's random state on the first rank; OpenRLHF saves none, ``shims`` adds this one."""
         folder = self._checkpoints(run) / "_actor" / f"global_step{step}"
         file = next(iter(sorted(folder.glob("*mp_rank_00_model_states.pt"))))
         return {"torch": hashlib.sha256(_load(file)[RANDOM].numpy().tobytes()).hexdigest()}

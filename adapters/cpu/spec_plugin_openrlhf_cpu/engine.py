@@ -91,7 +91,7 @@ def _refuse_ray_collectives(original: Callable[..., Any]) -> Callable[..., Any]:
         use_ray: bool = False,
     ) -> Any:
         if use_ray:
-            raise NotImplementedError("--vllm.sync_with_ray does not run on a CPU")
+            raise NotImplementedError("--vllm.sync_with_ray needs NCCL and does not run on a CPU: leave the flag out")
         return original(self, master_address, master_port, rank_offset, world_size, group_name, backend)
 
     return init_process_group
@@ -100,7 +100,10 @@ def _refuse_ray_collectives(original: Callable[..., Any]) -> Callable[..., Any]:
 def update_weight(self: Any, name: str, dtype: torch.dtype, shape: Any, empty_cache: bool = False) -> None:
     """Receive one tensor from the trainer and load it; after the last (``empty_cache``), pack the weights again."""
     if dtype != self.model_config.dtype:
-        raise ValueError(f"{name}: the trainer sends {dtype}, the engine runs in {self.model_config.dtype}")
+        raise ValueError(
+            f"weight sync: the trainer sends {name} in {dtype}, the engine runs in {self.model_config.dtype}; both must have one "
+            "dtype"
+        )
     weight = torch.empty(shape, dtype=dtype)
     self._model_update_group.broadcast(weight, src=0)
     self.model_runner.model.load_weights(weights=[(name, weight)])

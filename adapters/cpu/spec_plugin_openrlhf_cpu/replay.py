@@ -23,7 +23,7 @@ class ReplayExecutor(SingleTurnAgentExecutor):  # type: ignore[misc]
         self._asked = 0
 
     async def execute(self, prompt: str, label: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """OpenRLHF's response dict."""
+        """OpenRLHF's response dict, from the record if there is one, else sampled and recorded."""
         number, self._asked = self._asked, self._asked + 1
         file = self.folder / f"{number}.json"
         if file.exists():

@@ -49,12 +49,12 @@ class OpenRLHFRun:
 
     @property
     def log_file(self) -> Path:
-        """Everything that OpenRLHF, Ray and vLLM print."""
+        """Output of OpenRLHF, Ray and vLLM, in one file."""
         return self.launch().log_file
 
     @property
     def records(self) -> Steps:
-        """How its steps are found."""
+        """The log file, and how a line of it becomes a step."""
         return Steps(self.log_file, step_record)
 
     def launch(self, base: Mapping[str, str] = os.environ) -> Launch:
@@ -66,7 +66,7 @@ class OpenRLHFRun:
         return Launch(command, environment(self, base), self.out, self.steps, "openrlhf", interpreter)
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
-        """Run it; see :func:`spec_plugin.conformance.launch.follow`."""
+        """Run it and yield (step, metrics); see :func:`spec_plugin.conformance.launch.follow`."""
         return follow(self.launch(), self.records)
 
 

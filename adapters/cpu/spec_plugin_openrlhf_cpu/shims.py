@@ -69,7 +69,10 @@ def install() -> None:
     )
     late = sys.modules.get("openrlhf.trainer.ray.ppo_actor")
     if late is not None and late.stateless_init_process_group is not gloo_group:
-        raise PatchError("openrlhf.trainer.ray.ppo_actor was imported before spec_plugin_openrlhf_cpu was installed")
+        raise PatchError(
+            "openrlhf.trainer.ray.ppo_actor was imported before spec_plugin_openrlhf_cpu could change it: start the run with "
+            "python -m spec_plugin_openrlhf_cpu, and import nothing of OpenRLHF before"
+        )
 
 
 def _instead(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,7 +203,7 @@ def stub_flash_attn() -> None:
 
 
 def _no_ring_attention(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError("ring attention (--ds.ring_attn_size > 1) does not run on a CPU")
+    raise NotImplementedError("ring attention does not run on a CPU: set --ds.ring_attn_size 1")
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """How one backend writes; both functions take the actor's folder and the number of ranks."""
+    """Reads one backend's checkpoints; both functions take the actor's folder and the number of ranks."""
 
     policy: Callable[[Path, int], dict[str, Tensor]]  # by name, with the rank before it where each has a part
     random_state: Callable[[Path, int], dict[str, str]]  # digests

@@ -166,7 +166,7 @@ SHAPES = {
 }
 
 
-class Driver(ConformanceDriver):
+class VerlDriver(ConformanceDriver):
     """GRPO on four prompts with four samples a step."""
 
     shapes: ClassVar = {name: shape.what for name, shape in SHAPES.items()}
@@ -178,7 +178,7 @@ class Driver(ConformanceDriver):
     engine_version = "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.global_steps"
 
     def __init__(self, root: Path, shape: str | None = None, family: str | None = None) -> None:
-        """Make policy, data and reward."""
+        """Write the tiny policy, the prompts and the reward under ``root``."""
         super().__init__(root, shape, family)
         self._shape = SHAPES[shape] if shape else Shape("", ())
         self.asynchronous = self._shape.asynchronous
@@ -202,7 +202,7 @@ class Driver(ConformanceDriver):
 
     @property
     def target(self) -> Path:
-        """The tiny policy, in float32."""
+        """Folder of the tiny policy, in float32."""
         return self._target
 
     def _overrides(self, run: RunSettings) -> list[str]:
@@ -233,7 +233,7 @@ class Driver(ConformanceDriver):
         return out + [f"{SPEC}{name}={_word(value)}" for name, value in options.items()]
 
     def launch(self, run: RunSettings) -> Generator[tuple[int, dict[str, float]], None, None]:
-        """One run of ``verl.trainer.main_ppo``."""
+        """One run of the shape's main, ``verl.trainer.main_ppo`` by default."""
         trainer = VerlRun(
             self._target,
             self._data,
@@ -258,11 +258,11 @@ class Driver(ConformanceDriver):
         return run.out / "checkpoints" / f"global_step_{step}" / "actor"
 
     def policy(self, run: RunSettings, step: int) -> dict[str, Tensor]:
-        """From verl's checkpoint."""
+        """From verl's checkpoint; with FSDP each rank's shard by itself."""
         return self._shape.format.policy(self._checkpoint(run, step), self._shape.ranks)
 
     def weights(self, run: RunSettings, step: int) -> dict[str, Tensor] | None:
-        """The same, put together. With LoRA the engine has a sum, or the base and the adapters."""
+        """``policy`` with its shards put together; None with LoRA, where the engine has a sum, or base and adapters."""
         parts: dict[str, list[Tensor]] = {}
         # in the order of ranks, each with a stretch of the first dimension
         for name, tensor in self.policy(run, step).items():
@@ -270,7 +270,7 @@ class Driver(ConformanceDriver):
         return None if any("lora" in name for name in parts) else {name: torch.cat(p) for name, p in parts.items()}
 
     def random_state(self, run: RunSettings, step: int) -> dict[str, str]:
-        """torch's, of each rank; verl seeds no other."""
+        """sha256 of torch's random state on each rank; verl seeds no other stream."""
         return self._shape.format.random_state(self._checkpoint(run, step), self._shape.ranks)
 
 

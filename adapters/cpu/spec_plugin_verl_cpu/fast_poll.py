@@ -33,8 +33,8 @@ class _InOrder:
 
 
 class FastPoll(_InOrder, ReplayBuffer):  # type: ignore[misc]
-    """For ``trainer_mode=sync``."""
+    """verl's replay buffer for ``trainer_mode=sync``, polled every 20 ms, in the prompts' order."""
 
 
 class FastPollAsync(_InOrder, ReplayBufferAsync):  # type: ignore[misc]
-    """For the asynchronous modes."""
+    """The same for verl's asynchronous modes."""

@@ -43,15 +43,15 @@ class FileCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     @classmethod
     def build_topology(cls, actors: int, rollouts: int, metadata: list[str]) -> Any:
-        """Everybody learns the first actor's folder."""
+        """Hand every actor and rollout worker the folder that the first actor made."""
         return {"folder": [metadata[0]] * actors}, {"folder": [metadata[0]] * rollouts}
 
     def init_process_group(self, folder: str) -> None:
-        """The folder of this sync."""
+        """Note the folder of this sync."""
         self._folder = Path(folder)
 
     def finalize(self) -> None:
-        """All have read."""
+        """Remove the folder: all have read."""
         self._ours.close()
 
     @torch.no_grad()

@@ -79,7 +79,6 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]
     device_module = _CpuDeviceModule("verl_cpu_device")
 
     def is_available(self) -> bool:
-        """Always."""
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
@@ -87,39 +86,29 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]
         return False
 
     def current_device(self) -> str:
-        """The only one."""
         return "cpu"
 
     def device_count(self) -> int:
-        """One."""
         return 1
 
-    def set_device(self, device_index: Any) -> None:
-        """Nothing to choose."""
+    def set_device(self, device_index: Any) -> None: ...
 
-    def synchronize(self, device_index: Any = None) -> None:
-        """Nothing to wait for."""
+    def synchronize(self, device_index: Any = None) -> None: ...
 
     def manual_seed(self, seed: int) -> None:
-        """Torch's own generator."""
         torch.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        """Torch's own generator."""
         torch.manual_seed(seed)
 
-    def set_allocator_settings(self, settings: str) -> None:
-        """No allocator to set."""
+    def set_allocator_settings(self, settings: str) -> None: ...
 
-    def empty_cache(self) -> None:
-        """No cache."""
+    def empty_cache(self) -> None: ...
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        """None."""
         return None, None
 
     def communication_backend_name(self) -> str:
-        """The CPU's backend."""
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
@@ -128,29 +117,24 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
-        """No profiler marks."""
         yield
 
-    def profiler_start(self) -> None:
-        """No profiler."""
+    def profiler_start(self) -> None: ...
 
-    def profiler_stop(self) -> None:
-        """No profiler."""
+    def profiler_stop(self) -> None: ...
 
     def ray_resource_name(self) -> str:
         """Logical GPUs: ``+ray_kwargs.ray_init.num_gpus=1``."""
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
-        """None."""
         return []
 
     def is_ipc_supported(self) -> bool:
         """No device IPC, hence shared memory."""
         return False
 
-    def cudart(self) -> None:
-        """None."""
+    def cudart(self) -> None: ...
 
 
 def _unique_backends(backend: Any) -> Any:

@@ -70,15 +70,15 @@ SEPARATE = (
 
 @dataclass(frozen=True)
 class Main:
-    """A module of verl's that starts a run, and what its configuration needs beside an ordinary run's."""
+    """One of verl's entry modules, and the overrides that it needs beside an ordinary run's."""
 
     module: str
     overrides: tuple[str, ...] = ()
     flag: str = PLUGIN_FLAG
     prompts: int = 0  # a step, where its rollouts are counted by prompts and not by steps
 
-    def of(self, steps: int) -> tuple[str, ...]:
-        """Overrides of a run of so many steps."""
+    def overrides_for(self, steps: int) -> tuple[str, ...]:
+        """Hydra overrides of a run of so many steps."""
         counted = (f"rollout.total_rollout_steps={steps * self.prompts}",) if self.prompts else ()
         return (*self.overrides, *counted)
 
@@ -116,7 +116,7 @@ FULLY = Main(
 
 @dataclass(frozen=True)
 class Backend:
-    """What trains the actor, and how it is told what a small machine wants."""
+    """One of verl's training backends for the actor, with its overrides for a small machine."""
 
     overrides: tuple[str, ...]
     modules: tuple[str, ...] = ()  # that every process of verl imports
@@ -194,7 +194,7 @@ class VerlRun:
 
     @property
     def records(self) -> Steps:
-        """How its steps are found."""
+        """The metrics file, and how a line of it becomes a step."""
         return Steps(self.metrics_file, step_record)
 
     def launch(self, base: Mapping[str, str] = os.environ) -> Launch:
@@ -208,7 +208,7 @@ class VerlRun:
         )
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
-        """Run it; see :func:`spec_plugin.conformance.launch.follow`."""
+        """Run it and yield (step, metrics); see :func:`spec_plugin.conformance.launch.follow`."""
         return follow(self.launch(), self.records)
 
 
@@ -279,7 +279,7 @@ def arguments(run: VerlRun) -> list[str]:
     ]
     flag = [] if run.plain else [run.main.flag]
     joined = _JOIN if run.nodes > 1 else ()
-    own = (*run.backend.overrides, *joined, *flag, *run.overrides, *run.main.of(run.steps))
+    own = (*run.backend.overrides, *joined, *flag, *run.overrides, *run.main.overrides_for(run.steps))
     return [*grpo, *small_machine, *own]
 
 

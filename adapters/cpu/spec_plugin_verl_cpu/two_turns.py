@@ -12,10 +12,10 @@ TURN = 12  # most tokens of a turn
 
 
 class TwoTurns(AgentLoopBase):  # type: ignore[misc]
-    """Named in a configuration file of ``rollout.agent.agent_loop_config_path``."""
+    """Sample, append a tool's tokens, sample again; chosen in the file of ``rollout.agent.agent_loop_config_path``."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
-        """Sample, append the tool's tokens, sample again."""
+        """One rollout; the tool's tokens are masked out, and the second turn's options are not on the allow-list."""
         prompt = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
         response: list[int] = []
         mask: list[int] = []

@@ -1,15 +1,15 @@
-"""One room for each backend of verl's actors: how hidden states are harvested there, and who knows what."""
+"""Mix-ins for verl's actors, one module for each kind of backend: how hidden states are harvested, and which rank knows what."""
 
 from __future__ import annotations
 
 from typing import Any
 
-#: backend, as verl's registry names it -> module here, whose ``Actor`` is its mix-in
-ROOMS = {
-    "fsdp": "fsdp",
-    "fsdp2": "fsdp",
-    "veomni": "fsdp",
-    "megatron": "megatron",
+#: backend, as verl's registry names it -> module:class here of its mix-in
+BACKENDS = {
+    "fsdp": "fsdp:FsdpActor",
+    "fsdp2": "fsdp:FsdpActor",
+    "veomni": "fsdp:FsdpActor",
+    "megatron": "megatron:MegatronActor",
 }
 
 
@@ -21,6 +21,7 @@ def mixed(backend: str, engine: type) -> type:
 
     if issubclass(engine, SpecActor):
         return engine
-    mixin: Any = import_module(f"{__name__}.{ROOMS[backend]}").Actor
+    module, name = BACKENDS[backend].split(":")
+    mixin: Any = getattr(import_module(f"{__name__}.{module}"), name)
     about = {"__module__": mixin.__module__, "__doc__": f"verl's {engine.__name__}, plus what the flag adds."}
     return type(f"Spec{engine.__name__}", (mixin, engine), about)

@@ -11,14 +11,14 @@ from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
 
 
-class Actor(SpecActor):
-    """For verl's ``FSDPEngineWithLMHead`` and its subclasses."""
+class FsdpActor(SpecActor):
+    """Mix-in for verl's ``FSDPEngineWithLMHead`` and its subclasses: each rank runs all layers."""
 
     use_ulysses_sp: bool
     ulysses_parallel_group: Any
 
     def spec_dtype(self) -> str:
-        """As FSDP's mixed precision resolved it."""
+        """verl's autocast dtype, in which its forward pass runs; bfloat16 where it names none."""
         return str(getattr(self, "_autocast_dtype", torch.bfloat16)).removeprefix("torch.")
 
     def spec_harvest(self, control: RolloutControl) -> DecoderHarvest:

@@ -34,8 +34,8 @@ from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
 
 
-class Actor(SpecActor):
-    """For verl's ``MegatronEngineWithLMHead``."""
+class MegatronActor(SpecActor):
+    """Mix-in for verl's ``MegatronEngineWithLMHead``: layers on several ranks, whose states are exchanged behind each pass."""
 
     module: list[nn.Module]  # one chunk of the model; more of them (virtual pipeline) are refused
     param_dtype: torch.dtype
@@ -49,7 +49,7 @@ class Actor(SpecActor):
         return PipelineHarvest(control, self)
 
     def spec_modules(self) -> Sequence[nn.Module]:
-        """The chunks of this stage."""
+        """The model chunks of this pipeline stage; one, since virtual pipelines are refused."""
         return self.module
 
     def spec_log_probs(self, output: Mapping[str, Any], data: Any) -> Tensor | None:
@@ -98,7 +98,7 @@ class _Documents:
 
 
 class PipelineHarvest(RolloutHarvest):
-    """The harvest of one rank of a Megatron actor."""
+    """Harvest of one Megatron rank: it keeps its stage's part of each pass, and ``deliver`` brings the parts together."""
 
     def __init__(self, control: RolloutControl, engine: Any) -> None:
         """Bind to a session and an engine; nothing is captured before ``open``."""
@@ -121,7 +121,7 @@ class PipelineHarvest(RolloutHarvest):
         return Taps({i: places[i] for i in layers if i in places}, norm)
 
     def open(self) -> None:
-        """A new budget (collective)."""
+        """A new budget; what an earlier pass has left undelivered is dropped (collective)."""
         self._documents, self._seconds = _Documents(), 0.0
         super().open()
 
@@ -169,7 +169,9 @@ class PipelineHarvest(RolloutHarvest):
         sources = {layer: stage for stage, (theirs, _) in enumerate(about) for layer in theirs}
         counts = {layer: theirs[layer][0] for theirs, _ in about for layer in theirs}
         if {count for _, count in about} != {len(kept.ids)} or any(n != len(kept.ids) for n in counts.values()):
-            raise RuntimeError(f"the pipeline's stages have captured different documents: {about}")
+            raise RuntimeError(
+                f"pipeline stages captured different documents (by stage: layer -> documents, width, dtype; documents): {about}"
+            )
         lengths = [len(document) for document in kept.ids]
         out: dict[int, list[Tensor]] = {}
         for layer in sorted(sources):

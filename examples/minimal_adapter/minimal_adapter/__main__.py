@@ -15,7 +15,6 @@ ADAPTER = "minimal_adapter.adapter:MinimalAdapter"
 
 
 def main() -> None:
-    """Parse, run."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     parser = argparse.ArgumentParser(prog="minimal_adapter", description=__doc__)
     parser.add_argument("--target", type=Path, required=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minimal_adapter.loop import Answer, Rollouts, Settings, Trainer, padded
+from minimal_adapter.loop import Completion, Rollouts, Settings, Trainer, padded
 from spec_plugin import adapter as spec
 from spec_plugin.adapter import EngineFront  # before any session is made: the kit then watches the engine
 
@@ -54,7 +54,7 @@ class MinimalAdapter(Trainer):
 
     # ---- 3. each request, on the engine's side
 
-    async def request(self, index: int, prompt: list[int], most: int | None = None, extra: Any = None) -> Answer:
+    async def request(self, index: int, prompt: list[int], most: int | None = None, extra: Any = None) -> Completion:
         async with self.fronts[index % len(self.fronts)].sample(prompt, self.sampling) as request:
             answer = await super().request(index, prompt, most, request.extra_args)
             request.completed(answer.tokens, answer.version)

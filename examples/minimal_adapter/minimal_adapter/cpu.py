@@ -30,7 +30,6 @@ def prepare_worker() -> None:
 
 
 def repack(model: Any) -> None:
-    """After new weights: pack them again."""
     from spec_plugin.engine.repairs.cpu_compat import repack
 
     repack(model)

@@ -31,7 +31,6 @@ class Driver(ConformanceDriver):
     requests: Mapping[str, Any] = MappingProxyType({"max_tokens": Settings.max_tokens})
 
     def __init__(self, root: Path) -> None:
-        """Make the tiny policy."""
         super().__init__(root)
         self._target = tiny.make_target(root / "target")
 
@@ -51,7 +50,6 @@ class Driver(ConformanceDriver):
         yield from follow(launch, Steps(run.out / "metrics.jsonl", _parse))
 
     def command(self, run: RunSettings) -> list[str]:
-        """The command line of a run."""
         words = ["--target", self.target, "--out", run.out, "--steps", run.steps, "--save-every", run.save_every]
         if run.replay is not None:
             words += ["--replay", run.replay]
@@ -70,7 +68,6 @@ class Driver(ConformanceDriver):
         return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     def policy(self, run: RunSettings, step: int) -> dict[str, Tensor]:
-        """The policy's parameters after a step."""
         tensors: dict[str, Tensor] = load_file(run.out / "checkpoints" / f"step_{step}" / "policy.safetensors")
         return tensors
 
@@ -86,7 +83,6 @@ class PairDriver(Driver):
     adapter = "minimal_adapter.pair:PairAdapter"
 
     def command(self, run: RunSettings) -> list[str]:
-        """The command line of a run."""
         return [*super().command(run), "--engines", "2"]
 
 

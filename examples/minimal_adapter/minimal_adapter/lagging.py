@@ -14,9 +14,7 @@ from minimal_adapter.adapter import MinimalAdapter
 from minimal_adapter.loop import Rollouts
 
 
-class Part(NamedTuple):
-    """A response under way."""
-
+class PartialResponse(NamedTuple):
     tokens: list[int]
     log_probs: list[float]
     first: int  # policy version of its first token
@@ -27,7 +25,7 @@ class LaggingAdapter(MinimalAdapter):
     """Rollouts that overlap with training: they end with the next weight sync."""
 
     overlaps = True
-    _begun: list[Part] | None = None
+    _begun: list[PartialResponse] | None = None
 
     def sync(self) -> None:
         """Begin the next step's responses with the old weights, then send the new ones."""
@@ -42,19 +40,23 @@ class LaggingAdapter(MinimalAdapter):
         parts = self.sample(prompts, begun, self.settings.max_tokens)
         return self.recorded(Rollouts(list(prompts), *map(list, zip(*parts, strict=True))))
 
-    def _nothing(self) -> Part:
-        return Part([], [], self.engine.version, self.engine.version)
+    def _nothing(self) -> PartialResponse:
+        return PartialResponse([], [], self.engine.version, self.engine.version)
 
-    def sample(self, prompts: Sequence[list[int]], begun: Sequence[Part], most: int) -> list[Part]:
+    def sample(
+        self, prompts: Sequence[list[int]], begun: Sequence[PartialResponse], most: int
+    ) -> list[PartialResponse]:
         """Each response up to ``most`` tokens."""
 
-        async def go_on(index: int, prompt: list[int], part: Part) -> Part:
+        async def go_on(index: int, prompt: list[int], part: PartialResponse) -> PartialResponse:
             if len(part.tokens) >= most or part.tokens[-1:] == [self.policy.config.eos_token_id]:
                 return part
             more = await self.request(index, [*prompt, *part.tokens], most - len(part.tokens))
-            return Part([*part.tokens, *more.tokens], [*part.log_probs, *more.log_probs], part.first, more.version)
+            return PartialResponse(
+                [*part.tokens, *more.tokens], [*part.log_probs, *more.log_probs], part.first, more.version
+            )
 
-        async def everything() -> list[Part]:
+        async def everything() -> list[PartialResponse]:
             together = enumerate(zip(prompts, begun, strict=True))
             return list(await asyncio.gather(*(go_on(i, prompt, part) for i, (prompt, part) in together)))
 

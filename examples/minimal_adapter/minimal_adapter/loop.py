@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """One run."""
-
     target: Path  # Hugging Face folder of the policy at version 0
     out: Path
     steps: int
@@ -47,7 +45,7 @@ class Settings:
     seed: int = 0
 
 
-class Answer(NamedTuple):
+class Completion(NamedTuple):
     """What the engine says to one request."""
 
     tokens: list[int]
@@ -81,7 +79,6 @@ class Engine:
 
     @property
     def llm(self) -> Any:
-        """The first one."""
         return self.llms[0]
 
     async def _start(self, arguments: dict[str, Any]) -> Any:
@@ -101,7 +98,7 @@ class Engine:
         future = self.submit(work)
         while not wait([future], timeout=5.0).done:
             if dead := [llm for llm in self.llms if llm.errored]:
-                raise RuntimeError("an engine is dead") from dead[0].dead_error
+                raise RuntimeError("a vLLM engine has died; its own error is above") from dead[0].dead_error
         result: T = future.result()
         return result
 
@@ -114,7 +111,6 @@ class Engine:
         self.version = answers[0]
 
     def close(self) -> None:
-        """Shut them down."""
         for llm in self.llms:
             self.loop.call_soon_threadsafe(llm.shutdown, 1.0)  # seconds until it is killed
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -139,7 +135,6 @@ class Trainer:
     # ---- the engine
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Arguments of vLLM's engine."""
         return {
             "model": str(self.settings.target),
             "skip_tokenizer_init": True,
@@ -154,11 +149,9 @@ class Trainer:
         }
 
     def start_engine(self) -> None:
-        """Start the engine."""
         self.engine = Engine(self.engine_arguments(), self.settings.engines)
 
     def sync(self) -> None:
-        """Send the policy to the engine."""
         weights = {name: tensor.contiguous() for name, tensor in self.policy.state_dict().items()}
         self.engine.run(self.engine.load_policy(self.policy_version(), weights))
 
@@ -210,7 +203,7 @@ class Trainer:
     def generate(self, prompts: Sequence[list[int]]) -> Rollouts:
         """Sample one response for each prompt, all at once."""
 
-        async def all_requests() -> list[Answer]:
+        async def all_requests() -> list[Completion]:
             return await asyncio.gather(*(self.request(i, prompt) for i, prompt in enumerate(prompts)))
 
         responses, log_probs, versions = map(list, zip(*self.engine.run(all_requests()), strict=True))
@@ -225,7 +218,7 @@ class Trainer:
 
     async def request(
         self, index: int, prompt: list[int], most: int | None = None, extra: Mapping[str, Any] | None = None
-    ) -> Answer:
+    ) -> Completion:
         """One request.
 
         Args:
@@ -249,7 +242,7 @@ class Trainer:
             final = output
         tokens = list(final.outputs[0].token_ids)
         stated = [at[t].logprob for at, t in zip(final.outputs[0].logprobs, tokens, strict=True)]
-        return Answer(tokens, stated, version)
+        return Completion(tokens, stated, version)
 
     def replayed(self) -> Rollouts | None:
         """This step's recorded rollouts, if there are any."""
@@ -294,18 +287,15 @@ class Trainer:
     # ---- what a run leaves behind
 
     def metrics(self) -> dict[str, float]:
-        """More metrics of this step."""
         return {}
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file({n: t.contiguous() for n, t in self.policy.state_dict().items()}, folder / "policy.safetensors")
         state = {"step": self.step, "optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
         torch.save(state, folder / "optimizer.pt")
 
     def load(self, folder: Path) -> None:
-        """Continue from a checkpoint."""
         self.policy.load_state_dict(load_file(folder / "policy.safetensors"))
         state = torch.load(folder / "optimizer.pt", weights_only=True)
         self.step = state["step"]
@@ -332,5 +322,4 @@ def padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
 
 
 def last_checkpoint(out: Path) -> Path:
-    """The newest checkpoint of a run."""
     return max((out / "checkpoints").glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))

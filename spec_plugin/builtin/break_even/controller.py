@@ -57,7 +57,7 @@ _SAMPLER_ROOM = 2 << 30
 
 
 class Brake:
-    """The one judge that does not believe the cost model: tokens per second of whole phases, with drafts and without.
+    """The check that does not rely on the cost model: tokens per second of whole phases, with drafts and without.
 
     The last plain phase may be long ago, and its responses shorter or its batches fuller. So phases with drafts that are
     slower than it was raise a suspicion only; the next phase is plain and decides.
@@ -67,21 +67,21 @@ class Brake:
         self._plain: float | None = None  # tokens per second
         self._slower: list[float] = []  # the same of the suspect phases
         self._pause = _BRAKE_PHASES
-        self._left = 0  # phases without drafts still to come
+        self.left = 0  # phases without drafts still to come
 
     @property
     def on(self) -> bool:
-        """True while nothing may be drafted."""
-        return self._left > 0 or self._suspicious
+        """True while the brake, or the comparison before it, keeps every batch size at k = 0."""
+        return self.left > 0 or self._suspicious
 
     @property
     def reason(self) -> Reason:
-        """Why, while nothing may be drafted."""
-        return Reason.ROLLOUTS_SLOWER if self._left > 0 else Reason.COMPARISON
+        """Why ``on``: slower whole rollouts, or one plain rollout to compare with; meaningless while it is off."""
+        return Reason.ROLLOUTS_SLOWER if self.left > 0 else Reason.COMPARISON
 
     @property
     def compares(self) -> bool:
-        """Was there a plain phase yet."""
+        """True once a plain phase was timed, which phases with drafts are compared with."""
         return self._plain is not None
 
     @property
@@ -89,9 +89,17 @@ class Brake:
         return len(self._slower) >= _BRAKE_AFTER
 
     def rolled_out(self, rate: float, drafted: bool) -> bool:
-        """Take note of a phase; True if this is what pulls the brake."""
-        if self._left > 0:
-            self._left -= 1
+        """Count a phase.
+
+        Args:
+            rate: tokens per second, of the whole phase.
+            drafted: did the engines draft in it.
+
+        Returns:
+            True if this phase pulls the brake.
+        """
+        if self.left > 0:
+            self.left -= 1
         if not (math.isfinite(rate) and rate > 0):
             return False
         if drafted:
@@ -104,7 +112,7 @@ class Brake:
         guilty = statistics.fmean(self._slower) < _BRAKE_BELOW * rate
         self._plain, self._slower = rate, []
         if guilty:
-            self._left, self._pause = self._pause, 2 * self._pause
+            self.left, self._pause = self._pause, 2 * self._pause
         return guilty
 
 
@@ -113,7 +121,7 @@ class BreakEvenController:
 
     While speculation is on, the acceptance is the engine's own. While it is off, it is what draft training predicts,
     corrected by how far prediction and engine were apart when last compared, and now and then it is tried to compare them
-    again. A draft that is served in vain is dropped within the phase, see ``spec_plugin.engine.schedule.cutoff``.
+    again. A draft that does not pay is dropped within the phase, see ``spec_plugin.engine.schedule.cutoff``.
     """
 
     def __init__(self) -> None:
@@ -132,7 +140,7 @@ class BreakEvenController:
         self._warned = False
         self._undrafted = 0  # phases in a row
         self._load: dict[int, float] = {}
-        self._plan = plan.nothing(0, Reason.NO_DRAFT_YET)
+        self._plan = plan.no_drafts(0, Reason.NO_DRAFT_YET)
         self._realised: float | None = None
         self._dropped = False  # was the draft, within the last phase
         self._newborn: bool | None = None  # not known before the first refresh
@@ -144,7 +152,7 @@ class BreakEvenController:
         """A break-even that the user set holds for every batch size."""
         self._config, self._target, self._method = config, target, method
         self.cost = CostModel(Experts.of(target.hf_config))
-        self._plan = plan.nothing(target.max_num_seqs, Reason.NO_DRAFT_YET)
+        self._plan = plan.no_drafts(target.max_num_seqs, Reason.NO_DRAFT_YET)
         self._fixed = config.serve == "always" or (config.serve == "auto" and config.controller == "fixed")
         if config.serve == "auto" and not self._fixed and config.break_even is None and not config.self_test:
             raise SpecConfigError(
@@ -171,7 +179,7 @@ class BreakEvenController:
 
     @hookimpl
     def spec_refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
-        """A draft that was not installed predicts nothing; a trained one is not the one that was tried and knew nothing."""
+        """Take over what training predicts for an installed draft, and forget what a useless one before it showed."""
         if self._newborn is None:
             self._newborn = refresh.draft_version == 0  # a resumed one is not
         if not report.installed:
@@ -201,16 +209,21 @@ class BreakEvenController:
         self._dropped = drafted and any(s.paused for s in stats.steps)
         if self._dropped:
             length, version = stats.tokens_per_forward, stats.policy_version
-            logger.info("spec-plugin: policy version %d: dropped the draft at %.2f tokens per forward", version, length)
-            self._plan = plan.nothing(self._target.max_num_seqs)  # to be served again it must clear the margin
+            logger.info(
+                "spec-plugin: policy version %d: dropped the draft within the rollout, at %.2f tokens per forward",
+                version,
+                length,
+            )
+            self._plan = plan.no_drafts(self._target.max_num_seqs)  # to be served again it must clear the margin
         curve = self.acceptance_curve or (0.0,)
         self._load = plan.load_of(stats.steps, curve) or self._load
         if self.cost.problem is None:
             self._realised = plan.realised_speedup(self.cost, stats.steps, curve) if drafted else None
         if self.brake.rolled_out(stats.tokens / max(stats.seconds, 1e-9), drafted) and not self._fixed:
             logger.warning(
-                "spec-plugin: whole rollouts were slower with drafts than without, whatever the cost model says: "
-                "no drafts for a while"
+                "spec-plugin: whole rollouts were slower with drafts than without, whatever the cost model says: no drafts "
+                "for the next %d rollouts",
+                self.brake.left,
             )
 
     def _compare(self, stats: RolloutStats) -> None:
@@ -222,20 +235,20 @@ class BreakEvenController:
         if predicted <= 1.2:
             return
         ratio = (found - 1.0) / (predicted - 1.0)
-        # trust is lost at once and comes back by halves: a draft that training praises in vain is tried once
+        # the correction falls at once and rises by halves: a draft that training overrates is tried once
         self._correction = max(0.0, min(1.0, ratio, 0.5 * self._correction + 0.5 * ratio))
         if ratio < _MISALIGNED and not self._warned:
             self._warned = True
             logger.warning(
-                "spec-plugin: the engine accepts %.2f tokens per step where draft training predicted %.2f; "
-                "if this stays, draft and engine disagree about layers, norms or positions",
+                "spec-plugin: the engine's acceptance length is %.2f where draft training predicted %.2f; if this stays, "
+                "trainer and engine run the draft differently (auxiliary layers, norms or positions)",
                 found,
                 predicted,
             )
 
     @property
     def acceptance(self) -> float | None:
-        """Best knowledge of the acceptance length at ``spec.k`` of the draft that the engine serves now."""
+        """Estimated acceptance length at ``spec.k`` of the draft that the engine serves now; None: nothing is known of it."""
         curve = self.acceptance_curve
         return None if curve is None else tokens_per_step(curve, self._config.k)
 
@@ -260,9 +273,9 @@ class BreakEvenController:
         chosen = self._choose()
         vocabulary = self._target.vocab_size
         if self._target.device_type == "cuda" and vocabulary is not None and chosen.speculates:
-            table = plan.within(chosen.table, vocabulary, _SAMPLER_ROOM)
+            table = plan.fit_sampler_memory(chosen.table, vocabulary, _SAMPLER_ROOM)
             table = tuple(k * (k == self._config.k) for k in table) if self._method.whole else table
-            chosen = replace(chosen, table=table) if any(table) else plan.nothing(len(table) - 1, Reason.NO_ROOM)
+            chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)
         if chosen.table != self._plan.table and not self._fixed:
             known = "" if self.acceptance is None else f" (acceptance length {self.acceptance:.2f}"
             gain = f", predicted speed-up {chosen.speedup:.2f}x)" if chosen.speculates else ")"
@@ -286,17 +299,17 @@ class BreakEvenController:
         if self._fixed:
             return plan.fixed(config.k, size, Reason.ASKED_FOR)
         if config.serve == "never" or self.brake.on:
-            return plan.nothing(size, Reason.SERVE_NEVER if config.serve == "never" else self.brake.reason)
+            return plan.no_drafts(size, Reason.SERVE_NEVER if config.serve == "never" else self.brake.reason)
         acceptance, curve = self.acceptance, self.acceptance_curve
         if config.break_even is None and self.cost.problem is not None:
             # what a try shows may solve it; without one nothing new would ever be timed
             tried = acceptance is not None and self._undrafted >= _TRY_EVERY
             unknown = Reason.NO_DRAFT_YET if acceptance is None else Reason.COST_UNKNOWN
-            return self._try() if tried else plan.nothing(size, unknown)
+            return self._try() if tried else plan.no_drafts(size, unknown)
         if acceptance is None or curve is None:
             # A draft that knows something is tried out for one phase; a new one waits for its first training.
             due = self._method.ready and (not self._tried or self._undrafted >= _TRY_EVERY)
-            return self._try() if due else plan.nothing(size, Reason.NO_DRAFT_YET)
+            return self._try() if due else plan.no_drafts(size, Reason.NO_DRAFT_YET)
         if config.break_even is not None:
             return plan.threshold(config.k, acceptance, {size: config.break_even}, self._plan.speculates, size)
         # what training has only promised is put to the test with few tokens a step: the policy moves, the replay does not
@@ -305,7 +318,7 @@ class BreakEvenController:
         )
         if self._method.ready and self._tried and not self.brake.compares and chosen.speedup < _SURE:
             # one plain phase: whoever drafts from the first one on leaves nothing to compare with
-            return plan.nothing(size, Reason.COMPARISON)
+            return plan.no_drafts(size, Reason.COMPARISON)
         return self._try() if not chosen.speculates and self._undrafted >= _TRY_EVERY else chosen
 
     def _try(self) -> Plan:
@@ -316,7 +329,7 @@ class BreakEvenController:
         return self._config.k if self._method.whole else min(_TRY_K, self._config.k)
 
     def _ks(self, most: int) -> Sequence[int]:
-        """What can be drafted."""
+        """The k that the method can draft, 0 among them."""
         return (0, most) if self._method.whole else range(most + 1)
 
     def head_start(self) -> float:
@@ -332,7 +345,7 @@ class BreakEvenController:
         wanted = self._newborn and config.serve == "auto" and not self._fixed
         if not wanted or not self._knows_nothing or not self._load or self.cost.problem is not None:
             return 0.0
-        nothing = plan.nothing(self._target.max_num_seqs).table
+        nothing = plan.no_drafts(self._target.max_num_seqs).table
         if (
             self.acceptance_curve
             and plan.best(self.cost, self.acceptance_curve, self._load, nothing, self._ks(config.k)).speculates
@@ -347,7 +360,7 @@ class BreakEvenController:
 
     @property
     def _knows_nothing(self) -> bool:
-        """Is the draft newborn and was never tried, or was it given, tried, and found to know nothing."""
+        """Is the draft untrained and was never tried, or was it given, tried, and found to know nothing."""
         if self._method.newborn:
             return not self._tried and self._plain_seconds > 0.0
         return bool(self._deepest) and self._useless(self._deepest) and self._plain_seconds > 0.0
@@ -358,7 +371,7 @@ class BreakEvenController:
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
-        """What was chosen, what it is expected to do, and what it did."""
+        """Schedule, break-even per batch size, predicted and realised speed-up."""
         size = len(self._plan.table) - 1
         trusted = self.cost.problem is None  # looks at every cell
         out = {"spec/dropped": float(self._dropped)}

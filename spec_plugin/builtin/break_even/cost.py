@@ -44,7 +44,7 @@ class StepCost(Protocol):
     """Seconds of decoding steps, whether they were measured (``CostModel``) or are projected (``projection.Roofline``)."""
 
     def seconds(self, batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
-        """Seconds of one step; see ``CostModel.seconds``."""
+        """Seconds of one step with ``batch`` requests; arguments as for ``CostModel.seconds``."""
         ...
 
 

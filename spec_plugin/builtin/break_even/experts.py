@@ -14,7 +14,7 @@ NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class Experts:
-    """Those of one layer."""
+    """How many experts a layer has, and how many of them each token is routed to."""
 
     total: int
     taken: int  # by each token

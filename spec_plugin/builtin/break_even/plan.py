@@ -31,21 +31,21 @@ class Plan:
 
     @property
     def speculates(self) -> bool:
-        """True if any batch size drafts."""
+        """True if k is above 0 at any batch size."""
         return any(self.table)
 
 
-def nothing(size: int, reason: Reason = Reason.BELOW_BREAK_EVEN) -> Plan:
-    """Plain decoding, and why."""
+def no_drafts(size: int, reason: Reason = Reason.BELOW_BREAK_EVEN) -> Plan:
+    """k = 0 at every batch size up to ``size``, and why."""
     return Plan((0,) * (size + 1), 1.0, reason)
 
 
 def fixed(k: int, size: int, reason: Reason) -> Plan:
-    """The same k for every batch size, and why."""
+    """The same k at every batch size up to ``size``, and why; predicts no speed-up."""
     return Plan((0,) + (k,) * size, 1.0, reason)
 
 
-def within(table: Sequence[int], vocab_size: int, room: int) -> tuple[int, ...]:
+def fit_sampler_memory(table: Sequence[int], vocab_size: int, room: int) -> tuple[int, ...]:
     """A table with k cut to where the sampler's own tensors fit into ``room`` bytes.
 
     vLLM's V1 rejection sampler with log-probs holds about 4.5 float32 tensors [batch * (k + 1), V] at once, which its memory
@@ -72,7 +72,7 @@ def threshold(k: int, acceptance: float, break_even: Mapping[int, float], servin
     for batch in range(1, size + 1):
         known = sizes[min(bisect_left(sizes, batch), len(sizes) - 1)]
         table.append(k if acceptance > break_even[known] * margin else 0)
-    return Plan(tuple(table), 1.0) if any(table) else nothing(size)
+    return Plan(tuple(table), 1.0) if any(table) else no_drafts(size)
 
 
 def best(
@@ -97,9 +97,9 @@ def best(
     for band in bands(size):
         table += [_best_k(cost, acceptance, band, current[band[-1]], ks, serving)] * len(band)
     if not any(table):
-        return nothing(size)
+        return no_drafts(size)
     speedup = phase_speedup(cost, acceptance, load, table)
-    return Plan(tuple(table), speedup) if speedup > (1.0 if serving else MARGIN) else nothing(size)
+    return Plan(tuple(table), speedup) if speedup > (1.0 if serving else MARGIN) else no_drafts(size)
 
 
 def bands(size: int) -> list[range]:

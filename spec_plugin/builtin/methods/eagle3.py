@@ -78,7 +78,7 @@ def unloadable(draft: DraftConfig, load_format: str, device_type: str) -> str | 
 
 
 class Eagle3Method:
-    """Serves an EAGLE-3 draft in vLLM."""
+    """EAGLE-3 (arXiv 2503.01840): one layer drafts from the target's hidden states, trained along the run."""
 
     @hookimpl
     def spec_method(self, config: SpecConfig, target: TargetInfo) -> Method | None:

@@ -49,8 +49,8 @@ class FrozenMethod:
         _refuse_strange_tokens(config.draft, target)
         if kind == "draft_model" and target.load_format == "dummy":
             raise SpecConfigError(
-                f"spec.draft={config.draft!r} is a whole model, of which vLLM makes noise with load_format=dummy: set the "
-                "engine's load_format to auto, or spec.method=draft_model, which sends it"
+                f"spec.draft={config.draft!r} is a whole model, which vLLM initialises at random under load_format=dummy: set "
+                "the engine's load_format to auto, or spec.method=draft_model, which sends its weights"
             )
         settings: dict[str, Any] = {
             "method": kind,
@@ -68,10 +68,10 @@ class FrozenMethod:
                 "load_format to auto, or VLLM_USE_V2_MODEL_RUNNER=0 in its environment"
             )
         whole = bool(settings.get("parallel_drafting"))
-        return Method("frozen", settings, model=lambda: _whole(config.draft), ready=True, whole=whole)
+        return Method("frozen", settings, model=lambda: _verified_folder(config.draft), ready=True, whole=whole)
 
 
-def _whole(draft: str | None) -> str | None:
+def _verified_folder(draft: str | None) -> str | None:
     """The draft's folder, once its numbers have been looked at: they are not read before the engine is about to.
 
     Raises:

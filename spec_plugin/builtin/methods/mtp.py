@@ -41,7 +41,7 @@ class MtpMethod:
             **common_settings(config, target),
             "draft_sample_method": config.draft_sample_method,
         }
-        (architecture, *_) = _told(target).architectures or ["none"]
+        (architecture, *_) = _basics_of(target).architectures or ["none"]
         if architecture not in TRAINED and not config.train:
             return self._as_it_is(settings, target, architecture)
         draft = self._starting_draft(target)
@@ -57,8 +57,8 @@ class MtpMethod:
     def _as_it_is(settings: dict[str, object], target: TargetInfo, architecture: str) -> Method:
         if target.load_format == "dummy":
             raise SpecConfigError(
-                f"spec.method='mtp' with load_format=dummy: the engine would draft with noise, since nothing can send it the MTP "
-                f"layer of {architecture}: set the engine's load_format to auto"
+                f"spec.method='mtp' with load_format=dummy: the MTP layer of {architecture} would stay as vLLM initialises "
+                "it, at random, since no weight sync brings it: set the engine's load_format to auto"
             )
         if missing := _lacks(target):
             raise SpecConfigError(f"spec.method='mtp' cannot draft for this target: {missing}; use another method")
@@ -89,7 +89,7 @@ def _lacks(target: TargetInfo) -> str | None:
     the target's own, most others under ``mtp``.
     """
     hf = target.hf_config
-    text = _told(target).text_config or hf
+    text = _basics_of(target).text_config or hf
     if not any(value for name, value in (*hf.items(), *text.items()) if "nextn" in name or "mtp" in name):
         return "its config.json names no layer for multi-token prediction (num_nextn_predict_layers, or the like)"
     try:
@@ -107,7 +107,7 @@ def _lacks(target: TargetInfo) -> str | None:
     )
 
 
-def _told(target: TargetInfo) -> ModelBasics:
+def _basics_of(target: TargetInfo) -> ModelBasics:
     try:
         return read(ModelBasics, target.hf_config, target.file)
     except DraftConfigError as error:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from spec_plugin.folders import disk, own_folder
 from spec_plugin.method import StartingDraft
 
-if TYPE_CHECKING:  # a newborn draft is judged without torch, whose import takes seconds
+if TYPE_CHECKING:  # an untrained draft is judged without torch, whose import takes seconds
     from torch import Tensor
 
     from draft_training.draft import DraftShape
@@ -67,7 +67,7 @@ def served_folder(config: DraftShape, tensors: Mapping[str, Tensor]) -> Path:
         os.utime(folder)
         _prune(root, folder)
     except OSError as error:
-        logger.info("spec-plugin: the draft's folder cannot be kept for the next run: %s", error)
+        logger.info("spec-plugin: the draft's folder cannot be kept, so the next run compiles again: %s", error)
         until_the_end = ExitStack()
         atexit.register(until_the_end.close)
         folder = until_the_end.enter_context(own_folder(disk()))
@@ -86,7 +86,9 @@ def cache_root() -> Path:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = root.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022 or root.is_symlink():
-        raise PermissionError(f"{root} is not this user's alone")
+        raise PermissionError(
+            f"{root} belongs to another user, is a link, or can be written by others; make it this user's alone"
+        )
     return root
 
 

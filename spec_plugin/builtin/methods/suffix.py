@@ -18,7 +18,7 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
-from spec_plugin.rollouts import Latest, Rollout
+from spec_plugin.rollouts import LatestRollouts, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class SuffixMethod:
     """
 
     def __init__(self) -> None:
-        self._latest: Latest | None = None
+        self._latest: LatestRollouts | None = None
         self._rollouts: dict[int, Rollout] = {}
         self._numbers, self._phase = count(), 0
 
@@ -76,11 +76,11 @@ class SuffixMethod:
 
     @hookimpl
     def spec_configure(self, config: SpecConfig) -> None:
-        """How much to remember."""
-        self._latest = Latest(config.memory_tokens)
+        """Room for ``spec.memory_tokens`` tokens of rollouts, prompts included."""
+        self._latest = LatestRollouts(config.memory_tokens)
 
     def keep(self, rollouts: Iterable[Rollout]) -> None:
-        """The latest, as far as there is room for them."""
+        """Add a phase's rollouts; the oldest of a prompt make room, see ``LatestRollouts``."""
         assert self._latest is not None
         self._phase += 1
         for rollout in rollouts:
@@ -90,13 +90,13 @@ class SuffixMethod:
                 del self._rollouts[old]
 
     def recall(self) -> list[Rollout]:
-        """All of them."""
+        """The rollouts that are kept, those of the prompt used last at the end."""
         assert self._latest is not None
         return [self._rollouts[number] for _, number in self._latest]
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
-        """How much is remembered."""
+        """Tokens of the rollouts that are kept; no metric before there were any."""
         return {"spec/memory_tokens": float(self._latest.tokens)} if self._latest and self._phase else {}
 
     @hookimpl
@@ -116,7 +116,7 @@ class SuffixMethod:
 
     @hookimpl
     def spec_load(self, path: Path) -> None:
-        """What was saved; a file that cannot be read costs what was remembered, and no more."""
+        """Restore the saved rollouts; a file that cannot be read is a warning, and the memory begins empty."""
         if self._latest is None or not (path / _FILE).exists():
             return
         from safetensors import SafetensorError
@@ -126,10 +126,10 @@ class SuffixMethod:
             found = load_file(path / _FILE)
             tokens, lengths = found["tokens"], found["lengths"]
             if tokens.dtype != np.int32 or (lengths < 0).any() or lengths.sum() != len(tokens):
-                raise ValueError("the lengths do not add up")
+                raise ValueError("its lengths do not add up to its tokens")
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             logger.warning(
-                "spec-plugin: the remembered rollouts in %s cannot be read, so they are lost: %s", path, error
+                "spec-plugin: the rollouts saved in %s cannot be read, so suffix begins without any: %s", path, error
             )
             return
         parts = np.split(tokens, lengths.ravel().cumsum()[:-1])

@@ -54,10 +54,17 @@ def check_versions(batch: LogprobBatch | StatedLogprobs) -> None:
     """
     versions, now = batch.versions.masked_fill(~batch.mask, UNKNOWN), batch.policy_version
     if not batch.lag_allowed:
-        _refuse_versions((versions >= 0) & (versions != now), versions, now, "This trainer was said to be synchronous")
-    _refuse_versions(versions > now, versions, now, "Nobody can have sampled with later weights")
+        _refuse_versions(
+            (versions >= 0) & (versions != now),
+            versions,
+            now,
+            "A synchronous trainer must recompute with the weights that sampled",
+        )
     _refuse_versions(
-        versions < UNKNOWN, versions, now, "The engine that sampled them and the trainer contradict each other"
+        versions > now, versions, now, "A later version than the trainer's does not exist: the versions are mixed up"
+    )
+    _refuse_versions(
+        versions < UNKNOWN, versions, now, "The engine that sampled them and the trainer name different versions"
     )
 
 

@@ -48,7 +48,7 @@ class ProvenanceGuard:
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo) -> None:
-        """Remember the dtypes; truncated sampling makes the engine's log-probs renormalised, hence not comparable."""
+        """Choose bounds by dtype and temperature; log-probs of truncated sampling are renormalised, hence not comparable."""
         self._config, self._target = config, target
         self._comparable = not target.truncated
         self._precision, self._references = Precision.of(target), {}
@@ -138,13 +138,13 @@ class ProvenanceGuard:
             logger.warning(_COARSE, coarse)
 
     def _warn(self, alarm: str, version: int) -> None:
-        """Once for each phase."""
+        """One warning for each policy version, however many of its batches look wrong."""
         if version == self._alarmed:
             return
         self._alarms, self._alarmed = self._alarms + 1, version
         logger.warning(
-            "spec-plugin: without drafts, too, %s. The run goes on, as it would without the flag; what this phase showed is no "
-            "measure of the next ones (alarm %d, see spec/logprob_alarms)",
+            "spec-plugin: without drafts, too, %s. The run goes on, as it would without the flag; this rollout is left out "
+            "of the reference (alarm %d, see spec/logprob_alarms)",
             *(alarm, self._alarms),
         )
 
@@ -165,7 +165,7 @@ class ProvenanceGuard:
 
     @hookimpl
     def spec_save(self, path: Path) -> None:
-        """What plain requests showed: a resumed run may begin with drafts."""
+        """Write the reference to provenance.json: a resumed run may begin with drafts, before any plain text."""
         path.mkdir(parents=True, exist_ok=True)
         partial = path / "provenance.json.partial"
         phases = [phase for reference in self._references.values() for phase in reference.state()]
@@ -174,7 +174,7 @@ class ProvenanceGuard:
 
     @hookimpl
     def spec_load(self, path: Path) -> None:
-        """What they showed before, if dtypes and temperature are still the same."""
+        """Restore the reference, if dtypes and temperature are still the same."""
         file = path / "provenance.json"
         if not file.exists():
             return
@@ -197,5 +197,5 @@ def _described(refusal: Refusal, batch: LogprobBatch, diff: Tensor, mask: Tensor
     state = "on" if batch.speculating else "off"
     return (
         f"rollout log-probs are not the target's at policy version {batch.policy_version}: {refusal.what} is beyond "
-        f"{refusal.bound:.3g} nats (there {refusal.value:.3g}; speculation was {state}): {tokens}"
+        f"{refusal.bound:.3g} nats (found {refusal.value:.3g}; speculation was {state}), first at {tokens}"
     )

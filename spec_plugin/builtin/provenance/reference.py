@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spec_plugin.builtin.provenance import rules
 from spec_plugin.builtin.provenance.exceedance import exceedance_test, share_test
-from spec_plugin.builtin.provenance.rules import Precision, Rule, Statistic
+from spec_plugin.builtin.provenance.rules import Precision, Statistic, ToleranceRule
 from spec_plugin.builtin.provenance.windows import Windows, median
 
 #: windows that are kept of a phase
@@ -29,7 +29,7 @@ Values = tuple[float, ...]  # one of each window
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why text is not the target's."""
+    """Which statistic of a text is beyond which bound, both in nats."""
 
     what: str
     value: float  # nats
@@ -46,8 +46,8 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """Plain text of one phase."""
+class PlainPhase:
+    """Differences in windows of a phase's plain text, and whether other text of the phase was drafted."""
 
     version: int  # that recomputed it
     plain: Windows
@@ -64,13 +64,13 @@ class Reference:
 
     def __init__(self, lag: int, precision: Precision) -> None:
         self._lag, self._precision = lag, precision
-        self._phases: deque[Phase] = deque(maxlen=rules.PHASES)
-        self._doubtful: Phase | None = None  # the last one that was left out
+        self._phases: deque[PlainPhase] = deque(maxlen=rules.PHASES)
+        self._doubtful: PlainPhase | None = None  # the last one that was left out
         self._unjudged = (0, Windows())  # drafted text, too little to be judged, and the version that recomputed it
 
     @property
     def plain(self) -> Windows:
-        """All that is known."""
+        """Windows of all phases that are kept, oldest first."""
         return sum((phase.plain for phase in self._phases), Windows())
 
     @property
@@ -136,7 +136,7 @@ class Reference:
         whole = (before.plain if before is not None else Windows()) + plain
         if not whole:
             return None
-        phase = Phase(version, Windows(whole.means[:KEPT], whole.maxima[:KEPT]), drafted)
+        phase = PlainPhase(version, Windows(whole.means[:KEPT], whole.maxima[:KEPT]), drafted)
         if known or (not drafted and self._too_far(whole, Windows(), rules.DOUBT_LEVEL) is not None):
             self._doubtful = phase
             return None if drafted else self._too_far(whole, Windows(), rules.ERROR_LEVEL)
@@ -167,13 +167,13 @@ class Reference:
                 return Refusal(what, median(values), bound)
         return None
 
-    def _test(self, statistic: Statistic, values: Values, rule: Rule, plain: Values) -> tuple[float, float]:
+    def _test(self, statistic: Statistic, values: Values, rule: ToleranceRule, plain: Values) -> tuple[float, float]:
         floor = rule.floor.of(statistic, self._precision, self._lag)
         if rule.factor is None:
             return share_test(values, floor)
         return exceedance_test(values, plain, rule.factor[statistic], floor)
 
-    def _in_force(self, statistic: Statistic, values: Values, control: Values) -> list[tuple[Rule, Values]]:
+    def _in_force(self, statistic: Statistic, values: Values, control: Values) -> list[tuple[ToleranceRule, Values]]:
         """The rows of the table that hold for these windows, each with its plain windows; none: there is nothing to refuse."""
         known = self.plain.of(statistic)
         as_far = len(control) >= rules.CONTROL and median(values) <= rules.DRAFTED_FACTOR[statistic] * median(control)
@@ -196,10 +196,10 @@ class Reference:
         return tuple(value / unit * max(median_now, rules.SMALLEST) for plain, unit in moved for value in plain)
 
     def state(self) -> list[dict[str, Any]]:
-        """For JSON: the phases, oldest first."""
+        """The phases, oldest first, as dicts for JSON; ``restore`` takes them one by one."""
         return [{"lag": self._lag, **asdict(phase)} for phase in self._phases]
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """One of the phases that ``state`` returned."""
         plain = Windows(tuple(state["plain"]["means"]), tuple(state["plain"]["maxima"]))
-        self._phases.append(Phase(int(state["version"]), plain, bool(state["drafted"])))
+        self._phases.append(PlainPhase(int(state["version"]), plain, bool(state["drafted"])))

@@ -68,7 +68,7 @@ class Floor:
     per_version: bool = False  # times the policy versions between sampling and recomputation
 
     def of(self, statistic: Statistic, precision: Precision, lag: int) -> float:
-        """In nats of this run."""
+        """The floor in nats at this run's temperature, and ``lag`` versions if it grows with them."""
         return self.nats[precision.dtype][statistic] * ((lag if self.per_version else 1) * precision.scale)
 
 
@@ -97,7 +97,7 @@ JUMP_FACTOR = _each(10.0, 30.0)
 
 
 @dataclass(frozen=True)
-class Rule:
+class ToleranceRule:
     """One row: text is refused where too many of its windows are beyond ``floor``, and beyond ``factor`` times plain windows."""
 
     situation: str
@@ -107,15 +107,17 @@ class Rule:
 
 
 _LAST = f"the last {PHASES} phases"
-FIRST_TEXT = Rule("lag 0, too little plain text known", "none", None, MAX_PLAUSIBLE)
-DRIFTED = Rule("lag 0, the control group is as far off", _LAST, JUMP_FACTOR, ROUNDING_FLOOR)
-SAME_POLICY = Rule("lag 0", _LAST, DRAFTED_FACTOR, ROUNDING_FLOOR)
-FIRST_STEP = Rule("lag >= 1, one of the first measured steps", "the same step", DRAFTED_FACTOR, ROUNDING_FLOOR)
-MEASURED_STEP = Rule(
+FIRST_TEXT = ToleranceRule("lag 0, too little plain text known", "none", None, MAX_PLAUSIBLE)
+DRIFTED = ToleranceRule("lag 0, the control group is as far off", _LAST, JUMP_FACTOR, ROUNDING_FLOOR)
+SAME_POLICY = ToleranceRule("lag 0", _LAST, DRAFTED_FACTOR, ROUNDING_FLOOR)
+FIRST_STEP = ToleranceRule("lag >= 1, one of the first measured steps", "the same step", DRAFTED_FACTOR, ROUNDING_FLOOR)
+MEASURED_STEP = ToleranceRule(
     "lag >= 1, measured step", "earlier measured steps, scaled to its median", DRAFTED_FACTOR, ROUNDING_FLOOR
 )
-FIRST_LAG = Rule("lag >= 1, too little plain text known, or one of the first measured steps", "none", None, MAX_MOVE)
-OTHER_STEPS = Rule("lag >= 1, no measured step", f"{_LAST}, at this lag", JUMP_FACTOR, MOVE_FLOOR)
+FIRST_LAG = ToleranceRule(
+    "lag >= 1, too little plain text known, or one of the first measured steps", "none", None, MAX_MOVE
+)
+OTHER_STEPS = ToleranceRule("lag >= 1, no measured step", f"{_LAST}, at this lag", JUMP_FACTOR, MOVE_FLOOR)
 RULES = (FIRST_TEXT, DRIFTED, SAME_POLICY, FIRST_STEP, MEASURED_STEP, FIRST_LAG, OTHER_STEPS)
 
 #: One sequence of so many tokens is refused where its mean is beyond all of these: times the mean of ``MAX_PLAUSIBLE``, times the

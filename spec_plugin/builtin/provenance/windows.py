@@ -38,7 +38,7 @@ class Windows:
         return Windows(self.means + other.means, self.maxima + other.maxima)
 
     def of(self, statistic: Statistic) -> tuple[float, ...]:
-        """One number of each window."""
+        """Nats, one value for each window."""
         return self.means if statistic == "mean" else self.maxima
 
 
@@ -113,5 +113,5 @@ def _pieces(row: Tensor, most: int, rng: random.Random) -> Iterator[Tensor]:
 
 
 def median(values: Sequence[float]) -> float:
-    """The lower median; 0 of none."""
+    """The lower of the two middle values where their number is even; 0.0 of an empty sequence."""
     return sorted(values)[(len(values) - 1) // 2] if values else 0.0

@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TinyTarget:
-    """A family: how a tiny policy of it is made."""
+    """How a tiny policy of one family is made, and what runs it."""
 
     name: str  # ``model_type`` for transformers
     engine_class: str  # of vLLM, as its registry finds it
@@ -42,12 +42,12 @@ class TinyTarget:
 
     @property
     def missing(self) -> list[str]:
-        """Packages of ``packages`` that are not installed."""
+        """Those of ``packages`` that are not installed here."""
         return [name for name in self.packages if find_spec(name) is None]
 
 
 @lru_cache
 def tiny_targets() -> Mapping[str, TinyTarget]:
-    """Every family, by name."""
+    """The ``TARGET`` of each module here, by ``model_type``."""
     modules = (import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
     return {target.name: target for module in modules if (target := module.TARGET)}

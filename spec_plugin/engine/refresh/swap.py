@@ -151,7 +151,7 @@ def swap(
             load([(name, t) for name, t in tensors.items() if layout.canonical(name) in layout.slots])
             settle()
             moved = [name for name, p in layout.parameters.items() if p.data_ptr() != addresses[name]]
-            reason = f"{moved[0]} moved in memory" if moved else mismatch(layout, tensors)
+            reason = f"{moved[0]} was replaced by another tensor while loading" if moved else mismatch(layout, tensors)
         except Exception as error:
             reason = f"{type(error).__name__} while {doing}: {error}"
         if not agree(reason is None):
@@ -173,7 +173,7 @@ def _unsent(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def restore(layout: Layout, backup: Mapping[str, Tensor]) -> None:
-    """Put weights back that ``swap`` gave to ``keep``.
+    """Put back the weights that ``swap`` gave to ``keep``.
 
     Raises:
         RuntimeError: if that fails; the draft must not be served.
@@ -181,11 +181,13 @@ def restore(layout: Layout, backup: Mapping[str, Tensor]) -> None:
     for name, parameter in layout.parameters.items():
         parameter.data.copy_(backup[name])
         if not same_bits(parameter.detach().cpu(), backup[name]):
-            raise RuntimeError(f"the previous draft could not be restored: {name} differs; do not serve this draft")
+            raise RuntimeError(
+                f"the previous draft could not be restored, {name} differs: do not serve this draft, restart the engine"
+            )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Bitwise equality, so that NaN equals itself."""
+    """Bitwise equality of two tensors of one dtype and shape; unlike ``==``, NaN equals itself."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 

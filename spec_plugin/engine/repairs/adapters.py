@@ -16,7 +16,7 @@ from spec_plugin.engine.repairs.patches import Guard, Patch, PatchStatus
 
 
 def _wrapped_embedding() -> nn.Module:
-    """As an engine with adapters has it, without weights of an adapter."""
+    """An embedding wrapped for LoRA as in an engine with adapters, without adapter weights."""
     from vllm.lora.layers.base import BaseLayerWithLoRA
 
     class Wrapped(BaseLayerWithLoRA):  # type: ignore[misc]
@@ -44,7 +44,7 @@ def shares_the_wrapper(share: Callable[..., Any]) -> bool:
 
 
 def with_bare_embedding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, and where the draft has got a wrapper, what is inside it."""
+    """The original, after which a draft that got the wrapped embedding gets the bare one inside."""
 
     @functools.wraps(original)
     def _maybe_share_embeddings(self: Any, target_language_model: Any) -> None:

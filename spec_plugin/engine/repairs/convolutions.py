@@ -38,7 +38,7 @@ def convolves_slowly(function: Any) -> bool:
 
 
 def in_float32(original: Any) -> Callable[..., Any]:
-    """The same code, calling another F."""
+    """A copy of the function whose ``F`` is ``_InFloat32``."""
     copy = types.FunctionType(
         original.__code__, {**original.__globals__, "F": _InFloat32()}, original.__name__, original.__defaults__
     )

@@ -144,7 +144,7 @@ def indices_must_be_dense(function: Callable[..., Any]) -> bool:
 
 
 def with_dense_indices(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with a copy of the indices: of one request ``contiguous`` would hand out the column itself."""
+    """The original, called with a copy of the indices: of one request ``contiguous`` would return the column itself."""
 
     @functools.wraps(original)
     def update(*args: Any, **kwargs: Any) -> Any:
@@ -232,7 +232,7 @@ def apply_cpu_patches(skip: Iterable[str] = ()) -> list[PatchStatus]:
     skipped = frozenset(skip)
     known = [patch.name for patch in CPU_PATCHES]
     if unknown := sorted(skipped.difference(known)):
-        raise SpecConfigError(f"additional_config.spec_plugin.skip_patches={unknown}: unknown; known: {known}")
+        raise SpecConfigError(f"additional_config.spec_plugin.skip_patches={unknown}: no such patch; known: {known}")
     if not on_cpu():
         return []
     return [

@@ -27,7 +27,7 @@ def recovered_is_refused(function: Callable[..., Any]) -> bool:
 
 
 def with_noise_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, for a caller that says in which precision it made its noise: the kernel reads float32."""
+    """The original, which takes USE_FP64_GUMBEL and casts the noise to the float32 that the kernel reads."""
 
     @functools.wraps(original)
     def recovered(*args: Any, USE_FP64_GUMBEL: bool = False, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ def with_noise_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drafts_have_one_width(function: Callable[..., Any]) -> bool:
-    """True if this step of vLLM's CPU runner takes each row of drafts for ``num_spec_tokens`` wide."""
+    """True if this step of vLLM's CPU runner assumes that each row of drafts is ``num_spec_tokens`` wide."""
     if not function.__qualname__.startswith("CPUModelRunner."):
         return False  # the GPU runner's, which looks at what was drafted
     runner = SimpleNamespace(
@@ -55,7 +55,7 @@ def drafts_have_one_width(function: Callable[..., Any]) -> bool:
 
 
 def as_wide_as_drafted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, on as many columns as were drafted."""
+    """The original, run on as many columns as were drafted."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -48,12 +48,7 @@ def complete_target(vllm_config: Any) -> str | None:
 
 
 def completed(own: type[Any], about: Completable) -> type[Any]:
-    """A subclass of vLLM's class that hands out the hidden states which enter its layers.
-
-    Args:
-        own: vLLM's class.
-        about: what is known of it.
-    """
+    """A subclass of vLLM's class ``own`` that returns the hidden states which enter its layers."""
     from vllm.model_executor.models.interfaces import SupportsEagle3
 
     module: Any = importlib.import_module(own.__module__)

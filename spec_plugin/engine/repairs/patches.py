@@ -91,7 +91,7 @@ def skip(patch: Patch, why: str) -> PatchStatus:
 
 
 def revert(patch: Patch) -> None:
-    """Put the library's own function back."""
+    """Put the library's own function back; does nothing for a patch that is not in force."""
     if patch.name in _originals:
         owner, attribute, original = _originals.pop(patch.name)
         setattr(owner, attribute, original)

@@ -18,7 +18,7 @@ from spec_plugin.events import EngineSchedule, Schedule, StepTiming
 
 
 async def take_steps(engine: AsyncLLM) -> tuple[StepTiming, ...]:
-    """What decoding steps took since the last call."""
+    """Durations of decoding steps by batch size and k, since the last call."""
     return tuple(StepTiming(*row) for row in await _call(engine, "spec_take_steps"))
 
 
@@ -83,6 +83,9 @@ async def _call(engine: AsyncLLM, method: str, *args: Any) -> Any:
         if type(error) is not Exception:
             raise
         if f"has no attribute '{method}'" in message:
-            raise PatchError(f"the engine has no control channel; build it with scheduler_cls={SCHEDULER!r}") from None
+            raise PatchError(
+                f"this engine was built without spec-plugin's scheduler, so k cannot be set: pass vLLM the arguments of "
+                f"EngineFront.engine_arguments, scheduler_cls={SCHEDULER!r} among them"
+            ) from None
         raise ValueError(message.removeprefix(f"Call to {method} method failed: ")) from None
     return result

@@ -24,10 +24,10 @@ _KEPT = 1.05
 
 
 class DraftCutoff:
-    """What drafting has gained or lost in one phase of one engine, and where it ends for that."""
+    """Adds up what drafting has lost in one phase of one engine, and drops the draft when that is too much."""
 
     def __init__(self, table: list[int], break_even: Sequence[float]) -> None:
-        """Begin a phase.
+        """Start a phase with nothing lost.
 
         Args:
             table: k by batch size, the one that the engine reads; ``drop`` writes into it.

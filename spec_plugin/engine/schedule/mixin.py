@@ -38,7 +38,7 @@ class SpecSchedulerMixin:
         self.spec_steps = StepLog(bool(own_settings(self.vllm_config).get("ragged")))
         self.spec_cutoff = DraftCutoff([], ())  # until a table is set: never
         self.spec_preemption = PreemptWhereDraftsEnd() if self.vllm_config.model_config.is_hybrid else None
-        #: did all workers leave the draft's forward pass out when they were last asked
+        #: did all workers pause their draft when last asked
         self.spec_paused = False
         #: vLLM's executor, by which the workers are reached; whoever sets a cut-off hands it over
         self.spec_executor: Any = None

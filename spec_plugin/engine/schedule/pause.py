@@ -27,9 +27,7 @@ _V2_READS = ("input_batch", "dummy_run")
 def pause_in_workers(executor: Any, paused: bool) -> bool:
     """From EngineCore's process: have every worker pause its draft, or go on; True if it is paused in all of them.
 
-    Args:
-        executor: vLLM's, of workers with ``SpecWorkerExtension``.
-        paused: what they are to do.
+    ``executor`` is vLLM's, of workers with ``SpecWorkerExtension``.
     """
     done = executor.collective_rpc("spec_pause_draft", args=(paused,))
     return paused and all(done)
@@ -63,8 +61,8 @@ def _pause(proposer: Any, paused: bool, reads: tuple[str, ...], idle: Callable[.
     missing = [name for name in reads if name not in signature.parameters]
     if missing:
         raise PatchError(
-            f"{type(proposer).__name__}.propose has no argument {missing[0]!r}: the pause does not fit this vLLM; use one of "
-            "the range that spec-plugin declares"
+            f"the draft cannot be paused: {type(proposer).__name__}.propose of this vLLM has no argument {missing[0]!r}; install "
+            "a vLLM of the range that spec-plugin declares"
         )
 
     def propose(*args: Any, **kwargs: Any) -> Tensor:

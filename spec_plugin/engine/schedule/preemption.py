@@ -59,7 +59,7 @@ class PreemptWhereDraftsEnd:
                 budget.spend(min(wanted, room))
 
     def _set_back(self, scheduler: Any, request: Any) -> None:
-        """As ``reset_prefix_cache`` does it with all: whatever was scheduled for it, it waits as if it had just come."""
+        """Preempt one request as ``reset_prefix_cache`` does all: it waits as if it had just arrived."""
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic())
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
@@ -79,12 +79,12 @@ class _Budget:
         self._context: int = scheduler.max_model_len - scheduler.num_sampled_tokens_per_step
 
     def room(self, request: Any) -> int:
-        """For this one; never below 0."""
+        """Tokens that may be scheduled for ``request``; never below 0."""
         context: int = self._context - request.num_computed_tokens
         return max(0, min(self._longest, self._tokens, self._inputs - self._slots, context))
 
     def spend(self, tokens: int) -> None:
-        """They are scheduled for one request."""
+        """Take the tokens scheduled for one request off the budget."""
         if tokens:
             self._tokens -= tokens
             self._inputs -= tokens + self._slots

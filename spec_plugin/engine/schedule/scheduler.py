@@ -40,11 +40,11 @@ SCHEDULER = "spec_plugin.engine.schedule.scheduler.make_scheduler"
 
 
 class SpecScheduler(SpecSchedulerMixin, Scheduler):  # type: ignore[misc]
-    """vLLM's synchronous scheduler, controlled."""
+    """vLLM's synchronous scheduler with ``SpecSchedulerMixin``."""
 
 
 class SpecAsyncScheduler(SpecSchedulerMixin, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's asynchronous scheduler, controlled."""
+    """vLLM's asynchronous scheduler with ``SpecSchedulerMixin``."""
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
@@ -82,8 +82,8 @@ def verify() -> None:
         import vllm
 
         raise PatchError(
-            f"the control channel does not fit vLLM {vllm.__version__}: {', '.join(missing)} is gone or changed; "
-            "use a vLLM version in the range that spec-plugin declares, or switch the plugin off"
+            f"spec-plugin's scheduler does not fit vLLM {vllm.__version__}: {', '.join(missing)} is gone or changed; "
+            "install a vLLM of the range that spec-plugin declares, or switch the plugin off"
         )
 
 

@@ -23,11 +23,7 @@ class StepLog:
     """Durations of steps by kind, since the last ``take``."""
 
     def __init__(self, ragged: bool = False) -> None:
-        """Begin.
-
-        Args:
-            ragged: the method proposes another number of tokens for each request.
-        """
+        """``ragged``: the method may propose fewer than k tokens for a request, or none."""
         self._timed: dict[Kind, deque[tuple[float, float]]] = defaultdict(
             lambda: deque(maxlen=_KEPT)
         )  # seconds, context
@@ -52,11 +48,11 @@ class StepLog:
         self._open = None if kind_now is None else (now, kind_now, context_of(output))
 
     def interrupt(self) -> None:
-        """The engine may wait now: what follows is not the time of a step."""
+        """Discard the step that is open: the engine may now wait for requests."""
         self._open = None
 
     def take(self) -> list[StepTiming]:
-        """Everything since the last call, and a fresh start."""
+        """Durations since the last call, one ``StepTiming`` for each kind of step; each is returned once."""
         found = []
         for kind, timed in self._timed.items():
             seconds, contexts = zip(*timed, strict=True)
@@ -68,13 +64,13 @@ class StepLog:
 
 
 def _trimmed_mean(seconds: Sequence[float]) -> float:
-    """Of steps that verify different numbers of tokens: the mean, without the longest eighth."""
+    """Mean without the longest eighth, for steps that verify different numbers of tokens."""
     kept = sorted(seconds)
     return statistics.fmean(kept[: max(1, len(kept) - len(kept) // 8)])
 
 
 def kind_of(output: Any, table: Sequence[int], paused: bool = True, ragged: bool = False) -> Kind | None:
-    """What kind of decoding step this is; None if it is a mixed one.
+    """(batch size, k, paused) of a decoding step; None for one that mixes prefill or several k.
 
     Args:
         output: vLLM's ``SchedulerOutput``.

@@ -34,7 +34,7 @@ def spec_set_schedule(core: EngineCore, table: list[int], break_even: Sequence[f
     """(EngineCore utility) Install a table between two steps of the engine; a bad one raises and changes nothing.
 
     Args:
-        core: the engine's.
+        core: of this process.
         table: k for batch sizes 0..max_num_seqs.
         break_even: for the ``DraftCutoff`` of what is rolled out from now on, as long as the table; empty: none.
 
@@ -97,14 +97,14 @@ def spec_in_flight(core: EngineCore) -> list[list[int]]:
 
 
 def spec_stand_aside(core: EngineCore, aside: bool) -> int:
-    """(EngineCore utility) Let all requests in flight wait where nobody schedules them, or come back before any others.
+    """(EngineCore utility) Take all requests in flight out of the scheduler's queues, or put them back before all others.
 
     Args:
-        core: the engine's.
-        aside: stand aside, or come back.
+        core: of this process.
+        aside: True: stand aside; False: come back.
 
     Returns:
-        How many do.
+        The number of requests moved.
 
     Raises:
         RuntimeError: if requests are running, or others stand aside already.
@@ -112,9 +112,11 @@ def spec_stand_aside(core: EngineCore, aside: bool) -> int:
     scheduler: Any = core.scheduler
     if aside:
         if scheduler.spec_aside is not None:
-            raise RuntimeError("others stand aside already, and would be forgotten")
+            raise RuntimeError("requests stand aside already, and would be lost: let them back in first")
         if scheduler.running:
-            raise RuntimeError("requests are running: pause the engine, and keep them, before they stand aside")
+            raise RuntimeError(
+                f"{len(scheduler.running)} requests are running: pause the engine with mode='keep' before they stand aside"
+            )
         queues = scheduler.waiting, scheduler.skipped_waiting
         scheduler.spec_aside = queues
         scheduler.waiting, scheduler.skipped_waiting = (create_request_queue(scheduler.policy) for _ in queues)

@@ -6,11 +6,14 @@ rightly while nothing changes: vLLM's V2 runner hands out the rows of the last s
 a table that asked for drafts a step too early had 25 % of the policy's favourite tokens sampled in place of 85 %.
 
 In each round requests leave such rows behind; the draft is paused; as many requests as fit begin without it, half of them
-plain to their end; and once each has sampled a few tokens the tables of ``_changes`` come into force, one after the other, with
-a step or more between them. The check is ``counts`` of ``verdicts``: the arms differ at the few positions that a switch falls
-on, which by-position counts see and a sum over all tokens does not. On that runner with ``probabilistic`` drafts, a sharp draft
-shows it with 64 sequences an arm; one that has learnt nothing yet does not, nor does it harm much: what is stale is taken
-where its own, stale probability is as small as the target's.
+plain to their end; and once each has sampled a few tokens the tables of ``_changes`` come into force, one after the other,
+with a step or more between them. The check is ``counts`` of ``verdicts``: the arms differ at the few positions that a switch
+falls on, which by-position counts see and a sum over all tokens does not. On that runner with ``probabilistic`` drafts only a
+sharp draft shows it, since what is stale is taken where its own, stale probability is as small as the target's; one that has
+learnt nothing yet is harmed as little. Measured there with that order, a draft that is always right and 32 requests at once:
+at the worst position 10 of 29 against 23 of 27 with 64 sequences an arm (p = 5e-3 after correction), 31 of 66 against 78 of
+94 with 192 (1e-4). So the ``SEQUENCES`` are what such a fault takes to be refused, and an engine that has time for fewer may
+pass with it.
 """
 
 from __future__ import annotations
@@ -27,15 +30,14 @@ from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
 from spec_plugin.engine.selftest.verdicts import LEAST_SAMPLES, Sampled, counts_check
-from spec_plugin.events import Check
+from spec_plugin.events import Check, Schedule
 
-SEQUENCES = 256  # in each arm
+SEQUENCES = 512  # in each arm of an engine on V2, as far as there is time; on V1, whose draft never hands out old rows, LEAST_SAMPLES
 BEGUN = 2  # tokens that a request has sampled when the tables begin to change
 MORE = 10  # and so many behind that at least: a change takes effect within a few steps
-SWITCHED_UNTIL, SWITCHED_FOR = (
-    0.85,
-    0.25,
-)  # shares of the time: no round begins after the first, and they have the second at least
+SWITCHED_UNTIL = 0.85  # share of the time after which no round begins
+SWITCHED_FOR = 0.25  # but the rounds have this share of it at least
+LATEST = 2.0  # and fewer than LEAST_SAMPLES are drawn only where the test has taken so many times its time
 PROMPTS = 4
 
 
@@ -55,8 +57,10 @@ async def switching_stage(probe: Probe, plan: SelfTestPlan, entries: int, begun:
     spec: list[Sampled] = []
     plain: list[Sampled] = []
     switches = drafts = 0
-    for _ in range(math.ceil(SEQUENCES / per_round)):
-        if len(spec) >= LEAST_SAMPLES and time.perf_counter() > until:
+    wanted = SEQUENCES if probe.engine.vllm_config.use_v2_model_runner else LEAST_SAMPLES
+    for _ in range(math.ceil(wanted / per_round)):
+        now = time.perf_counter()
+        if (len(spec) >= LEAST_SAMPLES and now > until) or (spec and now > begun + LATEST * plan.seconds):
             break
         sampled, changes, verified = await _round(probe, plan, prompts * repeat, entries)
         spec += sampled[0::2]
@@ -64,12 +68,18 @@ async def switching_stage(probe: Probe, plan: SelfTestPlan, entries: int, begun:
         switches += changes
         drafts += verified
     check = counts_check(spec, plain, plan.level, "samples: k switched")
-    yield Check(
-        check.name,
-        check.passed and drafts > 0,
-        f"the schedule changed {switches} times under running requests, {drafts} drafts were verified; {check.detail}",
-        check.out_of_time,
+    detail = (
+        f"the schedule changed {switches} times under running requests, {drafts} drafts were verified; {check.detail}"
     )
+    if len(spec) < LEAST_SAMPLES and (check.passed or check.out_of_time):  # nothing wrong, of too few
+        yield Check(
+            check.name,
+            True,
+            f"unproven: {len(spec)} sequences an arm where {LEAST_SAMPLES} would do; {detail}",
+            unproven=True,
+        )
+    else:
+        yield Check(check.name, check.passed and drafts > 0, detail)
 
 
 def _changes(k: int, whole: bool) -> tuple[int, ...]:
@@ -81,7 +91,7 @@ async def _round(
     probe: Probe, plan: SelfTestPlan, prompts: Sequence[tuple[int, Sequence[int]]], entries: int
 ) -> tuple[list[Sampled], int, int]:
     """Both arms of all prompts in turn, how often the schedule changed while they ran, and how many drafts were verified then."""
-    drafting, nothing = [plan.k] * entries, [0] * entries
+    drafting, nothing = Schedule((plan.k,) * entries), Schedule((0,) * entries)
     await put_in_force(probe.engine, drafting)
     short = probe.params(plan.k + 2, plain=False, logprobs=0)
     await gather_or_cancel([probe.sample(i, prompt, short) for i, prompt in prompts[::-1]])
@@ -112,7 +122,7 @@ async def _switch(
     for k in _changes(plan.k, plan.whole):
         if running.done():
             break
-        await put_in_force(probe.engine, [k] * entries)
+        await put_in_force(probe.engine, Schedule((k,) * entries))
         await schedule_state(probe.engine)  # a step more
         done += 1
     return done

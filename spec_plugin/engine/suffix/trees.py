@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_plugin.rollouts import Latest, Rollout
+from spec_plugin.rollouts import LatestRollouts, Rollout
 
 Ids = NDArray[np.int32]
 
@@ -27,7 +27,7 @@ _SHARED = 1 / 16
 
 @dataclass
 class _Drafted:
-    """What vLLM's proposer reads of a proposal."""
+    """A proposal, with the one attribute that vLLM's proposer reads."""
 
     token_ids: list[int]
 
@@ -42,7 +42,7 @@ class _Tree:
 
 @dataclass
 class _Active:
-    """A request that is sampled now."""
+    """A request in flight."""
 
     prompt: bytes
     number: int  # of its sequence, in the tree of its prompt and in the one of all
@@ -62,7 +62,7 @@ class PromptTrees:
     cached_requests: tuple[Hashable, ...] = ()
 
     def __init__(self, depth: int, width: int, most_tokens: int) -> None:
-        """Begin with no tree.
+        """Start with no tree.
 
         Args:
             depth: longest end of the text that is looked up, and longest draft.
@@ -78,7 +78,7 @@ class PromptTrees:
 
     def forget(self) -> None:
         """Begin anew; vLLM starts a request that is sampled now once more."""
-        self._latest = Latest(self._most)
+        self._latest = LatestRollouts(self._most)
         self._trees: dict[bytes, _Tree] = {}
         self._active: dict[Hashable, _Active] = {}
         self._shared, self._in_shared = self._new_tree(), deque[tuple[int, int]]()
@@ -91,16 +91,16 @@ class PromptTrees:
 
     @property
     def active_requests(self) -> KeysView[Hashable]:
-        """Those that have started and not stopped."""
+        """Ids of the requests in flight."""
         return self._active.keys()
 
     def start_request(self, request: Hashable, prompt: Ids) -> None:
-        """A request samples its first token."""
+        """Add the prompt's end to the trees before the request samples its first token."""
         key = np.ascontiguousarray(prompt, dtype=np.int32).tobytes()
         self._active[request] = _Active(key, self._plant(key))
 
     def add_active_response(self, request: Hashable, tokens: Sequence[int]) -> None:
-        """It has sampled these."""
+        """Add the tokens that the request has sampled to the trees."""
         active = self._active[request]
         active.response += tokens
         self._trees[active.prompt].tree.extend(active.number, tokens)
@@ -109,7 +109,7 @@ class PromptTrees:
             self._compare(active, token)
 
     def stop_request(self, request: Hashable) -> None:
-        """It is complete."""
+        """Keep the complete response for later requests of the same prompt."""
         active = self._active.pop(request)
         rollout = Rollout(active.prompt, np.asarray(active.response, dtype=np.int32).tobytes())
         self._fresh[active.number] = rollout

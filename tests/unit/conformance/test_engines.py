@@ -9,7 +9,7 @@ import torch
 from traces import Trace
 
 from draft_training import row_digests
-from spec_plugin.conformance import complete, engines
+from spec_plugin.conformance import engines, omissions
 from spec_plugin.conformance.checks import _same_bits
 from spec_plugin.conformance.watch import asked_of
 
@@ -41,10 +41,10 @@ def pair() -> Trace:
 
 @pytest.mark.parametrize("trace", [Trace(), pair()])
 def test_a_right_trace_passes(trace: Trace) -> None:
-    assert engines.asked_as_configured(trace.events, CONFIGURED) == []
-    assert engines.timed_as_it_ran(trace.events, False) == engines.all_told(trace.events) == []
+    assert engines.requests_as_configured(trace.events, CONFIGURED) == []
+    assert engines.phase_seconds(trace.events, False) == engines.every_engine_informed(trace.events) == []
     assert engines.weights_arrived(trace.events, Trace.weights(2)) == []
-    assert engines.at_once(Trace().events, False) == []
+    assert engines.ran_concurrently(Trace().events, False) == []
 
 
 # requests_are_the_trainers
@@ -61,15 +61,15 @@ def test_a_right_trace_passes(trace: Trace) -> None:
 def test_a_request_that_asks_for_something_else_is_seen(asked: dict[str, Any], said: str) -> None:
     trace = Trace()
     requests(trace)[3]["asked"] = asked
-    one(engines.asked_as_configured(trace.events, CONFIGURED), said)
+    one(engines.requests_as_configured(trace.events, CONFIGURED), said)
 
 
 def test_a_rest_of_a_response_may_be_shorter_and_no_longer() -> None:
     trace = Trace()
     requests(trace)[3]["asked"] = {"max_tokens": 3}
-    assert engines.asked_as_configured(trace.events, {"max_tokens": (1, 8)}) == []
+    assert engines.requests_as_configured(trace.events, {"max_tokens": (1, 8)}) == []
     one(
-        engines.asked_as_configured(trace.events, {"max_tokens": (4, 8)}),
+        engines.requests_as_configured(trace.events, {"max_tokens": (4, 8)}),
         "max_tokens=3; the trainer's configuration says 4 to 8",
     )
 
@@ -99,12 +99,12 @@ def test_requests_that_wait_for_each_other_are_seen() -> None:
     trace = Trace()
     for request in requests(trace):
         request["began"] = request["time"] - 1
-    assert len(engines.at_once(trace.events, False)) == 4
-    assert "at most 1 ran at once" in engines.at_once(trace.events, False)[0]
+    assert len(engines.ran_concurrently(trace.events, False)) == 4
+    assert "at most 1 ran at once" in engines.ran_concurrently(trace.events, False)[0]
 
 
 def test_where_phases_overlap_two_are_no_evidence() -> None:
-    one(engines.at_once(Trace().events, True), "0 phases with several requests")
+    one(engines.ran_concurrently(Trace().events, True), "0 phases with several requests")
 
 
 # phases_are_timed_as_they_ran
@@ -118,7 +118,7 @@ def test_a_phase_that_lasted_as_long_as_no_request_did_is_seen(
 ) -> None:
     trace = Trace()
     trace.find("spec_rollout_end", 2)["seconds"] = seconds
-    found = engines.timed_as_it_ran(trace.events, asynchronous)
+    found = engines.phase_seconds(trace.events, asynchronous)
     assert len(found) == problems
     assert not found or "requests were in flight for 3.00 s" in found[0]
 
@@ -127,7 +127,7 @@ def test_a_phase_that_lasted_as_long_as_no_request_did_is_seen(
 def test_a_request_on_a_foreign_clock_is_seen(clock: str, said: str) -> None:
     trace = pair()
     trace.find("engine_request_begins", 2, test=False)["clock"] = clock
-    one(engines.timed_as_it_ran(trace.events, False), f"1 of 8 requests were timed on {said}")
+    one(engines.phase_seconds(trace.events, False), f"1 of 8 requests were timed on {said}")
 
 
 # every_engine_is_told
@@ -136,14 +136,14 @@ def test_a_request_on_a_foreign_clock_is_seen(clock: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("hook", "said"),
     [
-        ("engine_phase", "1 of 2 engines were not told that a phase begins"),
-        ("engine_state", "1 of 2 engines never showed which draft they hold"),
+        ("engine_phase", "1 of 2 engines did not get start_phase"),
+        ("engine_state", "1 of 2 engines were never asked for their state"),
     ],
 )
 def test_an_engine_that_is_left_out_is_seen(hook: str, said: str) -> None:
     trace = pair()
     trace.events = [e for e in trace.events if e["hook"] != hook or e["engine"] == 0]
-    found = engines.all_told(trace.events)
+    found = engines.every_engine_informed(trace.events)
     assert len(found) == 4 and all(said in problem for problem in found)
 
 
@@ -151,10 +151,12 @@ def test_an_engine_that_is_left_out_is_seen(hook: str, said: str) -> None:
 def test_an_engine_without_the_table_of_the_others_is_seen(engine: int) -> None:
     trace = pair()
     trace.events.remove(trace.find("engine_schedule", 3, engine=engine))
-    assert engines.all_told(trace.events) == []  # it has that of the phase before
+    assert engines.every_engine_informed(trace.events) == []  # it has that of the phase before
     trace.events = [e for e in trace.events if e["hook"] != "engine_schedule" or e["engine"] != engine]
-    assert all("engines draft by different tables" in problem for problem in engines.all_told(trace.events))
-    assert len(engines.all_told(trace.events)) == 4
+    assert all(
+        "engines draft by different tables" in problem for problem in engines.every_engine_informed(trace.events)
+    )
+    assert len(engines.every_engine_informed(trace.events)) == 4
 
 
 # every_weight_arrives
@@ -227,4 +229,4 @@ def test_more_than_one_budget_a_step_is_seen() -> None:
     trace = Trace()
     place = trace.events.index(trace.find("harvest_opened", 1))
     trace.events.insert(place, trace.events[place] | {"event": trace.events[place]["event"] - 0.5})
-    one(complete.budgets_opened(trace.events), "policy version 1 RolloutHarvest.open was called 2 times")
+    one(omissions.budgets_opened(trace.events), "policy version 1 RolloutHarvest.open was called 2 times")

@@ -40,7 +40,7 @@ def test_a_trace_that_a_kill_cut_off_anywhere_is_in_order():
 
 def test_the_busiest_rank_is_judged():
     rank = [dict(e, session="b") for e in Trace(steps=2).events]
-    assert {e["session"] for e in judge.actor(Trace().events + rank)} == {"a"}
+    assert {e["session"] for e in judge.actor_events(Trace().events + rank)} == {"a"}
 
 
 # activated_by_the_documented_flag
@@ -51,7 +51,7 @@ def test_activated():
 
 
 def test_an_engine_without_a_draft_is_seen():
-    one(judge.activated(Trace().drop("spec_method").events, metrics(), ""), "without the draft")
+    one(judge.activated(Trace().drop("spec_method").events, metrics(), ""), "without a draft")
 
 
 def test_an_actor_without_a_session_is_seen():
@@ -149,7 +149,8 @@ def test_a_sequence_of_another_version_is_seen():
     trace = Trace()
     trace.find("spec_check_logprobs", 2)["versions"] = [[2], [2, 1]]
     one(
-        versions.policy_versions(trace.events), "sequence 1 checked at policy version 2 is said to be sampled by [2, 1]"
+        versions.policy_versions(trace.events),
+        "sequence 1 checked at policy version 2 is reported as sampled by [2, 1]",
     )
 
 
@@ -186,7 +187,7 @@ def test_weights_that_did_not_arrive_are_seen():
     for event in trace.events:
         if event.get("target_digest") == "t2":
             event["target_digest"] = "t1"
-    one(judge.target_first(trace.events), "weight sync 2 left the engine's target as it was")
+    one(judge.target_first(trace.events), "weight sync 2 changed no weight of the engine's target")
 
 
 def test_weights_that_arrive_after_the_draft_are_seen():
@@ -199,7 +200,10 @@ def test_weights_that_arrive_after_the_draft_are_seen():
 def test_requests_that_run_before_the_phase_has_begun_are_seen(moment):
     trace = Trace()
     trace.find("audit", 2, moment=moment)["admitted"] = 3
-    one(judge.target_first(trace.events), f"3 requests ran while policy version {2 - (moment != 'rollout')} gave way")
+    one(
+        judge.target_first(trace.events),
+        f"3 requests were in flight while policy version {2 - (moment != 'rollout')} was",
+    )
 
 
 # samples and log-probs
@@ -216,7 +220,7 @@ def test_a_missing_late_or_failed_self_test_is_seen():
 def test_a_guard_that_misses_a_planted_error_is_seen():
     trace = Trace()
     trace.find("spec_check_logprobs", 1)["caught"]["another model"] = False
-    one(judge.logprobs(trace.events), "misses another model")
+    one(judge.logprobs(trace.events), "misses 'another model'")
 
 
 def test_steps_without_evidence_are_seen():
@@ -225,7 +229,7 @@ def test_steps_without_evidence_are_seen():
     one(judge.logprobs(trace.events), "no log-probs of the rollout")
     trace = Trace()
     trace.find("spec_check_logprobs", 1)["response_lengths"] = [0, 0]
-    one(judge.logprobs(trace.events), "covers no token")
+    one(judge.logprobs(trace.events), "tokens is empty")
     one(judge.logprobs(Trace().drop("spec_check_logprobs", 1).events), "versions [1] were never checked")
 
 
@@ -239,7 +243,7 @@ def test_a_run_that_stops_with_the_reason():
 def test_a_run_that_goes_on_after_a_violation_is_seen():
     one(judge.stopped(tour(), None, []), "went on to its end")
     one(judge.stopped(tour(), "killed", []), "without naming")
-    one(judge.stopped(tour()[:-1], None, []), "never came")
+    one(judge.stopped(tour()[:-1], None, []), "ended before")
     one(judge.stopped(tour()[:-1], "the engine is dead", []), "it stopped before, the engine is dead")
     later = Trace(first_version=21).events
     one(judge.stopped(tour(), PLANTED, later), "rolled out after the violation")
@@ -344,7 +348,9 @@ def test_a_memory_that_does_not_come_back_is_seen():
     second = [remembered("memory_recall", rollouts=4), remembered("spec_rollout_start")]
     assert judge.recalled(first, second) == []
     assert judge.recalled(first[:2], second) == ["spec_save was never fired before the kill"]
-    assert judge.recalled(first[:1], second) == ["the method was told of no rollout before the kill"]
-    assert judge.recalled(first, second[1:]) == ["the resumed run never asked what to remember"]
+    assert judge.recalled(first[:1], second) == [
+        "the method's memory was given no rollout before the kill (memory_keep)"
+    ]
+    assert judge.recalled(first, second[1:]) == ["the resumed run never recalled the saved rollouts"]
     empty = [remembered("memory_recall", rollouts=0), remembered("spec_rollout_start")]
-    assert judge.recalled(first, empty) == ["the resumed run had nothing to remember"]
+    assert judge.recalled(first, empty) == ["the resumed run recalled no rollout"]

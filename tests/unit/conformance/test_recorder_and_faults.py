@@ -9,10 +9,10 @@ from batches import batch_of, stated_of
 from test_session import TARGET, step
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
-from spec_plugin.conformance import faults, judge, told
+from spec_plugin.conformance import faults, judge, reported
 from spec_plugin.conformance.faults import SHORT, STEPS, TOUR, FaultTour, read_tour
 from spec_plugin.conformance.forward import read_pack
-from spec_plugin.conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, Plants
+from spec_plugin.conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, PlantedErrors
 from spec_plugin.conformance.recorder import Recorder, mutants, read_trace
 from spec_plugin.events import (
     EngineState,
@@ -53,7 +53,7 @@ def test_every_hook_of_a_session_is_recorded_and_nothing_fails(tmp_path):
     hooks = {e["hook"] for e in trace if e["hook"].startswith("spec_")}
     assert hooks == {n for n in vars(hookspecs) if n.startswith("spec_")}
     assert [e["published"] is not None for e in trace if e["hook"] == "spec_draft_weights"] == [True]
-    for check in judge.of(trace, "spec_check_logprobs"):
+    for check in judge.events_of(trace, "spec_check_logprobs"):
         assert not check["caught"]["unchanged"]
 
 
@@ -97,7 +97,7 @@ def test_packs_come_back_as_they_were(tmp_path):
     assert pack.masks() == {"policy_version": 4, "masks": [[False] * 3, [True] * 2]}
 
 
-def batch(version: int = 3, engine: Plants | None = None) -> LogprobBatch:
+def batch(version: int = 3, engine: PlantedErrors | None = None) -> LogprobBatch:
     found = -torch.rand(2, 4)
     rollout, sampled_by = found.clone(), version
     if engine is not None and engine.planted(LOGPROB):
@@ -109,7 +109,7 @@ def batch(version: int = 3, engine: Plants | None = None) -> LogprobBatch:
     return batch_of(version, found, rollout, sampled_by=sampled_by)
 
 
-def stated(version: int = 3, engine: Plants | None = None) -> StatedLogprobs:
+def stated(version: int = 3, engine: PlantedErrors | None = None) -> StatedLogprobs:
     return stated_of(batch(version, engine))
 
 
@@ -138,7 +138,7 @@ def drive(
     session: SpecSession,
     steps: int,
     drafts_when_failed: bool = False,
-    engine: Plants | None = None,
+    engine: PlantedErrors | None = None,
     bypassed: bool = False,
 ) -> None:
     """Steps as an adapter drives them; the engine drafts as the table says, and says wrong what is planted."""
@@ -171,18 +171,18 @@ def test_the_tour_breaks_and_heals_every_hook_and_then_stops_the_run(tmp_path, b
     """Its end is the guard's own refusal of a NaN, which the session insists on."""
     session = session_of(f"spec_plugin.conformance.faults:FaultTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError, match=r"rollout log-probs are not finite.*=nan"):
-        drive(session, STEPS, engine=Plants(tmp_path), bypassed=bypassed)
+        drive(session, STEPS, engine=PlantedErrors(tmp_path), bypassed=bypassed)
     story = read_tour(tmp_path)
     assert [e["hook"] for e in story if e["event"] == "broken"] == list(TOUR)
     assert judge.faults(story) == []
-    assert told.wrong_answers_refused(story, asynchronous=False) == []
-    assert not any(Plants(tmp_path).planted(what) for what in (LOGPROB, VERSION))
+    assert reported.planted_errors_refused(story, asynchronous=False) == []
+    assert not any(PlantedErrors(tmp_path).planted(what) for what in (LOGPROB, VERSION))
     assert judge.stopped(story, "LogprobProvenanceError: not finite", []) == []
 
 
 def test_what_was_in_a_queue_when_it_was_refused_is_forgiven_where_phases_overlap(tmp_path):
     """Half of a batch is of the phase before: its first mini-batch is refused, the next one is right, and the next step not."""
-    plants = Plants(tmp_path)
+    plants = PlantedErrors(tmp_path)
     session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
     check, before = session.check_logprobs, [batch(0)]
 
@@ -196,14 +196,14 @@ def test_what_was_in_a_queue_when_it_was_refused_is_forgiven_where_phases_overla
     with pytest.raises(LogprobProvenanceError, match="=nan"):
         drive(session, 2 * SHORT, engine=plants)
     story = read_tour(tmp_path)
-    assert told.wrong_answers_refused(story, asynchronous=True) == []
+    assert reported.planted_errors_refused(story, asynchronous=True) == []
     assert [e["what"] for e in story if e["event"] == "refused"] == [LOGPROB, NAN]
 
 
 def test_what_cleans_a_nan_before_the_guard_sees_it_is_seen(tmp_path, monkeypatch):
     honest = batch
 
-    def cleaned(version: int = 3, engine: Plants | None = None) -> LogprobBatch:
+    def cleaned(version: int = 3, engine: PlantedErrors | None = None) -> LogprobBatch:
         found = honest(version, engine)
         assert found.rollout is not None
         return replace(found, rollout=found.rollout.nan_to_num(0.0))
@@ -211,9 +211,9 @@ def test_what_cleans_a_nan_before_the_guard_sees_it_is_seen(tmp_path, monkeypatc
     monkeypatch.setitem(globals(), "batch", cleaned)
     session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError, match=PLANTED):
-        drive(session, SHORT, engine=Plants(tmp_path))
-    (problem,) = told.wrong_answers_refused(read_tour(tmp_path), asynchronous=False)
-    assert problem == "the engine said a NaN of each response, and no guard has seen it"
+        drive(session, SHORT, engine=PlantedErrors(tmp_path))
+    (problem,) = reported.planted_errors_refused(read_tour(tmp_path), asynchronous=False)
+    assert problem == "a NaN was planted in each of the engine's responses, and no guard has seen it"
 
 
 def test_what_the_engine_says_wrong_is_missed_by_an_adapter_that_says_something_else(tmp_path):
@@ -222,14 +222,14 @@ def test_what_the_engine_says_wrong_is_missed_by_an_adapter_that_says_something_
         drive(session, SHORT)
     story = read_tour(tmp_path)
     assert [e["hook"] for e in story if e["event"] == "broken"] == ["spec_rollout_end"]
-    assert len(told.wrong_answers_refused(story, asynchronous=False)) == 3
+    assert len(reported.planted_errors_refused(story, asynchronous=False)) == 3
 
 
 def test_an_engine_that_is_compared_with_itself_is_no_guard(tmp_path, monkeypatch):
     """What it says wrong is refused by its sign alone, on whichever side it is shown."""
     honest = batch
 
-    def twice(version: int = 3, engine: Plants | None = None) -> LogprobBatch:
+    def twice(version: int = 3, engine: PlantedErrors | None = None) -> LogprobBatch:
         found = honest(version, engine)
         assert found.rollout is not None
         return replace(found, recomputed=found.rollout.clone())
@@ -237,9 +237,9 @@ def test_an_engine_that_is_compared_with_itself_is_no_guard(tmp_path, monkeypatc
     monkeypatch.setitem(globals(), "batch", twice)
     session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError, match="not finite"):
-        drive(session, SHORT, engine=Plants(tmp_path))
-    (problem, _) = told.wrong_answers_refused(read_tour(tmp_path), asynchronous=False)
-    assert "wrong log-prob that the engine said came to the guard as the actor's" in problem
+        drive(session, SHORT, engine=PlantedErrors(tmp_path))
+    (problem, _) = reported.planted_errors_refused(read_tour(tmp_path), asynchronous=False)
+    assert "wrong log-prob planted in the engine reached the guard as the actor's" in problem
 
 
 def test_a_violation_that_was_not_planted_stops_the_run_at_once(tmp_path):
@@ -254,7 +254,7 @@ def test_another_rank_leaves_to_the_first_one_what_that_has_planted(tmp_path, mo
     monkeypatch.setattr(faults, "is_first", lambda: False)
     with pytest.raises(LogprobProvenanceError):
         session.check_logprobs(wrong)
-    plants = Plants(tmp_path)
+    plants = PlantedErrors(tmp_path)
     plants.plant(VERSION)
     plants.remove(VERSION)  # the first rank was faster
     session.check_logprobs(wrong)
@@ -283,5 +283,5 @@ def test_a_method_without_a_draft_is_not_asked_for_what_it_never_fires(tmp_path)
     tour.spec_configure(method=Method("looked up", {}, ready=True))
     (begins,) = read_tour(tmp_path)
     assert set(TOUR) - set(begins["stops"]) == {"spec_refreshed", "spec_target_forward"}
-    assert "spec_weight_sync was never reached" in judge.faults([begins])
+    assert "spec_weight_sync was never reached, so no fault in it was tested" in judge.faults([begins])
     assert not any("spec_refreshed" in problem for problem in judge.faults([begins]))

@@ -14,7 +14,7 @@ from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.decoder import Decoder
 from spec_plugin.actor.harvest import DecoderHarvest
 from spec_plugin.conformance import watch
-from spec_plugin.conformance.plants import LOGPROB, PERTURBED, VERSION, Plants
+from spec_plugin.conformance.plants import LOGPROB, PERTURBED, VERSION, PlantedErrors
 from spec_plugin.conformance.recorder import log_probs_of, read_trace
 from spec_plugin.events import HiddenStates, WeightSync
 from spec_plugin.manager import create_manager
@@ -28,8 +28,8 @@ def output(*tokens: int, index: int = 0) -> SimpleNamespace:
     return SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[sample])
 
 
-def answer(kind: str, *outputs: SimpleNamespace) -> watch.Answer:
-    found = watch.Answer(SimpleNamespace(output_kind=SimpleNamespace(name=kind)))
+def answer(kind: str, *outputs: SimpleNamespace) -> watch.CollectedOutput:
+    found = watch.CollectedOutput(SimpleNamespace(output_kind=SimpleNamespace(name=kind)))
     for one in outputs:
         found.add(one)
     return found
@@ -73,7 +73,7 @@ class Engine:
 
 
 def test_a_policy_version_is_late_only_while_that_is_planted(tmp_path):
-    plants, engine = Plants(tmp_path), Engine()
+    plants, engine = PlantedErrors(tmp_path), Engine()
     watch.delay_version(f"{__name__}:Engine.version", plants)
     assert engine.version is None
     engine.version = 4
@@ -159,7 +159,9 @@ def test_engines_of_one_process_are_told_apart(tmp_path):
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         device_config=SimpleNamespace(device_type="cpu"),
     )
-    watched = watch._requests(generate, Plants(tmp_path), lambda hook, **what: written.append((hook, what)), {})
+    watched = watch._wrap_generate(
+        generate, PlantedErrors(tmp_path), lambda hook, **what: written.append((hook, what)), {}
+    )
     params = SamplingParams(temperature=1.0)
 
     async def ask(engine):

@@ -166,7 +166,7 @@ def test_pickled_checkpoints_are_refused(tmp_path, tiny):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "config.json").write_text(json.dumps(tiny.to_hf()))
     (tmp_path / "d" / "pytorch_model.bin").write_bytes(b"\x80")
-    with pytest.raises(DraftConfigError, match="safetensors only"):
+    with pytest.raises(DraftConfigError, match="only safetensors are read"):
         load_draft(tmp_path / "d")
 
 

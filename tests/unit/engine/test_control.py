@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spec_plugin.engine.control import TOKENS, Control, ControlGroup
+from spec_plugin.engine.control import TOKENS, ControlGroup, ControlStretch
 from spec_plugin.engine.schedule.plain import is_plain
 
 
@@ -29,7 +29,7 @@ def test_stretches_lie_anywhere_in_a_response_of_mean_length():
 def test_whatever_was_under_way_the_stretch_has_no_draft(first):
     """Each step emits 1 to k + 1 tokens, and drafts are asked for with the tokens known then, and up to k + 1 in flight."""
     k = 3
-    off = Control(first, k).extra_args
+    off = ControlStretch(first, k).extra_args
     for offset in range(k + 1):
         for in_flight in range(k + 2):
             for position in range(first, first + TOKENS):
@@ -57,6 +57,6 @@ def test_placeholders_of_asynchronous_scheduling_count():
 
 
 def test_a_stretch_ends_with_its_response_and_one_that_ended_early_has_none():
-    assert Control(64, 3).span(30, 145) == (94, 158)
-    assert Control(64, 3).span(10, 100) == (74, 110)
-    assert Control(64, 3).span(10, 64) == (0, 0)
+    assert ControlStretch(64, 3).span(30, 145) == (94, 158)
+    assert ControlStretch(64, 3).span(10, 100) == (74, 110)
+    assert ControlStretch(64, 3).span(10, 64) == (0, 0)

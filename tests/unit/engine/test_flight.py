@@ -8,19 +8,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from spec_plugin.engine.control import Control
-from spec_plugin.engine.flight import UNKNOWN, Clock, Flights, Request
+from spec_plugin.engine.control import ControlStretch
+from spec_plugin.engine.flight import UNKNOWN, Clock, Request, RequestTracker
 from spec_plugin.spans import Span, span_of
 
 PROMPT, RESPONSE = [5, 6, 7], [10, 11, 12, 13, 14, 15]
 
 
-def landed(
-    flights: Flights, request: Request, version: int, drafted: bool = True, control=None, log_probs=None
+def complete(
+    tracker: RequestTracker, request: Request, version: int, drafted: bool = True, control=None, log_probs=None
 ) -> list[Span]:
     request.tokens = len(RESPONSE)
-    flights.landed(request, PROMPT, RESPONSE, version, drafted, control, log_probs)
-    return flights.take_spans()
+    tracker.completed(request, PROMPT, RESPONSE, version, drafted, control, log_probs)
+    return tracker.take_spans()
 
 
 def part(first: int, until: int, version: int, plain: tuple[int, int] = (0, 0)) -> Span:
@@ -29,104 +29,104 @@ def part(first: int, until: int, version: int, plain: tuple[int, int] = (0, 0)) 
 
 
 def test_a_request_that_no_sync_cuts_is_one_span():
-    flights = Flights()
-    with flights.request(4) as request:
-        assert landed(flights, request, 4) == [part(0, 6, 4)]
-    assert (flights.requests, flights.tokens, flights.flying) == (1, 6, 0)
+    tracker = RequestTracker()
+    with tracker.request(4) as request:
+        assert complete(tracker, request, 4) == [part(0, 6, 4)]
+    assert (tracker.requests, tracker.tokens, tracker.in_flight) == (1, 6, 0)
 
 
 def test_a_request_that_goes_on_under_new_weights_is_cut_where_it_stood():
-    flights = Flights()
-    with flights.request(4) as request:
-        flights.pause({request.number: 2}, 4, drafted=False)
-        assert flights.tokens == 2, "that the phase which ends has sampled"
-        flights.begin(5)
-        flights.resume()
-        spans = landed(flights, request, 5)
+    tracker = RequestTracker()
+    with tracker.request(4) as request:
+        tracker.pause({request.number: 2}, 4, drafted=False)
+        assert tracker.tokens == 2, "that the phase which ends has sampled"
+        tracker.begin(5)
+        tracker.resume()
+        spans = complete(tracker, request, 5)
     assert spans == [part(0, 2, 4, plain=(3, 5)), part(2, 6, 5)]
-    assert flights.tokens == 4
+    assert tracker.tokens == 4
 
 
 def test_each_part_of_a_request_has_its_own_log_probs():
-    flights = Flights()
-    with flights.request(4) as request:
-        flights.pause({request.number: 2}, 4, drafted=False)
-        flights.begin(5)
-        spans = landed(flights, request, 5, log_probs=[-1.0, -2.0, -4.0, -8.0, -16.0, -32.0])
+    tracker = RequestTracker()
+    with tracker.request(4) as request:
+        tracker.pause({request.number: 2}, 4, drafted=False)
+        tracker.begin(5)
+        spans = complete(tracker, request, 5, log_probs=[-1.0, -2.0, -4.0, -8.0, -16.0, -32.0])
     assert [span.stated for span in spans] == [-3.0, -60.0]
 
 
 def test_a_request_that_had_sampled_nothing_is_of_the_new_version_alone():
-    flights = Flights()
-    with flights.request(4) as request:
-        flights.pause({request.number: 0}, 4, drafted=True)
-        flights.begin(5)
-        assert landed(flights, request, 5) == [part(0, 6, 5)]
+    tracker = RequestTracker()
+    with tracker.request(4) as request:
+        tracker.pause({request.number: 0}, 4, drafted=True)
+        tracker.begin(5)
+        assert complete(tracker, request, 5) == [part(0, 6, 5)]
 
 
 def test_two_pauses_of_one_sync_cut_once():
     """The self-test has the engine resumed and paused again."""
-    flights = Flights()
-    with flights.request(4) as request:
+    tracker = RequestTracker()
+    with tracker.request(4) as request:
         for _ in range(2):
-            flights.pause({request.number: 2}, 4, drafted=True)
-        flights.begin(5)
-        assert landed(flights, request, 5) == [part(0, 2, 4), part(2, 6, 5)]
+            tracker.pause({request.number: 2}, 4, drafted=True)
+        tracker.begin(5)
+        assert complete(tracker, request, 5) == [part(0, 2, 4), part(2, 6, 5)]
 
 
 def test_what_was_complete_but_not_yet_here_when_weights_came_is_of_the_old_version():
-    flights = Flights()
-    with flights.request(4) as request:
-        flights.pause({}, 4, drafted=False)
-        flights.begin(5)
-        assert landed(flights, request, 5, drafted=True) == [part(0, 6, 4, plain=(3, 9))]
+    tracker = RequestTracker()
+    with tracker.request(4) as request:
+        tracker.pause({}, 4, drafted=False)
+        tracker.begin(5)
+        assert complete(tracker, request, 5, drafted=True) == [part(0, 6, 4, plain=(3, 9))]
 
 
 def test_where_nobody_says_how_far_a_request_had_come_its_tokens_are_unknown():
-    flights = Flights()
-    with flights.request(4) as request:
-        flights.pause(None, 4, drafted=True)
-        flights.begin(5)
-        flights.pause({request.number: 3}, 5, drafted=True)
-        flights.begin(6)
-        assert landed(flights, request, 6) == [part(3, 6, 6)]
+    tracker = RequestTracker()
+    with tracker.request(4) as request:
+        tracker.pause(None, 4, drafted=True)
+        tracker.begin(5)
+        tracker.pause({request.number: 3}, 5, drafted=True)
+        tracker.begin(6)
+        assert complete(tracker, request, 6) == [part(3, 6, 6)]
         assert request.stretches[0].version == UNKNOWN
 
 
 def test_a_phase_that_begins_without_a_pause_leaves_what_is_in_flight_unknown():
-    flights = Flights()
-    with flights.request(4) as request:
-        flights.begin(5)
-        assert landed(flights, request, 5) == []
+    tracker = RequestTracker()
+    with tracker.request(4) as request:
+        tracker.begin(5)
+        assert complete(tracker, request, 5) == []
 
 
 def test_the_control_groups_stretch_is_cut_as_its_request_is():
-    flights = Flights()
-    control = Control(1, 3)
+    tracker = RequestTracker()
+    control = ControlStretch(1, 3)
     assert control.span(3, 6) == (4, 9)
-    with flights.request(4) as request:
-        flights.pause({request.number: 3}, 4, drafted=True)
-        flights.begin(5)
-        spans = landed(flights, request, 5, control=control)
+    with tracker.request(4) as request:
+        tracker.pause({request.number: 3}, 4, drafted=True)
+        tracker.begin(5)
+        spans = complete(tracker, request, 5, control=control)
     assert spans == [part(0, 3, 4, plain=(4, 6)), part(3, 6, 5, plain=(6, 9))]
 
 
 def test_the_time_in_which_an_engine_is_paused_is_no_generation_time(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    flights = Flights()
-    with flights.request(4) as request:
+    tracker = RequestTracker()
+    with tracker.request(4) as request:
         now[0] = 2.0
-        flights.pause({request.number: 1}, 4, drafted=True)
+        tracker.pause({request.number: 1}, 4, drafted=True)
         now[0] = 10.0
-        assert flights.seconds == 2.0
-        flights.begin(5)
-        flights.resume()
+        assert tracker.seconds == 2.0
+        tracker.begin(5)
+        tracker.resume()
         now[0] = 11.0
-        assert flights.seconds == 1.0
+        assert tracker.seconds == 1.0
         request.tokens = 6
     now[0] = 20.0
-    assert flights.seconds == 1.0
+    assert tracker.seconds == 1.0
 
 
 def test_a_clock_counts_while_it_runs(monkeypatch):
@@ -137,5 +137,5 @@ def test_a_clock_counts_while_it_runs(monkeypatch):
         clock.run(running)
         now[0] = at
     assert clock.seconds == 2.0
-    clock.take()
+    clock.reset()
     assert clock.seconds == 0.0

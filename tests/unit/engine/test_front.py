@@ -167,12 +167,12 @@ def test_rollouts_behind_validation_begin_a_phase_of_their_own_and_go_on_where_t
     for broken in ("", "spec_take_steps"):
         front.engine = Core(broken)
         front.reset_phase()
-        asyncio.run(front.arrives({"temperature": 0.0}))
+        asyncio.run(front.on_request({"temperature": 0.0}))
         with front.request() as request:
             request.tokens = 7
         with caplog.at_level(logging.WARNING):
-            asyncio.run(front.arrives({}))
-        assert front._flights.tokens == (7 if broken else 0)
+            asyncio.run(front.on_request({}))
+        assert front._tracker.tokens == (7 if broken else 0)
     assert [r.getMessage() for r in caplog.records if "validation is counted" in r.getMessage()]
 
 

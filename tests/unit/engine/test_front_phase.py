@@ -186,9 +186,9 @@ def sampled(front: EngineFront, tokens: int) -> None:
 def test_validation_that_samples_otherwise_is_no_part_of_the_rollouts_after_it(front, temperature, tokens):
     async def phase() -> int:
         front.start_phase(0)
-        await front.arrives({"temperature": temperature})
+        await front.on_request({"temperature": temperature})
         sampled(front, 5)
-        await front.arrives({"temperature": 1.0})
+        await front.on_request({"temperature": 1.0})
         sampled(front, 7)
         return (await front.stats(0)).tokens
 

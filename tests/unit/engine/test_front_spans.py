@@ -9,7 +9,7 @@ import torch
 from test_training import TARGET
 
 from spec_plugin import SpecConfig
-from spec_plugin.engine.control import Control
+from spec_plugin.engine.control import ControlStretch
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.events import EngineSchedule, Schedule
 from spec_plugin.manager import create_manager
@@ -51,7 +51,7 @@ def test_text_of_a_phase_without_drafts_is_plain(k, plain):
 
 def test_of_a_drafted_request_only_the_control_groups_stretch_is_plain():
     engine = front(3)
-    engine.control = lambda: Control(first=20, k=3)  # type: ignore[method-assign]
+    engine.control = lambda: ControlStretch(first=20, k=3)  # type: ignore[method-assign]
     sampled(engine, PROMPT, RESPONSE, 4)
     assert kept(engine)[1] == [20 <= i < 84 for i in range(100)]
 

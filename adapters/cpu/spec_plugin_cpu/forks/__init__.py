@@ -53,16 +53,16 @@ class Preloaded:
     modules: tuple[str, ...]
 
     def executable(self, env: Mapping[str, str]) -> str:
-        """See :func:`warm_python`; the imports begin with the first call, and go on beside the caller."""
+        """See :func:`warm_python`; the first call starts the imports and does not wait for them."""
         return warm_python(self.modules, env)
 
     def processes(self) -> set[int]:
-        """See :func:`server_processes`."""
+        """Process ids of all fork servers that this process started, of other runs too."""
         return server_processes()
 
 
 def server_processes() -> set[int]:
-    """Process numbers of the servers of this process."""
+    """Process ids of the fork servers that this process started."""
     return {server.pid for server in _servers.values()}
 
 
@@ -111,11 +111,11 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Of the server."""
+        """Process id of the server."""
         return self._process.pid
 
     def close(self) -> None:
-        """End it and every process that it forked."""
+        """End the server and every process that it forked; safe to call again."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             self._process.wait()

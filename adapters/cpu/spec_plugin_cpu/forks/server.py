@@ -117,7 +117,7 @@ class Server:
             end.close()
 
     def reap(self) -> None:
-        """Tell the stand-ins of processes that ended."""
+        """Send the exit status of each process that ended to its stand-in."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -132,7 +132,7 @@ class Server:
                     client.close()
 
     def forget(self, pid: int) -> None:
-        """Kill a process whose stand-in is gone."""
+        """Kill a process whose stand-in was killed."""
         client = self.running.pop(pid, None)
         if client is not None:
             self.selector.unregister(client)
@@ -147,7 +147,7 @@ class Server:
                 os.killpg(pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Kill every process, and end."""
+        """Kill every forked process and exit; does not return."""
         for pid in self.running:
             self.kill(pid)
         os._exit(0)
@@ -169,7 +169,7 @@ def _exactly(client: socket.socket, size: int) -> bytes:
 
 
 def take_over(job: dict[str, Any], files: list[int]) -> None:
-    """Put the stand-in's files, folder and environment in the place of ours, in a session of our own."""
+    """In a forked process: take the stand-in's files, working folder, umask and environment, in a new session."""
     os.setsid()
     copies = [(_copy_high(file), number) for file, number in zip(files, job["files"], strict=True)]
     for copy, number in copies:
@@ -257,7 +257,10 @@ def serve() -> tuple[dict[str, Any], list[str]]:
     for module in modules:
         importlib.import_module(module)
     if "ray" in modules and forks_share_ids():
-        raise SystemExit("the fork server's imports have drawn Ray's random numbers: its forks would make the same ids")
+        raise SystemExit(
+            "the fork server ends, and each process imports for itself: its imports have used Ray's random numbers, so that its "
+            "forks would give different objects the same ids"
+        )
     gc.collect()
     gc.freeze()  # a collection would touch, and so copy, every page
     return Server(socket.socket(fileno=int(number)), int(parent)).serve(), path

@@ -23,7 +23,7 @@ class CudaIsCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """One call of torch's."""
+        """Call ``func`` with device "cuda" and pinned memory replaced in its arguments."""
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]

@@ -29,7 +29,7 @@ _entered = threading.local()
 
 @contextmanager
 def _cuda_is_cpu() -> Iterator[None]:
-    """In this thread, once, however deep."""
+    """Enter ``CudaIsCpu`` in this thread; nested calls enter it once."""
     if getattr(_entered, "depth", 0):
         yield
         return
@@ -86,7 +86,7 @@ def _each_inside(stream: Iterator[Any]) -> Iterator[Any]:
 
 
 def register() -> None:
-    """Put it in the place of verl's in verl's registry."""
+    """Replace verl's Megatron engine by ``on_cpu`` of it in verl's registry; safe to call again."""
     from verl.workers.engine import EngineRegistry
 
     engines = EngineRegistry._engines["language_model"].get("megatron", {})

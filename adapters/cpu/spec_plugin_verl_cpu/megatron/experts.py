@@ -39,7 +39,9 @@ class CpuExperts(MegatronModule):  # type: ignore[misc]
         """
         super().__init__(config=config)
         if mpu.get_expert_tensor_parallel_world_size() > 1:
-            raise NotImplementedError("on a CPU experts are not split: set expert_tensor_parallel_size=1")
+            raise NotImplementedError(
+                "splitting one expert over ranks does not run on a CPU: set expert_tensor_parallel_size=1"
+            )
         self.num_local_experts = num_local_experts
         hidden, inner = config.hidden_size, config.moe_ffn_hidden_size
         self.linear_fc1 = _Grouped(num_local_experts, (2 * inner, hidden), config)

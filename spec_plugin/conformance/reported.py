@@ -1,6 +1,6 @@
-"""What an adapter tells, held against its source: the engine's answers and configuration, the trainer's optimizer and tensors.
+"""What an adapter reports, compared with its source: the engine's answers and configuration, the trainer's steps and tensors.
 
-Pure functions from a trace to problems, as in ``judge``. The sources are what ``watch`` has written down.
+Pure functions from a trace to problems, as in ``judge``. The sources are what ``watch`` recorded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spec_plugin.conformance.judge import Event, Trace, actor, at_least, of
+from spec_plugin.conformance.judge import Event, Trace, actor_events, at_least, events_of
 from spec_plugin.conformance.plants import LOGPROB, NAN, PLANTED, VERSION
 from spec_plugin.conformance.versions import ROUNDING
 
@@ -24,14 +24,14 @@ _SPOKEN = {LOGPROB: "a wrong log-prob", NAN: "a NaN", VERSION: "a wrong policy v
 CHECKED = frozenset({"spec_check_logprobs", "spec_check_stated"})
 
 
-def _all(trace: Trace, *hooks: str) -> list[Event]:
-    """The events of every process."""
+def _events(trace: Trace, *hooks: str) -> list[Event]:
+    """The events of these hooks in every process."""
     return [e for e in trace if e["hook"] in hooks]
 
 
-def rollouts_requests(trace: Trace) -> list[Event]:
-    """Those of the rollouts."""
-    return [e for e in _all(trace, "engine_request") if not e["test"]]
+def rollout_requests(trace: Trace) -> list[Event]:
+    """Completed engine requests, without the self-test's."""
+    return [e for e in _events(trace, "engine_request") if not e["test"]]
 
 
 def as_kept(values: Sequence[float], dtype: str) -> list[float]:
@@ -40,12 +40,12 @@ def as_kept(values: Sequence[float], dtype: str) -> list[float]:
     return kept
 
 
-def engines_logprobs(trace: Trace) -> list[str]:
+def logprobs_from_engine(trace: Trace) -> list[str]:
     """Each rollout log-prob that a guard is shown is one that vLLM has answered."""
-    answered = [v for e in rollouts_requests(trace) for v in e["log_probs"] if v is not None]
+    answered = [v for e in rollout_requests(trace) for v in e["log_probs"] if v is not None]
     problems, shown = [], 0
     known: dict[str, set[float]] = {}
-    for e in _all(trace, *CHECKED):
+    for e in _events(trace, *CHECKED):
         if not e["rollout"]:
             continue
         dtype = e["rollout_dtype"]
@@ -56,15 +56,15 @@ def engines_logprobs(trace: Trace) -> list[str]:
         foreign = sum(v not in known[dtype] for v in values)
         if foreign:
             problems.append(
-                f"policy version {e['policy_version']}: {foreign} of {len(values)} rollout log-probs are none that the engine "
-                "has reported"
+                f"policy version {e['policy_version']}: {foreign} of {len(values)} rollout log-probs were never "
+                "reported by the engine"
             )
     return problems if shown else [*problems, "no rollout log-prob was shown to a guard"]
 
 
-def checked_first(trace: Trace) -> list[str]:
+def checked_before_update(trace: Trace) -> list[str]:
     """The policy is not updated before the log-probs have been checked, whether anything was drafted or not."""
-    events = actor(trace, watched=True)
+    events = actor_events(trace, watched=True)
     starts = [i for i, e in enumerate(events) if e["hook"] == "spec_rollout_start"]
     problems, updates = [], 0
     for begin, end in pairwise([*starts, len(events)]):
@@ -81,27 +81,27 @@ def checked_first(trace: Trace) -> list[str]:
     return problems + at_least(range(updates), 2, "updates of the policy")
 
 
-def wrong_answers_refused(tour: Trace, asynchronous: bool) -> list[str]:
-    """What the engine says wrong of a log-prob, or of a policy version, arrives where it is refused.
+def planted_errors_refused(tour: Trace, asynchronous: bool) -> list[str]:
+    """A wrong log-prob or policy version, planted in the engine, reaches the guard, which refuses it.
 
     Args:
         tour: of the faults.
-        asynchronous: may sequences be older than the policy: then an older version is no error.
+        asynchronous: sequences may be older than the policy: then an older version is no error.
     """
     problems = []
     for what in (LOGPROB, NAN) if asynchronous else (LOGPROB, VERSION, NAN):
         found = [e for e in tour if e["event"] in ("refused", "missed") and e["what"] == what]
         if not found:
-            problems.append(f"the run never came to {_SPOKEN[what]}")
+            problems.append(f"the run ended before {_SPOKEN[what]} was planted")
         elif found[0]["event"] == "missed":
-            problems.append(f"the engine said {_SPOKEN[what]} of each response, and no guard has seen it")
+            problems.append(f"{_SPOKEN[what]} was planted in each of the engine's responses, and no guard has seen it")
         elif " recomputed log-probs are not finite" in found[0]["why"]:
             problems.append(
-                f"{_SPOKEN[what]} that the engine said came to the guard as the actor's: the engine is compared with itself"
+                f"{_SPOKEN[what]} planted in the engine reached the guard as the actor's: the engine is compared with itself"
             )
         elif what == NAN and "not finite" not in found[0]["why"]:
             problems.append(
-                "a NaN that the engine said came to the guard as another number: something cleans log-probs on the way"
+                "a NaN planted in the engine's log-probs reached the guard as a number: something on the way replaces NaN"
             )
     return problems
 
@@ -110,20 +110,20 @@ def self_test_stopped(trace: Trace, failure: str | None) -> list[str]:
     """An engine that says that its self-test failed stops the run before the first rollout, with that reason."""
     problems = []
     if failure is None:
-        problems.append("the run went on to its end")
+        problems.append("the run went on to its end with a failed self-test")
     elif PLANTED not in failure and "LosslessError" not in failure:
         problems.append(f"the run stopped without naming LosslessError: {failure[-400:]}")
-    if rollouts_requests(trace):
-        problems.append(f"{len(rollouts_requests(trace))} responses were sampled after the self-test had failed")
-    return problems + at_least(_all(trace, "spec_configure"), 1, "sessions")
+    if rollout_requests(trace):
+        problems.append(f"{len(rollout_requests(trace))} responses were sampled after the self-test had failed")
+    return problems + at_least(_events(trace, "spec_configure"), 1, "sessions")
 
 
 def engine_facts(trace: Trace) -> list[str]:
     """``TargetInfo`` says of the engine what its configuration says, and of the sampling what the requests ask for."""
     engines, sessions, requests = (
-        _all(trace, "engine_configured"),
-        _all(trace, "spec_configure"),
-        rollouts_requests(trace),
+        _events(trace, "engine_configured"),
+        _events(trace, "spec_configure"),
+        rollout_requests(trace),
     )
     problems = []
     for engine in engines:
@@ -134,7 +134,7 @@ def engine_facts(trace: Trace) -> list[str]:
                 )
         for name, told, has in _compared(sessions, engine):
             if told != has:
-                problems.append(f"TargetInfo.{name} is {told}, the engine's is {has}")
+                problems.append(f"TargetInfo.{name} is {told}, the engine was built with {has}")
     asked = {_words(e["sampling"]) for e in requests}
     told_sampling = {_words(e["sampling"]) for e in sessions}
     if requests and asked != told_sampling:
@@ -159,15 +159,15 @@ def _words(sampling: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in sorted(sampling.items())) or "vLLM's defaults"
 
 
-def trainers_facts(trace: Trace, asynchronous: bool) -> list[str]:
-    """The actor's dtype is that of its hidden states; sequences are said to lag only where they can.
+def trainer_facts(trace: Trace, asynchronous: bool) -> list[str]:
+    """``TargetInfo.actor_dtype`` is that of the hidden states; ``lag_allowed`` is set in asynchronous trainers only.
 
     Residual streams may be wider than what computes them (autocast), so a half precision is wrong where single precision
     states come with log-probs that no half precision has.
     """
     problems = []
-    states = {e["dtype"] for e in _all(trace, "spec_target_forward")}
-    told = {e["actor_dtype"] for e in of(trace, "spec_configure")}
+    states = {e["dtype"] for e in _events(trace, "spec_target_forward")}
+    told = {e["actor_dtype"] for e in events_of(trace, "spec_configure")}
     if told == {_SINGLE} and states - {_SINGLE}:
         problems.append(f"TargetInfo.actor_dtype is {_SINGLE}, the hidden states are {' and '.join(states)}")
     apart = _apart(trace)
@@ -176,37 +176,39 @@ def trainers_facts(trace: Trace, asynchronous: bool) -> list[str]:
             f"TargetInfo.actor_dtype is {' and '.join(told)}, but the hidden states are {_SINGLE}, and log-probs differ by no "
             f"more than {max(apart):.1g} nats"
         )
-    if not asynchronous and any(e["lag_allowed"] for e in _all(trace, "spec_check_logprobs")):
-        problems.append("sequences are said to be older than the policy, in a trainer whose sequences are not")
+    if not asynchronous and any(e["lag_allowed"] for e in _events(trace, "spec_check_logprobs")):
+        problems.append(
+            "LogprobBatch.lag_allowed is set, but no sequence is older than the policy in a synchronous trainer"
+        )
     return problems
 
 
 def _apart(trace: Trace) -> list[float]:
     """Mean differences of text that the recomputing policy has sampled."""
-    checked = _all(trace, "spec_check_logprobs")
+    checked = _events(trace, "spec_check_logprobs")
     return [mean for e in checked for lag, mean in e["differences"].items() if not int(lag)]
 
 
-def drafting_told(trace: Trace, asynchronous: bool) -> list[str]:
-    """A batch that was sampled with drafts is said to be.
+def drafted_batches_reported(trace: Trace, asynchronous: bool) -> list[str]:
+    """A batch that was sampled with drafts is reported so.
 
     Args:
         trace: of a run that drafts.
-        asynchronous: may a batch be of several phases: then it is one of drafts where all phases are.
+        asynchronous: a batch may be of several phases: then it is a drafted one only if all of them are.
     """
-    phases = [e for e in of(trace, "spec_rollout_end") if e["tokens"]]
+    phases = [e for e in events_of(trace, "spec_rollout_end") if e["tokens"]]
     drafted = {e["policy_version"] for e in phases if e["drafts"]}
     always = all(e["drafts"] for e in phases)
     problems = [
-        f"the batch of policy version {e['policy_version']} is said to be plain; it was drafted for"
-        for e in _all(trace, "spec_check_logprobs")
+        f"the batch of policy version {e['policy_version']} is reported as plain, but was sampled with drafts"
+        for e in _events(trace, "spec_check_logprobs")
         if not e["speculating"] and (always if asynchronous else e["policy_version"] in drafted)
     ]
     return problems + at_least(sorted(drafted), 1, "phases with drafts")
 
 
-def plain_told(trace: Trace, tour: Trace) -> list[str]:
-    """A batch that was sampled without drafts is not said to be drafted.
+def undrafted_batches_reported(trace: Trace, tour: Trace) -> list[str]:
+    """A batch that was sampled without drafts is not reported as drafted.
 
     Args:
         trace: of a run that has such phases.
@@ -214,8 +216,8 @@ def plain_told(trace: Trace, tour: Trace) -> list[str]:
     """
     plain = {e["policy_version"] for e in tour if e["event"] == "plain" and not e["drafts"]}
     problems = [
-        f"the batch of policy version {e['policy_version']} is said to be drafted; it was not"
-        for e in _all(trace, "spec_check_logprobs")
+        f"the batch of policy version {e['policy_version']} is reported as drafted, but was sampled without drafts"
+        for e in _events(trace, "spec_check_logprobs")
         if e["speculating"] and e["policy_version"] in plain
     ]
     return problems + at_least(sorted(plain), 1, "plain phases")
@@ -227,11 +229,11 @@ def weights_arrived(trace: Trace) -> list[str]:
     That all others do, and as exact as they left, is seen where both sides compute in single precision: by the log-probs.
     """
     problems, compared, held = [], 0, None
-    for e in actor(trace):
+    for e in actor_events(trace):
         if e.get("changed"):
             problems.append(
                 f"step {e['step']}: the {' and the '.join(e['changed'])} that the weight sync announced changed with the update: "
-                "no copies, but the policy's own, so the draft learns from another policy than sampled"
+                "hand over copies, or the draft learns from another policy than the one that sampled"
             )
         if e["hook"] == "audit" and e["moment"] == "synced":
             held = e
@@ -241,9 +243,9 @@ def weights_arrived(trace: Trace) -> list[str]:
                     compared += 1
                     if e[key] != held[key]:
                         problems.append(
-                            f"policy version {e['policy_version']}: the {name} that is announced is not the engine's"
+                            f"policy version {e['policy_version']}: the {name} that the weight sync announced is not the engine's"
                         )
-    parts = any(e["engine"]["tensor_parallel"] > 1 for e in _all(trace, "spec_configure"))
+    parts = any(e["engine"]["tensor_parallel"] > 1 for e in _events(trace, "spec_configure"))
     if not parts:
         problems += at_least(range(compared), 2, "embeddings or heads with their engine's")
     apart = _apart(trace)
@@ -257,18 +259,18 @@ def weights_arrived(trace: Trace) -> list[str]:
 
 def _single(trace: Trace) -> bool:
     """Do actor and engine compute in single precision, by what was seen of both."""
-    states = {e["dtype"] for e in _all(trace, "spec_target_forward")} or {
-        e["actor_dtype"] for e in of(trace, "spec_configure")
+    states = {e["dtype"] for e in _events(trace, "spec_target_forward")} or {
+        e["actor_dtype"] for e in events_of(trace, "spec_configure")
     }
-    return states | {e["dtype"] for e in _all(trace, "engine_configured")} == {_SINGLE}
+    return states | {e["dtype"] for e in _events(trace, "engine_configured")} == {_SINGLE}
 
 
-def policys_states(trace: Trace) -> list[str]:
+def states_of_the_policy(trace: Trace) -> list[str]:
     """The harvested states, put through the engine's head, give the log-probs that the policy recomputed, at each version."""
     problems, later = [], 0
-    checked = _all(trace, "spec_check_logprobs")
-    engines = [_AGREE[e["dtype"]] for e in _all(trace, "engine_configured")]  # their head is rounded to that
-    for e in _all(trace, "spec_target_forward"):
+    checked = _events(trace, "spec_check_logprobs")
+    engines = [_AGREE[e["dtype"]] for e in _events(trace, "engine_configured")]  # their head is rounded to that
+    for e in _events(trace, "spec_target_forward"):
         version, rows = e["policy_version"], e["log_probs"]
         recomputed = [r for c in checked if c["policy_version"] == version for r in c["rows"]["recomputed"]]
         if rows is None or not recomputed:
@@ -292,7 +294,7 @@ def _nearest(row: Sequence[float], others: Sequence[Sequence[float]]) -> float:
 def tokens_counted(trace: Trace) -> list[str]:
     """The tokens of each phase are those that vLLM has sampled in it, of the requests of all engines."""
     problems, phases, sampled = [], 0, None
-    session = next((e["session"] for e in actor(trace)), None)
+    session = next((e["session"] for e in actor_events(trace)), None)
     for e in trace:
         if e["hook"] == "engine_request" and sampled is not None and not e["test"]:
             sampled += len(e["log_probs"])
@@ -310,13 +312,13 @@ def tokens_counted(trace: Trace) -> list[str]:
     return problems + at_least(range(phases), 2, "phases")
 
 
-def all_tokens_counted(trace: Trace) -> list[str]:
+def tokens_counted_asynchronous(trace: Trace) -> list[str]:
     """The same where requests go on from phase to phase: all phases together count no more than vLLM has sampled.
 
     A request that was still in flight when the run was killed may have sampled as much as the longest of the others.
     """
-    phases, answers = of(trace, "spec_rollout_end"), rollouts_requests(trace)
-    begun = sum(not e["test"] for e in _all(trace, "engine_request_begins"))
+    phases, answers = events_of(trace, "spec_rollout_end"), rollout_requests(trace)
+    begun = sum(not e["test"] for e in _events(trace, "engine_request_begins"))
     lengths = [len(e["log_probs"]) for e in answers]
     counted, most = sum(e["tokens"] for e in phases), sum(lengths) + (begun - len(answers)) * max(lengths, default=0)
     problems = at_least(phases, 2, "phases") + at_least(answers, 1, "requests of rollouts")
@@ -327,7 +329,7 @@ def all_tokens_counted(trace: Trace) -> list[str]:
 
 def metrics_logged(trace: Trace, logged: Mapping[int, Mapping[str, float]], prefix: str) -> list[str]:
     """Every metric that the session hands out is in the trainer's log, with a value that it had."""
-    handed = [e["values"] for e in of(trace, "handed_metrics")]
+    handed = [e["values"] for e in events_of(trace, "handed_metrics")]
     known: dict[str, list[float]] = {}
     for values in handed[: len(logged)]:  # the last ones may not have come as far as the log
         for name, value in values.items():
@@ -355,9 +357,11 @@ def metrics_logged(trace: Trace, logged: Mapping[int, Mapping[str, float]], pref
 def random_streams(with_flag: Mapping[str, Any], without: Mapping[str, Any]) -> list[str]:
     """A trainer's random streams are, in a checkpoint, where they are without the flag."""
     if not with_flag or with_flag.keys() != without.keys():
-        return [f"other random streams are saved: {sorted(with_flag)} with the flag, {sorted(without)} without"]
+        return [
+            f"the checkpoints hold other random streams: {sorted(with_flag)} with the flag, {sorted(without)} without"
+        ]
     return [
-        f"the random stream {name} is elsewhere than without the flag: somebody drew from it"
+        f"the random stream {name} is elsewhere than without the flag: the adapter or a plugin drew from it"
         for name in with_flag
         if with_flag[name] != without[name]
     ]

@@ -1,4 +1,4 @@
-"""Evidence: runs the trainer when a check first asks for it, and shares each run among all checks."""
+"""Runs the trainer when a check first asks for it, and shares each run among all checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spec_plugin.conformance.driver import ConformanceDriver, RunFailed, RunSett
 from spec_plugin.conformance.engines import WRONG_OPTION, WRONG_VALUE
 from spec_plugin.conformance.faults import SHORT, STEPS, FaultTour, ShortTour, read_tour
 from spec_plugin.conformance.forward import Pack, read_pack
-from spec_plugin.conformance.plants import SELF_TEST, Plants
+from spec_plugin.conformance.plants import SELF_TEST, PlantedErrors
 from spec_plugin.conformance.recorder import read_trace
 from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin.events import TargetInfo
@@ -44,8 +44,8 @@ _KILLED_AFTER = 3
 
 
 @dataclass
-class Run:
-    """What one run of the trainer left."""
+class KitRun:
+    """One run of the trainer that has ended: what it recorded and logged, and why it failed."""
 
     name: str
     settings: RunSettings
@@ -56,35 +56,35 @@ class Run:
 
     @property
     def trace(self) -> list[dict[str, Any]]:
-        """Every recorded hook call of every process."""
+        """Every event that any process recorded, in order of time."""
         return read_trace(self.records)
 
     @property
     def tour(self) -> list[dict[str, Any]]:
-        """What the tour of faults wrote."""
+        """The events of ``faults.FaultTour``, in order; empty in a run without it."""
         return read_tour(self.records)
 
     @property
     def packs(self) -> list[Pack]:
-        """The hidden states that were kept."""
+        """Hidden states of the first harvests, ``recorder.PACKS`` of each process."""
         return [read_pack(file) for file in sorted(self.records.glob("*.safetensors"))]
 
 
 class Progress:
-    """Hears what the runs are doing."""
+    """Called for each run and step; does nothing, subclasses show it."""
 
     def begin(self, name: str, steps: int) -> None:
-        """A run starts."""
+        """A run starts, of so many steps unless it is killed before."""
 
     def step(self, name: str, step: int) -> None:
-        """One more step is complete."""
+        """The run has completed this step."""
 
-    def end(self, run: Run) -> None:
-        """It is over."""
+    def end(self, run: KitRun) -> None:
+        """The run has ended, failed or been killed."""
 
 
-class Evidence:
-    """The runs that the checks judge: main, off, faults, refused, misconfigured, and on if main and off end with other bits."""
+class KitRuns:
+    """The checks' runs, by name: main, off, faults, refused, misconfigured; on if main and off end with other bits."""
 
     def __init__(
         self,
@@ -94,20 +94,20 @@ class Evidence:
         asked: Container[str] = ABOUT_SELF_TEST | ABOUT_TOUR,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Nothing runs yet.
+        """Start no run yet.
 
         Args:
             driver: the adapter's driver class.
             root: folder for everything.
             progress: hears of runs and steps.
-            asked: names of the checks that will look, so that nothing is run for others.
+            asked: names of the chosen checks, so that nothing is run for others.
             options: of the plugin, in all runs with the flag.
         """
         self._asked = dict(options or {})
         self._self_test, self._whole_tour = (any(n in asked for n in names) for names in (ABOUT_SELF_TEST, ABOUT_TOUR))
         self._driver_class, self.root, self._progress = driver, root, progress or Progress()
         self._driver: ConformanceDriver | None = None
-        self.runs: dict[str, Run] = {}
+        self.by_name: dict[str, KitRun] = {}
 
     @property
     def driver(self) -> ConformanceDriver:
@@ -120,7 +120,7 @@ class Evidence:
 
     @cached_property
     def method(self) -> Method | None:
-        """How the runs draft; None where that cannot be told here: a method that is not built in, a target of another kind."""
+        """How the runs draft; None if unknown here: a method that is not built in, or a target without config.json."""
         target = self.driver.target
         if not (target / "config.json").exists():
             return None
@@ -136,30 +136,33 @@ class Evidence:
 
     @property
     def harvests(self) -> bool:
-        """Does the method read hidden states."""
+        """True if the method reads hidden states, or is unknown."""
         return self.method is None or self.method.harvest is not None
 
     @property
     def remembers(self) -> bool:
-        """Does it draft from rollouts."""
+        """True if the method drafts from earlier rollouts."""
         return self.method is not None and self.method.memory is not None
 
     @property
     def prefix(self) -> str:
-        """Of the trainer's names of our metrics."""
+        """What the trainer's log puts before ``spec/…``."""
         return self.driver.metric_prefix
 
-    def run(self, name: str) -> Run:
-        """A run that may have stopped early."""
-        if name not in self.runs:
+    def run(self, name: str) -> KitRun:
+        """The run of this name, which is started by the first call; it may have failed (``KitRun.failure``)."""
+        if name not in self.by_name:
             getattr(self, f"_run_{name}")()
-        return self.runs[name]
+        return self.by_name[name]
 
-    def finished(self, name: str) -> Run:
+    def finished(self, name: str) -> KitRun:
         """A run that must have reached its end; the check fails if it did not."""
         run = self.run(name)
         if run.failure is not None:
-            pytest.fail(f"the run {name!r} stopped early:\n{run.failure}", pytrace=False)
+            pytest.fail(
+                f"the run {name!r} stopped early; --keep keeps {run.settings.out}:\n{run.failure}",
+                pytrace=False,
+            )
         return run
 
     def _run_main(self) -> None:
@@ -186,8 +189,8 @@ class Evidence:
         tour = FaultTour if self._whole_tour else ShortTour
         plugin = f"{tour.__module__}:{tour.__name__}={self._records('faults')}"
         # the self-test must report; what it finds, main has shown
-        room = tiny_targets().get(self.driver.family or "")
-        seconds = 15 if room is None else room.self_test_seconds
+        family = tiny_targets().get(self.driver.family or "")
+        seconds = 15 if family is None else family.self_test_seconds
         options = self._options("faults") | {"self_test": self._whole_tour, "self_test_seconds": seconds}
         options["plugins"] = [*options["plugins"], plugin]
         killed, steps = None, STEPS if self._whole_tour else SHORT
@@ -200,12 +203,12 @@ class Evidence:
         self._launch("faults", settings)
 
     def _run_refused(self) -> None:
-        """Its engine says that the self-test failed."""
-        Plants(self._records("refused")).plant(SELF_TEST)
+        """A run whose engine reports a failed self-test."""
+        PlantedErrors(self._records("refused")).plant(SELF_TEST)
         self._launch("refused", RunSettings(self._out("refused"), 1, options=self._options("refused")))
 
     def _run_misconfigured(self) -> None:
-        """With an option that the plugin refuses."""
+        """A run with an option that the plugin refuses."""
         options = self._options("misconfigured") | {WRONG_OPTION: WRONG_VALUE}
         self._launch("misconfigured", RunSettings(self._out("misconfigured"), 1, options=options))
 
@@ -223,23 +226,23 @@ class Evidence:
         return self.root / "records" / name
 
     def _launch(self, name: str, settings: RunSettings, kill_after: int | None = None) -> None:
-        run = Run(name, settings, self._records(name))
+        run = KitRun(name, settings, self._records(name))
         driver = self.driver
-        Plants(run.records).place_of_version = driver.engine_version
+        PlantedErrors(run.records).place_of_version = driver.engine_version
         began = time.monotonic()
         self._progress.begin(name, kill_after or settings.steps)
         try:
             with contextlib.closing(driver.launch(settings)) as steps:
                 self._follow(run, steps, kill_after)
         except RunFailed as error:
-            run.failure = str(error) or "no reason given"
+            run.failure = str(error) or "the driver raised RunFailed without a reason"
         finally:
             run.seconds = time.monotonic() - began
-            self.runs[name] = run
+            self.by_name[name] = run
             self._progress.end(run)
 
     def _follow(
-        self, run: Run, steps: Generator[tuple[int, dict[str, float]], None, None], kill_after: int | None
+        self, run: KitRun, steps: Generator[tuple[int, dict[str, float]], None, None], kill_after: int | None
     ) -> None:
         for step, metrics in steps:
             run.metrics[step] = metrics

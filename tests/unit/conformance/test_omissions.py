@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from traces import Trace, handed, metrics
 
-from spec_plugin.conformance import complete
+from spec_plugin.conformance import omissions
 
 
 def one(problems: list[str], text: str) -> None:
@@ -18,7 +18,9 @@ def checks(trace: Trace) -> list[dict]:
 
 def test_a_right_trace_passes():
     trace = Trace().events
-    assert complete.answers_checked(trace) == complete.engines_tested(trace) == complete.budgets_opened(trace) == []
+    assert (
+        omissions.responses_checked(trace) == omissions.engines_tested(trace) == omissions.budgets_opened(trace) == []
+    )
 
 
 # logprobs_come_from_the_engine
@@ -29,21 +31,21 @@ def test_a_mask_that_leaves_tokens_of_each_response_out_is_seen(first, last):
     trace = Trace()
     for event in checks(trace):
         event["rows"]["rollout"] = [row[first:last] for row in event["rows"]["rollout"]]
-    one(complete.answers_checked(trace.events), "8 of 8 sequences that a guard was shown are parts")
+    one(omissions.responses_checked(trace.events), "8 of 8 sequences that a guard was shown are parts")
 
 
 def test_a_trainer_that_cuts_a_long_response_has_left_nothing_out():
     trace = Trace()
     rows = checks(trace)[0]["rows"]["rollout"]
     checks(trace)[0]["rows"]["rollout"] = [rows[0][:-1], *rows[1:]]
-    assert complete.answers_checked(trace.events) == []
+    assert omissions.responses_checked(trace.events) == []
 
 
 def test_responses_that_no_guard_has_seen_are_counted():
     trace = Trace()
     for event in checks(trace):
         event["rows"]["rollout"] = event["rows"]["rollout"][:1]
-    one(complete.answers_checked(trace.events), "a guard has seen 4 of 8 responses")
+    one(omissions.responses_checked(trace.events), "a guard has seen 4 of 8 responses")
 
 
 def test_ranks_see_them_together():
@@ -52,7 +54,7 @@ def test_ranks_see_them_together():
         rows = event["rows"]["rollout"]
         event["rows"]["rollout"] = rows[:1]
         trace.add("spec_check_logprobs", session="b", **{**told_of(event), "rows": {"rollout": rows[1:]}})
-    assert complete.answers_checked(trace.events) == []
+    assert omissions.responses_checked(trace.events) == []
 
 
 def told_of(event: dict) -> dict:
@@ -67,16 +69,16 @@ def test_where_some_are_recomputed_or_kept_nobody_expects_all(some):
         told = {**told_of(event), "rows": {"rollout": None}} | some
         event["rollout_in_loss"] = "rollout_in_loss" in some
         trace.add("spec_check_logprobs", session="b", **told | ({} if "rollout" in some else {"rollout": False}))
-    assert complete.answers_checked(trace.events) == []
+    assert omissions.responses_checked(trace.events) == []
 
 
 def test_responses_are_compared_as_the_trainer_keeps_them():
     trace = Trace()
     trace.kept_in_half_precision()
-    assert complete.answers_checked(trace.events) == []
+    assert omissions.responses_checked(trace.events) == []
     for event in checks(trace):
         event["rows"]["rollout"] = event["rows"]["rollout"][:1]
-    one(complete.answers_checked(trace.events), "4 of 8")
+    one(omissions.responses_checked(trace.events), "4 of 8")
 
 
 # speculation_is_told_as_it_was
@@ -84,24 +86,26 @@ def test_responses_are_compared_as_the_trainer_keeps_them():
 
 def test_drafted_tokens_that_are_said_to_be_plain_are_seen():
     trace = Trace()
-    assert complete.undrafted_told(trace.events) == []
+    assert omissions.undrafted_tokens_reported(trace.events) == []
     for event in checks(trace):
         event["plain"] = 12
-    one(complete.undrafted_told(trace.events), "100% of the tokens are said to be sampled without drafts")
+    one(omissions.undrafted_tokens_reported(trace.events), "100% of the tokens are reported as sampled without drafts")
     for event in checks(trace):
         event["speculating"] = False
-    assert complete.undrafted_told(trace.events) == [], "nothing was drafted"
+    assert omissions.undrafted_tokens_reported(trace.events) == [], "nothing was drafted"
 
 
 def test_a_control_group_that_the_guard_is_not_told_of_is_seen():
     trace = Trace()
     trace.find("engine_request", 1)["plain"] = 5
     one(
-        complete.undrafted_told(trace.events),
-        "sampled 10.4% of the tokens without drafts, and the guard is told of none",
+        omissions.undrafted_tokens_reported(trace.events),
+        "sampled 10.4% of the tokens without drafts, and the adapter reports none",
     )
     checks(trace)[0]["plain"] = 3
-    assert complete.undrafted_told(trace.events) == [], "a stretch is said to be shorter than it was asked for"
+    assert omissions.undrafted_tokens_reported(trace.events) == [], (
+        "a stretch is said to be shorter than it was asked for"
+    )
 
 
 # samples_are_the_targets
@@ -110,10 +114,10 @@ def test_a_control_group_that_the_guard_is_not_told_of_is_seen():
 def test_an_engine_that_rolls_out_untested_is_seen():
     trace = Trace()
     trace.find("engine_request_begins", 2)["engine"] = 1
-    one(complete.engines_tested(trace.events), "1 of 2 engines rolled out before they were tested")
+    one(omissions.engines_tested(trace.events), "1 of 2 engines rolled out before their self-test")
     trace = Trace()
     trace.find("engine_request_begins", 2)["pid"] = 2
-    one(complete.engines_tested(trace.events), "1 of 2 engines")
+    one(omissions.engines_tested(trace.events), "1 of 2 engines")
 
 
 # hooks_fire_in_order
@@ -121,10 +125,10 @@ def test_an_engine_that_rolls_out_untested_is_seen():
 
 def test_a_step_that_harvests_from_the_budget_of_another_is_seen():
     trace = Trace().drop("harvest_opened", 1)
-    one(complete.budgets_opened(trace.events), "in the step of policy version 1 hidden states were harvested without")
+    one(omissions.budgets_opened(trace.events), "in the step of policy version 1 hidden states were harvested without")
     for _ in range(3):
         trace.drop("harvest_opened")
-    assert complete.budgets_opened(trace.events) == [], "an adapter may have a harvest of its own"
+    assert omissions.budgets_opened(trace.events) == [], "an adapter may have a harvest of its own"
 
 
 # all_metrics_reach_the_log
@@ -132,8 +136,8 @@ def test_a_step_that_harvests_from_the_budget_of_another_is_seen():
 
 def test_metrics_that_are_logged_a_step_late_are_seen():
     late = {step: handed(max(1, step - 1)) for step in (1, 2, 3, 4)}
-    one(complete.a_step_late(Trace().events, late, ""), "logged with the step after it")
-    assert complete.a_step_late(Trace().events, metrics("train/"), "train/") == []
+    one(omissions.metrics_a_step_late(Trace().events, late, ""), "logged with the step after it")
+    assert omissions.metrics_a_step_late(Trace().events, metrics("train/"), "train/") == []
 
 
 def test_metrics_that_stand_still_are_not_late():
@@ -141,4 +145,4 @@ def test_metrics_that_stand_still_are_not_late():
     for event in trace.events:
         if event["hook"] == "handed_metrics":
             event["values"] = handed(1)
-    assert complete.a_step_late(trace.events, {step: handed(1) for step in (1, 2, 3)}, "") == []
+    assert omissions.metrics_a_step_late(trace.events, {step: handed(1) for step in (1, 2, 3)}, "") == []

@@ -1,6 +1,6 @@
-"""What an adapter leaves out: text that no guard sees, engines that nobody tests, harvests without a budget, a step of the log.
+"""What an adapter leaves out: text that no guard sees, engines without a self-test, harvests without a budget, a logged step.
 
-Pure functions from a trace to problems, as in ``judge``. What is left out raises nothing and looks right where it was not.
+Pure functions from a trace to problems, as in ``judge``. What is left out raises nothing by itself.
 """
 
 from __future__ import annotations
@@ -9,44 +9,46 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from spec_plugin.conformance.judge import Event, Trace, actor, of
-from spec_plugin.conformance.told import CHECKED, as_kept, rollouts_requests
+from spec_plugin.conformance.judge import Event, Trace, actor_events, events_of
+from spec_plugin.conformance.reported import CHECKED, as_kept, rollout_requests
 
-#: share of tokens by which what is said of plain ones may be off, where a part of the responses is recomputed
+#: tolerance of the reported share of plain tokens, where only a part of the responses is recomputed
 _FEW = 0.1
-Row = tuple[float, ...]
+LogProbs = tuple[float, ...]
 
 
-def answers_checked(trace: Trace) -> list[str]:
+def responses_checked(trace: Trace) -> list[str]:
     """The guards see whole responses, and all of them, of a trainer that samples, checks and trains in turn.
 
     Where the trainer skips its log-prob pass, all are seen as the engine stated them. Not all where it asks for no log-probs of
     the engine (which keeps those of some).
     """
-    answers, problems = _answers(trace), []
-    shown = {version: _shown(trace, version) for version in answers}
+    answers, problems = _engine_answers(trace), []
+    shown = {version: _logprobs_shown(trace, version) for version in answers}
     rows = [row for found in shown.values() for row in found]
     cut = [row for version, found in shown.items() for row in found if _is_part(row, answers[version])]
     if rows and 2 * len(cut) > len(rows):
         problems.append(
-            f"{len(cut)} of {len(rows)} sequences that a guard was shown are parts of what the engine answered: the mask leaves "
-            "tokens out"
+            f"{len(cut)} of {len(rows)} sequences that a guard was shown are parts of the engine's responses: the mask leaves "
+            "sampled tokens out"
         )
         return problems
-    whole = [version for version, found in shown.items() if found and not _some(trace, version)]
+    whole = [version for version, found in shown.items() if found and not _only_some_responses(trace, version)]
     sampled = sum(len(answers[version]) for version in whole)
-    seen = sum(_seen(answers[version], shown[version]) for version in whole)
+    seen = sum(_responses_seen(answers[version], shown[version]) for version in whole)
     if seen < sampled:
-        problems.append(f"a guard has seen {seen} of {sampled} responses that were trained on")
+        problems.append(
+            f"a guard has seen {seen} of {sampled} responses that were trained on, the others were never checked"
+        )
     return problems
 
 
-def _answers(trace: Trace) -> dict[int, set[Row]]:
+def _engine_answers(trace: Trace) -> dict[int, set[LogProbs]]:
     """What the engines answered in each phase, by policy version, but for what they were not asked the log-probs of."""
-    found: dict[int, set[Row]] = {}
+    found: dict[int, set[LogProbs]] = {}
     dtypes = {e["rollout_dtype"] for e in trace if e["hook"] == "spec_check_logprobs" and e["rollout"]}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-    session = next((e["session"] for e in actor(trace)), None)
+    session = next((e["session"] for e in actor_events(trace)), None)
     version: int | None = None
     for e in trace:
         if e["hook"] == "engine_request" and version is not None and not e["test"]:
@@ -59,46 +61,48 @@ def _answers(trace: Trace) -> dict[int, set[Row]]:
     return found
 
 
-def _shown(trace: Trace, version: int) -> list[Row]:
+def _logprobs_shown(trace: Trace, version: int) -> list[LogProbs]:
     events = (e for e in trace if e["hook"] in CHECKED and e["rollout"])
     rows = (row for e in events if e["policy_version"] == version for row in e["rows"]["rollout"])
     return [tuple(row) for row in rows if row]
 
 
-def _some(trace: Trace, version: int) -> bool:
-    """Does the guard get some responses of this version only."""
+def _only_some_responses(trace: Trace, version: int) -> bool:
+    """True if the guard is shown only some responses of this version."""
     events = [e for e in trace if e["hook"] in CHECKED and e["policy_version"] == version]
     all_stated = any(e["hook"] == "spec_check_stated" for e in events)
     return any(not e["rollout"] or (e.get("rollout_in_loss") and not all_stated) for e in events)
 
 
-def _is_part(row: Row, answers: set[Row]) -> bool:
-    """Is it in the middle of an answer, or one of its ends, and no answer by itself."""
+def _is_part(row: LogProbs, answers: set[LogProbs]) -> bool:
+    """True if the row is a stretch of a longer answer, and no answer by itself."""
     if row in answers:
         return False
     longer = (answer for answer in answers if len(answer) > len(row))
     return any(answer[i : i + len(row)] == row for answer in longer for i in range(len(answer) - len(row) + 1))
 
 
-def _seen(answers: set[Row], rows: Sequence[Row]) -> int:
+def _responses_seen(answers: set[LogProbs], rows: Sequence[LogProbs]) -> int:
     """How many answers a guard has been shown, or what a trainer that cuts long ones has left of them."""
     cut = [row for row in rows if row not in answers]
     return sum(answer in rows or any(_is_part(row, {answer}) for row in cut) for answer in answers)
 
 
-def undrafted_told(trace: Trace) -> list[str]:
-    """Of phases that draft, no more tokens are said to be plain than the engine was asked to sample so, and some if it was."""
+def undrafted_tokens_reported(trace: Trace) -> list[str]:
+    """Of phases that draft, no more tokens are reported as plain than the engine was asked to sample so, and some if it was."""
     checked = [e for e in trace if e["hook"] == "spec_check_logprobs" and e["speculating"]]
-    answered = rollouts_requests(trace)
-    said = _share(sum(e["plain"] for e in checked), sum(sum(e["response_lengths"]) for e in checked))
+    answered = rollout_requests(trace)
+    reported = _share(sum(e["plain"] for e in checked), sum(sum(e["response_lengths"]) for e in checked))
     asked = _share(sum(e["plain"] for e in answered), sum(len(e["log_probs"]) for e in answered))
-    if said > 2 * asked + _FEW:
+    if reported > 2 * asked + _FEW:
         return [
-            f"{said:.0%} of the tokens are said to be sampled without drafts, of the engine that was asked for {asked:.0%}: the "
-            "guard judges the others only"
+            f"{reported:.0%} of the tokens are reported as sampled without drafts, the engine was asked for {asked:.0%}: "
+            "the guard takes them for its reference, and judges the others only"
         ]
-    if asked and not said:
-        return [f"the engine sampled {asked:.1%} of the tokens without drafts, and the guard is told of none"]
+    if asked and not reported:
+        return [
+            f"the engine sampled {asked:.1%} of the tokens without drafts, and the adapter reports none to the guard"
+        ]
     return []
 
 
@@ -119,12 +123,12 @@ def engines_tested(trace: Trace) -> list[str]:
         elif engine not in tested:
             untested.add(engine)
     engines = len(tested | untested)
-    return [f"{len(untested)} of {engines} engines rolled out before they were tested"] if untested else []
+    return [f"{len(untested)} of {engines} engines rolled out before their self-test"] if untested else []
 
 
 def budgets_opened(trace: Trace) -> list[str]:
     """The harvest of each step has a budget of its own, where the adapter uses ``RolloutHarvest``."""
-    events = actor(trace, watched=True)
+    events = actor_events(trace, watched=True)
     if not any(e["hook"] == "harvest_opened" for e in events):
         return []
     starts = [i for i, e in enumerate(events) if e["hook"] == "spec_rollout_start"]
@@ -134,20 +138,20 @@ def budgets_opened(trace: Trace) -> list[str]:
         version, opened = events[begin]["policy_version"], hooks.count("harvest_opened")
         if opened > 1:
             problems.append(
-                f"in the step of policy version {version} RolloutHarvest.open was called {opened} times: the harvest has as many "
-                "budgets"
+                f"in the step of policy version {version} RolloutHarvest.open was called {opened} times, and each call grants a "
+                "whole budget: call it once a step"
             )
         if "spec_target_forward" in hooks and not opened:
             problems.append(
-                f"in the step of policy version {version} hidden states were harvested without RolloutHarvest.open: there are "
-                "none any more when its first budget is used up"
+                f"in the step of policy version {version} hidden states were harvested without RolloutHarvest.open: harvesting "
+                "stops when the first budget is used up; call it once a step"
             )
     return problems
 
 
-def a_step_late(trace: Trace, logged: Mapping[int, Mapping[str, float]], prefix: str) -> list[str]:
+def metrics_a_step_late(trace: Trace, logged: Mapping[int, Mapping[str, float]], prefix: str) -> list[str]:
     """The log shows, with each step, that step's metrics, and not those of the step before."""
-    handed = [e["values"] for e in of(trace, "handed_metrics")]
+    handed = [e["values"] for e in events_of(trace, "handed_metrics")]
     steps = [metrics for _, metrics in sorted(logged.items())]
     now = [_same(a, b, prefix) for a, b in zip(handed, steps, strict=False)]
     before = [_same(a, b, prefix) for a, b in zip(handed, steps[1:], strict=False)]
@@ -157,6 +161,6 @@ def a_step_late(trace: Trace, logged: Mapping[int, Mapping[str, float]], prefix:
 
 
 def _same(handed: Mapping[str, Any], logged: Event, prefix: str) -> bool:
-    """Are these the metrics that were handed out, as far as they were logged and but for rounding."""
+    """True if the logged values are the handed out ones, as far as they were logged, but for rounding."""
     both = [(value, logged[f"{prefix}{name}"]) for name, value in handed.items() if f"{prefix}{name}" in logged]
     return bool(both) and all(abs(a - b) <= 1e-3 * max(abs(a), abs(b)) + 1e-6 for a, b in both)
