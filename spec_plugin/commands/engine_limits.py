@@ -179,7 +179,9 @@ def longest(hf: Mapping[str, Any]) -> tuple[str, int] | None:
         factor = part.get("factor") or factor
         if kind == "yarn":
             bound = part.get("original_max_position_embeddings", bound)
-    if not (isinstance(factor, (int, float)) and isinstance(bound, int) and 0 < bound <= _LARGEST and 0 < factor <= _LARGEST):
+    if not (
+        isinstance(factor, (int, float)) and isinstance(bound, int) and 0 < bound <= _LARGEST and 0 < factor <= _LARGEST
+    ):
         return None
     return field, int(bound * factor)
 

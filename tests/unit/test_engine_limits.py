@@ -127,7 +127,10 @@ def test_the_longest_sequence_follows_the_rotary_scaling(rope: Any, most: int) -
 def test_numbers_that_are_none_bound_nothing(bad: Any) -> None:
     assert longest({**HF, "max_position_embeddings": bad}) is None
     assert longest({**HF, "rope_scaling": {"type": "linear", "factor": bad}}) is None
-    assert longest({**HF, "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": bad}}) is None
+    assert (
+        longest({**HF, "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": bad}})
+        is None
+    )
 
 
 def test_a_step_of_fewer_tokens_than_requests_is_refused() -> None:
