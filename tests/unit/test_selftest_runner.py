@@ -31,7 +31,7 @@ class Engine:
 
     def __init__(self, hybrid: bool = False, gone: str = "") -> None:
         model = SimpleNamespace(logprobs_mode="raw_logprobs", max_logprobs=20, dtype=torch.float32, is_hybrid=hybrid)
-        self.vllm_config, self.engine_core = SimpleNamespace(model_config=model), self
+        self.vllm_config, self.engine_core = SimpleNamespace(model_config=model, use_v2_model_runner=True), self
         self.table, self.gone = [0, 1, 2], gone
 
     async def call_utility_async(self, name: str, *args: Any) -> Any:

@@ -31,7 +31,7 @@ class Played:
         self.drafts = 0
         self.lowered = False  # did a table ask for less under requests that had drafts
         model = SimpleNamespace(logprobs_mode="raw_logprobs", max_logprobs=20)
-        self.vllm_config, self.engine_core = SimpleNamespace(model_config=model), self
+        self.vllm_config, self.engine_core = SimpleNamespace(model_config=model, use_v2_model_runner=True), self
 
     def _next(self, token: int) -> int:
         return (token + 5) % VOCAB if self.rng.random() < 0.85 else self.rng.randrange(VOCAB)
