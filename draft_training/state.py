@@ -109,7 +109,7 @@ def read_state(path: str | Path, kind: DraftKind[Any]) -> tuple[TrainerState, di
     if about.get("format") != FORMAT:
         raise CheckpointError(f"{folder} has format {about.get('format')!r}, this version reads {FORMAT}")
     shape, weights = kind.read(folder / "draft")
-    if shape != kind.shape:
+    if not kind.continues(shape):
         ours, saved = vars(kind.shape), vars(shape)
         other = {k: (saved[k], ours[k]) for k in ours if saved[k] != ours[k]}
         raise DraftConfigError(f"the saved draft differs from this one in (saved, ours) {other}; use another folder")
