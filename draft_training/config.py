@@ -47,6 +47,8 @@ class DraftConfig:
     rope: Rope = field(default_factory=Rope)
     max_position_embeddings: int = 2048  # the target's: a smaller one clamps RoPE
     norm_before_residual: bool = False  # True: the residual starts from the normed hidden state (speculators' option)
+    #: True: what is fed back is the normed output, not the residual stream, which grows with each step (EAGLE-3.1)
+    norm_output: bool = False
 
     def __post_init__(self) -> None:
         """Refuse shapes that no engine serves."""
@@ -104,7 +106,8 @@ class DraftConfig:
     ) -> DraftConfig:
         """The draft for a target, of whatever family: a model of its own, that needs the target's width and vocabulary.
 
-        It attends to the whole text even where the target has windows, latent attention or no attention at all; its MLP is dense
+        It feeds back its normed output (``norm_output``), so that positions beyond the unrolled ones are drafted well, too. It
+        attends to the whole text even where the target has windows, latent attention or no attention at all; its MLP is dense
         where the target's has experts (``TargetOfDraft.draft_mlp``); its rotary embedding may be plainer (``Rope.for_draft_of``).
         What it proposes is verified, so none of this can change what is sampled.
 
@@ -134,6 +137,7 @@ class DraftConfig:
                 rms_norm_eps=target.rms_norm_eps,
                 rope=Rope.for_draft_of(text, where),
                 max_position_embeddings=target.max_position_embeddings,
+                norm_output=True,
             )
 
     @classmethod
@@ -176,6 +180,7 @@ class DraftConfig:
                 rope=rope,
                 max_position_embeddings=fields.max_position_embeddings,
                 norm_before_residual=fields.norm_before_residual,
+                norm_output=fields.norm_output,
             )
 
     def to_hf(self) -> dict[str, Any]:
@@ -205,6 +210,7 @@ class DraftConfig:
             "bos_token_id": None,
             "eos_token_id": None,
             "norm_before_residual": self.norm_before_residual,
+            **({"norm_output": True} if self.norm_output else {}),
             "eagle_aux_hidden_state_layer_ids": list(self.aux_layers),
             "num_aux_hidden_states": len(self.aux_layers),
         }
@@ -259,7 +265,7 @@ def _within(ids: Sequence[int], layers: int) -> tuple[int, ...]:
 
 
 #: of a draft that this trainer does not implement
-_VARIANTS = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "qkv_bias", "mlp_bias")
+_VARIANTS = ("norm_before_fc", "fc_norm", "attention_bias", "qkv_bias", "mlp_bias")
 
 
 def _refuse_variants(fields: Eagle3, nested: EagleConfig, where: str) -> None:

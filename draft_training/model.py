@@ -52,7 +52,7 @@ class DecoderLayer(nn.Module):
         lengths: tuple[int, ...],
         past: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """The residual stream after the layer, [N, H]; it is both normed for the head and fed back as ``hidden``."""
+        """The residual stream after the layer, [N, H]; normed it goes to the head, and it or its norm is fed back."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
@@ -150,6 +150,7 @@ class Eagle3Draft(nn.Module):
             hidden = self.midlayer(embeds, hidden, cos, sin, lengths, past)
             normed: Tensor = self.norm(hidden)
             yield normed
+            hidden = normed if self.config.norm_output else hidden
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "cpu") -> Tensor:

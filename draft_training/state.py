@@ -112,7 +112,7 @@ def read_state(path: str | Path, kind: DraftKind[Any]) -> tuple[TrainerState, di
             "resume with the version that wrote it, or without the draft's checkpoint"
         )
     shape, weights = kind.read(folder / "draft")
-    if shape != kind.shape:
+    if not kind.continues(shape):
         ours, saved = vars(kind.shape), vars(shape)
         other = {k: (saved[k], ours[k]) for k in ours if saved[k] != ours[k]}
         raise DraftConfigError(

@@ -1,16 +1,17 @@
-"""How fast a newborn draft learns: the present optimizer against the one before it, while the policy stands still or moves."""
+"""How fast a newborn draft learns: the defaults against what they replaced, while the policy stands still or moves."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, product
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import click
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
@@ -29,7 +30,8 @@ first step, its head start), and the draft is judged on rollouts that it has not
   still    the policy stays what it is; judged on rollouts of the same policy
   moves    the policy takes a step of AdamW at 2e-4 after each trainer step, on its own samples with random advantages;
            judged on the *next* step's rollouts, as an engine would serve it
-Arms: new (Muon, the defaults) and old (AdamW at 1e-3, unroll 3: the defaults before it), as many tokens in each step.
+Arms: default (the normed output is fed back, the unroll grows to k=8), residual (the residual stream is fed back, as EAGLE-3 has
+it: the default before) and short (the default with three unrolled steps), from the same seeds, as many tokens in each step.
 Numbers are acceptance lengths, replayed on recorded samples (``LossStats.acceptance_length``), no engine and no time.
 """
 
@@ -41,31 +43,18 @@ class Curve:
     subject: str
     policy: str  # "still" or "moves"
     arm: str
+    seed: int
     k3: list[float]
     k8: list[float]
     cpu_seconds: float  # of training the draft
 
-    def reached(self, length: float) -> int | None:
-        """The first trainer step, from 1, after which k=3 makes so many tokens a step."""
-        return next((i + 1 for i, found in enumerate(self.k3) if found >= length), None)
 
-
-class AdamW:
-    """The optimizer before Muon, with the interface of ``DraftOptimizer`` that the trainer's steps use."""
-
-    def __init__(self, trainer: DraftTrainer) -> None:
-        self._adamw = torch.optim.AdamW(trainer._trained.values(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-        self._steps = 0
-
-    def zero_grad(self) -> None:
-        self._adamw.zero_grad()
-
-    def step(self, factor: float) -> None:
-        """Its own warm-up of 20 steps, then constant."""
-        self._steps += 1
-        for group in self._adamw.param_groups:
-            group["lr"] = 1e-3 * min(1.0, self._steps / 20)
-        self._adamw.step()
+#: by name: fields of the draft's config, and settings of its training
+ARMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {"ttt_steps": 8}),
+    "residual": ({"norm_output": False}, {"ttt_steps": 8}),
+    "short": ({}, {"ttt_steps": 3}),
+}
 
 
 @click.command(help=HELP, context_settings={"max_content_width": 120, "show_default": True})
@@ -73,8 +62,9 @@ class AdamW:
     "--subject", "names", multiple=True, default=("add-96", "add-128", "sort-96", "sort-128"), help="TASK-WIDTH."
 )
 @click.option("--steps", default=8, help="Trainer steps.")
+@click.option("--seeds", default=3, help="Newborn drafts of each arm.")
 @click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of the JSON file.")
-def main(names: Sequence[str], steps: int, out: Path) -> None:
+def main(names: Sequence[str], steps: int, seeds: int, out: Path) -> None:
     """Record, learn, report."""
     common.prepare_process(1)
     curves: list[Curve] = []
@@ -84,21 +74,21 @@ def main(names: Sequence[str], steps: int, out: Path) -> None:
         for policy in ("still", "moves"):
             say(f"{name}, policy {policy}: {steps + 1} steps of rollouts")
             config, recorded = record(subject, steps + 1, moves=policy == "moves")
-            for arm in ("new", "old"):
-                curves.append(learn(name, policy, arm, config, recorded))
-                say(f"{name}, {policy}, {arm}: k=3 {curves[-1].k3}, k=8 {curves[-1].k8}")
+            for seed, arm in product(range(seeds), ARMS):
+                curves.append(learn(name, policy, arm, seed, config, recorded))
+                say(f"{name}, {policy}, {arm}, seed {seed}: k=3 {curves[-1].k3}, k=8 {curves[-1].k8}")
     report(curves)
     where = common.environment("cpu")
-    common.write_results("curves", {"subjects": names, "steps": steps}, [asdict(c) for c in curves], where, out)
+    common.write_results(
+        "curves", {"subjects": names, "steps": steps, "seeds": seeds}, [asdict(c) for c in curves], where, out
+    )
 
 
-def learn(subject: str, policy: str, arm: str, config: DraftConfig, recorded: Sequence[Step]) -> Curve:
+def learn(subject: str, policy: str, arm: str, seed: int, config: DraftConfig, recorded: Sequence[Step]) -> Curve:
     """Train a draft along the recorded steps, judging it on the step to come."""
-    new = arm == "new"
-    settings = TrainSettings(ttt_steps=8 if new else 3, tokens_per_step=512 if new else 1024)
-    trainer = DraftTrainer(config, settings, device="cpu", seed=0)
-    if not new:
-        trainer._optimizer = AdamW(trainer)  # type: ignore[assignment]
+    shape, own = ARMS[arm]
+    settings = TrainSettings(**own, tokens_per_step=512)
+    trainer = DraftTrainer(replace(config, **shape), settings, device="cpu", seed=seed)
     buffer = HiddenBuffer(65_536, 1 << 40, seed=0)
     k3, k8, seconds = [], [], 0.0
     for i, (now, coming) in enumerate(pairwise(recorded)):
@@ -111,38 +101,23 @@ def learn(subject: str, policy: str, arm: str, config: DraftConfig, recorded: Se
         trainer.update_policy(coming.embed, coming.head, i + 1)
         k3.append(round(trainer.evaluate(coming.documents, steps=3).acceptance_length, 2))
         k8.append(round(trainer.evaluate(coming.documents, steps=8).acceptance_length, 2))
-    return Curve(subject, policy, arm, k3, k8, round(seconds, 1))
+    return Curve(subject, policy, arm, seed, k3, k8, round(seconds, 1))
 
 
 def report(curves: Sequence[Curve]) -> None:
-    """A row for each curve."""
-    columns = [
-        "policy",
-        "it",
-        "arm",
-        "k=3 after step 1",
-        "2",
-        "4",
-        "last",
-        "k=8 last",
-        "2.5 at step",
-        "3.3 at step",
-        "CPU s",
-    ]
-    rows = []
+    """A row for each arm: medians of its seeds, the spread of the last step behind them."""
+    columns = ["policy", "it", "arm", "k=3 after step 1", "4", "last", "k=8 after step 1", "4", "last", "CPU s"]
+    arms: dict[tuple[str, str, str], list[Curve]] = {}
     for c in curves:
-        at = [c.k3[min(i, len(c.k3)) - 1] for i in (1, 2, 4)] + [c.k3[-1], c.k8[-1]]
-        reached = [c.reached(length) for length in (2.5, 3.3)]
-        rows.append(
-            [
-                c.subject,
-                c.policy,
-                c.arm,
-                *(f"{x:.2f}" for x in at),
-                *(str(r or "–") for r in reached),
-                f"{c.cpu_seconds:.0f}",
-            ]
-        )
+        arms.setdefault((c.subject, c.policy, c.arm), []).append(c)
+    rows = []
+    for where, found in arms.items():
+        row = list(where)
+        for lengths in ([c.k3 for c in found], [c.k8 for c in found]):
+            row += [f"{median(x[min(i, len(x)) - 1] for x in lengths):.2f}" for i in (1, 4)]
+            last = [x[-1] for x in lengths]
+            row.append(f"{median(last):.2f} ({min(last):.2f}-{max(last):.2f})")
+        rows.append([*row, f"{median(c.cpu_seconds for c in found):.0f}"])
     show("acceptance length of a newborn draft on rollouts to come", columns, rows)
 
 

@@ -214,7 +214,7 @@ class RolloutControl:
             )
         elif session.failed and self.speculating:
             self._warn_once(
-                "spec-plugin: speculation is off, but the engines have not confirmed that they draft nothing. Until they do, "
+                "spec-plugin: the engines were told to stop drafting, and have not confirmed that they did. Until they do, "
                 "what they sample is checked as drafted text; they are asked again before each rollout"
             )
 

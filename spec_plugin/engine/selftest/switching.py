@@ -32,7 +32,7 @@ from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
 from spec_plugin.engine.selftest.verdicts import LEAST_SAMPLES, Sampled, counts_check
 from spec_plugin.events import Check, Schedule
 
-SEQUENCES = 512  # in each arm of an engine on V2, as far as there is time; on V1, whose draft never hands out old rows, LEAST_SAMPLES
+SEQUENCES = 512  # in each arm, as far as there is time; on V1, whose draft never hands out old rows, LEAST_SAMPLES
 BEGUN = 2  # tokens that a request has sampled when the tables begin to change
 MORE = 10  # and so many behind that at least: a change takes effect within a few steps
 SWITCHED_UNTIL = 0.85  # share of the time after which no round begins

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,20 @@ def test_drafts_of_other_makers_are_read(tmp_path, tiny, caplog):
     assert config == tiny and digest(back) == digest(tensors) and "lm_head is dropped" in caplog.text
 
 
+def test_a_draft_that_fed_back_its_residual_goes_on_as_one_that_feeds_back_its_norm(tmp_path, tiny):
+    """A checkpoint of a run before ``norm_output``: the tensors are the same."""
+    make_trainer(replace(tiny, norm_output=False)).save(tmp_path / "old")
+    assert "norm_output" not in json.loads((tmp_path / "old/draft/config.json").read_text())
+    trainer = make_trainer(tiny)
+    trainer.load(tmp_path / "old")
+    trainer.save(tmp_path / "new")
+    config, _ = load_draft(tmp_path / "new/draft")
+    assert config == tiny and config.norm_output
+    other = make_trainer(replace(tiny, hidden_size=tiny.hidden_size, intermediate_size=tiny.intermediate_size + 8))
+    with pytest.raises(DraftConfigError, match="intermediate_size"):
+        other.load(tmp_path / "old")
+
+
 def test_speculators_layout_is_read(tmp_path, pruned):
     tensors = make_trainer(pruned).engine_tensors()
     named = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
@@ -141,7 +156,7 @@ def test_speculators_layout_is_read(tmp_path, pruned):
         "norm_before_residual": False,
         "norm_before_fc": False,
         "fc_norm": False,
-        "norm_output": False,
+        "norm_output": True,
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
         "transformer_layer_config": layer,

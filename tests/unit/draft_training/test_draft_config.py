@@ -187,7 +187,7 @@ def test_config_json_says_how_many_hidden_states_vllm_must_expect():
 
 
 def test_options_that_we_cannot_train_are_refused(tiny):
-    for option in ("norm_before_fc", "fc_norm", "norm_output", "attention_bias"):
+    for option in ("norm_before_fc", "fc_norm", "attention_bias"):
         with pytest.raises(DraftConfigError, match=option):
             DraftConfig.from_hf({**tiny.to_hf(), option: True})
     with pytest.raises(DraftConfigError, match="num_hidden_layers=2"):

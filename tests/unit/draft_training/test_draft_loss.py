@@ -57,7 +57,8 @@ class EngineReference:
         gate = F.silu(self.w[m + "gate_proj.weight"] @ y) * (self.w[m + "up_proj.weight"] @ y)
         out = residual + self.w[m + "down_proj.weight"] @ gate
         head = self.w["lm_head.weight"] if c.pruned else self.head
-        return head @ self.norm(out, "norm.weight"), out
+        normed_out = self.norm(out, "norm.weight")
+        return head @ normed_out, normed_out if c.norm_output else out
 
     def document(self, d: Document, steps: int):
         """Yield (step, anchor, draft logits) for every anchor whose whole chain was sampled, as the engine would ask."""
@@ -100,12 +101,14 @@ def documents(dtype=torch.float64):
 
 
 @pytest.mark.parametrize("chunk", [256, 3])
-@pytest.mark.parametrize("kind", ["full", "pruned", "norm_before_residual"])
+@pytest.mark.parametrize("kind", ["full", "pruned", "norm_before_residual", "residual fed back"])
 def test_loss_statistics_and_gradients_equal_an_engine_like_reference(kind, chunk, monkeypatch):
     monkeypatch.setattr(attention_module, "QUERY_CHUNK", chunk)
     config = DraftConfig.from_target(TINY, draft_vocab_size=12 if kind == "pruned" else None)
     if kind == "norm_before_residual":
         config = DraftConfig.from_hf({**config.to_hf(), "norm_before_residual": True})
+    if kind == "residual fed back":
+        config = DraftConfig.from_hf({**config.to_hf(), "norm_output": False})
     draft = make_draft(config)
     embed, head = make_policy(dtype=torch.float64)
     if kind == "pruned":
