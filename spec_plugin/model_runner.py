@@ -34,6 +34,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "frozen: P-EAGLE": {"method": "eagle3", "parallel_drafting": True},
     "frozen: a causal LM": {"method": "draft_model"},
 }
+A_TRAINED_DRAFT = METHODS["eagle3"]  # where any of them stands for all that train one
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from spec_plugin.model_runner import METHODS, leaves_a_draft_unread, runner_of
+from spec_plugin.model_runner import A_TRAINED_DRAFT, METHODS, leaves_a_draft_unread, runner_of
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _probe_model_runner() -> Capability:
     v2, v1 = ("V2", "V1") if device_type == "cpu" else ("V2, full graphs for each k", "V1, piecewise graphs")
     found = {name: runner_of(settings, device_type) for name, settings in METHODS.items()}
     if len({runner.why for runner in found.values()}) == 1:
-        detail = f"{v1} for all methods: {found['eagle3'].why}"
+        detail = f"{v1} for all methods: {next(iter(found.values())).why}"
     else:
         kinds: dict[str, list[str]] = {v2: [], v1: [], "refused": []}
         for name, runner in found.items():
@@ -127,7 +127,7 @@ def _probe_draft_load_config() -> Capability:
     if "draft_load_config" not in speculative_fields():
         fix = "with load_format=dummy the draft starts random: refresh it before the first rollout"
         return Capability("draft load config", False, "SpeculativeConfig.draft_load_config", fix)
-    if leaves_a_draft_unread("dummy", METHODS["eagle3"], current_platform.device_type):
+    if leaves_a_draft_unread("dummy", A_TRAINED_DRAFT, current_platform.device_type):
         detail = "SpeculativeConfig.draft_load_config, which the V2 model runner does not read"
         fix = (
             "a draft with a pruned vocabulary, and a frozen one, need load_format=auto, verl's own is dummy, or "

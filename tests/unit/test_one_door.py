@@ -10,8 +10,8 @@ import pytest
 from spec_plugin.builtin.registry import built_in_methods
 
 ROOT = Path(__file__).resolve().parents[2]
-#: rooms of the methods themselves; the list of them; and the allow-list of what vLLM may be told
-MAY_KNOW = ("builtin/methods/", "builtin/registry.py", "engine/lossless.py", "engine/suffix/")
+#: rooms of the methods themselves; the list of them; the allow-list of what vLLM may be told; and which runner serves which
+MAY_KNOW = ("builtin/methods/", "builtin/registry.py", "engine/lossless.py", "engine/suffix/", "model_runner.py")
 #: words for people: what an option or a metric means
 FOR_PEOPLE = ("config.py", "conformance/cli.py", "hookspecs.py", "builtin/metrics.py")
 

@@ -232,6 +232,8 @@ def test_a_target_whose_vocabulary_is_not_told_is_refused_before_the_engine_star
     session = SpecSession(SpecConfig.parse({"method": "ngram"}), info, create_manager((), (), load_entry_points=False))
     with pytest.raises(SpecConfigError) as refused:
         EngineFront(session, None).engine_arguments({}, "x")
-    assert not list(missing(str(refused.value), "names no vocab_size", str(tmp_path), "give the whole config.json"))
+    assert not list(
+        missing(str(refused.value), "names no vocab_size", str(tmp_path), "use the model's complete config.json")
+    )
     in_parts = TargetInfo("m", {**odd, "text_config": {"vocab_size": 64}}, "float32")
     assert in_parts.vocab_size == 64
