@@ -109,16 +109,27 @@ def test_the_step_log_knows_what_kind_of_step_took_how_long():
     live = live_engine()
     nothing, mixed = [0] * len(TABLE), [0] + [K] * 4 + [0] * (len(TABLE) - 5)
     cases = ((TABLE, (8, K, False)), (nothing, (8, 0, False)), (nothing, (8, 0, True)), (mixed, (8, 0, False)))
-    for table, kind in cases:
-        live.run(set_schedule(live.engine, table))
-        live.run(pause_idle_draft(live.engine, [0] if kind[2] else TABLE))
+    try:
+        for table, kind in cases:
+            live.run(set_schedule(live.engine, table))
+            live.run(pause_idle_draft(live.engine, [0] if kind[2] else TABLE))
+            found = _timed(live, kind)
+            assert 3 <= found.steps <= 24 and 1e-4 < found.seconds < 5
+            assert live.run(take_steps(live.engine)) == ()
+    finally:
+        live.run(set_schedule(live.engine, TABLE))
+        live.run(pause_idle_draft(live.engine, TABLE))
+
+
+def _timed(live, kind):
+    """Of a few generations the first in which steps of this kind were timed: on a busy machine the eight may come one by one."""
+    for attempt in range(5):
         live.run(take_steps(live.engine))
-        live.run(_generate(live.engine, f"timed-{kind}", tokens=24))
+        live.run(_generate(live.engine, f"timed-{kind}-{attempt}", tokens=24))
         steps = {(s.batch, s.k, s.paused): s for s in live.run(take_steps(live.engine))}
-        assert 3 <= steps[kind].steps <= 24 and 1e-4 < steps[kind].seconds < 5
-        assert live.run(take_steps(live.engine)) == ()
-    live.run(set_schedule(live.engine, TABLE))
-    live.run(pause_idle_draft(live.engine, TABLE))
+        if kind in steps and steps[kind].steps >= 3:
+            return steps[kind]
+    raise AssertionError(f"no steps of kind {kind} in five generations, the last had {sorted(steps)}")
 
 
 @pytest.mark.engine
