@@ -1,13 +1,20 @@
-"""Attention of the training-time test, per document and in chunks of queries: memory linear in the document's length."""
+"""Attention of the training-time test, per document; memory linear in the document's length."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
+from draft_training.fused_attention import Kernel, fused_column_attention, kernel_for
 from draft_training.layers import Linear
+
+_log = logging.getLogger(__name__)
 
 QUERY_CHUNK = 256  # queries whose scores are alive at once
 PADDING_WASTE = 1.25  # documents share a padded batch while it stays below this multiple of their tokens
@@ -91,8 +98,14 @@ def column_attention(q: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
         pairs: keys and values [B, S, kv_heads, D] of steps 0..j.
 
     Returns:
-        [B, S, heads, D]. Scores of at most QUERY_CHUNK queries exist at a time, in the backward pass too.
+        [B, S, heads, D]; by a fused kernel where torch has one for such tensors.
     """
+    kernel = proven_kernel(q.device, q.dtype, q.shape[-1])
+    return explicit_column_attention(q, pairs) if kernel is None else fused_column_attention(kernel, q, pairs)
+
+
+def explicit_column_attention(q: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The same by explicit scores, of which those of at most QUERY_CHUNK queries exist at a time, in the backward pass too."""
     batch, length, heads, dim = q.shape
     kv_heads = pairs[0][0].shape[2]
     q = q.view(batch, length, kv_heads, heads // kv_heads, dim).permute(0, 2, 1, 3, 4)  # [B, KV, S, G, D]
@@ -127,3 +140,59 @@ def _attend(q: Tensor, k0: Tensor, v0: Tensor, *column: Tensor) -> Tensor:
     for j, v in enumerate(column[1::2]):
         out = out + weights[..., end + j, None] * v[:, :, :, None]
     return out
+
+
+@cache
+def proven_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel | None:
+    """The fused kernel for such tensors, if it is as exact as explicit scores, forwards and backwards; asked once a process.
+
+    torch calls these operations internal, and another release may change what they take or return: then explicit scores serve,
+    which are slower, and one warning says so.
+    """
+    kernel = kernel_for(device.type, dtype, head_dim)
+    if kernel is None:
+        return None
+    try:
+        error, usual = _errors(partial(fused_column_attention, kernel), device, dtype, head_dim)
+    except Exception as failure:
+        problem = f"{type(failure).__name__}: {failure}"
+    else:
+        if error <= 4 * usual + 64 * torch.finfo(torch.float64).eps:  # a NaN is not
+            return kernel
+        problem = f"it is off by {error:.2g} of the largest value, explicit scores by {usual:.2g}"
+    _log.warning(
+        "spec-plugin: %s of torch %s cannot be used, the draft trains with explicit scores, which is slower: %s",
+        kernel.name,
+        torch.__version__,
+        problem,
+    )
+    return None
+
+
+def _errors(
+    attend: Callable[[Tensor, list[tuple[Tensor, Tensor]]], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+) -> tuple[float, float]:
+    """How far ``attend`` and explicit scores are from explicit scores in float64, output and gradients, each relative to its
+    largest value.
+    """
+    shapes = [(2, 37, 4, head_dim), *[(2, 37, 2, head_dim)] * 6]  # queries, and keys and values of three steps
+    own = torch.Generator().manual_seed(0)  # the trainer's samples must not change (law 1)
+    parts = [torch.randn(shape, generator=own).to(dtype).to(device) for shape in shapes]
+
+    def results(tensors: list[Tensor], by: Callable[[Tensor, list[tuple[Tensor, Tensor]]], Tensor]) -> list[Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        out = by(leaves[0], list(zip(leaves[1::2], leaves[2::2], strict=True)))
+        slope = torch.arange(out.numel(), dtype=torch.float64).cos().to(out).view(out.shape)
+        return [out.detach(), *torch.autograd.grad((out * slope).sum(), leaves)]
+
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        exact = results([part.double() for part in parts], explicit_column_attention)
+        found, usual = results(parts, attend), results(parts, explicit_column_attention)
+    worst = [
+        max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(of, exact, strict=True))
+        for of in (found, usual)
+    ]
+    return worst[0], worst[1]

@@ -23,6 +23,27 @@ _LOSS, _TRAINER, _BUFFER, _CHECKPOINT, _STATE, _CONFIG, _BATCH, _OPTIMIZER, _UNR
 
 MUTATIONS = (
     Mutation(
+        "draft_training/fused_attention.py",
+        "_spread(v0, q), out, merged, ctx.rest)",
+        "_spread(v0, q), out, merged - 0.1, ctx.rest)",
+        "the kernel's backward pass is not given the merged log-sum-exp",
+        ("draft_training/test_fused_attention.py",),
+    ),
+    Mutation(
+        "draft_training/fused_attention.py",
+        ".to(merged.dtype) - mean) * q.shape[-1]",
+        ".to(merged.dtype)) * q.shape[-1]",
+        "the gradient of a row's own column lacks the softmax's mean",
+        ("draft_training/test_fused_attention.py",),
+    ),
+    Mutation(
+        "draft_training/attention.py",
+        "if error <= 4 * usual + 64 * torch.finfo(torch.float64).eps:  # a NaN is not",
+        "if True:",
+        "a fused kernel is trusted unseen",
+        ("draft_training/test_fused_attention.py",),
+    ),
+    Mutation(
         "draft_training/mtp_module.py",
         "        check_values(tensors, folder)\n",
         "",

@@ -100,10 +100,13 @@ def documents(dtype=torch.float64):
     ]
 
 
-@pytest.mark.parametrize("chunk", [256, 3])
+@pytest.mark.parametrize("scores", ["fused", "explicit", "explicit, in chunks"])
 @pytest.mark.parametrize("kind", ["full", "pruned", "norm_before_residual", "residual fed back"])
-def test_loss_statistics_and_gradients_equal_an_engine_like_reference(kind, chunk, monkeypatch):
-    monkeypatch.setattr(attention_module, "QUERY_CHUNK", chunk)
+def test_loss_statistics_and_gradients_equal_an_engine_like_reference(kind, scores, monkeypatch):
+    if scores != "fused":
+        monkeypatch.setattr(attention_module, "proven_kernel", lambda *_: None)
+    if scores == "explicit, in chunks":
+        monkeypatch.setattr(attention_module, "QUERY_CHUNK", 3)
     config = DraftConfig.from_target(TINY, draft_vocab_size=12 if kind == "pruned" else None)
     if kind == "norm_before_residual":
         config = DraftConfig.from_hf({**config.to_hf(), "norm_before_residual": True})
