@@ -10,9 +10,11 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,9 +28,80 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().to("cpu").contiguous()
-        sha.update(f"{name}\0{str(tensor.dtype).removeprefix('torch.')}\0{list(tensor.shape)}\0".encode())
+        sha.update(_described(name, tensor))
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+#: 32-bit words that are summed at a time, each with a factor of its own
+_BLOCK = 1 << 16
+#: how a fingerprint begins, which a sha256 does not
+_MARK = "f-"
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """A checksum of 64 bits over sorted names, dtypes, shapes and bytes, made where the tensors lie: 16 hex digits behind "f-".
+
+    It tells what a fault does to weights, not what somebody might forge: each 32-bit word is multiplied by an odd number that
+    belongs to its place, modulo 2^64, so any one changed word changes it, and other changes go unseen once in 2^32 at most.
+    Nothing but the sum leaves the device, and a CPU makes it about as fast as a sha256.
+    """
+    header = hashlib.blake2b(digest_size=8)
+    sums: list[Tensor] = []
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        header.update(_described(name, tensor))
+        sums.append(_checksum(tensor))
+    total = int.from_bytes(header.digest(), "little")
+    for one in _values(sums):
+        total = total * 0x9E3779B97F4A7C15 + one
+    return f"{_MARK}{total & (2**64 - 1):016x}"
+
+
+def digest_like(told: str, tensors: Mapping[str, Tensor]) -> str:
+    """What these tensors should have been told by: a fingerprint, if ``told`` is one, else a sha256."""
+    return fingerprint(tensors) if told.startswith(_MARK) else digest(tensors)
+
+
+def _described(name: str, tensor: Tensor) -> bytes:
+    return f"{name}\0{str(tensor.dtype).removeprefix('torch.')}\0{list(tensor.shape)}\0".encode()
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """The sum over a tensor's bytes, [] int64, on its device."""
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    data = data.clone() if data.storage_offset() % 4 else data  # words begin at multiples of four
+    even = data.numel() // 4 * 4
+    words, rest = data[:even].view(torch.int32), data[even:]
+    factors, of_blocks = _factors(data.device)
+    whole = words.numel() // _BLOCK
+    at_once = 1 if data.device.type == "cpu" else 256  # blocks: what a CPU's cache holds; elsewhere few calls
+    blocks = torch.split(words[: whole * _BLOCK].view(whole, _BLOCK), at_once) if whole else ()
+    last = words[whole * _BLOCK :]
+    sums = [(block.long() * factors).sum(1) for block in blocks]
+    sums += [(part.long() * factors[: part.numel()]).sum(0, keepdim=True) for part in (last, rest)]
+    joined = torch.cat(sums)
+    if joined.numel() > _BLOCK:  # beyond 16 GiB
+        of_blocks = of_blocks.repeat(-(-joined.numel() // _BLOCK))
+    total: Tensor = (joined * of_blocks[: joined.numel()]).sum()
+    return total
+
+
+def _values(sums: list[Tensor]) -> list[int]:
+    """Numbers that lie on one device or several, with one wait for each device."""
+    found: dict[int, int] = {}
+    for device in {one.device for one in sums}:
+        at = [i for i, one in enumerate(sums) if one.device == device]
+        found.update(zip(at, torch.stack([sums[i] for i in at]).tolist(), strict=True))
+    return [found[i] for i in range(len(sums))]
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """[2, _BLOCK] int64, odd, of words and of blocks; the same in every process, of no random stream of the trainer's (law 1)."""
+    stream = np.random.Generator(np.random.PCG64(0x5EC))
+    odd = stream.integers(0, 2**64, (2, _BLOCK), dtype=np.uint64) | np.uint64(1)
+    return torch.from_numpy(odd.view(np.int64)).to(device)
 
 
 def row_digests(tensors: Iterable[Tensor]) -> list[str]:

@@ -86,7 +86,8 @@ class DraftRefresh:
     draft_version: int
     policy_version: int
     tensors: Mapping[str, Tensor]  # names of the draft checkpoint; never a tensor that the target owns
-    digest: str  # sha256 over names, dtypes, shapes and bytes, see ``draft_training.digest``
+    #: over names, dtypes, shapes and bytes: ``draft_training.fingerprint``, or with ``spec.audit`` ``draft_training.digest``
+    digest: str
     #: the chance of each drafted token to be accepted, given those before it, that training predicts for these weights, as far
     #: as it unrolls; empty: no prediction
     expected_chances: tuple[float, ...] = ()
@@ -101,6 +102,8 @@ class RefreshReport:
     digest: str  # digest of the weights that the engine serves
     milliseconds: float
     reason: str = ""  # why it was refused; empty when installed
+    phases: Mapping[str, float] = field(default_factory=dict)  # milliseconds of each, in the first worker
+    crossed: int = 0  # bytes that went between its host and its device
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
-from draft_training import digest, load_draft  # noqa: E402
+from draft_training import fingerprint, load_draft  # noqa: E402
 from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import Spread, say, show, spread, verdict  # noqa: E402
 
@@ -29,7 +29,7 @@ HELP = """Measure a refresh of the draft in a running engine.
 
 \b
 Requests are decoded greedily with k drafted tokens. Every few steps, with all of them in flight, the draft is replaced:
-  stage     spec_stage copies the tensors to the worker's host memory
+  stage     spec_stage copies the tensors: beside the draft on its GPU if there is room, else to the host
   install   spec_install checks names, shapes, values and digest, swaps, and reads everything back
 Every other refresh spoils the draft with noise, so acceptance moves, but no request may be aborted and no output may
 differ from a run without refreshes.
@@ -66,6 +66,8 @@ class Row:
     total_ms: Spread  # stage and install, as the caller waits
     stage_ms: Spread
     install_ms: Spread
+    phases_ms: dict[str, Spread]  # of an install, and staging, as the worker counts them
+    crossed_mb: float  # between host and device, of one refresh
     requests: int
     aborted: int
     identical: int  # requests whose greedy output is that of the run without refreshes
@@ -169,6 +171,8 @@ def measure(name: str, engine: Engine, draft: Path, prompts: workload.Prompts, o
         total_ms=spread([r["stage_ms"] + r["install_ms"] for r in installs]),
         stage_ms=spread([r["stage_ms"] for r in installs]),
         install_ms=spread([r["install_ms"] for r in installs]),
+        phases_ms={name: spread([r["phases"][name] for r in installs]) for name in installs[0]["phases"]},
+        crossed_mb=installs[0]["crossed"] / 1e6,
         requests=sum(len(r.outputs) for r in runs),
         aborted=sum(reason != "length" for r in runs for reason in r.reasons),
         identical=same,
@@ -185,7 +189,7 @@ def drafts(folder: Path) -> Iterator[tuple[dict[str, Tensor], str]]:
         n: t + 0.1 * torch.randn(t.shape, generator=generator).to(t.dtype) if t.is_floating_point() else t
         for n, t in tensors.items()
     }
-    both = [(spoiled, digest(spoiled)), (tensors, digest(tensors))]
+    both = [(spoiled, fingerprint(spoiled)), (tensors, fingerprint(tensors))]
     for i in count():
         yield both[i % 2]
 
@@ -203,12 +207,12 @@ class Refresher:
         self._steps += 1
         if self._steps % self._every:
             return
-        tensors, sha = next(self._drafts)
+        tensors, told = next(self._drafts)
         version = len(self.reports) + 1
         began = time.perf_counter()
         self._engine.rpc("spec_stage", version, list(tensors.items()))
         staged = time.perf_counter()
-        answer = self._engine.rpc("spec_install", version, sha, names=list(tensors))
+        answer = self._engine.rpc("spec_install", version, told, names=list(tensors))
         done = time.perf_counter()
         self.reports.append({**answer, "stage_ms": 1e3 * (staged - began), "install_ms": 1e3 * (done - staged)})
 
@@ -225,6 +229,10 @@ def report(rows: list[Row]) -> None:
         acceptance = f"{r.acceptance_before:.2f}, {r.acceptance_during:.2f}"
         body.append([r.name, *size, *times, *kept, acceptance, verdict(reached(r), f"≤ {GOAL_MS:.0f} ms")])
     show("Refresh in a running engine. Medians (quartiles)", head, body)
+    phases = [[r.name, *(s.text() for s in r.phases_ms.values()), f"{r.crossed_mb:.1f}"] for r in rows]
+    show(
+        "Milliseconds of its phases in the worker", ["draft", *rows[0].phases_ms, "MB between host and device"], phases
+    )
 
 
 def reached(row: Row) -> bool:

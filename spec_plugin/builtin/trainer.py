@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_training import Document, DraftTrainer, HiddenBuffer, SliceReport, TrainSettings, digest
+from draft_training import Document, DraftTrainer, HiddenBuffer, SliceReport, TrainSettings, digest, fingerprint
 from draft_training.checkpoint import is_settled
 from draft_training.outside import logit_cap
 from spec_plugin.config import SpecConfig
@@ -186,7 +186,7 @@ class DraftTraining:
             draft_version=self._trainer.draft_version,
             policy_version=event.policy_version,
             tensors=tensors,
-            digest=digest(tensors),
+            digest=digest(tensors) if self._config.audit else fingerprint(tensors),
             expected_chances=self._judged.chances if self._judged else (),
         )
 

@@ -21,19 +21,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_training import digest as weights_digest
-from draft_training import row_digests
+from draft_training import fingerprint, row_digests
 from spec_plugin.engine.additional import own_settings, prepare_proposer
 from spec_plugin.engine.capabilities import find_draft
 from spec_plugin.engine.lossless import check_running_config
 from spec_plugin.engine.refresh import swap as refresh
 from spec_plugin.engine.refresh.layout import Layout, draft_layout
-from spec_plugin.engine.refresh.swap import Staging
+from spec_plugin.engine.refresh.swap import HOST, Staging
 from spec_plugin.engine.repairs import patches
 from spec_plugin.engine.repairs.adapters import apply_adapter_patches
 from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, repack
 from spec_plugin.engine.repairs.hidden_states import complete_target
 from spec_plugin.engine.schedule.pause import pause_draft
 from spec_plugin.rollouts import Rollout
+
+#: times the draft that must be free on its GPU for a refresh there: what arrives, what was, and what checking them takes
+_ROOM = 4
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class _Served:
 
     version: int = refresh.NO_VERSION
     digest: str = ""
-    fingerprint: int | None = None  # of the weights as they were installed, or first seen
+    fingerprint: str | None = None  # of the weights as they were installed, or first seen
 
 
 @dataclass
@@ -120,7 +123,7 @@ class SpecWorkerExtension:
         }
 
     def spec_stage(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> int:
-        """Copy some tensors of a refresh to the host; a new version discards what was staged of another.
+        """Copy some tensors of a refresh, beside the draft if there is room; a new version discards what was staged of another.
 
         Never raises on content, because a trainer's sender may wait forever for a receiver that died: ``spec_install``
         reports what is wrong.
@@ -132,6 +135,8 @@ class SpecWorkerExtension:
         if state.staging.version != version:
             state.staging = Staging(version)
         try:
+            if not state.staging.tensors:
+                state.staging.place = _roomy_place(self._spec_layout())
             state.staging.add(tensors)
         except Exception as error:
             problem = f"staging failed with {type(error).__name__}: {error}"
@@ -167,33 +172,41 @@ class SpecWorkerExtension:
 
         Args:
             version: draft version; must be newer than the served one.
-            digest: sha256 of all tensors as the sender has them (``draft_training.digest``).
+            digest: of all tensors as the sender has them, a sha256 or a fingerprint (``draft_training.digest_like``).
             names: the names that the sender sent, if it wants them compared with what arrived.
             force: install although the version is not newer, e.g. after ``spec_lost_draft`` or on resume.
-            hold: keep the previous draft on the host until ``spec_settle``, for a run of several engines.
+            hold: keep the previous draft until ``spec_settle``, for a run of several engines.
 
         Returns:
             ``installed``, ``draft_version`` and ``digest`` (of what is served now), ``milliseconds``, ``reason`` (empty
-            when installed).
+            when installed); ``phases``: milliseconds of each, and ``crossed``: bytes that went from the host to the device or
+            back, of this refresh.
         """
         started = time.perf_counter()
         state = self._spec_state
         state.previous, before = None, state.served
         backup: list[dict[str, Tensor]] = []
+        costs, place = state.staging.costs, state.staging.place
         try:
             reason = self._spec_try_install(version, digest, names, force, backup.append)
         finally:
             state.staging = Staging()
         if reason is None:
+            costs.begin("fingerprint")
             layout = self._spec_layout()
-            state.served = _Served(version, digest, refresh.fingerprint(layout.parameters.values()))
+            state.served = _Served(version, digest, fingerprint(layout.parameters))
             state.previous = (before, backup[0]) if hold else None
+        backup.clear()
+        costs.begin("")
+        _give_back(place)
         return {
             "installed": reason is None,
             "draft_version": state.served.version,
             "digest": state.served.digest,
             "milliseconds": 1e3 * (time.perf_counter() - started),
             "reason": reason or "",
+            "phases": {phase: 1e3 * seconds for phase, seconds in costs.seconds.items()},
+            "crossed": costs.crossed,
         }
 
     def spec_install_file(
@@ -211,12 +224,17 @@ class SpecWorkerExtension:
         """
         state = self._spec_state
         previous, state.previous = state.previous, None
-        if keep or previous is None:
+        if previous is None:
             return
-        draft: Any = find_draft(self)  # is there, or nothing had been installed
-        state.served, backup = previous
-        refresh.restore(self._spec_layout(), backup)
-        repack(draft)
+        served, backup = previous
+        place = next(iter(backup.values())).device
+        if not keep:
+            state.served = served
+            draft: Any = find_draft(self)  # is there, or nothing had been installed
+            refresh.restore(self._spec_layout(), backup)
+            repack(draft)
+        del previous, backup
+        _give_back(place)
 
     def spec_pause_draft(self, paused: bool) -> bool:
         """Leave the draft's forward pass out while no batch size speculates; True if this worker can.
@@ -250,7 +268,9 @@ class SpecWorkerExtension:
 
     def spec_discard(self) -> None:
         """Drop the tensors that were staged and not installed."""
+        place = self._spec_state.staging.place
         self._spec_state.staging = Staging()
+        _give_back(place)
 
     def spec_live_digest(self) -> str:
         """The digest of the running draft's own weights as they are now, under their checkpoint names.
@@ -309,7 +329,7 @@ class SpecWorkerExtension:
             return True
         if state.served.fingerprint is None:
             self._spec_remember(layout)
-        return refresh.fingerprint(layout.parameters.values()) != state.served.fingerprint
+        return fingerprint(layout.parameters) != state.served.fingerprint
 
     def _spec_held_digest(self, layout: Layout) -> str:
         if layout.problem is not None:
@@ -326,7 +346,7 @@ class SpecWorkerExtension:
 
     def _spec_remember(self, layout: Layout) -> None:
         served = self._spec_state.served
-        seen = refresh.fingerprint(layout.parameters.values())
+        seen = fingerprint(layout.parameters)
         self._spec_state.served = _Served(served.version, refresh.live_digest(layout), seen)
 
     def _spec_try_install(
@@ -344,21 +364,45 @@ class SpecWorkerExtension:
         if not _all_ranks(reason is None):
             return reason or "another tensor parallel rank refused it"
         draft: Any = find_draft(self)  # is there, or layout.problem had refused
-        tensors = self._spec_state.staging.tensors
+        staging = self._spec_state.staging
         return refresh.swap(
-            layout, tensors, draft.load_weights, agree=_all_ranks, settle=lambda: repack(draft), keep=keep
+            layout,
+            staging.tensors,
+            draft.load_weights,
+            agree=_all_ranks,
+            settle=lambda: repack(draft),
+            keep=keep,
+            place=staging.place,
+            costs=staging.costs,
         )
 
     def _spec_check(
         self, version: int, digest: str, names: Iterable[str] | None, force: bool
     ) -> tuple[Layout, str | None]:
         state, layout = self._spec_state, self._spec_layout()
+        state.staging.costs.begin("checking")
         if layout.problem is None and state.served.fingerprint is None:
             self._spec_remember(layout)
         reason = refresh.check_staged(layout, state.staging, version, state.served.version, digest, force)
         if reason is None and names is not None and set(names) != state.staging.tensors.keys():
             reason = f"torn: sent, but never arrived: {sorted(set(names) - state.staging.tensors.keys())}"
         return layout, reason
+
+
+def _roomy_place(layout: Layout) -> torch.device:
+    """Where a refresh is staged and the draft before it kept: beside the draft on its GPU if that has room, else on the host."""
+    parameters = list(layout.parameters.values())
+    if not parameters or parameters[0].device.type != "cuda":
+        return HOST
+    device = parameters[0].device
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if free >= _ROOM * sum(p.nbytes for p in parameters) else HOST
+
+
+def _give_back(place: torch.device) -> None:
+    """Let go of the GPU memory of a refresh, which torch would keep: the KV cache may be about to come back there."""
+    if place.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _adapters(model: Any) -> dict[str, Tensor]:

@@ -262,6 +262,8 @@ class EngineFront:
             digest=first["digest"],
             milliseconds=first["milliseconds"],
             reason="; ".join(dict.fromkeys(r["reason"] for r in reports if r["reason"])),
+            phases=first["phases"],
+            crossed=first["crossed"],
         )
 
     async def install_tensors(self, refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:

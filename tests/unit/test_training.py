@@ -10,7 +10,7 @@ import pluggy
 import pytest
 import torch
 
-from draft_training import DraftTrainer, HiddenBuffer, TrainSettings, digest
+from draft_training import DraftTrainer, HiddenBuffer, TrainSettings, fingerprint
 from spec_plugin import SpecConfig, SpecConfigError, SpecPluginError, hookspecs
 from spec_plugin.builtin.methods.eagle3 import Eagle3Method
 from spec_plugin.builtin.trainer import DraftTraining
@@ -73,7 +73,7 @@ def test_a_draft_is_born_trained_and_offered_at_the_next_sync() -> None:
     p.spec_train_draft(step=2, seconds=30.0)
     again = p.spec_draft_weights(event=sync(1))
     assert again is not None and again.expected_chances
-    assert trained.digest == digest(trained.tensors) != born.digest
+    assert trained.digest == fingerprint(trained.tensors) != born.digest
     assert p.spec_metrics()[0]["spec/train_steps"] == 3
 
 

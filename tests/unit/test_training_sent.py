@@ -8,17 +8,18 @@ import pytest
 import test_training
 import torch
 
-from draft_training import digest
+from draft_training import digest, fingerprint
 from spec_plugin.events import HiddenStates
 
 
-def test_law_5_the_draft_is_sent_in_the_engines_dtype_and_its_digest_is_of_what_is_sent(monkeypatch):
+@pytest.mark.parametrize(("audit", "told"), [(False, fingerprint), (True, digest)])
+def test_law_5_the_draft_is_sent_in_the_engines_dtype_and_its_digest_is_of_what_is_sent(monkeypatch, audit, told):
     monkeypatch.setattr(test_training, "TARGET", replace(test_training.TARGET, dtype="bfloat16"))
-    hooks = test_training.plugin()
+    hooks = test_training.plugin(audit=audit)
     hooks.spec_weight_sync(event=test_training.sync(0))
     refresh = hooks.spec_draft_weights(event=test_training.sync(0))
     assert {t.dtype for t in refresh.tensors.values()} == {torch.bfloat16}
-    assert refresh.digest == digest(refresh.tensors)
+    assert refresh.digest == told(refresh.tensors)
 
 
 @pytest.mark.parametrize("documents", [16, 24])

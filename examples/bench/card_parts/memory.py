@@ -10,13 +10,23 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from draft_training import Document, DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings, digest, load_draft
+from draft_training import (
+    Document,
+    DraftConfig,
+    DraftTrainer,
+    HiddenBuffer,
+    TrainSettings,
+    digest,
+    fingerprint,
+    load_draft,
+)
 from examples.bench import workload
 from examples.bench.card_parts.probe import FLAG_PROBE, MIB, host_mib
 from examples.bench.card_parts.record import Record
@@ -25,6 +35,8 @@ from examples.bench.common import spread, synchronize
 from examples.bench.engines import EngineSettings, Remote
 
 TOKENS = 24
+#: how a sender may tell a worker what it sent
+DIGESTS = {"sha256": digest, "fingerprint": fingerprint}
 #: name -> dtype of the draft's parameters, precision of float32 products
 PRECISIONS = {
     "float32": (torch.float32, "highest"),
@@ -93,20 +105,20 @@ def _refresh(record: Record, engine: Remote, models: Models) -> None:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         file = str(Path(folder) / "draft.safetensors")
         sent = _timed(spent, "copy out of the trainer", device, lambda: trainer.engine_tensors(dtype))
-        sha = _timed(spent, "sha256", device, lambda: digest(sent))
+        told = {kind: _timed(spent, kind, device, partial(made, sent)) for kind, made in DIGESTS.items()}
         _timed(spent, "write file", device, lambda: save_file({n: t.cpu().contiguous() for n, t in sent.items()}, file))
         megabytes = sum(t.nbytes for t in sent.values()) / 1e6
-        told = {"path": file, "digest": sha, "names": list(sent)}
-        whole = []
-        for version in (1, 2, 3):
+        whole: dict[str, list[float]] = {kind: [] for kind in DIGESTS}
+        for version, kind in enumerate(list(DIGESTS) * 3, start=1):
             began = time.perf_counter()
-            report = engine.rpc("spec_install_file", version=version, **told)
-            whole.append(1e3 * (time.perf_counter() - began))
+            report = engine.rpc("spec_install_file", path=file, version=version, digest=told[kind], names=list(sent))
+            whole[kind].append(1e3 * (time.perf_counter() - began))
             if not report["installed"]:
                 record.row(kind="refresh refused", reason=report["reason"])
                 return
-        worker = engine.rpc("bench_refresh_phases", file)
-    record.row(kind="refresh", megabytes=megabytes, sender_ms=spent, worker_ms=worker, install_ms=spread(whole))
+        worker = {kind: engine.rpc("bench_refresh_phases", file, 7, told[kind]) for kind in DIGESTS}
+    installs = {kind: spread(ms) for kind, ms in whole.items()}
+    record.row(kind="refresh", megabytes=megabytes, sender_ms=spent, worker_ms=worker, install_ms=installs)
 
 
 def _timed(spent: dict[str, float], name: str, device: str, call: Callable[[], Any]) -> Any:

@@ -11,11 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draft_training import digest as weights_digest
+from draft_training import fingerprint
 from spec_plugin.engine.capabilities import find_draft
 from spec_plugin.engine.extension import SpecWorkerExtension
-from spec_plugin.engine.refresh import swap as refresh
-from spec_plugin.engine.refresh.layout import draft_layout
 
 PROBE = f"{__name__}.Probe"
 FLAG_PROBE = f"{__name__}.FlagProbe"
@@ -87,28 +85,24 @@ class Probe:
 class FlagProbe(SpecWorkerExtension, Probe):
     """For an engine with the flag."""
 
-    def bench_refresh_phases(self, path: str) -> dict[str, float]:
-        """Milliseconds of what a refresh from a file does in the worker, one thing after the other.
+    def bench_refresh_phases(self, path: str, version: int, digest: str) -> dict[str, float]:
+        """Milliseconds of each phase of one refresh from a file, and the MB that crossed between host and device (``crossed``).
 
-        The draft in the file must be the one that is served: it is loaded once more.
+        Args:
+            path: of a draft, in safetensors.
+            version: of the refresh.
+            digest: as the sender computed it.
+
+        Raises:
+            RuntimeError: if the draft is refused.
         """
-        draft: Any = find_draft(self)
-        layout = draft_layout(draft, self.model_runner.get_model())
         spent: dict[str, float] = {}
         tensors = _timed(spent, "read file", lambda: load_file(path))
-        staging = refresh.Staging(1)
-        _timed(spent, "stage on the host", lambda: staging.add(list(tensors.items())))
-        served = _timed(spent, "sha256", lambda: weights_digest(staging.tensors))
-        problem = _timed(spent, "check, with sha256", lambda: refresh.check_staged(layout, staging, 1, 0, served))
-        if problem:
-            raise RuntimeError(f"the draft in {path} is refused: {problem}")
-        _timed(spent, "back up", lambda: {n: p.detach().to("cpu", copy=True) for n, p in layout.parameters.items()})
-        _timed(spent, "load", lambda: draft.load_weights([(n, t) for n, t in staging.tensors.items()]))
-        different = _timed(spent, "read back", lambda: refresh.mismatch(layout, staging.tensors))
-        if different:
-            raise RuntimeError(f"the draft in {path} was not loaded: {different}")
-        _timed(spent, "fingerprint", lambda: refresh.fingerprint(layout.parameters.values()))
-        return spent
+        self.spec_receive(version, lambda on_bucket: on_bucket(list(tensors.items())))
+        answer = self.spec_install(version, digest, names=list(tensors), force=True)
+        if not answer["installed"]:
+            raise RuntimeError(f"the draft in {path} is refused: {answer['reason']}")
+        return {**spent, **answer["phases"], "crossed": answer["crossed"] / 1e6}
 
 
 def host_mib() -> float:
@@ -130,7 +124,7 @@ def _described(tensor: Tensor) -> dict[str, Any]:
     return {
         "shape": list(tensor.shape),
         "nonzero": int((tensor != 0).sum()),
-        "checksum": f"{refresh.fingerprint([tensor]):x}",
+        "checksum": fingerprint({"": tensor}),
     }
 
 

@@ -205,8 +205,11 @@ def _memory(content: Content) -> Iterable[Table]:
     yield _plain(content, "training", "One optimizer step of the draft", [*columns, "out_of_memory"])
     for row in rows_of(content, "refresh"):
         phases = [(f"sender: {n}", ms) for n, ms in row["sender_ms"].items()]
-        phases += [(f"worker: {n}", ms) for n, ms in row["worker_ms"].items()]
-        phases.append(("worker, in one call as the product does it", row["install_ms"]))
+        for kind, worker in row["worker_ms"].items():
+            phases += [(f"worker, told a {kind}: {n}", ms) for n, ms in worker.items() if n != "crossed"]
+            phases.append((f"worker, told a {kind}: MB between host and device", worker["crossed"]))
+        for kind, whole in row["install_ms"].items():
+            phases.append((f"worker, told a {kind}: in one call, as in a run", whole))
         yield f"A refresh of {row['megabytes']:.0f} MB", ["phase", "ms"], list(phases)
     yield _plain(content, "engine lost", "Engines that did not survive", ["reason"])
 

@@ -6,33 +6,69 @@ that goes wrong leaves the previous draft in place, and says why.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from draft_training import digest as weights_digest
+from draft_training import digest, digest_like
 from spec_plugin.engine.refresh.layout import Layout
 
 NO_VERSION = -1  # the draft is still the one that the engine loaded at start
-_CHUNK = 1 << 22  # elements hashed at a time
+HOST = torch.device("cpu")
+
+
+class Costs:
+    """What one refresh takes in this worker, phase by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}  # by phase, in the order in which they began
+        self.crossed = 0  # bytes that went from the host to the device or back
+        self.phase = ""
+        self._since = time.perf_counter()
+
+    def begin(self, phase: str) -> None:
+        """The phase before ends; the time until the first one belongs to none."""
+        now = time.perf_counter()
+        if self.phase:
+            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self._since
+        self.phase, self._since = phase, now
+
+    def copied(self, tensor: Tensor, place: torch.device) -> Tensor:
+        """A contiguous copy in ``place``, or on the host where there is no memory for it."""
+        try:
+            copy = tensor.detach().to(place, copy=True).contiguous()
+        except torch.OutOfMemoryError:
+            copy = tensor.detach().to(HOST, copy=True).contiguous()
+        self.crossing(tensor, copy.device)
+        return copy
+
+    def crossing(self, tensor: Tensor, place: torch.device) -> None:
+        """Count a tensor that is copied to ``place``, if that is not where it lies."""
+        if tensor.device.type != place.type:
+            self.crossed += tensor.nbytes
 
 
 @dataclass
 class Staging:
-    """The tensors of one refresh, on the host, while they arrive."""
+    """The tensors of one refresh while they arrive: where the draft is served, if there is room, else on the host."""
 
     version: int = NO_VERSION
+    place: torch.device = HOST
     tensors: dict[str, Tensor] = field(default_factory=dict)
     problem: str | None = None  # first thing that was wrong with what arrived; reported when it is to be installed
+    costs: Costs = field(default_factory=Costs)
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy tensors into the staging area (transports reuse their buffers)."""
+        self.costs.begin("staging")
         for name, tensor in tensors:
             if name in self.tensors:
                 self.problem = self.problem or f"{name} arrived twice"
-            self.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            self.tensors[name] = self.costs.copied(tensor, self.place)
+        self.costs.begin("")
 
 
 def check_staged(
@@ -45,7 +81,7 @@ def check_staged(
         staging: what has arrived.
         version: draft version to install; must be newer than ``served_version`` unless ``force``.
         served_version: draft version that the engine serves.
-        digest: sha256 that the sender computed over all tensors of this refresh.
+        digest: that the sender computed over all tensors of this refresh, a sha256 or a fingerprint.
         force: install a version that is not newer, e.g. after the engine lost its draft.
     """
     if layout.problem:
@@ -87,26 +123,29 @@ def _check_tensors(layout: Layout, staged: Mapping[str, Tensor]) -> str | None:
             return f"{name} is not finite in {bad} of {cast.numel()} places, served as {slot.dtype}"
     if "d2t" in staged and "d2t" in layout.slots:
         offsets = staged["d2t"].long()
-        ids = torch.arange(offsets.numel()) + offsets
+        ids = torch.arange(offsets.numel(), device=offsets.device) + offsets
         inside = bool(((ids >= 0) & (ids < layout.vocab_size)).all())
         if not inside or len(set(ids.tolist())) != ids.numel():
             return f"d2t maps draft tokens outside the target's {layout.vocab_size} tokens, or two to one"
     return None
 
 
-def _check_digest(staging: Staging, digest: str) -> str | None:
-    found = weights_digest(staging.tensors)
-    return None if found == digest else f"digest differs: sent {digest[:16]}…, arrived {found[:16]}…"
+def _check_digest(staging: Staging, told: str) -> str | None:
+    found = digest_like(told, staging.tensors)
+    return None if found == told else f"digest differs: sent {told[:18]}…, arrived {found[:18]}…"
 
 
-def mismatch(layout: Layout, tensors: Mapping[str, Tensor]) -> str | None:
+def mismatch(layout: Layout, tensors: Mapping[str, Tensor], costs: Costs | None = None) -> str | None:
     """Read the running weights back: name the first tensor that is not bit for bit what was sent, or None."""
+    costs = costs or Costs()
     for sent_name, tensor in tensors.items():
         slot = layout.slots.get(layout.canonical(sent_name))
         if slot is None:
             continue
         live = slot.live(layout.parameters)
-        want = slot.shard(tensor, live).to(device=live.device, dtype=live.dtype)
+        shard = slot.shard(tensor, live)
+        costs.crossing(shard, live.device)
+        want = shard.to(device=live.device, dtype=live.dtype)
         if not torch.equal(live, want):
             wrong = int((live != want).sum())
             return f"read-back of {slot.name} differs in {wrong} of {live.numel()} places"
@@ -120,6 +159,8 @@ def swap(
     agree: Callable[[bool], bool] = bool,
     settle: Callable[[], object] = lambda: None,
     keep: Callable[[dict[str, Tensor]], object] = lambda _backup: None,
+    place: torch.device = HOST,
+    costs: Costs | None = None,
 ) -> str | None:
     """Load ``tensors`` in place and verify them; on any failure put the previous weights back.
 
@@ -129,7 +170,9 @@ def swap(
         load: vLLM's ``load_weights`` of the draft.
         agree: takes "this rank succeeded", returns "all ranks did"; if not, every rank restores.
         settle: called after the weights have changed, for kernels that compute with packed copies of them.
-        keep: called with the previous weights, on the host, when the new ones are in place; see :func:`restore`.
+        keep: called with the previous weights when the new ones are in place; see :func:`restore`.
+        place: where the previous weights are kept meanwhile.
+        costs: takes note of what this takes.
 
     Returns:
         None when installed, else why the previous weights are back in place.
@@ -138,22 +181,31 @@ def swap(
         RuntimeError: if the previous weights could not be put back either; the draft must not be served.
     """
     backup: dict[str, Tensor] = {}
-    doing = "keeping the previous draft"
+    costs = costs or Costs()
+    costs.begin("keeping the previous draft")
     reason: str | None = "interrupted"
     try:
         try:
             unsent = _unsent(layout, tensors)
             tensors = {**unsent, **tensors}
-            kept = {name: p.detach().to("cpu", copy=True) for name, p in layout.parameters.items()}
+            kept = {name: costs.copied(p, place) for name, p in layout.parameters.items()}
             backup = kept | {layout.slots[name].parameter: tensor for name, tensor in unsent.items()}
             addresses = {name: p.data_ptr() for name, p in layout.parameters.items()}
-            doing = "loading"
-            load([(name, t) for name, t in tensors.items() if layout.canonical(name) in layout.slots])
+            costs.begin("loading")
+            wanted = [(name, t) for name, t in tensors.items() if layout.canonical(name) in layout.slots]
+            for name, tensor in wanted:
+                costs.crossing(tensor, layout.slots[layout.canonical(name)].live(layout.parameters).device)
+            load(wanted)
             settle()
+            costs.begin("reading back")
             moved = [name for name, p in layout.parameters.items() if p.data_ptr() != addresses[name]]
-            reason = f"{moved[0]} was replaced by another tensor while loading" if moved else mismatch(layout, tensors)
+            reason = (
+                f"{moved[0]} was replaced by another tensor while loading"
+                if moved
+                else mismatch(layout, tensors, costs)
+            )
         except Exception as error:
-            reason = f"{type(error).__name__} while {doing}: {error}"
+            reason = f"{type(error).__name__} while {costs.phase}: {error}"
         if not agree(reason is None):
             reason = reason or "another rank could not install it"
     finally:
@@ -180,7 +232,7 @@ def restore(layout: Layout, backup: Mapping[str, Tensor]) -> None:
     """
     for name, parameter in layout.parameters.items():
         parameter.data.copy_(backup[name])
-        if not same_bits(parameter.detach().cpu(), backup[name]):
+        if not same_bits(parameter.detach().to(backup[name].device), backup[name]):
             raise RuntimeError(
                 f"the previous draft could not be restored, {name} differs: do not serve this draft, restart the engine"
             )
@@ -192,18 +244,5 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def live_digest(layout: Layout) -> str:
-    """The digest of the running weights, computed as the sender does, over their checkpoint names."""
-    return weights_digest({name: t.cpu().contiguous() for name, t in layout.live_tensors().items()})
-
-
-def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """A position-sensitive 64-bit checksum computed on the device, fast enough to ask at every wake-up."""
-    total = 0
-    for tensor in tensors:
-        bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        words = bits.view(torch.int16) if bits.numel() % 2 == 0 else bits
-        for start in range(0, words.numel(), _CHUNK):
-            chunk = words[start : start + _CHUNK].long() + 40_503  # so that zeros count
-            place = torch.arange(start, start + chunk.numel(), device=chunk.device)
-            total = total * 31 + int((chunk * (place * 2_654_435_761 + 1)).sum())
-    return total & (2**64 - 1)
+    """The sha256 of the running weights, computed as the sender does, over their checkpoint names."""
+    return digest({name: t.cpu().contiguous() for name, t in layout.live_tensors().items()})

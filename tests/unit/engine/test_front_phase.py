@@ -77,7 +77,15 @@ def front_of(sampling: dict[str, Any] | None = None) -> EngineFront:
 
 
 def verdict(installed: bool, version: int = 2, reason: str = "") -> dict[str, Any]:
-    return {"installed": installed, "draft_version": version, "digest": "d", "milliseconds": 1.0, "reason": reason}
+    return {
+        "installed": installed,
+        "draft_version": version,
+        "digest": "d",
+        "milliseconds": 1.0,
+        "reason": reason,
+        "phases": {},
+        "crossed": 0,
+    }
 
 
 def refresh(front: EngineFront, hold: bool = False) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from draft_training import digest
+from draft_training import digest, fingerprint
 from spec_plugin.engine.refresh import swap as refresh
 from spec_plugin.engine.refresh.layout import Layout, draft_layout
 from spec_plugin.engine.refresh.swap import Staging
@@ -197,9 +197,11 @@ def test_a_value_that_overflows_in_the_served_dtype_is_refused(draft):
     assert reason is not None and "not finite" in reason and "float16" in reason
 
 
-def test_one_flipped_bit_on_the_way_is_refused(layout):
+@pytest.mark.parametrize("made", [digest, fingerprint])
+def test_one_flipped_bit_on_the_way_is_refused(layout, made):
     tensors = whole(1)
-    sent = digest(tensors)
+    sent = made(tensors)
+    assert refresh.check_staged(layout, staged(tensors), 5, 4, sent) is None
     staging = staged(tensors)
     staging.tensors["lm_head.weight"].view(torch.int32)[3, 5] ^= 1
     reason = refresh.check_staged(layout, staging, 5, 4, sent)
@@ -291,22 +293,6 @@ def test_a_rank_without_memory_for_the_previous_draft_says_so_to_the_others(draf
     monkeypatch.undo()
     assert asked == [False] and reason == "MemoryError while keeping the previous draft: no room on the host"
     assert same(before, bits(draft))
-
-
-def test_every_change_of_a_running_weight_changes_the_fingerprint(draft):
-    parameters = [p for p in draft.parameters()]
-    clean = refresh.fingerprint(parameters)
-    assert refresh.fingerprint(parameters) == clean
-    for parameter in parameters:
-        kept = parameter.detach().clone()
-        parameter.data.view(-1)[-1] += 1
-        assert refresh.fingerprint(parameters) != clean
-        parameter.data.copy_(kept)
-    fc = draft.model.fc.weight.data
-    fc.copy_(fc.flip(0))
-    assert refresh.fingerprint(parameters) != clean, "rows in another order"
-    zeros, longer = [torch.zeros(4)], [torch.zeros(6)]
-    assert refresh.fingerprint(zeros) != refresh.fingerprint(longer)
 
 
 @pytest.mark.parametrize("kv", [2, 1])
