@@ -1,4 +1,4 @@
-"""One GPU, five questions: what the flag costs and gains there, how exact its engine is, and how much memory it takes."""
+"""One GPU, six questions: does what never ran there run, what does the flag cost and gain, how exact is it, how large."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from examples.bench import common  # noqa: E402
 from examples.bench.card_parts import record as records  # noqa: E402
 from examples.bench.card_parts import report  # noqa: E402
 from examples.bench.card_parts.record import Record  # noqa: E402
+from examples.bench.card_parts.setup import TINY_PARTS  # noqa: E402
 from examples.bench.common import say  # noqa: E402
 
 #: in the order in which they are run: the most wanted number comes early
-PARTS = ("start", "rollouts", "tolerances", "sleep", "memory")
+PARTS = ("smoke", "start", "rollouts", "tolerances", "sleep", "memory")
 #: seconds before the hard limit, after which a part begins nothing new
 MARGIN = 30.0
 
 HELP = """Measure one GPU, in parts. Needs torch, transformers, vLLM and this repository; no trainer, no network.
 
 \b
+  smoke       two minutes: each thing that no GPU has run yet, once, at a tiny shape, and a table to paste
   start       runner, CUDA graphs and start-up of the engine with the flag and without; ms of a step at several batch sizes, for
               k = 0, 1, 3, 7, without the flag, and with vLLM's own speculation (a k that cannot change)
   rollouts    tokens per second without drafts, with each fixed k and under the controller, in turn
@@ -86,7 +88,10 @@ def main(
     if not only_report:
         where = records.machine(options.pop("commit"))
         settings = settings_of(options, where)
-        chosen = ("models",) if prepare else ("models", *(p for p in PARTS if not parts or p in parts))
+        measured = [part for part in PARTS if not prepare and (not parts or part in parts)]
+        chosen = [part for part in measured if part in TINY_PARTS]  # before the large models are made
+        if prepare or len(chosen) < len(measured):
+            chosen += ["models", *(part for part in measured if part not in TINY_PARTS)]
         done = run_parts(chosen, settings, where, out)
     table = report.write(out, PARTS)
     click.echo(table.read_text())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spec_plugin.engine_class import keeps_states
-from spec_plugin.model_runner import METHODS, Runner, runner_of
+from spec_plugin.model_runner import METHODS, NEVER_AHEAD, Runner, runner_of, scheduled_ahead
 
 if TYPE_CHECKING:
     from spec_plugin.method import Method
@@ -22,9 +22,6 @@ NOTHING = "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it 
 
 #: of an engine on a GPU of which nobody asked anything, by whether it has the V2 model runner
 _DEFAULT_GRAPHS = {True: "full and piecewise", False: "piecewise only (V1, since k changes while it runs)"}
-
-#: vLLM's names of methods with which it schedules synchronously
-_NEVER_AHEAD = ("ngram", "suffix")
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,8 @@ class GpuRun:
     @property
     def scheduled_ahead(self) -> bool:
         """Does vLLM schedule a step before the last one is done; not with every method, nor beside recurrent states."""
-        method = "" if self.method is None else str(self.method.settings.get("method"))
-        return method not in _NEVER_AHEAD and not keeps_states(self.run.target.hf_config)
+        settings = {} if self.method is None else self.method.settings
+        return scheduled_ahead(settings) and not keeps_states(self.run.target.hf_config)
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ UNTRIED = (
     ),
     Untried(
         "steps that are scheduled ahead while the GPU still computes (asynchronous scheduling on real streams)",
-        "but for ngram, suffix and targets with recurrent states",
+        f"but for {' and '.join(NEVER_AHEAD)}, and targets with recurrent states",
         lambda gpu: gpu.scheduled_ahead,
     ),
     Untried(

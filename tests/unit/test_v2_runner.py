@@ -10,14 +10,13 @@ from importlib.util import find_spec
 
 import pytest
 from spec_plugin_cpu import v2_runner
-from spec_plugin_cpu.v2_runner import vllm_parts
-
-from spec_plugin import PatchError
+from spec_plugin_cpu.v2_runner import RunnerError, vllm_parts
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 SCRIPT = """
 import spec_plugin_cpu.v2_runner.in_force
 import importlib.metadata, os, sys
+assert "spec_plugin" not in sys.modules  # law 1: trainers without the flag run in such processes, too
 if not os.environ["SPEC_PLUGIN_CPU_RUNNER"]:
     assert "triton" not in sys.modules and "TRITON_INTERPRET" not in os.environ
     assert not hasattr(importlib.metadata.version, "_spec_plugin_cpu") and len(sys.meta_path) == META
@@ -70,7 +69,7 @@ def test_another_value_is_refused(monkeypatch):
 def test_what_was_imported_before_is_named(monkeypatch, early):
     monkeypatch.delitem(sys.modules, f"{v2_runner.__name__}.interpreter", raising=False)
     monkeypatch.setitem(sys.modules, early, sys)
-    with pytest.raises(PatchError, match=r"is imported already: import spec_plugin_cpu\.v2_runner\.in_force before"):
+    with pytest.raises(RunnerError, match=r"is imported already: import spec_plugin_cpu\.v2_runner\.in_force before"):
         v2_runner.serve_v2_on_cpu(asynchronous=False)
     assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
 
@@ -78,9 +77,9 @@ def test_what_was_imported_before_is_named(monkeypatch, early):
 def test_a_triton_that_has_changed_is_refused_by_the_symbols_name():
     from spec_plugin_cpu.v2_runner import interpreter
 
-    with pytest.raises(PatchError, match=r"interpreter\.no_such is gone"):
+    with pytest.raises(RunnerError, match=r"interpreter\.no_such is gone"):
         interpreter._expect(interpreter.interpreter, "no_such")
-    with pytest.raises(PatchError, match=r"_patch_lang no longer contains 'nothing like it'"):
+    with pytest.raises(RunnerError, match=r"_patch_lang no longer contains 'nothing like it'"):
         interpreter._expect(interpreter.interpreter, "_patch_lang", "nothing like it")
 
 
@@ -89,5 +88,5 @@ def test_another_build_of_vllm_is_refused(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", gone)
-    with pytest.raises(PatchError, match="for vLLM's CPU build"):
+    with pytest.raises(RunnerError, match="for vLLM's CPU build"):
         vllm_parts.name_the_wheel()

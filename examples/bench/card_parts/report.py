@@ -103,6 +103,12 @@ def _last_line(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1].replace("|", "/")
 
 
+def _smoke(content: Content) -> Iterable[Table]:
+    columns = ["group", "item", "result", "seconds", "seen"]
+    body: list[Sequence[object]] = [[row[name] for name in columns] for row in rows_of(content, "smoke")]
+    yield "What ran", columns, [[_last_line(cell) if isinstance(cell, str) else cell for cell in row] for row in body]
+
+
 def _start(content: Content) -> Iterable[Table]:
     columns = ["engine", "k", "seconds_to_start", "runner", "cudagraph_mode", "graphs_captured", "async_scheduling"]
     yield _plain(content, "engine", "Engines", columns)
@@ -215,6 +221,7 @@ def _memory(content: Content) -> Iterable[Table]:
 
 
 TABLES: Mapping[str, Callable[[Content], Iterable[Table]]] = {
+    "smoke": _smoke,
     "start": _start,
     "rollouts": _rollouts,
     "tolerances": _tolerances,

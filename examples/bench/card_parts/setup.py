@@ -80,6 +80,10 @@ SIZES = {
 }
 
 
+#: parts that need no large model
+TINY_PARTS = ("smoke",)
+
+
 @dataclass(frozen=True)
 class Models:
     """Folders of what the engines serve."""
@@ -125,8 +129,9 @@ def _copy(source: Path, folder: Path) -> None:
 
 
 def models(record: Record, device: str) -> Models:
-    """Policy and drafts in the large shape, made on the first call."""
-    sizes, settings = sizes_of(record), record.settings
+    """Policy and drafts in the shape that the part wants, made on the first call."""
+    settings = record.settings
+    sizes = SIZES["tiny"] if record.content["part"] in TINY_PARTS else sizes_of(record)
     small = small_models(Path(settings["small"]), device)
     work, shape, dtype = Path(settings["work"]), large.SHAPES[sizes.shape], settings["dtype"]
     work.mkdir(parents=True, exist_ok=True)

