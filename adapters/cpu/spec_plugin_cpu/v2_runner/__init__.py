@@ -51,7 +51,7 @@ _TOO_LATE = ("vllm.triton_utils", "vllm.platforms", "triton")
 
 
 class RunnerError(RuntimeError):
-    """A symbol is not what a change was made for. No error of spec-plugin's, which a trainer without the flag never loads (law 1)."""
+    """A symbol is not what a change was made for. No error of spec-plugin's: trainers without the flag never load it."""
 
 
 def chosen() -> str:
