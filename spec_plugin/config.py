@@ -179,6 +179,13 @@ class SpecConfig(BaseModel):
         description="seconds for which engines apart from the trainer hold requests back after a weight sync, until the draft is "
         "installed and tested; then they roll out without drafts",
     )
+    sleep_level: int = Field(
+        1,
+        ge=1,
+        le=2,
+        description="verl: how deep an engine sleeps between rollouts. 1: its weights wait in the host's memory; 2: they are "
+        "dropped, as without the flag, and the draft comes back with its refresh (no GPU has shown that yet)",
+    )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of the draft's weights and of the draws in its training")
     block: tuple[str, ...] = Field((), description="names of plugins not to load")
     plugins: tuple[str, ...] = Field(

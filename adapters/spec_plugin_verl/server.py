@@ -35,13 +35,14 @@ class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
         engine_kwargs.update({name: value for name, value in ours.items() if name != "worker_extension_cls"})
 
     def _resolve_sleep_level(self) -> int:
-        """verl's level, which is 2, but 1: level 2 drops the draft's buffers, too.
+        """verl's level, which is 2, but at most ``spec.sleep_level``, which is 1.
 
-        vLLM 0.24 restores the target's only (issue 52479); newer ones restore both, and were seen to fail when a graph of a
-        draft is replayed after that (issue 55013). Level 1 keeps the weights in the host's memory.
+        Level 1 keeps the weights in the host's memory. After level 2 vLLM 0.24 restores the buffers of the target only (issue
+        52479): a refresh brings the draft's back. Newer ones restore both, and were seen to fail when a graph of a draft is
+        replayed after that (issue 55013).
         """
         level: int = super()._resolve_sleep_level()
-        return min(level, 1)
+        return min(level, self._spec_front.session.config.sleep_level)
 
     async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """verl's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts.
@@ -64,6 +65,7 @@ class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
             self._spec_front.engine = self.engine
+            await self._spec_front.look_at_draft()  # before it sleeps for the first time
             if self.lora_as_adapter:
                 self._spec_front.adapter = LoRARequest(VLLM_LORA_NAME, VLLM_LORA_INT_ID, VLLM_LORA_PATH)
 

@@ -55,6 +55,7 @@ class _State:
     served: _Served = field(default_factory=_Served)
     staging: Staging = field(default_factory=Staging)
     previous: tuple[_Served, dict[str, Tensor]] | None = None  # held until ``spec_settle``
+    constants: dict[str, Tensor] = field(default_factory=dict)  # the draft's buffers as they were loaded, on the host
 
 
 class SpecWorkerExtension:
@@ -338,6 +339,14 @@ class SpecWorkerExtension:
             return refresh.live_digest(layout)
         return "not what was installed" if self.spec_lost_draft() else self._spec_state.served.digest
 
+    def _spec_restore_constants(self, draft: Any) -> None:
+        """Bring back buffers that sleep level 2 dropped: nothing else ever changes them (tables of rotary embeddings)."""
+        kept, now = self._spec_state.constants, dict(draft.named_buffers())
+        for name in kept.keys() & now.keys():
+            one = {"": now[name]}
+            if fingerprint(one) != fingerprint({"": kept[name]}):
+                now[name].data.copy_(kept[name])
+
     def _spec_layout(self) -> Layout:
         draft = find_draft(self)
         if draft is None:
@@ -347,6 +356,8 @@ class SpecWorkerExtension:
     def _spec_remember(self, layout: Layout) -> None:
         served = self._spec_state.served
         seen = fingerprint(layout.parameters)
+        draft: Any = find_draft(self)  # is there, or the layout has a problem
+        self._spec_state.constants = {name: b.detach().to(HOST, copy=True) for name, b in draft.named_buffers()}
         self._spec_state.served = _Served(served.version, refresh.live_digest(layout), seen)
 
     def _spec_try_install(
@@ -365,10 +376,15 @@ class SpecWorkerExtension:
             return reason or "another tensor parallel rank refused it"
         draft: Any = find_draft(self)  # is there, or layout.problem had refused
         staging = self._spec_state.staging
+
+        def load(tensors: list[tuple[str, Tensor]]) -> None:
+            self._spec_restore_constants(draft)
+            draft.load_weights(tensors)
+
         return refresh.swap(
             layout,
             staging.tensors,
-            draft.load_weights,
+            load,
             agree=_all_ranks,
             settle=lambda: repack(draft),
             keep=keep,

@@ -247,6 +247,11 @@ class EngineFront:
             return
         self.reset_phase()
 
+    async def look_at_draft(self) -> None:
+        """Have every worker remember the draft as it was loaded, by which it knows one that was lost (sleep level 2)."""
+        if self.session.config.sleep_level > 1:
+            await self.engine.collective_rpc("spec_draft_info")
+
     async def install(self, method: str, **kwargs: Any) -> RefreshReport:
         """Have every worker install one draft.
 

@@ -142,3 +142,28 @@ def test_wake_weights_sync_refresh_wake_kv_cache(llm, engine, config, checkpoint
     asyncio.run(step())
     assert small.rpc(llm, "spec_audit")["draft"] == digest(tensors)
     assert small.greedy(llm) == greedy_reference and acceptance_length(llm) > 3.5
+
+
+def test_buffers_of_the_draft_that_sleep_dropped_come_back_with_its_refresh(
+    llm, engine, config, checkpoint, greedy_reference
+):
+    """As vLLM 0.24 leaves them after level 2, which saves the target's buffers only."""
+    tensors, version = small.good_tensors(config), small.rpc(llm, "spec_draft_info")["draft_version"]
+
+    def drop(worker: Any) -> int:
+        own = list(worker.get_draft_model().buffers())
+        for buffer in own:
+            buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+        return len(own)
+
+    async def step() -> None:
+        await engine.sleep(2)
+        await engine.wake_up(["weights"])
+        assert small.rpc(llm, drop) > 0
+        send_target(llm, checkpoint)
+        report = push(llm, tensors, version=version, force=True)
+        assert report["installed"], report
+        await engine.wake_up(["kv_cache"])
+
+    asyncio.run(step())
+    assert small.greedy(llm) == greedy_reference and acceptance_length(llm) > 3.5

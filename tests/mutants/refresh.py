@@ -132,6 +132,13 @@ MUTATIONS = (
         ("engine/test_refresh_held.py",),
     ),
     Mutation(
+        _EXTENSION,
+        "            self._spec_restore_constants(draft)\n",
+        "",
+        "a draft whose rotary table sleep level 2 dropped is served",
+        ("engine/test_refresh_held.py",),
+    ),
+    Mutation(
         "draft_training/checkpoint.py",
         "sums = [(block.long() * factors).sum(1) for block in blocks]",
         "sums = [block.long().sum(1) for block in blocks]",

@@ -26,7 +26,9 @@ SCRIPT = """
     server = object.__new__(SpecHttpServer)
     server.config, server.model_config = SimpleNamespace(mtp=None), SimpleNamespace(lora_rank=0, lora={})
     found["verl's sleep level"] = vLLMHttpServer._resolve_sleep_level(server)
-    found["sleep level"] = server._resolve_sleep_level()
+    for level in (1, 2):
+        server._spec_front = SimpleNamespace(session=SimpleNamespace(config=SimpleNamespace(sleep_level=level)))
+        found[f"sleep level {level}"] = server._resolve_sleep_level()
 
     class Run:
         policy_version, link, session = -1, None, SimpleNamespace(copy_of=torch.clone, target=SimpleNamespace(hf_config={}))
@@ -90,7 +92,7 @@ def found(found_by) -> dict[str, Any]:
 
 
 def test_the_weights_stay_in_the_hosts_memory_while_verls_engine_sleeps(found):
-    assert (found["verl's sleep level"], found["sleep level"]) == (2, 1)
+    assert [found[name] for name in ("verl's sleep level", "sleep level 1", "sleep level 2")] == [2, 1, 2]
 
 
 def test_a_weight_sync_without_a_step_is_of_the_same_policy(found):

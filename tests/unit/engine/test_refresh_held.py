@@ -99,3 +99,27 @@ def test_law_5_a_pruned_draft_maps_each_of_its_tokens_to_one_of_the_targets(last
     staging.add(tensors.items())
     reason = check_staged(layout, staging, 1, 0, digest(tensors))
     assert (reason is None) == fits and ("d2t" in (reason or "d2t"))
+
+
+def test_buffers_that_sleep_dropped_come_back_with_the_refresh(worker):
+    draft = worker.get_draft_model()
+    table = torch.arange(6.0)
+    draft.register_buffer("cos_sin_cache", table.clone())
+    worker.spec_draft_info()
+    before = draft.cos_sin_cache.data_ptr()
+    draft.cos_sin_cache.fill_(float("nan"))
+    installed(worker, 1)
+    assert torch.equal(draft.cos_sin_cache, table) and draft.cos_sin_cache.data_ptr() == before
+    draft.cos_sin_cache.zero_()
+    installed(worker, 2)
+    assert torch.equal(draft.cos_sin_cache, table), "each time, and not as they were before the first refresh only"
+
+
+def test_law_5_a_refresh_whose_buffers_cannot_be_restored_is_refused(worker, monkeypatch):
+    worker.get_draft_model().register_buffer("cos_sin_cache", torch.arange(6.0))
+    installed(worker, 1)
+    worker._spec_state.constants["cos_sin_cache"] = torch.ones(7)
+    worker.spec_stage(2, [("fc.weight", torch.full((4, 4), 2.0))])
+    report = worker.spec_install(2, digest({"fc.weight": torch.full((4, 4), 2.0)}))
+    assert not report["installed"] and "while loading" in report["reason"]
+    assert served(worker)[::2] == (1, 1.0)
