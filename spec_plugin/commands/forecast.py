@@ -182,7 +182,7 @@ def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
     yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
     runner = runner_of(method.settings if method is not None else {"method": spec.method}, _device_type())
     yield "model runner", runner.words
-    yield "CUDA graphs", graphs_of(runner, _device_type(), run.graphs, run.eager)
+    yield "CUDA graphs", graphs_of(runner, _device_type(), run.graphs, run.eager, run.spec.full_graphs)
     yield "never run on a GPU", untried_in(run, method, runner, _device_type())
     yield "verified", "; ".join(_verified(run))
     yield "not verified", "; ".join(_not_verified(run))

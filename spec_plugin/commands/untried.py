@@ -137,7 +137,7 @@ def untried_anywhere(device_type: str) -> str:
     )
 
 
-def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool) -> str:
+def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool, full: bool = False) -> str:
     """Which CUDA graphs an engine gets.
 
     Args:
@@ -145,6 +145,7 @@ def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool) -> str:
         device_type: "cpu" or "cuda".
         asked: vLLM's ``cudagraph_mode``, or words for it.
         eager: ``enforce_eager``.
+        full: ``spec.full_graphs``.
     """
     if device_type == "cpu":
         return "none (vLLM's CPU build)"
@@ -153,6 +154,8 @@ def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool) -> str:
     if runner.refused:
         return "none: vLLM will refuse to start"
     if not runner.v2 and "FULL" in asked.upper():
+        if full:
+            return "full where all requests have spec.k drafts, else piecewise (spec.full_graphs)"
         return "piecewise (vLLM's own choice on V1, since k changes while it runs)"
     return asked
 

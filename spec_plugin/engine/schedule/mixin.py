@@ -30,11 +30,16 @@ class SpecSchedulerMixin:
 
     vllm_config: Any
     requests: dict[str, Any]
+    num_spec_tokens: int
     dynamic_sd_lookup: list[int] | None  # k by batch size, which vLLM reads at each step
     has_unfinished_requests: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # with data parallel ranks vLLM drops a table, and so do we
+        if own_settings(self.vllm_config).get("own_table") and self.vllm_config.parallel_config.data_parallel_size == 1:
+            sizes = self.vllm_config.scheduler_config.max_num_seqs + 1
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * sizes
         self.spec_steps = StepLog(bool(own_settings(self.vllm_config).get("ragged")))
         self.spec_cutoff = DraftCutoff([], ())  # until a table is set: never
         self.spec_preemption = PreemptWhereDraftsEnd() if self.vllm_config.model_config.is_hybrid else None
