@@ -20,7 +20,7 @@ from spec_plugin.errors import PatchError
 class Guard:
     """What a replacement relies on in the symbol that it replaces."""
 
-    parameters: tuple[str, ...]  # names of the parameters, in order
+    parameters: tuple[str, ...] | None  # names of the parameters, in order; None: it takes what the original takes
     landmarks: tuple[str, ...]  # pieces of source text that must still be there, e.g. the call that carries the fault
 
 
@@ -154,7 +154,7 @@ def _probe(patch: Patch, function: Callable[..., Any], which: str) -> bool:
 
 def _check_guard(patch: Patch, original: Callable[..., Any]) -> None:
     parameters = tuple(inspect.signature(original).parameters)
-    if parameters != patch.guard.parameters:
+    if patch.guard.parameters is not None and parameters != patch.guard.parameters:
         raise PatchError(
             f"{_about(patch)}: expected parameters {patch.guard.parameters}, found {parameters}; {_ADVICE}"
         )
