@@ -166,7 +166,7 @@ SHAPES = {
 }
 
 
-#: times as long the self-test takes where Triton's interpreter runs the engine's kernels, on a machine that does other things, too
+#: times as long the self-test takes where Triton's interpreter runs the kernels, on a machine that does other things, too
 _INTERPRETED = 4
 
 
