@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from examples.bench import card  # noqa: E402
 from examples.bench.card_parts import __main__ as child  # noqa: E402
-from examples.bench.card_parts import compare, record, report, score, setup  # noqa: E402
+from examples.bench.card_parts import compare, record, report, score, setup, smoke  # noqa: E402
 from spec_plugin.engine.selftest.verdicts import Sampled  # noqa: E402
 from spec_plugin.events import TargetInfo  # noqa: E402
 
@@ -220,6 +221,40 @@ def test_the_rehearsal_in_this_repository_is_said_to_be_no_claim_and_has_all_par
     assert [part["part"] for part in parts] == list(card.PARTS)
     assert all("no claim" in part["claim"] and part["status"] in ("done", "ended") and part["rows"] for part in parts)
     assert (folder / "card-cpu-tiny.md").read_text().startswith("**This is a rehearsal on a CPU")
+
+
+# ---------------------------------------------------------------------------------------------------- the first two minutes
+
+
+def group_of_items(pipe: Any, task: Any) -> None:
+    """(A process) One item that runs, one that is wrong, one that raises, one within which the process dies."""
+    items = smoke.Items(pipe)
+    with items.item("runs") as seen:
+        seen["ms"] = 1.23456
+    with items.item("is wrong"):
+        raise smoke.Wrong("another text")
+    with items.item("raises"):
+        raise OSError("no such device")
+    with items.item("dies"):
+        os._exit(1) if task is None else time.sleep(60)
+    with items.item("never begins"):
+        pass
+
+
+@pytest.mark.parametrize("task", [None, "it hangs"])
+def test_each_item_of_the_smoke_has_a_row_whatever_becomes_of_its_process(tmp_path, task) -> None:
+    found = begun(tmp_path)
+    began = time.monotonic()
+    for row in smoke._rows(group_of_items, task, 60.0 if task is None else 5.0, "fork"):
+        smoke._put(found, {"kind": "smoke", "group": "g", **row})
+    assert time.monotonic() - began < 50
+    rows = record.resume(found.file).content["rows"]
+    results = {row["item"]: row["result"] for row in rows}
+    assert results == {"runs": "ran", "is wrong": "WRONG", "raises": "failed", "dies": "died"}
+    assert [row["seen"] for row in rows][:2] == ["ms 1.23", "why another text"] and "OSError" in rows[2]["seen"]
+    (table,) = report.TABLES["smoke"]({"rows": rows})
+    assert [row[2] for row in table[2]] == ["ran", "WRONG", "failed", "died"]
+    assert table[2][2][4] == "OSError: no such device", "of a traceback the last line"
 
 
 # ---------------------------------------------------------------------------------------------------- numbers

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,6 +30,8 @@ REQUESTS = 16
 SELF_TEST_S = 30.0
 #: seconds after which a group is ended
 LIMITS_S = 240.0
+#: what is said of an item as long as it has not ended
+DIED = "died"
 #: a correct engine's log-probs in bfloat16 are nearer on average
 FAR = 0.1
 
@@ -101,12 +103,18 @@ def _put(record: Record, row: dict[str, Any]) -> None:
     rows = record.content["rows"]
     if rows and (rows[-1]["group"], rows[-1]["item"]) == (row["group"], row["item"]):
         rows.pop()
-    record.row(**row)
+    if row["result"] == DIED:  # it has only begun
+        rows.append(row)
+        record.save()
+    else:
+        record.row(**row)
 
 
-def _rows(run: Callable[[Connection, Task], None], task: Task, limit: float) -> Iterator[dict[str, Any]]:
+def _rows(
+    run: Callable[[Connection, Task], None], task: Task, limit: float, started: Literal["spawn", "fork"] = "spawn"
+) -> Iterator[dict[str, Any]]:
     """What a process sends until it ends, dies or is ended."""
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(started)
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=run, args=(theirs, task))  # no daemon: engines have processes of their own
     process.start()
@@ -283,7 +291,9 @@ def _harvested(seen: dict[str, Any], task: Task, device: str) -> Any:
     with taps.attached(), torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
     hidden = harvest.take(taps, ids)
-    apart = float((model.lm_head(hidden.last.to(device)) - logits.reshape(-1, logits.shape[-1])).abs().max())
+    with torch.no_grad():
+        again = model.lm_head(hidden.last.to(device))
+    apart = float((again - logits.reshape(-1, logits.shape[-1])).abs().max())
     seen |= {"tokens": len(hidden.input_ids), "logits of the kept states apart": apart}
     if not apart < 1e-2:
         raise Wrong("the states that were kept are not those of the pass")
