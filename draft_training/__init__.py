@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draft_training.batch import Document, PackedBatch, pack
     from draft_training.buffer import BufferStats, HiddenBuffer
-    from draft_training.checkpoint import digest, digest_like, fingerprint, row_digests
+    from draft_training.checkpoint import digest, digest_like, fingerprint, is_fingerprint, row_digests
     from draft_training.config import DraftConfig, validate_draft
     from draft_training.eagle3 import load_draft, save_draft
     from draft_training.errors import CheckpointError, DraftConfigError, OtherRankFailed
@@ -42,6 +42,7 @@ __all__ = [
     "digest",
     "digest_like",
     "fingerprint",
+    "is_fingerprint",
     "kind_of",
     "load_draft",
     "pack",
@@ -56,7 +57,7 @@ __all__ = [
 _HOMES = {
     "batch": ("Document", "PackedBatch", "pack"),
     "buffer": ("BufferStats", "HiddenBuffer"),
-    "checkpoint": ("digest", "digest_like", "fingerprint", "row_digests"),
+    "checkpoint": ("digest", "digest_like", "fingerprint", "is_fingerprint", "row_digests"),
     "config": ("DraftConfig", "validate_draft"),
     "eagle3": ("load_draft", "save_draft"),
     "errors": ("CheckpointError", "DraftConfigError", "OtherRankFailed"),

@@ -58,9 +58,14 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return f"{_MARK}{total & (2**64 - 1):016x}"
 
 
+def is_fingerprint(told: str) -> bool:
+    """Is this a fingerprint, and no sha256."""
+    return told.startswith(_MARK)
+
+
 def digest_like(told: str, tensors: Mapping[str, Tensor]) -> str:
     """What these tensors should have been told by: a fingerprint, if ``told`` is one, else a sha256."""
-    return fingerprint(tensors) if told.startswith(_MARK) else digest(tensors)
+    return fingerprint(tensors) if is_fingerprint(told) else digest(tensors)
 
 
 def _described(name: str, tensor: Tensor) -> bytes:
@@ -75,7 +80,9 @@ def _checksum(tensor: Tensor) -> Tensor:
     words, rest = data[:even].view(torch.int32), data[even:]
     factors, of_blocks = _factors(data.device)
     whole = words.numel() // _BLOCK
-    at_once = 1 if data.device.type == "cpu" else 256  # blocks: what a CPU's cache holds; elsewhere few calls
+    at_once = (
+        1 if data.device.type == "cpu" else 32
+    )  # blocks: what a CPU's cache holds; elsewhere few calls that take little memory
     blocks = torch.split(words[: whole * _BLOCK].view(whole, _BLOCK), at_once) if whole else ()
     last = words[whole * _BLOCK :]
     sums = [(block.long() * factors).sum(1) for block in blocks]

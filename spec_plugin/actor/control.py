@@ -132,7 +132,12 @@ class RolloutControl:
         return await asyncio.wait_for(call, _PATIENCE * self.session.config.refresh_timeout_s + seconds)
 
     async def _install(self, refresh: DraftRefresh | None) -> None:
-        if refresh is None or self.link is None:
+        if self.link is None:
+            return
+        dropped = self.session.config.sleep_level > 1  # what the engines served before may be gone
+        if refresh is None:
+            if dropped and not self.session.failed:
+                self.session.fail("refresh", RuntimeError("no draft was sent to engines that had dropped theirs"))
             return
         began = time.perf_counter()
         with self.session.guarded("refresh"):
@@ -142,6 +147,8 @@ class RolloutControl:
                 await self._reach(self.link.install(refresh, force=force)), RefreshReport, "install"
             )
             self._installed, self._anew = operator.index(report.draft_version), False
+            if not report.installed and dropped:
+                raise RuntimeError(f"engines that sleep at level 2 have no draft before this one: {report.reason}")
             if not report.installed:
                 self._warn_refused(refresh, report)
             self.session.refreshed(refresh, replace(report, milliseconds=(time.perf_counter() - began) * 1e3))

@@ -10,6 +10,7 @@ engine steps, so no request is aborted.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +36,6 @@ from spec_plugin.engine.repairs.hidden_states import complete_target
 from spec_plugin.engine.schedule.pause import pause_draft
 from spec_plugin.rollouts import Rollout
 
-#: times the draft that must be free on its GPU for a refresh there: what arrives, what was, and what checking them takes
-_ROOM = 4
-
 
 @dataclass(frozen=True)
 class _Served:
@@ -55,7 +53,8 @@ class _State:
     served: _Served = field(default_factory=_Served)
     staging: Staging = field(default_factory=Staging)
     previous: tuple[_Served, dict[str, Tensor]] | None = None  # held until ``spec_settle``
-    constants: dict[str, Tensor] = field(default_factory=dict)  # the draft's buffers as they were loaded, on the host
+    #: the draft's buffers as they were loaded, on the host, each with its fingerprint
+    constants: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
 
 
 class SpecWorkerExtension:
@@ -187,19 +186,18 @@ class SpecWorkerExtension:
         state = self._spec_state
         state.previous, before = None, state.served
         backup: list[dict[str, Tensor]] = []
-        costs, place = state.staging.costs, state.staging.place
+        marks: list[str] = []  # of the new weights
+        costs = state.staging.costs
         try:
-            reason = self._spec_try_install(version, digest, names, force, backup.append)
+            reason = self._spec_try_install(version, digest, names, force, backup.append, marks.append)
         finally:
             state.staging = Staging()
         if reason is None:
-            costs.begin("fingerprint")
-            layout = self._spec_layout()
-            state.served = _Served(version, digest, fingerprint(layout.parameters))
+            state.served = _Served(version, digest, marks[-1])
             state.previous = (before, backup[0]) if hold else None
         backup.clear()
         costs.begin("")
-        _give_back(place)
+        _give_back()
         return {
             "installed": reason is None,
             "draft_version": state.served.version,
@@ -228,14 +226,13 @@ class SpecWorkerExtension:
         if previous is None:
             return
         served, backup = previous
-        place = next(iter(backup.values())).device
         if not keep:
             state.served = served
             draft: Any = find_draft(self)  # is there, or nothing had been installed
             refresh.restore(self._spec_layout(), backup)
             repack(draft)
         del previous, backup
-        _give_back(place)
+        _give_back()
 
     def spec_pause_draft(self, paused: bool) -> bool:
         """Leave the draft's forward pass out while no batch size speculates; True if this worker can.
@@ -269,15 +266,14 @@ class SpecWorkerExtension:
 
     def spec_discard(self) -> None:
         """Drop the tensors that were staged and not installed."""
-        place = self._spec_state.staging.place
         self._spec_state.staging = Staging()
-        _give_back(place)
+        _give_back()
 
     def spec_live_digest(self) -> str:
-        """The digest of the running draft's own weights as they are now, under their checkpoint names.
+        """The sha256 of the running draft's own weights as they are now, under their checkpoint names.
 
-        It equals the sender's digest if that sent exactly the required names in the dtypes that are served, and there is
-        no tensor parallelism (each rank holds a shard). A draft of pruned vocabulary also sends ``t2d``, which vLLM does
+        With ``spec.audit`` it equals the sender's if that sent exactly the required names in the dtypes that are served, and
+        there is no tensor parallelism (each rank holds a shard). A draft of pruned vocabulary also sends ``t2d``, which vLLM does
         not keep; to ask whether the draft is intact, use ``spec_lost_draft``.
         """
         return refresh.live_digest(self._spec_layout())
@@ -343,9 +339,9 @@ class SpecWorkerExtension:
         """Bring back buffers that sleep level 2 dropped: nothing else ever changes them (tables of rotary embeddings)."""
         kept, now = self._spec_state.constants, dict(draft.named_buffers())
         for name in kept.keys() & now.keys():
-            one = {"": now[name]}
-            if fingerprint(one) != fingerprint({"": kept[name]}):
-                now[name].data.copy_(kept[name])
+            buffer, mark = kept[name]
+            if fingerprint({"": now[name]}) != mark:
+                now[name].data.copy_(buffer)
 
     def _spec_layout(self) -> Layout:
         draft = find_draft(self)
@@ -357,7 +353,9 @@ class SpecWorkerExtension:
         served = self._spec_state.served
         seen = fingerprint(layout.parameters)
         draft: Any = find_draft(self)  # is there, or the layout has a problem
-        self._spec_state.constants = {name: b.detach().to(HOST, copy=True) for name, b in draft.named_buffers()}
+        self._spec_state.constants = {
+            name: (b.detach().to(HOST, copy=True), fingerprint({"": b})) for name, b in draft.named_buffers()
+        }
         self._spec_state.served = _Served(served.version, refresh.live_digest(layout), seen)
 
     def _spec_try_install(
@@ -367,6 +365,7 @@ class SpecWorkerExtension:
         names: Iterable[str] | None,
         force: bool,
         keep: Callable[[dict[str, Tensor]], None],
+        mark: Callable[[str], None],
     ) -> str | None:
         try:
             layout, reason = self._spec_check(version, digest, names, force)
@@ -388,6 +387,7 @@ class SpecWorkerExtension:
             agree=_all_ranks,
             settle=lambda: repack(draft),
             keep=keep,
+            seal=lambda: mark(fingerprint(layout.parameters)),
             place=staging.place,
             costs=staging.costs,
         )
@@ -407,17 +407,20 @@ class SpecWorkerExtension:
 
 def _roomy_place(layout: Layout) -> torch.device:
     """Where a refresh is staged and the draft before it kept: beside the draft on its GPU if that has room, else on the host."""
-    parameters = list(layout.parameters.values())
-    if not parameters or parameters[0].device.type != "cuda":
+    own = list(layout.parameters.values())
+    if not own or own[0].device.type != "cuda":
         return HOST
-    device = parameters[0].device
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if free >= _ROOM * sum(p.nbytes for p in parameters) else HOST
+    free, _ = torch.cuda.mem_get_info(own[0].device)
+    # what arrives is the whole draft on each rank, whose own part is kept; and as much again, by which they are checked
+    needed = sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in layout.slots.values()) + sum(
+        p.nbytes for p in own
+    )
+    return own[0].device if free >= 2 * needed else HOST
 
 
-def _give_back(place: torch.device) -> None:
+def _give_back() -> None:
     """Let go of the GPU memory of a refresh, which torch would keep: the KV cache may be about to come back there."""
-    if place.type == "cuda":
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 

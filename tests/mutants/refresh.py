@@ -161,8 +161,8 @@ MUTATIONS = (
     ),
     Mutation(
         _EXTENSION,
-        "return device if free >= _ROOM * sum(p.nbytes for p in parameters) else HOST",
-        "return device",
+        "return own[0].device if free >= 2 * needed else HOST",
+        "return own[0].device",
         "a refresh is staged on a GPU that has no room for it",
         ("engine/test_refresh_costs.py",),
     ),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from draft_training import digest, digest_like
+from draft_training import digest, digest_like, is_fingerprint
 from spec_plugin.engine.refresh.layout import Layout
 
 NO_VERSION = -1  # the draft is still the one that the engine loaded at start
@@ -30,7 +30,9 @@ class Costs:
         self._since = time.perf_counter()
 
     def begin(self, phase: str) -> None:
-        """The phase before ends; the time until the first one belongs to none."""
+        """The phase before ends, with what it has set going on a GPU; the time until the first one belongs to none."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()
         now = time.perf_counter()
         if self.phase:
             self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self._since
@@ -68,7 +70,7 @@ class Staging:
             if name in self.tensors:
                 self.problem = self.problem or f"{name} arrived twice"
             self.tensors[name] = self.costs.copied(tensor, self.place)
-        self.costs.begin("")
+        self.costs.begin("")  # waits for copies on a GPU: the transport may reuse its buffers now
 
 
 def check_staged(
@@ -131,6 +133,9 @@ def _check_tensors(layout: Layout, staged: Mapping[str, Tensor]) -> str | None:
 
 
 def _check_digest(staging: Staging, told: str) -> str | None:
+    if told and not is_fingerprint(told):  # computed on the host
+        for tensor in staging.tensors.values():
+            staging.costs.crossing(tensor, HOST)
     found = digest_like(told, staging.tensors)
     return None if found == told else f"digest differs: sent {told[:18]}…, arrived {found[:18]}…"
 
@@ -159,6 +164,7 @@ def swap(
     agree: Callable[[bool], bool] = bool,
     settle: Callable[[], object] = lambda: None,
     keep: Callable[[dict[str, Tensor]], object] = lambda _backup: None,
+    seal: Callable[[], object] = lambda: None,
     place: torch.device = HOST,
     costs: Costs | None = None,
 ) -> str | None:
@@ -171,6 +177,7 @@ def swap(
         agree: takes "this rank succeeded", returns "all ranks did"; if not, every rank restores.
         settle: called after the weights have changed, for kernels that compute with packed copies of them.
         keep: called with the previous weights when the new ones are in place; see :func:`restore`.
+        seal: called when the new ones have been read back; where it raises, they are taken back.
         place: where the previous weights are kept meanwhile.
         costs: takes note of what this takes.
 
@@ -194,7 +201,9 @@ def swap(
             costs.begin("loading")
             wanted = [(name, t) for name, t in tensors.items() if layout.canonical(name) in layout.slots]
             for name, tensor in wanted:
-                costs.crossing(tensor, layout.slots[layout.canonical(name)].live(layout.parameters).device)
+                slot = layout.slots[layout.canonical(name)]
+                live = slot.live(layout.parameters)
+                costs.crossing(slot.shard(tensor, live), live.device)
             load(wanted)
             settle()
             costs.begin("reading back")
@@ -204,6 +213,9 @@ def swap(
                 if moved
                 else mismatch(layout, tensors, costs)
             )
+            if reason is None:
+                costs.begin("making its fingerprint")
+                seal()
         except Exception as error:
             reason = f"{type(error).__name__} while {costs.phase}: {error}"
         if not agree(reason is None):

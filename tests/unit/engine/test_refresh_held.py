@@ -118,7 +118,7 @@ def test_buffers_that_sleep_dropped_come_back_with_the_refresh(worker):
 def test_law_5_a_refresh_whose_buffers_cannot_be_restored_is_refused(worker, monkeypatch):
     worker.get_draft_model().register_buffer("cos_sin_cache", torch.arange(6.0))
     installed(worker, 1)
-    worker._spec_state.constants["cos_sin_cache"] = torch.ones(7)
+    worker._spec_state.constants["cos_sin_cache"] = (torch.ones(7), "another")
     worker.spec_stage(2, [("fc.weight", torch.full((4, 4), 2.0))])
     report = worker.spec_install(2, digest({"fc.weight": torch.full((4, 4), 2.0)}))
     assert not report["installed"] and "while loading" in report["reason"]
