@@ -84,13 +84,18 @@ UNTRIED = (
     ),
     Untried("sending the policy's weights by NCCL or CUDA IPC while a draft is loaded", "", lambda gpu: True),
     Untried(
-        "sending a trained draft from GPU memory into running engines",
+        "sending a trained draft from GPU memory into running engines, and checking it there",
         "where a draft is trained",
         lambda gpu: gpu.trains,
     ),
     Untried(
         "keeping the actor's hidden states on a GPU",
         "where a draft learns from hidden states",
+        lambda gpu: gpu.reads_states,
+    ),
+    Untried(
+        "torch's fused attention kernels in the draft's training (each is compared with explicit scores before it is used)",
+        "where a draft of hidden states is trained",
         lambda gpu: gpu.reads_states,
     ),
     Untried(

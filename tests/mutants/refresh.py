@@ -132,6 +132,20 @@ MUTATIONS = (
         ("engine/test_refresh_held.py",),
     ),
     Mutation(
+        "spec_plugin/actor/control.py",
+        "            if not report.installed and dropped:",
+        "            if False:",
+        "law 5: engines draft from what sleep level 2 has left, where a refresh was refused",
+        ("test_control_phases.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/front.py",
+        "            ours |= more\n",
+        "",
+        "nobody makes the table of k that was kept from vLLM",
+        ("engine/test_front.py",),
+    ),
+    Mutation(
         _EXTENSION,
         "            self._spec_restore_constants(draft)\n",
         "",

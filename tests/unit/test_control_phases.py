@@ -207,3 +207,18 @@ def test_draft_training_gets_its_share_of_a_step_that_it_is_part_of(monkeypatch)
     now[0] += 8.0
     control.train_draft(0)
     assert plugin.seconds == [pytest.approx(2.0)], "two of ten seconds"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("how", ["refused", "none is sent"])
+def test_law_5_engines_that_dropped_their_draft_do_not_go_on_without_a_new_one(level, how):
+    """After sleep level 2 there is no previous draft to go on with."""
+    engines = Engines()
+    control, plugin = made(engines, sleep_level=level)
+    phase(control, 0)
+    assert not control.session.failed
+    engines.refuses, plugin.draft_version = how == "refused", 1
+    if how == "none is sent":
+        control.session.weight_sync = lambda _event: None  # type: ignore[method-assign]
+    phase(control, 1)
+    assert control.session.failed == (level == 2)

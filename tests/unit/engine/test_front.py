@@ -18,9 +18,10 @@ from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.sampling import SampledRequest
 from spec_plugin.engine.schedule.plain import PLAIN
 from spec_plugin.engine.schedule.utilities import NUMBER
-from spec_plugin.errors import LosslessError
+from spec_plugin.errors import LosslessError, SpecConfigError
 from spec_plugin.events import DraftRefresh, Schedule, TargetInfo
 from spec_plugin.manager import create_manager
+from spec_plugin.model_runner import SWITCH
 from spec_plugin.session import SpecSession
 from spec_plugin.witness import Witness
 
@@ -40,6 +41,43 @@ def test_the_self_test_can_ask_for_the_log_probs_that_tell_a_tie(front, given, e
 
 def test_all_log_probs_stay_all(front):
     assert front.engine_arguments({"max_logprobs": -1}, "some.Extension")["max_logprobs"] == -1
+
+
+def a_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any = None, **options: Any) -> EngineFront:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    target = TargetInfo(path="", hf_config=tiny_config().to_dict(), dtype="float32", max_num_seqs=8)
+    session = SpecSession(SpecConfig(**options), target, create_manager((), (), load_entry_points=False))
+    if method is not None:
+        monkeypatch.setattr(session, "method", method(session.method))
+    return EngineFront(session, None)
+
+
+def test_with_full_graphs_vllm_hears_of_no_table_and_our_scheduler_is_told_to_make_one(tmp_path, monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
+    table = "num_speculative_tokens_per_batch_size"
+    for full in (False, True):
+        found = a_front(tmp_path, monkeypatch, full_graphs=full).engine_arguments({"additional_config": {"a": 1}}, "E")
+        ours = found.get("additional_config", {}).get("spec_plugin", {})
+        assert (table in found["speculative_config"], ours.get("own_table", False)) == (not full, full)
+    assert found["additional_config"]["a"] == 1, "the trainer's own stay"
+
+
+def test_an_engine_is_not_let_drop_a_draft_that_no_refresh_brings_back(tmp_path, monkeypatch):
+    def frozen(method: Any) -> Any:
+        return replace(method, name="frozen", draft=None, harvest=())
+
+    with pytest.raises(SpecConfigError, match=r"spec\.sleep_level=2: .*no refresh brings back \(method frozen\)"):
+        a_front(tmp_path, monkeypatch, frozen, sleep_level=2).engine_arguments({}, "some.Extension")
+    a_front(tmp_path, monkeypatch, frozen).engine_arguments({}, "some.Extension")
+    a_front(tmp_path, monkeypatch, sleep_level=2).engine_arguments({}, "some.Extension")
+
+
+@pytest.mark.parametrize(("level", "asked"), [(1, []), (2, ["spec_draft_info"])])
+def test_workers_look_at_their_draft_before_it_is_dropped_for_the_first_time(tmp_path, monkeypatch, level, asked):
+    front = a_front(tmp_path, monkeypatch, sleep_level=level)
+    front.engine = core = Core()
+    asyncio.run(front.look_at_draft())
+    assert core.calls == asked
 
 
 @dataclass
