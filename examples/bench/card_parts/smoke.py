@@ -168,6 +168,8 @@ async def _engine(items: Items, task: Task) -> None:
             await _refresh(seen, front, task)
         with items.item("sleep and wake") as seen:
             await _sleep(seen, front, engine, prompts, task)
+        with items.item("sleep level 2: weights dropped, sent and refreshed") as seen:
+            await _deep_sleep(seen, front, engine, prompts, task)
     finally:
         engine.shutdown()
 
@@ -190,10 +192,14 @@ async def _start(task: Task, extension: str) -> tuple[Any, Any]:
     if not settings["cuda"]:
         given["distributed_executor_backend"] = "uni"  # a worker in a process of its own spins while it waits
     target = describe(task.models.target, settings["dtype"], REQUESTS, {"temperature": 1.0})
-    front = flag_front(target, task.models.draft, settings["k"], AutoTokenizer.from_pretrained(task.models.target))
+    tokenizer = AutoTokenizer.from_pretrained(task.models.target)
+    front = flag_front(
+        target, task.models.draft, settings["k"], tokenizer, spec={"sleep_level": 2, "full_graphs": True}
+    )
     arguments = {**given, **front.engine_arguments(given, extension)}
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(task.models.target), **arguments))
     front.engine = engine
+    await front.look_at_draft()
     return front, engine
 
 
@@ -258,6 +264,21 @@ async def _sleep(seen: dict[str, Any], front: Any, engine: Any, prompts: Any, ta
         raise Wrong("the draft was lost" if lost else "the text is another one afterwards")
 
 
+async def _deep_sleep(seen: dict[str, Any], front: Any, engine: Any, prompts: Any, task: Task) -> None:
+    before = await _sampled(front, prompts, task.settings["k"], 0.0)
+    await engine.collective_rpc("bench_keep_target")
+    await engine.sleep(level=2)
+    await engine.wake_up(["weights"])
+    await engine.collective_rpc("bench_restore_target")
+    await _refresh({}, front, task)
+    await engine.wake_up(["kv_cache"])
+    after = await _sampled(front, prompts, task.settings["k"], 0.0)
+    same = sum(list(a.tokens) == list(b.tokens) for a, b in zip(before, after, strict=True))
+    seen["the same text"] = f"{same} of {len(before)}"
+    if same < len(before) / 2:
+        raise Wrong("the text is another one afterwards")
+
+
 # ---- the trainer
 
 
@@ -301,11 +322,21 @@ def _harvested(seen: dict[str, Any], task: Task, device: str) -> Any:
 
 
 def _attention(seen: dict[str, Any], task: Task, device: str) -> None:
+    from draft_training import load_draft
     from draft_training.attention import proven_kernel
+    from draft_training.card import fast_products
+    from draft_training.fused_attention import kernel_for
 
+    where = torch.empty(0, device=device).device  # with its index, as a tensor says it
+    head_dim = load_draft(task.models.draft)[0].head_dim
     for dtype in (torch.float32, torch.bfloat16):
-        kernel = proven_kernel(torch.device(device), dtype, 128)
-        seen[str(dtype).removeprefix("torch.")] = "none: explicit scores" if kernel is None else kernel.name
+        with fast_products(where):
+            kernel = proven_kernel(where, dtype, head_dim)
+        seen[str(dtype).removeprefix("torch.")] = "explicit scores" if kernel is None else kernel.name
+        if kernel is None and kernel_for(where.type, dtype, head_dim):
+            raise Wrong(
+                f"{dtype}, heads of {head_dim}: the fused kernel is not right here, explicit scores serve (see the warning)"
+            )
 
 
 def _trained(seen: dict[str, Any], task: Task, device: str, hidden: list[Any]) -> None:
