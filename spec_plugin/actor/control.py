@@ -134,10 +134,12 @@ class RolloutControl:
     async def _install(self, refresh: DraftRefresh | None) -> None:
         if self.link is None:
             return
-        dropped = self.session.config.sleep_level > 1  # what the engines served before may be gone
+        session = self.session
+        # what the engines served before may be gone; a method without a draft of ours has nothing to lose
+        dropped = session.config.sleep_level > 1 and session.method.draft is not None
         if refresh is None:
-            if dropped and not self.session.failed:
-                self.session.fail("refresh", RuntimeError("no draft was sent to engines that had dropped theirs"))
+            if dropped and not session.failed:
+                session.fail("refresh", RuntimeError("no draft was sent to engines that had dropped theirs"))
             return
         began = time.perf_counter()
         with self.session.guarded("refresh"):

@@ -222,3 +222,14 @@ def test_law_5_engines_that_dropped_their_draft_do_not_go_on_without_a_new_one(l
         control.session.weight_sync = lambda _event: None  # type: ignore[method-assign]
     phase(control, 1)
     assert control.session.failed == (level == 2)
+
+
+def test_a_method_without_a_draft_has_none_to_lose_in_a_deep_sleep():
+    control = RolloutControl(
+        SpecSession(SpecConfig(method="ngram", sleep_level=2), TARGET, create_manager(load_entry_points=False)),
+        Engines(),
+    )
+    assert control.session.method.draft is None
+    phase(control, 0)
+    phase(control, 1)
+    assert not control.session.failed
