@@ -53,7 +53,8 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         header.update(_described(name, tensor))
         sums.append(_checksum(tensor))
     total = int.from_bytes(header.digest(), "little")
-    for one in _values(sums):
+    # all of them at once: one wait for the device
+    for one in torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else ():
         total = total * 0x9E3779B97F4A7C15 + one
     return f"{_MARK}{total & (2**64 - 1):016x}"
 
@@ -80,9 +81,8 @@ def _checksum(tensor: Tensor) -> Tensor:
     words, rest = data[:even].view(torch.int32), data[even:]
     factors, of_blocks = _factors(data.device)
     whole = words.numel() // _BLOCK
-    at_once = (
-        1 if data.device.type == "cpu" else 32
-    )  # blocks: what a CPU's cache holds; elsewhere few calls that take little memory
+    # blocks: what a CPU's cache holds; elsewhere few calls that take little memory
+    at_once = 1 if data.device.type == "cpu" else 32
     blocks = torch.split(words[: whole * _BLOCK].view(whole, _BLOCK), at_once) if whole else ()
     last = words[whole * _BLOCK :]
     sums = [(block.long() * factors).sum(1) for block in blocks]
@@ -92,15 +92,6 @@ def _checksum(tensor: Tensor) -> Tensor:
         of_blocks = of_blocks.repeat(-(-joined.numel() // _BLOCK))
     total: Tensor = (joined * of_blocks[: joined.numel()]).sum()
     return total
-
-
-def _values(sums: list[Tensor]) -> list[int]:
-    """Numbers that lie on one device or several, with one wait for each device."""
-    found: dict[int, int] = {}
-    for device in {one.device for one in sums}:
-        at = [i for i, one in enumerate(sums) if one.device == device]
-        found.update(zip(at, torch.stack([sums[i] for i in at]).tolist(), strict=True))
-    return [found[i] for i in range(len(sums))]
 
 
 @cache

@@ -47,18 +47,22 @@ def place(words: str) -> int:
         ({"runner": V1}, {"compiled by Triton"}, {"the V1 model runner"}),
         ({"run": replace(RUN, sleeps=True)}, set(), {"sleep and wake"}),
         ({"run": replace(RUN, target=replace(RUN.target, tensor_parallel=2))}, set(), {"tensor parallel ranks"}),
-        ({"method": SimpleNamespace(draft=object(), harvest=None, settings={})}, {"hidden states"}, set()),
+        (
+            {"method": SimpleNamespace(draft=object(), harvest=None, settings={})},
+            {"hidden states", "fused attention"},
+            set(),
+        ),
         (
             {"method": SimpleNamespace(draft=None, harvest=None, settings={"method": "ngram"})},
-            {"hidden states", "trained draft", "TF32", "scheduled ahead"},
+            {"hidden states", "fused attention", "trained draft", "TF32", "scheduled ahead"},
             set(),
         ),
         (
             {"run": replace(RUN, spec=SpecConfig.parse({"train": False}))},
-            {"hidden states", "trained draft", "TF32"},
+            {"hidden states", "fused attention", "trained draft", "TF32"},
             set(),
         ),
-        ({"method": None}, {"hidden states", "trained draft", "TF32"}, set()),
+        ({"method": None}, {"hidden states", "fused attention", "trained draft", "TF32"}, set()),
     ],
 )
 def test_a_run_is_told_what_it_would_be_the_first_to_use(change: Any, lost: set[str], gained: set[str]) -> None:

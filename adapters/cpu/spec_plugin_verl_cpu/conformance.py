@@ -15,6 +15,7 @@ from PIL import Image
 from spec_plugin_cpu import v2_runner
 from torch import Tensor
 
+from spec_plugin.config import SpecConfig
 from spec_plugin.conformance import tiny
 from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
 from spec_plugin.conformance.targets import tiny_targets
@@ -235,7 +236,9 @@ class VerlDriver(ConformanceDriver):
             ]
         options = dict(run.options) if run.enabled else {}
         if options and self._shape.v2:
-            options["self_test_seconds"] = _INTERPRETED * options.get("self_test_seconds", 30)
+            options["self_test_seconds"] = _INTERPRETED * options.get(
+                "self_test_seconds", SpecConfig.parse({}).self_test_seconds
+            )
         return out + [f"{SPEC}{name}={_word(value)}" for name, value in options.items()]
 
     def launch(self, run: RunSettings) -> Generator[tuple[int, dict[str, float]], None, None]:

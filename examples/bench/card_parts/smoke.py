@@ -64,9 +64,8 @@ class Items:
         """
         seen: dict[str, Any] = {}
         began, result = time.perf_counter(), "ran"
-        self._pipe.send(
-            {"item": name, "result": "died", "seconds": None, "seen": ""}
-        )  # unless a later row says otherwise
+        # until a later row says otherwise
+        self._pipe.send({"item": name, "result": DIED, "seconds": None, "seen": ""})
         try:
             yield seen
         except Exception as error:
@@ -214,12 +213,21 @@ async def _sampled(front: Any, prompts: Any, k: int, temperature: float) -> list
     return found
 
 
+def _compare(seen: dict[str, Any], before: list[Any], after: list[Any], otherwise: str) -> None:
+    """Greedy text twice; ties that rounding turns are a few.
+
+    Raises:
+        Wrong: ``otherwise``, if most of it differs.
+    """
+    same = sum(list(a.tokens) == list(b.tokens) for a, b in zip(before, after, strict=True))
+    seen["the same text"] = f"{same} of {len(before)}"
+    if same < len(before) / 2:
+        raise Wrong(otherwise)
+
+
 async def _greedy(seen: dict[str, Any], front: Any, prompts: Any, task: Task) -> None:
     plain, drafted = [await _sampled(front, prompts, k, 0.0) for k in (0, task.settings["k"])]
-    same = sum(list(a.tokens) == list(b.tokens) for a, b in zip(plain, drafted, strict=True))
-    seen["the same"] = f"{same} of {len(plain)}"
-    if same < len(plain) / 2:  # ties that rounding turns are a few
-        raise Wrong("most of the text is another one with drafts")
+    _compare(seen, plain, drafted, "most of the text is another one with drafts")
 
 
 async def _log_probs(seen: dict[str, Any], front: Any, prompts: Any, task: Task) -> None:
@@ -257,11 +265,11 @@ async def _sleep(seen: dict[str, Any], front: Any, engine: Any, prompts: Any, ta
     await engine.wake_up()
     lost = any(await engine.collective_rpc("spec_lost_draft"))
     after = await _sampled(front, prompts, task.settings["k"], 0.0)
-    same = sum(list(a.tokens) == list(b.tokens) for a, b in zip(before, after, strict=True))
     used = "card_used" if task.settings["cuda"] else "now"
-    seen |= {"MiB awake": awake[used], "asleep": asleep[used], "the same text": f"{same} of {len(before)}"}
-    if lost or same < len(before) / 2:
-        raise Wrong("the draft was lost" if lost else "the text is another one afterwards")
+    seen |= {"MiB awake": awake[used], "asleep": asleep[used]}
+    if lost:
+        raise Wrong("the draft was lost")
+    _compare(seen, before, after, "the text is another one afterwards")
 
 
 async def _deep_sleep(seen: dict[str, Any], front: Any, engine: Any, prompts: Any, task: Task) -> None:
@@ -273,10 +281,7 @@ async def _deep_sleep(seen: dict[str, Any], front: Any, engine: Any, prompts: An
     await _refresh({}, front, task)
     await engine.wake_up(["kv_cache"])
     after = await _sampled(front, prompts, task.settings["k"], 0.0)
-    same = sum(list(a.tokens) == list(b.tokens) for a, b in zip(before, after, strict=True))
-    seen["the same text"] = f"{same} of {len(before)}"
-    if same < len(before) / 2:
-        raise Wrong("the text is another one afterwards")
+    _compare(seen, before, after, "the text is another one afterwards")
 
 
 # ---- the trainer

@@ -36,11 +36,12 @@ class SpecSchedulerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        settings = own_settings(self.vllm_config)
         # with data parallel ranks vLLM drops a table, and so do we
-        if own_settings(self.vllm_config).get("own_table") and self.vllm_config.parallel_config.data_parallel_size == 1:
+        if settings.get("own_table") and self.vllm_config.parallel_config.data_parallel_size == 1:
             sizes = self.vllm_config.scheduler_config.max_num_seqs + 1
             self.dynamic_sd_lookup = [self.num_spec_tokens] * sizes
-        self.spec_steps = StepLog(bool(own_settings(self.vllm_config).get("ragged")))
+        self.spec_steps = StepLog(bool(settings.get("ragged")))
         self.spec_cutoff = DraftCutoff([], ())  # until a table is set: never
         self.spec_preemption = PreemptWhereDraftsEnd() if self.vllm_config.model_config.is_hybrid else None
         #: did all workers pause their draft when last asked

@@ -63,6 +63,11 @@ def _transposed_words(x: Tensor) -> Tensor:
     return x
 
 
+def _swap_words(x: Tensor) -> Tensor:
+    x[[3, 9]] = x[[9, 3]]
+    return x
+
+
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "zeros": torch.zeros_like,
     "nan": lambda x: torch.full_like(x, float("nan")),
@@ -72,6 +77,7 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "reversed": lambda x: x.flip(0),
     "shifted": lambda x: x.roll(1),
     "shifted by a block": lambda x: x.roll(BLOCK),
+    "words of a block swapped": _swap_words,
     "blocks swapped": _swap_blocks,
     "words of two blocks swapped": _transposed_words,
     "the last repeats the first": lambda x: torch.cat([x[:-1], x[:1]]),
