@@ -132,6 +132,8 @@ class Schedule:
     break_even: tuple[float, ...] = ()
     #: share of the phase's requests in the control group; None: ``spec.control_share``
     control_share: float | None = None
+    #: share of the drafting steps that may be decoded plainly, in short stretches, to be compared with those around them
+    plain_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,17 @@ class StepTiming:
 
 
 @dataclass(frozen=True)
+class StepPair:
+    """A few plain steps in the middle of drafted ones: same engine, same batch, same machine, same second."""
+
+    batch: int  # requests in each of the steps
+    k: int  # drafted in the steps before and after
+    drafted_seconds: float  # median of those
+    plain_seconds: float  # median of the plain ones, in which the draft went on reading the text
+    context: float = 0.0  # mean number of tokens that a request had in the KV cache
+
+
+@dataclass(frozen=True)
 class RolloutStats:
     """What the engine did during one rollout phase; differences of cumulative counters."""
 
@@ -185,6 +198,7 @@ class RolloutStats:
     shadow_per_pos: tuple[int, ...] = ()  # [k]
     #: were requests cut short, to go on under the next policy: the trainer is asynchronous
     interrupted: bool = False
+    pairs: tuple[StepPair, ...] = ()  # of this phase, in the order of time within each engine
 
     @property
     def forwards(self) -> int:

@@ -50,6 +50,7 @@ class Reason(_Code):
     SERVE_NEVER = 16, "serve=never"
     FRESH_START = 17, "a plain rollout before drafts are tried again"
     DECIDED_ELSEWHERE = 18, "another plugin decided, or the engines began before the controller had"
+    PAIRS_SLOWER = 19, "steps with drafts gave fewer tokens per second than plain steps beside them"
     HARVEST = 20, "trouble in the harvest of hidden states"
     TRAINING = 21, "trouble in draft training"
     REFRESH = 22, "trouble in a refresh of the engines' draft"

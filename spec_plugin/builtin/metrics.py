@@ -58,7 +58,13 @@ SCHEMA = (
     Metric(
         "spec/speedup_predicted", "", 0, 100, "predicted decoding speed of the schedule, relative to plain decoding"
     ),
-    Metric("spec/speedup_realised", "", 0, 100, "decoding speed of the rollout's steps, relative to plain decoding"),
+    Metric(
+        "spec/speedup_realised",
+        "",
+        0,
+        100,
+        "tokens per second of steps with drafts, relative to plain steps timed beside them",
+    ),
     Metric("spec/generation_s", "s", 0, 1e5, "time of the rollout phase in the engine"),
     Metric("spec/generation_tokens", "", 1, 1e12, "tokens that it generated"),
     Metric("spec/policy_version", "", 0, 1e9, "version of the policy that rolled out"),

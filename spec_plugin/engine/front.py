@@ -20,7 +20,7 @@ from spec_plugin.engine.flight import Request, RequestTracker
 from spec_plugin.engine.full_graphs import keep_full_graphs
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.sampling import SampledRequest, extra_args, is_listed, options_of
-from spec_plugin.engine.schedule.channel import in_flight, pause_idle_draft, put_in_force, take_steps
+from spec_plugin.engine.schedule.channel import in_flight, pause_idle_draft, put_in_force, take_pairs, take_steps
 from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.engine.schedule.scheduler import SCHEDULER
 from spec_plugin.engine.selftest.plan import SelfTestPlan
@@ -248,6 +248,7 @@ class EngineFront:
             if self.schedule.confirmed is not None:
                 await self.set_schedule(self.schedule.confirmed)
             await take_steps(self.engine)
+            await take_pairs(self.engine)
         except Exception as error:  # law 6: the rollouts are sampled either way
             pass_on(error)
             logger.warning(
@@ -388,6 +389,7 @@ class EngineFront:
             accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
             accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
             steps=steps,
+            pairs=await take_pairs(self.engine),
             interrupted=self.interrupted,
             **(await self._shadow() if self.session.method.memory is not None else {}),
         )

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from live import MAX_NUM_SEQS, K, live_engine, prompts
 
 from spec_plugin.engine.schedule import scheduler as scheduler_module
-from spec_plugin.engine.schedule.channel import pause_idle_draft, schedule_state, set_schedule, take_steps
+from spec_plugin.engine.schedule.channel import pause_idle_draft, schedule_state, set_schedule, take_pairs, take_steps
 from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.engine.schedule.plain import PLAIN
 from spec_plugin.engine.schedule.scheduler import verify
@@ -174,3 +174,26 @@ def test_a_bad_table_raises_and_the_old_one_stays_in_force():
         assert live.run(schedule_state(live.engine))["table"] == TABLE
     outputs, did = live.run(_generate(live.engine, "alive"))
     assert len(outputs) == 8 and did["drafts"] > 0
+
+
+@pytest.mark.engine
+def test_a_few_steps_are_plain_and_timed_beside_drafted_ones_and_greedy_output_does_not_change():
+    live, size = live_engine(), len(TABLE)
+    live.run(set_schedule(live.engine, TABLE))
+    reference, all_along = live.run(_generate(live.engine, "without-pairs", tokens=96))
+    live.run(take_pairs(live.engine))
+    found = []
+    for attempt in range(5):
+        live.run(set_schedule(live.engine, TABLE, [1.0] * size, 0.25))
+        outputs, did = live.run(_generate(live.engine, f"with-pairs-{attempt}", tokens=96))
+        assert outputs == reference
+        assert 0 < did["drafts"] < all_along["drafts"], "some steps were plain"
+        found += live.run(take_pairs(live.engine))
+        if found:
+            break
+    assert all(p.k == K and 1 <= p.batch <= len(prompts()) and p.context > 0 for p in found) and found
+    assert all(1e-4 < seconds < 5 for p in found for seconds in (p.drafted_seconds, p.plain_seconds))
+    live.run(set_schedule(live.engine, TABLE))
+    assert live.run(schedule_state(live.engine))["table"] == TABLE
+    _, again = live.run(_generate(live.engine, "without-pairs-again", tokens=96))
+    assert again["drafts"] == all_along["drafts"] and live.run(take_pairs(live.engine)) == ()

@@ -23,6 +23,7 @@ from spec_plugin.engine.selftest.test import default_prompts, run_self_test, tol
 
 pytestmark = pytest.mark.engine
 SECONDS = 30.0
+MOST_STOP_TOKENS = 100  # vLLM's V2 runner dies of more than 128
 ALL_SAMPLES = (
     600.0  # long enough for the most samples that are drawn, on a busy machine too: how many decides what is seen
 )
@@ -69,7 +70,7 @@ def test_law_2_drafts_that_are_drawn_by_their_own_probabilities_leave_the_sample
 
 def test_options_for_the_end_of_a_response_are_no_difference(tmp_path):
     """``min_tokens`` forbids stop tokens at a request's first position, and a recomputed token is its request's first."""
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(VOCAB // 2))}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(MOST_STOP_TOKENS))}))
     live = live_engine(generation_config=str(tmp_path))
     report, _ = _test(live, sampling={"temperature": 1.0, "min_tokens": 1, "stop_token_ids": [VOCAB - 1]})
     assert report.passed, report.failures()

@@ -9,7 +9,10 @@ _GUARD, _EXACT, _REFERENCE, _RULES, _EXCEEDANCE, _WINDOWS = (
     for name in ("guard", "exact", "reference", "rules", "exceedance", "windows")
 )
 _METRICS, _TRAINER = (f"spec_plugin/builtin/{name}.py" for name in ("metrics", "trainer"))
-_CONTROLLER, _COST, _PLAN = (f"spec_plugin/builtin/break_even/{name}.py" for name in ("controller", "cost", "plan"))
+_CONTROLLER, _COST, _PLAN, _JUDGE, _STATES, _ACCEPTANCE = (
+    f"spec_plugin/builtin/break_even/{name}.py"
+    for name in ("controller", "cost", "plan", "judge", "states", "acceptance")
+)
 _SERVED = "spec_plugin/builtin/methods/served.py"
 
 MUTATIONS = (
@@ -106,15 +109,15 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/break_even/controller.py",
-        "(not self._tried or self._undrafted >= _TRY_EVERY)",
-        "not self._tried",
+        "due = due and (self._method.ready or self.acceptance is not None)",
+        "due = due and (not self.states.tried or self.acceptance is not None)",
         "law 7: a method without training is off for ever after a first try that showed too little",
         ("test_controller.py",),
     ),
     Mutation(
-        _CONTROLLER,
-        "        if drafted and stats.forwards >= _MIN_DRAFTS:\n            self._measured",
-        "        self._measured = None\n        if drafted and stats.forwards >= _MIN_DRAFTS:\n            self._measured",
+        _ACCEPTANCE,
+        "        self.age += not drafted\n",
+        "        self.age += not drafted\n        self._measured = None\n",
         "law 7: a method without training is off for ever after one plain phase",
         ("test_controller.py",),
     ),
@@ -294,7 +297,7 @@ MUTATIONS = (
         ("test_training.py::test_a_newborn_draft_is_judged_at_once_on_text_that_was_held_back",),
     ),
     Mutation(
-        _CONTROLLER,
+        _ACCEPTANCE,
         "max(0.0, min(1.0, ratio, 0.5 * self._correction + 0.5 * ratio))",
         "max(0.0, min(1.0, 0.5 * self._correction + 0.5 * ratio))",
         "law 7: a draft that training praises in vain is believed for a while",
@@ -302,13 +305,13 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROLLER,
-        "        if not report.installed:\n            return\n",
-        "",
+        "        if report.installed:\n            self.acceptance_estimate",
+        "        if True:\n            self.acceptance_estimate",
         "law 7: a refused draft's promise decides what is served",
         ("test_controller.py",),
     ),
     Mutation(
-        _CONTROLLER,
+        _ACCEPTANCE,
         "return (first * self._correction, *more, 0.0)",
         "return (first * self._correction, *more)",
         "law 7: tokens beyond what training unrolls are promised",
@@ -316,10 +319,10 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROLLER,
-        'if config.serve == "never" or self.brake.on:',
-        'if config.serve == "never":',
-        "law 7: whole rollouts that are slower with drafts change nothing",
-        ("test_controller.py",),
+        "slower = drafted and self.judge.slower and not self._fixed",
+        "slower = False",
+        "law 7: steps that are slower with drafts than plain ones beside them change nothing",
+        ("test_speculation.py",),
     ),
     Mutation(
         _CONTROLLER,
@@ -329,11 +332,53 @@ MUTATIONS = (
         ("test_controller.py",),
     ),
     Mutation(
-        _CONTROLLER,
-        "self.left, self._pause = self._pause, 2 * self._pause",
-        "self.left = self._pause",
-        "law 7: the brake is released as often as it is pulled",
-        ("test_break_even_brake.py",),
+        _STATES,
+        "self._rest, self._next_rest = self._next_rest, min(REST, 2 * self._next_rest)",
+        "self._rest = self._next_rest",
+        "law 7: drafts that lose again and again are tried as often as ever",
+        ("test_break_even_states.py",),
+    ),
+    Mutation(
+        _STATES,
+        "    (_RESTING, Sign.DUE): _TRYING,\n",
+        "",
+        "law 7: a draft that rests is never tried again",
+        ("test_break_even_states.py",),
+    ),
+    Mutation(
+        _JUDGE,
+        "pair.plain_seconds * paused / pair.drafted_seconds",
+        "pair.plain_seconds / pair.drafted_seconds",
+        "law 7: plain decoding is taken to be as slow as it is while the draft reads",
+        ("test_judge.py",),
+    ),
+    Mutation(
+        _JUDGE,
+        "[max(1.0, c) * (1.0 - s * gain)",
+        "[c * (1.0 - s * gain)",
+        "law 7: a draft that was good for long may be slow for long",
+        ("test_judge.py",),
+    ),
+    Mutation(
+        _JUDGE,
+        "gain = max(-_MOST, min(_MOST, self._of_all(ratio + math.log(tokens(k)))))",
+        "gain = self._of_all(ratio + math.log(tokens(k)))",
+        "one burst on the machine convicts a good draft",
+        ("test_judge.py",),
+    ),
+    Mutation(
+        _JUDGE,
+        "self._reading = reading / (drafted + reading) if drafted + reading > 0.0 else 0.0",
+        "self._reading = 0.0",
+        "law 7: batch sizes at which the draft only reads cost nothing",
+        ("test_judge.py",),
+    ),
+    Mutation(
+        _COST,
+        "replace(t, seconds=t.seconds / usual)",
+        "replace(t, seconds=t.seconds)",
+        "a busy machine makes drafts look dear that were timed on it",
+        ("test_cost.py",),
     ),
     Mutation(
         _PLAN,

@@ -133,8 +133,8 @@ MUTATIONS = (
     Mutation(
         _CHANNEL,
         "    if any(table):\n        await pause_idle_draft(engine, table)\n"
-        "    state = await set_schedule(engine, table, schedule.break_even)\n",
-        "    state = await set_schedule(engine, table, schedule.break_even)\n"
+        "    state = await set_schedule(engine, table, schedule.break_even, schedule.plain_share)\n",
+        "    state = await set_schedule(engine, table, schedule.break_even, schedule.plain_share)\n"
         "    if any(table):\n        await pause_idle_draft(engine, table)\n",
         "law 2: a table asks for drafts that nobody makes, and stale rows are verified",
         ("engine/test_schedule_order.py",),
@@ -281,8 +281,8 @@ MUTATIONS = (
     ),
     Mutation(
         _MIXIN,
-        "if self.spec_cutoff.due and self.spec_cutoff.drop():",
-        "if self.spec_cutoff.due and self.spec_cutoff.drop() and False:",
+        "if self.spec_cutoff.due and not self.spec_pairs.pending and self.spec_cutoff.drop():",
+        "if self.spec_cutoff.due and not self.spec_pairs.pending and self.spec_cutoff.drop() and False:",
         "law 7: a draft that was dropped runs on, and is thrown away",
         ("engine/test_scheduler_mixin.py",),
     ),
@@ -544,5 +544,26 @@ MUTATIONS = (
         'Check("states: drift", not found > limit,',
         "law 2: a self-test of states that compared nothing passes",
         ("test_selftest_states.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/schedule/mixin.py",
+        "            self.dynamic_sd_lookup = table\n",
+        "            pass\n",
+        "law 7: the first stretch without drafts goes on to the end of the phase",
+        ("engine/test_scheduler_mixin.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/schedule/mixin.py",
+        "keep_to_table(self.requests, draft_token_ids.req_ids, self._spec_lookup)",
+        "keep_to_table(self.requests, draft_token_ids.req_ids, self.dynamic_sd_lookup)",
+        "law 7: on V2 a stretch that is timed as plain has drafts",
+        ("engine/test_scheduler_mixin.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/schedule/pairs.py",
+        "        self._credit -= 1.0\n",
+        "",
+        "law 7: one step in two is plain only to be compared",
+        ("engine/test_pairs.py",),
     ),
 )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,7 +126,7 @@ def test_plain_steps_that_seem_a_hundred_times_dearer_contradict_the_others():
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
-def test_a_batch_size_at_which_the_calibration_contradicts_itself_is_left_out(batch):
+def test_a_batch_size_at_which_the_timings_contradict_themselves_is_left_out(batch):
     """Something else had the machine while its plain steps were timed: the other sizes say what a step takes."""
 
     def steps(slow: float) -> list[StepTiming]:
@@ -139,9 +140,10 @@ def test_a_batch_size_at_which_the_calibration_contradicts_itself_is_left_out(ba
     right.observe(steps(1.0), calibration=True)
     wrong.observe(steps(8.0), calibration=True)
     rolled_out.observe(steps(8.0))
-    assert wrong.problem is None and rolled_out.problem is not None, "what rollouts show is not left out"
-    for b in (1, 8, 32):
-        assert wrong.break_even(b, 3) == pytest.approx(right.break_even(b, 3), rel=0.5)
+    for model in (wrong, rolled_out):
+        assert model.problem is None
+        for b in (1, 8, 32):
+            assert model.break_even(b, 3) == pytest.approx(right.break_even(b, 3), rel=0.5)
 
 
 def test_no_step_is_free_however_the_timings_contradict_each_other():
@@ -254,3 +256,16 @@ def test_one_phase_on_a_busy_machine_says_nothing_and_a_lasting_change_is_follow
     for _ in range(4):
         model.observe([StepTiming(8, 0, True, 0.06, 30), StepTiming(8, 3, False, 0.12, 10)])
     assert model.seconds(8, 0) == pytest.approx(0.06, rel=0.05)
+
+
+def test_a_rollout_on_a_busy_machine_says_only_how_its_kinds_of_steps_compare():
+    model = CostModel()
+    model.observe(timings(compute_bound), calibration=True)
+    quiet = tuple(StepTiming(b, 2, False, compute_bound(b, 2, False), 50, 300.0) for b in (2, 4, 8))
+    assert model.at_usual_speed(quiet) == quiet, "the first rollout is taken as it is"
+    model.observe(quiet)
+    busy = tuple(replace(t, seconds=2.0 * t.seconds) for t in quiet)
+    for found, expected in zip(model.at_usual_speed(busy), quiet, strict=True):
+        assert found.seconds == pytest.approx(expected.seconds, rel=0.1)
+    odd = (replace(busy[0], seconds=1.5 * busy[0].seconds), *busy[1:])
+    assert model.at_usual_speed(odd)[0].seconds == pytest.approx(1.5 * quiet[0].seconds, rel=0.1)

@@ -10,7 +10,7 @@ import pytest
 
 from spec_plugin.actor.links import ActorsLink, merge_refreshes, merge_reports, merge_stats
 from spec_plugin.errors import LosslessError
-from spec_plugin.events import Check, RefreshReport, RolloutStats, SelfTestReport, StepTiming
+from spec_plugin.events import Check, RefreshReport, RolloutStats, SelfTestReport, StepPair, StepTiming
 
 TOOK = RefreshReport(True, 2, "two", 5.0)
 REFUSED = RefreshReport(False, 1, "one", 3.0, "torn")
@@ -31,11 +31,12 @@ def test_a_single_engines_reason_is_said_as_it_is():
 
 def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time():
     timing = StepTiming(4, 2, False, 0.1, 7)
-    one = RolloutStats(3, 10, 500, 2.0, 100, 300, 250, (95, 85, 70), (timing,))
-    other = RolloutStats(3, 20, 900, 5.0, 10, 10, 5, (5,), (timing,), interrupted=True)
+    pair = StepPair(4, 2, 0.1, 0.2)
+    one = RolloutStats(3, 10, 500, 2.0, 100, 300, 250, (95, 85, 70), (timing,), pairs=(pair,))
+    other = RolloutStats(3, 20, 900, 5.0, 10, 10, 5, (5,), (timing,), interrupted=True, pairs=(pair,))
     merged = merge_stats([one, other])
     assert merged == RolloutStats(
-        3, 30, 1400, 5.0, 110, 310, 255, (100, 85, 70), (timing, timing), 0, (), interrupted=True
+        3, 30, 1400, 5.0, 110, 310, 255, (100, 85, 70), (timing, timing), 0, (), interrupted=True, pairs=(pair, pair)
     )
     assert merge_stats([one]).interrupted is False
 

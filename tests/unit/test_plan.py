@@ -6,7 +6,6 @@ import pytest
 from test_cost import compute_bound, memory_bound, model
 
 from spec_plugin.builtin.break_even import plan
-from spec_plugin.events import StepTiming
 
 SIZE, K = 64, 3
 
@@ -81,14 +80,6 @@ def test_noise_of_single_batch_sizes_does_not_make_the_table_ragged():
     table = plan.best(found, [0.7], {1: 10.0, 8: 10.0}, (0,) * (SIZE + 1), range(K + 1)).table
     changes = sum(a != b for a, b in pairwise(table[1:]))
     assert table[1] == K and 1 <= changes <= 4
-
-
-def test_what_a_phase_realised():
-    found = model(memory_bound(0.1))
-    steps = [StepTiming(8, K, False, 0.013, 100)]
-    assert plan.load_of(steps, [1.0]) == {8: 3200.0}
-    assert plan.realised_speedup(found, steps, [1.0]) == pytest.approx(4 / 1.3, rel=0.02)
-    assert plan.realised_speedup(found, [], [1.0]) is None
 
 
 def test_the_break_even_of_a_table_is_that_of_each_batch_size():

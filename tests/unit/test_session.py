@@ -22,6 +22,7 @@ from spec_plugin.events import (
     RefreshReport,
     RolloutStats,
     SelfTestReport,
+    StepPair,
     StepTiming,
     TargetInfo,
     WeightSync,
@@ -89,12 +90,24 @@ def step(session: SpecSession, version: int, folder: Path) -> dict[str, float]:
     if refresh is not None:
         session.refreshed(refresh, RefreshReport(True, refresh.draft_version, refresh.digest, 1.0))
     if version == 0:
-        plain, drafting = StepTiming(SEQS, 0, True, 1.0, 100), StepTiming(SEQS, 3, False, 1.5, 100)
-        session.engine_ready(SelfTestReport((), 1.0, (plain, drafting)))
+        kinds = ((0, True, 1.0), (0, False, 1.1), (3, False, 1.5))
+        steps = tuple(StepTiming(SEQS, k, paused, seconds, 100) for k, paused, seconds in kinds)
+        session.engine_ready(SelfTestReport((), 1.0, steps))
     session.engines = EngineSchedule(session.schedule(version))
     session.rollout_start(version)
     session.rollout_end(
-        RolloutStats(version, 2, n, 0.5, 100, 300, 200, (90, 70, 40), (StepTiming(2, 3, False, 1.5, 3),))
+        RolloutStats(
+            policy_version=version,
+            requests=2,
+            tokens=n,
+            seconds=0.5,
+            drafts=100,
+            draft_tokens=300,
+            accepted_tokens=200,
+            accepted_per_pos=(90, 70, 40),
+            steps=(StepTiming(2, 3, False, 1.5, 3),),
+            pairs=(StepPair(2, 3, 1.5, 1.1),),
+        )
     )
     hidden = HiddenStates(
         input_ids=torch.randint(V, (n,), generator=generator),

@@ -42,8 +42,8 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 
 def test_a_bound_that_does_not_hold_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_RATIOS", (0.1,) * 6)
-    assert len(run.controllers(map, 1, 20).broken) == 6
+    monkeypatch.setattr(run, "_RATIOS", (0.1,) * 12)
+    assert len(run.controllers(map, 1, 20).broken) == 12
 
 
 def test_the_page_has_the_tables_of_the_command() -> None:

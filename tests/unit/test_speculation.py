@@ -14,8 +14,7 @@ from test_recovery import Run
 from test_session import TARGET, raising, session_with
 
 from spec_plugin import SpecConfig, hookimpl
-from spec_plugin.builtin.break_even.controller import Brake
-from spec_plugin.events import EngineSchedule, RolloutStats, Schedule
+from spec_plugin.events import EngineSchedule, RolloutStats, Schedule, StepPair
 from spec_plugin.speculation import _WORK, Reason, Speculation, in_force, state_of, table_metrics, trouble_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,11 +133,20 @@ def test_a_new_draft_is_untried_until_it_promises_enough_then_serves_and_rests()
     assert chosen(c) == (S.TRYING, R.A_TRY)
 
 
-def test_a_draft_that_was_given_is_tried_first_and_compared_with_one_plain_rollout():
+def test_a_draft_that_was_given_is_tried_first_and_served_if_it_pays():
     c = controller({8: 2.0}, draft="/given")
     assert chosen(c) == (S.TRYING, R.A_TRY)
     rolled_out(c, 2.1)
-    assert chosen(c) == (S.RESTING, R.COMPARISON)
+    assert chosen(c) == (S.SERVING, R.PREDICTED_TO_PAY)
+
+
+def test_a_draft_that_pairs_have_shown_to_be_slower_rests_and_says_so(caplog):
+    c = controller({8: 2.0}, draft="/given")
+    assert chosen(c) == (S.TRYING, R.A_TRY)
+    slow = tuple(StepPair(8, K, 2.0, 0.5) for _ in range(12))
+    c.spec_rollout_end(RolloutStats(1, 8, 1000, 1.0, 1000, K * 1000, 2000, pairs=slow))
+    assert "0.75 times the tokens per second of plain steps beside them" in caplog.text
+    assert chosen(c) == (S.RESTING, R.PAIRS_SLOWER)
 
 
 @pytest.mark.parametrize(
@@ -159,19 +167,6 @@ def test_costs_that_were_not_measured_are_the_reason_once_there_is_a_draft():
     assert c.cost.problem is not None and chosen(c) == (S.UNTRIED, R.NO_DRAFT_YET)
     refreshed(c, 3.5)
     assert chosen(c) == (S.RESTING, R.COST_UNKNOWN)
-
-
-def test_the_brake_compares_first_and_then_says_that_rollouts_were_slower():
-    brake = Brake()
-    brake.rolled_out(100.0, drafted=False)
-    for _ in range(2):
-        brake.rolled_out(50.0, drafted=True)
-    assert brake.on and brake.reason is R.COMPARISON
-    assert brake.rolled_out(100.0, drafted=False)
-    assert brake.on and brake.reason is R.ROLLOUTS_SLOWER
-    c = controller({8: 2.0})
-    c.brake = brake
-    assert chosen(c) == (S.RESTING, R.ROLLOUTS_SLOWER)
 
 
 def test_drafted_tokens_that_the_sampler_has_no_memory_for_are_the_reason():

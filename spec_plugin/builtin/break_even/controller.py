@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from spec_plugin.builtin.break_even import plan
-from spec_plugin.builtin.break_even.cost import CostModel, conditional_acceptance, constant_acceptance, tokens_per_step
+from spec_plugin.builtin.break_even.acceptance import AcceptanceEstimate
+from spec_plugin.builtin.break_even.cost import CostModel, tokens_per_step
 from spec_plugin.builtin.break_even.experts import Experts
+from spec_plugin.builtin.break_even.judge import Corrected, Judge
 from spec_plugin.builtin.break_even.plan import Plan
+from spec_plugin.builtin.break_even.states import States
 from spec_plugin.config import SpecConfig
+from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import (
     DraftRefresh,
@@ -27,27 +29,19 @@ from spec_plugin.events import (
     TargetInfo,
 )
 from spec_plugin.hookspecs import hookimpl
-from spec_plugin.method import KNOWS_NOTHING, Method
+from spec_plugin.method import Method
 from spec_plugin.speculation import Reason, Speculation, as_metrics, sizes_shown
 
 logger = logging.getLogger(__name__)
 
-#: Verification steps below which a rollout phase says nothing about acceptance.
-_MIN_DRAFTS = 64
-#: Engine and training disagree about acceptance beyond this ratio of the gain only when they are misaligned.
-_MISALIGNED = 0.5
-#: A draft that is not served is tried in one phase in so many; the engine's cut-off ends the try when it fails.
-_TRY_EVERY = 8
-#: most tokens drafted in such a try: enough to see whether the draft is any good
+#: most tokens drafted in a try: enough to see whether the draft is any good
 _TRY_K = 3
-#: Whole phases that generate fewer tokens per second than plain ones did, by this factor and so often in a row, are suspect.
-_BRAKE_BELOW, _BRAKE_AFTER = 0.97, 2
-#: predicted speed-up from which a run may go on without ever having seen a plain phase
-_SURE = 1.3
-#: Phases without drafts after that; doubled each time it happens again.
-_BRAKE_PHASES = 8
-#: What the newest plain phase weighs in the plain tokens per second.
-_NEWEST = 0.5
+#: what a draft must do in a try to be kept to the rollout's end, times what would be enough otherwise
+_TRY_MARGIN = 1.1
+#: a draft that rests although it is predicted to pay is released when that prediction has risen by this factor
+_RISEN = 1.1
+#: measured speed-up from which drafts have proven themselves
+_PROVEN = 1.05
 #: tokens of a verification step below which a draft is dropped in a try while the timings contradict each other
 _BREAK_EVEN_UNKNOWN = 1.5
 #: chance of each token of a draft that has learnt for a step or two, and steps within which its head start must pay back
@@ -56,95 +50,30 @@ _HOPED_CHANCE, _PAYS_BACK_WITHIN = 0.7, 3
 _SAMPLER_ROOM = 2 << 30
 
 
-class Brake:
-    """The check that does not rely on the cost model: tokens per second of whole phases, with drafts and without.
-
-    The last plain phase may be long ago, and its responses shorter or its batches fuller. So phases with drafts that are
-    slower than it was raise a suspicion only; the next phase is plain and decides.
-    """
-
-    def __init__(self) -> None:
-        self._plain: float | None = None  # tokens per second
-        self._slower: list[float] = []  # the same of the suspect phases
-        self._pause = _BRAKE_PHASES
-        self.left = 0  # phases without drafts still to come
-
-    @property
-    def on(self) -> bool:
-        """True while the brake, or the comparison before it, keeps every batch size at k = 0."""
-        return self.left > 0 or self._suspicious
-
-    @property
-    def reason(self) -> Reason:
-        """Why ``on``: slower whole rollouts, or one plain rollout to compare with; meaningless while it is off."""
-        return Reason.ROLLOUTS_SLOWER if self.left > 0 else Reason.COMPARISON
-
-    @property
-    def compares(self) -> bool:
-        """True once a plain phase was timed, which phases with drafts are compared with."""
-        return self._plain is not None
-
-    @property
-    def _suspicious(self) -> bool:
-        return len(self._slower) >= _BRAKE_AFTER
-
-    def rolled_out(self, rate: float, drafted: bool) -> bool:
-        """Count a phase.
-
-        Args:
-            rate: tokens per second, of the whole phase.
-            drafted: did the engines draft in it.
-
-        Returns:
-            True if this phase pulls the brake.
-        """
-        if self.left > 0:
-            self.left -= 1
-        if not (math.isfinite(rate) and rate > 0):
-            return False
-        if drafted:
-            slower = self._plain is not None and rate < _BRAKE_BELOW * self._plain
-            self._slower = [*self._slower, rate] if slower else []
-            return False
-        if not self._suspicious:
-            self._plain = rate if self._plain is None else _NEWEST * rate + (1 - _NEWEST) * self._plain
-            return False
-        guilty = statistics.fmean(self._slower) < _BRAKE_BELOW * rate
-        self._plain, self._slower = rate, []
-        if guilty:
-            self.left, self._pause = self._pause, 2 * self._pause
-        return guilty
-
-
 class BreakEvenController:
     """Chooses k for each batch size before each rollout phase; as a batch drains, the engine moves through the table.
 
-    While speculation is on, the acceptance is the engine's own. While it is off, it is what draft training predicts,
-    corrected by how far prediction and engine were apart when last compared, and now and then it is tried to compare them
-    again. A draft that does not pay is dropped within the phase, see ``spec_plugin.engine.schedule.cutoff``.
+    What steps cost and what is accepted choose k (``plan``); pairs of steps judge whether drafting pays at all (``judge``); when
+    a draft is tried, served and rested says the table ``states.NEXT``. A draft that does not pay is dropped within the phase, see
+    ``spec_plugin.engine.schedule.cutoff``.
     """
 
     def __init__(self) -> None:
         self._config = SpecConfig.parse({})
         self._fixed = False
         self.cost = CostModel()
+        self.judge, self.states = Judge(), States()
+        self.acceptance_estimate = AcceptanceEstimate()
         self._calibration: tuple[StepTiming, ...] = ()
-        self.brake = Brake()
-        self._predicted: tuple[float, ...] = ()  # chance of each position; empty: no prediction
-        self._served_prediction: tuple[float, ...] = ()
-        #: chance of each position, in the last phase that drafted enough; until something newer is known of the draft
-        self._measured: tuple[float, ...] | None = None
-        self._deepest: tuple[float, ...] = ()  # the same, beyond that one's largest k from phases before it
-        self._tried = False
-        self._correction = 1.0
-        self._warned = False
-        self._undrafted = 0  # phases in a row
-        self._load: dict[int, float] = {}
+        self._load: dict[int, float] = {}  # tokens that a rollout generates at each batch size
         self._plan = plan.no_drafts(0, Reason.NO_DRAFT_YET)
-        self._realised: float | None = None
+        self._promised = 1.0  # speed-up that was predicted when the judge convicted
         self._dropped = False  # was the draft, within the last phase
+        self._stateful = False  # k changes between rollouts only
+        self._before: RolloutStats | None = None  # the last rollout's
+        self._served = 0  # rollouts in a row with drafts
         self._newborn: bool | None = None  # not known before the first refresh
-        self._plain_seconds = 0.0  # of the last phase without drafts
+        self._plain_seconds = 0.0  # of the last phase without drafts, or as good as without
         self._granted = self._head_start = 0.0  # seconds of head start, in all and for the last slice
 
     @hookimpl
@@ -153,6 +82,7 @@ class BreakEvenController:
         self._config, self._target, self._method = config, target, method
         self.cost = CostModel(Experts.of(target.hf_config))
         self._plan = plan.no_drafts(target.max_num_seqs, Reason.NO_DRAFT_YET)
+        self._stateful = keeps_states(target.hf_config)
         self._fixed = config.serve == "always" or (config.serve == "auto" and config.controller == "fixed")
         if config.serve == "auto" and not self._fixed and config.break_even is None and not config.self_test:
             raise SpecConfigError(
@@ -165,6 +95,7 @@ class BreakEvenController:
         """Take over what was measured on the running engine."""
         self._calibration = report.steps
         self.cost.observe(report.steps, calibration=True)
+        self.judge = Judge(report.steps)
         if not self._load:  # nothing is known of the rollouts yet: they are as likely at each size that was measured
             self._load = {t.batch: float(t.batch) for t in report.steps}
 
@@ -179,72 +110,55 @@ class BreakEvenController:
 
     @hookimpl
     def spec_refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
-        """Take over what training predicts for an installed draft, and forget what a useless one before it showed."""
+        """Take over what training predicts for an installed draft."""
         if self._newborn is None:
             self._newborn = refresh.draft_version == 0  # a resumed one is not
-        if not report.installed:
-            return
-        self._predicted = refresh.expected_chances
-        if self._predicted and (self._undrafted or (self._measured is not None and self._useless(self._measured))):
-            self._measured = None  # of a draft before this one
+        if report.installed:
+            self.acceptance_estimate.predicted(refresh.expected_chances)
 
     @hookimpl
     def spec_rollout_end(self, stats: RolloutStats) -> None:
         """Learn what steps cost, what is accepted, and whether it paid."""
-        self.cost.observe(stats.steps)
         drafted = stats.drafts > 0
-        self._undrafted = 0 if drafted else self._undrafted + 1
-        if not drafted:
+        self.cost.observe(self.cost.at_usual_speed(stats.steps))
+        self.acceptance_estimate.rolled_out(stats)
+        curve = self.acceptance_curve or (0.0,)
+        self._hear(stats, lambda k: tokens_per_step(curve, k))
+        if not drafted or self.acceptance_estimate.knows_nothing:
             self._plain_seconds = stats.seconds
-            if stats.shadow_rounds >= _MIN_DRAFTS:  # the engine itself has seen what drafting would have done
-                self._predicted = conditional_acceptance(stats.shadow_per_pos, stats.shadow_rounds)
-                self._measured = None
-        self._tried = self._tried or drafted  # too few drafts to measure are still some that the cut-off let pass
-        if drafted and stats.forwards >= _MIN_DRAFTS:
-            self._measured = _acceptance_of(stats)
-            self._deepest = (*self._measured, *self._deepest[len(self._measured) :])
-            self._compare(stats)
-            if self._useless(self._measured):
-                self._plain_seconds = stats.seconds  # of a phase as good as plain
         self._dropped = drafted and any(s.paused for s in stats.steps)
         if self._dropped:
-            length, version = stats.tokens_per_forward, stats.policy_version
             logger.info(
                 "spec-plugin: policy version %d: dropped the draft within the rollout, at %.2f tokens per forward",
-                version,
-                length,
+                stats.policy_version,
+                stats.tokens_per_forward,
             )
-            self._plan = plan.no_drafts(self._target.max_num_seqs)  # to be served again it must clear the margin
-        curve = self.acceptance_curve or (0.0,)
         self._load = plan.load_of(stats.steps, curve) or self._load
-        if self.cost.problem is None:
-            self._realised = plan.realised_speedup(self.cost, stats.steps, curve) if drafted else None
-        if self.brake.rolled_out(stats.tokens / max(stats.seconds, 1e-9), drafted) and not self._fixed:
-            logger.warning(
-                "spec-plugin: whole rollouts were slower with drafts than without, whatever the cost model says: no drafts "
-                "for the next %d rollouts",
-                self.brake.left,
-            )
+        self._judged(drafted, curve)
+        if self._dropped:
+            self._plan = plan.no_drafts(self._target.max_num_seqs)
 
-    def _compare(self, stats: RolloutStats) -> None:
-        """Prediction and engine, where enough was drafted, as far as both have looked."""
-        if self._measured is None:
-            return
-        width = min(len(self._served_prediction), len(self._measured))
-        predicted, found = tokens_per_step(self._served_prediction, width), tokens_per_step(self._measured, width)
-        if predicted <= 1.2:
-            return
-        ratio = (found - 1.0) / (predicted - 1.0)
-        # the correction falls at once and rises by halves: a draft that training overrates is tried once
-        self._correction = max(0.0, min(1.0, ratio, 0.5 * self._correction + 0.5 * ratio))
-        if ratio < _MISALIGNED and not self._warned:
-            self._warned = True
+    def _hear(self, stats: RolloutStats, tokens: Callable[[int], float]) -> None:
+        self.judge.hear(stats, tokens, anew=self._plan.reason is Reason.A_TRY)
+        before, self._before = self._before, stats
+        if self._stateful and before is not None and (before.drafts > 0) != (stats.drafts > 0):
+            plain, drafted = (before, stats) if stats.drafts else (stats, before)
+            self.judge.hear_both(plain, drafted, tokens)
+        self._served = self._served + 1 if stats.drafts else 0
+
+    def _judged(self, drafted: bool, curve: Sequence[float]) -> None:
+        slower = drafted and self.judge.slower and not self._fixed
+        if slower:
+            self.judge.acquit()
+            self._promised = self._plan.speedup
             logger.warning(
-                "spec-plugin: the engine's acceptance length is %.2f where draft training predicted %.2f; if this stays, "
-                "trainer and engine run the draft differently (auxiliary layers, norms or positions)",
-                found,
-                predicted,
+                "spec-plugin: steps with drafts gave %.2f times the tokens per second of plain steps beside them: the draft "
+                "rests for some rollouts, and is then tried again",
+                self.judge.speedup(curve),
             )
+        elif drafted and (self.judge.speedup(curve) or 0.0) > _PROVEN:
+            self.states.proven()
+        self.states.rolled_out(drafted, slower, self._dropped)
 
     @property
     def acceptance(self) -> float | None:
@@ -254,18 +168,8 @@ class BreakEvenController:
 
     @property
     def acceptance_curve(self) -> tuple[float, ...] | None:
-        """The same by position: the chance that each is accepted, given those before it; beyond its end the last one holds.
-
-        Beyond the largest k of the last phase, what training predicts or an earlier phase has shown; else the engine finds
-        out. Beyond what training unrolls nothing is promised before it was drafted.
-        """
-        if self._measured is not None:
-            deeper = self._predicted if len(self._predicted) > len(self._measured) else self._deepest
-            return (*self._measured, *deeper[len(self._measured) :])
-        if not self._predicted:
-            return None
-        first, *more = self._predicted  # the whole gain is in proportion to the first chance
-        return (first * self._correction, *more, 0.0)
+        """See ``AcceptanceEstimate.curve``."""
+        return self.acceptance_estimate.curve
 
     @hookimpl
     def spec_schedule(self, policy_version: int) -> Schedule:
@@ -282,8 +186,14 @@ class BreakEvenController:
             said = plan.describe(chosen.table) + (known + gain if known else "")
             logger.info("spec-plugin: policy version %d: %s", policy_version, said)
         self._plan = chosen
-        self._served_prediction = self._predicted if chosen.speculates else ()
-        return Schedule(chosen.table, self._break_even(chosen.table))
+        self.acceptance_estimate.serving(chosen.speculates)
+        return Schedule(chosen.table, self._break_even(chosen.table), plain_share=self._plain_share(chosen))
+
+    def _plain_share(self, chosen: Plan) -> float:
+        if self._fixed or not chosen.speculates or self._config.break_even is not None:
+            return 0.0
+        measured = self.judge.speedup(self.acceptance_curve or (0.0,))
+        return self.judge.plain_share(chosen.speedup if measured is None else measured)
 
     def _break_even(self, table: Sequence[int]) -> tuple[float, ...]:
         if self._fixed or not any(table):
@@ -292,37 +202,57 @@ class BreakEvenController:
             return (self._config.break_even,) * len(table)
         if self.cost.problem is not None:
             return (_BREAK_EVEN_UNKNOWN,) * len(table)
-        return plan.break_even_of(self.cost, table)
+        margin = _TRY_MARGIN if self._plan.reason is Reason.A_TRY else 1.0
+        return tuple(margin * tokens for tokens in plan.break_even_of(self._corrected, table))
+
+    @property
+    def _corrected(self) -> Corrected:
+        return Corrected(self.cost, self.judge.bias(self.cost))
 
     def _choose(self) -> Plan:
         config, size = self._config, self._target.max_num_seqs
         if self._fixed:
             return plan.fixed(config.k, size, Reason.ASKED_FOR)
-        if config.serve == "never" or self.brake.on:
-            return plan.no_drafts(size, Reason.SERVE_NEVER if config.serve == "never" else self.brake.reason)
-        acceptance, curve = self.acceptance, self.acceptance_curve
-        if config.break_even is None and self.cost.problem is not None:
-            # what a try shows may solve it; without one nothing new would ever be timed
-            tried = acceptance is not None and self._undrafted >= _TRY_EVERY
-            unknown = Reason.NO_DRAFT_YET if acceptance is None else Reason.COST_UNKNOWN
-            return self._try() if tried else plan.no_drafts(size, unknown)
-        if acceptance is None or curve is None:
-            # A draft that knows something is tried out for one phase; a new one waits for its first training.
-            due = self._method.ready and (not self._tried or self._undrafted >= _TRY_EVERY)
-            return self._try() if due else plan.no_drafts(size, Reason.NO_DRAFT_YET)
-        if config.break_even is not None:
-            return plan.threshold(config.k, acceptance, {size: config.break_even}, self._plan.speculates, size)
-        # what training has only promised is put to the test with few tokens a step: the policy moves, the replay does not
-        chosen = plan.best(
-            self.cost, curve, self._load, self._plan.table, self._ks(config.k if self._tried else self._try_k)
-        )
-        if self._method.ready and self._tried and not self.brake.compares and chosen.speedup < _SURE:
-            # one plain phase: whoever drafts from the first one on leaves nothing to compare with
+        if config.serve == "never":
+            return plan.no_drafts(size, Reason.SERVE_NEVER)
+        best = self._best()
+        if best.speedup > _RISEN * self._promised:
+            self.states.release()
+        # a draft that knows something is tried at once, a new one when it has learnt something
+        due = self.states.due if self.states.tried or not self._method.ready else True
+        due = due and (self._method.ready or self.acceptance is not None)
+        seen = self.judge.pays(self.acceptance_curve or (0.0,), self.states.serves)
+        pays = best.speculates if seen is None or config.break_even is not None else seen and best.speculates
+        state = self.states.before(pays, due, best.reason if not best.speculates else Reason.PAIRS_SLOWER)
+        if state is Speculation.RESTING or state is Speculation.UNTRIED:
+            return plan.no_drafts(size, self.states.why)
+        if self._stateful and config.break_even is None and self._served >= self.judge.plain_every(best.speedup):
             return plan.no_drafts(size, Reason.COMPARISON)
-        return self._try() if not chosen.speculates and self._undrafted >= _TRY_EVERY else chosen
+        return best if pays else self._try()
 
     def _try(self) -> Plan:
-        return plan.fixed(self._try_k, self._target.max_num_seqs, Reason.A_TRY)
+        """Few tokens a step, and no more than would lose least by what is known of the draft."""
+        size, curve = self._target.max_num_seqs, self.acceptance_curve
+        table = plan.fixed(self._try_k, size, Reason.A_TRY).table
+        if curve is not None and self.cost.problem is None:
+            ks = [k for k in self._ks(self._try_k) if k]
+            table = plan.fastest(self._corrected, curve, size, ks)
+        return Plan(table, 1.0, Reason.A_TRY)
+
+    def _best(self) -> Plan:
+        """What is predicted to be fastest, plain decoding or drafts; without a cost model, or a draft, plain decoding."""
+        config, size, curve = self._config, self._target.max_num_seqs, self.acceptance_curve
+        if curve is None:
+            return plan.no_drafts(size, Reason.NO_DRAFT_YET)
+        if config.break_even is not None:
+            length = tokens_per_step(curve, config.k)
+            return plan.threshold(config.k, length, {size: config.break_even}, self.states.serves, size)
+        if self.cost.problem is not None:
+            return plan.no_drafts(size, Reason.COST_UNKNOWN)
+        current = self._plan.table if self.states.serves else (0,) * (size + 1)
+        # what training has only promised is put to the test with few tokens a step: the policy moves, the replay does not
+        ks = self._ks(config.k if self.states.tried else self._try_k)
+        return plan.best(self._corrected, curve, self._load, current, ks)
 
     @property
     def _try_k(self) -> int:
@@ -362,12 +292,8 @@ class BreakEvenController:
     def _knows_nothing(self) -> bool:
         """Is the draft untrained and was never tried, or was it given, tried, and found to know nothing."""
         if self._method.newborn:
-            return not self._tried and self._plain_seconds > 0.0
-        return bool(self._deepest) and self._useless(self._deepest) and self._plain_seconds > 0.0
-
-    @staticmethod
-    def _useless(chances: Sequence[float]) -> bool:
-        return tokens_per_step(chances, len(chances)) < KNOWS_NOTHING
+            return not self.states.tried and self._plain_seconds > 0.0
+        return self.acceptance_estimate.knows_nothing and self._plain_seconds > 0.0
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
@@ -385,26 +311,7 @@ class BreakEvenController:
             out.update({f"spec/break_even_b{b}": self.cost.break_even(b, self._config.k) for b in sizes_shown(size)})
         if self._plan.speculates and trusted:
             out["spec/speedup_predicted"] = self._plan.speedup
-        if self._realised is not None:
-            out["spec/speedup_realised"] = self._realised
+        realised = self.judge.speedup(self.acceptance_curve or (0.0,))
+        if self._plan.speculates and realised is not None:
+            out["spec/speedup_realised"] = realised
         return out
-
-
-def _acceptance_of(stats: RolloutStats) -> tuple[float, ...]:
-    """Chance of each position. Steps with a smaller k never drafted the later ones: the step log says how many did."""
-    if not stats.accepted_per_pos:  # an engine that counts no positions
-        assert stats.acceptance_length is not None
-        k = max(1, round(stats.draft_tokens / stats.drafts))
-        return (constant_acceptance(stats.acceptance_length, k),) * k
-    raw = conditional_acceptance(stats.accepted_per_pos, stats.forwards)
-    width = len(stats.accepted_per_pos)
-    drafted = [float(sum(s.batch * s.steps for s in stats.steps if s.k > i)) for i in range(width)]
-    if not drafted or drafted[0] <= 0:
-        return raw
-    out = []
-    for i, chance in enumerate(raw):
-        share = 1.0 if i == 0 else drafted[i] / drafted[i - 1] if drafted[i - 1] else 0.0
-        if share <= 0.0:
-            break  # never drafted: nothing is known, the last known chance is as good a guess as any
-        out.append(min(1.0, chance / share))
-    return tuple(out)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ from spec_plugin.events import StepTiming
 #: a measured cell counts against the fitted surface like this many steps
 _PRIOR_STEPS = 8
 #: what earlier phases measured is forgotten when newer ones make so many steps, and are so many
-_MEMORY_STEPS, _MEMORY_PHASES = 64, 5
+_MEMORY_STEPS, _MEMORY_PHASES = 64, 8
 _HUBER = 0.05  # relative residual from which an observation loses weight
 _SMOOTH = 1e-3  # weight of "neighbouring segments have the same slope", where nothing was measured between them
 _SMOOTH_OF_EXPERTS = 1.0  # the same where the bend has a form: else noise would be taken for one
@@ -133,11 +133,34 @@ class CostModel:
                 self._contexts[t.batch] = _NEWEST * t.context + (1 - _NEWEST) * known
         if self._cells != before:
             self._fit = None
-        if calibration:
-            self._forget_contradictions()
+        self._forget_contradictions()
+
+    def at_usual_speed(self, timings: Sequence[StepTiming]) -> tuple[StepTiming, ...]:
+        """Steps of one rollout as they would have been, had the machine been as fast as it usually is.
+
+        A shared machine is faster or slower from one rollout to the next, and plain steps and drafted ones come from different
+        rollouts. So only what a rollout says of some kinds of steps *against others* is news; the very first one's is taken as
+        it is, since contexts are longer there than in the calibration. Plain steps against drafted ones: ``judge``.
+        """
+        if not self._contexts or self.problem is not None:
+            return tuple(timings)
+        known = [
+            t
+            for t in timings
+            if t.batch >= 1 and t.k >= 0 and t.steps >= 1 and math.isfinite(t.seconds) and t.seconds > 0
+        ]
+        slow = sorted(
+            (t.seconds / self.seconds(t.batch, t.k, t.paused, t.context or None), t.seconds * t.steps) for t in known
+        )
+        half, passed, usual = sum(weight for _, weight in slow) / 2, 0.0, 1.0
+        for factor, weight in slow:
+            passed, usual = passed + weight, factor
+            if passed >= half:
+                break
+        return tuple(replace(t, seconds=t.seconds / usual) for t in timings)
 
     def _forget_contradictions(self) -> None:
-        """Leave out the batch sizes at which a calibration contradicts itself, as long as others are left to go by.
+        """Leave out the batch sizes at which the timings contradict themselves, as long as others are left to go by.
 
         Something else had the machine then. Where the rollouts do not come to such a size, nothing would ever set it right.
         """

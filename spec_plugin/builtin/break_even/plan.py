@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from spec_plugin.builtin.break_even.cost import CostModel, StepCost, tokens_per_step
+from spec_plugin.builtin.break_even.cost import StepCost, tokens_per_step
 from spec_plugin.events import StepTiming
 from spec_plugin.speculation import Reason
 
@@ -91,15 +91,26 @@ def best(
         current: the table in force, of length max_num_seqs + 1.
         ks: what can be drafted, 0 among it.
     """
-    size = len(current) - 1
-    serving = any(current)
-    table = [0]
-    for band in bands(size):
-        table += [_best_k(cost, acceptance, band, current[band[-1]], ks, serving)] * len(band)
+    size, serving = len(current) - 1, any(current)
+    table = fastest(cost, acceptance, size, ks, current)
     if not any(table):
         return no_drafts(size)
     speedup = phase_speedup(cost, acceptance, load, table)
-    return Plan(tuple(table), speedup) if speedup > (1.0 if serving else MARGIN) else no_drafts(size)
+    return Plan(table, speedup) if speedup > (1.0 if serving else MARGIN) else no_drafts(size)
+
+
+def fastest(
+    cost: StepCost, acceptance: Sequence[float], size: int, ks: Sequence[int], current: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """For each batch size up to ``size`` the one of ``ks`` with the most tokens per second; a little more changes nothing.
+
+    The other arguments are those of ``best``; ``current`` may be empty.
+    """
+    table = [0]
+    for band in bands(size):
+        now = current[band[-1]] if current else 0
+        table += [_best_k(cost, acceptance, band, now, ks, any(current))] * len(band)
+    return tuple(table)
 
 
 def bands(size: int) -> list[range]:
@@ -130,13 +141,14 @@ def phase_speedup(
     return plain / drafting if drafting > 0 else 1.0
 
 
-def break_even_of(cost: CostModel, table: Sequence[int]) -> tuple[float, ...]:
+def break_even_of(cost: StepCost, table: Sequence[int]) -> tuple[float, ...]:
     """Tokens of a verification step from which drafting as the table says is faster than k = 0, by batch size.
 
     Against a step that keeps the draft's KV cache current, not a paused draft: where a batch of this size drafts for the sake
     of a later, smaller one, the phase as a whole has been compared by ``best``.
     """
-    return (1.0, *(cost.break_even(batch, table[batch], paused=False) for batch in range(1, len(table))))
+    drafted = (cost.seconds(batch, table[batch], paused=False) for batch in range(1, len(table)))
+    return (1.0, *(took / cost.seconds(batch, 0, paused=False) for batch, took in enumerate(drafted, 1)))
 
 
 def load_of(steps: Sequence[StepTiming], acceptance: Sequence[float]) -> dict[int, float]:
@@ -145,13 +157,6 @@ def load_of(steps: Sequence[StepTiming], acceptance: Sequence[float]) -> dict[in
     for s in steps:
         load[s.batch] = load.get(s.batch, 0.0) + s.batch * s.steps * tokens_per_step(acceptance, s.k)
     return load
-
-
-def realised_speedup(cost: CostModel, steps: Sequence[StepTiming], acceptance: Sequence[float]) -> float | None:
-    """Seconds that the phase's tokens would have taken plain / the seconds that its steps did take; None without steps."""
-    took = sum(s.seconds * s.steps for s in steps)
-    plain = sum(tokens / batch * cost.seconds(batch, 0) for batch, tokens in load_of(steps, acceptance).items())
-    return plain / took if took > 0 else None
 
 
 def describe(table: Sequence[int]) -> str:

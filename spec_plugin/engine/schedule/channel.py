@@ -14,7 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from spec_plugin.engine.schedule.scheduler import SCHEDULER
 from spec_plugin.errors import PatchError
-from spec_plugin.events import EngineSchedule, Schedule, StepTiming
+from spec_plugin.events import EngineSchedule, Schedule, StepPair, StepTiming
 
 
 async def take_steps(engine: AsyncLLM) -> tuple[StepTiming, ...]:
@@ -22,13 +22,20 @@ async def take_steps(engine: AsyncLLM) -> tuple[StepTiming, ...]:
     return tuple(StepTiming(*row) for row in await _call(engine, "spec_take_steps"))
 
 
-async def set_schedule(engine: AsyncLLM, table: Sequence[int], break_even: Sequence[float] = ()) -> dict[str, Any]:
+async def take_pairs(engine: AsyncLLM) -> tuple[StepPair, ...]:
+    """Plain steps timed beside drafted ones, since the last call."""
+    return tuple(StepPair(*row) for row in await _call(engine, "spec_take_pairs"))
+
+
+async def set_schedule(
+    engine: AsyncLLM, table: Sequence[int], break_even: Sequence[float] = (), plain_share: float = 0.0
+) -> dict[str, Any]:
     """Install a table in the running engine, see ``spec_set_schedule``; what is then in force.
 
     Raises:
         ValueError: if the engine refuses the table; the old one stays in force.
     """
-    state: dict[str, Any] = await _call(engine, "spec_set_schedule", list(table), list(break_even))
+    state: dict[str, Any] = await _call(engine, "spec_set_schedule", list(table), list(break_even), plain_share)
     return state
 
 
@@ -49,7 +56,7 @@ async def put_in_force(engine: AsyncLLM, schedule: Schedule) -> EngineSchedule:
     table, paused = schedule.table, False
     if any(table):
         await pause_idle_draft(engine, table)
-    state = await set_schedule(engine, table, schedule.break_even)
+    state = await set_schedule(engine, table, schedule.break_even, schedule.plain_share)
     if not any(table):
         paused = await pause_idle_draft(engine, table)
     return EngineSchedule(replace(schedule, table=tuple(state["table"])), paused)

@@ -4,6 +4,7 @@
 part                   what it does
 =====================  =============================================================================================
 ``spec_steps``         times decoding steps (``steps``)
+``spec_pairs``         leaves drafts out for a few steps, to time them beside drafted ones (``pairs``)
 ``spec_cutoff``        drops a draft that does not pay (``cutoff``)
 ``spec_preemption``    preempts requests whose recurrent states would be wrong (``preemption``); None: no such target
 plain requests         have no drafts, and others no more than the table says (functions in ``plain``)
@@ -19,6 +20,7 @@ from typing import Any
 
 from spec_plugin.engine.additional import own_settings
 from spec_plugin.engine.schedule.cutoff import DraftCutoff, undrafted_beside_drafts
+from spec_plugin.engine.schedule.pairs import PairedSteps
 from spec_plugin.engine.schedule.pause import pause_in_workers
 from spec_plugin.engine.schedule.plain import clear_plain, keep_to_table
 from spec_plugin.engine.schedule.preemption import PreemptWhereDraftsEnd
@@ -42,6 +44,7 @@ class SpecSchedulerMixin:
             sizes = self.vllm_config.scheduler_config.max_num_seqs + 1
             self.dynamic_sd_lookup = [self.num_spec_tokens] * sizes
         self.spec_steps = StepLog(bool(settings.get("ragged")))
+        self.spec_pairs = PairedSteps(bool(settings.get("ragged")))
         self.spec_cutoff = DraftCutoff([], ())  # until a table is set: never
         self.spec_preemption = PreemptWhereDraftsEnd() if self.vllm_config.model_config.is_hybrid else None
         #: did all workers pause their draft when last asked
@@ -55,13 +58,25 @@ class SpecSchedulerMixin:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own; before it requests may be preempted, and the step before it is over."""
         now = time.perf_counter()
+        self.spec_pairs.note(self.spec_steps.end(now))
         if self.spec_preemption is not None:
             self.spec_preemption.preempt(self)
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        table = self.dynamic_sd_lookup
+        self.dynamic_sd_lookup = lookup = self._spec_lookup
+        try:
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.dynamic_sd_lookup = table
         if self.spec_preemption is not None:
             self.spec_preemption.note(self.requests, output)
-        self.spec_steps.begin(output, self.dynamic_sd_lookup or (), now, self.spec_paused)
+        self.spec_steps.begin(output, lookup or (), now, self.spec_paused)
         return output
+
+    @property
+    def _spec_lookup(self) -> list[int] | None:
+        """The table as the step under way has it: without drafts in a stretch that is timed plainly."""
+        table = self.dynamic_sd_lookup
+        return [0] * len(table) if table is not None and self.spec_pairs.plain else table
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """vLLM's own, which under asynchronous scheduling hands out placeholders for drafts."""
@@ -72,7 +87,7 @@ class SpecSchedulerMixin:
         """vLLM's own, which under synchronous scheduling hands out the drafts themselves."""
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
         clear_plain(self.requests, draft_token_ids.req_ids)
-        keep_to_table(self.requests, draft_token_ids.req_ids, self.dynamic_sd_lookup)
+        keep_to_table(self.requests, draft_token_ids.req_ids, self._spec_lookup)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's own; afterwards the draft may be dropped, and the engine may wait if nothing is left to run."""
@@ -81,7 +96,7 @@ class SpecSchedulerMixin:
         if self.spec_steps.ragged:
             for _ in range(undrafted_beside_drafts(scheduler_output)):
                 self.spec_cutoff.emitted(self._spec_batch, 1)
-        if self.spec_cutoff.due and self.spec_cutoff.drop():
+        if self.spec_cutoff.due and not self.spec_pairs.pending and self.spec_cutoff.drop():
             self.spec_paused = pause_in_workers(self.spec_executor, True)
         if not self.has_unfinished_requests():
             self.spec_steps.interrupt()

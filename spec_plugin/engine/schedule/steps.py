@@ -10,13 +10,23 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from spec_plugin.events import StepTiming
 
 _KEPT = 64  # latest steps of one kind; the median is theirs
 
 Kind = tuple[int, int, bool]  # requests, k, was the draft paused
+
+
+class Timed(NamedTuple):
+    """One step that is over."""
+
+    batch: int
+    k: int
+    paused: bool
+    seconds: float
+    context: float
 
 
 class StepLog:
@@ -31,8 +41,22 @@ class StepLog:
         self._open: tuple[float, Kind, float] | None = None
         self.ragged = ragged
 
+    def end(self, now: float) -> Timed | None:
+        """The step that is open is over; it, if it is of a kind that is noted.
+
+        Args:
+            now: ``time.perf_counter()`` when the next call of ``schedule`` began.
+        """
+        if self._open is None:
+            return None
+        begun, kind, context = self._open
+        self._open = None
+        self._timed[kind].append((now - begun, context))
+        self._steps[kind] += 1
+        return Timed(*kind, now - begun, context)
+
     def begin(self, output: Any, table: Sequence[int], now: float, paused: bool = True) -> None:
-        """A step begins: the one before it is complete.
+        """A step begins, and the one before it is over.
 
         Args:
             output: vLLM's ``SchedulerOutput``.
@@ -40,10 +64,7 @@ class StepLog:
             now: ``time.perf_counter()`` when ``schedule`` was called.
             paused: is the draft's forward pass left out where no batch size drafts.
         """
-        if self._open is not None:
-            begun, kind, context = self._open
-            self._timed[kind].append((now - begun, context))
-            self._steps[kind] += 1
+        self.end(now)
         kind_now = kind_of(output, table, paused, self.ragged)
         self._open = None if kind_now is None else (now, kind_now, context_of(output))
 

@@ -30,13 +30,16 @@ def spec_schedule_state(core: EngineCore) -> dict[str, Any]:
     return {"table": None if lookup is None else list(lookup), "k_max": scheduler.num_spec_tokens}
 
 
-def spec_set_schedule(core: EngineCore, table: list[int], break_even: Sequence[float] = ()) -> dict[str, Any]:
+def spec_set_schedule(
+    core: EngineCore, table: list[int], break_even: Sequence[float] = (), plain_share: float = 0.0
+) -> dict[str, Any]:
     """(EngineCore utility) Install a table between two steps of the engine; a bad one raises and changes nothing.
 
     Args:
         core: of this process.
         table: k for batch sizes 0..max_num_seqs.
         break_even: for the ``DraftCutoff`` of what is rolled out from now on, as long as the table; empty: none.
+        plain_share: for the ``PairedSteps``, see ``Schedule``.
 
     Raises:
         ValueError: if the table does not fit this engine, or the engine has no dynamic schedule.
@@ -54,6 +57,7 @@ def spec_set_schedule(core: EngineCore, table: list[int], break_even: Sequence[f
         )
     lookup[:] = check_table(table, len(lookup), scheduler.num_spec_tokens)
     scheduler.spec_cutoff, scheduler.spec_executor = DraftCutoff(lookup, break_even), core.model_executor
+    scheduler.spec_pairs.follow(plain_share)
     return spec_schedule_state(core)
 
 
@@ -83,6 +87,12 @@ def spec_take_steps(core: EngineCore) -> list[list[Any]]:
     """(EngineCore utility) The step log since the last call, as plain lists in the order of ``StepTiming``'s fields."""
     scheduler: Any = core.scheduler
     return [[t.batch, t.k, t.paused, t.seconds, t.steps, t.context] for t in scheduler.spec_steps.take()]
+
+
+def spec_take_pairs(core: EngineCore) -> list[list[Any]]:
+    """(EngineCore utility) Pairs of steps since the last call, as plain lists in the order of ``StepPair``'s fields."""
+    scheduler: Any = core.scheduler
+    return [[p.batch, p.k, p.drafted_seconds, p.plain_seconds, p.context] for p in scheduler.spec_pairs.take()]
 
 
 def spec_in_flight(core: EngineCore) -> list[list[int]]:
@@ -136,6 +146,7 @@ UTILITIES = (
     spec_set_schedule,
     spec_schedule_state,
     spec_take_steps,
+    spec_take_pairs,
     spec_pause,
     spec_in_flight,
     spec_stand_aside,

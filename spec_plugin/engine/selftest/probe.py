@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from spec_plugin.engine.schedule.channel import put_in_force
+from spec_plugin.engine.schedule.channel import pause_idle_draft, put_in_force
 from spec_plugin.engine.schedule.plain import PLAIN
 from spec_plugin.engine.selftest.verdicts import Sampled
 from spec_plugin.events import Schedule
@@ -115,8 +115,8 @@ async def calibrate(
     """Have the engine decode at several batch sizes with so many drafted tokens: its step log tells what that takes.
 
     The kinds take turns, and so do the batch sizes, so that a busy moment of the machine meets all of them. With 0 the draft
-    is paused, as it is when no batch size speculates. Smallest and fullest batch first: between them a model can guess,
-    beyond them it cannot.
+    is paused, as it is when no batch size speculates, and once more with 0 it reads the text, as in the plain steps of a pair.
+    Smallest and fullest batch first: between them a model can guess, beyond them it cannot.
 
     Args:
         probe: the engine.
@@ -134,8 +134,12 @@ async def calibrate(
             begin = time.perf_counter()
             if begin + took.get(batch, latest) > deadline:
                 return
-            for width in ks:
+            for width, paused in [*((k, True) for k in ks), (0, False)]:
                 await put_in_force(probe.engine, Schedule((width,) * entries))
+                if (
+                    not paused
+                ):  # nothing is drafted, and the draft reads the text: as in stretches that are timed plainly
+                    await pause_idle_draft(probe.engine, (1,))
                 await gather_or_cancel([_run(probe, prompts[i % len(prompts)], params) for i in range(batch)])
             took[batch] = latest = time.perf_counter() - begin
 

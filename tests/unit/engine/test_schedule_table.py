@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from spec_plugin.engine.schedule import channel, utilities
+from spec_plugin.engine.schedule.pairs import PairedSteps
 from spec_plugin.engine.schedule.utilities import check_table, spec_pause, spec_set_schedule
 
 
@@ -39,14 +40,15 @@ def test_law_7_a_draft_is_paused_when_every_worker_has_left_it_out(asked, done, 
 
 
 def a_core(lookup: list[int] | None) -> Any:
-    scheduler = SimpleNamespace(dynamic_sd_lookup=lookup, num_spec_tokens=3)
+    scheduler = SimpleNamespace(dynamic_sd_lookup=lookup, num_spec_tokens=3, spec_pairs=PairedSteps())
     return SimpleNamespace(scheduler=scheduler, model_executor="the executor")
 
 
 def test_a_table_is_written_into_the_one_that_vllm_reads_and_the_cut_off_writes_there_too():
     lookup = [3, 3, 3, 3]
     core = a_core(lookup)
-    assert spec_set_schedule(core, [0, 2, 1, 0], [1.0, 9.0, 9.0, 9.0])["table"] == [0, 2, 1, 0] == lookup
+    assert spec_set_schedule(core, [0, 2, 1, 0], [1.0, 9.0, 9.0, 9.0], 0.25)["table"] == [0, 2, 1, 0] == lookup
+    assert core.scheduler.spec_pairs.share == 0.25
     cutoff = core.scheduler.spec_cutoff
     while not cutoff.due:
         cutoff.emitted(2, 1)
@@ -77,4 +79,4 @@ def test_what_the_channel_calls_is_what_is_put_on_engine_core_and_no_more(monkey
     monkeypatch.setattr(utilities, "EngineCore", Core)
     utilities.add_utilities()
     called = set(re.findall(r'_call\(engine, "(\w+)"', inspect.getsource(channel)))
-    assert set(vars(Core)) - before == called and len(called) == 6
+    assert set(vars(Core)) - before == called and len(called) == 7

@@ -217,3 +217,32 @@ def test_the_table_holds_where_the_engine_drafts_more_than_it_says():
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_only_a_target_with_states_has_requests_preempted(hybrid):
     assert (Scheduler(hybrid=hybrid).spec_preemption is not None) == hybrid
+
+
+def test_in_a_stretch_that_is_timed_plainly_no_draft_is_asked_for_and_the_table_is_what_it_was():
+    seen: list[Any] = []
+
+    class Reading(Vllms):
+        def schedule(self, throttle: bool = False) -> Any:
+            seen.append(self.dynamic_sd_lookup)
+            return self.next
+
+    class Whole(SpecSchedulerMixin, Reading):
+        pass
+
+    scheduler = Whole()
+    table = scheduler.dynamic_sd_lookup
+    requests = waiting(scheduler)
+    scheduler.next = output(3)
+    scheduler.spec_pairs.follow(0.1)
+    while not scheduler.spec_pairs.plain:
+        scheduler.schedule()
+    asked = seen[-1]
+    assert asked == [0] * 9 and scheduler.dynamic_sd_lookup is table == [0] + [K] * 8
+    scheduler.update_draft_token_ids(SimpleNamespace(req_ids=list("abc")))
+    assert not any(request.spec_token_ids for request in requests.values()), "the V2 runner drafts all the same"
+    scheduler.next = output(0, undrafted=3)
+    while scheduler.spec_pairs.plain:
+        scheduler.schedule()
+    scheduler.schedule()
+    assert seen[-1] is table

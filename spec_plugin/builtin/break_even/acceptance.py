@@ -1,0 +1,122 @@
+"""What is known of a draft's acceptance: by the engine where it drafted, by training's prediction where it did not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from spec_plugin.builtin.break_even.cost import conditional_acceptance, constant_acceptance, tokens_per_step
+from spec_plugin.events import RolloutStats
+from spec_plugin.method import KNOWS_NOTHING
+
+logger = logging.getLogger(__name__)
+
+#: Verification steps below which a rollout says nothing about acceptance.
+MIN_DRAFTS = 64
+#: Engine and training disagree about acceptance beyond this ratio of the gain only when they are misaligned.
+_MISALIGNED = 0.5
+#: tokens a step from which a prediction can be compared with the engine at all
+_COMPARABLE = 1.2
+
+
+class AcceptanceEstimate:
+    """Chance of each drafted position to be accepted, given those before it; never forgotten, but replaced by what is newer."""
+
+    def __init__(self) -> None:
+        self._predicted: tuple[
+            float, ...
+        ] = ()  # by training, or seen by the engine itself while k was 0; empty: nothing
+        self._served: tuple[float, ...] = ()  # the prediction under which the engine drafts
+        self._measured: tuple[float, ...] | None = None  # in the last rollout that drafted enough
+        self._deepest: tuple[float, ...] = ()  # the same, beyond that one's largest k from rollouts before it
+        self._correction = 1.0  # of predictions
+        self.age = 0  # rollouts since something was measured
+        self._warned = False
+
+    @property
+    def curve(self) -> tuple[float, ...] | None:
+        """By position; beyond its end the last one holds. None: nothing is known of the draft.
+
+        Beyond the largest k of the last rollout, what training predicts or an earlier rollout has shown; else the engine finds
+        out. Beyond what training unrolls nothing is promised before it was drafted.
+        """
+        if self._measured is not None:
+            deeper = self._predicted if len(self._predicted) > len(self._measured) else self._deepest
+            return (*self._measured, *deeper[len(self._measured) :])
+        if not self._predicted:
+            return None
+        first, *more = self._predicted  # the whole gain is in proportion to the first chance
+        return (first * self._correction, *more, 0.0)
+
+    @property
+    def knows_nothing(self) -> bool:
+        """Was the draft tried, and found to be as good as untrained."""
+        return bool(self._deepest) and useless(self._deepest)
+
+    def predicted(self, chances: Sequence[float]) -> None:
+        """Training says this of a draft that is now installed: it replaces what a draft before it has shown, if that rests."""
+        self._predicted = tuple(chances)
+        if self._predicted and self._measured is not None and (self.age or useless(self._measured)):
+            self._measured = None
+
+    def serving(self, drafts: bool) -> None:
+        """A rollout begins, with drafts or without."""
+        self._served = self._predicted if drafts else ()
+
+    def rolled_out(self, stats: RolloutStats) -> None:
+        """A rollout is over."""
+        drafted = stats.drafts > 0
+        if drafted and stats.forwards >= MIN_DRAFTS:
+            self.age = 0
+            self._measured = _acceptance_of(stats)
+            self._deepest = (*self._measured, *self._deepest[len(self._measured) :])
+            self._compare(self._measured)
+            return
+        self.age += not drafted
+        if (
+            not drafted and stats.shadow_rounds >= MIN_DRAFTS
+        ):  # the engine itself has seen what drafting would have done
+            self._predicted, self._measured = conditional_acceptance(stats.shadow_per_pos, stats.shadow_rounds), None
+
+    def _compare(self, measured: Sequence[float]) -> None:
+        """Prediction and engine, where enough was drafted, as far as both have looked."""
+        width = min(len(self._served), len(measured))
+        predicted, found = tokens_per_step(self._served, width), tokens_per_step(measured, width)
+        if predicted <= _COMPARABLE:
+            return
+        ratio = (found - 1.0) / (predicted - 1.0)
+        # the correction falls at once and rises by halves: a draft that training overrates is tried once
+        self._correction = max(0.0, min(1.0, ratio, 0.5 * self._correction + 0.5 * ratio))
+        if ratio < _MISALIGNED and not self._warned:
+            self._warned = True
+            logger.warning(
+                "spec-plugin: the engine's acceptance length is %.2f where draft training predicted %.2f; if this stays, "
+                "trainer and engine run the draft differently (auxiliary layers, norms or positions)",
+                found,
+                predicted,
+            )
+
+
+def useless(chances: Sequence[float]) -> bool:
+    """Is a draft with these chances as good as untrained."""
+    return tokens_per_step(chances, len(chances)) < KNOWS_NOTHING
+
+
+def _acceptance_of(stats: RolloutStats) -> tuple[float, ...]:
+    """Chance of each position. Steps with a smaller k never drafted the later ones: the step log says how many did."""
+    if not stats.accepted_per_pos:  # an engine that counts no positions
+        assert stats.acceptance_length is not None
+        k = max(1, round(stats.draft_tokens / stats.drafts))
+        return (constant_acceptance(stats.acceptance_length, k),) * k
+    raw = conditional_acceptance(stats.accepted_per_pos, stats.forwards)
+    width = len(stats.accepted_per_pos)
+    drafted = [float(sum(s.batch * s.steps for s in stats.steps if s.k > i)) for i in range(width)]
+    if not drafted or drafted[0] <= 0:
+        return raw
+    out = []
+    for i, chance in enumerate(raw):
+        share = 1.0 if i == 0 else drafted[i] / drafted[i - 1] if drafted[i - 1] else 0.0
+        if share <= 0.0:
+            break  # never drafted: nothing is known, the last known chance is as good a guess as any
+        out.append(min(1.0, chance / share))
+    return tuple(out)

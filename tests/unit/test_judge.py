@@ -1,0 +1,130 @@
+"""The judge: pairs of steps decide whether drafting pays, whatever the cost model says and whatever else runs on the machine."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from spec_plugin.builtin.break_even.cost import CostModel
+from spec_plugin.builtin.break_even.judge import PAIRS_TO_A_FALSE_ALARM, Judge
+from spec_plugin.events import RolloutStats, StepPair, StepTiming
+
+K = 3
+#: a paused draft saves a tenth of a plain step
+CALIBRATION = tuple(StepTiming(b, 0, paused, 0.9 if paused else 1.0, 16) for b in (1, 8) for paused in (True, False))
+
+
+def pairs(ratios: list[float], batch: int = 8) -> RolloutStats:
+    """A rollout in which plain steps took so many times as long as drafted ones."""
+    made = tuple(StepPair(batch, K, 1.0, ratio) for ratio in ratios)
+    return RolloutStats(1, 8, 1000, 1.0, 400, 1200, 400, steps=(StepTiming(batch, K, False, 1.0, 50),), pairs=made)
+
+
+def told(speedups: list[float], tokens: float = 2.0) -> Judge:
+    """A judge of drafts with these true speed-ups, in the order of the pairs."""
+    judge = Judge(CALIBRATION)
+    judge.hear(pairs([s / tokens / 0.9 for s in speedups]), lambda _: tokens, anew=False)
+    return judge
+
+
+def test_a_speed_up_is_that_of_a_plain_step_with_a_paused_draft():
+    assert told([1.5] * 3).speedup((1.0, 0.0)) == pytest.approx(1.5)
+    assert Judge(CALIBRATION).speedup((0.5,)) is None and Judge(CALIBRATION).pays((0.5,), True) is None
+
+
+def test_without_a_calibration_of_both_kinds_nothing_is_made_of_pairs():
+    judge = Judge(CALIBRATION[:1])
+    judge.hear(pairs([1.0] * 50), lambda _: 2.0, anew=False)
+    assert judge.speedup((0.5,)) is None and not judge.slower
+
+
+@pytest.mark.parametrize(
+    ("speedup", "serving", "resting"), [(0.8, False, False), (1.02, True, False), (1.3, True, True)]
+)
+def test_law_7_drafts_in_use_have_the_benefit_of_the_doubt_and_others_clear_a_margin(speedup, serving, resting):
+    judge = told([speedup * f for f in (0.98, 1.0, 1.02) * 4])
+    assert judge.pays((1.0, 0.0), serving=True) is serving
+    assert judge.pays((1.0, 0.0), serving=False) is resting
+
+
+def test_acceptance_that_has_changed_since_counts():
+    judge = told([1.3] * 8)
+    assert judge.pays((1.0, 0.0), True) and not judge.pays((0.1, 0.0), True)
+
+
+def test_law_7_what_is_slower_is_convicted_soon_and_a_second_time_only_by_new_evidence():
+    rng = random.Random(0)
+    judge, needed = Judge(CALIBRATION), 0
+    while not judge.slower:
+        judge.hear(pairs([0.8 / 1.8 * rng.lognormvariate(0.0, 0.2)]), lambda _: 2.0, anew=False)
+        needed += 1
+    assert 5 < needed < 40
+    judge.acquit()
+    assert not judge.slower
+
+
+def test_what_is_as_fast_is_convicted_no_sooner_than_stated_on_average():
+    rng, alarms, heard = random.Random(1), 0, 0
+    judge = Judge(CALIBRATION)
+    for _ in range(60 * PAIRS_TO_A_FALSE_ALARM):
+        judge.hear(pairs([1.0 / 1.8 * rng.lognormvariate(0.0, 0.5)]), lambda _: 2.0, anew=False)
+        heard += 1
+        if judge.slower:
+            alarms += 1
+            judge.acquit()
+    assert heard / max(1, alarms) >= PAIRS_TO_A_FALSE_ALARM
+
+
+def test_a_burst_on_the_machine_moves_nothing():
+    judge = told([1.4] * 20 + [0.05] * 2 + [30.0] * 2)
+    assert judge.speedup((1.0, 0.0)) == pytest.approx(1.4) and not judge.slower
+
+
+def test_time_in_which_the_draft_only_reads_counts_against_it():
+    judge = Judge(CALIBRATION)
+    heard = pairs([1.1 / 2.0 / 0.9] * 8)
+    reading = StepTiming(16, 0, False, 1.0, 50)  # as long as the drafted steps
+    judge.hear(RolloutStats(**{**vars(heard), "steps": (*heard.steps, reading)}), lambda _: 2.0, anew=False)
+    assert judge.speedup((1.0, 0.0)) == pytest.approx((1.1 + 0.9) / 2)
+
+
+def test_the_cost_model_is_put_right_as_far_as_it_is_no_chance():
+    cost = CostModel()
+    cost.observe(
+        [
+            StepTiming(b, k, p, 1.0 if k == 0 else 1.2, 50)
+            for b in (1, 8)
+            for k, p in ((0, True), (0, False), (K, False))
+        ]
+    )
+    judge = Judge(CALIBRATION)
+    assert judge.bias(cost) == 1.0
+    judge.hear(pairs([1.0 / 0.9 / 1.26]), lambda _: 2.0, anew=False)
+    assert judge.bias(cost) == 1.0, "one pair that is 5 % off"
+    for _ in range(20):
+        judge.hear(pairs([1.0 / 0.9 / 2.4]), lambda _: 2.0, anew=False)
+    assert judge.bias(cost) == pytest.approx(2.0, rel=0.05)
+    judge.hear(pairs([1.0 / 0.9 / 1.2] * 4), lambda _: 2.0, anew=True)
+    assert judge.bias(cost) == 1.0, "pairs of another draft are forgotten"
+
+
+def test_many_steps_are_compared_where_little_is_lost_and_fewer_as_evidence_grows():
+    new, told_much = Judge(CALIBRATION), told([1.3] * 32)
+    assert new.plain_share(1.0) == 0.25 and new.plain_share(0.5) == 0.25
+    assert new.plain_share(2.0) == pytest.approx(0.04) and new.plain_share(1.5) * (1 - 1 / 1.5) == pytest.approx(0.02)
+    assert told_much.plain_share(2.0) < 0.5 * new.plain_share(2.0)
+
+
+def test_an_engine_that_keeps_states_is_judged_by_rollouts_side_by_side():
+    judge = Judge(CALIBRATION)
+    plain = RolloutStats(1, 8, 0, 1.0, steps=tuple(StepTiming(b, 0, True, 1.0, 10) for b in (4, 8)))
+    drafted = RolloutStats(
+        2, 8, 0, 1.0, 80, steps=tuple(StepTiming(b, K, False, s, n) for b, s, n in ((8, 1.6, 9), (2, 9.0, 9)))
+    )
+    judge.hear_both(plain, drafted, lambda _: 2.0)
+    assert judge.speedup((1.0, 0.0)) == pytest.approx(2.0 / 1.6)
+    judge.hear_both(plain, RolloutStats(2, 8, 0, 1.0, 80), lambda _: 2.0)
+    assert math.isclose(judge.speedup((1.0, 0.0)) or 0.0, 2.0 / 1.6), "no batch size in common"
+    assert judge.plain_every(2.0) == 25 and judge.plain_every(1.0) == 4
