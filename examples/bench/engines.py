@@ -30,7 +30,7 @@ from examples.bench.common import Seconds, now, prepare_process, spread
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.schedule.counters import read_spec_counters
-from spec_plugin.events import Schedule, StepTiming, TargetInfo
+from spec_plugin.events import Schedule, StepPair, StepTiming, TargetInfo
 from spec_plugin.session import SpecSession
 
 Kind = Literal["plain", "live", "stock", "flag"]
@@ -96,8 +96,18 @@ class Engine:
     def set_schedule(self, schedule: Schedule) -> None:
         """The same with a k for each batch size, and a guard."""
         core: Any = self.engine.engine_core
-        core.engine_core.spec_set_schedule(list(schedule.table), list(schedule.break_even))
+        core.engine_core.spec_set_schedule(list(schedule.table), list(schedule.break_even), schedule.plain_share)
         self.pause_draft(not any(schedule.table))
+
+    def set_reading(self) -> None:
+        """No drafts from an idle engine, whose draft reads the text all the same: as in plain steps between drafted ones."""
+        self.set_k(0)
+        self.pause_draft(False)
+
+    def take_pairs(self) -> list[StepPair]:
+        """Plain steps beside drafted ones since the last call."""
+        core: Any = self.engine.engine_core
+        return [StepPair(*row) for row in core.engine_core.spec_take_pairs()]
 
     def take_steps(self) -> list[StepTiming]:
         """The engine's step log since the last call."""
@@ -305,6 +315,15 @@ class Remote:
         """See ``Engine.take_steps``."""
         steps: list[StepTiming] = self._ask("take_steps")
         return steps
+
+    def set_reading(self) -> None:
+        """See ``Engine.set_reading``."""
+        self._ask("set_reading")
+
+    def take_pairs(self) -> list[StepPair]:
+        """See ``Engine.take_pairs``."""
+        pairs: list[StepPair] = self._ask("take_pairs")
+        return pairs
 
     def install(self, file: Path, version: int) -> None:
         """See ``Engine.install``."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def calibrate(
     flag: Remote, prompts: Prompts, sizes: Sequence[int], k: int, repeats: int = 3, steps: int = 10
 ) -> SelfTestReport:
-    """What the self-test measures: steps at some batch sizes, without drafts, with one token, with three and with k.
+    """What the self-test measures: steps at some batch sizes, without drafts, with one token, with three and with k, and without while the draft reads.
 
     Args:
         flag: the engine, with any draft that proposes something.
@@ -32,9 +32,12 @@ def calibrate(
     timed = []
     for batch in sizes:
         for repeat in range(repeats):
-            for width in dict.fromkeys((0, 1, min(3, k), k)):
-                flag.set_k(width)
-                flag.run(prompts[:batch], 1.0, 2 + steps * (width + 1))
+            for width in (*dict.fromkeys((0, 1, min(3, k), k)), None):
+                if width is None:
+                    flag.set_reading()
+                else:
+                    flag.set_k(width)
+                flag.run(prompts[:batch], 1.0, 2 + steps * ((width or 0) + 1))
                 found = flag.take_steps()
                 timed += found if repeat else []
     return SelfTestReport((), 0.0, steps=tuple(timed))
@@ -85,7 +88,7 @@ class Steered:
         schedule = self._controller.spec_schedule(phase)
         self.chosen.append(_short(schedule.table, max(1, len(prompts))))
         self._flag.set_schedule(schedule)
-        self._flag.take_steps()  # those of other arms
+        self._flag.take_steps(), self._flag.take_pairs()  # those of other arms
         timing = self._flag.run(prompts, temperature, lengths)
         rounds, would = (0, ()) if self._method.memory is None else self._flag.rpc("spec_take_shadow")
         if self._method.memory is not None:
@@ -101,6 +104,7 @@ class Steered:
             steps=tuple(self._flag.take_steps()),
             shadow_rounds=rounds,
             shadow_per_pos=tuple(would),
+            pairs=tuple(self._flag.take_pairs()),
         )
         self.forwards += stats.forwards if stats.drafts else 0
         self._controller.spec_rollout_end(stats)

@@ -156,7 +156,10 @@ class Phase:
 
     def stats(self, version: int, found: Sequence[StepPair]) -> RolloutStats:
         """What the engine says of it."""
-        timed = tuple(StepTiming(*key, float(np.median(t[-64:])), len(t)) for key, t in self.steps.items())
+        timed = tuple(
+            StepTiming(*key, float(np.median(t[-64:])), len(t), 50.0 + self.truth.tokens)
+            for key, t in self.steps.items()
+        )
         counts = tuple(int(n) for n in self.accepted)
         return RolloutStats(
             policy_version=version,
@@ -225,7 +228,7 @@ def _controller(truth: Truth, rng: np.random.Generator) -> BreakEvenController:
     kinds = [(b, k, p) for b in (1, 8, 32) for k, p in ((0, True), (0, False), (1, False), (K, False))]
     timings = [
         StepTiming(
-            *c, truth.engine.seconds(*c) * (truth.calibrated if c[1] else 1.0) * math.exp(0.03 * rng.normal()), 16
+            *c, truth.engine.seconds(*c) * (truth.calibrated if c[1] else 1.0) * math.exp(0.03 * rng.normal()), 16, 50.0
         )
         for c in kinds
     ]

@@ -97,3 +97,18 @@ def test_what_does_not_pay_is_tried_again_after_a_rest_and_a_rollout_with_drafts
     assert rested(states, pays=False) == REST and states.now is T
     states.rolled_out(True, False, False)
     assert rested(states, pays=False) == REST
+
+
+def test_a_try_that_was_chosen_is_not_taken_back_when_asked_once_more_before_the_rollout():
+    states = at(R)
+    assert states.before(False, True, WHY) is T and states.before(False, True, WHY) is T
+    states.rolled_out(True, False, False)
+    assert states.before(False, False, WHY) is R
+
+
+def test_what_was_released_is_due():
+    states = at(S)
+    for _ in range(2):
+        states.rolled_out(True, True, False)
+    states.release()
+    assert states.due and not states.held

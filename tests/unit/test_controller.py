@@ -373,6 +373,14 @@ def test_what_an_earlier_phase_showed_of_later_positions_is_not_forgotten():
     assert c.acceptance_curve == pytest.approx((0.8, 0.8, 0.5, 0.5), abs=0.01)
 
 
+def test_of_a_draft_that_became_much_better_later_positions_are_looked_at_again():
+    c = controller({8: 1.2}, k=8, draft="/some/draft", train=False)
+    on(c)
+    drafted(c, 4, 0.1)
+    drafted(c, 2, 0.8)
+    assert c.acceptance_curve == pytest.approx((0.8, 0.8), abs=0.01)
+
+
 def test_a_draft_that_is_tried_is_not_drafted_as_far_as_a_good_one():
     assert controller({8: 2.0}, k=8, draft="/some/draft").spec_schedule(0).table == (0,) + (3,) * SEQS
 

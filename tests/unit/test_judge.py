@@ -15,6 +15,16 @@ K = 3
 #: a paused draft saves a tenth of a plain step
 CALIBRATION = tuple(StepTiming(b, 0, paused, 0.9 if paused else 1.0, 16) for b in (1, 8) for paused in (True, False))
 
+TABLE = (0,) + (K,) * 8
+
+
+class FLAT:
+    """A cost model in which each drafted token makes a step a tenth longer."""
+
+    @staticmethod
+    def seconds(batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
+        return 1.0 + 0.1 * k
+
 
 def pairs(ratios: list[float], batch: int = 8) -> RolloutStats:
     """A rollout in which plain steps took so many times as long as drafted ones."""
@@ -31,7 +41,7 @@ def told(speedups: list[float], tokens: float = 2.0) -> Judge:
 
 def test_a_speed_up_is_that_of_a_plain_step_with_a_paused_draft():
     assert told([1.5] * 3).speedup((1.0, 0.0)) == pytest.approx(1.5)
-    assert Judge(CALIBRATION).speedup((0.5,)) is None and Judge(CALIBRATION).pays((0.5,), True) is None
+    assert Judge(CALIBRATION).speedup((0.5,)) is None and Judge(CALIBRATION).pays((0.5,), TABLE, FLAT, True) is None
 
 
 def test_without_a_calibration_of_both_kinds_nothing_is_made_of_pairs():
@@ -45,13 +55,13 @@ def test_without_a_calibration_of_both_kinds_nothing_is_made_of_pairs():
 )
 def test_law_7_drafts_in_use_have_the_benefit_of_the_doubt_and_others_clear_a_margin(speedup, serving, resting):
     judge = told([speedup * f for f in (0.98, 1.0, 1.02) * 4])
-    assert judge.pays((1.0, 0.0), serving=True) is serving
-    assert judge.pays((1.0, 0.0), serving=False) is resting
+    assert judge.pays((1.0, 0.0), TABLE, FLAT, serving=True) is serving
+    assert judge.pays((1.0, 0.0), TABLE, FLAT, serving=False) is resting
 
 
 def test_acceptance_that_has_changed_since_counts():
     judge = told([1.3] * 8)
-    assert judge.pays((1.0, 0.0), True) and not judge.pays((0.1, 0.0), True)
+    assert judge.pays((1.0, 0.0), TABLE, FLAT, True) and not judge.pays((0.1, 0.0), TABLE, FLAT, True)
 
 
 def test_law_7_what_is_slower_is_convicted_soon_and_a_second_time_only_by_new_evidence():
@@ -85,8 +95,9 @@ def test_a_burst_on_the_machine_moves_nothing():
 def test_time_in_which_the_draft_only_reads_counts_against_it():
     judge = Judge(CALIBRATION)
     heard = pairs([1.1 / 2.0 / 0.9] * 8)
-    reading = StepTiming(16, 0, False, 1.0, 50)  # as long as the drafted steps
-    judge.hear(RolloutStats(**{**vars(heard), "steps": (*heard.steps, reading)}), lambda _: 2.0, anew=False)
+    reading = StepTiming(16, 0, False, 1.0, 50)  # as long as the drafted steps; those of the pairs do not count
+    own = StepTiming(8, 0, False, 1.0, 50)
+    judge.hear(RolloutStats(**{**vars(heard), "steps": (*heard.steps, own, reading)}), lambda _: 2.0, anew=False)
     assert judge.speedup((1.0, 0.0)) == pytest.approx((1.1 + 0.9) / 2)
 
 
@@ -128,3 +139,16 @@ def test_an_engine_that_keeps_states_is_judged_by_rollouts_side_by_side():
     judge.hear_both(plain, RolloutStats(2, 8, 0, 1.0, 80), lambda _: 2.0)
     assert math.isclose(judge.speedup((1.0, 0.0)) or 0.0, 2.0 / 1.6), "no batch size in common"
     assert judge.plain_every(2.0) == 25 and judge.plain_every(1.0) == 4
+
+
+def test_pairs_of_another_k_are_judged_by_what_the_tables_own_k_would_take_and_make():
+    judge = told([0.9] * 12)  # at k=3, for one token that is always right and two that never are
+    fewer = (0,) + (1,) * 8
+    assert judge.pays((1.0, 0.0), TABLE, FLAT, True) is False
+    assert judge.pays((1.0, 0.0), fewer, FLAT, True) is True, "as many tokens in steps that are shorter by a sixth"
+    assert judge.pays((1.0, 0.0), (0, *(K,) * 7, 0), FLAT, True) is None, "no pair was of a size that drafts"
+
+
+def test_a_judge_without_a_calibration_asks_for_no_plain_steps():
+    few = tuple(StepTiming(t.batch, 0, t.paused, t.seconds, 2) for t in CALIBRATION)
+    assert Judge(few).deaf and Judge(few).plain_share(1.0) == 0.0 and not Judge(CALIBRATION).deaf

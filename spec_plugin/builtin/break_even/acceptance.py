@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 MIN_DRAFTS = 64
 #: Engine and training disagree about acceptance beyond this ratio of the gain only when they are misaligned.
 _MISALIGNED = 0.5
+#: factor by which what the first positions gain has risen where later ones must be looked at again
+_OUT_OF_DATE = 2.0
 #: tokens a step from which a prediction can be compared with the engine at all
 _COMPARABLE = 1.2
 
@@ -69,7 +71,8 @@ class AcceptanceEstimate:
         if drafted and stats.forwards >= MIN_DRAFTS:
             self.age = 0
             self._measured = _acceptance_of(stats)
-            self._deepest = (*self._measured, *self._deepest[len(self._measured) :])
+            deeper = self._deepest[len(self._measured) :]
+            self._deepest = (*self._measured, *(() if self._much_better(self._measured) else deeper))
             self._compare(self._measured)
             return
         self.age += not drafted
@@ -77,6 +80,12 @@ class AcceptanceEstimate:
             not drafted and stats.shadow_rounds >= MIN_DRAFTS
         ):  # the engine itself has seen what drafting would have done
             self._predicted, self._measured = conditional_acceptance(stats.shadow_per_pos, stats.shadow_rounds), None
+
+    def _much_better(self, measured: Sequence[float]) -> bool:
+        """Are the first positions so much better than they were that what is known of later ones is out of date."""
+        width = min(len(measured), len(self._deepest))
+        now, then = (tokens_per_step(chances, width) - 1.0 for chances in (measured, self._deepest))
+        return now > _OUT_OF_DATE * then
 
     def _compare(self, measured: Sequence[float]) -> None:
         """Prediction and engine, where enough was drafted, as far as both have looked."""

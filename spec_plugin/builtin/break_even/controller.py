@@ -67,7 +67,9 @@ class BreakEvenController:
         self._calibration: tuple[StepTiming, ...] = ()
         self._load: dict[int, float] = {}  # tokens that a rollout generates at each batch size
         self._plan = plan.no_drafts(0, Reason.NO_DRAFT_YET)
-        self._promised = 1.0  # speed-up that was predicted when the judge convicted
+        self._forecast = 1.0  # speed-up that was predicted before the last rollout, whether it drafted or not
+        self._promised = 1.0  # the same when the judge convicted
+        self._table: tuple[int, ...] = ()  # the last one that drafted
         self._dropped = False  # was the draft, within the last phase
         self._stateful = False  # k changes between rollouts only
         self._before: RolloutStats | None = None  # the last rollout's
@@ -95,7 +97,8 @@ class BreakEvenController:
         """Take over what was measured on the running engine."""
         self._calibration = report.steps
         self.cost.observe(report.steps, calibration=True)
-        self.judge = Judge(report.steps)
+        judge = Judge(report.steps)
+        self.judge = judge if self.judge.deaf or not judge.deaf else self.judge
         if not self._load:  # nothing is known of the rollouts yet: they are as likely at each size that was measured
             self._load = {t.batch: float(t.batch) for t in report.steps}
 
@@ -150,7 +153,7 @@ class BreakEvenController:
         slower = drafted and self.judge.slower and not self._fixed
         if slower:
             self.judge.acquit()
-            self._promised = self._plan.speedup
+            self._promised = self._forecast
             logger.warning(
                 "spec-plugin: steps with drafts gave %.2f times the tokens per second of plain steps beside them: the draft "
                 "rests for some rollouts, and is then tried again",
@@ -185,7 +188,7 @@ class BreakEvenController:
             gain = f", predicted speed-up {chosen.speedup:.2f}x)" if chosen.speculates else ")"
             said = plan.describe(chosen.table) + (known + gain if known else "")
             logger.info("spec-plugin: policy version %d: %s", policy_version, said)
-        self._plan = chosen
+        self._plan, self._table = chosen, chosen.table if chosen.speculates else self._table
         self.acceptance_estimate.serving(chosen.speculates)
         return Schedule(chosen.table, self._break_even(chosen.table), plain_share=self._plain_share(chosen))
 
@@ -216,13 +219,15 @@ class BreakEvenController:
         if config.serve == "never":
             return plan.no_drafts(size, Reason.SERVE_NEVER)
         best = self._best()
+        self._forecast = best.speedup
         if best.speedup > _RISEN * self._promised:
             self.states.release()
         # a draft that knows something is tried at once, a new one when it has learnt something
         due = self.states.due if self.states.tried or not self._method.ready else True
         due = due and (self._method.ready or self.acceptance is not None)
-        seen = self.judge.pays(self.acceptance_curve or (0.0,), self.states.serves)
-        pays = best.speculates if seen is None or config.break_even is not None else seen and best.speculates
+        pays = best.speculates
+        if pays and config.break_even is None:
+            pays = self.judge.pays(self.acceptance_curve or (), best.table, self.cost, self.states.serves) is not False
         state = self.states.before(pays, due, best.reason if not best.speculates else Reason.PAIRS_SLOWER)
         if state is Speculation.RESTING or state is Speculation.UNTRIED:
             return plan.no_drafts(size, self.states.why)
@@ -249,7 +254,7 @@ class BreakEvenController:
             return plan.threshold(config.k, length, {size: config.break_even}, self.states.serves, size)
         if self.cost.problem is not None:
             return plan.no_drafts(size, Reason.COST_UNKNOWN)
-        current = self._plan.table if self.states.serves else (0,) * (size + 1)
+        current = self._table if self.states.serves and self._table else (0,) * (size + 1)
         # what training has only promised is put to the test with few tokens a step: the policy moves, the replay does not
         ks = self._ks(config.k if self.states.tried else self._try_k)
         return plan.best(self._corrected, curve, self._load, current, ks)

@@ -33,6 +33,8 @@ _STAKES = (0.4, 1.0, 2.2)
 _KEPT, _PHASES = 32, 64
 #: noise of a single pair, log scale, as long as there are too few to tell
 _NOISE, _NOISE_PAIRS = 0.15, 4
+#: steps of the calibration that count
+_CALIBRATED = 8
 #: pairs that say more than the cost model
 _ENOUGH = 6
 #: share of the decoding that plain steps may cost, and the shares of steps between which that is kept
@@ -63,10 +65,13 @@ class Judge:
             calibration: steps of the start-up, all kinds in turn: they tell what a plain step takes with the draft paused, of one
                 in which the draft reads. Where it has not both, nothing is made of pairs.
         """
-        found = {(t.batch, t.paused): t.seconds for t in calibration if t.k == 0 and _positive(t.seconds)}
+        found: dict[tuple[int, bool], list[StepTiming]] = {}
+        for t in calibration:
+            if t.k == 0 and _positive(t.seconds) and t.steps >= _CALIBRATED:
+                found.setdefault((t.batch, t.paused), []).append(t)
         both = sorted(batch for batch, paused in found if paused and (batch, False) in found)
         self._sizes = [math.log(batch) for batch in both]
-        self._paused = [min(1.0, found[batch, True] / found[batch, False]) for batch in both]
+        self._paused = [min(1.0, _mean(found[batch, True]) / _mean(found[batch, False])) for batch in both]
         #: rollout, batch, k, context, log of a plain step's seconds with the draft paused over a drafted step's
         self._pairs: deque[tuple[int, int, int, float, float]] = deque(maxlen=_KEPT)
         self._phase = 0
@@ -87,12 +92,15 @@ class Judge:
         good = [p for p in stats.pairs if p.k > 0 and _positive(p.drafted_seconds) and _positive(p.plain_seconds)]
         if not self._sizes:
             return
-        if anew and good:
-            self._pairs.clear()
+        if anew:
             self.acquit()
+            if good:
+                self._pairs.clear()
         if stats.drafts:
             drafted = sum(s.seconds * s.steps for s in stats.steps if s.k > 0)
-            reading = sum(s.seconds * s.steps for s in stats.steps if s.k == 0 and not s.paused)
+            sizes = {s.batch for s in stats.steps if s.k > 0}  # there the plain steps are those of pairs
+            others = (s for s in stats.steps if s.k == 0 and not s.paused and s.batch not in sizes)
+            reading = sum(s.seconds * s.steps for s in others)
             self._reading = reading / (drafted + reading) if drafted + reading > 0.0 else 0.0
         for pair in good:
             paused = float(np.interp(math.log(pair.batch), self._sizes, self._paused))
@@ -114,6 +122,11 @@ class Judge:
         self._pairs.append((self._phase, batch, k, context, ratio))
         gain = max(-_MOST, min(_MOST, self._of_all(ratio + math.log(tokens(k)))))
         self._capital = [max(1.0, c) * (1.0 - s * gain) for c, s in zip(self._capital, _STAKES, strict=True)]
+
+    @property
+    def deaf(self) -> bool:
+        """Is nothing made of pairs, for want of a calibration."""
+        return not self._sizes
 
     @property
     def slower(self) -> bool:
@@ -138,16 +151,22 @@ class Judge:
         sure = max(0.0, abs(middle) - noise)
         return math.exp(math.copysign(sure, middle))
 
-    def pays(self, acceptance: Sequence[float], serving: bool) -> bool | None:
-        """Do drafted steps give more tokens a second than plain ones, for this acceptance; None: too few pairs to say.
+    def pays(self, acceptance: Sequence[float], table: Sequence[int], cost: StepCost, serving: bool) -> bool | None:
+        """Do drafts as in this table give more tokens a second than plain decoding; None: too few pairs of its batch sizes.
 
         Args:
             acceptance: chance of each position.
+            table: k by batch size; it may be another than the one under which the pairs were timed.
+            cost: says how much longer a step with this table's k takes than one with the pair's.
             serving: are drafts served now: then they are given the benefit of the doubt, else they must clear a margin.
         """
-        if len(self._pairs) < _ENOUGH:
+        found = []
+        for _, batch, k, context, ratio in self._pairs:
+            if wanted := table[min(batch, len(table) - 1)]:
+                then, now = (cost.seconds(batch, n, paused=False, context=context or None) for n in (k, wanted))
+                found.append(ratio + math.log(then / now * tokens_per_step(acceptance, wanted)))
+        if len(found) < _ENOUGH:
             return None
-        found = [ratio + math.log(tokens_per_step(acceptance, k)) for _, _, k, _, ratio in self._pairs]
         middle, noise = _middle_and_noise(found)
         return self._of_all(middle + noise) > 0.0 if serving else self._of_all(middle) > math.log(MARGIN)
 
@@ -166,6 +185,8 @@ class Judge:
 
     def plain_share(self, speedup: float) -> float:
         """Share of the steps to decode plainly where drafts make decoding so much faster: many where little is lost by it."""
+        if self.deaf:
+            return 0.0
         lost = max(1.0 - 1.0 / max(speedup, 1.0), _MAY_COST / _MOST_SHARE)
         looked = 1.0 + len(self._pairs) / _HALVED_BY
         return max(_LEAST_SHARE, min(_MOST_SHARE, _MAY_COST / lost) / looked)
@@ -181,6 +202,10 @@ def _middle_and_noise(found: Sequence[float]) -> tuple[float, float]:
     spread = 1.4826 * statistics.median(abs(x - middle) for x in found)
     noise = (spread * len(found) + _NOISE * _NOISE_PAIRS) / (len(found) + _NOISE_PAIRS)
     return middle, 1.25 * noise / math.sqrt(len(found))
+
+
+def _mean(timings: Sequence[StepTiming]) -> float:
+    return sum(t.seconds * t.steps for t in timings) / sum(t.steps for t in timings)
 
 
 def _positive(seconds: float) -> bool:

@@ -56,6 +56,7 @@ class States:
         self.now = Speculation.UNTRIED
         self.tried = False  # was the draft ever served
         self._plain = 0  # rollouts in a row without drafts
+        self._begins = False  # was a try chosen, and no rollout sampled since
         self._rest = 0  # of which so many are to pass whatever is predicted
         self._next_rest = _SHORTEST_REST
         self.why = Reason.NO_DRAFT_YET  # it does not draft, where it does not
@@ -77,7 +78,7 @@ class States:
 
     def rolled_out(self, drafted: bool, slower: bool, dropped: bool) -> None:
         """Behind a rollout."""
-        self.tried = self.tried or drafted
+        self.tried, self._begins = self.tried or drafted, False
         self._plain = 0 if drafted else self._plain + 1
         if drafted and slower:
             self._move(Sign.SLOWER, Reason.PAIRS_SLOWER)
@@ -97,16 +98,18 @@ class States:
             due: are they to be tried, unless they are.
             why: not, if they are not.
         """
+        if self._begins and self.now is _TRYING:
+            return self.now  # asked once more before the same rollout
         sign = Sign.PAYS if pays and not self.held else Sign.DUE if due else Sign.NOTHING
         self._move(sign, self.why if self.held else why)
         return self.now
 
     def release(self) -> None:
-        """What made it rest is over."""
-        self._rest = 0
+        """What is predicted has risen since it was convicted: that is reason enough to look."""
+        self._plain = max(self._plain, self._rest)
 
     def _move(self, sign: Sign, why: Reason) -> None:
-        self.now = NEXT.get((self.now, sign), self.now)
-        self.why = why
+        before, self.now, self.why = self.now, NEXT.get((self.now, sign), self.now), why
+        self._begins = self.now is _TRYING and before is not _TRYING
         if self.now is not Speculation.RESTING:
             self._rest = 0

@@ -20,6 +20,8 @@ from spec_plugin.events import StepPair
 
 #: noted steps of a stretch, and drafted ones before and behind it; one more of each is left out, in which the engine changes over
 STEPS = 4
+#: steps of a phase, of any kind, after which the cut-off waits for no pair
+_WAITS = 5 * STEPS
 #: steps of other kinds (a prefill, a request of the control group) after which a stretch is given up
 _PATIENCE = 3 * STEPS
 #: batches of sizes that differ by less than this share count as one size
@@ -40,7 +42,7 @@ class PairedSteps:
 
     def follow(self, share: float) -> None:
         """A phase begins in which this share of the steps may be plain; 0: none."""
-        self.share, self._drafted, self._paired = share, 0, False
+        self.share, self._steps, self._paired = share, 0, False
         self._before: deque[Timed] = deque(maxlen=STEPS)
         self._start()
 
@@ -54,6 +56,7 @@ class PairedSteps:
         """A step is over; None: of no kind that is noted."""
         if self.share <= 0.0:
             return
+        self._steps += 1
         if step is None:
             self._pass_over()
         elif step.k:
@@ -65,7 +68,7 @@ class PairedSteps:
     def pending(self) -> bool:
         """Is a first pair of this phase to be waited for before the draft is dropped: drafting is new, or its gain small."""
         to_come = self._credit >= STEPS + 1 or bool(self._stretch)
-        return self.share >= _CLOSE and not self._paired and to_come and self._drafted < _PATIENCE
+        return self.share >= _CLOSE and not self._paired and to_come and self._steps < _WAITS
 
     def take(self) -> list[StepPair]:
         """Pairs since the last call."""
@@ -79,7 +82,6 @@ class PairedSteps:
             self._start()
 
     def _note_drafted(self, step: Timed) -> None:
-        self._drafted += 1
         self._credit = min(self._credit + self.share, 2.0 * (STEPS + 1))
         if self._stretch and not self.plain:
             self._after.append(step)
@@ -93,7 +95,9 @@ class PairedSteps:
         if self._before and not self._alike(step, self._before[-1]):
             self._before.clear()
         self._before.append(step)
-        self.plain = len(self._before) == STEPS and self._credit >= STEPS + 1
+        if len(self._before) == STEPS and self._credit >= STEPS + 1:
+            self._start()
+            self.plain = True
 
     def _note_plain(self, step: Timed) -> None:
         self._credit -= 1.0

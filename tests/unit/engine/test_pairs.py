@@ -117,3 +117,21 @@ def test_a_new_phase_ends_a_stretch():
     assert pairs.plain
     pairs.follow(0.05)
     assert not pairs.plain
+
+
+def test_steps_of_other_kinds_before_a_stretch_are_not_held_against_it():
+    pairs = PairedSteps()
+    pairs.follow(0.05)
+    for _ in range(50):
+        pairs.note(None)
+    drive(pairs, 30)
+    assert len(pairs.take()) == 1
+
+
+def test_the_cut_off_waits_for_no_pair_where_no_step_is_of_a_kind_that_is_noted():
+    pairs = PairedSteps()
+    pairs.follow(0.25)
+    for _ in range(5 * STEPS):
+        assert pairs.pending
+        pairs.note(None)
+    assert not pairs.pending
