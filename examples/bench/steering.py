@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def calibrate(
     flag: Remote, prompts: Prompts, sizes: Sequence[int], k: int, repeats: int = 3, steps: int = 10
 ) -> SelfTestReport:
-    """What the self-test measures: steps at some batch sizes, without drafts, with one token, with three and with k, and without while the draft reads.
+    """What the self-test measures: steps at some batch sizes, without drafts, with one token, with three and with k.
+
+    Without drafts once with the draft paused and once while it reads.
 
     Args:
         flag: the engine, with any draft that proposes something.

@@ -152,3 +152,11 @@ def test_pairs_of_another_k_are_judged_by_what_the_tables_own_k_would_take_and_m
 def test_a_judge_without_a_calibration_asks_for_no_plain_steps():
     few = tuple(StepTiming(t.batch, 0, t.paused, t.seconds, 2) for t in CALIBRATION)
     assert Judge(few).deaf and Judge(few).plain_share(1.0) == 0.0 and not Judge(CALIBRATION).deaf
+
+
+def test_law_7_a_table_that_drafts_almost_nowhere_is_found_to_lose_without_a_pair():
+    judge = Judge(CALIBRATION)
+    steps = (StepTiming(2, 1, False, 1.0, 1), StepTiming(8, 0, False, 1.0, 99))
+    judge.hear(RolloutStats(1, 8, 1000, 1.0, 2, 2, 1, steps=steps), lambda _: 2.0, anew=False)
+    assert judge.pays((1.0, 0.0), (0, 0, 1, *(0,) * 6), FLAT, True) is False
+    assert judge.pays((1.0, 0.0), (0, 0, 1, *(0,) * 6), FLAT, False) is False

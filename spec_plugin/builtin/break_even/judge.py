@@ -160,6 +160,9 @@ class Judge:
             cost: says how much longer a step with this table's k takes than one with the pair's.
             serving: are drafts served now: then they are given the benefit of the doubt, else they must clear a margin.
         """
+        most = math.log(tokens_per_step(acceptance, max(table)))
+        if self._of_all(most) < 0.0:
+            return False  # the draft reads so much that nothing would pay, were drafted steps as short as plain ones
         found = []
         for _, batch, k, context, ratio in self._pairs:
             if wanted := table[min(batch, len(table) - 1)]:
