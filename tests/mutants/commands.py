@@ -192,7 +192,7 @@ MUTATIONS = (
     ),
     Mutation(
         _FINDINGS,
-        "elif span.reason == Reason.ROLLOUTS_SLOWER.name:",
+        "elif span.reason in (Reason.PAIRS_SLOWER.name, Reason.ROLLOUTS_SLOWER.name):",
         "elif False:",
         "law 7: that whole rollouts were slower with drafts is found nowhere but in the console log",
         ("test_report_findings.py",),

@@ -160,3 +160,14 @@ def test_law_7_a_table_that_drafts_almost_nowhere_is_found_to_lose_without_a_pai
     judge.hear(RolloutStats(1, 8, 1000, 1.0, 2, 2, 1, steps=steps), lambda _: 2.0, anew=False)
     assert judge.pays((1.0, 0.0), (0, 0, 1, *(0,) * 6), FLAT, True) is False
     assert judge.pays((1.0, 0.0), (0, 0, 1, *(0,) * 6), FLAT, False) is False
+
+
+def test_law_7_a_draft_that_was_good_for_long_is_convicted_as_soon_as_one_that_never_was():
+    needed = []
+    for before in (0, 300):
+        judge, heard = told([1.5] * before) if before else Judge(CALIBRATION), 0
+        while not judge.slower:
+            judge.hear(pairs([0.7 / 1.8]), lambda _: 2.0, anew=False)
+            heard += 1
+        needed.append(heard)
+    assert needed[0] == needed[1] < 20
