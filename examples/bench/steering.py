@@ -90,7 +90,8 @@ class Steered:
         schedule = self._controller.spec_schedule(phase)
         self.chosen.append(_short(schedule.table, max(1, len(prompts))))
         self._flag.set_schedule(schedule)
-        self._flag.take_steps(), self._flag.take_pairs()  # those of other arms
+        self._flag.take_steps()  # those of other arms
+        self._flag.take_pairs()
         timing = self._flag.run(prompts, temperature, lengths)
         rounds, would = (0, ()) if self._method.memory is None else self._flag.rpc("spec_take_shadow")
         if self._method.memory is not None:

@@ -410,8 +410,8 @@ MUTATIONS = (
     ),
     Mutation(
         _COST,
-        "if t.batch < 1 or t.k < 0 or t.steps < 1 or not (math.isfinite(t.seconds) and t.seconds > 0):",
-        "if t.batch < 1 or t.k < 0 or t.steps < 1 or t.seconds <= 0:",
+        "t.steps >= 1 and math.isfinite(t.seconds) and t.seconds > 0",
+        "t.steps >= 1 and not t.seconds <= 0",
         "law 7: a timing that is no number spoils the cost model",
         ("test_cost.py",),
     ),

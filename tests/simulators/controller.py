@@ -71,9 +71,8 @@ class Truth:
     trains: bool = True  # does the draft learn, and promise something
     engine: Engine = Engine()
     tokens: int = TOKENS  # of a response, about
-    calibrated: float = (
-        1.0  # drafted steps of the start-up calibration took so many times as long as they do in rollouts
-    )
+    #: drafted steps of the start-up calibration took so many times as long as they do in rollouts
+    calibrated: float = 1.0
     whole: bool = False
 
 

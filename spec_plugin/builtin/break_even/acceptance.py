@@ -12,7 +12,7 @@ from spec_plugin.method import KNOWS_NOTHING
 logger = logging.getLogger(__name__)
 
 #: Verification steps below which a rollout says nothing about acceptance.
-MIN_DRAFTS = 64
+_MIN_DRAFTS = 64
 #: Engine and training disagree about acceptance beyond this ratio of the gain only when they are misaligned.
 _MISALIGNED = 0.5
 #: factor by which what the first positions gain has risen where later ones must be looked at again
@@ -25,9 +25,8 @@ class AcceptanceEstimate:
     """Chance of each drafted position to be accepted, given those before it; never forgotten, but replaced by what is newer."""
 
     def __init__(self) -> None:
-        self._predicted: tuple[
-            float, ...
-        ] = ()  # by training, or seen by the engine itself while k was 0; empty: nothing
+        #: by training, or seen by the engine itself while k was 0; empty: nothing
+        self._predicted: tuple[float, ...] = ()
         self._served: tuple[float, ...] = ()  # the prediction under which the engine drafts
         self._measured: tuple[float, ...] | None = None  # in the last rollout that drafted enough
         self._deepest: tuple[float, ...] = ()  # the same, beyond that one's largest k from rollouts before it
@@ -68,7 +67,7 @@ class AcceptanceEstimate:
     def rolled_out(self, stats: RolloutStats) -> None:
         """A rollout is over."""
         drafted = stats.drafts > 0
-        if drafted and stats.forwards >= MIN_DRAFTS:
+        if drafted and stats.forwards >= _MIN_DRAFTS:
             self.age = 0
             self._measured = _acceptance_of(stats)
             deeper = self._deepest[len(self._measured) :]
@@ -76,9 +75,8 @@ class AcceptanceEstimate:
             self._compare(self._measured)
             return
         self.age += not drafted
-        if (
-            not drafted and stats.shadow_rounds >= MIN_DRAFTS
-        ):  # the engine itself has seen what drafting would have done
+        if not drafted and stats.shadow_rounds >= _MIN_DRAFTS:
+            # the engine itself has seen what drafting would have done
             self._predicted, self._measured = conditional_acceptance(stats.shadow_per_pos, stats.shadow_rounds), None
 
     def _much_better(self, measured: Sequence[float]) -> bool:

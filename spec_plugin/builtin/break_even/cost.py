@@ -120,7 +120,7 @@ class CostModel:
         """
         before = dict(self._cells)
         for t in timings:
-            if t.batch < 1 or t.k < 0 or t.steps < 1 or not (math.isfinite(t.seconds) and t.seconds > 0):
+            if not _makes_sense(t):
                 continue
             key = (t.batch, t.k, t.paused)
             seen = self._seen.setdefault(key, [])
@@ -144,11 +144,7 @@ class CostModel:
         """
         if not self._contexts or self.problem is not None:
             return tuple(timings)
-        known = [
-            t
-            for t in timings
-            if t.batch >= 1 and t.k >= 0 and t.steps >= 1 and math.isfinite(t.seconds) and t.seconds > 0
-        ]
+        known = [t for t in timings if _makes_sense(t)]
         slow = sorted(
             (t.seconds / self.seconds(t.batch, t.k, t.paused, t.context or None), t.seconds * t.steps) for t in known
         )
@@ -244,6 +240,10 @@ class CostModel:
     def break_even(self, batch: int, k: int, paused: bool = True) -> float:
         """Acceptance length at which k drafted tokens give as many tokens per second as none, with the draft paused or not."""
         return self.seconds(batch, k, paused) / self.seconds(batch, 0, paused)
+
+
+def _makes_sense(t: StepTiming) -> bool:
+    return t.batch >= 1 and t.k >= 0 and t.steps >= 1 and math.isfinite(t.seconds) and t.seconds > 0
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Judge:
         self._pairs: deque[tuple[int, int, int, float, float]] = deque(maxlen=_KEPT)
         self._phase = 0
         self._reading = 0.0  # share of the last drafting rollout's time in which the draft only read
-        self._capital = [1.0] * len(_STAKES)
+        self.acquit()
 
     def hear(self, stats: RolloutStats, tokens: Callable[[int], float], anew: bool) -> None:
         """A rollout is over.
@@ -90,7 +90,7 @@ class Judge:
         while self._pairs and self._pairs[0][0] < self._phase - _PHASES:
             self._pairs.popleft()
         good = [p for p in stats.pairs if p.k > 0 and _positive(p.drafted_seconds) and _positive(p.plain_seconds)]
-        if not self._sizes:
+        if self.deaf:
             return
         if anew:
             self.acquit()
@@ -134,7 +134,7 @@ class Judge:
         return statistics.fmean(self._capital) >= PAIRS_TO_A_FALSE_ALARM
 
     def acquit(self) -> None:
-        """The verdict was heard: the next one needs evidence of its own."""
+        """No evidence, or the verdict was heard: the next one needs evidence of its own."""
         self._capital = [1.0] * len(_STAKES)
 
     def bias(self, cost: StepCost) -> float:
@@ -190,13 +190,17 @@ class Judge:
         """Share of the steps to decode plainly where drafts make decoding so much faster: many where little is lost by it."""
         if self.deaf:
             return 0.0
-        lost = max(1.0 - 1.0 / max(speedup, 1.0), _MAY_COST / _MOST_SHARE)
         looked = 1.0 + len(self._pairs) / _HALVED_BY
-        return max(_LEAST_SHARE, min(_MOST_SHARE, _MAY_COST / lost) / looked)
+        return max(_LEAST_SHARE, _MAY_COST / _lost(speedup) / looked)
 
     def plain_every(self, speedup: float) -> int:
         """The same for an engine that cannot change k while requests run: one rollout in so many is plain."""
-        return math.ceil(max(1.0 - 1.0 / max(speedup, 1.0), _MAY_COST / _MOST_SHARE) / _MAY_COST)
+        return math.ceil(_lost(speedup) / _MAY_COST)
+
+
+def _lost(speedup: float) -> float:
+    """What a plain step loses of its time, and no less than allows for the largest share of them."""
+    return max(1.0 - 1.0 / max(speedup, 1.0), _MAY_COST / _MOST_SHARE)
 
 
 def _middle_and_noise(found: Sequence[float]) -> tuple[float, float]:

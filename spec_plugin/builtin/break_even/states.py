@@ -98,7 +98,7 @@ class States:
             due: are they to be tried, unless they are.
             why: not, if they are not.
         """
-        if self._begins and self.now is _TRYING:
+        if self._begins:
             return self.now  # asked once more before the same rollout
         sign = Sign.PAYS if pays and not self.held else Sign.DUE if due else Sign.NOTHING
         self._move(sign, self.why if self.held else why)

@@ -136,9 +136,8 @@ async def calibrate(
                 return
             for width, paused in [*((k, True) for k in ks), (0, False)]:
                 await put_in_force(probe.engine, Schedule((width,) * entries))
-                if (
-                    not paused
-                ):  # nothing is drafted, and the draft reads the text: as in stretches that are timed plainly
+                if not paused:
+                    # nothing is drafted, and the draft reads the text: as in stretches that are timed plainly
                     await pause_idle_draft(probe.engine, (1,))
                 await gather_or_cancel([_run(probe, prompts[i % len(prompts)], params) for i in range(batch)])
             took[batch] = latest = time.perf_counter() - begin
