@@ -76,6 +76,7 @@ class Judge:
         self._pairs: deque[tuple[int, int, int, float, float]] = deque(maxlen=_KEPT)
         self._phase = 0
         self._reading = 0.0  # share of the last drafting rollout's time in which the draft only read
+        self._capital: list[float] = []  # of each stake
         self.acquit()
 
     def hear(self, stats: RolloutStats, tokens: Callable[[int], float], anew: bool) -> None:
