@@ -17,6 +17,7 @@ from spec_plugin.engine.selftest.verdicts import (
     Sampled,
     counts_check,
     evidence_check,
+    few_alone,
     finite_check,
     greedy_check,
     greedy_limit,
@@ -268,6 +269,17 @@ def test_recomputed_log_probs_may_be_as_noisy_as_those_of_plain_requests():
     assert logprob_check("x", [math.inf] + [0.0] * 9, [0.0] * 9, tolerance=1e-3).passed
     assert not logprob_check("x", [math.inf] * 5 + [0.0] * 5, [0.0] * 9, tolerance=1e-3).passed
     assert not logprob_check("x", [math.inf] * 9, [0.0] * 9, tolerance=1e-3).passed
+
+
+def test_few_tokens_that_differ_by_much_ask_for_a_second_look_and_nothing_else_does():
+    rounding = [0.02] * 64
+    assert few_alone([1.2, *rounding], rounding, tolerance=0.25)
+    assert few_alone([1.2, 3.0, *rounding], rounding, tolerance=0.25)
+    assert not few_alone(rounding, rounding, tolerance=0.25), "all agree"
+    assert not few_alone([1.2] * 3 + rounding, rounding, tolerance=0.25), "more than one in 32"
+    assert not few_alone([1.2, math.nan, *rounding], rounding, tolerance=0.25)
+    assert not few_alone([1.2] + [0.09] * 64, rounding, tolerance=0.25), "so does the mean of the others"
+    assert not few_alone([1.2], rounding, tolerance=0.25), "and no others"
 
 
 def test_log_probs_that_plain_requests_do_not_follow_either_say_nothing_of_speculation():

@@ -166,17 +166,36 @@ def logprob_check(name: str, spec: Sequence[float], plain: Sequence[float], tole
             name, False, f"nothing to compare: {len(spec)} speculating, {len(plain)} plain tokens", out_of_time=True
         )
     a, b = np.array(spec), np.array(plain)
-    inside, base = a[~np.isinf(a)], b[np.isfinite(b)]
+    inside = a[~np.isinf(a)]
     filtered = len(a) - len(inside)
     mean, largest = (float(inside.mean()), float(inside.max())) if inside.size else (float("inf"),) * 2
-    mean_limit = _limit(tolerance / 4, float(base.mean()) if base.size else 0.0)
-    max_limit = _limit(4 * tolerance, float(base.max()) if base.size else 0.0)
+    mean_limit, max_limit = _limits(b, tolerance)
     passed = mean <= mean_limit and largest <= max_limit and 8 * filtered <= len(a)  # a NaN compares false
     detail = (
         f"{len(a)} tokens, |stated - recomputed| mean {mean:.2g} (limit {mean_limit:.2g}) max {largest:.2g} "
         f"(limit {max_limit:.2g}), {filtered} outside the filter; plain: {len(b)} tokens, mean {b.mean():.2g} max {b.max():.2g}"
     )
     return Check(name, bool(passed), detail)
+
+
+def few_alone(spec: Sequence[float], plain: Sequence[float], tolerance: float) -> bool:
+    """Does ``logprob_check`` fail, and only for one token, or one in 32, that differs by more than the largest may.
+
+    A tiny mixture of experts in bfloat16 showed differences up to 0.67 nats in 3440 tokens, and 1.2 once, where the mean is
+    0.02. With a second look at three times as many tokens, 384 to 128, one such token in 10,000 fails a correct engine in 0.05 %
+    of the tests instead of 1.3 %; a fault of one token in 50 is seen in 92 % of them, as before.
+    """
+    _, most = _limits(np.array(plain), tolerance)
+    others = [d for d in spec if not most < d < math.inf]
+    few = 0 < len(spec) - len(others) <= max(1, len(spec) // 32)
+    return few and logprob_check("", others, plain, tolerance).passed
+
+
+def _limits(plain: NDArray[np.float64], tolerance: float) -> tuple[float, float]:
+    """Of the mean and of the largest, see ``logprob_check``."""
+    base = plain[np.isfinite(plain)]
+    mean, largest = (float(base.mean()), float(base.max())) if base.size else (0.0, 0.0)
+    return _limit(tolerance / 4, mean), _limit(4 * tolerance, largest)
 
 
 def _limit(own: float, plain: float) -> float:
