@@ -73,7 +73,12 @@ class SpecConfig(BaseModel):
     train: bool = Field(
         True, description="train the draft online, on hidden states captured in the trainer's forward passes"
     )
-    train_share: float = Field(0.10, ge=0.0, le=0.5, description="fraction of a step's time for draft training")
+    train_share: float = Field(
+        0.10,
+        ge=0.0,
+        le=0.5,
+        description="most of a step's time for draft training, as a fraction; less is taken where it no longer helps",
+    )
     head_start: float = Field(
         1.0,
         ge=0.0,

@@ -199,6 +199,7 @@ class RolloutStats:
     #: were requests cut short, to go on under the next policy: the trainer is asynchronous
     interrupted: bool = False
     pairs: tuple[StepPair, ...] = ()  # of this phase, in the order of time within each engine
+    engines: int = 1  # whose counts these are
 
     @property
     def forwards(self) -> int:

@@ -31,6 +31,7 @@ from spec_plugin.events import (
     TargetInfo,
     WeightSync,
 )
+from spec_plugin.ledger import Ledger
 from spec_plugin.manager import ask_method, create_manager
 from spec_plugin.method import Method
 from spec_plugin.recovery import Recovery
@@ -68,6 +69,9 @@ class SpecSession:
         self.failure: str | None = None
         self._trouble = Reason.OTHER_TROUBLE  # in what work it has failed
         self._recovery = Recovery(config.recoveries)
+        self.ledger = Ledger()
+        #: do rollouts end behind the trainer's own work, so that drafts would save nothing; on every rank after ``agree``
+        self.hidden = False
         self.recovering = False  # in the plain phase of a fresh start, until the next weight sync
         self.follows = False  # has speculation failed here only because it failed on another rank
         self.engines: EngineSchedule | None = None  # that ``RolloutControl`` keeps; None: nobody asked for any
@@ -186,13 +190,9 @@ class SpecSession:
         with self.guarded("rollout_start"):
             self.manager.hook.spec_rollout_start(policy_version=policy_version)
 
-    def rollout_end(self, stats: RolloutStats) -> None:
-        """Generation of one step is complete: hand its counters to the plugins."""
-        with self.guarded("rollout_end"):
-            self.manager.hook.spec_rollout_end(stats=stats)
-
     def target_forward(self, hidden: HiddenStates) -> None:
         """Hand harvested hidden states to the plugins; nothing happens after a failure."""
+        self.ledger.spent(hidden.milliseconds / 1e3)
         if not self.failed:
             with self.guarded("harvest"):
                 self.manager.hook.spec_target_forward(hidden=hidden)
@@ -228,6 +228,27 @@ class SpecSession:
         self.manager.hook.spec_check_stated(batch=batch)
         self._insist()
 
+    @property
+    def plain_for(self) -> Reason | None:
+        """Why the coming rollout is plain whatever the controller would choose; None where it chooses."""
+        if self.recovering:
+            return Reason.FRESH_START
+        return Reason.NOT_WAITED_FOR if self.hidden else None
+
+    def rollout_end(self, stats: RolloutStats) -> None:
+        """Generation of one step is complete: hand its counters to the plugins, and enter what it has earned."""
+        with self.guarded("rollout_end"):
+            self.manager.hook.spec_rollout_end(stats=stats)
+        ask, answer = getattr(self.manager.get_plugin("controller"), "times_as_long_without", None), None
+        if ask is not None and not self.failed:
+            with self.guarded("what drafts have saved"):
+                answer = ask(stats)
+                if answer is not None and not (finite_float(answer) or 0.0) > 0.0:
+                    raise TypeError(
+                        f"the controller's times_as_long_without returned {type_and_value(answer)}; expected a positive number"
+                    )
+        self.ledger.rolled_out(stats, answer)
+
     def head_start(self) -> float:
         """Seconds that the coming slice may take beyond its share, of a controller that grants any; 0 after a failure."""
         granted, ask = 0.0, getattr(self.manager.get_plugin("controller"), "head_start", None)
@@ -253,7 +274,8 @@ class SpecSession:
         if not self.failed:
             with self.guarded("weight sync"):
                 self.manager.hook.spec_weight_sync(event=event)
-                refresh = self._refresh(event)
+                # engines that sleep at level 2 have lost theirs
+                refresh = self._refresh(event) if not self.hidden or self.config.sleep_level > 1 else None
         return refresh
 
     def draft_weights(self, event: WeightSync) -> DraftRefresh | None:
@@ -307,7 +329,8 @@ class SpecSession:
         trouble = self._trouble if self.failed else None
         if self.engines is not None:
             merged |= self._numbers("engines", table_metrics(self.engines))
-        merged |= in_force(merged.get("spec/state"), self.engines, self.recovering, trouble, for_good)
+        merged |= self._numbers("ledger", self.ledger.metrics())
+        merged |= in_force(merged.get("spec/state"), self.engines, self.plain_for, trouble, for_good)
         merged["spec/failed"] = float(self.failed)
         merged["spec/recoveries"] = float(self._recoveries)
         merged["spec/unproven"] = float(self._unproven)

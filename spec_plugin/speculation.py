@@ -36,7 +36,7 @@ class Speculation(_Code):
 
 
 class Reason(_Code):
-    """Values of the metric ``spec/reason``: below 10 why it drafts, below 20 why it chose not to, from 20 on what has failed."""
+    """Values of the metric ``spec/reason``: below 10 why it drafts, from 20 to 29 what has failed, else why it chose not to."""
 
     PREDICTED_TO_PAY = 0, "drafting is predicted to pay"
     ASKED_FOR = 1, "the user asked for drafts throughout (serve=always, controller=fixed)"
@@ -60,6 +60,7 @@ class Reason(_Code):
     CHECKPOINT = 26, "trouble in saving or loading"
     OTHER_TROUBLE = 27, "trouble elsewhere"
     OTHER_RANK = 28, "trouble on another rank"
+    NOT_WAITED_FOR = 30, "the trainer does not wait for rollouts: they end behind its own work, with drafts or without"
 
 
 _STATES = {
@@ -81,7 +82,7 @@ _WORK = {
         "a copy of the policy's embedding or head",
         "reading the policy's embedding and head",
     ),
-    Reason.SCHEDULE: ("schedule", "the phase's beginning", "the beginning of a phase"),
+    Reason.SCHEDULE: ("schedule", "the phase's beginning", "the beginning of a phase", "what drafts have saved"),
     Reason.SELF_TEST: ("self-test", "engine_ready"),
     Reason.ENGINES: (
         "rollout_start",
@@ -101,7 +102,7 @@ _WORK = {
 
 def state_of(reason: Reason) -> Speculation:
     """The state of a run that does what it does for this reason, if nothing is known beyond it."""
-    if reason >= Reason.HARVEST:
+    if Reason.HARVEST <= reason <= Reason.OTHER_RANK:
         return Speculation.FAILED
     return _STATES.get(reason, Speculation.RESTING)
 
@@ -128,21 +129,25 @@ def table_metrics(engines: EngineSchedule) -> dict[str, float]:
 
 
 def in_force(
-    chosen: float | None, engines: EngineSchedule | None, recovering: bool, trouble: Reason | None, for_good: bool
+    chosen: float | None,
+    engines: EngineSchedule | None,
+    plain_for: Reason | None,
+    trouble: Reason | None,
+    for_good: bool,
 ) -> dict[str, float]:
     """What is to be logged over the controller's own choice, where more is known; nothing where it holds.
 
     Args:
         chosen: ``spec/state`` of the controller; None without one.
         engines: what they have confirmed; None: nobody has asked them.
-        recovering: is this the plain rollout of a fresh start.
+        plain_for: why the controller was not asked, and this rollout is plain; None: it was.
         trouble: in what, while it has turned drafts off.
         for_good: and no fresh start follows.
     """
     if trouble is not None:
         return as_metrics(trouble, Speculation.GIVEN_UP if for_good else Speculation.FAILED)
-    if recovering:
-        return as_metrics(Reason.FRESH_START)
+    if plain_for is not None:
+        return as_metrics(plain_for)
     if engines is None:
         return as_metrics(Reason.NO_DRAFT_YET) if chosen is None else {}
     drafting = engines.drafting

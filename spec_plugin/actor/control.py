@@ -62,6 +62,8 @@ class RolloutControl:
             overlaps: do the engines generate while the trainer trains; a phase then lasts until the next weight sync.
         """
         self.session, self.link, self._sleeps, self._overlaps = session, link, sleeps or overlaps, overlaps
+        self.ledger = session.ledger
+        self.ledger.overlaps = overlaps
         self.lags = overlaps  # may sequences be older than the policy that recomputes them; see ``agree``
         self._spans = Spans()
         self.policy_version = -1  # of the weights that the engines roll out with
@@ -71,6 +73,7 @@ class RolloutControl:
         self._installed = -1  # draft version that the engines serve
         self._anew = False  # was nothing sent to the engines since a fresh start
         self._warned: set[str] = set()  # what is said once
+        self._was_hidden = False
         self._slice_ended = time.monotonic()
         if link is not None:
             self._warn_unchecked()
@@ -96,12 +99,25 @@ class RolloutControl:
     def agree(self) -> None:
         """Make all ranks know whether the phase drafted, and stop speculating together (collective)."""
         session = self.session
-        drafted = self.speculating and self.link is not None
+        first = self.link is not None
+        by_choice = session.config.serve == "auto" and session.config.controller != "fixed"
+        drafted, hidden = self.speculating and first, self.ledger.hidden and first and by_choice
         try:
-            drafted, self.lags, failed = on_any_rank(drafted, self.lags, session.failed and not session.follows)
+            drafted, self.lags, failed, session.hidden = on_any_rank(
+                drafted, self.lags, session.failed and not session.follows, hidden
+            )
         except RanksPartedError as error:
             session.fail("the ranks' agreement", error, for_good=True)
             return
+        if first and hidden is not self._was_hidden:
+            self._was_hidden = hidden
+            logger.info(
+                "spec-plugin: policy version %d: the trainer %s",
+                self.policy_version,
+                "does not wait for rollouts, so drafts would save nothing: none are served or trained until it does"
+                if hidden
+                else "waits for rollouts again: drafts go on",
+            )
         if self.link is None:  # which table it is nobody has told this rank
             session.engines = EngineSchedule(None if drafted else session.plain_schedule)
         session.follow("another rank: its own warning says why" if failed else None)
@@ -118,14 +134,16 @@ class RolloutControl:
         recovers = failed and not self.session.failed
         if recovers:
             self.session.recover()
-        refresh = self.session.weight_sync(event)
+        with self.ledger.spending():
+            refresh = self.session.weight_sync(event)
         if recovers:
             # a plain phase, on which all ranks harvest and train again; what is sent and tested is sent behind the next sync,
             # for which all replicas were waited
             return
         if self.session.recovering:
             self.session.recovering, self._tested, self._anew = False, None, True
-        await self._install(refresh)
+        with self.ledger.spending():
+            await self._install(refresh)
 
     async def _reach(self, call: Awaitable[T], seconds: float = 0.0) -> T:
         """An answer of the engines, in time: a link may have forgotten its own limit, and nothing may wait for ever."""
@@ -181,7 +199,8 @@ class RolloutControl:
             self._slice_ended = time.monotonic()  # start-up is no part of the first step
         if not self._recalled and not session.failed:
             await self._recall(link)
-        schedule = session.plain_schedule if session.recovering else session.schedule(self.policy_version)
+        plain = session.plain_for is not None
+        schedule = session.plain_schedule if plain else session.schedule(self.policy_version)
         if schedule is not None and any(schedule.table) and self._tested == 0 < self._installed:
             # an untrained draft is never right, so only now can the sampler's accepting half be seen at work
             began = time.monotonic()
@@ -197,6 +216,7 @@ class RolloutControl:
         if session.failed and not failed_before and self.speculating:
             await self._set(link, session.plain_schedule)
         self._running = self.policy_version
+        self.ledger.waits()
 
     async def _set(self, link: EngineLink, schedule: Schedule | None) -> None:
         """Set k, and know what the engines do: where they do not confirm drafts they are asked for none.
@@ -259,7 +279,7 @@ class RolloutControl:
         if not session.config.self_test or session.failed:
             return
         seconds = session.config.self_test_seconds
-        with session.guarded("self-test"):
+        with self.ledger.spending(), session.guarded("self-test"):
             answer = await self._reach(link.self_test(seconds), 5 * seconds + _START)
             self._judge(expect_instance(answer, SelfTestReport, "self_test"))
 
@@ -342,11 +362,15 @@ class RolloutControl:
             head_start = most_of_any_rank(wanted)
         began = time.monotonic()
         share = session.config.train_share
-        session.train_draft(step, share / (1.0 - share) * (began - self._slice_ended) + head_start)
-        if self._overlaps and session.config.eager_refresh and self.policy_version >= 0:
-            # requests in flight go on with the new draft: exact, since the target verifies what either proposes
-            run_blocking(self._install(session.draft_weights(WeightSync(self.policy_version, None, None))))
+        with self.ledger.spending():
+            if not session.hidden:
+                session.train_draft(step, share / (1.0 - share) * (began - self._slice_ended) + head_start)
+            if self._overlaps and session.config.eager_refresh and self.policy_version >= 0 and not session.hidden:
+                # requests in flight go on with the new draft: exact, since the target verifies what either proposes
+                run_blocking(self._install(session.draft_weights(WeightSync(self.policy_version, None, None))))
         self._slice_ended = time.monotonic()
+        self.ledger.close()
+        self.ledger.waits()
 
     async def _audit(self, moment: str) -> None:
         if not self.session.config.audit or self.link is None or (self._sleeps and moment == "rolled out"):

@@ -198,7 +198,7 @@ class RolloutHarvest:
         """Allow ``harvest_tokens`` tokens from here on; none if no draft is trained, or none is to be (collective)."""
         self._build()
         self._control.agree()
-        wanted = self._taps is not None and not self.session.failed
+        wanted = self._taps is not None and not self.session.failed and not self.session.hidden
         self.plan.open(self.session.config.harvest_tokens if wanted else 0)
 
     def close(self) -> None:

@@ -178,6 +178,7 @@ class SpecRun:
             WrongOrderError: if a log-prob pass is under way.
         """
         self._refuse(self._in_pass, "logprob_pass", "inside another one")
+        self.session.ledger.works()
         run_blocking(self.rollouts_end())
         self.harvest.open()
         self._in_pass = True
@@ -224,6 +225,7 @@ class SpecRun:
         """
         control = self.control
         self._refuse(control.running, "check", "while the rollouts run; call rollouts_end before")
+        self.session.ledger.works()
         versions, drafted = self._who_sampled(responses)
         if not len(responses.mask):  # of a rank that got none
             self._checked = True
@@ -250,6 +252,7 @@ class SpecRun:
         Raises:
             LogprobProvenanceError: naming the first sequences, positions and values. Let it stop the run.
         """
+        self.session.ledger.works()
         if responses.rollout is None:
             return
         who, lags = self._who_sampled(responses), self.control.lags

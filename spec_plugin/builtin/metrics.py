@@ -65,6 +65,14 @@ SCHEMA = (
         100,
         "tokens per second of steps with drafts, relative to plain steps timed beside them",
     ),
+    Metric(
+        "spec/saved_s", "s", -1e6, 1e6, "generation that the trainer did not wait for in this step, see What it earns"
+    ),
+    Metric("spec/cost_s", "s", 0, 1e6, "time of draft training, harvest, refreshes and self-tests in this step"),
+    Metric("spec/net_s", "s", -1e6, 1e6, "saved_s less cost_s"),
+    Metric("spec/saved_total_s", "s", -1e9, 1e9, "saved_s of all steps of this process"),
+    Metric("spec/cost_total_s", "s", 0, 1e9, "cost_s of all steps of this process"),
+    Metric("spec/net_total_s", "s", -1e9, 1e9, "saved_total_s less cost_total_s"),
     Metric("spec/generation_s", "s", 0, 1e5, "time of the rollout phase in the engine"),
     Metric("spec/generation_tokens", "", 1, 1e12, "tokens that it generated"),
     Metric("spec/policy_version", "", 0, 1e9, "version of the policy that rolled out"),
@@ -84,6 +92,7 @@ SCHEMA = (
     Metric("spec/memory_tokens", "", 0, 1e12, "tokens of rollouts that suffix keeps to draft from"),
     Metric("spec/draft_loss", "nats", 0, 1e4, "loss of the last slice of draft training"),
     Metric("spec/train_ms", "ms", 0, 1e7, "time of that slice"),
+    Metric("spec/train_share", "", 0, 0.5, "train_share, less where training no longer raises acceptance"),
     Metric("spec/train_steps", "", 0, 1e4, "optimizer steps in it"),
     Metric(
         "spec/head_start_ms", "ms", 0, 1e7, "time that the last slice was allowed beyond train_share, see head_start"

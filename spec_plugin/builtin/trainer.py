@@ -15,6 +15,7 @@ from torch import Tensor
 from draft_training import Document, DraftTrainer, HiddenBuffer, SliceReport, TrainSettings, digest, fingerprint
 from draft_training.checkpoint import is_settled
 from draft_training.outside import logit_cap
+from spec_plugin.builtin.pace import Pace
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecPluginError
 from spec_plugin.events import DraftRefresh, HiddenStates, TargetInfo, WeightSync
@@ -61,6 +62,7 @@ class DraftTraining:
         #: of the draft as it was before the last slice, on text that is newer than all that it was trained on, by a policy
         #: that has moved since: what the engine would have accepted. On text of the slice itself every draft looks good.
         self._judged: SliceReport | None = None
+        self._pace = Pace()
         self._resume_from: Path | None = None
         self._token_counts: Tensor | None = None  # [V], while a new pruned draft waits for its vocabulary
 
@@ -75,6 +77,7 @@ class DraftTraining:
         counts = self._token_counts is not None
         lacks, counting, counted = on_any_rank(self._trainer is None or self._buffer is None, counts, not counts)
         self._judged = self._slice = None
+        self._pace = Pace()
         if lacks or (counting and counted):
             self._trainer = self._buffer = self._token_counts = None
         elif self._trainer is not None:
@@ -153,10 +156,13 @@ class DraftTraining:
         if self._token_counts is not None:  # the first rollouts show which tokens this policy uses
             self._trainer.select_vocabulary(self._token_counts)
             self._token_counts = None
-        began = time.perf_counter()
+        began, seconds = time.perf_counter(), seconds * self._pace.share
         unseen = self._trainer.draft_version == 0
         if not unseen or not self._method.newborn:
+            before = self._judged
             self._judge(self._buffer.newest(_JUDGED_TOKENS))
+            if self._judged is not None and self._judged is not before:
+                self._pace.judged(self._judged.acceptance_length)
         if unseen and not self._method.newborn:
             unseen = self._judged is not None and self._judged.acceptance_length < KNOWS_NOTHING
             if unseen:  # such as a layer that was never trained
@@ -199,6 +205,7 @@ class DraftTraining:
             "spec/draft_loss": self._slice.loss,
             "spec/expected_acceptance": self._judged.acceptance_length if self._judged else 1.0,
             "spec/train_ms": self._slice.seconds * 1e3,
+            "spec/train_share": self._config.train_share * self._pace.share,
             "spec/train_steps": float(self._slice.steps),
             "spec/train_unroll": float(self._trainer.schedule.unroll.steps),
             "spec/buffer_tokens": float(self._buffer.stats().tokens),

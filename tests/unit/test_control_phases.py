@@ -10,6 +10,7 @@ import pytest
 from test_training import TARGET, sync
 
 from spec_plugin import LosslessError, SpecConfig
+from spec_plugin import ledger as ledger_module
 from spec_plugin.actor import control as control_module
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.events import (
@@ -20,10 +21,12 @@ from spec_plugin.events import (
     RolloutStats,
     Schedule,
     SelfTestReport,
+    StepTiming,
 )
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
+from spec_plugin.speculation import Reason
 
 NOTHING, SMALL_BATCHES = (0,) * (TARGET.max_num_seqs + 1), (0, 3, *(0,) * (TARGET.max_num_seqs - 1))
 PASSED = SelfTestReport((Check("greedy", True, ""),), 1.0)
@@ -233,3 +236,79 @@ def test_a_method_without_a_draft_has_none_to_lose_in_a_deep_sleep():
     phase(control, 0)
     phase(control, 1)
     assert not control.session.failed
+
+
+def stepped(control: RolloutControl, version: int) -> dict[str, float]:
+    """One step of an asynchronous trainer."""
+    phase(control, version)
+    control.train_draft(version)
+    return control.session.metrics()
+
+
+@pytest.mark.parametrize(("serve", "goes_on"), [("auto", False), ("always", True)])
+def test_where_the_trainer_does_not_wait_for_rollouts_nothing_is_drafted_trained_or_refreshed(serve, goes_on, caplog):
+    engines = Engines()
+    control, plugin = made(engines, serve=serve)
+    plugin.table, plugin.draft_version = SMALL_BATCHES, 1
+    stepped(control, 0)
+    assert len(engines.installs) == len(plugin.seconds) == 1 and control.speculating
+    control.ledger.hidden = True
+    with caplog.at_level("INFO"):
+        metrics = stepped(control, 1)
+    assert control.speculating is goes_on and (metrics["spec/on"] == 1.0) is goes_on
+    assert len(engines.installs) == len(plugin.seconds) == 1 + goes_on
+    assert (metrics["spec/reason"] == Reason.NOT_WAITED_FOR) is not goes_on
+    assert ("does not wait for rollouts" in caplog.text) is not goes_on
+    stepped(control, 2)
+    assert caplog.text.count("does not wait for rollouts") <= 1, "said once"
+    control.ledger.hidden = False
+    with caplog.at_level("INFO"):
+        stepped(control, 3)
+    assert control.speculating and len(engines.installs) == len(plugin.seconds) == (4 if goes_on else 2)
+    assert ("waits for rollouts again" in caplog.text) is not goes_on
+
+
+def test_engines_that_dropped_their_draft_get_one_also_where_nobody_waits_for_rollouts():
+    engines = Engines()
+    control, _ = made(engines, sleep_level=2)
+    control.ledger.hidden = True
+    phase(control, 0)
+    phase(control, 1)
+    assert len(engines.installs) == 2 and not control.session.failed
+
+
+def test_what_draft_work_takes_is_what_the_step_has_cost(monkeypatch):
+    class Slow(Engines):
+        async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
+            clock.now += 2.0
+            return await super().install(refresh, force)
+
+        async def self_test(self, seconds: float) -> SelfTestReport:
+            clock.now += 30.0
+            return await super().self_test(seconds)
+
+        async def stats(self, policy_version: int) -> RolloutStats:
+            steps = (StepTiming(1, 0, True, 0.1, 100),)
+            return RolloutStats(policy_version, 8, 800, 10.0, steps=steps)
+
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(ledger_module, "time", clock)
+    control, plugin = made(Slow())
+
+    def train(seconds: float) -> None:
+        clock.now += 1.0
+
+    monkeypatch.setattr(plugin, "seconds", SimpleNamespace(append=train))
+    costs, saved = [], []
+    for version in range(2):
+        phase(control, version)
+        clock.now += 10.0  # rollouts
+        asyncio.run(control.finish())
+        clock.now += 5.0  # the trainer's own work
+        control.train_draft(version)
+        metrics = control.session.metrics()
+        costs.append(metrics["spec/cost_s"])
+        saved.append(metrics["spec/saved_s"])
+    assert costs == [2.0 + 30.0 + 1.0, 2.0 + 1.0]
+    assert saved == [0.0, 0.0] and metrics["spec/net_total_s"] == -36.0

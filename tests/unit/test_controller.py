@@ -565,3 +565,15 @@ def test_a_plain_share_is_asked_for_only_where_drafts_are_chosen_by_what_they_ga
     assert 0.0 < c.spec_schedule(1).plain_share < 0.1
     for options in ({"serve": "always"}, {"serve": "never"}, {"break_even": 1.1}):
         assert controller({8: 1.2}, draft="d", **options).spec_schedule(0).plain_share == 0.0
+
+
+def test_what_a_rollout_would_have_taken_without_drafts_is_told_if_what_steps_cost_is_known():
+    plain = RolloutStats(1, 8, 1000, 10.0, steps=(StepTiming(8, 0, True, 0.05, 100),))
+    drafted = RolloutStats(1, 8, 1000, 10.0, 800, 2400, 1600, steps=(StepTiming(8, K, False, 0.05, 100),))
+    c = controller({8: 2.0})
+    assert c.times_as_long_without(plain) == 1.0
+    rolled_out(c, None)
+    refreshed(c, 3.5)
+    assert c.times_as_long_without(drafted) == pytest.approx(3.0 / 2.0, rel=0.05)
+    unknown = BreakEvenController()
+    assert unknown.times_as_long_without(plain) == 1.0 and unknown.times_as_long_without(drafted) is None

@@ -108,6 +108,16 @@ def test_nothing_is_harvested_while_the_harvest_is_shut(how):
     assert actor.heard.lengths == [] and not actor.session.failed
 
 
+def test_nobody_harvests_where_the_trainer_does_not_wait_for_rollouts(monkeypatch):
+    actor = Actor()
+    monkeypatch.setattr(RolloutControl, "agree", lambda control: None)
+    for hidden, lengths in ((True, []), (False, [(12,)])):
+        actor.session.hidden = hidden
+        actor.harvest.open()
+        actor.runs(12)
+        assert actor.heard.lengths == lengths
+
+
 def test_law_6_nobody_harvests_for_a_draft_that_has_failed():
     shards = Shards()
     actor = Actor(shards)

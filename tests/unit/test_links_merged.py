@@ -36,7 +36,20 @@ def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time(
     other = RolloutStats(3, 20, 900, 5.0, 10, 10, 5, (5,), (timing,), interrupted=True, pairs=(pair,))
     merged = merge_stats([one, other])
     assert merged == RolloutStats(
-        3, 30, 1400, 5.0, 110, 310, 255, (100, 85, 70), (timing, timing), 0, (), interrupted=True, pairs=(pair, pair)
+        3,
+        30,
+        1400,
+        5.0,
+        110,
+        310,
+        255,
+        (100, 85, 70),
+        (timing, timing),
+        0,
+        (),
+        interrupted=True,
+        pairs=(pair, pair),
+        engines=2,
     )
     assert merge_stats([one]).interrupted is False
 

@@ -50,6 +50,8 @@ def test_every_spec_plugin_command_that_is_named_exists():
 def test_the_metrics_table_names_exactly_what_a_run_logs(tmp_path):
     session = session_with(train_tokens=32)
     logged = step(session, 0, tmp_path / "a") | step(session, 1, tmp_path / "b")
+    session.ledger.close()
+    logged |= session.metrics()
     assert not session.failed, session.failure
     general = {re.sub(r"pos_\d+$", "pos_{i}", re.sub(r"_b\d+$", "_b{size}", name)) for name in logged}
     of_one_method = {"spec/memory_tokens", "spec/shadow_tokens_per_forward"}  # suffix

@@ -123,7 +123,7 @@ def test_why_a_run_did_or_did_not_speculate_is_what_it_logged(reason):
     (span,) = spans_of(coded(3, lambda s: as_metrics(reason)))
     assert span.reason == reason.name and (span.first, span.last) == (1, 3)
     assert span.why == ("" if reason is Reason.PREDICTED_TO_PAY else reason.meaning)
-    assert span.state == ("on" if reason < 10 else "off" if reason < 20 else "failed")
+    assert span.state == ("on" if reason < 10 else "failed" if 20 <= reason < 30 else "off")
 
 
 def test_numbers_stand_beside_the_reason_that_drafts_do_not_pay():

@@ -90,7 +90,7 @@ def test_what_a_log_says_is_text_and_never_markup():
     bad = "<script>alert(1)</script>"
     run = LoggedRun(bad, bad, {1: {"spec/on": 1.0, "step_s": 1.0}}, (Notice(1, "WARNING", bad),), (), (bad,))
     other = LoggedRun("other", "", {1: {"step_s": 1.0}, 2: {"step_s": 2.0}})
-    views = tuple(View(r, (), (RunFinding("warn", bad),)) for r in (run, other))
+    views = tuple(View(r, (), (RunFinding("warn", bad),), None) for r in (run, other))
     page = to_html(Report(views, bad, (), (bad,), (bad,)))
     assert bad not in page and page.count("&lt;script&gt;") >= 6
 

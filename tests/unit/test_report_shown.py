@@ -87,7 +87,7 @@ def test_the_keys_of_the_json_are_those_that_the_documents_promise():
         "": {"schema", "base", "problems", "caveats", "comparisons", "runs"},
         "comparisons": {"run", "base", "what", "ratio", "first", "last", "sentence"},
         "runs": {"name", "trainer", "plugin", "sources", "planned_steps", "remarks", "notices", "steps"}
-        | {"speculation", "findings"},
+        | {"earned", "speculation", "findings"},
         "speculation": {"first", "last", "state", "reason", "why"},
         "findings": {"level", "text", "step"},
         "notices": {"step", "level", "text"},

@@ -16,6 +16,7 @@ from spec_plugin.builtin.break_even.experts import Experts
 from spec_plugin.builtin.break_even.judge import Corrected, Judge
 from spec_plugin.builtin.break_even.plan import Plan
 from spec_plugin.builtin.break_even.states import States
+from spec_plugin.builtin.break_even.without import times_as_long
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError
@@ -299,6 +300,14 @@ class BreakEvenController:
         if self._method.newborn:
             return not self.states.tried and self._plain_seconds > 0.0
         return self.acceptance_estimate.knows_nothing and self._plain_seconds > 0.0
+
+    def times_as_long_without(self, stats: RolloutStats) -> float | None:
+        """The decoding time of a rollout that ``spec_rollout_end`` has seen, without drafts over what it was; None: not known."""
+        if not stats.drafts and all(s.paused for s in stats.steps if not s.k):
+            return 1.0
+        if self.cost.problem is not None:
+            return None
+        return times_as_long(stats, self._corrected, self.acceptance_curve or ())
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from spec_plugin.commands.report.compare import Comparison, base_of, caveats, compare
+from spec_plugin.commands.report.earned import Earned, earned_of
 from spec_plugin.commands.report.findings import RunFinding, findings_of
 from spec_plugin.commands.report.formats import log_formats
 from spec_plugin.commands.report.places import ReportError, find_places
@@ -28,6 +29,7 @@ class View:
     run: LoggedRun
     spans: tuple[StateSpan, ...]
     findings: tuple[RunFinding, ...]
+    earned: Earned | None  # None: the run did not log it
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
         raise ReportError("\n".join(problems))
     runs = _with_names(runs)
     chosen = base_of(runs, base)
-    views = tuple(View(run, tuple(spans_of(run)), tuple(findings_of(run))) for run in runs)
+    views = tuple(View(run, tuple(spans_of(run)), tuple(findings_of(run)), earned_of(run)) for run in runs)
     name = chosen.name if chosen else None
     return Report(views, name, tuple(compare(runs, chosen)), tuple(caveats(runs, chosen)), tuple(problems))
 
@@ -96,6 +98,7 @@ def to_json(report: Report) -> str:
         "comparisons": [asdict(c) | {"sentence": c.sentence} for c in report.comparisons],
         "runs": [
             view.run.as_json()
+            | {"earned": view.earned and view.earned.as_json()}
             | {"speculation": [asdict(span) for span in view.spans], "findings": [asdict(f) for f in view.findings]}
             for view in report.views
         ],
@@ -106,7 +109,8 @@ def to_json(report: Report) -> str:
 def to_text(report: Report) -> Iterator[str]:
     """For a terminal: what stands out, and how the runs compare."""
     for view in report.views:
-        yield f"{view.run.name}: {len(view.run.numbers)} steps of {view.run.trainer or 'an unknown trainer'}"
+        earned = f", {view.earned.sentence}" if view.earned else ""
+        yield f"{view.run.name}: {len(view.run.numbers)} steps of {view.run.trainer or 'an unknown trainer'}{earned}"
         for finding in view.findings:
             yield f"  {'' if finding.level == 'fine' else MARKS[finding.level]:<9}{finding.text}"
     for comparison in report.comparisons:

@@ -1,0 +1,42 @@
+"""How much of ``spec.train_share`` draft training takes: all of it while that raises acceptance, less when it no longer does."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+#: judged slices that are compared with as many before them
+WINDOW = 8
+#: mean acceptance length must have risen by this share to be worth as much training as before; and more is due where it lies that
+#: much below the best that was held
+_RISES, _FALLS = 0.01, 0.015
+#: the share never falls below this part of what is allowed: below it there is little to gain and a draft to lose
+LEAST = 1 / 4
+
+
+class Pace:
+    """One of three answers every ``WINDOW`` slices: half as much, as before, or twice as much.
+
+    A policy that moves lowers the acceptance of a draft that stands still, so the share comes to rest where training just keeps
+    up. Acceptance is that of the draft on newer text than it was trained on. Error rates: ``tests/unit/test_pace.py``.
+    """
+
+    def __init__(self) -> None:
+        self.share = 1.0
+        self._held = 0.0  # best mean since all of the share was last taken
+        self._judged: deque[float] = deque(maxlen=2 * WINDOW)
+
+    def judged(self, acceptance: float) -> None:
+        """One more slice: acceptance length of the draft as it was before it."""
+        self._judged.append(acceptance)
+        if len(self._judged) < 2 * WINDOW:
+            return
+        values = list(self._judged)
+        before, now = statistics.fmean(values[:WINDOW]), statistics.fmean(values[WINDOW:])
+        self._held = now if self.share == 1.0 else max(self._held, now)
+        if now < (1.0 - _FALLS) * self._held:
+            self.share = min(1.0, 2.0 * self.share)
+        elif now < (1.0 + _RISES) * before:
+            self.share = max(LEAST, self.share / 2.0)
+        for _ in range(WINDOW):
+            self._judged.popleft()

@@ -1,0 +1,126 @@
+"""What drafts earn and what they cost, in seconds for which the trainer's step is shorter or longer.
+
+Earned is generation that the trainer did not wait for: how long the rollout's decoding would have taken without drafts (from
+its own steps, as the controller's pairs and timings have them), less what it took. Where rollouts go on while the trainer
+trains, only what would have been left of that behind the trainer's own work counts. What plain steps amid drafts lose, those
+of pairs and of the control group, is missing there already. Spent is what was added to the trainer's process: draft
+training, harvest, refreshes and self-tests; that part of it may have been hidden, where the trainer waits, is not counted in
+its favour.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from spec_plugin.events import RolloutStats
+
+#: share of a phase for which a trainer may wait whose rollouts are hidden behind its work, and from which they no longer are
+_HIDDEN_BELOW, _EXPOSED_FROM = 0.10, 0.15
+#: phases in a row that must be so before drafts are found to be of no use
+_PHASES = 3
+
+
+def decoding_seconds(stats: RolloutStats) -> float:
+    """Seconds for which each engine decoded, of ``stats.seconds``; as far as can be told, where steps are not all timed."""
+    timed = sum(s.seconds * s.steps for s in stats.steps) / max(1, stats.engines)
+    forwards = sum(s.batch * s.steps for s in stats.steps if s.k > 0)
+    covered = min(1.0, forwards / stats.drafts) if forwards and stats.drafts else 1.0
+    return min(stats.seconds, timed / covered)
+
+
+class Ledger:
+    """Of one process; the rank with the link to the engines knows what was earned."""
+
+    def __init__(self, overlaps: bool = False) -> None:
+        """Nothing earned, nothing spent.
+
+        Args:
+            overlaps: do the engines generate while the trainer trains.
+        """
+        self.overlaps = overlaps
+        self._saved: float | None = None  # of the step in progress
+        self._spent = 0.0
+        self._closed: dict[str, float] = {}  # what the last step's metrics say
+        self._saved_total = self._spent_total = 0.0
+        self._began: float | None = None  # the phase
+        self._idle_since: float | None = None
+        self._waited = 0.0  # in the phase
+        self._hidden_phases = 0
+        self.hidden = False  # does the trainer not wait for rollouts, whether they are drafted or not
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Around work of ours that the trainer's process would not do without drafts."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spent += time.monotonic() - began
+
+    def spent(self, seconds: float) -> None:
+        """The same, of work that was timed where it was done."""
+        self._spent += seconds
+
+    def waits(self) -> None:
+        """From here on the trainer may have to wait for rollouts."""
+        now = time.monotonic()
+        self._began = now if self._began is None else self._began
+        self._idle_since = now if self._idle_since is None else self._idle_since
+
+    def works(self) -> None:
+        """It does not any more: it has rollouts, and goes on."""
+        if self._idle_since is not None:
+            self._waited += time.monotonic() - self._idle_since
+            self._idle_since = None
+
+    def rolled_out(self, stats: RolloutStats, times_as_long: float | None) -> None:
+        """A phase is over.
+
+        Args:
+            stats: what the engines say of it.
+            times_as_long: its decoding would have taken without drafts; None: not known.
+        """
+        now = time.monotonic()
+        phase, self._began = now - (now if self._began is None else self._began), now
+        waited, self._waited = self._waited, 0.0
+        self._idle_since = None  # a wait that ends with a weight sync was none for rollouts
+        if times_as_long is None:
+            return
+        decoding = decoding_seconds(stats)
+        longer = decoding * (times_as_long - 1.0)
+        if not math.isfinite(longer):
+            return
+        if self.overlaps:
+            self._judge_hidden((waited + max(0.0, longer)) / phase if phase > 0.0 else 1.0)
+            longer = max(min(longer, 0.0), decoding + longer - phase)
+        self._saved = (self._saved or 0.0) + longer
+
+    def _judge_hidden(self, share: float) -> None:
+        """From the share of a phase for which the trainer waits, or would without drafts."""
+        self._hidden_phases = self._hidden_phases + 1 if share < _HIDDEN_BELOW else 0
+        if self._hidden_phases >= _PHASES:
+            self.hidden = True
+        elif share >= _EXPOSED_FROM:
+            self.hidden = False
+
+    def close(self) -> None:
+        """A step of the trainer is over."""
+        saved, spent = self._saved, self._spent
+        self._saved, self._spent = None, 0.0
+        self._spent_total += spent
+        self._saved_total += saved or 0.0
+        self._closed = {
+            "spec/cost_s": spent,
+            "spec/saved_total_s": self._saved_total,
+            "spec/cost_total_s": self._spent_total,
+            "spec/net_total_s": self._saved_total - self._spent_total,
+        }
+        if saved is not None:
+            self._closed |= {"spec/saved_s": saved, "spec/net_s": saved - spent}
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step, and of the run so far; nothing before the first step's end."""
+        return dict(self._closed)
