@@ -1,0 +1,256 @@
+"""A GRPO run with the flag beside one without, step by step in turn: rewards, seconds, what was saved, a kill in the middle."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import sys
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
+
+from examples.bench import common  # noqa: E402
+from examples.bench.common import Spread, say, show, spread  # noqa: E402
+from examples.bench.turns import BusyLoop, Contestant, Step, in_turns  # noqa: E402
+from examples.quickstart.policy import QUICKSTART, cached_policy  # noqa: E402
+from examples.quickstart.trainers import TRAINERS, Start, Trainer  # noqa: E402
+from spec_plugin.conformance.launch import Launch  # noqa: E402
+
+HELP = """Compare whole steps of the quickstart's GRPO run, with the flag and without, and the rewards that come of it.
+
+\b
+Both runs live side by side and take turns, a step each: while one works the other one is stopped, so what else the
+machine does meets both. Steps are compared by their number, per token of the response. --kill-at ends the run with the flag
+behind that step and lets it go on from its last checkpoint. --busy 30 30 runs a loop beside them that comes and goes.
+OVERRIDES are passed to the trainer, as in the quickstart.
+
+\b
+Rewards are called equivalent if the 90 % confidence interval of their mean difference, from means of ten steps each, lies within
+--margin (two one-sided tests at 5 %).
+"""
+
+TEN = 10
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """Reward with the flag less reward without, from means of ten steps each."""
+
+    difference: float
+    low: float  # of the 90 % confidence interval
+    high: float
+    blocks: int
+    margin: float
+
+    @property
+    def holds(self) -> bool:
+        """Is a difference of the margin ruled out on both sides."""
+        return -self.margin < self.low and self.high < self.margin
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a pair of runs shows, from a step on."""
+
+    first_step: int
+    drafted: int  # steps from the first on that drafted
+    counted: int  # of so many
+    generation: Spread  # speed-up per response token, step by step
+    step: Spread
+    whole: float  # seconds of all steps without the flag over those with it, start-up left out
+    measured_saved_s: float  # by which the steps with the flag took less in all, at equal tokens
+    reported_net_s: float | None  # what the run itself says of that
+    rewards: dict[str, list[float]]  # means of ten steps
+    equivalence: Equivalence | None  # None: fewer than two tens
+    memory_gb: dict[str, float]  # most of each
+
+
+@click.command(
+    help=HELP, context_settings={"ignore_unknown_options": True, "max_content_width": 120, "show_default": True}
+)
+@click.option("--trainer", "name", default="verl", type=click.Choice(list(TRAINERS)), help="Which one.")
+@click.option("--steps", default=100, type=click.IntRange(2), help="GRPO steps of each run.")
+@click.option("--first", default=5, type=click.IntRange(1), help="First step whose times are compared.")
+@click.option("--kill-at", type=click.IntRange(1), help="Kill the run with the flag behind this step.")
+@click.option("--busy", nargs=2, type=float, help="Seconds on and off of a loop beside the runs.")
+@click.option("--margin", default=0.05, help="Difference of rewards that would matter.")
+@click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of JSON and PNG.")
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+def main(
+    name: str,
+    steps: int,
+    first: int,
+    kill_at: int | None,
+    busy: tuple[float, float] | None,
+    margin: float,
+    out: Path,
+    overrides: tuple[str, ...],
+) -> None:
+    """Run, compare, report."""
+    where, trainer = common.environment("cpu"), TRAINERS[name]
+    folder = (out / f"long-run-{name}").absolute()
+    shutil.rmtree(folder, ignore_errors=True)  # a trainer would go on from the checkpoints of another time
+    runs = [contestant(trainer, kind, steps, folder / kind, kill_at, overrides) for kind in ("plain", "flag")]
+    with closing(in_turns(runs, steps, folder, kill_at, say)) as rounds:
+        beside = BusyLoop(*busy) if busy else None
+        try:
+            for number in rounds:
+                if number % TEN == 0 or number == steps:
+                    say(f"step {number} of {steps}")
+        finally:
+            if beside is not None:
+                beside.end()
+    found = compare(trainer, runs[0].steps, runs[1].steps, first, margin)
+    tell(trainer, found)
+    settings = {"trainer": name, "steps": steps, "kill_at": kill_at, "busy": busy, "overrides": overrides}
+    logged = {run.name: run.steps for run in runs}
+    file = common.write_results("long-run", settings, {"found": found, "runs": logged}, where, out)
+    write_picture(trainer, runs, file.with_suffix(".png"))
+    say(f"picture: {file.with_suffix('.png')}")
+
+
+def contestant(
+    trainer: Trainer, kind: str, steps: int, out: Path, kill_at: int | None, overrides: tuple[str, ...]
+) -> Contestant:
+    """One of the two runs; that with the flag saves a checkpoint two steps before it is killed."""
+    cache, plain = ROOT / ".cache" / "quickstart", kind == "plain"
+    policy = cached_policy(cache, QUICKSTART)
+    chosen = tuple(o for o in overrides if not (plain and "spec." in o))
+    data = cache / f"data-{QUICKSTART.digest}"
+
+    def launched(*more: str) -> Launch:
+        run = trainer.run(Start(policy, data, QUICKSTART, out, steps, plain, (*more, *chosen)))
+        return replace(run.launch(), interpreter=None)  # a fork server's processes would be of both runs
+
+    records = trainer.run(Start(policy, data, QUICKSTART, out, steps, plain, chosen)).records
+    if kill_at is None or plain:
+        return Contestant(kind, launched(), records)
+    every = str(max(1, kill_at - 2))
+    if trainer.name == "verl":  # which goes on from a checkpoint that it finds
+        return Contestant(kind, launched(f"trainer.save_freq={every}"), records, launched("trainer.save_freq=-1"))
+    saves = ("--ckpt.save_steps", every)
+    return Contestant(kind, launched(*saves), records, launched("--ckpt.load_enable"))
+
+
+def compare(trainer: Trainer, plain: list[Step], flag: list[Step], first: int, margin: float) -> Found:
+    """Steps of the same number, from ``first`` on."""
+    names = trainer.metric_names
+    pairs = [(a, b) for a, b in zip(plain, flag, strict=True) if a.number >= first]
+
+    def per_token(step: Step, what: str) -> float:
+        return step.seconds(names[what]) / step.metrics[names["response_tokens"]]
+
+    speedups = {
+        what: [per_token(a, what) / per_token(b, what) for a, b in pairs] for what in ("generation_s", "step_s")
+    }
+    tokens = [b.metrics[names["response_tokens"]] / a.metrics[names["response_tokens"]] for a, b in pairs]
+    without = sum(a.seconds(names["step_s"]) * ratio for (a, _), ratio in zip(pairs, tokens, strict=True))
+    took = sum(b.seconds(names["step_s"]) for _, b in pairs)
+    own = [b.metrics.get(f"{trainer.metric_prefix}spec/net_s") for _, b in pairs]
+    known = [value for value in own if value is not None]
+    rewards = {
+        kind: [step.metrics[names["reward"]] for step in steps] for kind, steps in (("plain", plain), ("flag", flag))
+    }
+    tens = {
+        kind: [statistics.fmean(v[i : i + TEN]) for i in range(0, len(v) - TEN + 1, TEN)] for kind, v in rewards.items()
+    }
+    return Found(
+        first_step=first,
+        drafted=sum(b.metrics.get(f"{trainer.metric_prefix}spec/on", 0.0) > 0 for _, b in pairs),
+        counted=len(pairs),
+        generation=spread(speedups["generation_s"]),
+        step=spread(speedups["step_s"]),
+        whole=without / took,
+        measured_saved_s=without - took,
+        reported_net_s=sum(known) if known else None,
+        rewards=tens,
+        equivalence=equivalence(tens["flag"], tens["plain"], margin),
+        memory_gb={kind: max(s.memory_gb for s in steps) for kind, steps in (("plain", plain), ("flag", flag))},
+    )
+
+
+def equivalence(a: list[float], b: list[float], margin: float) -> Equivalence | None:
+    """Two one-sided paired t-tests at 5 % (Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987), as a confidence interval."""
+    from scipy import stats
+
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    if len(differences) < 2:
+        return None
+    middle = statistics.fmean(differences)
+    reach = float(stats.t.ppf(0.95, len(differences) - 1)) * statistics.stdev(differences) / len(differences) ** 0.5
+    return Equivalence(middle, middle - reach, middle + reach, len(differences), margin)
+
+
+def tell(trainer: Trainer, found: Found) -> None:
+    """Print the comparison."""
+    reported = "–" if found.reported_net_s is None else f"{found.reported_net_s:.0f}"
+    row = [
+        f"from {found.first_step}: {found.drafted} of {found.counted} drafted",
+        found.generation.text(".2f"),
+        found.step.text(".2f"),
+        f"{found.whole:.2f}",
+        f"{found.measured_saved_s:.0f} / {reported}",
+        " / ".join(f"{found.memory_gb[kind]:.1f}" for kind in ("flag", "plain")),
+    ]
+    head = [
+        "steps",
+        "generation\nspeed-up",
+        "step\nspeed-up",
+        "all steps",
+        "saved s, measured\n/ as reported",
+        "GB with\n/ without",
+    ]
+    title = f"GRPO in {trainer.name}: with the flag against without, in turns, per response token. Medians (quartiles)"
+    show(title, head, [row])
+    for kind, tens in found.rewards.items():
+        say(f"reward by tens of steps, {kind:<5}: {' '.join(f'{r:.2f}' for r in tens)}")
+    if (e := found.equivalence) is not None:
+        verdict = "equivalent" if e.holds else "not shown to be equivalent"
+        say(
+            f"reward with less without: {e.difference:+.3f}, 90 % interval {e.low:+.3f} to {e.high:+.3f} from {e.blocks} tens: "
+            f"{verdict} within {e.margin:g}"
+        )
+
+
+def write_picture(trainer: Trainer, runs: list[Contestant], file: Path) -> None:
+    """Reward, acceptance, step time and what was saved, step by step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names, prefix = trainer.metric_names, trainer.metric_prefix
+    panels: dict[str, Any] = {
+        "reward (mean of five steps)": lambda s: s.metrics.get(names["reward"]),
+        "tokens per target forward": lambda s: s.metrics.get(f"{prefix}spec/acceptance_length"),
+        "whole step, s": lambda s: s.seconds(names["step_s"]),
+        "net saved, s, as reported": lambda s: s.metrics.get(f"{prefix}spec/net_total_s"),
+    }
+    figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), constrained_layout=True)
+    for axis, (label, of) in zip(axes, panels.items(), strict=True):
+        for run, colour in zip(runs, ("tab:gray", "tab:blue"), strict=True):
+            points = [(s.number, value) for s in run.steps if (value := of(s)) is not None]
+            if label.startswith("reward"):
+                points = [
+                    (n, statistics.fmean(v for _, v in points[max(0, i - 4) : i + 1]))
+                    for i, (n, _) in enumerate(points)
+                ]
+            if points:
+                axis.plot(*zip(*points, strict=True), color=colour, label=run.name, lw=1.4, alpha=0.85)
+        axis.set_xlabel("GRPO step")
+        axis.set_title(label, fontsize=10)
+        axis.grid(alpha=0.25)
+    axes[0].legend()
+    figure.suptitle(f"GRPO in {trainer.name}, with the flag and without, step by step in turn")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Two or more runs of a trainer, step by step in turn: while one works all processes of the others are stopped.
+
+Whole steps are compared so that what the machine does meets all of them alike: the n-th step of each begins when that of the run
+before it has ended. A run is stopped (SIGSTOP) as soon as its step is logged, when its next one has hardly begun, and what it
+was stopped for is taken off that step's time. Each run has a /tmp of its own where the kernel allows it, since verl and Ray
+have fixed names there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # so that this file is found by path, from anywhere
+
+import supervise  # noqa: E402
+
+from spec_plugin.conformance.launch import Launch, StepMetrics, Steps, log_tail, read_lines, stop  # noqa: E402
+
+#: seconds without a step after which a run is given up; the first step has imports, an engine and a self-test before it
+STALL_S, LOOK_S = 1200.0, 0.02
+
+
+class TurnsError(RuntimeError):
+    """A run ended, or stood still, before its last step."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one run."""
+
+    number: int
+    metrics: StepMetrics  # as the trainer logged them
+    stopped_s: float  # that this step's times are too long by: the run was stopped so long while it lasted
+    memory_gb: float  # of all its processes, at the step's end, shared pages in each
+
+    def seconds(self, name: str) -> float:
+        """One of its times that begins with the step, such as the step's own, or its generation's."""
+        return self.metrics[name] - self.stopped_s
+
+
+@dataclass
+class Contestant:
+    """One of the runs."""
+
+    name: str
+    launch: Launch
+    records: Steps
+    again: Launch | None = None  # after it was killed; None: as it began
+    steps: list[Step] = field(default_factory=list)
+    _process: subprocess.Popen[bytes] | None = None
+    _position: int = 0
+    _stopped_since: float | None = None
+    _stopped_s: float = 0.0
+    _ready: list[tuple[int, StepMetrics]] = field(default_factory=list)
+
+    def start(self, private: Path | None) -> None:
+        """Begin, or begin again.
+
+        Args:
+            private: a folder that takes the place of its /tmp; None: it shares that of the machine.
+        """
+        launch = self.again if self.steps and self.again is not None else self.launch
+        launch.out.mkdir(parents=True, exist_ok=True)
+        self.records.file.unlink(missing_ok=True)
+        self._position = 0
+        inside = [] if private is None else _own_tmp(private)
+        with launch.log_file.open("a" if self.steps else "w") as log:
+            self._process = subprocess.Popen(
+                [*inside, *launch.command], env=launch.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def _all(self) -> list[psutil.Process]:
+        assert self._process is not None
+        with suppress(psutil.Error):
+            first = psutil.Process(self._process.pid)
+            return [first, *first.children(recursive=True)]
+        return []
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self._all():
+            with suppress(psutil.Error):
+                process.send_signal(number)
+
+    def stop(self) -> None:
+        """Stop all of it; twice, for what was just starting a process."""
+        self._stopped_since = time.monotonic()
+        self._send(signal.SIGSTOP)
+        self._send(signal.SIGSTOP)
+
+    def go(self) -> None:
+        """Let it go on."""
+        self._send(signal.SIGCONT)
+        if self._stopped_since is not None:
+            self._stopped_s += time.monotonic() - self._stopped_since
+            self._stopped_since = None
+
+    def kill(self) -> None:
+        """End all of it at once, as a machine that dies."""
+        assert self._process is not None
+        self._send(signal.SIGKILL)
+        self._process.wait()
+        self._stopped_since, self._stopped_s = None, 0.0
+
+    def end(self) -> None:
+        """Stop it for good, if it still runs."""
+        if self._process is not None and self._process.poll() is None:
+            self.go()
+            stop(self._process)
+
+    def next_step(self) -> Step:
+        """Wait until one more step is logged.
+
+        Raises:
+            TurnsError: if none comes.
+        """
+        assert self._process is not None
+        began = time.monotonic()
+        while not self._ready:
+            running = self._process.poll() is None  # asked before reading, so that the last lines are not missed
+            lines, self._position = read_lines(self.records.file, self._position)
+            self._ready += [record for line in lines if (record := self.records.parse(line))]
+            if not self._ready and (not running or time.monotonic() - began > STALL_S):
+                why = "made no step" if running else f"ended with exit status {self._process.returncode}"
+                raise TurnsError(
+                    f"{self.name} {why} behind step {len(self.steps)}:\n{log_tail(self.launch.log_file)[-4000:]}"
+                )
+            time.sleep(0 if self._ready else LOOK_S)
+        number, metrics = self._ready.pop(0)
+        memory = 0.0
+        for process in self._all():
+            with suppress(psutil.Error):
+                memory += process.memory_info().rss / 2**30
+        step = Step(number, metrics, self._stopped_s, memory)
+        self._stopped_s = 0.0
+        return step
+
+
+def _own_tmp(private: Path) -> list[str]:
+    """The beginning of a command with a /tmp of its own; empty where the kernel does not allow that."""
+    try:
+        user = supervise.user_for_namespaces(ROOT, Path(tempfile.mkdtemp(prefix="spec-turns-")))
+    except OSError:
+        return []
+    private.mkdir(parents=True, exist_ok=True)
+    private.chmod(0o1777)
+    return supervise.namespace(user, private, ROOT)
+
+
+def in_turns(
+    runs: Sequence[Contestant],
+    steps: int,
+    out: Path,
+    kill_at: int | None = None,
+    said: Callable[[str], None] = print,
+) -> Iterator[int]:
+    """Run them to their last step; yields the number of each step that all have made.
+
+    Args:
+        runs: the first one of a round changes from round to round.
+        steps: of each.
+        out: folder for their folders of temporary files.
+        kill_at: the step behind which those that have ``again`` are killed, to go on from their last checkpoint; steps that they
+            make once more take the place of the first ones.
+        said: gets a line at what takes long.
+
+    Raises:
+        TurnsError: if one of them fails.
+    """
+    with ExitStack() as stack:
+        for run in runs:
+            stack.callback(run.end)
+        for run in runs:
+            said(f"{run.name}: starts")
+            run.start(out / f"tmp-{run.name}")
+            _add(run, run.next_step())
+            run.stop()
+        yield 1
+        for number in range(2, steps + 1):
+            first = number % len(runs)
+            for run in (*runs[first:], *runs[:first]):
+                run.go()
+                if kill_at == number - 1 and run.again is not None:
+                    said(f"{run.name}: killed behind step {number - 1}, goes on from its last checkpoint")
+                    run.kill()
+                    run.start(out / f"tmp-{run.name}")
+                while len(run.steps) < number or run.steps[-1].number < number:
+                    _add(run, run.next_step())
+                if number < steps:
+                    run.stop()
+            yield number
+
+
+def _add(run: Contestant, step: Step) -> None:
+    run.steps = [s for s in run.steps if s.number < step.number] + [step]
+
+
+class BusyLoop:
+    """One process that computes for some seconds and sleeps for some, as a neighbour on the machine."""
+
+    def __init__(self, on_s: float, off_s: float) -> None:
+        code = (
+            "import time\n"
+            f"while True:\n until = time.monotonic() + {on_s}\n while time.monotonic() < until: pass\n time.sleep({off_s})\n"
+        )
+        self._process = subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ))
+
+    def end(self) -> None:
+        """Stop it."""
+        self._process.kill()
+        self._process.wait()
