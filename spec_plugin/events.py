@@ -167,6 +167,8 @@ class StepTiming:
     seconds: float  # median, from the start of one step to the start of the next
     steps: int
     context: float = 0.0  # mean number of tokens that a request of such a step had in the KV cache; 0: not known
+    #: seconds, in all, of decoding steps of this batch size in which some request drafted fewer tokens, as the control group does
+    mixed_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,8 @@ class RolloutStats:
     #: were requests cut short, to go on under the next policy: the trainer is asynchronous
     interrupted: bool = False
     pairs: tuple[StepPair, ...] = ()  # of this phase, in the order of time within each engine
-    engines: int = 1  # whose counts these are
+    #: for which the slowest engine decoded, as far as its steps were timed: no more than that
+    decoding_seconds: float = 0.0
 
     @property
     def forwards(self) -> int:

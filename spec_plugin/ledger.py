@@ -19,16 +19,8 @@ from spec_plugin.events import RolloutStats
 
 #: share of a phase for which a trainer may wait whose rollouts are hidden behind its work, and from which they no longer are
 _HIDDEN_BELOW, _EXPOSED_FROM = 0.10, 0.15
-#: phases in a row that must be so before drafts are found to be of no use
-_PHASES = 3
-
-
-def decoding_seconds(stats: RolloutStats) -> float:
-    """Seconds for which each engine decoded, of ``stats.seconds``; as far as can be told, where steps are not all timed."""
-    timed = sum(s.seconds * s.steps for s in stats.steps) / max(1, stats.engines)
-    forwards = sum(s.batch * s.steps for s in stats.steps if s.k > 0)
-    covered = min(1.0, forwards / stats.drafts) if forwards and stats.drafts else 1.0
-    return min(stats.seconds, timed / covered)
+#: phases in a row that must be so before drafts are found to be of no use, and before they are of use again: a validation is one
+_PHASES, _PHASES_BACK = 3, 2
 
 
 class Ledger:
@@ -42,27 +34,28 @@ class Ledger:
         """
         self.overlaps = overlaps
         self._saved: float | None = None  # of the step in progress
-        self._spent = 0.0
+        self._spent, self._inside = 0.0, False
         self._closed: dict[str, float] = {}  # what the last step's metrics say
-        self._saved_total = self._spent_total = 0.0
+        self._saved_so_far = self._spent_so_far = 0.0
         self._began: float | None = None  # the phase
         self._idle_since: float | None = None
         self._waited = 0.0  # in the phase
-        self._hidden_phases = 0
+        self._hidden_phases = self._exposed_phases = 0
         self.hidden = False  # does the trainer not wait for rollouts, whether they are drafted or not
 
     @contextmanager
     def spending(self) -> Iterator[None]:
         """Around work of ours that the trainer's process would not do without drafts."""
-        began = time.monotonic()
+        began, outer, self._inside = time.monotonic(), self._inside, True
         try:
             yield
         finally:
-            self._spent += time.monotonic() - began
+            self._inside = outer
+            self.spent(time.monotonic() - began)
 
     def spent(self, seconds: float) -> None:
-        """The same, of work that was timed where it was done."""
-        self._spent += seconds
+        """The same, of work that was timed where it was done; what is done within other work counts there."""
+        self._spent += 0.0 if self._inside else seconds
 
     def waits(self) -> None:
         """From here on the trainer may have to wait for rollouts."""
@@ -83,40 +76,43 @@ class Ledger:
             stats: what the engines say of it.
             times_as_long: its decoding would have taken without drafts; None: not known.
         """
+        self.works()  # some trainers wait for rollouts in the weight sync; what they do there besides counts as waiting
         now = time.monotonic()
         phase, self._began = now - (now if self._began is None else self._began), now
         waited, self._waited = self._waited, 0.0
-        self._idle_since = None  # a wait that ends with a weight sync was none for rollouts
         if times_as_long is None:
             return
-        decoding = decoding_seconds(stats)
+        decoding = stats.decoding_seconds
         longer = decoding * (times_as_long - 1.0)
         if not math.isfinite(longer):
             return
         if self.overlaps:
-            self._judge_hidden((waited + max(0.0, longer)) / phase if phase > 0.0 else 1.0)
-            longer = max(min(longer, 0.0), decoding + longer - phase)
+            work = phase - waited
+            behind, without = (max(0.0, seconds - work) for seconds in (decoding, decoding + longer))
+            self._judge_hidden(max(waited, without) / phase if phase > 0.0 else 1.0)
+            longer = without - behind
         self._saved = (self._saved or 0.0) + longer
 
     def _judge_hidden(self, share: float) -> None:
         """From the share of a phase for which the trainer waits, or would without drafts."""
         self._hidden_phases = self._hidden_phases + 1 if share < _HIDDEN_BELOW else 0
+        self._exposed_phases = self._exposed_phases + 1 if share >= _EXPOSED_FROM else 0
         if self._hidden_phases >= _PHASES:
             self.hidden = True
-        elif share >= _EXPOSED_FROM:
+        elif self._exposed_phases >= _PHASES_BACK:
             self.hidden = False
 
     def close(self) -> None:
         """A step of the trainer is over."""
         saved, spent = self._saved, self._spent
         self._saved, self._spent = None, 0.0
-        self._spent_total += spent
-        self._saved_total += saved or 0.0
+        self._spent_so_far += spent
+        self._saved_so_far += saved or 0.0
         self._closed = {
             "spec/cost_s": spent,
-            "spec/saved_total_s": self._saved_total,
-            "spec/cost_total_s": self._spent_total,
-            "spec/net_total_s": self._saved_total - self._spent_total,
+            "spec/saved_so_far_s": self._saved_so_far,
+            "spec/cost_so_far_s": self._spent_so_far,
+            "spec/net_so_far_s": self._saved_so_far - self._spent_so_far,
         }
         if saved is not None:
             self._closed |= {"spec/saved_s": saved, "spec/net_s": saved - spent}

@@ -243,11 +243,11 @@ class SpecSession:
         if ask is not None and not self.failed:
             with self.guarded("what drafts have saved"):
                 answer = ask(stats)
-                if answer is not None and not (finite_float(answer) or 0.0) > 0.0:
-                    raise TypeError(
-                        f"the controller's times_as_long_without returned {type_and_value(answer)}; expected a positive number"
-                    )
-        self.ledger.rolled_out(stats, answer)
+        if answer is not None and not ((number := finite_float(answer)) is not None and number > 0.0):
+            self._leave_out("controller", "spec/saved_s", answer, "no positive number")
+            answer = None
+        with self.guarded("what drafts have saved"):
+            self.ledger.rolled_out(stats, answer)
 
     def head_start(self) -> float:
         """Seconds that the coming slice may take beyond its share, of a controller that grants any; 0 after a failure."""
@@ -330,6 +330,8 @@ class SpecSession:
         if self.engines is not None:
             merged |= self._numbers("engines", table_metrics(self.engines))
         merged |= self._numbers("ledger", self.ledger.metrics())
+        if self.plain_for is not None:  # the controller was not asked, and says what it last predicted
+            merged.pop("spec/speedup_predicted", None)
         merged |= in_force(merged.get("spec/state"), self.engines, self.plain_for, trouble, for_good)
         merged["spec/failed"] = float(self.failed)
         merged["spec/recoveries"] = float(self._recoveries)

@@ -106,7 +106,7 @@ def main(
         finally:
             if beside is not None:
                 beside.end()
-    found = compare(trainer, runs[0].steps, runs[1].steps, first, margin)
+    found = compare(trainer, runs[0], runs[1], first, margin)
     tell(trainer, found)
     settings = {"trainer": name, "steps": steps, "kill_at": kill_at, "busy": busy, "overrides": overrides}
     logged = {run.name: run.steps for run in runs}
@@ -138,10 +138,10 @@ def contestant(
     return Contestant(kind, launched(*saves), records, launched("--ckpt.load_enable"))
 
 
-def compare(trainer: Trainer, plain: list[Step], flag: list[Step], first: int, margin: float) -> Found:
+def compare(trainer: Trainer, plain: Contestant, flag: Contestant, first: int, margin: float) -> Found:
     """Steps of the same number, from ``first`` on."""
     names = trainer.metric_names
-    pairs = [(a, b) for a, b in zip(plain, flag, strict=True) if a.number >= first]
+    pairs = [(a, b) for a, b in zip(plain.steps, flag.steps, strict=True) if a.number >= first]
 
     def per_token(step: Step, what: str) -> float:
         return step.seconds(names[what]) / step.metrics[names["response_tokens"]]
@@ -154,9 +154,7 @@ def compare(trainer: Trainer, plain: list[Step], flag: list[Step], first: int, m
     took = sum(b.seconds(names["step_s"]) for _, b in pairs)
     own = [b.metrics.get(f"{trainer.metric_prefix}spec/net_s") for _, b in pairs]
     known = [value for value in own if value is not None]
-    rewards = {
-        kind: [step.metrics[names["reward"]] for step in steps] for kind, steps in (("plain", plain), ("flag", flag))
-    }
+    rewards = {run.name: [step.metrics[names["reward"]] for step in run.steps] for run in (plain, flag)}
     tens = {
         kind: [statistics.fmean(v[i : i + TEN]) for i in range(0, len(v) - TEN + 1, TEN)] for kind, v in rewards.items()
     }
@@ -171,7 +169,7 @@ def compare(trainer: Trainer, plain: list[Step], flag: list[Step], first: int, m
         reported_net_s=sum(known) if known else None,
         rewards=tens,
         equivalence=equivalence(tens["flag"], tens["plain"], margin),
-        memory_gb={kind: max(s.memory_gb for s in steps) for kind, steps in (("plain", plain), ("flag", flag))},
+        memory_gb={run.name: run.memory_gb for run in (plain, flag)},
     )
 
 
@@ -230,7 +228,7 @@ def write_picture(trainer: Trainer, runs: list[Contestant], file: Path) -> None:
         "reward (mean of five steps)": lambda s: s.metrics.get(names["reward"]),
         "tokens per target forward": lambda s: s.metrics.get(f"{prefix}spec/acceptance_length"),
         "whole step, s": lambda s: s.seconds(names["step_s"]),
-        "net saved, s, as reported": lambda s: s.metrics.get(f"{prefix}spec/net_total_s"),
+        "net saved, s, as reported": lambda s: s.metrics.get(f"{prefix}spec/net_so_far_s"),
     }
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), constrained_layout=True)
     for axis, (label, of) in zip(axes, panels.items(), strict=True):

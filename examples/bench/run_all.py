@@ -25,8 +25,8 @@ HELP = """Run the benchmarks, each in a process of its own. OPTIONS after -- go 
   harvest    copying hidden states out of the log-prob pass
   tokens     judging the log-probs of a step, up to a million tokens
 What their numbers mean is in README.md beside this file. control alone took
-half an hour to an hour a dtype on two cores. training.py, long_run.py and async_run.py, which compare whole runs of a trainer, and
-curves.py, the learning curves of two optimizers, are run by themselves, and so are projection_cpu.py and projection.py, which
+half an hour to an hour a dtype on two cores. training.py, long_run.py and async_run.py, which compare whole runs of a trainer,
+and curves.py, the learning curves of two optimizers, are run by themselves, and so are projection_cpu.py and projection.py, which
 hold `spec-plugin project` against numbers that are known.
 """
 

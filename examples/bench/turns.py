@@ -43,7 +43,6 @@ class Step:
     number: int
     metrics: StepMetrics  # as the trainer logged them
     stopped_s: float  # that this step's times are too long by: the run was stopped so long while it lasted
-    memory_gb: float  # of all its processes, at the step's end, shared pages in each
 
     def seconds(self, name: str) -> float:
         """One of its times that begins with the step, such as the step's own, or its generation's."""
@@ -59,6 +58,8 @@ class Contestant:
     records: Steps
     again: Launch | None = None  # after it was killed; None: as it began
     steps: list[Step] = field(default_factory=list)
+    memory_gb: float = 0.0  # most of all its processes at the end of a step, shared pages in each
+    _known: list[psutil.Process] = field(default_factory=list)
     _process: subprocess.Popen[bytes] | None = None
     _position: int = 0
     _stopped_since: float | None = None
@@ -88,20 +89,27 @@ class Contestant:
             return [first, *first.children(recursive=True)]
         return []
 
-    def _send(self, number: signal.Signals) -> None:
-        for process in self._all():
+    def _send(self, number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
+        for process in processes:
             with suppress(psutil.Error):
                 process.send_signal(number)
 
     def stop(self) -> None:
-        """Stop all of it; twice, for what was just starting a process."""
+        """Stop all of it: what is known of it at once, then what it has started since, and what that was just starting."""
         self._stopped_since = time.monotonic()
-        self._send(signal.SIGSTOP)
-        self._send(signal.SIGSTOP)
+        self._send(signal.SIGSTOP, self._known)
+        for _ in range(2):
+            self._known = self._all()
+            self._send(signal.SIGSTOP, self._known)
+        memory = 0.0
+        for process in self._known:
+            with suppress(psutil.Error):
+                memory += process.memory_info().rss / 2**30
+        self.memory_gb = max(self.memory_gb, memory)
 
     def go(self) -> None:
         """Let it go on."""
-        self._send(signal.SIGCONT)
+        self._send(signal.SIGCONT, self._known)
         if self._stopped_since is not None:
             self._stopped_s += time.monotonic() - self._stopped_since
             self._stopped_since = None
@@ -109,7 +117,7 @@ class Contestant:
     def kill(self) -> None:
         """End all of it at once, as a machine that dies."""
         assert self._process is not None
-        self._send(signal.SIGKILL)
+        self._send(signal.SIGKILL, self._all())
         self._process.wait()
         self._stopped_since, self._stopped_s = None, 0.0
 
@@ -137,12 +145,7 @@ class Contestant:
                     f"{self.name} {why} behind step {len(self.steps)}:\n{log_tail(self.launch.log_file)[-4000:]}"
                 )
             time.sleep(0 if self._ready else LOOK_S)
-        number, metrics = self._ready.pop(0)
-        memory = 0.0
-        for process in self._all():
-            with suppress(psutil.Error):
-                memory += process.memory_info().rss / 2**30
-        step = Step(number, metrics, self._stopped_s, memory)
+        step = Step(*self._ready.pop(0), self._stopped_s)
         self._stopped_s = 0.0
         return step
 

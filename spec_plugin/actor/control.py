@@ -140,8 +140,10 @@ class RolloutControl:
             # a plain phase, on which all ranks harvest and train again; what is sent and tested is sent behind the next sync,
             # for which all replicas were waited
             return
+        unsent = refresh is None and self.session.method.draft is not None
         if self.session.recovering:
-            self.session.recovering, self._tested, self._anew = False, None, True
+            # what is not sent now is tested when it is first served
+            self.session.recovering, self._tested, self._anew = False, 0 if unsent else None, True
         with self.ledger.spending():
             await self._install(refresh)
 
@@ -318,7 +320,8 @@ class RolloutControl:
             self.lags = self.lags or bool(stats.interrupted)
             self.session.rollout_end(stats)
             if memory is not None:
-                memory.keep(expect_list(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts"))
+                with self.ledger.spending():
+                    memory.keep(expect_list(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts"))
             await self._audit("rolled out")
 
     @property
@@ -336,7 +339,7 @@ class RolloutControl:
         needed = self.lags or not told
         # else, behind a failure, in a phase without drafts, nobody needs it, and nobody waits for it
         if self.link is not None and (needed or self.speculating or not self.session.failed):
-            with self.session.guarded("what the engines say of their samples"):
+            with self.ledger.spending(), self.session.guarded("what the engines say of their samples"):
                 found = expect_list(run_blocking(self._reach(self.link.spans())), Span, "spans")
         with self.session.guarded("what the engines say of their samples"):
             found = of_first(found)
@@ -348,14 +351,14 @@ class RolloutControl:
         """Log-probs of this phase that the engines kept aside, on the rank with a link; none on the others."""
         kept: list[Witness] = []
         if self.link is not None:
-            with self.session.guarded("log-probs that the engines kept"):
+            with self.ledger.spending(), self.session.guarded("log-probs that the engines kept"):
                 kept = expect_list(run_blocking(self._reach(self.link.witnesses())), Witness, "witnesses")
         return kept
 
     def train_draft(self, step: int) -> None:
         """One slice of draft training, bounded to ``train_share`` of the whole step, and a head start (collective)."""
         session = self.session
-        wanted = session.head_start()
+        wanted = 0.0 if session.hidden else session.head_start()
         self.agree()  # behind it: who failed there takes no part in the slice
         head_start = 0.0
         with session.guarded("head start"):

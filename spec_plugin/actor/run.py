@@ -162,7 +162,8 @@ class SpecRun:
         await self.control.begin()
 
     async def rollouts_end(self) -> None:
-        """Collect what the engines did; later calls do nothing, and none where rollouts overlap with training."""
+        """The trainer has rollouts. Collect what the engines did, once, and not where rollouts overlap with training."""
+        self.session.ledger.works()
         await self.control.finish()
 
     # ---- the log-prob pass
@@ -178,7 +179,6 @@ class SpecRun:
             WrongOrderError: if a log-prob pass is under way.
         """
         self._refuse(self._in_pass, "logprob_pass", "inside another one")
-        self.session.ledger.works()
         run_blocking(self.rollouts_end())
         self.harvest.open()
         self._in_pass = True
@@ -198,6 +198,10 @@ class SpecRun:
             rows: takes a layer's output apart, [n_i, H] of each document; left out for [B, T, H] or packed [1, N, H].
         """
         return self.harvest.capture(documents, rows)
+
+    def spending(self) -> AbstractContextManager[None]:
+        """Around what the trainer's process does for our sake alone: it counts as what drafts cost."""
+        return self.session.ledger.spending()
 
     # ---- log-probs, before they enter the loss
 

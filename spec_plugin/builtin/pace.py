@@ -23,7 +23,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.share = 1.0
-        self._held = 0.0  # best mean since all of the share was last taken
+        self._held, self._full = 0.0, 0  # best mean that was held, and windows in a row with all of the share
         self._judged: deque[float] = deque(maxlen=2 * WINDOW)
 
     def judged(self, acceptance: float) -> None:
@@ -33,10 +33,12 @@ class Pace:
             return
         values = list(self._judged)
         before, now = statistics.fmean(values[:WINDOW]), statistics.fmean(values[WINDOW:])
-        self._held = now if self.share == 1.0 else max(self._held, now)
+        settled = self.share == 1.0 and self._full >= 1  # what all of the share holds, and not what less of it has lost
+        self._held = now if settled else max(self._held, now)
+        self._full = self._full + 1 if self.share == 1.0 else 0
         if now < (1.0 - _FALLS) * self._held:
             self.share = min(1.0, 2.0 * self.share)
-        elif now < (1.0 + _RISES) * before:
+        elif (1.0 - _FALLS) * before <= now < (1.0 + _RISES) * before:
             self.share = max(LEAST, self.share / 2.0)
         for _ in range(WINDOW):
             self._judged.popleft()

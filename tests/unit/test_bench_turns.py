@@ -14,7 +14,7 @@ from examples.bench.long_run import equivalence
 from examples.bench.turns import Contestant, TurnsError, in_turns
 from spec_plugin.conformance.launch import Launch, Steps
 
-#: a "trainer" of two processes: the child computes, the parent logs; a step takes 0.15 s
+#: a "trainer" of two processes: the child computes, the parent logs; a step takes 0.4 s
 TRAINER = """
 import json, multiprocessing, sys, time
 from pathlib import Path
@@ -22,7 +22,7 @@ from pathlib import Path
 def work(first, last, queue, beats):
     for step in range(first, last + 1):
         began = time.monotonic()
-        for _ in range(15):
+        for _ in range(40):
             time.sleep(0.01)
             with open(beats, "a") as file:
                 file.write(f"{time.monotonic()}\\n")
@@ -73,13 +73,13 @@ def test_two_runs_make_their_steps_in_turn_and_are_not_charged_for_waiting(tmp_p
     assert list(in_turns(runs, 6, tmp_path, said=lambda line: None)) == [1, 2, 3, 4, 5, 6]
     for each in runs:
         assert [step.number for step in each.steps] == [1, 2, 3, 4, 5, 6]
-        stopped = [step.seconds("step_s") < step.metrics["step_s"] - 0.1 for step in each.steps[1:]]
+        stopped = [step.seconds("step_s") < step.metrics["step_s"] - 0.3 for step in each.steps[1:]]
         assert sum(stopped) >= 2, "while the other one made its step; who ends a round begins the next one"
-        assert all(step.seconds("step_s") > 0.1 for step in each.steps), "and no more than that is taken off"
-        assert all(step.memory_gb > 0.005 for step in each.steps[:-1])
+        assert all(step.seconds("step_s") > 0.3 for step in each.steps), "and no more than that is taken off"
+        assert each.memory_gb > 0.005
     marks = sorted([(t, 0) for t in beats(tmp_path / "one")] + [(t, 1) for t in beats(tmp_path / "other")])
     changes = sum(a[1] != b[1] for a, b in pairwise(marks))
-    assert changes <= 3 * 6, "side by side they would change at each of 90 beats"
+    assert changes <= 3 * 6, "side by side they would change at each of 240 beats"
 
 
 def test_a_killed_run_goes_on_from_what_it_saved(tmp_path):
@@ -88,7 +88,7 @@ def test_a_killed_run_goes_on_from_what_it_saved(tmp_path):
     said: list[str] = []
     assert list(in_turns(runs, 6, tmp_path, kill_at=5, said=said.append))[-1] == 6
     assert [step.number for step in runs[1].steps] == [1, 2, 3, 4, 5, 6]
-    assert len(beats(tmp_path / "flag")) > len(beats(tmp_path / "plain")) + 15, "steps 4 and 5 were made twice"
+    assert len(beats(tmp_path / "flag")) > len(beats(tmp_path / "plain")) + 40, "steps 4 and 5 were made twice"
     assert "flag: killed behind step 5, goes on from its last checkpoint" in said
 
 

@@ -289,7 +289,7 @@ def test_what_draft_work_takes_is_what_the_step_has_cost(monkeypatch):
 
         async def stats(self, policy_version: int) -> RolloutStats:
             steps = (StepTiming(1, 0, True, 0.1, 100),)
-            return RolloutStats(policy_version, 8, 800, 10.0, steps=steps)
+            return RolloutStats(policy_version, 8, 800, 10.0, steps=steps, decoding_seconds=10.0)
 
     clock = SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
@@ -311,4 +311,4 @@ def test_what_draft_work_takes_is_what_the_step_has_cost(monkeypatch):
         costs.append(metrics["spec/cost_s"])
         saved.append(metrics["spec/saved_s"])
     assert costs == [2.0 + 30.0 + 1.0, 2.0 + 1.0]
-    assert saved == [0.0, 0.0] and metrics["spec/net_total_s"] == -36.0
+    assert saved == [0.0, 0.0] and metrics["spec/net_so_far_s"] == -36.0

@@ -55,7 +55,7 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "memory.keep": (ON, ON, ON),
     "memory.recall": (OFF, OFF, OFF),
     "controller.head_start": (OFF, OFF, OFF),
-    "controller.times_as_long_without": (OFF, ON, OFF),
+    "controller.times_as_long_without": (ON, ON, ON),  # what is no number is left out of the log
     "auditor": (ON, ON, ON),
     # a metric that is none is left out
     "spec_metrics": (ON, ON, ON),

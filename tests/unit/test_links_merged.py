@@ -32,8 +32,10 @@ def test_a_single_engines_reason_is_said_as_it_is():
 def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time():
     timing = StepTiming(4, 2, False, 0.1, 7)
     pair = StepPair(4, 2, 0.1, 0.2)
-    one = RolloutStats(3, 10, 500, 2.0, 100, 300, 250, (95, 85, 70), (timing,), pairs=(pair,))
-    other = RolloutStats(3, 20, 900, 5.0, 10, 10, 5, (5,), (timing,), interrupted=True, pairs=(pair,))
+    one = RolloutStats(3, 10, 500, 2.0, 100, 300, 250, (95, 85, 70), (timing,), pairs=(pair,), decoding_seconds=1.5)
+    other = RolloutStats(
+        3, 20, 900, 5.0, 10, 10, 5, (5,), (timing,), interrupted=True, pairs=(pair,), decoding_seconds=4.0
+    )
     merged = merge_stats([one, other])
     assert merged == RolloutStats(
         3,
@@ -49,7 +51,7 @@ def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time(
         (),
         interrupted=True,
         pairs=(pair, pair),
-        engines=2,
+        decoding_seconds=4.0,
     )
     assert merge_stats([one]).interrupted is False
 

@@ -22,7 +22,7 @@ def after(rise: float, rng: random.Random) -> float:
 
 
 @pytest.mark.parametrize(
-    ("rise", "halved", "doubled"), [(0.03, (0.0, 0.05), (0.0, 0.001)), (0.0, (0.8, 0.9), (0.0, 0.05))]
+    ("rise", "halved", "doubled"), [(0.03, (0.0, 0.05), (0.0, 0.001)), (0.0, (0.7, 0.9), (0.0, 0.05))]
 )
 def test_what_is_cut_short_and_what_is_not_noticed(rise, halved, doubled):
     rng = random.Random(0)

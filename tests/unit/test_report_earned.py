@@ -17,7 +17,9 @@ def report_of(run: LoggedRun) -> Report:
 
 
 def test_what_all_steps_have_saved_stands_in_the_first_line_and_in_the_json():
-    run = made(60, step_s=600.0, spec_saved_s=lambda s: 240.0 if s > 10 else 0.0, spec_cost_s=30.0)
+    run = made(
+        60, step_s=600.0, spec_saved_so_far_s=lambda s: 240.0 * max(0, s - 10), spec_cost_so_far_s=lambda s: 30.0 * s
+    )
     report = report_of(run)
     assert next(to_text(report)) == (
         "made: 60 steps of verl, saved 2 h 50 min of 12 h 50 min (3 h 20 min of generation, for 30 min of work for it)"
@@ -37,18 +39,18 @@ def test_a_run_that_has_lost_by_it_says_so():
     )
 
 
-def test_a_step_of_which_nothing_is_known_has_saved_nothing():
-    run = LoggedRun(
-        "run",
-        "verl",
-        {1: {"step_s": 5.0, "spec/cost_s": 1.0}, 2: {"step_s": 5.0, "spec/cost_s": 0.0, "spec/saved_s": 3.0}},
-    )
-    assert earned_of(run) == Earned(3.0, 1.0, 10.0)
+def test_a_run_that_was_resumed_began_to_count_anew():
+    saved, cost = [5.0, 9.0, 14.0, 2.0, 7.0], [1.0, 2.0, 3.0, 1.5, 2.5]
+    steps = {
+        i: {"step_s": 5.0, "spec/saved_so_far_s": s, "spec/cost_so_far_s": c}
+        for i, (s, c) in enumerate(zip(saved, cost, strict=True), 1)
+    }
+    assert earned_of(LoggedRun("run", "verl", steps)) == Earned(14.0 + 7.0, 3.0 + 2.5, 25.0)
 
 
 def test_a_run_that_did_not_log_it_has_no_such_line():
     assert earned_of(made(3)) is None
-    assert earned_of(LoggedRun("run", "verl", {1: {"spec/cost_s": 1.0}})) is None, (
+    assert earned_of(LoggedRun("run", "verl", {1: {"spec/cost_so_far_s": 1.0}})) is None, (
         "nor one without the time of its steps"
     )
     report = report_of(made(3))

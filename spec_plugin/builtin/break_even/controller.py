@@ -143,7 +143,7 @@ class BreakEvenController:
             self._plan = plan.no_drafts(self._target.max_num_seqs)
 
     def _hear(self, stats: RolloutStats, tokens: Callable[[int], float]) -> None:
-        self.judge.hear(stats, tokens, anew=self._plan.reason is Reason.A_TRY)
+        self.judge.hear(stats, tokens, anew=stats.drafts > 0 and self._plan.reason is Reason.A_TRY)
         before, self._before = self._before, stats
         if self._stateful and before is not None and (before.drafts > 0) != (stats.drafts > 0):
             plain, drafted = (before, stats) if stats.drafts else (stats, before)

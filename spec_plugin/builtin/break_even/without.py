@@ -32,7 +32,7 @@ def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[floa
         context, tokens = s.context or None, 1.0
         if s.k > 0:
             tokens += scale * (tokens_per_step(acceptance, s.k) - 1.0) if expected > 0.0 else found
-        seconds = s.seconds * s.steps
+        seconds = s.seconds * s.steps + s.mixed_seconds
         took += seconds
         if s.k > 0 or not s.paused:
             plain, own = cost.seconds(s.batch, 0, context=context), cost.seconds(s.batch, s.k, False, context)

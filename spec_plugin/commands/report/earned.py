@@ -36,10 +36,16 @@ class Earned:
 
 def earned_of(run: LoggedRun) -> Earned | None:
     """None where a run did not log it, or not how long its steps took; a step of which nothing is known has saved nothing."""
-    cost, took = run.series("spec/cost_s"), run.series("step_s")
+    cost, saved, took = (run.series(name) for name in ("spec/cost_so_far_s", "spec/saved_so_far_s", "step_s"))
     if not cost or not took:
         return None
-    return Earned(sum(run.series("spec/saved_s").values), sum(cost.values), sum(took.values))
+    # each process counts from its own start: where the sum of costs falls, a run was resumed
+    last = [
+        step for i, step in enumerate(cost.steps) if i + 1 == len(cost.steps) or cost.values[i + 1] < cost.values[i]
+    ]
+    return Earned(
+        sum(saved.at(step) or 0.0 for step in last), sum(cost.at(step) or 0.0 for step in last), sum(took.values)
+    )
 
 
 def duration(seconds: float) -> str:

@@ -39,6 +39,10 @@ class StepLog:
         )  # seconds, context
         self._steps: dict[Kind, int] = defaultdict(int)
         self._open: tuple[float, Kind, float] | None = None
+        self._mixed: dict[Kind, float] = defaultdict(
+            float
+        )  # seconds of steps in which some drafted fewer tokens than that
+        self._open_mixed: tuple[float, Kind] | None = None
         self.ragged = ragged
 
     def end(self, now: float) -> Timed | None:
@@ -47,6 +51,10 @@ class StepLog:
         Args:
             now: ``time.perf_counter()`` when the next call of ``schedule`` began.
         """
+        if self._open_mixed is not None:
+            begun, kind = self._open_mixed
+            self._open_mixed = None
+            self._mixed[kind] += now - begun
         if self._open is None:
             return None
         begun, kind, context = self._open
@@ -67,10 +75,12 @@ class StepLog:
         self.end(now)
         kind_now = kind_of(output, table, paused, self.ragged)
         self._open = None if kind_now is None else (now, kind_now, context_of(output))
+        if kind_now is None and (mixed := mixed_kind_of(output, table)) is not None:
+            self._open_mixed = now, mixed
 
     def interrupt(self) -> None:
         """Discard the step that is open: the engine may now wait for requests."""
-        self._open = None
+        self._open = self._open_mixed = None
 
     def take(self) -> list[StepTiming]:
         """Durations since the last call, one ``StepTiming`` for each kind of step; each is returned once."""
@@ -78,8 +88,10 @@ class StepLog:
         for kind, timed in self._timed.items():
             seconds, contexts = zip(*timed, strict=True)
             middle = _trimmed_mean(seconds) if self.ragged and kind[1] else statistics.median(seconds)
-            found.append(StepTiming(*kind, middle, self._steps[kind], statistics.fmean(contexts)))
+            mixed = self._mixed.get(kind, 0.0)
+            found.append(StepTiming(*kind, middle, self._steps[kind], statistics.fmean(contexts), mixed))
         self._timed.clear()
+        self._mixed.clear()
         self._steps.clear()
         return found
 
@@ -107,6 +119,17 @@ def kind_of(output: Any, table: Sequence[int], paused: bool = True, ragged: bool
     if any(n != widths[r] + 1 or (widths[r] > k if ragged else widths[r] != k) for r, n in scheduled.items()):
         return None
     return len(scheduled), k, paused and not any(table)
+
+
+def mixed_kind_of(output: Any, table: Sequence[int]) -> Kind | None:
+    """The kind that a drafting step is of but for requests that drafted fewer tokens; None where prompts are read, too."""
+    scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    if output.scheduled_new_reqs or not scheduled or len(scheduled) >= len(table):
+        return None
+    k = table[len(scheduled)]
+    if k == 0 or any(n != len(drafted.get(r, ())) + 1 or n > k + 1 for r, n in scheduled.items()):
+        return None
+    return len(scheduled), k, False
 
 
 def context_of(output: Any) -> float:

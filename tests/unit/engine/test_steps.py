@@ -91,3 +91,27 @@ def test_uneven_steps_are_averaged_without_the_longest():
     log.begin(output(), K3, now)
     (found,) = log.take()
     assert found.seconds == pytest.approx(9 / 7)
+
+
+def test_steps_in_which_some_request_drafts_less_are_known_by_their_time_alone():
+    """As of the control group, one of which is in nearly every large batch."""
+    control = output(num_scheduled_tokens={"r0": 4, "r1": 1}, scheduled_spec_decode_tokens={"r0": [7, 7, 7]})
+    prompt = output(num_scheduled_tokens={"r0": 4, "r1": 17}, scheduled_spec_decode_tokens={"r0": [7, 7, 7]})
+    arrives = output(num_scheduled_tokens={"r0": 4, "r1": 1}, scheduled_new_reqs=["r1"])
+    log = StepLog()
+    for now, step in (
+        (0.0, output()),
+        (1.0, control),
+        (3.0, prompt),
+        (10.0, arrives),
+        (20.0, control),
+        (21.5, output()),
+    ):
+        log.begin(step, K3, now)
+    log.begin(output(), K3, 22.5)
+    assert log.take() == [StepTiming(2, 3, False, 1.0, 2, 150.0, 2.0 + 1.5)]
+    log.begin(control, K3, 30.0)
+    log.interrupt()
+    log.begin(output(), K3, 40.0)
+    log.begin(output(k=0), PLAIN, 41.0)
+    assert log.take()[0].mixed_seconds == 0.0, "the engine may have waited for requests"
