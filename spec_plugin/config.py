@@ -37,8 +37,9 @@ class SpecConfig(BaseModel):
     draft: str | None = Field(
         None,
         min_length=1,
-        description="folder of a draft to start from (EAGLE-3 in vLLM's, EAGLE's or speculators' layout; a causal LM); none: "
-        "a new, untrained one",
+        description="draft to start from (EAGLE-3 in vLLM's, EAGLE's or speculators' layout; a causal LM): a folder, owner/name "
+        "or owner/name@revision of the Hugging Face hub, or known: the public one that is known for the policy; none: a "
+        "new, untrained one",
     )
     draft_vocab_size: int | None = Field(
         None,

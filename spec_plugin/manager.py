@@ -17,6 +17,7 @@ from spec_plugin import hookspecs
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
+from spec_plugin.hub import draft_folder
 from spec_plugin.method import Method
 
 ENTRY_POINT_GROUP = "spec_plugin"
@@ -59,10 +60,16 @@ def create_manager(
     return manager
 
 
-def built_in_method(config: SpecConfig, target: TargetInfo) -> Method | None:
+def built_in_method(config: SpecConfig, target: TargetInfo, fetch: bool = False) -> Method | None:
     """How a run with one of our own methods would draft; None: the method is a plugin's. Loads no torch.
 
+    Args:
+        config: of the run.
+        target: the policy.
+        fetch: a draft of the hub that is not on this machine.
+
     Raises:
+        DraftNotHereError: if it is not, and is not to be fetched.
         SpecConfigError: if the method cannot work with this target.
     """
     from spec_plugin.builtin.registry import built_in_methods
@@ -71,10 +78,12 @@ def built_in_method(config: SpecConfig, target: TargetInfo) -> Method | None:
     manager.add_hookspecs(hookspecs)
     for name, plugin in built_in_methods().items():
         manager.register(plugin, name=name)
-    return ask_method(config, target, manager)
+    return ask_method(config, target, manager, fetch)
 
 
-def ask_method(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginManager) -> Method | None:
+def ask_method(
+    config: SpecConfig, target: TargetInfo, manager: pluggy.PluginManager, fetch: bool = True
+) -> Method | None:
     """How the run drafts, from the first plugin that knows; whoever that is, a draft that brings code is refused (law 8).
 
     vLLM reads a draft's config.json with the *policy's* ``trust_remote_code``, so that code beside it would run unasked.
@@ -82,6 +91,8 @@ def ask_method(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginMan
     Raises:
         SpecConfigError: if a plugin refuses this target, or the draft names code.
     """
+    if config.draft is not None:
+        config = config.model_copy(update={"draft": draft_folder(config.draft, target, fetch)})
     if (
         config.draft is not None and Path(config.draft).resolve() != Path(target.path).resolve()
     ):  # that is trusted, or not

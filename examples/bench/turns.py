@@ -181,6 +181,10 @@ def in_turns(
     Raises:
         TurnsError: if one of them fails.
     """
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ["SPEC_BENCH_OUT"] = str(
+        out.resolve()
+    )  # folders that a variable names are seen behind a /tmp of one's own, too
     with ExitStack() as stack:
         for run in runs:
             stack.callback(run.end)

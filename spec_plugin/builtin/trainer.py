@@ -21,6 +21,7 @@ from spec_plugin.errors import SpecPluginError
 from spec_plugin.events import DraftRefresh, HiddenStates, TargetInfo, WeightSync
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import KNOWS_NOTHING, Method
+from spec_plugin.model_card import ModelCard
 from spec_plugin.ranks import is_first, on_any_rank, together
 
 logger = logging.getLogger(__name__)
@@ -216,6 +217,14 @@ class DraftTraining:
         """Write draft, optimizer, versions and random streams to ``path/draft``; before the first weight sync there is none."""
         if self._trainer is not None:
             self._trainer.save(path / "draft")
+            self._card().write(path / "draft")
+
+    def _card(self) -> ModelCard:
+        assert self._trainer is not None
+        data = f"the rollouts of a run up to policy version {self._trainer.policy_version}"
+        method = str(self._method.settings.get("method", self._method.name))
+        predicted = self._judged.chances if self._judged else ()
+        return ModelCard(self._target.path, method, data, predicted, served="draft")
 
     @hookimpl
     def spec_load(self, path: Path) -> None:

@@ -100,7 +100,9 @@ def main() -> None:
 
 @main.command()
 @click.option("--target", type=click.Path(path_type=Path), help="Folder of the policy's checkpoint.")
-@click.option("--draft", type=click.Path(path_type=Path), help="Folder of a draft checkpoint to start from.")
+@click.option(
+    "--draft", type=click.Path(path_type=Path), help="Draft to start from: a folder, or OWNER/NAME of the hub."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def doctor(target: Path | None, draft: Path | None, as_json: bool) -> None:
     """Look at everything that a run needs; exit 1, with a fix for each line, if it would not work."""
@@ -180,7 +182,7 @@ Then in the run: spec.draft=DRAFT. If it is killed, the same command resumes. --
 @click.option("--temperature", default=1.0, type=click.FloatRange(0.0, min_open=True), help="As in the run to come.")
 @click.option("--steps", default=800, type=click.IntRange(1), help="Optimizer steps.")
 @click.option("--k", default=8, type=click.IntRange(1, 16), help="Most tokens to draft in the run to come.")
-@click.option("--draft", help="Draft checkpoint to start from; default: a new one.")
+@click.option("--draft", help="Draft to start from, a folder or OWNER/NAME of the hub; default: a new one.")
 @click.option(
     "--draft-vocab-size", type=click.IntRange(32), help="Prune the draft's vocabulary to the most frequent tokens."
 )

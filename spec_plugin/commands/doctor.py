@@ -23,6 +23,8 @@ from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
 from spec_plugin.commands.untried import graphs_by_method, untried_anywhere
 from spec_plugin.errors import PatchError, SpecConfigError
+from spec_plugin.events import TargetInfo
+from spec_plugin.hub import DraftNotHereError, draft_folder
 from spec_plugin.refusals import read_json
 
 ADAPTER_GROUP = "spec_plugin_adapters"
@@ -401,7 +403,13 @@ def examine_checkpoints(target: Path | None, draft: Path | None) -> tuple[Diagno
             findings.append(examine_target(hf_config, new_draft=draft is None, where=str(file)))
             findings += examine_memory(hf_config)
     if draft is not None and (target is None or hf_config is not None):
-        findings.append(examine_draft(draft, hf_config))
+        policy = TargetInfo(str(target or ""), hf_config or {}, "bfloat16")
+        try:
+            findings.append(examine_draft(Path(draft_folder(str(draft), policy, fetch=False)), hf_config))
+        except DraftNotHereError as error:
+            findings.append(Diagnosis("draft", "note", str(error), "`hf download` it to have it looked at"))
+        except SpecConfigError as error:
+            findings.append(Diagnosis("draft", "fail", str(error), "give another draft, or leave spec.draft out"))
     return tuple(findings)
 
 

@@ -18,6 +18,7 @@ from spec_plugin.engine.lossless import check_engine_options, check_sampling, ch
 from spec_plugin.engine.states import check_states
 from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class, keeps_states
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.hub import DraftNotHereError, known_draft
 from spec_plugin.manager import built_in_method, create_manager
 from spec_plugin.method import Method
 from spec_plugin.model_runner import runner_of
@@ -61,8 +62,13 @@ def judge(plan: RunPlan) -> Judgement:
                 check_states(run.target.hf_config, method.ragged, method.name)
                 if keeps_states(run.target.hf_config):
                     notes.append(_STATES)
+        except DraftNotHereError as error:
+            unseen.append(str(error))
         except SpecConfigError as error:
             objections.append(_about_draft(run, error))
+        reads_states = method is not None and method.newborn and method.harvest
+        if reads_states and run.spec.draft is None and (known := known_draft(run.target)):
+            notes.append(known.sentence)
         objections += engine_limits(run, method)
     draft = method.draft.config if method is not None and method.draft is not None else None
     if draft is not None and method is not None and method.harvest:

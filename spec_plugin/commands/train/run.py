@@ -6,10 +6,11 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from spec_plugin.errors import SpecConfigError, SpecPluginError
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
 from spec_plugin.method import Method
+from spec_plugin.model_card import ModelCard
 from spec_plugin.refusals import read_json
 
 #: prompts sampled between two writes: what a kill costs at most
@@ -66,7 +68,7 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
     """
     _check(settings)
     target = _target(settings)
-    method = built_in_method(_spec(settings), target)
+    method = built_in_method(_spec(settings), target, fetch=True)
     assert method is not None, "the default one is ours"
     begun = _work_of(settings).exists()
     work = _work_folder(settings)
@@ -86,7 +88,7 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
     predicted = train(settings, target, method, training, held_out, work, show)
     measured = _measured(settings, work, held_out, method)
     outcome = TrainedDraft(settings.out, predicted, measured, settings.k)
-    _finish(settings, work, outcome, len(rollouts))
+    _finish(settings, work, outcome, len(rollouts), str(method.settings["method"]))
     return outcome
 
 
@@ -266,7 +268,18 @@ def _measured(
     return conditional_acceptance(found["accepted_per_pos"], found["drafts"])
 
 
-def _finish(settings: PretrainSettings, work: Path, outcome: TrainedDraft, rollouts: int) -> None:
+def _command(settings: PretrainSettings) -> list[str]:
+    """That makes this draft again."""
+    words = ["spec-plugin", "train"]
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value != field.default:
+            option = f"--{field.name.replace('_', '-')}"
+            words += [word for v in (value if isinstance(value, tuple) else (value,)) for word in (option, str(v))]
+    return words
+
+
+def _finish(settings: PretrainSettings, work: Path, outcome: TrainedDraft, rollouts: int, method: str) -> None:
     about = {
         "settings": json.loads((work / "settings.json").read_text()),
         "rollouts": rollouts,
@@ -274,5 +287,10 @@ def _finish(settings: PretrainSettings, work: Path, outcome: TrainedDraft, rollo
         "measured_chances": outcome.measured,
     }
     (work / "draft" / "training.json").write_text(json.dumps(about, indent=2))
+    data = f"{rollouts} rollouts" + (f" of {settings.prompts.name}" if settings.prompts is not None else "")
+    card = ModelCard(
+        str(settings.target), method, data, outcome.predicted, outcome.measured, shlex.join(_command(settings))
+    )
+    card.write(work / "draft")
     (work / "draft").rename(settings.out)
     shutil.rmtree(work)
