@@ -25,6 +25,8 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 #: numbers of a draft's own from which its config.json is taken for wrong: four times those of a draft for 405B parameters
 _MOST_PARAMETERS = 1 << 34
+#: layers of a target in which vLLM's own choice of auxiliary layers are three
+_LEAST_OF_VLLM = 7
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class DraftConfig:
         Args:
             hf_config: the target's config.json as a dict, whole or its part for texts.
             draft_vocab_size: size of a pruned vocabulary; None: the target's own.
-            aux_layers: target layers whose input feeds the draft; None: vLLM's (2, L // 2, L - 3).
+            aux_layers: target layers whose input feeds the draft; None: see ``default_aux_layers``.
             intermediate_size: of the draft's MLP; None: after the target's.
             where: the file of ``hf_config``, for the messages.
 
@@ -175,7 +177,7 @@ class DraftConfig:
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
-                aux_layers=tuple(ids) if ids else default_aux_layers(target_layers or 0),
+                aux_layers=tuple(ids) if ids else vllm_aux_layers(target_layers or 0),
                 rms_norm_eps=fields.rms_norm_eps,
                 rope=rope,
                 max_position_embeddings=fields.max_position_embeddings,
@@ -217,16 +219,26 @@ class DraftConfig:
 
 
 def default_aux_layers(layers: int) -> tuple[int, ...]:
-    """vLLM's choice (2, L // 2, L - 3) for a target of ``layers`` layers.
+    """For a new draft of a target of ``layers`` layers: vLLM's choice; of fewer than seven, its second, middle and last one.
+
+    What enters the first layer is the embedding, which the draft reads anyway.
+    """
+    if layers >= _LEAST_OF_VLLM:
+        return vllm_aux_layers(layers)
+    return tuple(sorted({min(i, layers - 1) for i in (1, layers // 2, layers - 1)}))
+
+
+def vllm_aux_layers(layers: int) -> tuple[int, ...]:
+    """What vLLM takes where a draft does not say: (2, L // 2, L - 3).
 
     Raises:
         DraftConfigError: if the target is too shallow for three distinct ascending ids.
     """
     ids = (2, layers // 2, layers - 3)
-    if not 2 < ids[1] < ids[2]:
+    if layers < _LEAST_OF_VLLM:
         raise DraftConfigError(
-            f"the target has {layers} layers, so the default auxiliary layers {ids} collide; "
-            f"set aux_layers to distinct ascending ids below {layers}"
+            f"the draft names no auxiliary layers, and vLLM's own {ids} collide in a target of {layers} layers: name them as "
+            "eagle_aux_hidden_state_layer_ids in the draft's config.json"
         )
     return ids
 

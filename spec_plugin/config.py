@@ -48,7 +48,9 @@ class SpecConfig(BaseModel):
         description="prune the draft's vocabulary to the most frequent tokens; none: the target's own",
     )
     aux_layers: tuple[int, ...] | None = Field(
-        None, description="target layers whose inputs the draft reads; none: (2, L//2, L-3) of an L-layer target"
+        None,
+        description="target layers whose inputs the draft reads; none: (2, L//2, L-3) of L layers, (1, L//2, L-1) of fewer "
+        "than 7",
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
         "greedy", description="how the draft proposes tokens; both are lossless; probabilistic is refused on a CPU"

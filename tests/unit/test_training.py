@@ -183,7 +183,6 @@ def test_a_sync_without_the_policys_embedding_is_named() -> None:
     ("options", "hf", "says"),
     [
         ({}, {"model_type": "mixtral"}, "MixtralForCausalLM"),
-        ({}, {"num_hidden_layers": 4}, "aux_layers"),
         ({"aux_layers": (1, 2, 9)}, {}, "9"),
         ({"draft": "/does/not/exist"}, {}, "/does/not/exist"),
     ],

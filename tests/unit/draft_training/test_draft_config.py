@@ -146,9 +146,12 @@ def test_a_draft_is_not_given_positions_beyond_its_yarn():
         DraftConfig.from_hf(good.to_hf() | {"max_position_embeddings": 4097})
 
 
-def test_a_too_shallow_target_is_refused_with_the_fix():
-    with pytest.raises(DraftConfigError, match=r"6 layers.*set aux_layers"):
-        DraftConfig.from_target(target(num_hidden_layers=6))
+def test_a_shallow_target_gets_distinct_layers_and_a_draft_that_names_none_is_refused_with_the_fix():
+    made = DraftConfig.from_target(target(num_hidden_layers=6))
+    assert made.aux_layers == (1, 3, 5)
+    nameless = {k: v for k, v in made.to_hf().items() if "aux_hidden" not in k}
+    with pytest.raises(DraftConfigError, match=r"6 layers: name them as eagle_aux_hidden_state_layer_ids"):
+        DraftConfig.from_hf(nameless, target_layers=6)
     assert DraftConfig.from_target(target(num_hidden_layers=4), aux_layers=(0, 1, 3)).aux_layers == (0, 1, 3)
 
 

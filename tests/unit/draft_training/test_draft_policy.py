@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from draft_helpers import make_document, make_policy
 from test_draft_trainer import SETTINGS, make_buffer, make_trainer, weights
 
 from draft_training import DraftTrainer
 from draft_training.batch import pack
-from draft_training.config import default_aux_layers
+from draft_training.config import default_aux_layers, vllm_aux_layers
+from draft_training.errors import DraftConfigError
 from draft_training.loss import replay
 
 
@@ -98,4 +100,17 @@ def test_a_round_that_reaches_beyond_what_was_sampled_counts_neither_for_the_dra
 
 
 def test_a_newborn_draft_reads_the_layers_that_vllms_drafts_do():
-    assert default_aux_layers(36) == (2, 18, 33) and default_aux_layers(8) == (2, 4, 5)
+    assert (
+        default_aux_layers(36) == (2, 18, 33)
+        and default_aux_layers(8) == (2, 4, 5)
+        and default_aux_layers(7) == (2, 3, 4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "ids"), [(6, (1, 3, 5)), (5, (1, 2, 4)), (4, (1, 2, 3)), (3, (1, 2)), (2, (1,)), (1, (0,))]
+)
+def test_of_a_shallow_target_a_newborn_draft_reads_layers_that_are_distinct(layers, ids):
+    assert default_aux_layers(layers) == ids
+    with pytest.raises(DraftConfigError, match=f"collide in a target of {layers} layers: name them as"):
+        vllm_aux_layers(layers)
