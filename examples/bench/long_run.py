@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 import sys
@@ -141,17 +142,19 @@ def contestant(
 def compare(trainer: Trainer, plain: Contestant, flag: Contestant, first: int, margin: float) -> Found:
     """Steps of the same number, from ``first`` on."""
     names = trainer.metric_names
-    pairs = [(a, b) for a, b in zip(plain.steps, flag.steps, strict=True) if a.number >= first]
+    both = [(a, b) for a, b in zip(plain.steps, flag.steps, strict=True) if a.number >= first]
+    # behind a kill there is a start-up, which is no step
+    pairs = [(a, b) for a, b in both if not math.isnan(a.took_s + b.took_s)]
 
-    def per_token(step: Step, what: str) -> float:
-        return step.seconds(names[what]) / step.metrics[names["response_tokens"]]
+    def per_token(seconds: float, step: Step) -> float:
+        return seconds / step.metrics[names["response_tokens"]]
 
-    speedups = {
-        what: [per_token(a, what) / per_token(b, what) for a, b in pairs] for what in ("generation_s", "step_s")
-    }
+    generation = names["generation_s"]
+    generations = [per_token(a.part(generation), a) / per_token(b.part(generation), b) for a, b in pairs]
+    steps = [per_token(a.took_s, a) / per_token(b.took_s, b) for a, b in pairs]
     tokens = [b.metrics[names["response_tokens"]] / a.metrics[names["response_tokens"]] for a, b in pairs]
-    without = sum(a.seconds(names["step_s"]) * ratio for (a, _), ratio in zip(pairs, tokens, strict=True))
-    took = sum(b.seconds(names["step_s"]) for _, b in pairs)
+    without = sum(a.took_s * ratio for (a, _), ratio in zip(pairs, tokens, strict=True))
+    took = sum(b.took_s for _, b in pairs)
     own = [b.metrics.get(f"{trainer.metric_prefix}spec/net_s") for _, b in pairs]
     known = [value for value in own if value is not None]
     rewards = {run.name: [step.metrics[names["reward"]] for step in run.steps] for run in (plain, flag)}
@@ -162,8 +165,8 @@ def compare(trainer: Trainer, plain: Contestant, flag: Contestant, first: int, m
         first_step=first,
         drafted=sum(b.metrics.get(f"{trainer.metric_prefix}spec/on", 0.0) > 0 for _, b in pairs),
         counted=len(pairs),
-        generation=spread(speedups["generation_s"]),
-        step=spread(speedups["step_s"]),
+        generation=spread(generations),
+        step=spread(steps),
         whole=without / took,
         measured_saved_s=without - took,
         reported_net_s=sum(known) if known else None,
@@ -227,7 +230,7 @@ def write_picture(trainer: Trainer, runs: list[Contestant], file: Path) -> None:
     panels: dict[str, Any] = {
         "reward (mean of five steps)": lambda s: s.metrics.get(names["reward"]),
         "tokens per target forward": lambda s: s.metrics.get(f"{prefix}spec/acceptance_length"),
-        "whole step, s": lambda s: s.seconds(names["step_s"]),
+        "whole step, s": lambda s: None if math.isnan(s.took_s) else s.took_s,
         "net saved, s, as reported": lambda s: s.metrics.get(f"{prefix}spec/net_so_far_s"),
     }
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), constrained_layout=True)

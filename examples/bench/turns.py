@@ -2,12 +2,13 @@
 
 Whole steps are compared so that what the machine does meets all of them alike: the n-th step of each begins when that of the run
 before it has ended. A run is stopped (SIGSTOP) as soon as its step is logged, when its next one has hardly begun, and what it
-was stopped for is taken off that step's time. Each run has a /tmp of its own where the kernel allows it, since verl and Ray
+was stopped for is no part of its time. Each run has a /tmp of its own where the kernel allows it, since verl and Ray
 have fixed names there.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -42,11 +43,19 @@ class Step:
 
     number: int
     metrics: StepMetrics  # as the trainer logged them
-    stopped_s: float  # that this step's times are too long by: the run was stopped so long while it lasted
+    took_s: (
+        float  # from the end of the step before to this one's, without what the run was stopped for; NaN of a first one
+    )
+    stopped_s: float  # what it was stopped for meanwhile
 
-    def seconds(self, name: str) -> float:
-        """One of its times that begins with the step, such as the step's own, or its generation's."""
-        return self.metrics[name] - self.stopped_s
+    def part(self, name: str) -> float:
+        """One of the times that the trainer logged, of a part of the step: less the stop, if that fell into it.
+
+        A run is stopped between two steps: the first part of the next one may have begun, or not. A part that is longer than all
+        of its step has the stop in it.
+        """
+        seconds = self.metrics[name]
+        return seconds - self.stopped_s if seconds > self.took_s else seconds
 
 
 @dataclass
@@ -64,6 +73,7 @@ class Contestant:
     _position: int = 0
     _stopped_since: float | None = None
     _stopped_s: float = 0.0
+    _last: float = math.nan  # when the last step ended
     _ready: list[tuple[int, StepMetrics]] = field(default_factory=list)
 
     def start(self, private: Path | None) -> None:
@@ -119,7 +129,7 @@ class Contestant:
         assert self._process is not None
         self._send(signal.SIGKILL, self._all())
         self._process.wait()
-        self._stopped_since, self._stopped_s = None, 0.0
+        self._stopped_since, self._stopped_s, self._last = None, 0.0, math.nan
 
     def end(self) -> None:
         """Stop it for good, if it still runs."""
@@ -145,8 +155,9 @@ class Contestant:
                     f"{self.name} {why} behind step {len(self.steps)}:\n{log_tail(self.launch.log_file)[-4000:]}"
                 )
             time.sleep(0 if self._ready else LOOK_S)
-        step = Step(*self._ready.pop(0), self._stopped_s)
-        self._stopped_s = 0.0
+        now = time.monotonic()
+        step = Step(*self._ready.pop(0), now - self._last - self._stopped_s, self._stopped_s)
+        self._stopped_s, self._last = 0.0, now
         return step
 
 

@@ -14,8 +14,80 @@ _CONTROLLER, _COST, _PLAN, _JUDGE, _STATES, _ACCEPTANCE = (
     for name in ("controller", "cost", "plan", "judge", "states", "acceptance")
 )
 _SERVED = "spec_plugin/builtin/methods/served.py"
+_WITHOUT, _PACE = "spec_plugin/builtin/break_even/without.py", "spec_plugin/builtin/pace.py"
+_LEDGER, _HUB = "spec_plugin/ledger.py", "spec_plugin/hub.py"
 
 MUTATIONS = (
+    Mutation(
+        _LEDGER,
+        "self._judge_hidden(max(waited, without) / phase if phase > 0.0 else 1.0)",
+        "self._judge_hidden(waited / phase if phase > 0.0 else 1.0)",
+        "law 7: drafts that hide the rollouts are taken away, since nobody waits for rollouts while they serve",
+        ("test_ledger.py",),
+    ),
+    Mutation(
+        _LEDGER,
+        "        self.works()  # some trainers wait",
+        "        self._idle_since = None  # some trainers wait",
+        "law 7: drafts are off for ever where the trainer waits for its rollouts in the weight sync",
+        ("test_ledger.py",),
+    ),
+    Mutation(
+        _LEDGER,
+        "            longer = without - behind\n",
+        "",
+        "generation that is hidden behind training counts as saved",
+        ("test_ledger.py",),
+    ),
+    Mutation(
+        _LEDGER,
+        "self._spent += 0.0 if self._inside else seconds",
+        "self._spent += seconds",
+        "work within other work costs twice",
+        ("test_ledger.py",),
+    ),
+    Mutation(
+        _WITHOUT,
+        "        if s.k > 0 or not s.paused:",
+        "        if s.k > 0:",
+        "what a draft costs that only reads is not seen in what was saved",
+        ("test_without.py",),
+    ),
+    Mutation(
+        _WITHOUT,
+        "    scale = found * forwards / expected if expected > 0.0 else 0.0",
+        "    scale = 1.0",
+        "what was expected to be accepted counts as saved, and not what was",
+        ("test_without.py",),
+    ),
+    Mutation(
+        _PACE,
+        "elif (1.0 - _FALLS) * before <= now < (1.0 + _RISES) * before:",
+        "elif now < (1.0 + _RISES) * before:",
+        "training is halved while acceptance falls",
+        ("test_pace.py",),
+    ),
+    Mutation(
+        _PACE,
+        "self._held = now if settled else max(self._held, now)",
+        "self._held = now",
+        "a draft that less training lets fall a little at a time is let fall",
+        ("test_pace.py",),
+    ),
+    Mutation(
+        _HUB,
+        '_FILES = ("*.json", "*.safetensors")',
+        '_FILES = ("*",)',
+        "law 8: all that a stranger keeps beside a draft is fetched, code and pickles among it",
+        ("test_hub.py",),
+    ),
+    Mutation(
+        _HUB,
+        '    fitting = [row for row in table["drafts"] if _fits(row["shape"], target.hf_config)]',
+        '    fitting = list(table["drafts"])',
+        "a draft of another model is named for a policy",
+        ("test_hub.py",),
+    ),
     Mutation(
         _RULES,
         "MEASURED = 8",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from itertools import pairwise
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from examples.bench.long_run import equivalence
-from examples.bench.turns import Contestant, TurnsError, in_turns
+from examples.bench.turns import Contestant, Step, TurnsError, in_turns
 from spec_plugin.conformance.launch import Launch, Steps
 
 #: a "trainer" of two processes: the child computes, the parent logs; a step takes 0.4 s
@@ -73,9 +74,14 @@ def test_two_runs_make_their_steps_in_turn_and_are_not_charged_for_waiting(tmp_p
     assert list(in_turns(runs, 6, tmp_path, said=lambda line: None)) == [1, 2, 3, 4, 5, 6]
     for each in runs:
         assert [step.number for step in each.steps] == [1, 2, 3, 4, 5, 6]
-        stopped = [step.seconds("step_s") < step.metrics["step_s"] - 0.3 for step in each.steps[1:]]
-        assert sum(stopped) >= 2, "while the other one made its step; who ends a round begins the next one"
-        assert all(step.seconds("step_s") > 0.3 for step in each.steps), "and no more than that is taken off"
+        # who ends a round begins the next one, and is hardly stopped
+        assert sum(step.stopped_s > 0.3 for step in each.steps[1:]) >= 2
+        assert math.isnan(each.steps[0].took_s), "of a start-up"
+        for step in each.steps[1:]:
+            assert 0.3 < step.part("step_s") <= step.metrics["step_s"], (
+                "what it was stopped for is taken off, and no more"
+            )
+            assert step.took_s > 0.3
         assert each.memory_gb > 0.005
     marks = sorted([(t, 0) for t in beats(tmp_path / "one")] + [(t, 1) for t in beats(tmp_path / "other")])
     changes = sum(a[1] != b[1] for a, b in pairwise(marks))
@@ -88,6 +94,7 @@ def test_a_killed_run_goes_on_from_what_it_saved(tmp_path):
     said: list[str] = []
     assert list(in_turns(runs, 6, tmp_path, kill_at=5, said=said.append))[-1] == 6
     assert [step.number for step in runs[1].steps] == [1, 2, 3, 4, 5, 6]
+    assert [math.isnan(step.took_s) for step in runs[1].steps] == [True, False, False, True, False, False]
     assert len(beats(tmp_path / "flag")) > len(beats(tmp_path / "plain")) + 40, "steps 4 and 5 were made twice"
     assert "flag: killed behind step 5, goes on from its last checkpoint" in said
 
@@ -97,6 +104,13 @@ def test_a_run_that_ends_early_is_said_with_its_log_and_the_other_one_ends_too(t
     with pytest.raises(TurnsError, match="other ended with exit status 3 behind step 2"):
         list(in_turns(runs, 6, tmp_path, said=lambda line: None))
     assert all(each._process is not None and each._process.poll() is not None for each in runs)
+
+
+@pytest.mark.parametrize(
+    ("logged", "took", "stopped", "part"), [(3.0, 8.0, 9.0, 3.0), (12.0, 8.0, 9.0, 3.0), (3.0, 8.0, 0.1, 3.0)]
+)
+def test_a_stop_may_lie_in_a_part_of_the_step_or_before_it(logged, took, stopped, part):
+    assert Step(2, {"gen": logged}, took, stopped).part("gen") == pytest.approx(part)
 
 
 @pytest.mark.parametrize(
