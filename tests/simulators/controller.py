@@ -89,6 +89,7 @@ class Outcome:
     begun: int | None  # first phase that drafted after there was
     waited: int  # most phases in a row that were missed
     paired: float  # share of the steps that were plain only to be compared
+    told: float  # seconds without drafts as the controller tells them, over the true ones
 
 
 class Machine:
@@ -121,6 +122,7 @@ class Phase:
         self.true = self.measured = 0.0  # seconds without and with noise
         self.steps: dict[tuple[int, int, bool], list[float]] = {}
         self.drafted, self.accepted, self.compared = 0, np.zeros(K, int), 0
+        self.told = 0.0  # seconds without drafts, as the controller tells them
         self._reached = np.cumprod([self.chances[min(i, len(self.chances) - 1)] for i in range(K)])
 
     def run(self, machine: Machine, pairs: PairedSteps, table: list[int], cutoff: DraftCutoff) -> None:
@@ -210,7 +212,9 @@ def run(truth: Truth, seed: int, phases: int) -> Outcome:
         phase, table = Phase(rng, truth, chances), list(schedule.table)
         pairs.follow(schedule.plain_share)
         phase.run(machine, pairs, table, DraftCutoff(table, schedule.break_even))
-        controller.spec_rollout_end(phase.stats(version, pairs.take()))
+        stats = phase.stats(version, pairs.take())
+        controller.spec_rollout_end(stats)
+        phase.told = phase.true * (controller.times_as_long_without(stats) or 1.0)
         ran.append(phase)
     return _outcome(ran)
 
@@ -258,6 +262,7 @@ def _outcome(ran: Sequence[Phase]) -> Outcome:
         begun=int(begun[0]) if len(begun) else None,
         waited=longest,
         paired=sum(p.compared for p in ran) / max(1, steps),
+        told=sum(p.told for p in ran) / float(plain.sum()),
     )
 
 

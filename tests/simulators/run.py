@@ -167,6 +167,11 @@ def controllers(mapped: Map, runs: int, phases: int) -> Shown:
         worth = f"{statistics.median(o.worth for o in found):.0f}"
         paired = _median_and_most([o.paired for o in found], ".1%")
         out.rows.append((truth.name, str(runs), *seconds, worth, *counts, paired))
+        told = [o.told for o in found]
+        out.hold(
+            min(told) >= 0.9 and max(told) <= (1.1 if truth.calibrated >= 1.0 else 1.15),
+            f"{truth.name}: the time without drafts was told as {min(told):.2f} to {max(told):.2f} of the true one",
+        )
         took, waited = max(ratios), max(o.waited for o in found)
         out.hold(took <= bound, f"{truth.name}: a run took {took:.3f} of a plain one, at most {bound} is stated")
         out.hold(

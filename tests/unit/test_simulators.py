@@ -36,6 +36,14 @@ def test_two_requests_of_the_control_group_are_no_measure_of_how_far_the_policy_
     assert not guard.run(guard.SETTINGS[5], 34, 75).false_stop
 
 
+@pytest.mark.parametrize("index", [0, 5, 11])
+def test_the_time_that_a_run_would_have_taken_without_drafts_is_told_as_it_is(index):
+    """Of a draft that learns, a useless one, and short responses."""
+    found = controller.run(controller.TRUTHS[index], 3, 30)
+    print(controller.TRUTHS[index].name, found.told)
+    assert 0.9 < found.told < 1.1
+
+
 def test_the_same_seed_is_the_same_run() -> None:
     truth = controller.TRUTHS[5]
     assert controller.run(truth, 7, 40) == controller.run(truth, 7, 40) != controller.run(truth, 8, 40)
