@@ -38,7 +38,14 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/control.py",
-        "            self.session.recovering, self._tested, self._anew = False, None, True",
+        "False, 0 if unsent else None, True",
+        "False, None, True",
+        "law 2: a draft that comes back behind a fresh start and a time in which nobody waited for rollouts is served untested",
+        ("test_control_phases.py",),
+    ),
+    Mutation(
+        "spec_plugin/actor/control.py",
+        "            self.session.recovering, self._tested, self._anew = False, 0 if unsent else None, True",
         "            self.session.recovering, self._anew = False, True",
         "law 2: behind a fresh start nobody tests the engines",
         ("test_recovery.py",),

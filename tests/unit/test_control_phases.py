@@ -277,6 +277,23 @@ def test_engines_that_dropped_their_draft_get_one_also_where_nobody_waits_for_ro
     assert len(engines.installs) == 2 and not control.session.failed
 
 
+def test_law_2_a_draft_that_comes_back_when_rollouts_are_waited_for_again_is_tested_behind_a_fresh_start():
+    engines = Engines()
+    control, plugin = made(engines)
+    plugin.table, plugin.draft_version = SMALL_BATCHES, 1
+    phase(control, 0)
+    control.session.recovering = True  # the plain phase of a fresh start is over
+    control.ledger.hidden = True
+    phase(control, 1)
+    assert engines.calls[-2:] == ["schedule", "phase"] and len(engines.installs) == 1, "nothing is sent, or tested"
+    tests = engines.calls.count("self-test")
+    control.ledger.hidden = False
+    phase(control, 2)
+    assert engines.calls.count("self-test") == tests + 1 and engines.installs[-1] == (1, True)
+    phase(control, 3)
+    assert engines.calls.count("self-test") == tests + 1
+
+
 def test_what_draft_work_takes_is_what_the_step_has_cost(monkeypatch):
     class Slow(Engines):
         async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
