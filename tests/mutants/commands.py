@@ -52,8 +52,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/control.py",
-        "self.session.recovering, self._tested, self._anew = False, None, True",
-        "self._tested, self._anew = None, True",
+        "self.session.recovering, self._tested, self._anew = False, 0 if unsent else None, True",
+        "self._tested, self._anew = 0 if unsent else None, True",
         "a run that drafts again is logged as one that recovers",
         ("test_speculation.py",),
     ),
