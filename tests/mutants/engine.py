@@ -309,8 +309,8 @@ MUTATIONS = (
     ),
     Mutation(
         _STEPS,
-        '"""Discard the step that is open: the engine may now wait for requests."""\n        self._open = self._open_mixed = None',
-        '"""Discard the step that is open: the engine may now wait for requests."""',
+        'engine may now wait for requests."""\n        self._open = self._open_mixed = None',
+        'engine may now wait for requests."""',
         "law 7: an idle engine's time is taken for a step's",
         ("engine/test_steps.py",),
     ),
