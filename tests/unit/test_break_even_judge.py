@@ -90,6 +90,7 @@ def test_what_is_as_fast_is_convicted_no_sooner_than_stated_on_average():
 def test_a_burst_on_the_machine_moves_nothing():
     judge = told([1.4] * 20 + [0.05] * 2 + [30.0] * 2)
     assert judge.speedup((1.0, 0.0)) == pytest.approx(1.4) and not judge.slower
+    assert not told([1.4] * 20 + [0.05] * 4).slower, "nor does a spell that is slow to its end"
 
 
 def test_time_in_which_the_draft_only_reads_counts_against_it():

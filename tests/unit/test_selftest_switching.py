@@ -30,7 +30,7 @@ class Played:
         self.requests: list[dict[str, Any]] = []
         self.drafts = 0
         self.lowered = False  # did a table ask for less under requests that had drafts
-        model = SimpleNamespace(logprobs_mode="raw_logprobs", max_logprobs=20)
+        model = SimpleNamespace(logprobs_mode="raw_logprobs", max_logprobs=20, max_model_len=4096)
         self.vllm_config, self.engine_core = SimpleNamespace(model_config=model, use_v2_model_runner=True), self
 
     def _next(self, token: int) -> int:
@@ -134,7 +134,35 @@ def test_too_few_sequences_in_the_time_are_named_unproven_and_refuse_nobody(monk
     assert check.passed and check.unproven and "where 64 would do" in check.detail
 
 
-def test_an_engine_that_verifies_nothing_meanwhile_proves_nothing(monkeypatch):
+def test_an_engine_that_verifies_nothing_meanwhile_proves_nothing_and_is_not_refused(monkeypatch):
+    """As one on a busy machine, whose requests end before the schedule changes: that it drafts at all ``samples`` has shown."""
     engine = Played()
     monkeypatch.setattr(type(engine), "drafts", property(lambda _: 0, lambda *_: None), raising=False)
+    check = judge(monkeypatch, engine)
+    assert check.passed and check.unproven and "no draft came under running requests" in check.detail
+
+
+def test_requests_that_end_before_the_schedule_changes_are_followed_by_longer_ones(monkeypatch):
+    engine, asked = Played(), []
+    usual = engine.generate
+
+    def generate(prompt, params, **options):
+        asked.append(params.max_tokens)
+        return usual(prompt, params, **options)
+
+    monkeypatch.setattr(engine, "generate", generate)
+    monkeypatch.setattr(type(engine), "drafts", property(lambda _: 0, lambda *_: None), raising=False)
+    judge(monkeypatch, engine)
+    usual_length = switching.BEGUN + switching.MORE + 2 * K
+    lengths = list(dict.fromkeys(n for n in asked if n >= usual_length))
+    assert lengths[:4] == [usual_length * n for n in (1, 2, 4, 8)] and max(lengths) == 8 * usual_length
+    engine.vllm_config.model_config.max_model_len, asked = 30, []
+    judge(monkeypatch, engine)
+    assert max(asked) == 30 - 2 - 1, "and never longer than the engine takes"
+
+
+def test_law_2_a_fault_that_shows_in_a_round_without_drafts_is_still_a_fault(monkeypatch):
+    monkeypatch.setattr(switching, "put_in_force", table_first)
+    engine = Played()
+    monkeypatch.setattr(switching, "counts_check", lambda *_: switching.Check("samples: k switched", False, "differs"))
     assert not judge(monkeypatch, engine).passed
