@@ -80,6 +80,16 @@ def refuse_code(folder: Path) -> None:
             )
 
 
+def configs_with_code(folder: Path) -> dict[str, dict[str, Any]]:
+    """Those configs of a checkpoint that name code, by file name, without it.
+
+    Raises:
+        CheckpointError: if one cannot be read.
+    """
+    found = {name: read_json(folder / name) for name in _CONFIGS if (folder / name).exists()}
+    return {name: clean for name, config in found.items() if (clean := without_code(config)) != config}
+
+
 def _named(config: Mapping[str, Any]) -> Iterator[str]:
     for name, value in config.items():
         if name in CODE:

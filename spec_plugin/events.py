@@ -201,8 +201,18 @@ class RolloutStats:
     #: were requests cut short, to go on under the next policy: the trainer is asynchronous
     interrupted: bool = False
     pairs: tuple[StepPair, ...] = ()  # of this phase, in the order of time within each engine
-    #: for which the slowest engine decoded, as far as its steps were timed: no more than that
+    #: for which the slowest engine decoded: no less, as far as its steps were timed, and no more, where steps that also read
+    #: prompts are as long as the others
     decoding_seconds: float = 0.0
+    most_decoding_seconds: float = 0.0
+
+    @property
+    def covered(self) -> float:
+        """Share of the target's forwards of single requests that are in ``steps``, of those that drafted where any did."""
+        drafted = sum(s.batch * s.steps for s in self.steps if s.k > 0)
+        plain = sum(s.batch * s.steps for s in self.steps)
+        noted, in_all = (drafted, self.drafts) if self.drafts else (plain, self.tokens)
+        return min(1.0, noted / in_all) if noted and in_all > 0 else 1.0
 
     @property
     def forwards(self) -> int:

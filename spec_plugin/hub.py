@@ -1,21 +1,29 @@
 """Drafts by name: a model of the Hugging Face hub, a folder, or the one that is known for a policy (``spec.draft``).
 
-Only config files and safetensors are fetched: nothing of a draft is code that runs here (law 8). The hub's own environment
-variables hold: ``HF_HUB_OFFLINE``, ``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT``.
+Only config files and safetensors are fetched, and what the configs name as code is left out: nothing of a draft is code that runs
+here (law 8). The hub's own environment variables hold: ``HF_HUB_OFFLINE``, ``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT``.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from draft_training.errors import CheckpointError
+from draft_training.files import configs_with_code
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
+from spec_plugin.folders import disk, own_folder
+
+logger = logging.getLogger(__name__)
 
 #: the value of ``spec.draft`` that asks for the draft of the table
 KNOWN = "known"
@@ -99,8 +107,12 @@ def draft_folder(draft: str, target: TargetInfo, fetch: bool) -> str:
         DraftNotHereError: if it is not here and not to be fetched.
         SpecConfigError: if the hub does not give it, it has no safetensors, or none is known for this policy.
     """
-    if Path(draft).expanduser().exists():
-        return draft
+    try:
+        folder = Path(draft).expanduser()
+        if folder.exists():
+            return str(folder) if draft.startswith("~") else draft
+    except (OSError, RuntimeError) as error:  # of a name that no path can be, or of a user who is not there
+        raise SpecConfigError(f"spec.draft={draft!r} is no path: {error}") from error
     if draft == KNOWN:
         known = known_draft(target)
         if known is None:
@@ -149,10 +161,12 @@ def _of_hub(draft: str, repo: str, revision: str | None, fetch: bool) -> str:
         raise SpecConfigError(
             f"{said} the hub has no model {repo}, or none that you may see: correct the name, or log in if it is private"
         ) from error
-    except Exception as error:  # of the network, whatever the hub's client makes of it
-        raise SpecConfigError(
-            f"{said} the hub's model {repo} could not be fetched: {type(error).__name__}: {error}"
-        ) from error
+    except (
+        Exception
+    ) as error:  # of the network, whatever the hub's client makes of it; its text may hold a mirror's password
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        what = type(error).__name__ + (f", status {status}" if status is not None else "")
+        raise SpecConfigError(f"{said} the hub's model {repo} could not be fetched: {what}") from None
     if not any(folder.glob("*.safetensors")):
         if not fetch:
             raise DraftNotHereError(
@@ -161,4 +175,32 @@ def _of_hub(draft: str, repo: str, revision: str | None, fetch: bool) -> str:
         raise SpecConfigError(
             f"{said} the hub's model {repo} has no *.safetensors: weights in other formats are not loaded, they could run code"
         )
-    return str(folder)
+    if revision is None:
+        logger.info(
+            "spec-plugin: the draft %s is %s@%s: name it so, and each node and each start takes the same",
+            *(draft, repo, folder.name),
+        )
+    return str(_without_code(folder))
+
+
+@cache
+def _without_code(folder: Path) -> Path:
+    """The folder, or where its configs name code a copy for this process, in which they do not.
+
+    What speculators writes names a class of its own for transformers, which neither vLLM nor we need.
+    """
+    try:
+        clean = configs_with_code(folder)
+    except CheckpointError:  # its reader says so, in its own words
+        return folder
+    if not clean:
+        return folder
+    until_the_end = ExitStack()
+    atexit.register(until_the_end.close)
+    copy = until_the_end.enter_context(own_folder(disk()))
+    for file in folder.iterdir():
+        if file.name in clean:
+            (copy / file.name).write_text(json.dumps(clean[file.name], indent=1), encoding="utf-8")
+        else:
+            (copy / file.name).symlink_to(file.resolve())
+    return copy

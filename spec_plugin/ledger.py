@@ -89,7 +89,8 @@ class Ledger:
         if self.overlaps:
             work = phase - waited
             behind, without = (max(0.0, seconds - work) for seconds in (decoding, decoding + longer))
-            self._judge_hidden(max(waited, without) / phase if phase > 0.0 else 1.0)
+            most = max(decoding, stats.most_decoding_seconds) * times_as_long - work
+            self._judge_hidden(max(waited, most) / phase if phase > 0.0 else 1.0)
             longer = without - behind
         self._saved = (self._saved or 0.0) + longer
 

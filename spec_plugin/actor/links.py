@@ -236,6 +236,7 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         shadow_per_pos=_sum_positions([p.shadow_per_pos for p in parts]),
         interrupted=any(p.interrupted for p in parts),
         decoding_seconds=max(p.decoding_seconds for p in parts),
+        most_decoding_seconds=max(p.most_decoding_seconds for p in parts),
     )
 
 

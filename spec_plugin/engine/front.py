@@ -379,7 +379,7 @@ class EngineFront:
         steps = await take_steps(self.engine)
         now, then = read_spec_counters(), self._counters
         before = then["accepted_per_pos"] or [0] * len(now["accepted_per_pos"])
-        return RolloutStats(
+        stats = RolloutStats(
             policy_version=policy_version,
             requests=self._tracker.requests,
             tokens=self._tracker.tokens,
@@ -389,10 +389,14 @@ class EngineFront:
             accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
             accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
             steps=steps,
-            decoding_seconds=min(self._tracker.seconds, sum(s.seconds * s.steps + s.mixed_seconds for s in steps)),
             pairs=await take_pairs(self.engine),
             interrupted=self.interrupted,
             **(await self._shadow() if self.session.method.memory is not None else {}),
+        )
+        noted, most = sum(s.seconds * s.steps for s in steps), self._tracker.seconds
+        known = noted + sum(s.mixed_seconds for s in steps)
+        return replace(
+            stats, decoding_seconds=min(most, known), most_decoding_seconds=min(most, max(known, noted / stats.covered))
         )
 
     async def _shadow(self) -> dict[str, Any]:

@@ -137,6 +137,21 @@ def test_behind_the_trainers_own_work_only_what_would_stand_out_is_saved(
     assert book.hidden is hidden
 
 
+def test_what_the_engines_may_have_decoded_beside_what_was_timed_is_not_taken_for_idle(clock):
+    """Steps that read prompts, too, are not timed: half of them, where requests come and go."""
+    book = Ledger(overlaps=True)
+    stats = RolloutStats(1, 8, 100, 9.0, decoding_seconds=4.5, most_decoding_seconds=9.0)
+    for _ in range(4):
+        book.waits()
+        clock.now += 0.2
+        book.works()
+        clock.now += 9.8
+        book.rolled_out(stats, 1.6)
+    book.close()
+    assert not book.hidden, "without drafts it may have been waited for"
+    assert book.metrics()["spec/saved_s"] == 0.0, "which is not known"
+
+
 def test_rollouts_that_are_waited_for_again_are_seen_in_two_phases_and_less_changes_nothing(clock):
     book = Ledger(overlaps=True)
     for _ in range(3):

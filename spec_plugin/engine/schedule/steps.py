@@ -85,6 +85,12 @@ class StepLog:
     def take(self) -> list[StepTiming]:
         """Durations since the last call, one ``StepTiming`` for each kind of step; each is returned once."""
         found = []
+        for kind in (
+            self._mixed.keys() - self._timed.keys()
+        ):  # none of it was alike: to the nearest batch that drafts as much
+            near = [other for other in self._timed if other[1:] == kind[1:]]
+            if near:
+                self._mixed[min(near, key=lambda other: abs(other[0] - kind[0]))] += self._mixed[kind]
         for kind, timed in self._timed.items():
             seconds, contexts = zip(*timed, strict=True)
             middle = _trimmed_mean(seconds) if self.ragged and kind[1] else statistics.median(seconds)

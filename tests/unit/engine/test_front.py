@@ -261,6 +261,29 @@ def test_stats_are_of_the_phase_alone(front, monkeypatch):
     stats = asyncio.run(front.stats(5))
     assert (stats.requests, stats.tokens, stats.drafts, stats.accepted_per_pos) == (1, 11, 6, (5, 3, 1))
     assert stats.steps[0].k == 3 and front.policy_version == 5 and not front.busy
+    assert stats.decoding_seconds == stats.most_decoding_seconds == stats.seconds, "never more than the phase"
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafts", "least", "most"),
+    [
+        ([[2, 3, False, 0.5, 9, 0.0]], 18, 4.5, 4.5),
+        ([[2, 3, False, 0.5, 9, 0.0, 1.5]], 36, 6.0, 9.0),  # half of the steps were timed, some of the others known
+        ([[2, 3, False, 0.5, 9, 0.0, 6.0]], 36, 10.5, 10.5),
+        ([[2, 0, True, 0.5, 9, 0.0]], 0, 4.5, 9.0),  # plain: half of the tokens
+    ],
+)
+def test_how_long_it_decoded_is_known_within_two_bounds(front, monkeypatch, rows, drafts, least, most):
+    counted = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "accepted_per_pos": [0, 0, 0]}
+    monkeypatch.setattr("spec_plugin.engine.front.read_spec_counters", lambda: dict(counted))
+    front.engine = Core(answers={"spec_take_steps": rows})
+    front.start_phase(5)
+    counted["drafts"] = drafts
+    with front.request() as request:
+        request.tokens = 36
+    monkeypatch.setattr(type(front._tracker), "seconds", 100.0)
+    stats = asyncio.run(front.stats(5))
+    assert (stats.decoding_seconds, stats.most_decoding_seconds) == (least, most)
 
 
 @pytest.mark.parametrize(

@@ -115,3 +115,14 @@ def test_steps_in_which_some_request_drafts_less_are_known_by_their_time_alone()
     log.begin(output(), K3, 40.0)
     log.begin(output(k=0), PLAIN, 41.0)
     assert log.take()[0].mixed_seconds == 0.0, "the engine may have waited for requests"
+
+
+def test_seconds_of_a_batch_in_which_no_step_was_alike_go_to_the_nearest_that_drafts_as_much():
+    control = output(4, num_scheduled_tokens={"r0": 4, "r1": 4, "r2": 4, "r3": 1})
+    control.scheduled_spec_decode_tokens = {r: [7, 7, 7] for r in ("r0", "r1", "r2")}
+    log = StepLog()
+    for now, step in ((0.0, output(2)), (1.0, output(7)), (2.0, control), (5.0, output(2))):
+        log.begin(step, K3, now)
+    log.begin(control, K3, 6.0)
+    log.begin(output(2), K3, 6.5)
+    assert {s.batch: s.mixed_seconds for s in log.take()} == {2: 3.5, 7: 0.0}
