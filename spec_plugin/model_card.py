@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,11 @@ class ModelCard:
     def write(self, folder: Path) -> None:
         """As ``README.md`` in this folder."""
         partial = folder / "README.md.partial"
-        partial.write_text(self.text)
-        os.replace(partial, folder / "README.md")
+        try:
+            partial.write_text(self.text, encoding="utf-8", errors="replace")
+            os.replace(partial, folder / "README.md")
+        except OSError as error:  # the draft is what matters
+            logger.warning("spec-plugin: the draft's README.md could not be written: %s", error)
 
 
 def _row(title: str, chances: Sequence[float]) -> list[str]:

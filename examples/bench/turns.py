@@ -84,12 +84,18 @@ class Contestant:
         """
         launch = self.again if self.steps and self.again is not None else self.launch
         launch.out.mkdir(parents=True, exist_ok=True)
-        self.records.file.unlink(missing_ok=True)
+        if self.records.file.exists():
+            self.records.file.replace(self.records.file.with_suffix(f".before-{len(self.steps)}"))
         self._position = 0
         inside = [] if private is None else _own_tmp(private)
         with launch.log_file.open("a" if self.steps else "w") as log:
             self._process = subprocess.Popen(
-                [*inside, *launch.command], env=launch.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                [*inside, *launch.command],
+                env=launch.env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=supervise.tied_to_this_process(bool(inside)),  # a stopped trainer outlives nobody
             )
 
     def _all(self) -> list[psutil.Process]:
@@ -232,7 +238,9 @@ class BusyLoop:
             "import time\n"
             f"while True:\n until = time.monotonic() + {on_s}\n while time.monotonic() < until: pass\n time.sleep({off_s})\n"
         )
-        self._process = subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], env=dict(os.environ), preexec_fn=supervise.tied_to_this_process(True)
+        )
 
     def end(self) -> None:
         """Stop it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.bench.long_run import equivalence
+from examples.bench.long_run import equivalence, without_ours
 from examples.bench.turns import Contestant, Step, TurnsError, in_turns
 from spec_plugin.conformance.launch import Launch, Steps
 
@@ -125,3 +125,10 @@ def test_rewards_are_equivalent_if_a_difference_that_matters_is_ruled_out(a, b, 
     found = equivalence(a, b, 0.05)
     assert found is not None and found.holds is holds
     assert equivalence(a[:1], b[:1], 0.05) is None
+
+
+def test_the_plain_run_gets_the_overrides_that_are_not_ours():
+    verl = ("actor_rollout_ref.rollout.n=4", "+actor_rollout_ref.rollout.custom.spec.k=5", "data.seed=1")
+    assert without_ours(verl) == ("actor_rollout_ref.rollout.n=4", "data.seed=1")
+    openrlhf = ("--spec.k", "3", "--rollout.n_samples_per_prompt", "4", "--spec.serve=always", "--ds.packing_samples")
+    assert without_ours(openrlhf) == ("--rollout.n_samples_per_prompt", "4", "--ds.packing_samples")

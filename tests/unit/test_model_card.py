@@ -24,6 +24,13 @@ def test_it_says_what_for_how_well_from_what_and_how_it_is_served(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
 
 
+def test_one_that_cannot_be_written_costs_a_line_and_no_draft(tmp_path, caplog):
+    ModelCard("/data/\udcff\u6a21", "eagle3", "text").write(tmp_path)
+    assert "# Draft for /data/?" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    ModelCard("m", "eagle3", "text").write(tmp_path / "nowhere")
+    assert "README.md could not be written" in caplog.text
+
+
 @pytest.mark.parametrize("target", ["/models/mine", "./mine", "mine", "a/b/c"])
 def test_a_policy_that_is_no_model_of_the_hub_is_no_base_model(target):
     card = ModelCard(target, "eagle3", "text")
