@@ -80,6 +80,10 @@ class Ledger:
         now = time.monotonic()
         phase, self._began = now - (now if self._began is None else self._began), now
         waited, self._waited = self._waited, 0.0
+        work = phase - waited
+        if self.overlaps and phase > 0.0:
+            most = self._most_without(stats, times_as_long) - work
+            self._judge_hidden(max(waited, most) / phase)
         if times_as_long is None:
             return
         decoding = stats.decoding_seconds
@@ -87,12 +91,16 @@ class Ledger:
         if not math.isfinite(longer):
             return
         if self.overlaps:
-            work = phase - waited
             behind, without = (max(0.0, seconds - work) for seconds in (decoding, decoding + longer))
-            most = max(decoding, stats.most_decoding_seconds) * times_as_long - work
-            self._judge_hidden(max(waited, most) / phase if phase > 0.0 else 1.0)
             longer = without - behind
         self._saved = (self._saved or 0.0) + longer
+
+    @staticmethod
+    def _most_without(stats: RolloutStats, times_as_long: float | None) -> float:
+        """Seconds that the engines may have decoded without drafts, at most."""
+        if times_as_long is None:  # a drafted step is no shorter than a plain one
+            return stats.seconds * max(1.0, stats.tokens_per_forward or 1.0)
+        return max(stats.decoding_seconds, stats.most_decoding_seconds) * times_as_long
 
     def _judge_hidden(self, share: float) -> None:
         """From the share of a phase for which the trainer waits, or would without drafts."""

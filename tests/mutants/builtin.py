@@ -20,8 +20,8 @@ _LEDGER, _HUB = "spec_plugin/ledger.py", "spec_plugin/hub.py"
 MUTATIONS = (
     Mutation(
         _LEDGER,
-        "self._judge_hidden(max(waited, most) / phase if phase > 0.0 else 1.0)",
-        "self._judge_hidden(waited / phase if phase > 0.0 else 1.0)",
+        "self._judge_hidden(max(waited, most) / phase)",
+        "self._judge_hidden(waited / phase)",
         "law 7: drafts that hide the rollouts are taken away, since nobody waits for rollouts while they serve",
         ("test_ledger.py",),
     ),

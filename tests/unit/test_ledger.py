@@ -169,10 +169,18 @@ def test_rollouts_that_are_waited_for_again_are_seen_in_two_phases_and_less_chan
     assert book.hidden
 
 
-def test_a_phase_of_which_nothing_is_known_says_nothing_of_waiting(clock):
+@pytest.mark.parametrize(
+    ("seconds", "accepted", "hidden"), [(4.0, 0, True), (4.0, 100, True), (6.0, 100, False), (9.9, 0, True)]
+)
+def test_where_no_step_was_timed_a_drafted_one_is_no_shorter_than_a_plain_one(clock, seconds, accepted, hidden):
+    """Of 100 forwards: with 100 accepted tokens it can have taken twice as long without drafts, and no more."""
     book = Ledger(overlaps=True)
-    for _ in range(5):
+    stats = RolloutStats(1, 8, 200, seconds, 100, 300, accepted)
+    for _ in range(4):
         book.waits()
-        clock.now += 9.0
-        book.rolled_out(rollout(5.0), None)
-    assert not book.hidden
+        clock.now += 0.1
+        book.works()
+        clock.now += 9.9
+        book.rolled_out(stats, None)
+    book.close()
+    assert book.hidden is hidden and "spec/saved_s" not in book.metrics()

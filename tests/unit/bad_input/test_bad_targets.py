@@ -127,7 +127,6 @@ SHAPES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"num_attention_heads": 4, "num_key_value_heads": 3}, "heads=4, kv heads=3"),
     ({"head_dim": 31}, "head_dim=31"),
     ({"head_dim": None, "hidden_size": 2}, "head_dim=0"),
-    ({"num_hidden_layers": 4}, "4 layers"),
     ({"hidden_size": 1 << 19, "intermediate_size": 1 << 20}, "billion parameters"),
 )
 
