@@ -70,14 +70,11 @@ def refuse_code(folder: Path) -> None:
         DraftConfigError: naming file, field and what it names.
         CheckpointError: if a file cannot be read.
     """
-    for file in (folder / name for name in _CONFIGS):
-        config = read_json(file) if file.exists() else {}
-        if without_code(config) != config:
-            found = next(iter(_named(config)))
-            raise DraftConfigError(
-                f"{file} names code to run, {found}: a draft is weights and nothing else; take {' and '.join(CODE)} out of the "
-                "file if the draft works without, or choose another draft"
-            )
+    for file, config in _that_name_code(folder):
+        raise DraftConfigError(
+            f"{file} names code to run, {next(iter(_named(config)))}: a draft is weights and nothing else; take "
+            f"{' and '.join(CODE)} out of the file if the draft works without, or choose another draft"
+        )
 
 
 def configs_with_code(folder: Path) -> dict[str, dict[str, Any]]:
@@ -86,8 +83,14 @@ def configs_with_code(folder: Path) -> dict[str, dict[str, Any]]:
     Raises:
         CheckpointError: if one cannot be read.
     """
-    found = {name: read_json(folder / name) for name in _CONFIGS if (folder / name).exists()}
-    return {name: clean for name, config in found.items() if (clean := without_code(config)) != config}
+    return {file.name: without_code(config) for file, config in _that_name_code(folder)}
+
+
+def _that_name_code(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for file in (folder / name for name in _CONFIGS):
+        config = read_json(file) if file.exists() else {}
+        if without_code(config) != config:
+            yield file, config
 
 
 def _named(config: Mapping[str, Any]) -> Iterator[str]:

@@ -161,9 +161,8 @@ def _of_hub(draft: str, repo: str, revision: str | None, fetch: bool) -> str:
         raise SpecConfigError(
             f"{said} the hub has no model {repo}, or none that you may see: correct the name, or log in if it is private"
         ) from error
-    except (
-        Exception
-    ) as error:  # of the network, whatever the hub's client makes of it; its text may hold a mirror's password
+    except Exception as error:
+        # of the network, whatever the hub's client makes of it; its text may hold a mirror's password
         status = getattr(getattr(error, "response", None), "status_code", None)
         what = type(error).__name__ + (f", status {status}" if status is not None else "")
         raise SpecConfigError(f"{said} the hub's model {repo} could not be fetched: {what}") from None

@@ -15,13 +15,13 @@ from torch import Tensor
 from draft_training import Document, DraftTrainer, HiddenBuffer, SliceReport, TrainSettings, digest, fingerprint
 from draft_training.checkpoint import is_settled
 from draft_training.outside import logit_cap
+from spec_plugin.builtin.model_card import ModelCard
 from spec_plugin.builtin.pace import Pace
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecPluginError
 from spec_plugin.events import DraftRefresh, HiddenStates, TargetInfo, WeightSync
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import KNOWS_NOTHING, Method
-from spec_plugin.model_card import ModelCard
 from spec_plugin.ranks import is_first, on_any_rank, together
 
 logger = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from draft_training import files
 from draft_training.errors import CheckpointError
 from draft_training.outside import short_repr, text_part
 from spec_plugin.builtin.break_even.cost import conditional_acceptance, tokens_per_step
+from spec_plugin.builtin.model_card import ModelCard
 from spec_plugin.commands.train.settings import PretrainSettings
 from spec_plugin.commands.train.texts import TokenizedRollout, read_prompts, read_rollouts
 from spec_plugin.config import SpecConfig
@@ -28,7 +29,6 @@ from spec_plugin.errors import SpecConfigError, SpecPluginError
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
 from spec_plugin.method import Method
-from spec_plugin.model_card import ModelCard
 from spec_plugin.refusals import read_json
 
 #: prompts sampled between two writes: what a kill costs at most

@@ -39,9 +39,8 @@ class StepLog:
         )  # seconds, context
         self._steps: dict[Kind, int] = defaultdict(int)
         self._open: tuple[float, Kind, float] | None = None
-        self._mixed: dict[Kind, float] = defaultdict(
-            float
-        )  # seconds of steps in which some drafted fewer tokens than that
+        #: seconds of steps in which some drafted fewer tokens than that
+        self._mixed: dict[Kind, float] = defaultdict(float)
         self._open_mixed: tuple[float, Kind] | None = None
         self.ragged = ragged
 
@@ -75,8 +74,9 @@ class StepLog:
         self.end(now)
         kind_now = kind_of(output, table, paused, self.ragged)
         self._open = None if kind_now is None else (now, kind_now, context_of(output))
-        if kind_now is None and (mixed := mixed_kind_of(output, table)) is not None:
-            self._open_mixed = now, mixed
+        # but for requests that drafted fewer tokens, as of a method that proposes up to k
+        mixed = kind_of(output, table, paused, ragged=True) if kind_now is None else None
+        self._open_mixed = None if mixed is None else (now, mixed)
 
     def interrupt(self) -> None:
         """Discard the step that is open: the engine may now wait for requests."""
@@ -85,9 +85,8 @@ class StepLog:
     def take(self) -> list[StepTiming]:
         """Durations since the last call, one ``StepTiming`` for each kind of step; each is returned once."""
         found = []
-        for kind in (
-            self._mixed.keys() - self._timed.keys()
-        ):  # none of it was alike: to the nearest batch that drafts as much
+        # where no step was alike: to the nearest batch that drafts as much
+        for kind in self._mixed.keys() - self._timed.keys():
             near = [other for other in self._timed if other[1:] == kind[1:]]
             if near:
                 self._mixed[min(near, key=lambda other: abs(other[0] - kind[0]))] += self._mixed[kind]
@@ -125,17 +124,6 @@ def kind_of(output: Any, table: Sequence[int], paused: bool = True, ragged: bool
     if any(n != widths[r] + 1 or (widths[r] > k if ragged else widths[r] != k) for r, n in scheduled.items()):
         return None
     return len(scheduled), k, paused and not any(table)
-
-
-def mixed_kind_of(output: Any, table: Sequence[int]) -> Kind | None:
-    """The kind that a drafting step is of but for requests that drafted fewer tokens; None where prompts are read, too."""
-    scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-    if output.scheduled_new_reqs or not scheduled or len(scheduled) >= len(table):
-        return None
-    k = table[len(scheduled)]
-    if k == 0 or any(n != len(drafted.get(r, ())) + 1 or n > k + 1 for r, n in scheduled.items()):
-        return None
-    return len(scheduled), k, False
 
 
 def context_of(output: Any) -> float:

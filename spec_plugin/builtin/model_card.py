@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spec_plugin.builtin.break_even.cost import tokens_per_step
+
 logger = logging.getLogger(__name__)
 
 
@@ -62,11 +64,7 @@ class ModelCard:
 def _row(title: str, chances: Sequence[float]) -> list[str]:
     if not chances:
         return []
-    lengths, reached, length = [], 1.0, 1.0
-    for chance in chances:
-        reached *= chance
-        length += reached
-        lengths.append(length)
-    head = "| drafted tokens | " + " | ".join(str(i) for i in range(1, len(lengths) + 1)) + " |"
-    row = "| tokens a step | " + " | ".join(f"{n:.2f}" for n in lengths) + " |"
-    return [f"{title}:", "", head, "| --- " * (len(lengths) + 1) + "|", row, ""]
+    ks = range(1, len(chances) + 1)
+    head = "| drafted tokens | " + " | ".join(map(str, ks)) + " |"
+    row = "| tokens a step | " + " | ".join(f"{tokens_per_step(chances, k):.2f}" for k in ks) + " |"
+    return [f"{title}:", "", head, "| --- " * (len(ks) + 1) + "|", row, ""]
