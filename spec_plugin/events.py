@@ -167,8 +167,19 @@ class StepTiming:
     seconds: float  # median, from the start of one step to the start of the next
     steps: int
     context: float = 0.0  # mean number of tokens that a request of such a step had in the KV cache; 0: not known
-    #: seconds, in all, of decoding steps of this batch size in which some request drafted fewer tokens, as the control group does
-    mixed_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class MixedSteps:
+    """Steps of the engine that were not alike: some request drafted fewer tokens than others, or read its prompt."""
+
+    batch: int  # requests in each of the steps
+    k: int  # most tokens that one of them drafted, or would have by the table
+    prompts: bool  # did some of them read their prompt; else all decoded
+    seconds: float  # of all these steps together
+    steps: int
+    drafted: int  # requests that had a draft verified, of all these steps together: ``batch * steps`` at most
+    context: float = 0.0  # mean number of tokens that a request of such a step had in the KV cache; 0: not known
 
 
 @dataclass(frozen=True)
@@ -201,18 +212,15 @@ class RolloutStats:
     #: were requests cut short, to go on under the next policy: the trainer is asynchronous
     interrupted: bool = False
     pairs: tuple[StepPair, ...] = ()  # of this phase, in the order of time within each engine
-    #: for which the slowest engine decoded: no less, as far as its steps were timed, and no more, where steps that also read
-    #: prompts are as long as the others
-    decoding_seconds: float = 0.0
-    most_decoding_seconds: float = 0.0
+    mixed: tuple[MixedSteps, ...] = ()  # of this phase, all that are not in ``steps``
+    decoding_seconds: float = 0.0  # of the slowest engine, in steps that did nothing else
+    busy_seconds: float = 0.0  # of the slowest engine, in steps of all kinds
 
     @property
-    def covered(self) -> float:
-        """Share of the target's forwards of single requests that are in ``steps``, of those that drafted where any did."""
-        drafted = sum(s.batch * s.steps for s in self.steps if s.k > 0)
-        plain = sum(s.batch * s.steps for s in self.steps)
-        noted, in_all = (drafted, self.drafts) if self.drafts else (plain, self.tokens)
-        return min(1.0, noted / in_all) if noted and in_all > 0 else 1.0
+    def drafted_by_k(self) -> list[tuple[int, int]]:
+        """k, and the forwards of single requests with a draft of so many tokens, of each kind of step in the log."""
+        alike = [(s.k, s.batch * s.steps) for s in self.steps if s.k > 0]
+        return alike + [(m.k, m.drafted) for m in self.mixed if m.drafted]
 
     @property
     def forwards(self) -> int:

@@ -69,12 +69,13 @@ class Ledger:
             self._waited += time.monotonic() - self._idle_since
             self._idle_since = None
 
-    def rolled_out(self, stats: RolloutStats, times_as_long: float | None) -> None:
+    def rolled_out(self, stats: RolloutStats, times_as_long: float | None, at_most: float | None = None) -> None:
         """A phase is over.
 
         Args:
             stats: what the engines say of it.
             times_as_long: its decoding would have taken without drafts; None: not known.
+            at_most: the same of all that the engines did; None: not known.
         """
         self.works()  # some trainers wait for rollouts in the weight sync; what they do there besides counts as waiting
         now = time.monotonic()
@@ -82,7 +83,7 @@ class Ledger:
         waited, self._waited = self._waited, 0.0
         work = phase - waited
         if self.overlaps and phase > 0.0:
-            most = self._most_without(stats, times_as_long) - work
+            most = self._most_without(stats, times_as_long, at_most) - work
             self._judge_hidden(max(waited, most) / phase)
         if times_as_long is None:
             return
@@ -96,11 +97,12 @@ class Ledger:
         self._saved = (self._saved or 0.0) + longer
 
     @staticmethod
-    def _most_without(stats: RolloutStats, times_as_long: float | None) -> float:
-        """Seconds that the engines may have decoded without drafts, at most."""
-        if times_as_long is None:  # a drafted step is no shorter than a plain one
-            return stats.seconds * max(1.0, stats.tokens_per_forward or 1.0)
-        return max(stats.decoding_seconds, stats.most_decoding_seconds) * times_as_long
+    def _most_without(stats: RolloutStats, times_as_long: float | None, at_most: float | None) -> float:
+        """Seconds for which the engines would have had requests without drafts, at most."""
+        if at_most is None:  # a drafted step is no shorter than a plain one
+            at_most = max(times_as_long or 1.0, stats.tokens_per_forward or 1.0)
+        # what lies between the steps takes as long as it does; an engine that says nothing of them may have been busy throughout
+        return stats.seconds + (stats.busy_seconds or stats.seconds) * max(0.0, at_most - 1.0)
 
     def _judge_hidden(self, share: float) -> None:
         """From the share of a phase for which the trainer waits, or would without drafts."""

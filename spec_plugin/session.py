@@ -239,15 +239,22 @@ class SpecSession:
         """Generation of one step is complete: hand its counters to the plugins, and enter what it has earned."""
         with self.guarded("rollout_end"):
             self.manager.hook.spec_rollout_end(stats=stats)
-        ask, answer = getattr(self.manager.get_plugin("controller"), "times_as_long_without", None), None
+        usual, most = (self._told(name, stats) for name in ("times_as_long_without", "times_as_long_at_most"))
+        with self.guarded("what drafts have saved"):
+            self.ledger.rolled_out(stats, usual, most)
+
+    def _told(self, name: str, stats: RolloutStats) -> float | None:
+        """How many times as long a rollout would have taken, of a controller that tells; None where it does not know."""
+        ask, answer = getattr(self.manager.get_plugin("controller"), name, None), None
         if ask is not None and not self.failed:
             with self.guarded("what drafts have saved"):
                 answer = ask(stats)
-        if answer is not None and not ((number := finite_float(answer)) is not None and number > 0.0):
+        number = finite_float(answer)
+        if number is not None and number > 0.0:
+            return number
+        if answer is not None:
             self._leave_out("controller", "spec/saved_s", answer, "no positive number")
-            answer = None
-        with self.guarded("what drafts have saved"):
-            self.ledger.rolled_out(stats, answer)
+        return None
 
     def head_start(self) -> float:
         """Seconds that the coming slice may take beyond its share, of a controller that grants any; 0 after a failure."""

@@ -231,12 +231,13 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         accepted_tokens=sum(p.accepted_tokens for p in parts),
         accepted_per_pos=_sum_positions([p.accepted_per_pos for p in parts]),
         steps=tuple(s for p in parts for s in p.steps),
+        mixed=tuple(m for p in parts for m in p.mixed),
         pairs=tuple(pair for p in parts for pair in p.pairs),
         shadow_rounds=sum(p.shadow_rounds for p in parts),
         shadow_per_pos=_sum_positions([p.shadow_per_pos for p in parts]),
         interrupted=any(p.interrupted for p in parts),
         decoding_seconds=max(p.decoding_seconds for p in parts),
-        most_decoding_seconds=max(p.most_decoding_seconds for p in parts),
+        busy_seconds=max(p.busy_seconds for p in parts),
     )
 
 

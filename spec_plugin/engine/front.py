@@ -20,7 +20,14 @@ from spec_plugin.engine.flight import Request, RequestTracker
 from spec_plugin.engine.full_graphs import keep_full_graphs
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.sampling import SampledRequest, extra_args, is_listed, options_of
-from spec_plugin.engine.schedule.channel import in_flight, pause_idle_draft, put_in_force, take_pairs, take_steps
+from spec_plugin.engine.schedule.channel import (
+    in_flight,
+    mixed_steps,
+    pause_idle_draft,
+    put_in_force,
+    take_pairs,
+    take_steps,
+)
 from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.engine.schedule.scheduler import SCHEDULER
 from spec_plugin.engine.selftest.plan import SelfTestPlan
@@ -377,6 +384,7 @@ class EngineFront:
     async def stats(self, policy_version: int) -> RolloutStats:
         """Counts, acceptance and step timings since ``start_phase``."""
         steps = await take_steps(self.engine)
+        busy, mixed = await mixed_steps(self.engine)
         now, then = read_spec_counters(), self._counters
         before = then["accepted_per_pos"] or [0] * len(now["accepted_per_pos"])
         stats = RolloutStats(
@@ -389,14 +397,14 @@ class EngineFront:
             accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
             accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
             steps=steps,
+            mixed=mixed,
             pairs=await take_pairs(self.engine),
             interrupted=self.interrupted,
             **(await self._shadow() if self.session.method.memory is not None else {}),
         )
-        noted, most = sum(s.seconds * s.steps for s in steps), self._tracker.seconds
-        known = noted + sum(s.mixed_seconds for s in steps)
+        decoding = sum(s.seconds * s.steps for s in steps) + sum(m.seconds for m in mixed if not m.prompts)
         return replace(
-            stats, decoding_seconds=min(most, known), most_decoding_seconds=min(most, max(known, noted / stats.covered))
+            stats, decoding_seconds=min(stats.seconds, decoding), busy_seconds=min(stats.seconds, max(busy, decoding))
         )
 
     async def _shadow(self) -> dict[str, Any]:

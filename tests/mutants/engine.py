@@ -302,16 +302,30 @@ MUTATIONS = (
     ),
     Mutation(
         _MIXIN,
-        "            self.spec_steps.interrupt()\n",
+        "            self.spec_steps.interrupt(time.perf_counter())\n",
         "            pass\n",
         "law 7: the time in which an engine waits is taken for its last step's",
         ("engine/test_scheduler_mixin.py",),
     ),
     Mutation(
         _STEPS,
-        'engine may now wait for requests."""\n        self._open = self._open_mixed = None',
-        'engine may now wait for requests."""',
+        "            self._open = self._open._replace(kind=None)\n            self.end(now)\n",
+        "            pass\n",
         "law 7: an idle engine's time is taken for a step's",
+        ("engine/test_steps.py",),
+    ),
+    Mutation(
+        _STEPS,
+        "        if step.kind is None:\n            self._add(step, seconds)\n            return None\n",
+        "        if step.kind is None:\n            return None\n",
+        "law 7: where one of nearly every batch is of the control group, what drafting saves is not known",
+        ("engine/test_steps.py",),
+    ),
+    Mutation(
+        _STEPS,
+        "drafted = sum(width > 0 for width in widths.values())",
+        "drafted = len(widths)",
+        "law 7: what requests without drafts make is taken to be saved by drafts",
         ("engine/test_steps.py",),
     ),
     Mutation(

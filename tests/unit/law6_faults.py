@@ -80,6 +80,7 @@ WITH_NAN: dict[str, Any] = {
     "memory.recall": [_NAN],
     "controller.head_start": _NAN,
     "controller.times_as_long_without": _NAN,
+    "controller.times_as_long_at_most": _NAN,
     "spec_draft_weights": _NAN,
     "spec_schedule": Schedule((_NAN,) * (TARGET.max_num_seqs + 1)),  # type: ignore[arg-type]
     "spec_metrics": {"spec/mine": _NAN},
@@ -198,7 +199,14 @@ def broken_plugin(fault: Fault) -> object:
 
 
 #: what a session calls beside hooks: the method's memory, the controller's word to the trainer, and the kit's ear
-NO_HOOKS = ("memory.keep", "memory.recall", "controller.head_start", "controller.times_as_long_without", "auditor")
+NO_HOOKS = (
+    "memory.keep",
+    "memory.recall",
+    "controller.head_start",
+    "controller.times_as_long_without",
+    "controller.times_as_long_at_most",
+    "auditor",
+)
 USUAL = object()
 
 

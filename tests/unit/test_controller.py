@@ -13,6 +13,7 @@ from spec_plugin.builtin.break_even.plan import threshold
 from spec_plugin.builtin.break_even.states import REST
 from spec_plugin.events import (
     DraftRefresh,
+    MixedSteps,
     RefreshReport,
     RolloutStats,
     SelfTestReport,
@@ -577,3 +578,22 @@ def test_what_a_rollout_would_have_taken_without_drafts_is_told_if_what_steps_co
     assert c.times_as_long_without(drafted) == pytest.approx(3.0 / 2.0, rel=0.05)
     unknown = BreakEvenController()
     assert unknown.times_as_long_without(plain) == 1.0 and unknown.times_as_long_without(drafted) is None
+    assert c.times_as_long_at_most(plain) is None and unknown.times_as_long_at_most(drafted) is None
+    assert c.times_as_long_at_most(drafted) == pytest.approx(3.0), (
+        "far shorter than plain ones were at start-up: who knows"
+    )
+    usual = replace(drafted, steps=(StepTiming(8, K, False, 2.0, 100),))
+    assert c.times_as_long_at_most(usual) == pytest.approx(3.0 / 2.0, rel=0.05)
+
+
+def test_where_no_two_steps_are_alike_what_drafting_has_saved_and_what_is_accepted_is_known_all_the_same():
+    """One request of eight is of the control group, in each of the steps that drafts three tokens; those with one are alike."""
+    c = controller({8: 2.0})
+    on(c)
+    steps = (StepTiming(8, 1, False, 2.0, 10),)
+    mixed = (MixedSteps(8, K, False, 180.0, 90, 90 * 7),)
+    forwards, reached = 80 + 630, (568, 315, 315)  # 0.8 of all, then half of those that drafted three
+    stats = RolloutStats(1, 8, 1000, 200.0, forwards, 0, sum(reached), reached, steps, mixed=mixed)
+    c.spec_rollout_end(stats)
+    assert c.acceptance_curve == pytest.approx((0.8, 0.625, 1.0), rel=0.01), "of those that drafted so many"
+    assert 0.9 < c.times_as_long_without(stats) < c.times_as_long_at_most(stats) < 1.8

@@ -56,6 +56,7 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "memory.recall": (OFF, OFF, OFF),
     "controller.head_start": (OFF, OFF, OFF),
     "controller.times_as_long_without": (ON, ON, ON),  # what is no number is left out of the log
+    "controller.times_as_long_at_most": (ON, ON, ON),
     "auditor": (ON, ON, ON),
     # a metric that is none is left out
     "spec_metrics": (ON, ON, ON),

@@ -138,18 +138,43 @@ def test_behind_the_trainers_own_work_only_what_would_stand_out_is_saved(
 
 
 def test_what_the_engines_may_have_decoded_beside_what_was_timed_is_not_taken_for_idle(clock):
-    """Steps that read prompts, too, are not timed: half of them, where requests come and go."""
+    """Steps that read prompts, too, are half of them, where requests come and go."""
     book = Ledger(overlaps=True)
-    stats = RolloutStats(1, 8, 100, 9.0, decoding_seconds=4.5, most_decoding_seconds=9.0)
+    stats = RolloutStats(1, 8, 100, 9.0, decoding_seconds=4.5, busy_seconds=9.0)
     for _ in range(4):
         book.waits()
         clock.now += 0.2
         book.works()
         clock.now += 9.8
-        book.rolled_out(stats, 1.6)
+        book.rolled_out(stats, 1.6, 1.5)
     book.close()
     assert not book.hidden, "without drafts it may have been waited for"
     assert book.metrics()["spec/saved_s"] == 0.0, "which is not known"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "busy", "at_most", "hidden"),
+    [
+        (5.0, 5.0, 2.0, True),
+        (5.0, 5.0, 2.3, False),
+        (8.0, 2.0, 2.0, True),  # the engine has requests for 8 s and runs steps for 2: that they may take longer is 2 s
+        (8.0, 5.0, 2.0, False),
+        (5.0, 0.0, 2.3, False),  # it says nothing of its steps
+        (10.4, 10.4, 0.5, True),  # plain decoding that is faster: rollouts are hidden either way
+    ],
+)
+def test_what_the_engines_did_at_most_decides_and_what_lies_between_their_steps_takes_as_long_as_it_does(
+    clock, seconds, busy, at_most, hidden
+):
+    book = Ledger(overlaps=True)
+    stats = RolloutStats(1, 8, 100, seconds, 80, 240, 160, decoding_seconds=busy / 2, busy_seconds=busy)
+    for _ in range(4):
+        book.waits()
+        clock.now += 0.1
+        book.works()
+        clock.now += 9.9
+        book.rolled_out(stats, 1.2, at_most)
+    assert book.hidden is hidden
 
 
 def test_rollouts_that_are_waited_for_again_are_seen_in_two_phases_and_less_changes_nothing(clock):

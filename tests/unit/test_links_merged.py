@@ -10,7 +10,7 @@ import pytest
 
 from spec_plugin.actor.links import ActorsLink, merge_refreshes, merge_reports, merge_stats
 from spec_plugin.errors import LosslessError
-from spec_plugin.events import Check, RefreshReport, RolloutStats, SelfTestReport, StepPair, StepTiming
+from spec_plugin.events import Check, MixedSteps, RefreshReport, RolloutStats, SelfTestReport, StepPair, StepTiming
 
 TOOK = RefreshReport(True, 2, "two", 5.0)
 REFUSED = RefreshReport(False, 1, "one", 3.0, "torn")
@@ -32,9 +32,12 @@ def test_a_single_engines_reason_is_said_as_it_is():
 def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time():
     timing = StepTiming(4, 2, False, 0.1, 7)
     pair = StepPair(4, 2, 0.1, 0.2)
-    one = RolloutStats(3, 10, 500, 2.0, 100, 300, 250, (95, 85, 70), (timing,), pairs=(pair,), decoding_seconds=1.5)
+    mixed = MixedSteps(4, 2, True, 0.1, 7, 20)
+    one = RolloutStats(
+        3, 10, 500, 2.0, 100, 300, 250, (95, 85, 70), (timing,), pairs=(pair,), mixed=(mixed,), decoding_seconds=1.5
+    )
     other = RolloutStats(
-        3, 20, 900, 5.0, 10, 10, 5, (5,), (timing,), interrupted=True, pairs=(pair,), decoding_seconds=4.0
+        3, 20, 900, 5.0, 10, 10, 5, (5,), (timing,), interrupted=True, pairs=(pair,), mixed=(mixed,), busy_seconds=4.0
     )
     merged = merge_stats([one, other])
     assert merged == RolloutStats(
@@ -51,7 +54,9 @@ def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time(
         (),
         interrupted=True,
         pairs=(pair, pair),
-        decoding_seconds=4.0,
+        mixed=(mixed, mixed),
+        decoding_seconds=1.5,
+        busy_seconds=4.0,
     )
     assert merge_stats([one]).interrupted is False
 

@@ -255,3 +255,16 @@ def test_a_draft_that_cannot_be_read_is_refused_when_the_session_starts(draft, t
         folder.mkdir()
     with pytest.raises(SpecConfigError, match=str(folder)):
         session_with(draft=str(folder))
+
+
+def test_the_ledger_hears_what_the_controller_tells_of_a_rollout_and_the_most_that_it_may_be(monkeypatch):
+    session, heard = session_with(), []
+    monkeypatch.setattr(session.ledger, "rolled_out", lambda *told: heard.append(told))
+    controller = session.manager.get_plugin("controller")
+    monkeypatch.setattr(controller, "times_as_long_without", lambda stats: 1.5, raising=False)
+    monkeypatch.setattr(controller, "times_as_long_at_most", lambda stats: 2.5, raising=False)
+    stats = RolloutStats(1, 2, 12, 0.5)
+    session.rollout_end(stats)
+    monkeypatch.setattr(controller, "times_as_long_at_most", lambda stats: -1.0, raising=False)
+    session.rollout_end(stats)
+    assert heard == [(stats, 1.5, 2.5), (stats, 1.5, None)] and not session.failed

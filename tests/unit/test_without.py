@@ -7,8 +7,8 @@ import random
 import pytest
 
 from spec_plugin.builtin.break_even.cost import tokens_per_step
-from spec_plugin.builtin.break_even.without import times_as_long
-from spec_plugin.events import RolloutStats, StepTiming
+from spec_plugin.builtin.break_even.without import times_as_long, times_as_long_at_most
+from spec_plugin.events import MixedSteps, RolloutStats, StepTiming
 
 CHANCES = (0.8, 0.7, 0.6, 0.5)
 
@@ -76,3 +76,76 @@ def test_drafts_that_are_never_right_and_reading_cost_what_they_cost():
 
 def test_of_a_rollout_without_timed_steps_nothing_is_known():
     assert times_as_long(RolloutStats(1, 8, 1000, 5.0, 100, 300, 200), Cost(), CHANCES) is None
+
+
+def mixed_rollout(
+    drafted: int, *, busy: float = 1.0, drafts_less: float = 1.0, prompts: float = 0.0
+) -> tuple[RolloutStats, float]:
+    """One of 8 requests at a time, so many of which have a draft of 3 tokens, and what it takes without drafts, over that.
+
+    Args:
+        drafted: of the 8, always others.
+        busy: all steps take so many times as long.
+        drafts_less: drafted steps take less than the cost model says by this factor.
+        prompts: seconds of reading, in a quarter of the steps.
+    """
+    cost, tokens = Cost(), tokens_per_step(CHANCES, 3)
+    plain = cost.seconds(8, 0)
+    # verified are fewer tokens, but the draft's passes are for all
+    step = busy * drafts_less * (plain * 1.1 + drafted / 8 * (cost.seconds(8, 3) - plain * 1.1))
+    mixed = [MixedSteps(8, 3, False, 300 * step, 300, 300 * drafted)]
+    mixed += [MixedSteps(8, 3, True, 100 * (step + busy * prompts), 100, 100 * drafted)]
+    drafts = 400 * drafted
+    stats = RolloutStats(1, 8, 1000, 1.0, drafts, 0, round(drafts * (tokens - 1.0)), mixed=tuple(mixed))
+    made = 400 * (1.0 + drafted / 8 * (tokens - 1.0))
+    return stats, busy * (made * plain + 100 * prompts) / sum(m.seconds for m in mixed)
+
+
+@pytest.mark.parametrize("busy", [1.0, 3.0])
+@pytest.mark.parametrize("drafted", [4, 6, 7, 8])
+@pytest.mark.parametrize("prompts", [0.0, 0.02, 0.2])
+def test_where_no_two_steps_are_alike_no_more_is_told_than_is_true_and_at_most_no_less(drafted, busy, prompts):
+    stats, truth = mixed_rollout(drafted, busy=busy, prompts=prompts)
+    told, at_most = times_as_long(stats, Cost(), CHANCES), times_as_long_at_most(stats, Cost(), CHANCES)
+    alone = mixed_rollout(drafted)[1]
+    assert told <= 1.001 * alone and told > 0.75 * alone, "of the steps without prompts, and no more than there is"
+    # a request with a draft makes all of them, be the one that has none nobody's last
+    longest = tokens_per_step(CHANCES, 3) / (1.0 + drafted / 8 * (tokens_per_step(CHANCES, 3) - 1.0))
+    assert 0.999 * truth <= at_most <= 1.08 * longest * truth
+    assert prompts or at_most >= 0.999 * longest * truth
+
+
+@pytest.mark.parametrize(("busy", "drafts_less"), [(1.0, 0.6), (1.3, 0.6), (2.0, 1.0), (1.0, 1.2)])
+def test_where_the_cost_model_has_timed_drafts_too_long_what_is_told_at_most_is_still_no_less_than_the_truth(
+    busy, drafts_less
+):
+    stats, truth = mixed_rollout(7, busy=busy, drafts_less=drafts_less)
+    at_most = times_as_long_at_most(stats, Cost(), CHANCES)
+    assert at_most >= 0.999 * truth / busy, "by what plain steps take where the machine is as it was at start-up"
+    assert at_most >= 0.999 * truth * min(1.0, drafts_less), "or beside these, where they took longer"
+
+
+def test_among_several_k_a_step_that_is_not_alike_counts_with_the_requests_that_had_a_draft():
+    """Few steps of k=1 are alike and all of k=3: what the rollout has shown is of all of them."""
+    rng = random.Random(0)
+    made = {k: [0] * 3000 for k in (1, 3)}
+    for k, each in made.items():
+        for i in range(len(each)):
+            while each[i] < k and rng.random() < CHANCES[each[i]]:
+                each[i] += 1
+    accepted = sum(map(sum, made.values()))
+    steps = (StepTiming(1, 3, False, 0.02, 3000), StepTiming(6, 1, False, 0.02, 10))
+    mixed = (MixedSteps(8, 1, False, 9.8, 490, 2940),)
+    stats = RolloutStats(1, 8, 1000, 1.0, 6000, 0, accepted, steps=steps, mixed=mixed)
+    told = times_as_long(stats, Cost(), CHANCES)
+    cost = Cost()
+    plain = 3000 * 0.02 * tokens_per_step(CHANCES, 3) * cost.seconds(1, 0) / cost.seconds(1, 3)
+    plain += 10 * 0.02 * tokens_per_step(CHANCES, 1) * cost.seconds(6, 0) / cost.seconds(6, 1)
+    plain += 9.8 * (1 + 2940 / 490 / 8 * CHANCES[0]) * cost.seconds(8, 0) / cost.seconds(8, 1)
+    assert told == pytest.approx(plain / (3010 * 0.02 + 9.8), rel=0.02)
+
+
+def test_at_most_nothing_is_known_of_a_rollout_without_steps_and_of_prompts_alone_all_is_repeated():
+    assert times_as_long_at_most(RolloutStats(1, 8, 1000, 5.0, 100, 300, 200), Cost(), CHANCES) is None
+    stats = RolloutStats(1, 8, 1000, 5.0, 100, 300, 200, mixed=(MixedSteps(8, 3, True, 5.0, 100, 100),))
+    assert times_as_long_at_most(stats, Cost(), CHANCES) == pytest.approx(3.0)

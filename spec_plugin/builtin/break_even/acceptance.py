@@ -117,7 +117,7 @@ def _acceptance_of(stats: RolloutStats) -> tuple[float, ...]:
         return (constant_acceptance(stats.acceptance_length, k),) * k
     raw = conditional_acceptance(stats.accepted_per_pos, stats.forwards)
     width = len(stats.accepted_per_pos)
-    drafted = [float(sum(s.batch * s.steps for s in stats.steps if s.k > i)) for i in range(width)]
+    drafted = [float(sum(count for k, count in stats.drafted_by_k if k > i)) for i in range(width)]
     if not drafted or drafted[0] <= 0:
         return raw
     out = []

@@ -16,7 +16,7 @@ from spec_plugin.builtin.break_even.experts import Experts
 from spec_plugin.builtin.break_even.judge import Corrected, Judge
 from spec_plugin.builtin.break_even.plan import Plan
 from spec_plugin.builtin.break_even.states import States
-from spec_plugin.builtin.break_even.without import times_as_long
+from spec_plugin.builtin.break_even.without import times_as_long, times_as_long_at_most
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError
@@ -308,6 +308,12 @@ class BreakEvenController:
         if self.cost.problem is not None:
             return None
         return times_as_long(stats, self._corrected, self.acceptance_curve or ())
+
+    def times_as_long_at_most(self, stats: RolloutStats) -> float | None:
+        """The same of all its steps, at most: what is not known of it lengthens what it would have taken; None: not known."""
+        if not stats.drafts or self.cost.problem is not None:
+            return None
+        return times_as_long_at_most(stats, self._corrected, self.acceptance_curve or ())
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:

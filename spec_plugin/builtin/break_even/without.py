@@ -1,18 +1,32 @@
-"""How long a rollout's decoding would have taken without drafts, from its own steps."""
+"""How long a rollout would have taken without drafts, from its own steps: what is to be expected of it, and at most."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from spec_plugin.builtin.break_even.cost import StepCost, tokens_per_step
 from spec_plugin.events import RolloutStats
 
 
+class _Steps(NamedTuple):
+    """Steps of one kind, alike (``StepTiming``) or not (``MixedSteps``)."""
+
+    seconds: float  # of all of them
+    steps: int
+    tokens: float  # of a request with a draft, in each
+    share: float  # of their requests that had one
+    prompts: bool
+    plain: float  # seconds of a plain step in the place of one of them, by the cost model
+    reading: float  # the same where the draft reads the text
+    own: float  # the same where all requests have a draft
+
+
 def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> float | None:
     """The rollout's decoding time without drafts over what it was; below 1 where drafts cost more than they saved.
 
-    A step of b requests that made n tokens of each stands for n plain steps of b requests: what fell to the busy moments of the
-    machine cancels, since both are of the same moment.
+    A step of b requests that made n tokens of each, in the mean, stands for n plain steps of b requests: what fell to the busy
+    moments of the machine cancels, since both are of the same moment. Steps in which prompts were read are left out.
 
     Args:
         stats: of the rollout.
@@ -22,20 +36,67 @@ def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[floa
     Returns:
         None where the engine has timed no steps.
     """
-    drafted = [s for s in stats.steps if s.k > 0]
-    forwards = sum(s.batch * s.steps for s in drafted)
-    expected = sum(s.batch * s.steps * (tokens_per_step(acceptance, s.k) - 1.0) for s in drafted)
-    found = (stats.tokens_per_forward or 1.0) - 1.0  # drafted tokens that were accepted, for each forward
-    scale = found * forwards / expected if expected > 0.0 else 0.0
     took = without = 0.0
-    for s in stats.steps:
-        context, tokens = s.context or None, 1.0
-        if s.k > 0:
-            tokens += scale * (tokens_per_step(acceptance, s.k) - 1.0) if expected > 0.0 else found
-        seconds = s.seconds * s.steps + s.mixed_seconds
-        took += seconds
-        if s.k > 0 or not s.paused:
-            plain, own = cost.seconds(s.batch, 0, context=context), cost.seconds(s.batch, s.k, False, context)
-            seconds *= tokens * plain / own
-        without += seconds
+    for s in _all(stats, cost, acceptance):
+        if not s.prompts:
+            took += s.seconds
+            without += s.seconds * (1.0 + s.share * (s.tokens - 1.0)) * s.plain / s.own
     return without / took if took > 0.0 else None
+
+
+def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> float | None:
+    """Seconds of all the rollout's steps without drafts over what they were, at most.
+
+    While a request of the control group makes one token, another makes several, and it may be that one for which the rollout
+    waits: a step stands for as many plain ones as a request with a draft made tokens. Each takes what the cost model says, and
+    longer where the rollout's steps took longer than it says, but no longer than the step itself. Prompts are read once.
+
+    Args:
+        stats: of the rollout.
+        cost: as for ``times_as_long``.
+        acceptance: as there.
+
+    Returns:
+        None where the engine has timed no steps.
+    """
+    found = list(_all(stats, cost, acceptance))
+    decoding = [s for s in found if not s.prompts]
+    # a draft's passes are for all requests, also where some have none: no less than this is in the model's own steps
+    own = sum(s.steps * (s.reading + s.share * max(0.0, s.own - s.reading)) for s in decoding)
+    slow = max(1.0, sum(s.seconds for s in decoding) / own) if own > 0.0 else float("inf")
+    took = without = 0.0
+    for s in found:
+        plain = min(s.seconds, s.steps * s.plain * slow)
+        took += s.seconds
+        without += (s.seconds if s.prompts else plain) + plain * (s.tokens - 1.0)
+    return without / took if took > 0.0 else None
+
+
+def _all(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> Iterator[_Steps]:
+    made = _tokens_made(stats, acceptance)
+
+    def seconds(batch: int, k: int, paused: bool, context: float) -> tuple[float, float, float]:
+        held = context or None
+        reading, own = (cost.seconds(batch, n, paused, held) for n in (0, k))
+        return cost.seconds(batch, 0, context=held), reading, own
+
+    for s in stats.steps:
+        times = seconds(s.batch, s.k, s.paused and not s.k, s.context)
+        yield _Steps(s.seconds * s.steps, s.steps, made(s.k), float(s.k > 0), False, *times)
+    for m in stats.mixed:
+        share, times = min(1.0, m.drafted / (m.batch * m.steps)), seconds(m.batch, m.k, False, m.context)
+        yield _Steps(m.seconds, m.steps, made(m.k) if share else 1.0, share, m.prompts, *times)
+
+
+def _tokens_made(stats: RolloutStats, acceptance: Sequence[float]) -> Callable[[int], float]:
+    """Tokens of a request with a draft in one step, by k: what the rollout has shown, among several k as is expected."""
+    drafted = stats.drafted_by_k
+    expected = sum(count * (tokens_per_step(acceptance, k) - 1.0) for k, count in drafted)
+    found = (stats.tokens_per_forward or 1.0) - 1.0  # drafted tokens that were accepted, for each forward
+    scale = found * sum(count for _, count in drafted) / expected if expected > 0.0 else 0.0
+
+    def made(k: int) -> float:
+        gained = scale * (tokens_per_step(acceptance, k) - 1.0) if expected > 0.0 else found
+        return 1.0 + gained * (k > 0)
+
+    return made

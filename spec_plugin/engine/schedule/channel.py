@@ -14,12 +14,18 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from spec_plugin.engine.schedule.scheduler import SCHEDULER
 from spec_plugin.errors import PatchError
-from spec_plugin.events import EngineSchedule, Schedule, StepPair, StepTiming
+from spec_plugin.events import EngineSchedule, MixedSteps, Schedule, StepPair, StepTiming
 
 
 async def take_steps(engine: AsyncLLM) -> tuple[StepTiming, ...]:
     """Durations of decoding steps by batch size and k, since the last call."""
     return tuple(StepTiming(*row) for row in await _call(engine, "spec_take_steps"))
+
+
+async def mixed_steps(engine: AsyncLLM) -> tuple[float, tuple[MixedSteps, ...]]:
+    """Of the log as ``take_steps`` last took it: seconds of all steps, and those that were not alike."""
+    busy, rows = await _call(engine, "spec_mixed_steps")
+    return busy, tuple(MixedSteps(*row) for row in rows)
 
 
 async def take_pairs(engine: AsyncLLM) -> tuple[StepPair, ...]:

@@ -99,7 +99,7 @@ class SpecSchedulerMixin:
         if self.spec_cutoff.due and not self.spec_pairs.pending and self.spec_cutoff.drop():
             self.spec_paused = pause_in_workers(self.spec_executor, True)
         if not self.has_unfinished_requests():
-            self.spec_steps.interrupt()
+            self.spec_steps.interrupt(time.perf_counter())
         return result
 
     def make_spec_decoding_stats(

@@ -1,8 +1,10 @@
 """The step log: what the engine's own decoding steps took, noted by the scheduler as it goes. No step is run for it.
 
 A step lasts from one call of ``schedule`` to the next: under synchronous scheduling that is all of it, under asynchronous
-scheduling the pace at which steps follow each other. Steps that mix prefill and decoding, or requests with different
-numbers of drafted tokens, are not noted, nor is the last one before the engine runs empty.
+scheduling the pace at which steps follow each other. What a step of some kind takes is told by steps that are alike: nothing
+but decoding, the same number of drafted tokens for all, and not the last one before the engine runs empty. All others are
+counted beside them with the requests that had a draft (``MixedSteps``): where one request of the control group is in nearly
+every batch, hardly any two steps are alike.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from spec_plugin.events import StepTiming
+from spec_plugin.events import MixedSteps, StepTiming
 
 _KEPT = 64  # latest steps of one kind; the median is theirs
 
@@ -29,6 +31,24 @@ class Timed(NamedTuple):
     context: float
 
 
+class _Open(NamedTuple):
+    """The step that is under way."""
+
+    begun: float
+    kind: Kind | None  # None: it is not alike
+    mixed: tuple[int, int, bool]  # requests, k, do some of them read their prompt
+    drafted: int  # requests that have a draft
+    context: float
+
+
+class _Sum:
+    """Of mixed steps of one kind."""
+
+    def __init__(self) -> None:
+        self.seconds = self.context = 0.0
+        self.steps = self.drafted = 0
+
+
 class StepLog:
     """Durations of steps by kind, since the last ``take``."""
 
@@ -38,10 +58,11 @@ class StepLog:
             lambda: deque(maxlen=_KEPT)
         )  # seconds, context
         self._steps: dict[Kind, int] = defaultdict(int)
-        self._open: tuple[float, Kind, float] | None = None
-        #: seconds of steps in which some drafted fewer tokens than that
-        self._mixed: dict[Kind, float] = defaultdict(float)
-        self._open_mixed: tuple[float, Kind] | None = None
+        self._sums: dict[tuple[int, int, bool], _Sum] = defaultdict(_Sum)
+        self._busy = 0.0
+        self._open: _Open | None = None
+        self.mixed: list[MixedSteps] = []  # beside those that the last ``take`` returned
+        self.busy_seconds = 0.0  # of all of these steps
         self.ragged = ragged
 
     def end(self, now: float) -> Timed | None:
@@ -50,17 +71,22 @@ class StepLog:
         Args:
             now: ``time.perf_counter()`` when the next call of ``schedule`` began.
         """
-        if self._open_mixed is not None:
-            begun, kind = self._open_mixed
-            self._open_mixed = None
-            self._mixed[kind] += now - begun
-        if self._open is None:
+        step, self._open = self._open, None
+        if step is None:
             return None
-        begun, kind, context = self._open
-        self._open = None
-        self._timed[kind].append((now - begun, context))
-        self._steps[kind] += 1
-        return Timed(*kind, now - begun, context)
+        seconds = now - step.begun
+        self._busy += seconds
+        if step.kind is None:
+            self._add(step, seconds)
+            return None
+        self._timed[step.kind].append((seconds, step.context))
+        self._steps[step.kind] += 1
+        return Timed(*step.kind, seconds, step.context)
+
+    def _add(self, step: _Open, seconds: float) -> None:
+        found = self._sums[step.mixed]
+        found.seconds, found.steps = found.seconds + seconds, found.steps + 1
+        found.drafted, found.context = found.drafted + step.drafted, found.context + step.context
 
     def begin(self, output: Any, table: Sequence[int], now: float, paused: bool = True) -> None:
         """A step begins, and the one before it is over.
@@ -72,31 +98,41 @@ class StepLog:
             paused: is the draft's forward pass left out where no batch size drafts.
         """
         self.end(now)
-        kind_now = kind_of(output, table, paused, self.ragged)
-        self._open = None if kind_now is None else (now, kind_now, context_of(output))
-        # but for requests that drafted fewer tokens, as of a method that proposes up to k
-        mixed = kind_of(output, table, paused, ragged=True) if kind_now is None else None
-        self._open_mixed = None if mixed is None else (now, mixed)
+        scheduled = output.num_scheduled_tokens
+        if not scheduled:
+            return  # nothing runs
+        widths = _widths(output)
+        prompts = bool(output.scheduled_new_reqs) or any(n != widths[r] + 1 for r, n in scheduled.items())
+        k = max(*widths.values(), table[len(scheduled)] if len(scheduled) < len(table) else 0)
+        kind = kind_of(output, table, paused, self.ragged)
+        drafted = sum(width > 0 for width in widths.values())
+        self._open = _Open(now, kind, (len(scheduled), k, prompts), drafted, context_of(output))
 
-    def interrupt(self) -> None:
-        """Discard the step that is open: the engine may now wait for requests."""
-        self._open = self._open_mixed = None
+    def interrupt(self, now: float) -> None:
+        """The engine may now wait for requests: the open step took what it took until here, which is not what such a step takes.
+
+        Args:
+            now: ``time.perf_counter()``.
+        """
+        if self._open is not None:
+            self._open = self._open._replace(kind=None)
+            self.end(now)
 
     def take(self) -> list[StepTiming]:
-        """Durations since the last call, one ``StepTiming`` for each kind of step; each is returned once."""
+        """Durations since the last call, one ``StepTiming`` for each kind of step; each is returned once.
+
+        What is not in them is in ``mixed`` and ``busy_seconds`` until the next call.
+        """
         found = []
-        # where no step was alike: to the nearest batch that drafts as much
-        for kind in self._mixed.keys() - self._timed.keys():
-            near = [other for other in self._timed if other[1:] == kind[1:]]
-            if near:
-                self._mixed[min(near, key=lambda other: abs(other[0] - kind[0]))] += self._mixed[kind]
         for kind, timed in self._timed.items():
             seconds, contexts = zip(*timed, strict=True)
             middle = _trimmed_mean(seconds) if self.ragged and kind[1] else statistics.median(seconds)
-            mixed = self._mixed.get(kind, 0.0)
-            found.append(StepTiming(*kind, middle, self._steps[kind], statistics.fmean(contexts), mixed))
+            found.append(StepTiming(*kind, middle, self._steps[kind], statistics.fmean(contexts)))
+        sums = self._sums.items()
+        self.mixed = [MixedSteps(*kind, s.seconds, s.steps, s.drafted, s.context / s.steps) for kind, s in sums]
+        self.busy_seconds, self._busy = self._busy, 0.0
         self._timed.clear()
-        self._mixed.clear()
+        self._sums.clear()
         self._steps.clear()
         return found
 
@@ -116,14 +152,20 @@ def kind_of(output: Any, table: Sequence[int], paused: bool = True, ragged: bool
         paused: see there.
         ragged: up to k tokens are proposed for each request, often none.
     """
-    scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    scheduled = output.num_scheduled_tokens
     if output.scheduled_new_reqs or not scheduled or len(scheduled) >= len(table):
         return None
     k = table[len(scheduled)]
-    widths = {r: len(drafted.get(r, ())) for r in scheduled}
+    widths = _widths(output)
     if any(n != widths[r] + 1 or (widths[r] > k if ragged else widths[r] != k) for r, n in scheduled.items()):
         return None
     return len(scheduled), k, paused and not any(table)
+
+
+def _widths(output: Any) -> dict[str, int]:
+    """Drafted tokens of each request of the step."""
+    drafted = output.scheduled_spec_decode_tokens
+    return {request: len(drafted.get(request, ())) for request in output.num_scheduled_tokens}
 
 
 def context_of(output: Any) -> float:

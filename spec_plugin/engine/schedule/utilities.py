@@ -86,9 +86,17 @@ def spec_pause(core: EngineCore, paused: bool) -> bool:
 def spec_take_steps(core: EngineCore) -> list[list[Any]]:
     """(EngineCore utility) The step log since the last call, as plain lists in the order of ``StepTiming``'s fields."""
     scheduler: Any = core.scheduler
-    return [
-        [t.batch, t.k, t.paused, t.seconds, t.steps, t.context, t.mixed_seconds] for t in scheduler.spec_steps.take()
-    ]
+    return [[t.batch, t.k, t.paused, t.seconds, t.steps, t.context] for t in scheduler.spec_steps.take()]
+
+
+def spec_mixed_steps(core: EngineCore) -> tuple[float, list[list[Any]]]:
+    """(EngineCore utility) Of the log as it was last taken: seconds of all steps, and those that were not alike.
+
+    The latter as plain lists in the order of ``MixedSteps``'s fields.
+    """
+    log = core.scheduler.spec_steps
+    rows = [[m.batch, m.k, m.prompts, m.seconds, m.steps, m.drafted, m.context] for m in log.mixed]
+    return log.busy_seconds, rows
 
 
 def spec_take_pairs(core: EngineCore) -> list[list[Any]]:
@@ -148,6 +156,7 @@ UTILITIES = (
     spec_set_schedule,
     spec_schedule_state,
     spec_take_steps,
+    spec_mixed_steps,
     spec_take_pairs,
     spec_pause,
     spec_in_flight,

@@ -97,7 +97,7 @@ class Core:
         self.calls.append(name)
         if name == self.broken:
             raise self.error(f"{name} is broken")
-        return self.answers.get(name, [])
+        return self.answers.get(name, (0.0, []) if name == "spec_mixed_steps" else [])
 
     async def reset_prefix_cache(self) -> Any:
         return await self._call("reset_prefix_cache")
@@ -261,29 +261,28 @@ def test_stats_are_of_the_phase_alone(front, monkeypatch):
     stats = asyncio.run(front.stats(5))
     assert (stats.requests, stats.tokens, stats.drafts, stats.accepted_per_pos) == (1, 11, 6, (5, 3, 1))
     assert stats.steps[0].k == 3 and front.policy_version == 5 and not front.busy
-    assert stats.decoding_seconds == stats.most_decoding_seconds == stats.seconds, "never more than the phase"
+    assert stats.decoding_seconds == stats.busy_seconds == stats.seconds, "never more than the phase"
 
 
 @pytest.mark.parametrize(
-    ("rows", "drafts", "least", "most"),
+    ("rows", "busy", "mixed", "decoding", "in_all"),
     [
-        ([[2, 3, False, 0.5, 9, 0.0]], 18, 4.5, 4.5),
-        ([[2, 3, False, 0.5, 9, 0.0, 1.5]], 36, 6.0, 9.0),  # half of the steps were timed, some of the others known
-        ([[2, 3, False, 0.5, 9, 0.0, 6.0]], 36, 10.5, 10.5),
-        ([[2, 0, True, 0.5, 9, 0.0]], 0, 4.5, 9.0),  # plain: half of the tokens
+        ([[2, 3, False, 0.5, 9, 0.0]], 4.5, [], 4.5, 4.5),
+        ([[2, 3, False, 0.5, 9, 0.0]], 7.0, [], 4.5, 7.0),  # a few were longer than the median
+        ([[2, 3, False, 0.5, 9, 0.0]], 4.0, [], 4.5, 4.5),  # or shorter
+        ([[2, 3, False, 0.5, 9, 0.0]], 9.0, [[2, 3, False, 1.5, 3, 3, 0.0], [2, 3, True, 3.0, 2, 3, 0.0]], 6.0, 9.0),
+        ([], 120.0, [[2, 3, False, 120.0, 3, 3, 0.0]], 100.0, 100.0),
     ],
 )
-def test_how_long_it_decoded_is_known_within_two_bounds(front, monkeypatch, rows, drafts, least, most):
-    counted = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "accepted_per_pos": [0, 0, 0]}
-    monkeypatch.setattr("spec_plugin.engine.front.read_spec_counters", lambda: dict(counted))
-    front.engine = Core(answers={"spec_take_steps": rows})
+def test_how_long_the_engine_decoded_and_was_busy_in_all(front, monkeypatch, rows, busy, mixed, decoding, in_all):
+    none = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
+    monkeypatch.setattr("spec_plugin.engine.front.read_spec_counters", lambda: {"accepted_per_pos": [], **none})
+    front.engine = Core(answers={"spec_take_steps": rows, "spec_mixed_steps": [busy, mixed]})
     front.start_phase(5)
-    counted["drafts"] = drafts
-    with front.request() as request:
-        request.tokens = 36
     monkeypatch.setattr(type(front._tracker), "seconds", 100.0)
     stats = asyncio.run(front.stats(5))
-    assert (stats.decoding_seconds, stats.most_decoding_seconds) == (least, most)
+    assert (stats.decoding_seconds, stats.busy_seconds) == (decoding, in_all)
+    assert [m.prompts for m in stats.mixed] == [row[2] for row in mixed]
 
 
 @pytest.mark.parametrize(

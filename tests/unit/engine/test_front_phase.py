@@ -34,7 +34,8 @@ class Engine:
     """vLLM's, as far as the front asks it: writes down what it is asked, and answers what it was given."""
 
     def __init__(self, **answers: Any) -> None:
-        self.answers, self.calls, self.engine_core = {"spec_take_steps": [], "spec_take_pairs": [], **answers}, [], self
+        nothing: dict[str, Any] = {"spec_take_steps": [], "spec_mixed_steps": (0.0, []), "spec_take_pairs": []}
+        self.answers, self.calls, self.engine_core = nothing | answers, [], self
         self.seen: dict[str, Any] = {}
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from spec_plugin.engine.schedule.cutoff import DraftCutoff
 from spec_plugin.engine.schedule.mixin import SpecSchedulerMixin
 from spec_plugin.engine.schedule.plain import PLAIN
-from spec_plugin.events import StepTiming
+from spec_plugin.events import MixedSteps, StepTiming
 
 K = 3
 
@@ -160,7 +160,7 @@ def test_until_a_table_is_set_nothing_is_dropped():
 def test_a_step_lasts_from_one_schedule_to_the_next_and_an_empty_engine_is_none(monkeypatch):
     from spec_plugin.engine.schedule import mixin
 
-    clock = iter((0.0, 1.0, 100.0, 102.0))
+    clock = iter((0.0, 1.0, 2.5, 100.0, 102.0))
     monkeypatch.setattr(mixin, "time", SimpleNamespace(perf_counter=clock.__next__))
     scheduler = Scheduler()
     scheduler.next = output(2)
@@ -170,6 +170,8 @@ def test_a_step_lasts_from_one_schedule_to_the_next_and_an_empty_engine_is_none(
     step(scheduler, 0, 0)  # the last one: the engine waits from here on
     scheduler.schedule(), scheduler.schedule()
     assert scheduler.spec_steps.take() == [StepTiming(2, K, False, 1.5, 2, 100.0)]
+    assert scheduler.spec_steps.mixed == [MixedSteps(2, K, False, 1.5, 1, 2, 100.0)], "but the engine was busy with it"
+    assert scheduler.spec_steps.busy_seconds == 4.5
 
 
 def test_steps_of_a_paused_draft_are_told_from_those_of_one_that_runs():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from spec_plugin.engine.schedule.steps import StepLog, kind_of
-from spec_plugin.events import StepTiming
+from spec_plugin.events import MixedSteps, StepTiming
 
 
 def output(batch=2, k=3, **changes):
@@ -52,14 +52,19 @@ def test_a_step_lasts_until_the_next_one_begins():
     assert log.take() == [StepTiming(2, 3, False, 1.0, 1, 150.0)]
 
 
-def test_time_without_requests_and_mixed_steps_is_not_counted():
+def test_time_without_requests_is_not_counted_and_steps_that_are_not_alike_are_counted_beside_the_others():
     log = StepLog()
     log.begin(output(), K3, 0.0)
-    log.interrupt()
+    log.interrupt(0.5)
+    log.interrupt(7.0)
+    log.begin(output(num_scheduled_tokens={}), K3, 50.0)
     log.begin(output(scheduled_new_reqs=["new"]), K3, 100.0)
     log.begin(output(k=0), PLAIN, 200.0)
     log.begin(output(k=0), PLAIN, 201.0)
     assert log.take() == [StepTiming(2, 0, True, 1.0, 1, 150.0)]
+    assert log.mixed == [MixedSteps(2, 3, False, 0.5, 1, 2, 150.0), MixedSteps(2, 3, True, 100.0, 1, 2, 150.0)]
+    assert log.busy_seconds == 101.5
+    assert log.take() == log.mixed == [] and log.busy_seconds == 0.0, "each is told once"
 
 
 def test_a_draft_that_no_worker_could_pause_is_not_called_paused():
@@ -93,9 +98,10 @@ def test_uneven_steps_are_averaged_without_the_longest():
     assert found.seconds == pytest.approx(9 / 7)
 
 
-def test_steps_in_which_some_request_drafts_less_are_known_by_their_time_alone():
+def test_steps_in_which_some_request_has_no_draft_are_known_by_how_many_have_one():
     """As of the control group, one of which is in nearly every large batch."""
     control = output(num_scheduled_tokens={"r0": 4, "r1": 1}, scheduled_spec_decode_tokens={"r0": [7, 7, 7]})
+    both = output(num_scheduled_tokens={"r0": 1, "r1": 1}, scheduled_spec_decode_tokens={})
     prompt = output(num_scheduled_tokens={"r0": 4, "r1": 17}, scheduled_spec_decode_tokens={"r0": [7, 7, 7]})
     arrives = output(num_scheduled_tokens={"r0": 4, "r1": 1}, scheduled_new_reqs=["r1"])
     log = StepLog()
@@ -104,25 +110,18 @@ def test_steps_in_which_some_request_drafts_less_are_known_by_their_time_alone()
         (1.0, control),
         (3.0, prompt),
         (10.0, arrives),
-        (20.0, control),
+        (20.0, both),
         (21.5, output()),
+        (22.5, output(k=0)),
     ):
         log.begin(step, K3, now)
-    log.begin(output(), K3, 22.5)
-    assert log.take() == [StepTiming(2, 3, False, 1.0, 2, 150.0, 2.0 + 1.5)]
-    log.begin(control, K3, 30.0)
-    log.interrupt()
-    log.begin(output(), K3, 40.0)
-    log.begin(output(k=0), PLAIN, 41.0)
-    assert log.take()[0].mixed_seconds == 0.0, "the engine may have waited for requests"
-
-
-def test_seconds_of_a_batch_in_which_no_step_was_alike_go_to_the_nearest_that_drafts_as_much():
-    control = output(4, num_scheduled_tokens={"r0": 4, "r1": 4, "r2": 4, "r3": 1})
-    control.scheduled_spec_decode_tokens = {r: [7, 7, 7] for r in ("r0", "r1", "r2")}
-    log = StepLog()
-    for now, step in ((0.0, output(2)), (1.0, output(7)), (2.0, control), (5.0, output(2))):
-        log.begin(step, K3, now)
-    log.begin(control, K3, 6.0)
-    log.begin(output(2), K3, 6.5)
-    assert {s.batch: s.mixed_seconds for s in log.take()} == {2: 3.5, 7: 0.0}
+    log.begin(output(k=3), PLAIN, 24.0)
+    log.begin(output(9, 3), K3, 25.0)
+    log.end(27.0)
+    assert log.take() == [StepTiming(2, 3, False, 1.0, 2, 150.0)]
+    assert {(m.batch, m.k, m.prompts): (m.seconds, m.steps, m.drafted) for m in log.mixed} == {
+        (2, 3, False): (2.0 + 1.5 + 1.5 + 1.0, 4, 1 + 0 + 0 + 2),  # in the last the table had just changed
+        (2, 3, True): (17.0, 2, 1 + 2),
+        (9, 3, False): (2.0, 1, 9),  # the table does not know of it
+    }
+    assert log.busy_seconds == 27.0
