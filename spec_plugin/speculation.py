@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
+from itertools import groupby
 
 from spec_plugin.events import EngineSchedule
 
@@ -120,6 +122,20 @@ def as_metrics(reason: Reason, state: Speculation | None = None) -> dict[str, fl
 def sizes_shown(most: int) -> list[int]:
     """Batch sizes whose numbers are logged, of 1 to ``most``."""
     return [b for b in (*_SHOWN_SIZES, most) if 0 < b <= most]
+
+
+def in_words(table: Sequence[int]) -> str:
+    """A table in words: ``k=3 for batch size 1-8, k=1 for 9-20, k=0 from 21``."""
+    if not any(table):
+        return "no drafts at any batch size"
+    parts: list[str] = []
+    for k, same in groupby(range(1, len(table)), table.__getitem__):
+        sizes = list(same)
+        span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}"
+        last = sizes[-1] == len(table) - 1
+        where = f"from {sizes[0]}" if last else span if not parts else f"for {span}"
+        parts.append(f"k={k} {where}" if parts else f"k={k} for batch size {where}")
+    return ", ".join(parts)
 
 
 def table_metrics(engines: EngineSchedule) -> dict[str, float]:

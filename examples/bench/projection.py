@@ -16,7 +16,6 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
-from spec_plugin.builtin.break_even.cost import CostModel, conditional_acceptance, tokens_per_step  # noqa: E402
 from spec_plugin.events import StepTiming  # noqa: E402
 from spec_plugin.projection.constants import Constants  # noqa: E402
 from spec_plugin.projection.hardware import find_card  # noqa: E402
@@ -26,6 +25,8 @@ from spec_plugin.projection.projecting import Overrides, ProjectedRow, Question,
 from spec_plugin.projection.rollout import Workload, simulate  # noqa: E402
 from spec_plugin.projection.roofline import Deployment, Roofline  # noqa: E402
 from spec_plugin.projection.shapes import find_model  # noqa: E402
+from spec_plugin.step_cost.chances import conditional_acceptance, tokens_per_step  # noqa: E402
+from spec_plugin.step_cost.model import CostModel  # noqa: E402
 
 HELP = """Hold the projection of `spec-plugin project` against numbers that others, or we, have measured.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_plugin.builtin.break_even.cost import tokens_per_step
+from spec_plugin.step_cost.chances import tokens_per_step
 
 logger = logging.getLogger(__name__)
 

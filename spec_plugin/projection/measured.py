@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spec_plugin.builtin.break_even.cost import CostModel, StepCost
 from spec_plugin.events import StepTiming
 from spec_plugin.projection.constants import Constants
 from spec_plugin.projection.roofline import Deployment, Roofline
+from spec_plugin.step_cost.model import CostModel, StepCost
 
 
 @dataclass(frozen=True)

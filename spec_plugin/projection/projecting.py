@@ -9,7 +9,6 @@ from statistics import quantiles
 
 import numpy as np
 
-from spec_plugin.builtin.break_even.cost import StepCost, constant_acceptance, tokens_per_step
 from spec_plugin.builtin.break_even.plan import best
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.projection.constants import Constants
@@ -18,6 +17,8 @@ from spec_plugin.projection.measured import Measured, ScaledCost, StepTimes, dra
 from spec_plugin.projection.rollout import SimulatedPhase, Workload, simulate
 from spec_plugin.projection.roofline import Deployment, Roofline
 from spec_plugin.projection.stages import Stages, exposed_seconds, step_seconds, trainer_seconds
+from spec_plugin.step_cost.chances import constant_acceptance, tokens_per_step
+from spec_plugin.step_cost.model import StepCost
 
 #: k that the table's last row may choose from, as the controller does
 CHOICES = (0, 1, 2, 3, 4, 6, 8)

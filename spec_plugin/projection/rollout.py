@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spec_plugin.builtin.break_even.cost import StepCost, tokens_per_step
+from spec_plugin.step_cost.chances import tokens_per_step
+from spec_plugin.step_cost.model import StepCost
 
 #: tokens up to which the steps of a response are drawn one by one; beyond, their number is as good as normal
 _DRAWN = 128

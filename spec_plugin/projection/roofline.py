@@ -63,7 +63,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The cost of steps, in seconds; the same interface as ``break_even.cost.CostModel``."""
+    """The cost of steps, in seconds; the same interface as ``step_cost.model.CostModel``."""
 
     deployment: Deployment
     constants: Constants

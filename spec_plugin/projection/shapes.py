@@ -10,9 +10,9 @@ from typing import Any
 from draft_training import files
 from draft_training.errors import CheckpointError
 from draft_training.outside import short_repr
-from spec_plugin.builtin.break_even.experts import NAMES as EXPERTS
-from spec_plugin.builtin.break_even.experts import Experts
 from spec_plugin.errors import SpecConfigError
+from spec_plugin.step_cost.experts import NAMES as EXPERTS
+from spec_plugin.step_cost.experts import Experts
 
 
 @dataclass(frozen=True)

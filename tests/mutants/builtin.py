@@ -9,12 +9,12 @@ _GUARD, _EXACT, _REFERENCE, _RULES, _EXCEEDANCE, _WINDOWS = (
     for name in ("guard", "exact", "reference", "rules", "exceedance", "windows")
 )
 _METRICS, _TRAINER = (f"spec_plugin/builtin/{name}.py" for name in ("metrics", "trainer"))
-_CONTROLLER, _COST, _PLAN, _JUDGE, _STATES, _ACCEPTANCE = (
-    f"spec_plugin/builtin/break_even/{name}.py"
-    for name in ("controller", "cost", "plan", "judge", "states", "acceptance")
+_CONTROLLER, _PLAN, _JUDGE, _STATES, _ACCEPTANCE = (
+    f"spec_plugin/builtin/break_even/{name}.py" for name in ("controller", "plan", "judge", "states", "acceptance")
 )
+_COST, _CHANCES, _WITHOUT = (f"spec_plugin/step_cost/{name}.py" for name in ("model", "chances", "without"))
 _SERVED = "spec_plugin/builtin/methods/served.py"
-_WITHOUT, _PACE = "spec_plugin/builtin/break_even/without.py", "spec_plugin/builtin/pace.py"
+_PACE = "spec_plugin/builtin/pace.py"
 _LEDGER, _HUB = "spec_plugin/ledger.py", "spec_plugin/hub.py"
 
 MUTATIONS = (
@@ -510,8 +510,8 @@ MUTATIONS = (
     ),
     Mutation(
         _PLAN,
-        "k if acceptance > break_even[known] * margin else 0",
-        "k if acceptance >= break_even[known] * margin else 0",
+        "if acceptance > break_even * (",
+        "if acceptance >= break_even * (",
         "law 7: drafts that gain nothing are served",
         ("test_controller.py",),
     ),
@@ -524,13 +524,27 @@ MUTATIONS = (
     ),
     Mutation(
         _PLAN,
+        "drafted in alike + [(m.batch, m.k, m.steps, m.drafted) for m in stats.mixed if not m.prompts]:",
+        "drafted in alike:",
+        "k is chosen for small batches, where large ones have one request of the control group",
+        ("test_plan.py",),
+    ),
+    Mutation(
+        _JUDGE,
+        " + sum(m.seconds for m in mixed)",
+        "",
+        "law 7: a draft is taken to read more than it drafts where some request of each batch is of the control group",
+        ("test_break_even_judge.py",),
+    ),
+    Mutation(
+        _PLAN,
         "* _SAMPLER_BYTES) - 1))",
         "* _SAMPLER_BYTES)))",
         "the sampler's tensors are larger than the room that was left for them",
         ("test_plan.py",),
     ),
     Mutation(
-        _COST,
+        _CHANCES,
         "        out.append(accepted / reached)\n        reached = accepted",
         "        out.append(accepted / reached)",
         "law 7: chances of later positions are taken from all steps, not from those that came so far",
@@ -538,8 +552,8 @@ MUTATIONS = (
     ),
     Mutation(
         _COST,
-        "t.steps >= 1 and math.isfinite(t.seconds) and t.seconds > 0",
-        "t.steps >= 1 and not t.seconds <= 0",
+        "math.isfinite(seconds) and seconds > 0.0",
+        "not seconds <= 0.0",
         "law 7: a timing that is no number spoils the cost model",
         ("test_cost.py",),
     ),
@@ -579,7 +593,7 @@ MUTATIONS = (
         ("test_served.py",),
     ),
     Mutation(
-        "spec_plugin/builtin/break_even/experts.py",
+        "spec_plugin/step_cost/experts.py",
         "** (evenness * tokens)",
         "** tokens",
         "law 7: tokens that are alike are taken to read experts of their own",

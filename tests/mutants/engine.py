@@ -497,7 +497,7 @@ MUTATIONS = (
         ("test_selftest_runner.py",),
     ),
     Mutation(
-        "spec_plugin/builtin/break_even/experts.py",
+        "spec_plugin/step_cost/experts.py",
         "** (evenness * tokens)",
         "** 1.0",
         "law 7: each drafted token of a mixture seems to cost nothing",

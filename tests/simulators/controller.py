@@ -20,7 +20,6 @@ from functools import cached_property
 import numpy as np
 
 from spec_plugin.builtin.break_even.controller import BreakEvenController
-from spec_plugin.builtin.break_even.cost import tokens_per_step
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.schedule.cutoff import DraftCutoff
 from spec_plugin.engine.schedule.pairs import PairedSteps
@@ -35,6 +34,7 @@ from spec_plugin.events import (
     TargetInfo,
 )
 from spec_plugin.method import Method, StartingDraft
+from spec_plugin.step_cost.chances import tokens_per_step
 
 K, REQUESTS, TOKENS = 4, 32, 100
 #: log-scale of a phase's speed, and of a single step's

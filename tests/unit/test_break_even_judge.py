@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
-from spec_plugin.builtin.break_even.cost import CostModel
 from spec_plugin.builtin.break_even.judge import PAIRS_TO_A_FALSE_ALARM, Judge
-from spec_plugin.events import RolloutStats, StepPair, StepTiming
+from spec_plugin.events import MixedSteps, RolloutStats, StepPair, StepTiming
+from spec_plugin.step_cost.model import CostModel
 
 K = 3
 #: a paused draft saves a tenth of a plain step
@@ -93,9 +94,14 @@ def test_a_burst_on_the_machine_moves_nothing():
     assert not told([1.4] * 20 + [0.05] * 4).slower, "nor does a spell that is slow to its end"
 
 
-def test_time_in_which_the_draft_only_reads_counts_against_it():
+@pytest.mark.parametrize("alike", [True, False])
+def test_time_in_which_the_draft_only_reads_counts_against_it(alike):
+    """Whether the drafted steps are alike or some request of each is of the control group."""
     judge = Judge(CALIBRATION)
     heard = pairs([1.1 / 2.0 / 0.9] * 8)
+    if not alike:
+        mixed = tuple(MixedSteps(s.batch, s.k, False, s.seconds * s.steps, s.steps, s.steps) for s in heard.steps)
+        heard = replace(heard, steps=(), mixed=mixed)
     reading = StepTiming(16, 0, False, 1.0, 50)  # as long as the drafted steps; those of the pairs do not count
     own = StepTiming(8, 0, False, 1.0, 50)
     judge.hear(RolloutStats(**{**vars(heard), "steps": (*heard.steps, own, reading)}), lambda _: 2.0, anew=False)

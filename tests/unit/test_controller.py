@@ -8,7 +8,6 @@ import pytest
 
 from spec_plugin import SpecConfig
 from spec_plugin.builtin.break_even.controller import BreakEvenController
-from spec_plugin.builtin.break_even.cost import constant_acceptance
 from spec_plugin.builtin.break_even.plan import threshold
 from spec_plugin.builtin.break_even.states import REST
 from spec_plugin.events import (
@@ -23,6 +22,7 @@ from spec_plugin.events import (
 )
 from spec_plugin.method import Method, StartingDraft
 from spec_plugin.speculation import Reason, as_metrics
+from spec_plugin.step_cost.chances import constant_acceptance
 
 K, SEQS = 3, 8
 
@@ -63,27 +63,18 @@ def on(c: BreakEvenController) -> bool:
     return any(c.spec_schedule(1).table)
 
 
-def test_law_7_each_batch_size_is_decided_by_its_own_break_even():
-    table = threshold(K, 2.0, {1: 1.2, 4: 1.6, 8: 2.5}, serving=True, size=10).table
-    assert table == (0, K, K, K, K, 0, 0, 0, 0, 0, 0)
-
-
-def test_law_7_between_two_measured_batch_sizes_the_larger_ones_break_even_holds():
-    assert threshold(K, 2.0, {1: 1.2, 4: 2.2}, True, size=4).table == (0, K, 0, 0, 0)
-
-
-def test_beyond_the_largest_measured_batch_size_its_break_even_holds():
-    assert threshold(K, 2.0, {2: 1.5}, True, size=5).table == (0,) + (K,) * 5
+def test_a_break_even_that_the_user_set_holds_for_every_batch_size():
+    assert threshold(K, 2.0, 1.5, True, size=5).table == (0,) + (K,) * 5
 
 
 def test_switching_on_needs_a_margin_and_staying_on_does_not():
-    assert not any(threshold(K, 2.05, {8: 2.0}, serving=False, size=8).table)
-    assert any(threshold(K, 2.05, {8: 2.0}, serving=True, size=8).table)
-    assert any(threshold(K, 2.15, {8: 2.0}, serving=False, size=8).table)
+    assert not any(threshold(K, 2.05, 2.0, serving=False, size=8).table)
+    assert any(threshold(K, 2.05, 2.0, serving=True, size=8).table)
+    assert any(threshold(K, 2.15, 2.0, serving=False, size=8).table)
 
 
 def test_law_7_at_break_even_exactly_speculation_is_off():
-    assert not any(threshold(K, 2.0, {8: 2.0}, serving=True, size=8).table)
+    assert not any(threshold(K, 2.0, 2.0, serving=True, size=8).table)
 
 
 def test_noise_around_break_even_does_not_make_it_flap():

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from spec_plugin.builtin.break_even.cost import (
-    CostModel,
+from spec_plugin.events import StepTiming
+from spec_plugin.step_cost.chances import (
     closed_form_speedup,
     conditional_acceptance,
     constant_acceptance,
-    non_negative_least_squares,
     tokens_per_step,
 )
-from spec_plugin.events import StepTiming
+from spec_plugin.step_cost.fit import non_negative_least_squares
+from spec_plugin.step_cost.model import CostModel
 
 BATCHES, KS = (1, 8, 32, 64), (0, 1, 3)
 
@@ -51,7 +51,7 @@ def compute_bound(batch, k, paused):
 @pytest.mark.parametrize("draft", [0.02, 0.1, 0.5])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_the_model_agrees_with_leviathans_closed_form_where_its_assumptions_hold(alpha, draft, k):
-    found = model(memory_bound(draft)).speedup(1, k, [alpha])
+    found = tokens_per_step([alpha], k) / model(memory_bound(draft)).break_even(1, k)
     assert found == pytest.approx(closed_form_speedup(alpha, k, draft), rel=0.02)
 
 
@@ -62,7 +62,7 @@ def test_the_closed_form_is_theorem_3_8():
 
 def test_where_tokens_cost_time_drafting_never_pays_however_good_the_draft():
     found = model(compute_bound)
-    assert all(found.speedup(b, k, [0.99]) < 1.0 for b in (8, 32, 64) for k in (1, 2, 3))
+    assert all(tokens_per_step([0.99], k) < found.break_even(b, k) for b in (8, 32, 64) for k in (1, 2, 3))
     assert found.break_even(32, 3) == pytest.approx(4.4 + 0.2, rel=0.03)
 
 

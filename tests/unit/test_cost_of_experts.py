@@ -8,8 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from spec_plugin.builtin.break_even.controller import BreakEvenController
-from spec_plugin.builtin.break_even.cost import CostModel, tokens_per_step
-from spec_plugin.builtin.break_even.experts import Experts
 from spec_plugin.config import SpecConfig
 from spec_plugin.events import StepTiming, TargetInfo
 from spec_plugin.method import Method
@@ -17,6 +15,9 @@ from spec_plugin.projection.constants import KNOWN, Constants
 from spec_plugin.projection.hardware import CARDS
 from spec_plugin.projection.roofline import Deployment, Roofline
 from spec_plugin.projection.shapes import MODELS
+from spec_plugin.step_cost.chances import tokens_per_step
+from spec_plugin.step_cost.experts import Experts
+from spec_plugin.step_cost.model import CostModel
 
 K, CONTEXT = 8, 1000.0
 CALIBRATED = [(batch, k) for batch in (1, 8, 32, 128) for k in (0, 1, 3, K)]  # as the self-test has them

@@ -6,6 +6,7 @@ import pytest
 from test_cost import compute_bound, memory_bound, model
 
 from spec_plugin.builtin.break_even import plan
+from spec_plugin.events import MixedSteps, RolloutStats, StepTiming
 
 SIZE, K = 64, 3
 
@@ -92,16 +93,12 @@ def test_the_break_even_of_a_table_is_that_of_each_batch_size():
     assert break_even[4] == break_even[SIZE] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("table", "text"),
-    [
-        ((0, 0, 0), "no drafts at any batch size"),
-        ((0, 3, 3), "k=3 for batch size from 1"),
-        ((0, 3, 3, 1, 0, 0), "k=3 for batch size 1-2, k=1 for 3, k=0 from 4"),
-    ],
-)
-def test_a_table_in_words(table, text):
-    assert plan.describe(table) == text
+def test_what_a_phase_made_at_each_batch_size_is_of_all_its_decoding_steps():
+    """Of a control group that is in all large batches, steps that are alike would show the small ones alone."""
+    alike = (StepTiming(1, 3, False, 0.02, 10), StepTiming(8, 0, False, 0.02, 5))
+    mixed = (MixedSteps(8, 1, False, 2.0, 100, 700), MixedSteps(8, 1, True, 2.0, 100, 700))
+    stats = RolloutStats(1, 8, 1000, 5.0, steps=alike, mixed=mixed)
+    assert plan.load_of(stats, (0.5, 0.5)) == {1: 10 * 1.875, 8: 5 * 8 + 800 + 350}
 
 
 def test_k_is_cut_to_what_the_samplers_memory_allows():

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_training import DraftConfig
-from spec_plugin.builtin.break_even.cost import constant_acceptance, tokens_per_step
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import StepTiming
 from spec_plugin.projection.constants import KNOWN, Constants, described
@@ -32,6 +31,7 @@ from spec_plugin.projection.rollout import (
 from spec_plugin.projection.roofline import Deployment, Roofline
 from spec_plugin.projection.shapes import MODELS, find_model, shape_of
 from spec_plugin.projection.stages import Stages, exposed_seconds, step_seconds, trainer_seconds
+from spec_plugin.step_cost.chances import constant_acceptance, tokens_per_step
 
 TYPICAL = Constants.typical()
 QWEN_8B = {

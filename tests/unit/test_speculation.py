@@ -15,7 +15,7 @@ from test_session import TARGET, raising, session_with
 
 from spec_plugin import SpecConfig, hookimpl
 from spec_plugin.events import EngineSchedule, RolloutStats, Schedule, StepPair
-from spec_plugin.speculation import _WORK, Reason, Speculation, in_force, state_of, table_metrics, trouble_in
+from spec_plugin.speculation import _WORK, Reason, Speculation, in_force, in_words, state_of, table_metrics, trouble_in
 
 ROOT = Path(__file__).resolve().parents[2]
 S, R = Speculation, Reason
@@ -235,3 +235,15 @@ def test_a_dropped_draft_is_logged_with_its_reason():
     c.spec_rollout_end(RolloutStats(1, 8, 1000, 1.0, 100, 300, 20, steps=steps))
     metrics = c.spec_metrics()
     assert (metrics["spec/state"], metrics["spec/reason"]) == (S.DROPPED, R.BELOW_BREAK_EVEN)
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ((0, 0, 0), "no drafts at any batch size"),
+        ((0, 3, 3), "k=3 for batch size from 1"),
+        ((0, 3, 3, 1, 0, 0), "k=3 for batch size 1-2, k=1 for 3, k=0 from 4"),
+    ],
+)
+def test_a_table_in_words(table, text):
+    assert in_words(table) == text

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from spec_plugin.builtin.break_even.cost import tokens_per_step
-from spec_plugin.builtin.break_even.without import times_as_long, times_as_long_at_most
 from spec_plugin.events import MixedSteps, RolloutStats, StepTiming
+from spec_plugin.step_cost.chances import tokens_per_step
+from spec_plugin.step_cost.without import times_as_long, times_as_long_at_most
 
 CHANCES = (0.8, 0.7, 0.6, 0.5)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from spec_plugin.builtin.break_even.cost import conditional_acceptance, constant_acceptance, tokens_per_step
 from spec_plugin.events import RolloutStats
 from spec_plugin.method import KNOWS_NOTHING
+from spec_plugin.step_cost.chances import conditional_acceptance, constant_acceptance, tokens_per_step
 
 logger = logging.getLogger(__name__)
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from spec_plugin.builtin.break_even import plan
 from spec_plugin.builtin.break_even.acceptance import AcceptanceEstimate
-from spec_plugin.builtin.break_even.cost import CostModel, tokens_per_step
-from spec_plugin.builtin.break_even.experts import Experts
-from spec_plugin.builtin.break_even.judge import Corrected, Judge
+from spec_plugin.builtin.break_even.judge import Judge
 from spec_plugin.builtin.break_even.plan import Plan
 from spec_plugin.builtin.break_even.states import States
-from spec_plugin.builtin.break_even.without import times_as_long, times_as_long_at_most
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError
@@ -31,7 +27,12 @@ from spec_plugin.events import (
 )
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
-from spec_plugin.speculation import Reason, Speculation, as_metrics, sizes_shown
+from spec_plugin.outside import write_whole
+from spec_plugin.speculation import Reason, Speculation, as_metrics, in_words, sizes_shown
+from spec_plugin.step_cost.chances import tokens_per_step
+from spec_plugin.step_cost.experts import Experts
+from spec_plugin.step_cost.model import Corrected, CostModel
+from spec_plugin.step_cost.without import times_as_long, times_as_long_at_most
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +109,7 @@ class BreakEvenController:
         """What the start-up measured, for ``spec-plugin project --calibration``; a resumed run measures its own engine."""
         if self._calibration:
             path.mkdir(parents=True, exist_ok=True)
-            partial = path / "calibration.json.partial"
-            partial.write_text(json.dumps([asdict(step) for step in self._calibration]))
-            os.replace(partial, path / "calibration.json")
+            write_whole(path / "calibration.json", json.dumps([asdict(step) for step in self._calibration]))
 
     @hookimpl
     def spec_refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
@@ -137,7 +136,7 @@ class BreakEvenController:
                 stats.policy_version,
                 stats.tokens_per_forward,
             )
-        self._load = plan.load_of(stats.steps, curve) or self._load
+        self._load = plan.load_of(stats, curve) or self._load
         self._judged(drafted, curve)
         if self._dropped:
             self._plan = plan.no_drafts(self._target.max_num_seqs)
@@ -187,7 +186,7 @@ class BreakEvenController:
         if chosen.table != self._plan.table and not self._fixed:
             known = "" if self.acceptance is None else f" (acceptance length {self.acceptance:.2f}"
             gain = f", predicted speed-up {chosen.speedup:.2f}x)" if chosen.speculates else ")"
-            said = plan.describe(chosen.table) + (known + gain if known else "")
+            said = in_words(chosen.table) + (known + gain if known else "")
             logger.info("spec-plugin: policy version %d: %s", policy_version, said)
         self._plan, self._table = chosen, chosen.table if chosen.speculates else self._table
         self.acceptance_estimate.serving(chosen.speculates)
@@ -252,7 +251,7 @@ class BreakEvenController:
             return plan.no_drafts(size, Reason.NO_DRAFT_YET)
         if config.break_even is not None:
             length = tokens_per_step(curve, config.k)
-            return plan.threshold(config.k, length, {size: config.break_even}, self.states.serves, size)
+            return plan.threshold(config.k, length, config.break_even, self.states.serves, size)
         if self.cost.problem is not None:
             return plan.no_drafts(size, Reason.COST_UNKNOWN)
         current = self._table if self.states.serves and self._table else (0,) * (size + 1)
@@ -276,18 +275,14 @@ class BreakEvenController:
         What it would save is what the cost model says of a draft that has learnt for one step; where not even that would be
         faster than plain decoding, or where it is good enough already, nothing is granted.
         """
-        self._head_start = 0.0
-        config = self._config
-        wanted = self._newborn and config.serve == "auto" and not self._fixed
-        if not wanted or not self._knows_nothing or not self._load or self.cost.problem is not None:
+        config, self._head_start = self._config, 0.0
+        wanted = self._newborn and config.serve == "auto" and not self._fixed and self._knows_nothing
+        if not wanted or not self._load or self.cost.problem is not None:
             return 0.0
-        nothing = plan.no_drafts(self._target.max_num_seqs).table
-        if (
-            self.acceptance_curve
-            and plan.best(self.cost, self.acceptance_curve, self._load, nothing, self._ks(config.k)).speculates
-        ):
+        nothing, ks = plan.no_drafts(self._target.max_num_seqs).table, self._ks(config.k)
+        if self.acceptance_curve and plan.best(self.cost, self.acceptance_curve, self._load, nothing, ks).speculates:
             return 0.0
-        hoped = plan.best(self.cost, (_HOPED_CHANCE,), self._load, nothing, self._ks(config.k)).speedup
+        hoped = plan.best(self.cost, (_HOPED_CHANCE,), self._load, nothing, ks).speedup
         saved = self._plain_seconds * (1.0 - 1.0 / hoped)
         left = config.head_start * self._plain_seconds - self._granted
         self._head_start = max(0.0, min(left, _PAYS_BACK_WITHIN * saved))
@@ -297,9 +292,8 @@ class BreakEvenController:
     @property
     def _knows_nothing(self) -> bool:
         """Is the draft untrained and was never tried, or was it given, tried, and found to know nothing."""
-        if self._method.newborn:
-            return not self.states.tried and self._plain_seconds > 0.0
-        return self.acceptance_estimate.knows_nothing and self._plain_seconds > 0.0
+        known = self.states.tried if self._method.newborn else not self.acceptance_estimate.knows_nothing
+        return not known and self._plain_seconds > 0.0
 
     def times_as_long_without(self, stats: RolloutStats) -> float | None:
         """The decoding time of a rollout that ``spec_rollout_end`` has seen, without drafts over what it was; None: not known."""

@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spec_plugin.builtin.break_even.cost import StepCost, tokens_per_step
 from spec_plugin.builtin.break_even.plan import MARGIN
 from spec_plugin.events import RolloutStats, StepTiming
+from spec_plugin.step_cost.chances import tokens_per_step
+from spec_plugin.step_cost.model import StepCost, positive
 
 PAIRS_TO_A_FALSE_ALARM = 100
 #: a single pair says no more than this, log scale: what interrupts one stretch is nobody's fault
@@ -44,17 +45,6 @@ _LEAST_SHARE, _MOST_SHARE = 0.002, 0.25
 _HALVED_BY = 24
 
 
-class Corrected:
-    """A cost model whose drafted steps take ``factor`` times as long."""
-
-    def __init__(self, cost: StepCost, factor: float) -> None:
-        self._cost, self._factor = cost, factor
-
-    def seconds(self, batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
-        """See ``StepCost``."""
-        return self._cost.seconds(batch, k, paused, context) * (self._factor if k else 1.0)
-
-
 class Judge:
     """What the pairs of a run say."""
 
@@ -67,7 +57,7 @@ class Judge:
         """
         found: dict[tuple[int, bool], list[StepTiming]] = {}
         for t in calibration:
-            if t.k == 0 and _positive(t.seconds) and t.steps >= _CALIBRATED:
+            if t.k == 0 and positive(t.seconds) and t.steps >= _CALIBRATED:
                 found.setdefault((t.batch, t.paused), []).append(t)
         both = sorted(batch for batch, paused in found if paused and (batch, False) in found)
         self._sizes = [math.log(batch) for batch in both]
@@ -90,7 +80,7 @@ class Judge:
         self._phase += 1
         while self._pairs and self._pairs[0][0] < self._phase - _PHASES:
             self._pairs.popleft()
-        good = [p for p in stats.pairs if p.k > 0 and _positive(p.drafted_seconds) and _positive(p.plain_seconds)]
+        good = [p for p in stats.pairs if p.k > 0 and positive(p.drafted_seconds) and positive(p.plain_seconds)]
         if self.deaf:
             return
         if anew:
@@ -98,8 +88,10 @@ class Judge:
             if good:
                 self._pairs.clear()
         if stats.drafts:
-            drafted = sum(s.seconds * s.steps for s in stats.steps if s.k > 0)
-            sizes = {s.batch for s in stats.steps if s.k > 0}  # there the plain steps are those of pairs
+            mixed = [m for m in stats.mixed if m.drafted]
+            drafted = sum(s.seconds * s.steps for s in stats.steps if s.k > 0) + sum(m.seconds for m in mixed)
+            # there the plain steps are those of pairs
+            sizes = {s.batch for s in stats.steps if s.k > 0} | {m.batch for m in mixed}
             others = (s for s in stats.steps if s.k == 0 and not s.paused and s.batch not in sizes)
             reading = sum(s.seconds * s.steps for s in others)
             self._reading = reading / (drafted + reading) if drafted + reading > 0.0 else 0.0
@@ -110,8 +102,8 @@ class Judge:
 
     def hear_both(self, plain: RolloutStats, drafted: RolloutStats, tokens: Callable[[int], float]) -> None:
         """Two rollouts in a row, of an engine that cannot change k while requests run: steps of like batches make one pair."""
-        found = {s.batch: s for s in plain.steps if s.k == 0 and s.paused and _positive(s.seconds)}
-        both = [(s, found[s.batch]) for s in drafted.steps if s.k > 0 and s.batch in found and _positive(s.seconds)]
+        found = {s.batch: s for s in plain.steps if s.k == 0 and s.paused and positive(s.seconds)}
+        both = [(s, found[s.batch]) for s in drafted.steps if s.k > 0 and s.batch in found and positive(s.seconds)]
         if not both:
             return
         weights = [float(min(d.steps, p.steps)) for d, p in both]
@@ -214,7 +206,3 @@ def _middle_and_noise(found: Sequence[float]) -> tuple[float, float]:
 
 def _mean(timings: Sequence[StepTiming]) -> float:
     return sum(t.seconds * t.steps for t in timings) / sum(t.steps for t in timings)
-
-
-def _positive(seconds: float) -> bool:
-    return math.isfinite(seconds) and seconds > 0.0

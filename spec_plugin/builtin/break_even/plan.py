@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from spec_plugin.builtin.break_even.cost import StepCost, tokens_per_step
-from spec_plugin.events import StepTiming
+from spec_plugin.events import RolloutStats
 from spec_plugin.speculation import Reason
+from spec_plugin.step_cost.chances import tokens_per_step
+from spec_plugin.step_cost.model import StepCost
 
 #: speculation is switched on above break-even by this factor, off below break-even: no flapping on noise
 MARGIN = 1.05
@@ -40,7 +40,7 @@ def no_drafts(size: int, reason: Reason = Reason.BELOW_BREAK_EVEN) -> Plan:
     return Plan((0,) * (size + 1), 1.0, reason)
 
 
-def fixed(k: int, size: int, reason: Reason) -> Plan:
+def fixed(k: int, size: int, reason: Reason = Reason.PREDICTED_TO_PAY) -> Plan:
     """The same k at every batch size up to ``size``, and why; predicts no speed-up."""
     return Plan((0,) + (k,) * size, 1.0, reason)
 
@@ -54,25 +54,12 @@ def fit_sampler_memory(table: Sequence[int], vocab_size: int, room: int) -> tupl
     return tuple(min(k, max(0, room // (max(1, b) * vocab_size * _SAMPLER_BYTES) - 1)) for b, k in enumerate(table))
 
 
-def threshold(k: int, acceptance: float, break_even: Mapping[int, float], serving: bool, size: int) -> Plan:
-    """k for each batch size from an acceptance length and break-evens that somebody else determined.
+def threshold(k: int, acceptance: float, break_even: float, serving: bool, size: int) -> Plan:
+    """k at every batch size up to ``size`` or none, by an acceptance length that somebody else says is break-even.
 
-    A batch size between two given ones takes the larger one's break-even, one beyond all the last's.
-
-    Args:
-        k: tokens to draft where speculation pays.
-        acceptance: acceptance length of the draft, bonus token included.
-        break_even: batch size -> acceptance length at which speculation is as fast as plain decoding; not empty.
-        serving: was speculation on before; if not, it must clear a small margin.
-        size: largest batch size of the engine.
+    Where drafts are not served now, acceptance must clear a small margin.
     """
-    sizes = sorted(break_even)
-    margin = 1.0 if serving else MARGIN
-    table = [0]
-    for batch in range(1, size + 1):
-        known = sizes[min(bisect_left(sizes, batch), len(sizes) - 1)]
-        table.append(k if acceptance > break_even[known] * margin else 0)
-    return Plan(tuple(table), 1.0) if any(table) else no_drafts(size)
+    return fixed(k, size) if acceptance > break_even * (1.0 if serving else MARGIN) else no_drafts(size)
 
 
 def best(
@@ -151,28 +138,11 @@ def break_even_of(cost: StepCost, table: Sequence[int]) -> tuple[float, ...]:
     return (1.0, *(took / cost.seconds(batch, 0, paused=False) for batch, took in enumerate(drafted, 1)))
 
 
-def load_of(steps: Sequence[StepTiming], acceptance: Sequence[float]) -> dict[int, float]:
+def load_of(stats: RolloutStats, acceptance: Sequence[float]) -> dict[int, float]:
     """Batch size -> tokens that a phase generated at that size, from its step log."""
     load: dict[int, float] = {}
-    for s in steps:
-        load[s.batch] = load.get(s.batch, 0.0) + s.batch * s.steps * tokens_per_step(acceptance, s.k)
+    alike = [(s.batch, s.k, s.steps, s.batch * s.steps) for s in stats.steps]
+    for batch, k, steps, drafted in alike + [(m.batch, m.k, m.steps, m.drafted) for m in stats.mixed if not m.prompts]:
+        gained = drafted * (tokens_per_step(acceptance, k) - 1.0)
+        load[batch] = load.get(batch, 0.0) + batch * steps + gained
     return load
-
-
-def describe(table: Sequence[int]) -> str:
-    """A table in words: ``k=3 for batch sizes 1-8, k=1 for 9-20, k=0 from 21``."""
-    if not any(table):
-        return "no drafts at any batch size"
-    parts: list[str] = []
-    begin = 1
-    for batch in range(2, len(table) + 1):
-        if batch == len(table) or table[batch] != table[begin]:
-            end = batch - 1
-            span = f"from {begin}" if batch == len(table) else str(begin) if begin == end else f"{begin}-{end}"
-            parts.append(f"k={table[begin]} for batch size {span}" if not parts else f"k={table[begin]} {_for(span)}")
-            begin = batch
-    return ", ".join(parts)
-
-
-def _for(span: str) -> str:
-    return span if span.startswith("from") else f"for {span}"

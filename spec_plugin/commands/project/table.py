@@ -9,10 +9,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from spec_plugin.builtin.break_even.plan import describe
 from spec_plugin.projection.constants import described
 from spec_plugin.projection.measured import Measured
 from spec_plugin.projection.projecting import AUTO, Estimate, ProjectedRow, Projection, Question
+from spec_plugin.speculation import in_words
 
 #: of the JSON: raised when a key is taken away or gets another meaning
 SCHEMA = 1
@@ -68,7 +68,7 @@ def question_lines(question: Question, answer: Projection) -> Iterator[str]:
         f"tokens in the last eighth of the batch), {s.logprob:.3g} s log-probs, {s.training:.3g} s training"
     )
     chosen = next(row.table for row in answer.rows if row.k == AUTO)
-    yield f"by batch size of one engine: {describe(chosen)}" if any(chosen) else "by batch size: drafting does not pay"
+    yield f"by batch size of one engine: {in_words(chosen)}" if any(chosen) else "by batch size: drafting does not pay"
 
 
 def sources(question: Question, measured: Measured, calibrated: bool) -> Iterator[str]:

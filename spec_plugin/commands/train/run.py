@@ -19,7 +19,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from draft_training import files
 from draft_training.errors import CheckpointError
 from draft_training.outside import short_repr, text_part
-from spec_plugin.builtin.break_even.cost import conditional_acceptance, tokens_per_step
 from spec_plugin.builtin.model_card import ModelCard
 from spec_plugin.commands.train.settings import PretrainSettings
 from spec_plugin.commands.train.texts import TokenizedRollout, read_prompts, read_rollouts
@@ -30,6 +29,7 @@ from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
 from spec_plugin.method import Method
 from spec_plugin.refusals import read_json
+from spec_plugin.step_cost.chances import conditional_acceptance, tokens_per_step
 
 #: prompts sampled between two writes: what a kill costs at most
 _CHUNK = 64

@@ -14,28 +14,20 @@ for each k and the break-even. All functions are pure; the engine is nowhere nea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-
-from spec_plugin.builtin.break_even.experts import Experts
 from spec_plugin.events import StepTiming
+from spec_plugin.step_cost.experts import Experts
+from spec_plugin.step_cost.fit import MEMORY_STEPS, Cell, Fit
 
 #: a measured cell counts against the fitted surface like this many steps
 _PRIOR_STEPS = 8
 #: what earlier phases measured is forgotten when newer ones make so many steps, and are so many
-_MEMORY_STEPS, _MEMORY_PHASES = 64, 8
-_HUBER = 0.05  # relative residual from which an observation loses weight
-_SMOOTH = 1e-3  # weight of "neighbouring segments have the same slope", where nothing was measured between them
-_SMOOTH_OF_EXPERTS = 1.0  # the same where the bend has a form: else noise would be taken for one
-#: how unlike in the experts that they take the tokens of a step may be; what fits best is mixed of these
-_EVENNESS = (1.0, 0.4)
+_MEMORY_PHASES = 8
 #: a speculating step that is measured below this share of a plain one cannot be right
 _IMPLAUSIBLE = 0.5
-#: tokens by which contexts must differ before anything is said of what they cost; and by which factor
-_CONTEXTS, _CONTEXT_FACTOR = 64.0, 2.0
 #: what the newest phase weighs in the context of a batch size
 _NEWEST = 0.5
 
@@ -48,50 +40,15 @@ class StepCost(Protocol):
         ...
 
 
-def tokens_per_step(acceptance: Sequence[float], k: int) -> float:
-    """Expected tokens of one verification step, bonus token included: 1 + the sum of the chances to come that far.
+class Corrected:
+    """A cost model whose drafted steps take ``factor`` times as long."""
 
-    Args:
-        acceptance: chance that position i is accepted, given that those before it were; positions beyond take the last.
-        k: drafted tokens.
-    """
-    tokens, reached = 1.0, 1.0
-    for i in range(k):
-        reached *= acceptance[min(i, len(acceptance) - 1)] if acceptance else 0.0
-        tokens += reached
-    return tokens
+    def __init__(self, cost: StepCost, factor: float) -> None:
+        self._cost, self._factor = cost, factor
 
-
-def closed_form_speedup(alpha: float, k: int, draft_cost: float) -> float:
-    """Leviathan et al., arXiv 2211.17192, theorem 3.8: (1 - alpha^(k+1)) / ((1 - alpha)(k c + 1)).
-
-    Args:
-        alpha: chance that a drafted token is accepted, the same at every position.
-        k: drafted tokens (their gamma).
-        draft_cost: seconds of a draft forward / seconds of a target forward (their c), whatever the number of tokens.
-    """
-    tokens = k + 1.0 if alpha == 1.0 else (1 - alpha ** (k + 1)) / (1 - alpha)
-    return tokens / (k * draft_cost + 1)
-
-
-def constant_acceptance(length: float, k: int) -> float:
-    """The alpha whose acceptance length at k is ``length``: the inverse of ``tokens_per_step`` with one alpha throughout."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if tokens_per_step([middle], k) < length else (low, middle)
-    return (low + high) / 2
-
-
-def conditional_acceptance(accepted_per_pos: Sequence[int], drafts: int) -> tuple[float, ...]:
-    """Chance that each position is accepted, given those before it, from vLLM's counts of accepted positions."""
-    out, reached = [], drafts
-    for accepted in accepted_per_pos:
-        if reached == 0:
-            break
-        out.append(accepted / reached)
-        reached = accepted
-    return tuple(out)
+    def seconds(self, batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
+        """See ``StepCost``."""
+        return self._cost.seconds(batch, k, paused, context) * (self._factor if k else 1.0)
 
 
 class CostModel:
@@ -104,12 +61,10 @@ class CostModel:
             experts: of the target, where it has some; see the module's first lines.
         """
         self.experts = experts
-        self._seen: dict[
-            tuple[int, int, bool], list[_Cell]
-        ] = {}  # by batch, k, paused: the latest phases, oldest first
-        self._cells: dict[tuple[int, int, bool], _Cell] = {}
+        self._seen: dict[tuple[int, int, bool], list[Cell]] = {}  # by batch, k, paused: the latest phases, oldest first
+        self._cells: dict[tuple[int, int, bool], Cell] = {}
         self._contexts: dict[int, float] = {}  # of the rollouts, by batch size
-        self._fit: _Fit | None = None
+        self._fit: Fit | None = None
 
     def observe(self, timings: Sequence[StepTiming], calibration: bool = False) -> None:
         """Learn from steps of the engine; what makes no sense (not finite, not positive) is left out.
@@ -124,8 +79,8 @@ class CostModel:
                 continue
             key = (t.batch, t.k, t.paused)
             seen = self._seen.setdefault(key, [])
-            seen.append(_Cell(t.seconds, t.steps, t.context))
-            while len(seen) > _MEMORY_PHASES and sum(cell.steps for cell in seen[1:]) >= _MEMORY_STEPS:
+            seen.append(Cell(t.seconds, t.steps, t.context))
+            while len(seen) > _MEMORY_PHASES and sum(cell.steps for cell in seen[1:]) >= MEMORY_STEPS:
                 del seen[0]
             self._cells[key] = _together(seen)
             if t.context > 0 and not calibration:
@@ -224,7 +179,7 @@ class CostModel:
         if self._fit is None:
             if not self._cells:
                 raise RuntimeError("the cost model has seen no step yet")
-            self._fit = _Fit(self._cells, self.experts)
+            self._fit = Fit(self._cells, self.experts)
         fitted = self._fit.seconds(batch, k, paused, context)
         cell = self._cells.get((batch, k, paused))
         if cell is None:
@@ -232,123 +187,31 @@ class CostModel:
         measured = cell.seconds * fitted / self._fit.seconds(batch, k, paused, cell.context)
         return (measured * cell.steps + fitted * _PRIOR_STEPS) / (cell.steps + _PRIOR_STEPS)
 
-    def speedup(self, batch: int, k: int, acceptance: Sequence[float]) -> float:
-        """Predicted tokens per second with k against those of plain decoding with the draft paused."""
-        plain = self.seconds(batch, 0)
-        return tokens_per_step(acceptance, k) * plain / self.seconds(batch, k, paused=False)
-
     def break_even(self, batch: int, k: int, paused: bool = True) -> float:
         """Acceptance length at which k drafted tokens give as many tokens per second as none, with the draft paused or not."""
         return self.seconds(batch, k, paused) / self.seconds(batch, 0, paused)
 
 
+def positive(seconds: float) -> bool:
+    """Are so many seconds a time that something may take."""
+    return math.isfinite(seconds) and seconds > 0.0
+
+
 def _makes_sense(t: StepTiming) -> bool:
-    return t.batch >= 1 and t.k >= 0 and t.steps >= 1 and math.isfinite(t.seconds) and t.seconds > 0
+    return t.batch >= 1 and t.k >= 0 and t.steps >= 1 and positive(t.seconds)
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """What was measured of one kind of step."""
-
-    seconds: float
-    steps: float
-    context: float
-
-
-def _together(seen: Sequence[_Cell]) -> _Cell:
+def _together(seen: Sequence[Cell]) -> Cell:
     """What several phases measured: the median by steps, so that one phase on a busy machine says nothing; of two the mean."""
     steps = sum(cell.steps for cell in seen)
     context = sum(cell.context * cell.steps for cell in seen) / steps
     if len(seen) < 3:
-        return _Cell(sum(cell.seconds * cell.steps for cell in seen) / steps, steps, context)
+        return Cell(sum(cell.seconds * cell.steps for cell in seen) / steps, steps, context)
     passed, ordered = 0.0, sorted(seen, key=lambda cell: cell.seconds)
     for i, cell in enumerate(ordered):
         passed += cell.steps
         if passed > steps / 2:
-            return _Cell(cell.seconds, steps, context)
+            return Cell(cell.seconds, steps, context)
         if passed == steps / 2:
-            return _Cell((cell.seconds + ordered[i + 1].seconds) / 2, steps, context)
+            return Cell((cell.seconds + ordered[i + 1].seconds) / 2, steps, context)
     raise AssertionError("no step was counted")
-
-
-class _Fit:
-    """A robust non-negative regression: monotone in tokens, linear in draft forwards; see the module's first lines."""
-
-    def __init__(self, cells: Mapping[tuple[int, int, bool], _Cell], experts: Experts | None = None) -> None:
-        self._experts = experts
-        contexts = [cell.context for cell in cells.values()]
-        # else it could not be told from what a request costs, whatever its length
-        self._reads_context = max(contexts) > max(min(contexts) + _CONTEXTS, _CONTEXT_FACTOR * min(contexts))
-        most = max(batch * (k + 1) for batch, k, _ in cells)
-        # n tokens in one step never take longer than n steps of one, and a draft's forward pass no longer than the target's:
-        # so timings that contradict each other cannot bring any step down to nothing
-        self._least = min(cell.seconds / (batch * (2 * k + 1)) for (batch, k, _), cell in cells.items())
-        self._knots = [2.0**i for i in range(math.ceil(math.log2(max(2, most))) + 1)]
-        keys = list(cells)
-        rows = np.array([self._features(*key, cells[key].context) for key in keys])
-        seconds = np.array([cells[key].seconds for key in keys])
-        weights = np.sqrt(np.minimum([cells[key].steps for key in keys], _MEMORY_STEPS)) / seconds
-        smooth = self._smoothness(rows.shape[1]) * float(np.abs(weights * seconds).max()) / float(seconds.min())
-        robust = np.ones(len(keys))
-        for _ in range(6):  # iteratively reweighted least squares with Huber's weights
-            w = weights * np.sqrt(robust)
-            a = np.vstack([rows * w[:, None], smooth])
-            self._x = non_negative_least_squares(a, np.concatenate([seconds * w, np.zeros(len(smooth))]))
-            residual = np.abs(rows @ self._x - seconds) / seconds
-            before, robust = robust, np.minimum(1.0, _HUBER / np.maximum(residual, 1e-12))
-            if np.array_equal(robust, before):
-                break  # the next solution would be the same
-
-    def seconds(self, batch: int, k: int, paused: bool, context: float) -> float:
-        return max(self._least, float(np.dot(self._features(batch, k, paused, context), self._x)))
-
-    def _features(self, batch: int, k: int, paused: bool, context: float) -> list[float]:
-        tokens = float(batch * (k + 1))
-        ramps = [min(max(tokens - a, 0.0), b - a) for a, b in zip(self._knots, self._knots[1:], strict=False)]
-        ramps[-1] += max(0.0, tokens - self._knots[-1])  # beyond all that was seen the last slope goes on
-        first, more = float(not paused), float(max(0, k - 1))
-        cached = batch * context if self._reads_context else 0.0
-        read = [self._experts.touched(tokens, evenness) for evenness in _EVENNESS] if self._experts else []
-        return [1.0, *ramps, first, first * tokens, more, more * batch, cached, *read]
-
-    def _smoothness(self, width: int) -> np.ndarray:
-        segments = len(self._knots) - 1
-        rows = np.zeros((max(0, segments - 1), width))
-        for i in range(segments - 1):
-            rows[i, 1 + i], rows[i, 2 + i] = 1.0, -1.0
-        return (_SMOOTH_OF_EXPERTS if self._experts else _SMOOTH) * rows
-
-
-def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """x >= 0 that minimises |a x - b|, by the active sets of Bro and de Jong (J. Chemometrics 11, 1997: FNNLS)."""
-    scale = np.sqrt((a * a).sum(0))
-    scale[scale == 0] = 1.0
-    gram, target = (a / scale).T @ (a / scale), (a / scale).T @ b
-    x, free = np.zeros(len(target)), np.zeros(len(target), dtype=bool)
-    blocked = free.copy()  # rounding alone says that they could rise
-    tolerance = 1e-12 * max(1.0, float(np.abs(target).max(initial=0.0)))
-    for _ in range(10 * len(target)):
-        slope = np.where(free | blocked, -np.inf, target - gram @ x)
-        new = int(np.argmax(slope))
-        if not slope[new] > tolerance:
-            break
-        free[new] = True
-        goal = _unbounded(gram, target, free)
-        if goal[new] <= 0:
-            free[new], blocked[new] = False, True
-            continue
-        while (free & (goal <= 0)).any():  # go as far as the first one that reaches zero, and leave it there
-            way = np.where(free & (goal <= 0), x / np.maximum(x - goal, 1e-300), np.inf)
-            x, first = np.maximum(0.0, x + way.min() * (goal - x)), int(np.argmin(way))
-            free[first], x[first] = False, 0.0
-            goal = _unbounded(gram, target, free)
-        x, blocked[:] = goal, False
-    solution: np.ndarray = x / scale
-    return solution
-
-
-def _unbounded(gram: np.ndarray, target: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """The least squares solution in the free unknowns, the others zero."""
-    x = np.zeros(len(target))
-    x[free] = np.linalg.lstsq(gram[np.ix_(free, free)], target[free], rcond=None)[0]
-    return x

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from spec_plugin.builtin.break_even.cost import StepCost, tokens_per_step
 from spec_plugin.events import RolloutStats
+from spec_plugin.step_cost.chances import tokens_per_step
+from spec_plugin.step_cost.model import StepCost
 
 
 class _Steps(NamedTuple):
