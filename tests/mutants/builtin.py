@@ -237,8 +237,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/break_even/controller.py",
-        "due = due and (self._method.ready or self.acceptance is not None)",
-        "due = due and (not self.states.tried or self.acceptance is not None)",
+        "and (ready or self.acceptance is not None)",
+        "and (not self.states.tried or self.acceptance is not None)",
         "law 7: a method without training is off for ever after a first try that showed too little",
         ("test_controller.py",),
     ),
@@ -528,6 +528,20 @@ MUTATIONS = (
         "drafted in alike:",
         "k is chosen for small batches, where large ones have one request of the control group",
         ("test_plan.py",),
+    ),
+    Mutation(
+        _CONTROLLER,
+        "self._without(times_as_long, stats, max)",
+        "self._without(times_as_long, stats, min)",
+        "a burst on the machine counts as time that drafts have saved",
+        ("test_controller.py",),
+    ),
+    Mutation(
+        _CONTROLLER,
+        "self._without(times_as_long_at_most, stats, min)",
+        "self._without(times_as_long_at_most, stats, max)",
+        "law 7: drafts are taken away after a burst on the machine",
+        ("test_controller.py",),
     ),
     Mutation(
         _JUDGE,

@@ -577,6 +577,21 @@ def test_what_a_rollout_would_have_taken_without_drafts_is_told_if_what_steps_co
     assert c.times_as_long_at_most(usual) == pytest.approx(3.0 / 2.0, rel=0.05)
 
 
+@pytest.mark.parametrize(("plain", "of_drafts"), [(12.0, 4.0), (2.0, 24.0)])
+def test_a_pair_that_a_burst_has_spoilt_neither_adds_to_what_was_saved_nor_takes_from_what_it_may_be(plain, of_drafts):
+    c = controller({8: 2.0})
+    on(c)
+    # the machine takes twice as long as at start-up
+    usual = RolloutStats(1, 8, 1000, 400.0, 800, 2400, 1600, (640, 560, 400), (StepTiming(8, K, False, 4.0, 100),))
+    one = replace(usual, pairs=(StepPair(8, K, of_drafts, plain),))
+    c.spec_rollout_end(one)
+    assert c.times_as_long_without(one) < 1.05 * 3.0 / 2.0
+    assert c.times_as_long_at_most(one) > 0.95 * 3.0 / 2.0
+    many = replace(usual, pairs=one.pairs * 7)
+    c.spec_rollout_end(many)
+    assert c.times_as_long_without(many) == pytest.approx(3.0 * plain / of_drafts, rel=0.3), "what many say is no burst"
+
+
 def test_where_no_two_steps_are_alike_what_drafting_has_saved_and_what_is_accepted_is_known_all_the_same():
     """One request of eight is of the control group, in each of the steps that drafts three tokens; those with one are alike."""
     c = controller({8: 2.0})

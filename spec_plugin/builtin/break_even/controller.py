@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spec_plugin.builtin.break_even import plan
 from spec_plugin.builtin.break_even.acceptance import AcceptanceEstimate
-from spec_plugin.builtin.break_even.judge import Judge
+from spec_plugin.builtin.break_even.judge import Doubt, Judge
 from spec_plugin.builtin.break_even.plan import Plan
 from spec_plugin.builtin.break_even.states import States
 from spec_plugin.config import SpecConfig
@@ -223,9 +223,8 @@ class BreakEvenController:
         if best.speedup > _RISEN * self._promised:
             self.states.release()
         # a draft that knows something is tried at once, a new one when it has learnt something
-        due = self.states.due if self.states.tried or not self._method.ready else True
-        due = due and (self._method.ready or self.acceptance is not None)
-        pays = best.speculates
+        ready, pays = self._method.ready, best.speculates
+        due = (self.states.due or (ready and not self.states.tried)) and (ready or self.acceptance is not None)
         if pays and config.break_even is None:
             pays = self.judge.pays(self.acceptance_curve or (), best.table, self.cost, self.states.serves) is not False
         state = self.states.before(pays, due, best.reason if not best.speculates else Reason.PAIRS_SLOWER)
@@ -270,10 +269,8 @@ class BreakEvenController:
     def head_start(self) -> float:
         """Seconds that the next slice of training may take beyond its share; of all ranks' answers the largest holds.
 
-        A newborn draft gets them, as long as nothing is drafted: each step without it costs what it would save.
-
-        What it would save is what the cost model says of a draft that has learnt for one step; where not even that would be
-        faster than plain decoding, or where it is good enough already, nothing is granted.
+        A newborn draft gets them while nothing is drafted, for what it would save in each step, had it learnt for one; nothing is
+        granted where not even that would be faster than plain decoding, or where it is good enough already.
         """
         config, self._head_start = self._config, 0.0
         wanted = self._newborn and config.serve == "auto" and not self._fixed and self._knows_nothing
@@ -297,17 +294,17 @@ class BreakEvenController:
 
     def times_as_long_without(self, stats: RolloutStats) -> float | None:
         """The decoding time of a rollout that ``spec_rollout_end`` has seen, without drafts over what it was; None: not known."""
-        if not stats.drafts and all(s.paused for s in stats.steps if not s.k):
-            return 1.0
-        if self.cost.problem is not None:
-            return None
-        return times_as_long(stats, self._corrected, self.acceptance_curve or ())
+        plain = not stats.drafts and all(s.paused for s in stats.steps if not s.k)
+        return 1.0 if plain else self._without(times_as_long, stats, max)
 
     def times_as_long_at_most(self, stats: RolloutStats) -> float | None:
         """The same of all its steps, at most: what is not known of it lengthens what it would have taken; None: not known."""
-        if not stats.drafts or self.cost.problem is not None:
+        return self._without(times_as_long_at_most, stats, min) if stats.drafts else None
+
+    def _without(self, told: Callable[..., float | None], stats: RolloutStats, doubt: Doubt) -> float | None:
+        if self.cost.problem is not None:
             return None
-        return times_as_long_at_most(stats, self._corrected, self.acceptance_curve or ())
+        return told(stats, Corrected(self.cost, self.judge.bias(self.cost, doubt)), self.acceptance_curve or ())
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:

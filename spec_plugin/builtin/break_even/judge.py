@@ -36,13 +36,16 @@ _KEPT, _PHASES = 32, 64
 _NOISE, _NOISE_PAIRS = 0.15, 4
 #: steps of the calibration that count
 _CALIBRATED = 8
-#: pairs that say more than the cost model
-_ENOUGH = 6
+#: pairs that say more than the cost model, and below which one that a burst has spoilt is their median
+_ENOUGH, _FEW = 6, 3
 #: share of the decoding that plain steps may cost, and the shares of steps between which that is kept
 _MAY_COST = 0.02
 _LEAST_SHARE, _MOST_SHARE = 0.002, 0.25
 #: pairs after which half as many are looked at
 _HALVED_BY = 24
+
+
+Doubt = Callable[[float, float], float]
 
 
 class Judge:
@@ -130,8 +133,11 @@ class Judge:
         """No evidence, or the verdict was heard: the next one needs evidence of its own."""
         self._capital = [1.0] * len(_STAKES)
 
-    def bias(self, cost: StepCost) -> float:
-        """By what factor drafted steps take longer beside plain ones than the cost model says; 1 where that may be chance."""
+    def bias(self, cost: StepCost, doubt: Doubt | None = None) -> float:
+        """By what factor drafted steps take longer beside plain ones than the cost model says; 1 where that may be chance.
+
+        A burst may have spoilt a few pairs: of these the larger of 1 and what they say, or the smaller, as ``doubt`` has it.
+        """
         off = [
             math.log(cost.seconds(batch, 0, context=context or None))
             - math.log(cost.seconds(batch, k, paused=False, context=context or None))
@@ -142,7 +148,8 @@ class Judge:
             return 1.0
         middle, noise = _middle_and_noise(off)
         sure = max(0.0, abs(middle) - noise)
-        return math.exp(math.copysign(sure, middle))
+        found = math.exp(math.copysign(sure, middle))
+        return doubt(1.0, found) if doubt is not None and len(off) < _FEW else found
 
     def pays(self, acceptance: Sequence[float], table: Sequence[int], cost: StepCost, serving: bool) -> bool | None:
         """Do drafts as in this table give more tokens a second than plain decoding; None: too few pairs of its batch sizes.

@@ -58,7 +58,10 @@ class Vllms:
         scheduled |= {r.request_id: r.num_tokens for r in self.waiting}
         self.waiting = []
         return SimpleNamespace(
-            num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens=drafts, scheduled_new_reqs=[]
+            num_scheduled_tokens=scheduled,
+            scheduled_spec_decode_tokens=drafts,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=[]),
         )
 
 

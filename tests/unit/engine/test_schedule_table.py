@@ -79,4 +79,4 @@ def test_what_the_channel_calls_is_what_is_put_on_engine_core_and_no_more(monkey
     monkeypatch.setattr(utilities, "EngineCore", Core)
     utilities.add_utilities()
     called = set(re.findall(r'_call\(engine, "(\w+)"', inspect.getsource(channel)))
-    assert set(vars(Core)) - before == called and len(called) == 7
+    assert set(vars(Core)) - before == called and len(called) == 8
