@@ -24,7 +24,7 @@ from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from simulators import controller, guard, rules, selftest  # noqa: E402
+from simulators import controller, guard, rules, selftest, waiting  # noqa: E402
 
 Map = Callable[[Callable[[int], Any], Sequence[int]], Iterable[Any]]
 
@@ -180,6 +180,50 @@ def controllers(mapped: Map, runs: int, phases: int) -> Shown:
     return out
 
 
+#: share of an asynchronous phase that the trainer would wait for without drafts, from which they must go on
+_EXPOSED = 0.1
+
+
+def waitings(mapped: Map, runs: int, phases: int) -> Shown:
+    """Asynchronous trainers, most of whose steps mix requests with drafts and without: a third as many runs, of fewer phases."""
+    runs, phases = max(1, runs // 3), max(20, phases // 4)
+    out = Shown(
+        f"Asynchronous trainers, {runs} runs of {phases} phases; least to most of the runs",
+        (
+            "trainer",
+            "of a phase without drafts it would wait for",
+            "steps not alike",
+            "found hidden, runs",
+            "in the median after so many phases",
+            "phases without drafts",
+            "time without drafts, told over true",
+        ),
+    )
+    for index, setting in enumerate(waiting.SETTINGS):
+        found = list(mapped(partial(_waiting, index, phases), range(runs)))
+        after = [o.first + 1 for o in found if o.first is not None]
+        exposed, told = ([getattr(o, name) for o in found] for name in ("exposed", "told"))
+        spans = f"{min(exposed):.0%}-{max(exposed):.0%}", f"{statistics.median(o.mixed for o in found):.0%}"
+        noticed = f"{len(after) / runs:.0%}", f"{statistics.median(after):.0f}" if after else ""
+        off = f"{statistics.mean(o.hidden for o in found) / phases:.0%}"
+        out.rows.append((setting.name, *spans, *noticed, off, f"{min(told):.2f}-{max(told):.2f}"))
+        wrongly = [o.hidden for o in found if o.exposed >= _EXPOSED and o.hidden]
+        out.hold(not wrongly, f"{setting.name}: {len(wrongly)} runs were without drafts that the trainer waits for")
+        late = [o for o in found if setting.noticed and (o.first is None or o.first >= setting.noticed)]
+        out.hold(
+            len(late) <= 0.05 * runs, f"{setting.name}: {len(late)} of {runs} are not noticed in {setting.noticed}"
+        )
+        out.hold(
+            max(told) <= 1.2, f"{setting.name}: the time without drafts was told as {max(told):.2f} of the true one"
+        )
+        out.hold(min(o.known for o in found) == 1.0, f"{setting.name}: what drafts have saved is not known")
+    return out
+
+
+def _waiting(index: int, phases: int, seed: int) -> waiting.Outcome:
+    return waiting.run(waiting.SETTINGS[index], seed, phases)
+
+
 def _median_and_most(values: Sequence[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({max(values):{form}})"
 
@@ -193,6 +237,7 @@ PARTS: dict[str, tuple[Callable[[Map, int, int], Shown], ...]] = {
     "guard": (correct_guard, wrong_guard),
     "selftest": (self_tests,),
     "controller": (controllers,),
+    "waiting": (waitings,),
 }
 
 

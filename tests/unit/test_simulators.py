@@ -11,12 +11,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from simulators import controller, guard, run  # noqa: E402
+from simulators import controller, guard, run, waiting  # noqa: E402
 
 
 @pytest.mark.parametrize(
     ("simulate", "runs", "phases"),
-    [(run.correct_guard, 4, 50), (run.wrong_guard, 6, 30), (run.self_tests, 12, 0), (run.controllers, 3, 200)],
+    [
+        (run.correct_guard, 4, 50),
+        (run.wrong_guard, 6, 30),
+        (run.self_tests, 12, 0),
+        (run.controllers, 3, 200),
+        (run.waitings, 9, 120),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_what_is_stated_of_a_guard_holds_in_a_few_runs(simulate, runs, phases) -> None:
@@ -51,12 +57,12 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 def test_a_bound_that_does_not_hold_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_RATIOS", (0.1,) * 12)
-    assert len(run.controllers(map, 1, 20).broken) == 12
+    assert sum("a run took" in what for what in run.controllers(map, 1, 20).broken) == 12
 
 
 def test_the_page_has_the_tables_of_the_command() -> None:
     page = (ROOT / "docs" / "guards.md").read_text()
-    for kind in (*(s.name for s in guard.SETTINGS), *(t.name for t in controller.TRUTHS)):
+    for kind in (*(s.name for s in (*guard.SETTINGS, *waiting.SETTINGS)), *(t.name for t in controller.TRUTHS)):
         assert re.search(rf"^\| {re.escape(kind)} \|", page, re.M), kind
     assert "make guards" in page
 
