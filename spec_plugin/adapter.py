@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spec_plugin.actor.control import RolloutControl as RolloutControl
-    from spec_plugin.actor.control import run_blocking as run_blocking
     from spec_plugin.actor.decoder import find_decoder as find_decoder
     from spec_plugin.actor.decoder import shared_with_draft as shared_with_draft
     from spec_plugin.actor.decoder import text_sizes as text_sizes
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from spec_plugin.actor.harvest import PackedShards as PackedShards
     from spec_plugin.actor.harvest import RolloutHarvest as RolloutHarvest
     from spec_plugin.actor.harvest import Rows as Rows
+    from spec_plugin.actor.harvest import padded_rows as padded_rows
     from spec_plugin.actor.harvest import response_at_the_end as response_at_the_end
     from spec_plugin.actor.harvest import responses_at_the_end as responses_at_the_end
     from spec_plugin.actor.judged import chosen_to_recompute as chosen_to_recompute
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from spec_plugin.actor.links import EngineLink as EngineLink
     from spec_plugin.actor.links import LocalLink as LocalLink
     from spec_plugin.actor.links import merge_stats as merge_stats
+    from spec_plugin.actor.rank_engines import RanksLink as RanksLink
+    from spec_plugin.actor.rank_engines import random_streams_kept as random_streams_kept
     from spec_plugin.actor.run import Responses as Responses
     from spec_plugin.actor.run import SpecRun as SpecRun
     from spec_plugin.actor.taps import LAST as LAST
@@ -38,13 +40,23 @@ if TYPE_CHECKING:
     from spec_plugin.arguments import help_text as help_text
     from spec_plugin.arguments import read_config as read_config
     from spec_plugin.arguments import split_arguments as split_arguments
+    from spec_plugin.blocking import run_blocking as run_blocking
     from spec_plugin.config import NAME as NAME
     from spec_plugin.config import SpecConfig as SpecConfig
     from spec_plugin.config import meant_for_us as meant_for_us
+    from spec_plugin.diagnosis import AdapterDoctor as AdapterDoctor
+    from spec_plugin.diagnosis import Diagnosis as Diagnosis
+    from spec_plugin.diagnosis import look_up as look_up
+    from spec_plugin.diagnosis import missing_for_cpu as missing_for_cpu
     from spec_plugin.engine.calls import EngineCalls as EngineCalls
     from spec_plugin.engine.calls import SpecEngineMethods as SpecEngineMethods
+    from spec_plugin.engine.configuration import configuration as configuration
+    from spec_plugin.engine.configuration import planned_configuration as planned_configuration
     from spec_plugin.engine.extension import SpecWorkerExtension as SpecWorkerExtension
     from spec_plugin.engine.front import EngineFront as EngineFront
+    from spec_plugin.engine.inprocess import InProcessCalls as InProcessCalls
+    from spec_plugin.engine.lossless import check_sampling as check_sampling
+    from spec_plugin.engine.protocol import Engine as Engine
     from spec_plugin.engine.schedule.channel import stand_aside as stand_aside
     from spec_plugin.engine.sleep import PARTS as PARTS
     from spec_plugin.engine.sleep import SleepState as SleepState
@@ -89,18 +101,26 @@ if TYPE_CHECKING:
 
 #: where each of them lives; a test holds it against the imports above, which are for type checkers
 _HOMES: dict[str, str] = {
-    "actor.control": "RolloutControl run_blocking",
+    "actor.control": "RolloutControl",
     "actor.decoder": "find_decoder shared_with_draft text_sizes",
-    "actor.harvest": "DecoderHarvest Documents PackedShards RolloutHarvest Rows response_at_the_end responses_at_the_end",
+    "actor.harvest": "DecoderHarvest Documents PackedShards RolloutHarvest Rows padded_rows response_at_the_end "
+    "responses_at_the_end",
     "actor.judged": "chosen_to_recompute",
     "actor.links": "ActorsLink EngineLink LocalLink merge_stats",
+    "actor.rank_engines": "RanksLink random_streams_kept",
     "actor.run": "Responses SpecRun",
     "actor.taps": "LAST Taps",
     "arguments": "ENABLE PREFIX help_text read_config split_arguments",
+    "blocking": "run_blocking",
     "config": "NAME SpecConfig meant_for_us",
+    "diagnosis": "AdapterDoctor Diagnosis look_up missing_for_cpu",
     "engine.calls": "EngineCalls SpecEngineMethods",
+    "engine.configuration": "configuration planned_configuration",
     "engine.extension": "SpecWorkerExtension",
     "engine.front": "EngineFront",
+    "engine.inprocess": "InProcessCalls",
+    "engine.lossless": "check_sampling",
+    "engine.protocol": "Engine",
     "engine.schedule.channel": "stand_aside",
     "engine.sleep": "PARTS SleepState",
     "engine_class": "keeps_states",

@@ -6,15 +6,15 @@ import asyncio
 import logging
 import operator
 import re
-import threading
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from spec_plugin.actor.judged import share_for
 from spec_plugin.actor.links import EngineLink
 from spec_plugin.answers import expect_instance, expect_list
+from spec_plugin.blocking import run_blocking
 from spec_plugin.errors import LosslessError
 from spec_plugin.events import (
     DraftRefresh,
@@ -51,7 +51,12 @@ class RolloutControl:
     """
 
     def __init__(
-        self, session: SpecSession, link: EngineLink | None, sleeps: bool = False, overlaps: bool = False
+        self,
+        session: SpecSession,
+        link: EngineLink | None,
+        sleeps: bool = False,
+        overlaps: bool = False,
+        keep: Callable[[int, DraftRefresh | None], None] | None = None,
     ) -> None:
         """Bind session and engines.
 
@@ -60,8 +65,10 @@ class RolloutControl:
             link: all engines of the run, on the first actor rank; None on the others, which train the same draft.
             sleeps: have the engines no weights in memory at ``finish``.
             overlaps: do the engines generate while the trainer trains; a phase then lasts until the next weight sync.
+            keep: takes policy version and draft of a rank without a link whose own process has an engine.
         """
         self.session, self.link, self._sleeps, self._overlaps = session, link, sleeps or overlaps, overlaps
+        self._keep = keep
         self.ledger = session.ledger
         self.ledger.overlaps = overlaps
         self.lags = overlaps  # may sequences be older than the policy that recomputes them; see ``agree``
@@ -152,6 +159,8 @@ class RolloutControl:
         return await asyncio.wait_for(call, _PATIENCE * self.session.config.refresh_timeout_s + seconds)
 
     async def _install(self, refresh: DraftRefresh | None) -> None:
+        if self._keep is not None:
+            self._keep(self.policy_version, refresh)
         if self.link is None:
             return
         session = self.session
@@ -382,26 +391,3 @@ class RolloutControl:
             state = expect_instance(await self._reach(self.link.state(moment)), EngineState, "state")
             for auditor in self.session.auditors:
                 auditor(state)
-
-
-def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine from a synchronous function, also under a running event loop (in a thread of its own then)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    result: list[T] = []
-    failure: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            result.append(asyncio.run(work))
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]

@@ -155,6 +155,26 @@ def rows_of(state: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     return list(torch.split(state[0, : sum(lengths)], list(lengths)))
 
 
+def padded_rows(starts: Sequence[int], lengths: Sequence[int]) -> Rows:
+    """Takes apart what a layer gave of rows that are padded on both sides, [B, T, H].
+
+    Args:
+        starts: the column where each document begins.
+        lengths: of the documents, in tokens.
+    """
+
+    def rows(state: Tensor) -> list[Tensor]:
+        longest = max((start + n for start, n in zip(starts, lengths, strict=True)), default=0)
+        if state.shape[0] != len(lengths) or state.shape[1] < longest:
+            raise RuntimeError(
+                f"hidden states of shape {tuple(state.shape)} do not fit documents of lengths {list(lengths)} that begin in the "
+                f"columns {list(starts)}: the adapter named other documents than this forward pass had"
+            )
+        return [row[start : start + n] for row, start, n in zip(state, starts, lengths, strict=True)]
+
+    return rows
+
+
 class RolloutHarvest:
     """What one actor process harvests of its log-prob passes: a budget of tokens for each, and law 6 around it.
 

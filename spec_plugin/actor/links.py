@@ -96,8 +96,8 @@ class EnginesLink:
         calls = [self.call(engine, method, *args) for engine in self.engines()]
         everything = asyncio.gather(*calls, return_exceptions=True)
         answers = await asyncio.wait_for(everything, timeout_s or self.timeout_s)
-        if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
-            raise next((error for error in errors if stops_the_run(error)), errors[0])
+        if (error := chosen_error(answers)) is not None:
+            raise error
         return answers
 
     async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
@@ -219,6 +219,12 @@ class LocalLink(EnginesLink):
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer, self.loop))
 
 
+def chosen_error(answers: Sequence[Any]) -> BaseException | None:
+    """Of what engines have raised, what must stop the run, else that of the first of them; None where none has."""
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    return next((error for error in errors if stops_the_run(error)), errors[0] if errors else None)
+
+
 def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
     """Several engines' phases as one: counts add up, the slowest decides the time."""
     return RolloutStats(
@@ -238,6 +244,7 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         interrupted=any(p.interrupted for p in parts),
         decoding_seconds=max(p.decoding_seconds for p in parts),
         busy_seconds=max(p.busy_seconds for p in parts),
+        parts=tuple(parts) if len(parts) > 1 else (),
     )
 
 

@@ -10,15 +10,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spec_plugin.actor.control import RolloutControl, run_blocking
+from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.decoder import Decoder
 from spec_plugin.actor.harvest import DecoderHarvest, Documents, RolloutHarvest, Rows, SequenceShards
 from spec_plugin.actor.links import EngineLink
+from spec_plugin.actor.rank_engines import RanksLink
+from spec_plugin.blocking import run_blocking
 from spec_plugin.errors import WrongOrderError
 from spec_plugin.events import UNKNOWN, Drafts, LogprobBatch, StatedLogprobs, WeightSync, disputed
+from spec_plugin.ranks import is_first
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Spans
-from spec_plugin.witness import witnessed
+from spec_plugin.witness import Witness, witnessed
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class SpecRun:
 
         Args:
             session: of this process.
-            link: all engines of the run, on the first actor rank; None on the others, which train the same draft.
+            link: all engines of the run, on the first actor rank; None on the others, which train the same draft. A
+                ``RanksLink`` on every rank.
             decoder: finds the policy's decoder, see ``find_decoder``; not asked for where the method harvests nothing.
             shards: if the decoder sees a part of each row only.
             harvest: makes the harvest of a backend that needs one of its own, in the place of ``decoder`` and ``shards``.
@@ -97,7 +101,11 @@ class SpecRun:
             overlaps: do the engines generate while the trainer trains; rollouts then end with the next weight sync.
         """
         self.session = session
-        self.control = RolloutControl(session, link, sleeps, overlaps)
+        self._ranks = link if isinstance(link, RanksLink) else None
+        keep = None
+        if self._ranks is not None and not is_first():
+            link, keep = None, self._ranks.keep
+        self.control = RolloutControl(session, link, sleeps, overlaps, keep)
         if harvest is not None:
             self.harvest = harvest(self.control)
         else:
@@ -108,6 +116,10 @@ class SpecRun:
         #: what the engines have said of what they sampled; they are asked once a step, in a synchronous run once a phase
         self._spans: Spans | None = None
         self._ahead = 0  # steps trained since the last weight sync
+
+    def _serving(self) -> AbstractContextManager[None]:
+        """Around what may call engines that live in the ranks' own processes."""
+        return nullcontext() if self._ranks is None else self._ranks.serving()
 
     # ---- weight sync and rollouts
 
@@ -147,9 +159,10 @@ class SpecRun:
         if not copied:
             embed, head = (None if t is None else self.session.copy_of(t) for t in (embed, head))
         self._ahead, self._spans, self._synced = 0, None, True
-        await self.control.synced(WeightSync(version, embed, head))
-        if rollouts_begin:
-            await self.rollouts_begin()
+        with self._serving():
+            await self.control.synced(WeightSync(version, embed, head))
+            if rollouts_begin:
+                await self.rollouts_begin()
 
     async def rollouts_begin(self) -> None:
         """Generation may begin: self-test where it is due, then the number of tokens to draft.
@@ -159,12 +172,15 @@ class SpecRun:
             WrongOrderError: if no weight sync came before.
         """
         self._refuse(not self._synced, "rollouts_begin", "before the first weights_synced, which it stands on")
-        await self.control.begin()
+        self._spans = self._spans if self.control.lags else None  # of a generation before this one
+        with self._serving():
+            await self.control.begin()
 
     async def rollouts_end(self) -> None:
         """The trainer has rollouts. Collect what the engines did, once, and not where rollouts overlap with training."""
         self.session.ledger.works()
-        await self.control.finish()
+        with self._serving():
+            await self.control.finish()
 
     # ---- the log-prob pass
 
@@ -231,6 +247,7 @@ class SpecRun:
         self._refuse(control.running, "check", "while the rollouts run; call rollouts_end before")
         self.session.ledger.works()
         versions, drafted = self._who_sampled(responses)
+        kept = self._witnesses() if responses.rollout is None else []
         if not len(responses.mask):  # of a rank that got none
             self._checked = True
             return
@@ -246,7 +263,7 @@ class SpecRun:
             ahead=self._ahead if current_weights else 0,
         )
         self.session.check_logprobs(batch, chosen_from)
-        if responses.rollout is None and (known := self._kept_aside(batch, responses)) is not None:
+        if kept and (known := self._kept_aside(batch, responses, kept)) is not None:
             self.session.check_logprobs(known)
         self._checked = True
 
@@ -270,7 +287,8 @@ class SpecRun:
     def _who_sampled(self, responses: Responses) -> tuple[Tensor, Tensor]:
         """Of each token the policy version and what drafts had to do with it: ``versions`` and ``drafted`` of a batch."""
         if self._spans is None:
-            self._spans = self.control.spans(responses.told is not None)
+            with self._serving():
+                self._spans = self.control.spans(responses.told is not None)
         now, mask, told, lags = self.policy_version, responses.mask, responses.told, self.control.lags
         said, plain = torch.full(mask.shape, UNKNOWN), torch.zeros(mask.shape, dtype=torch.bool)
         if told is None and not lags:  # what this phase has sampled is not taken for older text
@@ -284,12 +302,15 @@ class SpecRun:
         drafted = torch.where(plain & drafts, Drafts.CONTROL, Drafts.ON if drafts else Drafts.OFF).to(torch.uint8)
         return responses.versions(said.to(mask.device), now, lags), drafted
 
-    def _kept_aside(self, batch: LogprobBatch, responses: Responses) -> LogprobBatch | None:
+    def _witnesses(self) -> list[Witness]:
+        with self._serving():
+            return self.control.witnesses()
+
+    def _kept_aside(self, batch: LogprobBatch, responses: Responses, kept: Sequence[Witness]) -> LogprobBatch | None:
         """What the engines kept aside of log-probs that the trainer did not ask for, of this rank's sequences."""
         known: LogprobBatch | None = None
-        if kept := self.control.witnesses():
-            with self.session.guarded("log-probs that the engines kept"):
-                known = witnessed(batch, responses.documents, responses.starts, kept)
+        with self.session.guarded("log-probs that the engines kept"):
+            known = witnessed(batch, responses.documents, responses.starts, kept)
         return known
 
     # ---- behind the update, and what a run leaves behind

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spec_plugin.actor.decoder import find_decoder
-from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.actor.harvest import HarvestPlan, harvested, padded_rows, responses_at_the_end
 from spec_plugin.actor.taps import Taps
 
 AUX = (1, 3, 4)
@@ -86,6 +86,32 @@ def test_padded_and_packed_passes_give_the_same_documents(model, documents):
     assert torch.equal(padded.loss_mask, packed.loss_mask)
     torch.testing.assert_close(padded.aux, packed.aux, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(padded.last, packed.last, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_are_padded_on_the_left_give_the_same_documents_from_where_they_begin(model, documents):
+    longest = max(LENGTHS)
+    starts = [
+        longest + 2 - n for n in LENGTHS
+    ]  # and two columns behind the end of each, as behind a shorter completion
+    ids, mask = torch.zeros(len(LENGTHS), longest + 4, dtype=torch.long), torch.zeros(len(LENGTHS), longest + 4)
+    for row, keep, start, document in zip(ids, mask, starts, documents, strict=True):
+        row[start : start + len(document)], keep[start : start + len(document)] = document, 1
+    places = (mask.cumsum(-1) - 1).clamp(min=0).long()
+    taps = Taps.of(find_decoder(model), AUX)
+    with taps.attached(), torch.no_grad():
+        model(input_ids=ids, attention_mask=mask.long(), position_ids=places, use_cache=False)
+    found = documents, responses_at_the_end(documents, RESPONSES)
+    left = harvested(taps, found, HarvestPlan(1000), rows=padded_rows(starts, LENGTHS))
+    right = harvest(model, documents)
+    assert torch.equal(left.input_ids, right.input_ids) and left.lengths == right.lengths
+    torch.testing.assert_close(left.aux, right.aux, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(left.last, right.last, rtol=1e-4, atol=1e-5)
+
+
+def test_padded_rows_that_a_pass_did_not_have_are_refused():
+    for shape, starts, lengths in (((2, 5, 3), [0], [5]), ((2, 5, 3), [0, 2], [5, 4])):
+        with pytest.raises(RuntimeError, match=r"begin in the columns \[0"):
+            padded_rows(starts, lengths)(torch.zeros(shape))
 
 
 def test_law_4_what_is_harvested_is_detached_from_the_policys_graph(model, documents):

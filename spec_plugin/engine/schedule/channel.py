@@ -10,31 +10,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm.v1.engine.async_llm import AsyncLLM
-
+from spec_plugin.engine.protocol import Engine
 from spec_plugin.engine.schedule.scheduler import SCHEDULER
 from spec_plugin.errors import PatchError
 from spec_plugin.events import EngineSchedule, MixedSteps, Schedule, StepPair, StepTiming
 
 
-async def take_steps(engine: AsyncLLM) -> tuple[StepTiming, ...]:
+async def take_steps(engine: Engine) -> tuple[StepTiming, ...]:
     """Durations of decoding steps by batch size and k, since the last call."""
     return tuple(StepTiming(*row) for row in await _call(engine, "spec_take_steps"))
 
 
-async def mixed_steps(engine: AsyncLLM) -> tuple[float, tuple[MixedSteps, ...]]:
+async def mixed_steps(engine: Engine) -> tuple[float, tuple[MixedSteps, ...]]:
     """Of the log as ``take_steps`` last took it: seconds of all steps, and those that were not alike."""
     busy, rows = await _call(engine, "spec_mixed_steps")
     return busy, tuple(MixedSteps(*row) for row in rows)
 
 
-async def take_pairs(engine: AsyncLLM) -> tuple[StepPair, ...]:
+async def take_pairs(engine: Engine) -> tuple[StepPair, ...]:
     """Plain steps timed beside drafted ones, since the last call."""
     return tuple(StepPair(*row) for row in await _call(engine, "spec_take_pairs"))
 
 
 async def set_schedule(
-    engine: AsyncLLM, table: Sequence[int], break_even: Sequence[float] = (), plain_share: float = 0.0
+    engine: Engine, table: Sequence[int], break_even: Sequence[float] = (), plain_share: float = 0.0
 ) -> dict[str, Any]:
     """Install a table in the running engine, see ``spec_set_schedule``; what is then in force.
 
@@ -45,12 +44,12 @@ async def set_schedule(
     return state
 
 
-async def pause_idle_draft(engine: AsyncLLM, table: Sequence[int]) -> bool:
+async def pause_idle_draft(engine: Engine, table: Sequence[int]) -> bool:
     """Leave the draft's forward pass out while the table is all zero (needs ``SpecWorkerExtension``; see ``pause``); is it."""
     return bool(await _call(engine, "spec_pause", not any(table)))
 
 
-async def put_in_force(engine: AsyncLLM, schedule: Schedule) -> EngineSchedule:
+async def put_in_force(engine: Engine, schedule: Schedule) -> EngineSchedule:
     """Install a table, with the draft paused if and only if no batch size of it drafts; requests may be in flight.
 
     At no moment does the table ask for drafts that a paused draft does not make: V2 would verify what it drafted long ago, for
@@ -68,12 +67,12 @@ async def put_in_force(engine: AsyncLLM, schedule: Schedule) -> EngineSchedule:
     return EngineSchedule(replace(schedule, table=tuple(state["table"])), paused)
 
 
-async def in_flight(engine: AsyncLLM) -> dict[int, int]:
+async def in_flight(engine: Engine) -> dict[int, int]:
     """Tokens that each numbered request has sampled so far, by its number; exact while the engine is paused."""
     return {number: tokens for number, tokens in await _call(engine, "spec_in_flight")}
 
 
-async def stand_aside(engine: AsyncLLM, aside: bool) -> int:
+async def stand_aside(engine: Engine, aside: bool) -> int:
     """Keep a paused engine's requests out of its schedule, or let them back in, see ``spec_stand_aside``.
 
     Raises:
@@ -82,13 +81,13 @@ async def stand_aside(engine: AsyncLLM, aside: bool) -> int:
     return int(await _call(engine, "spec_stand_aside", aside))
 
 
-async def schedule_state(engine: AsyncLLM) -> dict[str, Any]:
+async def schedule_state(engine: Engine) -> dict[str, Any]:
     """The table in force in the running engine, see ``spec_schedule_state``."""
     state: dict[str, Any] = await _call(engine, "spec_schedule_state")
     return state
 
 
-async def _call(engine: AsyncLLM, method: str, *args: Any) -> Any:
+async def _call(engine: Engine, method: str, *args: Any) -> Any:
     try:
         result = await engine.engine_core.call_utility_async(method, *args)
     except Exception as error:

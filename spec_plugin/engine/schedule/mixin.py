@@ -102,6 +102,11 @@ class SpecSchedulerMixin:
             self.spec_steps.interrupt(time.perf_counter())
         return result
 
+    def set_pause_state(self, pause_state: Any) -> None:
+        """vLLM's own; the step before a pause ends here, and not with the first one behind it."""
+        self.spec_steps.interrupt(time.perf_counter())
+        super().set_pause_state(pause_state)  # type: ignore[misc]
+
     def make_spec_decoding_stats(
         self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:

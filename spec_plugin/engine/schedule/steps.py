@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spec_plugin.events import MixedSteps, StepTiming
@@ -37,7 +37,7 @@ class _Open(NamedTuple):
     begun: float
     kind: Kind | None  # None: it is not alike
     mixed: tuple[int, int, bool]  # requests, k, do some of them read their prompt
-    drafted: int  # requests that have a draft
+    drafted: int  # requests that have a draft, or of a ragged method might have one
     context: float
 
 
@@ -102,11 +102,18 @@ class StepLog:
         if not scheduled:
             return  # nothing runs
         widths = _widths(output)
-        prompts = bool(output.scheduled_new_reqs) or any(n != widths[r] + 1 for r, n in scheduled.items())
-        k = max(*widths.values(), table[len(scheduled)] if len(scheduled) < len(table) else 0)
-        kind = kind_of(output, table, paused, self.ragged)
-        drafted = sum(width > 0 for width in widths.values())
-        self._open = _Open(now, kind, (len(scheduled), k, prompts), drafted, context_of(output))
+        kind = kind_of(output, table, paused, self.ragged, widths)
+        if kind is not None:
+            batch, k, _ = kind
+            prompts, drafted = False, batch * (k > 0)
+        else:
+            batch = len(scheduled)
+            decoding = sum(n == widths[r] + 1 for r, n in scheduled.items())
+            prompts = bool(output.scheduled_new_reqs) or decoding < batch
+            # what is verified was drafted in the step before, in the batch of then
+            k = max(widths.values()) or (table[batch] if batch < len(table) else 0)
+            drafted = decoding * (k > 0) if self.ragged else sum(width > 0 for width in widths.values())
+        self._open = _Open(now, kind, (batch, k, prompts), drafted, context_of(output))
 
     def interrupt(self, now: float) -> None:
         """The engine may now wait for requests: the open step took what it took until here, which is not what such a step takes.
@@ -143,7 +150,13 @@ def _trimmed_mean(seconds: Sequence[float]) -> float:
     return statistics.fmean(kept[: max(1, len(kept) - len(kept) // 8)])
 
 
-def kind_of(output: Any, table: Sequence[int], paused: bool = True, ragged: bool = False) -> Kind | None:
+def kind_of(
+    output: Any,
+    table: Sequence[int],
+    paused: bool = True,
+    ragged: bool = False,
+    widths: Mapping[str, int] | None = None,
+) -> Kind | None:
     """(batch size, k, paused) of a decoding step; None for one that mixes prefill or several k.
 
     Args:
@@ -151,12 +164,13 @@ def kind_of(output: Any, table: Sequence[int], paused: bool = True, ragged: bool
         table: see ``StepLog.begin``.
         paused: see there.
         ragged: up to k tokens are proposed for each request, often none.
+        widths: drafted tokens of each request, where they are known already.
     """
     scheduled = output.num_scheduled_tokens
     if output.scheduled_new_reqs or not scheduled or len(scheduled) >= len(table):
         return None
     k = table[len(scheduled)]
-    widths = _widths(output)
+    widths = _widths(output) if widths is None else widths
     if any(n != widths[r] + 1 or (widths[r] > k if ragged else widths[r] != k) for r, n in scheduled.items()):
         return None
     return len(scheduled), k, paused and not any(table)

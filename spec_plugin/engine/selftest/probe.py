@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
 
+from spec_plugin.engine.protocol import Engine
 from spec_plugin.engine.schedule.channel import pause_idle_draft, put_in_force
 from spec_plugin.engine.schedule.plain import PLAIN
 from spec_plugin.engine.selftest.verdicts import Sampled
@@ -39,7 +39,7 @@ async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 class Probe:
     """Sends requests to one engine, each plain or speculating, and counts what speculation did."""
 
-    def __init__(self, engine: AsyncLLM, sampling: Mapping[str, Any], max_num_seqs: int, adapter: Any = None) -> None:
+    def __init__(self, engine: Engine, sampling: Mapping[str, Any], max_num_seqs: int, adapter: Any = None) -> None:
         """Keep what every request needs.
 
         Args:

@@ -67,7 +67,7 @@ async def states_checks(
 
     Args:
         probe: of the engine.
-        engine: vLLM's AsyncLLM, with a schedule that drafts at every batch size.
+        engine: with a schedule that drafts at every batch size.
         prompts: token ids; a few.
         tolerance: in nats, what rounding explains.
     """

@@ -35,8 +35,8 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any
 
 import torch
-from vllm.v1.engine.async_llm import AsyncLLM
 
+from spec_plugin.engine.protocol import Engine
 from spec_plugin.engine.schedule.channel import pause_idle_draft, schedule_state, set_schedule, take_steps
 from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe, calibrate
@@ -76,7 +76,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return max(1e-3, 32 * float(torch.finfo(dtype).eps))
 
 
-async def run_self_test(engine: AsyncLLM, plan: SelfTestPlan) -> SelfTestReport:
+async def run_self_test(engine: Engine, plan: SelfTestPlan) -> SelfTestReport:
     """Test a running engine; never raises for what the engine does, every trouble is a failed check.
 
     Args:
@@ -89,7 +89,7 @@ async def run_self_test(engine: AsyncLLM, plan: SelfTestPlan) -> SelfTestReport:
 class _SelfTest:
     """The stages in order, under one deadline; what they have found so far."""
 
-    def __init__(self, engine: AsyncLLM, plan: SelfTestPlan) -> None:
+    def __init__(self, engine: Engine, plan: SelfTestPlan) -> None:
         self.engine, self.plan = engine, plan
         self.begun = time.perf_counter()
         sampling = plan.sampling
@@ -165,7 +165,7 @@ class _SelfTest:
         self.checks.append(Check("break-even", True, f"batch size: acceptance length: {found}"))
 
 
-async def restore(engine: AsyncLLM, k: int, table: list[int] | None) -> tuple[Check, ...]:
+async def restore(engine: Engine, k: int, table: list[int] | None) -> tuple[Check, ...]:
     """Give the engine back with its own table and a draft that is not paused; a failed check if that fails.
 
     Args:
