@@ -44,7 +44,7 @@ ENVIRONMENT = {
 STALL_S = 1200.0
 PATIENCE_S = 10.0  # for Ray's driver to write what its workers said
 START_FAILURES = ("node timed out", "raylet", "GCS", "Failed to register worker")
-RAY_PREFIX = re.compile(r"\x1b\[[\d;]*m|\((\w+ )?pid=[^)]*\) ?")
+PREFIX = re.compile(r"\x1b\[[\d;]*m|\((\w+ )?pid=[^)]*\) ?|^\[rank\d+\]:[ ]?")  # Ray's, and torchrun's
 ERROR_LINE = re.compile(r"\s*(ERROR\b|[\w.]*(Error|Exception)\b[^\w])")
 
 StepMetrics = dict[str, float]
@@ -193,8 +193,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def plain_line(line: str) -> str:
-    """A line of a log without Ray's prefix and colours."""
-    return RAY_PREFIX.sub("", line)
+    """A line of a log without the prefix of Ray or torchrun, and without colours."""
+    return PREFIX.sub("", line)
 
 
 def relevant_lines(log: str, most: int = 12) -> str:

@@ -14,6 +14,9 @@ from spec_plugin.conformance.reported import CHECKED, as_kept, rollout_requests
 
 #: tolerance of the reported share of plain tokens, where only a part of the responses is recomputed
 _FEW = 0.1
+#: requests in the control group, at least, of which some must be reported: where two responses are of the same text, a plain one
+#: and a drafted one, nobody can tell which is which, and a short run may have but one
+_CONTROLS = 3
 LogProbs = tuple[float, ...]
 
 
@@ -99,7 +102,7 @@ def undrafted_tokens_reported(trace: Trace) -> list[str]:
             f"{reported:.0%} of the tokens are reported as sampled without drafts, the engine was asked for {asked:.0%}: "
             "the guard takes them for its reference, and judges the others only"
         ]
-    if asked and not reported:
+    if not reported and sum(bool(e["plain"]) for e in answered) >= _CONTROLS:
         return [
             f"the engine sampled {asked:.1%} of the tokens without drafts, and the adapter reports none to the guard"
         ]

@@ -13,7 +13,7 @@ import functools
 import importlib
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spec_plugin.actor.harvest import RolloutHarvest
 from spec_plugin.conformance.plants import PLANTED, SELF_TEST, STATED, VERSION, PlantedErrors
+from spec_plugin.engine.configuration import configuration
 from spec_plugin.events import Check, SelfTestReport
 from spec_plugin.session import SpecSession
 
@@ -66,6 +67,7 @@ CONFIGURATION = ("dtype", "max_model_len", "max_num_seqs", "tensor_parallel", "d
 _testing: ContextVar[bool] = ContextVar("testing", default=False)
 _clock: ContextVar[Any] = ContextVar("clock", default=None)  # the front that times the request that is being made
 _numbers: dict[int, int] = {}  # engines of this process, as they are seen
+_configured: set[int] = set()  # those whose configuration is written
 _harvests: WeakKeyDictionary[SpecSession, Write] = WeakKeyDictionary()
 _watched: list[PlantedErrors] = []  # of this process's engines, once they are
 
@@ -122,7 +124,13 @@ def watch_engine(plants: PlantedErrors, write: Write) -> None:
 
 
 def _number(engine: Any) -> int:
-    return _numbers.setdefault(id(engine), len(_numbers))
+    """Of an engine of this process, by its configuration, which all that stands before one engine shares."""
+    return _numbers.setdefault(id(getattr(engine, "vllm_config", engine)), len(_numbers))
+
+
+def _clock_of(engine: Any) -> str:
+    front = _clock.get()
+    return "none" if front is None else "own" if _number(front.engine) == _number(engine) else "another"
 
 
 def _wrap_engine_arguments(original: Any, plants: PlantedErrors, write: Write) -> Any:
@@ -130,12 +138,18 @@ def _wrap_engine_arguments(original: Any, plants: PlantedErrors, write: Write) -
 
     @functools.wraps(original)
     def engine_arguments(self: Any, given: Mapping[str, Any], extension: str) -> dict[str, Any]:
+        from vllm import LLM
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.llm_engine import LLMEngine
 
         arguments: dict[str, Any] = original(self, given, extension)
         if not shown:  # the first engine of this process is about to be made
             engine: Any = AsyncLLM
             engine.generate = _wrap_generate(engine.generate, plants, write, shown)
+            batches: Any = LLM
+            batches.generate = _wrap_batch(batches.generate, plants, write)
+            synchronous: Any = LLMEngine
+            synchronous.add_request = _wrap_add_request(synchronous.add_request, write, shown)
             if plants.place_of_version:
                 delay_version(plants.place_of_version, plants)
         shown.update({"extension": extension}, **given)
@@ -145,34 +159,65 @@ def _wrap_engine_arguments(original: Any, plants: PlantedErrors, write: Write) -
 
 
 def _wrap_generate(original: Any, plants: PlantedErrors, write: Write, shown: Mapping[str, Any]) -> Any:
-    configured: set[int] = set()
-
     @functools.wraps(original)
     async def generate(
         self: Any, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        engine = {"engine": _number(self)}
-        if engine["engine"] not in configured:
-            configured.add(engine["engine"])
-            write("engine_configured", **configuration(self.vllm_config), **_seen_options(self.vllm_config, shown))
-        testing, answer = _testing.get(), CollectedOutput(sampling_params)
-        front, began = _clock.get(), time.time()
-        clock = "none" if front is None else "own" if front.engine is self else "another"
-        write("engine_request_begins", test=testing, clock=clock, **engine)
+        testing, answer, began = _testing.get(), CollectedOutput(sampling_params), time.time()
+        _begins(self, write, shown)
         try:
             async with contextlib.aclosing(original(self, prompt, sampling_params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
-                    for what, stated in STATED.items():
-                        if not testing and plants.planted(what):
-                            perturb(output, stated)
+                    if not testing:
+                        _plant(output, plants)
                     answer.add(output)
                     yield output
         finally:
-            sampling = sampling_of(sampling_params)
-            answered = {"prompt": answer.prompt, "log_probs": answer.log_probs}
-            plain = undrafted(sampling_params.extra_args, len(answer.log_probs))
-            asked = {"sampling": sampling, "asked": asked_of(sampling_params)}
-            write("engine_request", test=testing, plain=plain, began=began, **engine, **asked, **answered)
+            write("engine_request", test=testing, began=began, engine=_number(self), **answer.summary())
+
+    return generate
+
+
+def _begins(engine: Any, write: Write, shown: Mapping[str, Any]) -> None:
+    """An engine gets a request, its first one perhaps."""
+    number = _number(engine)
+    if number not in _configured:
+        _configured.add(number)
+        write("engine_configured", **configuration(engine.vllm_config), **_seen_options(engine.vllm_config, shown))
+    write("engine_request_begins", test=_testing.get(), clock=_clock_of(engine), engine=number)
+
+
+def _plant(output: Any, plants: PlantedErrors) -> None:
+    for what, stated in STATED.items():
+        if plants.planted(what):
+            perturb(output, stated)
+
+
+def _wrap_add_request(original: Any, write: Write, shown: Mapping[str, Any]) -> Any:
+    """Each request of a synchronous engine, whoever steps it."""
+
+    @functools.wraps(original)
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _begins(self, write, shown)
+        return original(self, *args, **kwargs)
+
+    return add_request
+
+
+def _wrap_batch(original: Any, plants: PlantedErrors, write: Write) -> Any:
+    """What a synchronous ``LLM`` answers to a batch of the trainer's requests, which begin and end together."""
+
+    @functools.wraps(original)
+    def generate(self: Any, prompts: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        began = time.time()
+        outputs = original(self, prompts, sampling_params, *args, **kwargs)
+        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(outputs)
+        for one, output in zip(params, outputs, strict=True):
+            _plant(output, plants)
+            answer = CollectedOutput(one)
+            answer.add(output)
+            write("engine_request", test=False, began=began, engine=_number(self.llm_engine), **answer.summary())
+        return outputs
 
     return generate
 
@@ -181,6 +226,7 @@ class CollectedOutput:
     """The log-probs of one request, collected from vLLM's ``RequestOutput``s, cumulative or in deltas."""
 
     def __init__(self, sampling_params: Any) -> None:
+        self._params = sampling_params
         self._parts = sampling_params.output_kind.name == "DELTA"
         self._found: dict[int, list[float | None]] = {}
         self.prompt = 0  # tokens
@@ -198,6 +244,17 @@ class CollectedOutput:
     def log_probs(self) -> list[float | None]:
         """One for each sampled token, sample by sample; None where none was requested."""
         return [value for index in sorted(self._found) for value in self._found[index]]
+
+    def summary(self) -> dict[str, Any]:
+        """What was asked, and what was answered."""
+        params, log_probs = self._params, self.log_probs
+        return {
+            "sampling": sampling_of(params),
+            "asked": asked_of(params),
+            "prompt": self.prompt,
+            "log_probs": log_probs,
+            "plain": undrafted(params.extra_args, len(log_probs)),
+        }
 
 
 def undrafted(extra_args: Mapping[str, Any] | None, tokens: int) -> int:
@@ -240,20 +297,6 @@ def asked_of(sampling_params: Any) -> dict[str, Any]:
 
 def _for_json(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else str(value)
-
-
-def configuration(vllm_config: Any) -> dict[str, Any]:
-    """vLLM's own configuration, under the names of ``TargetInfo``."""
-    model = vllm_config.model_config
-    load = vllm_config.load_config.load_format
-    return {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "max_model_len": model.max_model_len,
-        "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
-        "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
-        "device_type": str(vllm_config.device_config.device_type),
-        "load_format": str(getattr(load, "value", load)),
-    }
 
 
 def _seen_options(vllm_config: Any, shown: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,13 @@ def test_a_wrong_adapter_is_caught_by_the_check_that_is_meant(name, warm_python)
     assert not stopped or "LogprobProvenanceError" in done.stdout, done.stdout[-8000:]
 
 
+@pytest.mark.family
+def test_rows_that_are_padded_on_the_left_are_harvested_from_where_they_begin(warm_python):
+    done = kit(warm_python, "wrong_adapters.left_padding_ignored:RightDriver", "-k", "hidden_states")
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert "1 passed" in done.stdout, done.stdout[-8000:]
+
+
 def told_apart() -> list[str]:
     """Wrong adapters whose mistake no other check sees."""
     return [n for n in WRONG if "ONLY = True" in (ROOT / "tests" / "wrong_adapters" / f"{n}.py").read_text()]

@@ -97,10 +97,13 @@ def test_drafted_tokens_that_are_said_to_be_plain_are_seen():
 
 def test_a_control_group_that_the_guard_is_not_told_of_is_seen():
     trace = Trace()
-    trace.find("engine_request", 1)["plain"] = 5
+    for n in (1, 2):
+        trace.find("engine_request", n)["plain"] = 5
+        assert omissions.undrafted_tokens_reported(trace.events) == [], "another response may be of the same text"
+    trace.find("engine_request", 3)["plain"] = 5
     one(
         omissions.undrafted_tokens_reported(trace.events),
-        "sampled 10.4% of the tokens without drafts, and the adapter reports none",
+        "sampled 31.2% of the tokens without drafts, and the adapter reports none",
     )
     checks(trace)[0]["plain"] = 3
     assert omissions.undrafted_tokens_reported(trace.events) == [], (

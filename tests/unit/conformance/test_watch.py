@@ -147,18 +147,27 @@ def test_each_new_budget_of_a_harvest_is_noted_by_the_recorder_of_its_session(se
     assert [e["hook"] for e in read_trace(tmp_path)].count("harvest_opened") == 2
 
 
-def test_engines_of_one_process_are_told_apart(tmp_path):
-    async def generate(self, prompt, sampling_params, request_id, **kwargs):
-        yield output(1, 2)
-
-    written = []
-    configured = SimpleNamespace(
+def configured():
+    return SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.float32, max_model_len=8, logprobs_mode="x", logits_processors=None),
         load_config=SimpleNamespace(load_format="auto"),
         scheduler_config=SimpleNamespace(max_num_seqs=2),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         device_config=SimpleNamespace(device_type="cpu"),
     )
+
+
+@pytest.fixture
+def no_engine_yet(monkeypatch):
+    monkeypatch.setattr(watch, "_numbers", {})
+    monkeypatch.setattr(watch, "_configured", set())
+
+
+def test_engines_of_one_process_are_told_apart(tmp_path, no_engine_yet):
+    async def generate(self, prompt, sampling_params, request_id, **kwargs):
+        yield output(1, 2)
+
+    written = []
     watched = watch._wrap_generate(
         generate, PlantedErrors(tmp_path), lambda hook, **what: written.append((hook, what)), {}
     )
@@ -167,8 +176,48 @@ def test_engines_of_one_process_are_told_apart(tmp_path):
     async def ask(engine):
         return [answer async for answer in watched(engine, "p", params, "id")]
 
-    first, second = (SimpleNamespace(vllm_config=configured) for _ in range(2))
+    first, second = (SimpleNamespace(vllm_config=configured()) for _ in range(2))
     for engine in (first, second, first):
         asyncio.run(ask(engine))
     assert [what["engine"] for hook, what in written if hook == "engine_request_begins"] == [0, 1, 0]
     assert [hook for hook, _ in written].count("engine_configured") == 2
+
+
+def test_a_batch_of_a_synchronous_engine_is_seen_as_its_requests_are(tmp_path, no_engine_yet):
+    """Requests where they are added, whoever steps them; answers where ``LLM.generate`` gives them; on their front's clock."""
+    written = []
+
+    def write(hook, **what):
+        written.append((hook, what))
+
+    engine = SimpleNamespace(vllm_config=configured())
+    add_request = watch._wrap_add_request(lambda self, name, prompt, params: name, write, {"logprobs_mode": "x"})
+
+    def vllms_own(self, prompts, sampling_params=None, use_tqdm=True):
+        for name in "ab":
+            add_request(self.llm_engine, name, {}, sampling_params[0])
+        return [output(1, 2), output(3)]
+
+    plants = PlantedErrors(tmp_path)
+    generate = watch._wrap_batch(vllms_own, plants, write)
+    params = [SamplingParams(temperature=1.0, logprobs=0, extra_args=extra) for extra in (None, {"spec_off": [0, 1]})]
+    front = SimpleNamespace(
+        engine=SimpleNamespace(vllm_config=engine.vllm_config)
+    )  # another object before the same engine
+    token = watch._clock.set(front)
+    try:
+        generate(SimpleNamespace(llm_engine=engine), ["p", "q"], params, use_tqdm=False)
+    finally:
+        watch._clock.reset(token)
+    hooks = [hook for hook, _ in written]
+    assert hooks == [
+        "engine_configured",
+        "engine_request_begins",
+        "engine_request_begins",
+        "engine_request",
+        "engine_request",
+    ]
+    begins, requests = written[1:3], [what for _, what in written[3:]]
+    assert all(what == {"test": False, "clock": "own", "engine": 0} for _, what in begins)
+    assert [len(r["log_probs"]) for r in requests] == [2, 1] and [r["plain"] for r in requests] == [0, 1]
+    assert {r["engine"] for r in requests} == {0} and not any(r["test"] for r in requests)
