@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from importlib import import_module, metadata
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 
-from spec_plugin.commands.doctor import ADAPTER_GROUP
+from spec_plugin.commands.adapters import installed_adapters, module_for
 from spec_plugin.commands.forecast import judge
 from spec_plugin.commands.judgement import Judgement, find_model, model_from
 from spec_plugin.errors import SpecConfigError
@@ -22,7 +21,7 @@ Check = Callable[[Sequence[str], FindModel], RunPlan]
 def find_check(trainer: str) -> Check:
     """The function ``check`` of a trainer's adapter.
 
-    It is in the module ``<adapter>_check``, for an adapter whose import is itself the flag, or else in ``<adapter>.check``. It
+    It is in the module ``<adapter>_check.check``, for an adapter whose import is itself the flag, or in ``<adapter>.check``. It
     gets the trainer's arguments, or the whole command line, and a ``FindModel``, and answers with a ``RunPlan``: what it makes of
     the run and objects to. All that is the same for every trainer is judged here.
 
@@ -32,14 +31,12 @@ def find_check(trainer: str) -> Check:
     Raises:
         SpecConfigError: if there is no such adapter, or it offers none.
     """
-    adapters = {ep.name: ep for ep in metadata.entry_points(group=ADAPTER_GROUP)}
+    adapters = installed_adapters()
     if trainer not in adapters:
         raise SpecConfigError(
             f"no adapter is installed for {trainer!r}; there are: {', '.join(sorted(adapters)) or 'none'}"
         )
-    package = adapters[trainer].module
-    beside = f"{package}_check"
-    module = beside if find_spec(beside) else f"{package}.check"
+    module = module_for(adapters[trainer], "check")
     try:
         found: Check = import_module(module).check
     except (ImportError, AttributeError) as error:
@@ -51,7 +48,7 @@ def check_run(trainer: str, arguments: Sequence[str], model_config: Path | None 
     """Judge one run.
 
     Args:
-        trainer: ``verl``, ``openrlhf``, or another adapter's name.
+        trainer: name of its adapter.
         arguments: those of the trainer.
         model_config: a config.json that stands in for the model's own.
 

@@ -18,10 +18,11 @@ from spec_plugin import __version__
 from spec_plugin.commands.check import check_run
 from spec_plugin.commands.check import to_json as judgement_to_json
 from spec_plugin.commands.check import to_text as judgement_to_text
-from spec_plugin.commands.doctor import Diagnosis, Section, examine, hook_summaries, to_json, works
+from spec_plugin.commands.doctor import Section, examine, hook_summaries, to_json, works
 from spec_plugin.commands.project import project
 from spec_plugin.commands.terminal import Refused, echo, visible
 from spec_plugin.config import SpecConfig, describe_range, options_table
+from spec_plugin.diagnosis import Diagnosis
 from spec_plugin.errors import SpecConfigError, SpecPluginError
 from spec_plugin.outside import write_whole
 
@@ -31,15 +32,19 @@ _HELP = """Lossless speculative rollouts for RL trainers on vLLM.
 
 A small draft model proposes tokens, the policy verifies them, and the draft is trained and refreshed inside the run.
 The samples and the log-probs stay the policy's own. It is switched on with one flag of the trainer, and does nothing
-without it. For verl:
+without it:
 
 \b
-  actor_rollout_ref.model.external_lib=spec_plugin_verl
+  verl      actor_rollout_ref.model.external_lib=spec_plugin_verl
+  OpenRLHF  python -m spec_plugin_openrlhf … --spec.enable
+  TRL       SPEC_PLUGIN_TRL=1 python train.py
 
 No draft checkpoint is needed. Every option has a default; set one like this:
 
 \b
-  +actor_rollout_ref.rollout.custom.spec.k=5
+  verl      +actor_rollout_ref.rollout.custom.spec.k=5
+  OpenRLHF  --spec.k 5
+  TRL       SPEC_PLUGIN_TRL="k=5"
 
 Examples:
 
@@ -117,7 +122,7 @@ def doctor(target: Path | None, draft: Path | None, as_json: bool) -> None:
 
 _CHECK_HELP = """Say in seconds whether a run would be accepted, what it would do, or what to set instead.
 
-TRAINER is verl or openrlhf (or another adapter's name); ARGUMENTS are what the trainer gets, or the whole command line.
+TRAINER is verl, openrlhf or trl (or another adapter's name); ARGUMENTS are what the trainer gets, or the whole command line.
 The run is judged as if the flag were set, so it need not be there. Nothing is started, changed or downloaded, and no
 GPU is needed; the trainer must be installed, since its own configuration is read.
 
@@ -128,6 +133,8 @@ Examples:
   spec-plugin check verl --model-config qwen3.json -- python -m verl.trainer.main_ppo …
   spec-plugin check openrlhf -- --actor.model_name_or_path Qwen/Qwen3-8B --vllm.num_engines 4 --spec.k 5
   spec-plugin check openrlhf --json -- ray job submit -- python -m openrlhf.cli.train_ppo_ray …
+  spec-plugin check trl -- accelerate launch train.py …
+  spec-plugin check trl -- SPEC_PLUGIN_TRL="k=5" trl grpo --model_name_or_path Qwen/Qwen3-8B --use_vllm …
 
 It lists everything that stands in the way, each with the option, its value and what to set instead; the run itself
 refuses with the same words. A model that is not on this disk is listed as not checked, and the rest is judged.
@@ -209,13 +216,14 @@ def train(**options: Any) -> None:
 
 _REPORT_HELP = """Show what a run did, as one page of HTML that opens anywhere.
 
-RUN is a folder of a run, or a file: JSON lines of steps (verl's file logger), tensorboard's event files, or the console
-log. Several runs are shown side by side and compared with the first plain one.
+RUN is a folder of a run, or a file: JSON lines of steps (verl's file logger), the trainer_state.json of TRL's checkpoints,
+tensorboard's event files, or the console log. Several runs are shown side by side and compared with the first plain one.
 
 \b
 Examples:
   spec-plugin report runs/mine
   spec-plugin report plain/metrics.jsonl flag/ --out compare.html
+  spec-plugin report output_dir                     of TRL: the newest checkpoint in it has all steps
   spec-plugin report train.log --json | jq '.runs[0].findings'
 
 It says when the engines drafted and why not, the acceptance, the speed-up, what it cost, whether log-probs agreed, and what
@@ -287,6 +295,8 @@ def options(markdown: bool) -> None:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(table)
     console.print("\nverl: +actor_rollout_ref.rollout.custom.spec.<option>=<value>", highlight=False)
+    console.print("OpenRLHF: --spec.<option> <value>", highlight=False)
+    console.print('TRL: SPEC_PLUGIN_TRL="<option>=<value> …"', highlight=False, markup=False)
 
 
 @main.command()

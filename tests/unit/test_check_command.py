@@ -15,7 +15,7 @@ import spec_plugin_openrlhf.check as openrlhf
 import spec_plugin_openrlhf.options as openrlhf_options
 import torch
 from click.testing import CliRunner, Result
-from spec_plugin_verl_check import check as verl_check
+from spec_plugin_verl_check.check import check as verl_check
 
 from draft_training import DraftConfig, DraftTrainer, Eagle3Draft, TrainSettings, save_draft
 from spec_plugin import SpecConfigError, sources

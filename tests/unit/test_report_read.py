@@ -6,10 +6,13 @@ import os
 import random
 import shutil
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from spec_plugin.commands.adapters import ADAPTER_GROUP
+from spec_plugin.commands.report import formats
 from spec_plugin.commands.report.build import make_report
 from spec_plugin.commands.report.formats import LogFormat, log_formats
 from spec_plugin.commands.report.places import ReportError, find_places
@@ -17,11 +20,14 @@ from spec_plugin.commands.report.read import read_place
 from spec_plugin.commands.report.run import LoggedRun
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "report"
-FORMATS = log_formats()
+FORMATS = [
+    LogFormat.model_validate_json(file.read_text())
+    for file in sorted((Path(__file__).resolve().parents[2] / "adapters").rglob("log.json"))
+]
 
 
 def read(path: Path) -> LoggedRun:
-    (place,) = find_places(path)
+    (place,) = find_places(path, FORMATS)
     return read_place(place, FORMATS)
 
 
@@ -40,8 +46,11 @@ def write(file: Path, text: str) -> Path:
     return file
 
 
-def test_every_adapter_says_how_its_trainer_writes_down_steps():
-    assert sorted(form.trainer for form in FORMATS) == ["OpenRLHF", "verl"]
+def test_every_adapter_says_how_its_trainer_writes_down_steps(monkeypatch):
+    ours = ("openrlhf", "verl", "trl", "nothing_at_all")
+    entries = {name: metadata.EntryPoint(name, f"spec_plugin_{name}", ADAPTER_GROUP) for name in ours}
+    monkeypatch.setattr(formats, "installed_adapters", lambda: entries)
+    assert sorted(form.trainer for form in log_formats()) == ["OpenRLHF", "TRL", "verl"]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "verl.log"])
@@ -218,7 +227,7 @@ def test_an_empty_file_is_said(file):
 def test_a_broken_log_is_said_and_does_not_raise_anything_else(tmp_path):
     log = tmp_path / "train.log"
     log.write_bytes(os.urandom(4096) + b"\nstep: - \nGlobal step x: {}\n")
-    with pytest.raises(ReportError, match=r"train.log: no step of OpenRLHF or verl is in it"):
+    with pytest.raises(ReportError, match=r"train.log: no step of OpenRLHF or verl or TRL is in it"):
         read(log)
 
 
@@ -288,7 +297,10 @@ def test_a_folder_of_several_runs_is_several_runs_and_what_is_no_run_is_no_news(
 def test_json_lines_named_by_experiment_are_runs_of_their_own(tmp_path):
     for name in ("first", "second"):
         write(tmp_path / f"{name}.jsonl", lines("verl-plain")[0])
-    assert [place.name for place in find_places(tmp_path)] == [f"{tmp_path.name}/first", f"{tmp_path.name}/second"]
+    assert [place.name for place in find_places(tmp_path, FORMATS)] == [
+        f"{tmp_path.name}/first",
+        f"{tmp_path.name}/second",
+    ]
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):

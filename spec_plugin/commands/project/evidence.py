@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -90,7 +90,10 @@ def read_calibration(file: Path) -> list[StepTiming]:
         rows = json.loads(text_of(file))
         if not isinstance(rows, list) or not rows:
             raise ValueError("it is no list of steps")
-        steps = [StepTiming(**row) for row in rows]
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("what it lists must be a mapping each")
+        known = {field.name for field in fields(StepTiming)}  # a checkpoint of before may have more
+        steps = [StepTiming(**{name: value for name, value in row.items() if name in known}) for row in rows]
         if not all(isinstance(value, int | float) for step in steps for value in asdict(step).values()):
             raise ValueError("a value is no number")
         return steps

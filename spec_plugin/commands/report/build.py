@@ -59,7 +59,7 @@ def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
     for path in paths:
         found, failed = [], []
         try:
-            for place in find_places(path):
+            for place in find_places(path, formats):
                 try:
                     found.append(read_place(place, formats))
                 except ReportError as error:
@@ -110,7 +110,7 @@ def to_text(report: Report) -> Iterator[str]:
     """For a terminal: what stands out, and how the runs compare."""
     for view in report.views:
         earned = f", {view.earned.sentence}" if view.earned else ""
-        yield f"{view.run.name}: {len(view.run.numbers)} steps of {view.run.trainer or 'an unknown trainer'}{earned}"
+        yield f"{view.run.name}: {view.run.extent} of {view.run.trainer or 'an unknown trainer'}{earned}"
         for finding in view.findings:
             yield f"  {'' if finding.level == 'fine' else MARKS[finding.level]:<9}{finding.text}"
     for comparison in report.comparisons:

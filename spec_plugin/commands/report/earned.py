@@ -10,7 +10,7 @@ from spec_plugin.commands.report.run import LoggedRun
 
 @dataclass(frozen=True)
 class Earned:
-    """Seconds of all logged steps together; see ``spec_plugin.ledger`` for how they are estimated."""
+    """Seconds of all steps together; see ``spec_plugin.ledger`` for how they are estimated."""
 
     saved_s: float  # generation that the trainer did not wait for
     cost_s: float  # draft training, harvest, refreshes, self-tests
@@ -44,7 +44,9 @@ def earned_of(run: LoggedRun) -> Earned | None:
         step for i, step in enumerate(cost.steps) if i + 1 == len(cost.steps) or cost.values[i + 1] < cost.values[i]
     ]
     return Earned(
-        sum(saved.at(step) or 0.0 for step in last), sum(cost.at(step) or 0.0 for step in last), sum(took.values)
+        sum(saved.at(step) or 0.0 for step in last),
+        sum(cost.at(step) or 0.0 for step in last),
+        sum(took.values) * run.every,
     )
 
 

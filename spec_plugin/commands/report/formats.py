@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatch
 from functools import cached_property
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from spec_plugin.commands.doctor import ADAPTER_GROUP
+from spec_plugin.commands.adapters import installed_adapters
+from spec_plugin.commands.report.numbers import numbers_of
 
 FILE_NAME = "log.json"
 #: looks into a line of a log
@@ -41,7 +42,18 @@ class JsonLines(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     step: str
-    metrics: str
+    metrics: str | None = None  # None: the numbers stand beside the step
+
+
+class StateFile(BaseModel):
+    """A JSON file in each checkpoint that holds all steps so far, an object each, with the numbers beside the step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    folders: str  # pattern of the checkpoints' folders' names, such as ``checkpoint-*``
+    steps: str  # key of the list
+    step: str  # key in each object of it
+    planned: str | None = None  # key of the number of steps that the run is to have
 
 
 class LogFormat(BaseModel):
@@ -49,10 +61,14 @@ class LogFormat(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     trainer: str
-    step_line: str  # regular expression with the groups ``step`` and ``metrics``
+    step_line: str  # regular expression with the groups ``metrics`` and, if the trainer prints it, ``step``
     metric: str  # the same for one metric in the latter: ``name`` and ``value``
     planned_line: str | None = None  # the same of the line that says how many ``steps`` are planned
+    progress_bar: str | None = None  # the same of its bar, ``step`` and ``steps``; for a ``step_line`` without ``step``
+    printed_line: str | None = None  # the same of each line that it prints in the bar's place, steps' lines among them
+    epoch: str | None = None  # name of the metric that grows by the same amount in each step; for the same
     json_lines: JsonLines | None = None
+    state_file: StateFile | None = None
     prefixes: tuple[str, ...] = ("",)  # that a logger may put before all names
     names: Mapping[Name, tuple[str, ...]]  # the trainer's own names, which are added up
 
@@ -67,9 +83,49 @@ class LogFormat(BaseModel):
         return _finder(self.planned_line) if self.planned_line else lambda line: None
 
     @cached_property
+    def find_printed(self) -> Find:
+        """Looks for ``printed_line``; finds nothing where the trainer has none."""
+        return _finder(self.printed_line) if self.printed_line else lambda line: None
+
+    @cached_property
+    def _bar(self) -> re.Pattern[str] | None:
+        return re.compile(self.progress_bar) if self.progress_bar else None
+
+    def find_bars(self, line: str) -> Iterator[re.Match[str]]:
+        """Each ``progress_bar`` in a line of the log."""
+        return self._bar.finditer(line) if self._bar else iter(())
+
+    def epoch_of(self, metrics: Mapping[str, float]) -> float | None:
+        """What the trainer logged as ``epoch``; None where it did not."""
+        names = [prefix + self.epoch for prefix in self.prefixes] if self.epoch else []
+        return next((metrics[name] for name in names if name in metrics), None)
+
+    @cached_property
     def metric_pattern(self) -> re.Pattern[str]:
         """``metric``, compiled; case is ignored, for ``NaN``."""
         return re.compile(self.metric, re.IGNORECASE)
+
+    def metrics_in(self, record: Mapping[str, object]) -> dict[str, float] | None:
+        """The numbers of a step in an object of a JSON line; None if the trainer writes none like it.
+
+        Where they stand beside the step, an object with anything else in it is no step: rollouts have such numbers, and texts.
+        """
+        if (keys := self.json_lines) is None or keys.step not in record:
+            return None
+        if keys.metrics is not None:
+            inner = record.get(keys.metrics)
+            return numbers_of(inner) if isinstance(inner, dict) else None
+        metrics = numbers_of(record, keys.step)
+        others = [value for name, value in record.items() if name not in metrics and name != keys.step]
+        return metrics if self.own_names(metrics) and not any(value is not None for value in others) else None
+
+    def is_state_file(self, file: Path) -> bool:
+        """Is this a checkpoint's file of all steps so far, by its name."""
+        return self.state_file is not None and file.name == self.state_file.name
+
+    def is_checkpoint(self, folder: Path) -> bool:
+        """Is this a checkpoint with such a file, by its name: what is in it is of the run of the folder above."""
+        return self.state_file is not None and fnmatch(folder.name, self.state_file.folders)
 
     def own_names(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The trainer's numbers under the report's names; those that it did not log are missing."""
@@ -95,7 +151,7 @@ def log_formats() -> list[LogFormat]:
         pydantic.ValidationError: if one is not as it should be.
     """
     found = {}
-    for entry in metadata.entry_points(group=ADAPTER_GROUP):
+    for entry in installed_adapters().values():
         spec = find_spec(entry.module.partition(".")[0])  # of a package alone, so that nothing is imported
         for folder in (spec.submodule_search_locations or ()) if spec else ():
             file = Path(folder) / FILE_NAME

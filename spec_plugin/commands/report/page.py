@@ -59,7 +59,7 @@ def to_html(report: Report) -> str:
 
 def _row(run: LoggedRun, columns: Sequence[tuple[str, str, str]], rewarded: Sequence[int]) -> list[str]:
     """A run's line of the table: medians with quartiles; rewards are those of the same steps of all."""
-    planned = f" of {run.planned}" if run.planned and run.planned > len(run.numbers) else ""
+    planned = f" of {run.planned}" if run.planned and run.planned > len(run.numbers) * run.every else ""
     cells = [run.name, f"{len(run.numbers)}{planned}", str(len(run.drafted)) if run.has_plugin else "plain"]
     for _, metric, form in columns:
         if metric == "ms_per_token" and run.overlaps:

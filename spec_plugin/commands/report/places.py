@@ -5,18 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from spec_plugin.commands.report.formats import LogFormat
 from spec_plugin.errors import SpecPluginError
 from spec_plugin.outside import TooMuchError, lines_of
 
-Kind = Literal["json", "events", "console"]
+Kind = Literal["json", "state", "events", "console"]
 _CONSOLE = (".log", ".out")  # looked for in folders; a file that was named may be called anything
 _DEPTH = 3  # folders below the one that was named
 _PACKED = ".gz"
@@ -38,11 +40,16 @@ class Place:
     files: tuple[Path, ...]
 
 
-def find_places(path: Path) -> list[Place]:
+def find_places(path: Path, formats: Sequence[LogFormat]) -> list[Place]:
     """The runs in a file or folder.
 
     A folder with files of its own is one run, but for JSON lines, of which each file is one (named by experiment). Else
-    each folder below with such files is one; together they are one run if no two of them hold the same kind.
+    each folder below with such files is one; together they are one run if no two of them hold the same kind. What lies in a
+    checkpoint is of the run of the folder above it.
+
+    Args:
+        path: the file or folder.
+        formats: what trainers write.
 
     Raises:
         ReportError: if there is no such path, or nothing to read in it.
@@ -50,32 +57,44 @@ def find_places(path: Path) -> list[Place]:
     if not path.exists():
         raise ReportError(f"{path}: there is no such file or folder")
     if path.is_file():
-        stem = _unpacked(path).stem
-        return [Place(path.resolve().parent.name if stem == "metrics" else stem, (path,))]
-    folders = {folder: files for folder in _folders(path) if (files := _files(folder))}
+        return [Place(_name_of(path, formats), (path,))]
+    folders = _folders_of_runs(path, formats)
     if not folders:
+        states = "".join(f"{form.state_file.name} in checkpoints, nor " for form in formats if form.state_file)
         raise ReportError(
-            f"{path}: no trainer's output is in this folder: neither JSON lines of steps (*.jsonl), nor tensorboard's "
-            f"event files, nor a console log ({', '.join('*' + s for s in _CONSOLE)}), nor one of these as *{_PACKED}; "
-            "name the file that it went to"
+            f"{path}: no trainer's output is in this folder: neither JSON lines of steps (*.jsonl), nor {states}"
+            f"tensorboard's event files, nor a console log ({', '.join('*' + s for s in _CONSOLE)}), nor one of these "
+            f"as *{_PACKED}; name the file that it went to"
         )
     name = path.resolve().name
     if path in folders:
-        mine = folders.pop(path)
-        return _split(name, mine + _events_of_one_folder(mine, folders))
-    holders = Counter(kind for files in folders.values() for kind in {kind_of(file) for file in files})
+        return _split(name, _with_folders_below(path, folders, formats), formats)
+    holders = Counter(kind for files in folders.values() for kind in {kind_of(file, formats) for file in files})
     if max(holders.values()) == 1:
-        return _split(name, [file for files in folders.values() for file in files])
-    return [p for folder, files in folders.items() for p in _split(str(folder.relative_to(path)), files)]
+        return _split(name, [file for files in folders.values() for file in files], formats)
+    whole = {folder: _with_folders_below(folder, folders, formats) for folder in folders}
+    taken = {file for folder, files in whole.items() for file in files if file not in folders[folder]}
+    runs = {folder: files for folder, files in whole.items() if not taken.issuperset(folders[folder])}
+    return [p for folder, files in runs.items() for p in _split(str(folder.relative_to(path)), files, formats)]
 
 
-def kind_of(file: Path) -> Kind | None:
+def _name_of(file: Path, formats: Sequence[LogFormat]) -> str:
+    """What a run is called of which one file was named: by the folder, where the file is called the same in every run."""
+    folder, stem = file.resolve().parent, _unpacked(file).stem
+    if kind_of(file, formats) == "state":
+        return folder.parent.name if any(form.is_checkpoint(folder) for form in formats) else folder.name
+    return folder.name if stem == "metrics" else stem
+
+
+def kind_of(file: Path, formats: Sequence[LogFormat]) -> Kind | None:
     """By the file's name and, of JSON lines, its first lines; None if it is nothing that is read here."""
     if "tfevents" in file.name and file.suffix != _PACKED:
         return "events"
     inner_file = _unpacked(file)
+    if any(form.is_state_file(inner_file) for form in formats):
+        return "state"
     if inner_file.suffix == ".jsonl":
-        return "json" if _has_steps(file) else None
+        return "json" if _has_steps(file, formats) else None
     return "console" if inner_file.suffix in _CONSOLE else None
 
 
@@ -84,21 +103,23 @@ def _unpacked(file: Path) -> Path:
     return file.with_suffix("") if file.suffix == _PACKED else file
 
 
-def _has_steps(file: Path) -> bool:
+def _has_steps(file: Path, formats: Sequence[LogFormat]) -> bool:
     """Is one of the first lines a step's. An empty file may become one; other JSON lines are prompts or rollouts."""
     try:
         first = [line for line in islice(lines_of(file), _HEADER) if line.strip()]
     except (*BROKEN, TooMuchError):
         return True  # the reader says so
-    return not first or any(map(_is_step, first))
+    return not first or any(_is_step(line, formats) for line in first)
 
 
-def _is_step(line: str) -> bool:
+def _is_step(line: str, formats: Sequence[LogFormat]) -> bool:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return '"step"' in line[:200]  # cut off
-    return isinstance(record, dict) and "step" in record and len(record) <= 3
+    if not isinstance(record, dict):
+        return False
+    return ("step" in record and len(record) <= 3) or any(form.metrics_in(record) is not None for form in formats)
 
 
 def _folders(top: Path) -> Iterator[Path]:
@@ -109,22 +130,47 @@ def _folders(top: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _files(folder: Path) -> list[Path]:
-    """Oldest first, so that what a resumed run has written comes last."""
-    files = [file for file in folder.iterdir() if file.is_file() and kind_of(file)]
-    return sorted(files, key=lambda file: (file.stat().st_mtime, file.name))
+def _folders_of_runs(top: Path, formats: Sequence[LogFormat]) -> dict[Path, list[Path]]:
+    """Each folder with a trainer's files, oldest first, so that what a resumed run has written comes last."""
+    found: dict[Path, list[Path]] = {}
+    for folder in _folders(top):
+        of_above = folder != top and any(form.is_checkpoint(folder) for form in formats)
+        for file in folder.iterdir():
+            if file.is_file() and (kind := kind_of(file, formats)):
+                found.setdefault(folder.parent if of_above and kind == "state" else folder, []).append(file)
+    for folder, files in found.items():
+        states = [file for file in files if kind_of(file, formats) == "state"]
+        kept = [file for file in files if file not in states] + _newest(states)
+        found[folder] = sorted(kept, key=lambda file: (file.stat().st_mtime, _place_in_run(file)))
+    return dict(sorted(found.items()))
 
 
-def _events_of_one_folder(mine: list[Path], below: dict[Path, list[Path]]) -> list[Path]:
-    """Event files of a run lie in a folder of their own, beside its log."""
-    if any(kind_of(file) == "events" for file in mine):
-        return []
-    found = [events for files in below.values() if (events := [f for f in files if kind_of(f) == "events"])]
-    return found[0] if len(found) == 1 else []
+def _newest(states: list[Path]) -> list[Path]:
+    """Each holds all steps before it. A copy may have lost its time, a resumed run is behind an older one, one may be torn."""
+    by_time = sorted(states, key=lambda file: file.stat().st_mtime)
+    return list(dict.fromkeys([*by_time[-1:], *sorted(states, key=_place_in_run)[-2:]]))
 
 
-def _split(name: str, files: list[Path]) -> list[Place]:
-    steps = [file for file in files if kind_of(file) == "json"]
+def _place_in_run(file: Path) -> tuple[int, str]:
+    """Checkpoints by their numbers, as ``checkpoint-9`` and ``checkpoint-10``; all else by name."""
+    digits = re.findall(r"\d+", file.parent.name)
+    return (int(digits[-1]) if digits else 0, file.name)
+
+
+def _with_folders_below(folder: Path, folders: Mapping[Path, list[Path]], formats: Sequence[LogFormat]) -> list[Path]:
+    """A run's own files, and its event files and checkpoints in a folder below; where several have such, they are other runs."""
+    files = list(folders[folder])
+    below = [others for other, others in folders.items() if folder in other.parents]
+    for kind in ("events", "state"):
+        if any(kind_of(file, formats) == kind for file in files):
+            continue
+        found = [of_kind for others in below if (of_kind := [f for f in others if kind_of(f, formats) == kind])]
+        files += found[0] if len(found) == 1 else []
+    return files
+
+
+def _split(name: str, files: list[Path], formats: Sequence[LogFormat]) -> list[Place]:
+    steps = [file for file in files if kind_of(file, formats) == "json"]
     if len(steps) < 2:
         return [Place(name, tuple(files))]
     return [Place(f"{name}/{file.stem}", (file,)) for file in steps]

@@ -6,102 +6,97 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
+from spec_plugin.commands.report.console import read_console
 from spec_plugin.commands.report.formats import LogFormat
-from spec_plugin.commands.report.places import BROKEN, Place, ReportError, kind_of
-from spec_plugin.commands.report.run import LoggedRun, Notice
-from spec_plugin.errors import FATAL
-from spec_plugin.outside import TooMuchError, lines_of
+from spec_plugin.commands.report.numbers import MOST_STEPS, numbers_of, step_number
+from spec_plugin.commands.report.places import BROKEN, Kind, Place, ReportError, kind_of
+from spec_plugin.commands.report.raw import Raw
+from spec_plugin.commands.report.run import LoggedRun, Notice, spacing
+from spec_plugin.outside import TooMuchError, lines_of, text_of
 
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_RAY_PREFIX = re.compile(r"(?:\x1b\[[\d;]*m)*\((?:\w+ )?pid=[^)]*\)(?:\x1b\[[\d;]*m)* ?")
-_OURS = " spec-plugin: "
-_NOTICE = re.compile(rf"\b(INFO|WARNING|ERROR) \d{{4}}-\d\d-\d\d [\d:,]+{_OURS}(.*)")
-_STOPPED = re.compile(rf"^(?:spec_plugin\.errors\.)?({'|'.join(error.__name__ for error in FATAL)}): (.*)")
-_LINES_OF_A_NOTICE = 8
-#: no run comes to this step; a number beyond it is a time, or no step at all
-_MOST_STEPS = 1_000_000
-_DIGITS = len(str(_MOST_STEPS)) - 1
-#: as which "not a number" and the infinities are written by loggers that keep to JSON, in small letters
-_NO_NUMBERS = ("nan", "infinity", "-infinity", "inf", "-inf")
 _SPEC = re.compile(r"(?:^|/)(spec/.+)$")
-
-
-@dataclass
-class Raw:
-    """What is in one file, under the trainer's names."""
-
-    steps: dict[int, dict[str, float]] = field(default_factory=dict)
-    notices: list[Notice] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    planned: int | None = None
-    last: int = -1  # step
-
-    def add(self, step: int, metrics: Mapping[str, float], file: Path) -> None:
-        """A step; one that comes again was repeated by a run that went on from a checkpoint."""
-        if step < self.last and step in self.steps:
-            self.remarks.append(
-                f"{file.name}: step {step} comes again after step {self.last}: the run was resumed there; the later one is shown"
-            )
-            for later in [s for s in self.steps if s >= step]:
-                del self.steps[later]
-        self.last = step
-        self.steps.setdefault(step, {}).update(metrics)
-
-    def go_on(self, later: Raw, file: Path) -> None:
-        """What a later file of the same kind has; a copy adds nothing."""
-        if not later.steps.items() <= self.steps.items():
-            for step, metrics in later.steps.items():
-                self.add(step, metrics, file)
-        self.notices += later.notices
-        self.remarks += later.remarks
-        self.planned = later.planned or self.planned
 
 
 def read_place(place: Place, formats: Sequence[LogFormat]) -> LoggedRun:
     """One run from its files.
 
-    Where several hold the same step, JSON lines are preferred to event files (which round to 32 bits), and these to the log.
+    Where several hold the same step, JSON is preferred to event files (which round to 32 bits), and these to the log.
 
     Raises:
         ReportError: if no step is in any of them, with what was found instead.
     """
-    kinds: dict[str, Raw] = {"console": Raw(), "events": Raw(), "json": Raw()}
-    for file in place.files:
-        kinds[kind_of(file) or "console"].go_on(_read_file(file, formats), file)
-    steps: dict[int, dict[str, float]] = {}
-    for raw in kinds.values():
-        for step, metrics in raw.steps.items():
-            steps.setdefault(step, {}).update(metrics)
+    kinds: dict[Kind, Raw] = {"console": Raw(), "events": Raw(), "state": Raw(), "json": Raw()}
+    for file in sorted(place.files, key=lambda file: kind_of(file, formats) in (None, "console")):  # these come last
+        kind = kind_of(file, formats) or "console"
+        kinds[kind].go_on(
+            _read_file(file, kind, formats, None if kind != "console" else _per_epoch(kinds, formats)), file
+        )
     remarks = [remark for raw in kinds.values() for remark in raw.remarks]
     notices = tuple(notice for raw in kinds.values() for notice in raw.notices)
-    if not steps:
+    names = {name: 0.0 for raw in kinds.values() for metrics in raw.steps.values() for name in metrics}
+    if not names:
         raise ReportError(_nothing(place, remarks, notices, formats))
-    names = {name: 0.0 for metrics in steps.values() for name in metrics}
     trainer = max(formats, key=lambda form: len(form.own_names(names)), default=None)
-    known = {step: _canonical(metrics, trainer) for step, metrics in steps.items()}
-    planned = kinds["console"].planned
+    known: dict[int, dict[str, float]] = {}
+    for raw in kinds.values():
+        for step, metrics in raw.steps.items():
+            known.setdefault(step, {}).update(_canonical(metrics, trainer))
+    known = {step: _with_per_token(values) for step, values in known.items() if values} or {s: {} for s in known}
+    planned = kinds["state"].planned or kinds["console"].planned
     remarks += [*_not_numbers(known), *_cut_off(known, planned)]
     finite = {s: {n: v for n, v in values.items() if math.isfinite(v)} for s, values in known.items()}
     title = trainer.trainer if trainer and trainer.own_names(names) else ""
     return LoggedRun(place.name, title, finite, notices, tuple(remarks), tuple(map(str, place.files)), planned)
 
 
-def _read_file(file: Path, formats: Sequence[LogFormat]) -> Raw:
+def _per_epoch(kinds: Mapping[Kind, Raw], formats: Sequence[LogFormat]) -> float | None:
+    """Steps in an epoch, by files that number their steps; None if none of them has both."""
+    for raw in kinds.values():
+        for step, metrics in sorted(raw.steps.items(), reverse=True):
+            for form in formats:
+                if epoch := form.epoch_of(metrics):
+                    return step / epoch
+    return None
+
+
+def _read_file(file: Path, kind: Kind, formats: Sequence[LogFormat], per_epoch: float | None) -> Raw:
     """One file, by its kind; whatever cannot be read in it is a remark."""
     if file.stat().st_size == 0:
         return Raw(remarks=[f"{file.name} is empty: the run has written nothing yet, or died before its first step"])
-    kind = kind_of(file)
     if kind == "events":
         return _read_events(file)
+    if kind == "state":
+        return _read_state(file, formats)
     broken: list[str] = []
     lines = _lines_of(file, broken)
-    raw = _read_json_lines(lines, file, formats) if kind == "json" else _read_console(lines, file, formats)
+    raw = _read_json_lines(lines, file, formats) if kind == "json" else read_console(lines, file, formats, per_epoch)
     raw.remarks += broken
+    return raw
+
+
+def _read_state(file: Path, formats: Sequence[LogFormat]) -> Raw:
+    """A checkpoint's file of all steps so far, as an adapter's ``state_file`` says."""
+    raw, where = Raw(), f"{file.parent.name}/{file.name}"
+    try:
+        content = json.loads(text_of(file))
+    except (ValueError, RecursionError) as error:  # also what text_of raises
+        raw.remarks.append(f"{where}: it is no JSON, or was cut off while it was written: {error}")
+        return raw
+    for form in formats:
+        keys = form.state_file
+        records = content.get(keys.steps) if keys and isinstance(content, dict) else None
+        if not keys or not isinstance(records, list):
+            continue
+        for record in records:
+            if isinstance(record, dict) and (step := step_number(record.get(keys.step))) is not None:
+                metrics = numbers_of(record, keys.step)
+                if form.own_names(metrics):
+                    raw.add(step, metrics, file)
+        raw.planned = step_number(content.get(keys.planned or "")) or None
     return raw
 
 
@@ -126,7 +121,7 @@ def _read_json_lines(lines: Iterable[str], file: Path, formats: Sequence[LogForm
         except (ValueError, TypeError, OverflowError, RecursionError):
             broken.append((number, line.endswith("\n")))
             continue
-        raw.add(step, {name: value for name, v in metrics.items() if (value := _number(v)) is not None}, file)
+        raw.add(step, metrics, file)
     if broken and not broken[-1][1]:
         raw.remarks.append(f"{file.name}: its last line, {broken.pop()[0]}, is cut off in the middle and was left out")
     if broken:
@@ -134,26 +129,17 @@ def _read_json_lines(lines: Iterable[str], file: Path, formats: Sequence[LogForm
     return raw
 
 
-def _record(record: Any, formats: Sequence[LogFormat]) -> tuple[int, Mapping[str, object]]:
+def _record(record: Any, formats: Sequence[LogFormat]) -> tuple[int, Mapping[str, float]]:
     """A step's number and its metrics; ValueError, TypeError or OverflowError if it is none."""
+    if not isinstance(record, dict):
+        raise ValueError("no step")
     for form in formats:
-        keys = form.json_lines
-        if keys and isinstance(record, dict) and isinstance(record.get(keys.metrics), dict):
+        if (keys := form.json_lines) and (metrics := form.metrics_in(record)) is not None:
             step = int(record[keys.step])
-            if abs(step) > _MOST_STEPS:
+            if abs(step) > MOST_STEPS:
                 raise ValueError(f"no run comes to step {step}")
-            return step, record[keys.metrics]
+            return step, metrics
     raise ValueError("no step")
-
-
-def _number(value: object) -> float | None:
-    """A metric, also where it is the word for what JSON has no number for; one that no float can hold is infinite."""
-    if not isinstance(value, int | float):
-        return float(value) if isinstance(value, str) and value.lower() in _NO_NUMBERS else None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
 
 
 def _read_events(file: Path) -> Raw:
@@ -174,7 +160,7 @@ def _read_events(file: Path) -> Raw:
         for record in _records(file):
             event = Event.FromString(record)
             found = {v.tag: float(v.simple_value) for v in event.summary.value if v.HasField("simple_value")}
-            if found and abs(event.step) <= _MOST_STEPS:
+            if found and abs(event.step) <= MOST_STEPS:
                 raw.add(int(event.step), found, file)
     except (DecodeError, EOFError):
         raw.remarks.append(
@@ -195,63 +181,18 @@ def _records(file: Path) -> Iterator[bytes]:
             yield data[:length]
 
 
-def _read_console(lines: Iterable[str], file: Path, formats: Sequence[LogFormat]) -> Raw:
-    """The console log: steps as an adapter's ``step_line`` finds them, and the plugin's own lines, to be quoted."""
-    raw = Raw()
-    pending: list[Notice] = []  # of the step whose line is still to come
-    last: int | None = None
-    for line, following in _with_continuation(lines):
-        if said := _said(line, following):
-            pending.append(said)
-            continue
-        for form in formats:
-            if (found := form.find_step(line)) and len(found["step"]) <= _DIGITS:
-                metrics = {m["name"]: float(m["value"]) for m in form.metric_pattern.finditer(found["metrics"])}
-                last = int(found["step"])
-                raw.add(last, metrics, file)
-                raw.notices += [Notice(last, n.level, n.text) for n in pending]
-                pending = []
-            elif (found := form.find_planned(line)) and len(found["steps"]) <= _DIGITS:
-                raw.planned = int(found["steps"])
-    raw.notices += [Notice(last + 1 if last is not None else None, n.level, n.text) for n in pending]
-    return raw
-
-
-def _said(line: str, following: Sequence[str]) -> Notice | None:
-    """The plugin's own line, or the error with which it stopped the run."""
-    if _OURS in line and (found := _NOTICE.search(line)):
-        return Notice(None, found[1], "\n".join([found[2], *following]))
-    if found := _STOPPED.match(line):
-        return Notice(None, "ERROR", f"{found[1]}: " + "\n".join([found[2], *following]))
-    return None
-
-
-def _with_continuation(lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each line without Ray's prefix and colours, and the indented ones that follow it."""
-    held: tuple[str, list[str]] | None = None
-    for line in lines:
-        plain = line.rstrip("\n")
-        if prefix := _RAY_PREFIX.match(plain):
-            plain = plain[prefix.end() :]
-        plain = _COLOUR.sub("", plain) if "\x1b" in plain else plain
-        if held and plain.startswith("  ") and len(held[1]) < _LINES_OF_A_NOTICE:
-            held[1].append(plain)
-            continue
-        if held:
-            yield held
-        held = (plain, [])
-    if held:
-        yield held
-
-
 def _canonical(metrics: Mapping[str, float], trainer: LogFormat | None) -> dict[str, float]:
     """The plugin's metrics without the trainer's prefix, and the trainer's own under the report's names."""
     ours = {found[1]: value for name, value in metrics.items() if (found := _SPEC.search(name))}
-    own = trainer.own_names(metrics) if trainer else {}
-    if "ms_per_token" not in own and {"generation_s", "response_tokens", "samples"} <= own.keys():
-        tokens = own["response_tokens"] * own["samples"]
-        own |= {"ms_per_token": 1e3 * own["generation_s"] / tokens} if tokens > 0 else {}
-    return own | ours
+    return (trainer.own_names(metrics) if trainer else {}) | ours
+
+
+def _with_per_token(values: dict[str, float]) -> dict[str, float]:
+    """With the time of generation per token, where the trainer does not log it."""
+    if "ms_per_token" in values or not {"generation_s", "response_tokens", "samples"} <= values.keys():
+        return values
+    tokens = values["response_tokens"] * values["samples"]
+    return values | {"ms_per_token": 1e3 * values["generation_s"] / tokens} if tokens > 0 else values
 
 
 def _not_numbers(steps: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
@@ -265,12 +206,13 @@ def _not_numbers(steps: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
 
 
 def _cut_off(steps: Mapping[int, Mapping[str, float]], planned: int | None) -> Iterator[str]:
-    """What is missing: steps in between, at the end, or metrics of the last one."""
+    """What is missing: steps in between, at the end, or metrics of the last one. Some trainers log each tenth step, say."""
     numbers = sorted(steps)
-    gaps = chain.from_iterable(range(before + 1, after) for before, after in pairwise(numbers))
+    every = spacing(numbers)
+    gaps = chain.from_iterable(range(before + every, after, every) for before, after in pairwise(numbers))
     if missing := list(islice(gaps, 8)):
         yield f"steps are missing between the first and the last: {', '.join(map(str, missing))}"
-    if planned and numbers[-1] < planned:
+    if planned and planned - numbers[-1] >= every:
         yield f"{planned} steps were planned, and the log ends at step {numbers[-1]}: it is still running, or was cut off"
     last, before = (len(steps[number]) for number in (numbers[-1], numbers[max(0, len(numbers) - 2)]))
     if last < before / 2:
@@ -287,4 +229,6 @@ def _nothing(place: Place, remarks: Sequence[str], notices: Sequence[Notice], fo
     if not formats:
         return f"{where}: no adapter that is installed here says how its trainer writes down steps (log.json in its package)"
     trainers = " or ".join(form.trainer for form in formats)
-    return f"{where}: no step of {trainers} is in it, neither as JSON lines, nor in event files, nor in lines of a console log"
+    return (
+        f"{where}: no step of {trainers} is in it, neither as JSON, nor in event files, nor in lines of a console log"
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any
 
@@ -120,6 +122,17 @@ class LoggedRun:
         return tuple(sorted(self.steps))
 
     @cached_property
+    def every(self) -> int:
+        """Of how many steps one was logged: 10 where a trainer logs the means of ten steps."""
+        return spacing(self.numbers)
+
+    @property
+    def extent(self) -> str:
+        """For people: how many steps were logged."""
+        each = f", one in {self.every}," if self.every > 1 else ""
+        return f"{len(self.numbers)} logged steps{each}" if each else f"{len(self.numbers)} steps"
+
+    @cached_property
     def _columns(self) -> Mapping[str, Series]:
         found: dict[str, tuple[list[int], list[float]]] = {}
         for step in self.numbers:
@@ -181,6 +194,20 @@ class Share:
     name: str
     percent: Series  # of each step's time
     whole: float  # percent of all steps' time together
+
+
+def spacing(numbers: Sequence[int]) -> int:
+    """Of how many steps one was logged: the most frequent distance of neighbours of which all but the first are multiples.
+
+    Args:
+        numbers: of the logged steps, ascending.
+
+    Returns:
+        1 where there is no such distance.
+    """
+    apart = Counter(after - before for before, after in pairwise(numbers))
+    fit = [size for size in apart if not any(number % size for number in numbers[1:])]
+    return min(fit, key=lambda size: (-apart[size], size), default=1)
 
 
 def shares_of(run: LoggedRun) -> list[Share]:
