@@ -29,7 +29,7 @@ help:  ## list the targets
 env:  ## create or update .envs/$(TRAINER) (instant when it is current)
 	@$(MAKE_ENV) $(TRAINER)
 
-quickstart: env  ## a GRPO run on this CPU with speculative rollouts, about 4 minutes; TRAINER=openrlhf, ARGS="--steps 20 --plain" …
+quickstart: env  ## a GRPO run on this CPU with speculative rollouts, about 4 minutes; TRAINER=openrlhf or trl, ARGS="--steps 20 --plain" …
 	@.envs/$(TRAINER)/bin/python examples/quickstart/run.py --trainer $(TRAINER) $(ARGS)
 
 verl-env:
@@ -62,13 +62,13 @@ engine-test:  ## tests with a real vLLM engine (minutes)
 
 conformance:  ## the conformance kit on every adapter, and on wrong ones (minutes each); SHAPES=all, versions, or some: "verl-tp2 openrlhf-zero3"
 ifeq ($(SHAPES),)
-	@$(CHECK) --foreground kit-minimal wrong-adapters kit-verl kit-openrlhf -- $(ARGS)
+	@$(CHECK) --foreground kit-minimal wrong-adapters kit-verl kit-openrlhf kit-trl -- $(ARGS)
 else
 	@$(CHECK) $(if $(JOBS),--jobs $(JOBS)) $(if $(filter all,$(SHAPES)),--rest,$(SHAPES)) -- $(ARGS)
 endif
 
 trainer-test:  ## tests with real trainers (minutes)
-	@$(CHECK) --foreground trainers-verl trainers-openrlhf -- $(ARGS)
+	@$(CHECK) --foreground trainers-verl trainers-openrlhf trainers-trl -- $(ARGS)
 
 versions: verl-env  ## which versions of trainers and vLLM can be installed together, into docs/supported.md (4 minutes, no download)
 	@$(or $(PYTHON),python3) tools/versions.py --write $(ARGS)

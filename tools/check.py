@@ -47,7 +47,7 @@ class Part:
     limit: float = 2400.0  # seconds; far above what a busy machine needs: it is there for what hangs
 
 
-VERL, OPENRLHF = ".envs/verl/bin", ".envs/openrlhf/bin"
+VERL, OPENRLHF, TRL = ".envs/verl/bin", ".envs/openrlhf/bin", ".envs/trl/bin"
 PYTEST = f"{VERL}/python -m pytest"
 MINIMAL = "tests/engine/test_conformance_minimal.py"
 SOAK = "tests/engine/test_soak.py"
@@ -80,6 +80,7 @@ SHAPES = {
         "v2",
     ),
     "openrlhf": ("tp2", "dp2", "zero3", "job", "async", "partial"),
+    "trl": ("skip", "accumulate", "iterations", "sleep", "rloo", "peft", "skip-peft", "dp2", "zero3", "fsdp2"),
 }
 #: of verl, with other actors: in environments of their own
 ACTORS = {
@@ -96,6 +97,7 @@ METHODS = {
         "ngram": "--spec method=ngram",
     },
     "openrlhf": {"draft-model": "--spec method=draft_model", "suffix": "--spec method=suffix"},
+    "trl": {"suffix": "--spec method=suffix"},
 }
 #: the checks of a shape that need one short run and no self-test
 QUICK = '"installed or untouched or arrives or hidden or learns"'
@@ -130,6 +132,8 @@ PARTS = (
     Part("wrong-adapters", (f"{PYTEST} {MINIMAL} -k a_wrong_adapter -m 'not family'",), ("verl",), 5),
     Part("kit-verl", (f"{VERL}/spec-plugin conformance verl",), ("verl",), 8, STARTS_VERL),
     Part("kit-openrlhf", (f"{OPENRLHF}/spec-plugin conformance openrlhf",), ("openrlhf",), 4),
+    Part("kit-trl", (f"{TRL}/spec-plugin conformance trl",), ("trl",), 4),
+    Part("trainers-trl", (f"{TRL}/python -m pytest tests/trainers/test_trl.py -m trainer",), ("trl",), 4),
     Part(
         "shapes",
         tuple(f"{VERL}/spec-plugin conformance verl --shape {shape} -k {QUICK}" for shape in DAILY_SHAPES),

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECTS = (ROOT, ROOT / "adapters" / "cpu")  # what is installed from this repository
-TRAINERS = ("verl", "openrlhf")
+PROJECTS = (ROOT, ROOT / "adapters" / "trl", ROOT / "adapters" / "cpu")  # what is installed from this repository
+TRAINERS = ("verl", "openrlhf", "trl")
 #: megatron and veomni are verl with other actors; the last ones are trainers with other versions of vLLM
 ENVIRONMENTS = (
     *TRAINERS,
@@ -236,7 +236,8 @@ def bring_up_to_date(folder: Path, pins: Path) -> None:
     """Do what is missing; the stamp files say what is there."""
     pins_text = with_included(pins)
     environment = digest(pins_text, Path(__file__).read_text(), sys.version)
-    project = digest(environment, str(ROOT), *((project / "pyproject.toml").read_bytes() for project in PROJECTS))
+    built_from = [file for project in PROJECTS for file in (project / "pyproject.toml", *project.glob("*.pth"))]
+    project = digest(environment, str(ROOT), *(file.read_bytes() for file in built_from))
     start = time.monotonic()
     if not is_current(folder / ".stamp-environment", environment):
         print(f"make_env: creating {folder} (a minute with a warm cache, else the time of a 1 GB download)", flush=True)

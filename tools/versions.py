@@ -21,7 +21,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "supported.md"
 BEGIN, END = "<!-- versions: made by `make versions`, do not edit -->", "<!-- end of versions -->"
 #: as a user asks for them; the extra of OpenRLHF's says which vLLM it can be used with
-TRAINERS = {"verl": "verl==0.9.1", "OpenRLHF": "openrlhf[vllm-latest]==0.11.2", "none": ""}
+TRAINERS = {
+    "verl": "verl==0.9.1",
+    "OpenRLHF": "openrlhf[vllm-latest]==0.11.2",
+    "TRL": "trl[vllm]==1.16.0",
+    "none": "",
+}
+#: of TRL, which comes out every other week, all that its adapter takes; what it wraps is there in each (tools/trl_symbols.py)
+TRL = ("1.8.0", "1.9.0", "1.10.0", "1.11.0", "1.12.0", "1.13.0", "1.14.0", "1.15.0", "1.16.0")
 VLLM = ("0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 PINS = {"verl": "0.24.0", "OpenRLHF": "0.29.0"}
 #: parts of ``tools/check.py`` that run the kit on a pair
@@ -31,6 +38,7 @@ KITS = {
     ("verl", "0.31.0"): "verl-vllm0.31",
     ("OpenRLHF", "0.29.0"): "kit-openrlhf",
     ("OpenRLHF", "0.31.0"): "openrlhf-vllm0.31",
+    ("TRL", "0.29.0"): "kit-trl",
     ("none", "0.29.0"): "kit-minimal",
     ("none", "0.32.0"): "minimal-vllm0.32",
 }
@@ -58,8 +66,15 @@ class Pair:
 
 
 def resolve(uv: Sequence[str], trainer: str, vllm: str, python: str) -> Pair:
-    """Ask for both and for spec-plugin's own requirements."""
-    wanted = [TRAINERS[trainer], f"vllm=={vllm}", *own_requirements()]
+    """Ask for both and for spec-plugin's own requirements.
+
+    Args:
+        uv: the command.
+        trainer: one of ``TRAINERS``, or a requirement of its own.
+        vllm: its version; empty: the newest that the trainer takes.
+        python: for which Python.
+    """
+    wanted = [TRAINERS.get(trainer, trainer), f"vllm=={vllm}" if vllm else "vllm", *own_requirements()]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as overrides:
         overrides.write("".join(f'{name}; sys_platform == "never"\n' for name in _UNBUILT))
         overrides.flush()
@@ -113,12 +128,23 @@ def table(pairs: Sequence[Pair]) -> str:
     """In Markdown: a row for each vLLM, a column for each trainer."""
     cells = {(p.trainer, p.vllm): p.cell(kit(p.trainer, p.vllm)) for p in pairs}
     trainers = list(dict.fromkeys(p.trainer for p in pairs))
-    heads = [TRAINERS[t].replace("[vllm-latest]", "").replace("==", " ") or "no trainer" for t in trainers]
+    heads = [re.sub(r"\[.*?\]", "", TRAINERS[t]).replace("==", " ") or "no trainer" for t in trainers]
     lines = ["| vLLM | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(trainers)]
     lines += [
         f"| {vllm} | " + " | ".join(cells[t, vllm] for t in trainers) + " |"
         for vllm in dict.fromkeys(p.vllm for p in pairs)
     ]
+    return "\n".join(lines)
+
+
+def table_of_trl(pairs: Sequence[Pair]) -> str:
+    """In Markdown: a row for each version of TRL, with the newest vLLM that its extra allows."""
+    lines = ["| trl | the newest vLLM that `trl[vllm]` takes | |", "| --- | --- | --- |"]
+    for version, pair in zip(TRL, pairs, strict=True):
+        with_it = (
+            f"torch {pair.found['torch']}, transformers {pair.found['transformers']}" if pair.found else pair.conflict
+        )
+        lines.append(f"| {version} | {pair.found.get('vllm', 'none')} | {with_it} |")
     return "\n".join(lines)
 
 
@@ -146,7 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     uv = [str(python), "-m", "uv"]
     with ThreadPoolExecutor(2) as pool:
         pairs = list(pool.map(lambda p: resolve(uv, *p, options.python), [(t, v) for v in VLLM for t in TRAINERS]))
-    made = table(pairs)
+        of_trl = list(pool.map(lambda v: resolve(uv, f"trl[vllm]=={v}", "", options.python), TRL))
+    made = f"{table(pairs)}\n\n{table_of_trl(of_trl)}"
     print(made)
     if options.write:
         PAGE.write_text(written(PAGE.read_text(), made))

@@ -1,4 +1,4 @@
-"""The quickstart: GRPO in verl or OpenRLHF on this CPU, with one flag for speculative rollouts."""
+"""The quickstart: GRPO in verl, OpenRLHF or TRL on this CPU, with one flag for speculative rollouts."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from examples.quickstart.policy import QUICKSTART, cached_policy, policy_folder 
 from examples.quickstart.trainers import TRAINERS, Run, Start, Trainer  # noqa: E402
 from spec_plugin.conformance.launch import RunFailed  # noqa: E402
 
-HELP = f"""Train a tiny policy with GRPO in verl or OpenRLHF, on this CPU, with speculative rollouts.
+HELP = f"""Train a tiny policy with GRPO in verl, OpenRLHF or TRL, on this CPU, with speculative rollouts.
 
 \b
 What happens:
   1. A small Qwen3 is taught column addition from examples with slips in them, so that it gets about half of
      the sums right (a minute or two; cached under .cache/quickstart). Then it gets 24 more layers, which change
      nothing at first: its forward pass costs something now, as a large policy's does.
-  2. The trainer starts: a real actor (FSDP or DeepSpeed), a real vLLM engine, Ray. The plugin is one flag:
+  2. The trainer starts: a real actor, a real vLLM engine, and Ray where the trainer has it. The plugin is one flag:
        verl      {TRAINERS["verl"].flag}
        OpenRLHF  {TRAINERS["openrlhf"].flag}
+       TRL       {TRAINERS["trl"].flag}
   3. In each GRPO step the engine drafts with an EAGLE-3 head that did not exist before the run: it is trained
      on what the actor computes anyway, and refreshed in the engine after each weight sync.
   4. A table, a picture and a JSON file show reward, acceptance length, draft loss and times.
@@ -44,6 +45,8 @@ OVERRIDES are passed on to the trainer, for example:
   OpenRLHF  --rollout.n_samples_per_prompt 4                   OpenRLHF's own flags
             --ds.packing_samples                               packed samples, on a CPU too
             --spec.k 5                                         the plugin's options
+  TRL       num_generations=4                                  fields of GRPOConfig, as JSON
+            spec.k=5                                           the plugin's options
 """
 
 console = Console(width=None if sys.stdout.isatty() else 110)
@@ -120,7 +123,7 @@ def watch(run: Run, trainer: Trainer) -> list[report.Record]:
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
         closing(run.follow()) as steps,
     ):
-        task = progress.add_task("GRPO", total=run.steps, now="starting Ray, actor and vLLM: a minute or two")
+        task = progress.add_task("GRPO", total=run.steps, now="starting actor and vLLM: a minute or two")
         for step, metrics in steps:
             records.append(report.record(step, metrics, trainer))
             line = describe(records[-1])

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from spec_plugin_openrlhf_cpu.run import PLUGIN_FLAG as OPENRLHF_FLAG
 from spec_plugin_openrlhf_cpu.run import PLUGIN_MODULE, OpenRLHFRun
+from spec_plugin_trl_cpu.run import FLAG as TRL_FLAG
+from spec_plugin_trl_cpu.run import TrlCpuRun
 from spec_plugin_verl_cpu.run import PLUGIN_FLAG as VERL_FLAG
 from spec_plugin_verl_cpu.run import VerlRun
 
@@ -21,7 +23,7 @@ MICRO_BATCH = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT // 2
 #: With 8, a step costs what it costs to go through the layers, as on a GPU.
 MAX_NUM_SEQS = 8
 
-Run = VerlRun | OpenRLHFRun
+Run = VerlRun | OpenRLHFRun | TrlCpuRun
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,31 @@ def _openrlhf(start: Start) -> OpenRLHFRun:
     return OpenRLHFRun(start.policy, data, REWARD, start.out, start.steps, start.plain, overrides, MAX_NUM_SEQS)
 
 
+def _trl(start: Start) -> TrlCpuRun:
+    data = build_openrlhf_data(start.data, start.settings, max(1024, PROMPTS_PER_STEP * start.steps))
+    settings = {
+        "per_device_train_batch_size": MICRO_BATCH,
+        "gradient_accumulation_steps": PROMPTS_PER_STEP * SAMPLES_PER_PROMPT // MICRO_BATCH,
+        "num_generations": SAMPLES_PER_PROMPT,
+        "max_completion_length": 80,
+        "vllm_max_model_length": 256,
+        "learning_rate": 2e-4,
+        "warmup_steps": min(3, start.steps),  # Adam's first steps are as long as its later ones
+        "lr_scheduler_type": "constant_with_warmup",
+    }
+    return TrlCpuRun(
+        start.policy,
+        data,
+        REWARD,
+        start.out,
+        start.steps,
+        start.plain,
+        start.overrides,
+        MAX_NUM_SEQS,
+        settings=settings,
+    )
+
+
 TRAINERS = {
     "verl": Trainer(
         name="verl",
@@ -103,5 +130,19 @@ TRAINERS = {
             "grad_norm": "actor_grad_norm",
         },
         run=_openrlhf,
+    ),
+    "trl": Trainer(
+        name="TRL",
+        flag=f"{TRL_FLAG}=1",
+        metric_prefix="",
+        metric_names={
+            "reward": "reward",
+            "response_tokens": "completions/mean_length",
+            "generation_s": "generation_s",
+            "step_s": "step_wall_s",
+            "entropy": "entropy",
+            "grad_norm": "grad_norm",
+        },
+        run=_trl,
     ),
 }

@@ -49,11 +49,12 @@ heavy is imported here. ``--vllm.enable_sleep`` works as ``spec_plugin_cpu.sleep
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 
 def chosen() -> bool:
-    """True if DeepSpeed's own switch chooses the CPU, and there is no GPU."""
-    if os.environ.get("DS_ACCELERATOR", "").strip().lower() != "cpu":
+    """True if DeepSpeed's own switch chooses the CPU, OpenRLHF is here (others use DeepSpeed, too), and there is no GPU."""
+    if os.environ.get("DS_ACCELERATOR", "").strip().lower() != "cpu" or find_spec("openrlhf") is None:
         return False
     import torch
 

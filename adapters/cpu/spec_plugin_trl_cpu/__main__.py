@@ -1,0 +1,27 @@
+"""Runs a script as ``python`` would, with DeepSpeed for a CPU: ``python -m spec_plugin_trl_cpu script.py …``.
+
+DeepSpeed needs its change before TRL's trainer is made, when vLLM loads no plugin yet.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from spec_plugin_trl_cpu import chosen
+
+
+def main() -> None:
+    """Run the script that the command line names."""
+    if chosen():
+        from spec_plugin_trl_cpu import shims
+
+        shims.install_deepspeed()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

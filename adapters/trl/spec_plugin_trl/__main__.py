@@ -1,0 +1,49 @@
+"""The launcher: ``python -m spec_plugin_trl [--spec.NAME VALUE …] script.py …``, or ``… -m module …``: the same as the variable.
+
+``accelerate launch -m spec_plugin_trl script.py …`` and ``torchrun -m spec_plugin_trl script.py …`` work alike.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shlex
+import sys
+from collections.abc import Sequence
+
+from spec_plugin.adapter import ENABLE, SpecConfigError, help_text, split_arguments
+from spec_plugin_trl import flag, registration
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the script with the flag set, as if it had been named after ``python``.
+
+    Raises:
+        SystemExit: with one line, if an option is wrong or no script is named.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or given[0] in ("-h", "--help"):
+        print(f"{__doc__}\n{help_text()}")
+        return
+    try:
+        theirs, ours = split_arguments(given)
+        if not theirs or (theirs[0] == "-m" and len(theirs) < 2):
+            raise SpecConfigError("no script is named: python -m spec_plugin_trl [--spec.NAME VALUE …] script.py …")
+        if ours.pop(ENABLE, True):
+            said = [f"{n}={','.join(v) if isinstance(v, list) else v}" for n, v in ours.items()]
+            os.environ[flag.FLAG] = shlex.join(["1", *flag.words(), *said])
+            flag.options()
+            registration.register()
+    except SpecConfigError as error:
+        sys.exit(f"spec-plugin: {error}")
+    if theirs[0] == "-m":
+        sys.argv = theirs[1:]
+        runpy.run_module(theirs[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = theirs
+        sys.path[0] = os.path.dirname(os.path.abspath(theirs[0]))
+        runpy.run_path(theirs[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

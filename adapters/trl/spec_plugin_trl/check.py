@@ -1,0 +1,264 @@
+"""``spec-plugin check trl``: reads what a script's arguments, its YAML file and its own text tell of a run; starts nothing.
+
+A TRL run is a Python program, so not all of it can be read. What can be: ``trl grpo …`` and ``trl rloo …`` with their flags and
+``--config FILE``; of a script its flags that bear the names of fields, and ``GRPOConfig(name=value)`` where the value is written
+out. What was not found counts as TRL's default, and where a script may say otherwise it is listed under *not checked*.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spec_plugin.adapter import (
+    FindModel,
+    Model,
+    Objection,
+    RunFacts,
+    RunPlan,
+    SpecConfig,
+    SpecConfigError,
+    TargetInfo,
+    parsed,
+    source_of,
+    split_arguments,
+)
+from spec_plugin_trl import flag, options
+
+CONFIGS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo"}
+MODEL = "model_name_or_path"
+#: TRL's defaults of the fields that decide, of 1.8 to 1.16
+DEFAULTS: Mapping[str, Any] = {
+    "use_vllm": False,
+    "vllm_mode": "colocate",
+    "vllm_importance_sampling_correction": True,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "max_completion_length": 512,
+    **options.SAMPLING,
+}
+
+
+def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
+    """Read a TRL run as if the flag were set.
+
+    Args:
+        arguments: the command line, from ``trl``, ``python``, ``accelerate`` or the script on; words ``SPEC_PLUGIN_TRL=…`` and
+            ``--spec.*`` in it are options of ours.
+        find: looks for the model's config.json.
+    """
+    found: list[Objection] = []
+    spec, words = SpecConfig.parse(None), list(arguments)
+    try:
+        spec, words = _options(words)
+    except SpecConfigError as error:
+        found.append(Objection("", "", "a spec option", str(error), "`spec-plugin options` lists them"))
+    given, unseen = _given(words)
+    rloo = "rloo" in words or "RLOOConfig" in _names(words)
+    fields = {**DEFAULTS, **({"vllm_importance_sampling_correction": None} if rloo else {}), **given}
+    if not _trl_is_here():
+        found.append(Objection("", "", "no TRL", "TRL is not installed here", "run it where it is", "trl"))
+    found += options.objections(fields.get)
+    model = Model("", None, "none is given")
+    if isinstance(fields.get(MODEL), str):
+        try:
+            model = find(fields[MODEL])
+        except SpecConfigError as error:
+            found.append(Objection("model", fields[MODEL], "an unreadable model", str(error), "repair it"))
+            model = Model(fields[MODEL], None, str(error))
+        found += options.of_target(fields[MODEL], model.config or {}, spec)
+    by_script = any(word.endswith(".py") for word in words)
+    guessed = [name for name in ("use_vllm", "vllm_mode") if name not in given] if by_script else []
+    unseen += [f"{name}: TRL's default, {DEFAULTS[name]!r}, is taken" for name in guessed]
+    if "generation_batch_size" in given:
+        unseen.append("generation_batch_size: the ranks share it, and it was taken for that of one rank")
+    if not model.name:
+        unseen.append(f"the model: neither --{MODEL} nor GRPOTrainer(model=…) with a name or a folder was found")
+    facts = RunFacts(
+        spec=spec,
+        target=_target(fields, model),
+        model=model,
+        model_option="model",
+        shape="one engine in each rank's own process; the ranks are the launcher's to choose",
+        shapes=tuple(_shapes(fields)),
+        eager=False,
+        graphs="vLLM's own choice",
+        tensor_parallel_option="vllm_tensor_parallel_size",
+        sleeps=bool(fields.get("vllm_enable_sleep_mode")),
+        rollout_in_loss=options.rollout_in_loss(fields.get),
+    )
+    return RunPlan("trl", tuple(found), facts, tuple(_notes(fields)), tuple(unseen))
+
+
+def _options(words: Sequence[str]) -> tuple[SpecConfig, list[str]]:
+    """Our options, and the words without them."""
+    rest = [word for word in words if not word.startswith(f"{flag.FLAG}=")]
+    said = next((word.partition("=")[2] for word in words if word.startswith(f"{flag.FLAG}=")), None)
+    theirs, ours = split_arguments(rest)
+    ours.pop("enable", None)
+    more = " ".join(f"{n}={','.join(v) if isinstance(v, list) else v}" for n, v in ours.items())
+    return flag.options(f"{'1' if said is None else said} {more}"), theirs
+
+
+def _trl_is_here() -> bool:
+    return bool(options.trl_version())
+
+
+def _names(words: Sequence[str]) -> set[str]:
+    """Names that a script among the words uses; none where it cannot be read."""
+    try:
+        tree = parsed(next(Path(word) for word in words if word.endswith(".py")).read_text())
+    except (OSError, SyntaxError, ValueError, StopIteration):
+        return set()
+    named = (getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(tree))
+    return {name for name in named if name}
+
+
+# ---- what of the run can be read
+
+
+def _given(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Fields of the configuration that are written down, and what could not be looked at."""
+    known = known_fields()
+    flags = {
+        name: value for name, value in _flags(words).items() if name in known or name in (MODEL, "config", "use_peft")
+    }
+    unseen: list[str] = []
+    fields: dict[str, Any] = {}
+    script = next((Path(word) for word in words if word.endswith(".py")), None)
+    if script is not None:
+        fields = _of_script(script, unseen)
+    elif not any(word in ("grpo", "rloo") for word in words):
+        unseen.append(
+            "no script and neither `trl grpo` nor `trl rloo` is among the arguments: only their flags were read"
+        )
+    if "config" in flags:
+        fields |= _of_yaml(Path(str(flags.pop("config"))), unseen)
+    return fields | flags, unseen
+
+
+def known_fields() -> frozenset[str]:
+    """Fields of TRL's configurations and of transformers' ``TrainingArguments``, by their sources."""
+    files = (
+        ("trl", "trainer/grpo_config.py"),
+        ("trl", "trainer/rloo_config.py"),
+        ("trl", "trainer/base_config.py"),
+        ("transformers", "training_args.py"),
+    )
+    trees = (parsed(source_of(*file)) for file in files)
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
+    return frozenset(node.target.id for node in nodes if isinstance(node.target, ast.Name)) or frozenset(DEFAULTS)
+
+
+def _flags(words: Sequence[str]) -> dict[str, Any]:
+    """``--name value``, ``--name=value`` and ``--name``, as TRL's parser takes them."""
+    found: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--"):
+            name, has_value, value = word[2:].partition("=")
+            if not has_value:
+                value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+            found[name.replace("-", "_")] = _value(value)
+    return found
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _of_yaml(file: Path, unseen: list[str]) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        unseen.append(f"--config {file}: it cannot be read: {error}")
+        return {}
+    return {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
+
+
+def _of_script(script: Path, unseen: list[str]) -> dict[str, Any]:
+    """What ``GRPOConfig(…)``, ``RLOOConfig(…)`` and their trainers are given in a script, where it is written out."""
+    try:
+        tree = parsed(script.read_text())
+    except (OSError, SyntaxError, ValueError) as error:
+        unseen.append(f"{script}: it cannot be read: {error}")
+        return {}
+    found: dict[str, Any] = {}
+    hidden: list[str] = []
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if name in CONFIGS:
+            for keyword in call.keywords:
+                try:
+                    found[str(keyword.arg)] = ast.literal_eval(keyword.value)
+                except ValueError:
+                    hidden.append(keyword.arg or "**…")
+        elif name in ("GRPOTrainer", "RLOOTrainer"):
+            for keyword in call.keywords:
+                if keyword.arg == "model" and isinstance(keyword.value, ast.Constant):
+                    found[MODEL] = keyword.value.value
+                if keyword.arg == "rollout_func":
+                    unseen.append("rollout_func: it is refused, if it is not None")
+    if hidden:
+        unseen.append(f"{script}: fields that are computed: {', '.join(dict.fromkeys(hidden))}")
+    elif not found:
+        unseen.append(f"{script}: no GRPOConfig(name=value) was found in it")
+    return found
+
+
+# ---- what is made of it
+
+
+def _target(fields: Mapping[str, Any], model: Model) -> TargetInfo:
+    hf = dict(model.config or {})
+    own = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
+    steps = _steps(fields)
+    bf16 = fields.get("bf16", not fields.get("fp16"))
+    return TargetInfo(
+        path=model.name,
+        hf_config=hf,
+        dtype="float16" if own == "float32" else str(own),  # vLLM's "auto"
+        device_type="cuda",
+        max_num_seqs=int(fields["per_device_train_batch_size"]) * int(steps),
+        max_model_len=fields.get("vllm_max_model_length"),
+        sampling=options.sampling_of(fields.get),
+        actor_dtype="bfloat16" if bf16 else "float16" if fields.get("fp16") else "float32",
+    )
+
+
+def _steps(fields: Mapping[str, Any]) -> int:
+    """Micro-batches for which one generation lasts, on one rank."""
+    if batch := fields.get("generation_batch_size"):
+        return max(1, int(batch) // int(fields["per_device_train_batch_size"]))
+    return int(fields.get("steps_per_generation") or fields["gradient_accumulation_steps"])
+
+
+def _shapes(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Deployment shapes that the run uses, as the conformance kit names them."""
+    steps = _steps(fields)
+    aligned = fields["gradient_accumulation_steps"] % (steps * (fields.get("num_iterations") or 1)) == 0
+    used = {
+        "skip": aligned and fields["vllm_importance_sampling_correction"] is False,
+        "accumulate": fields["gradient_accumulation_steps"] > 1,
+        "iterations": not aligned,
+        "sleep": bool(fields.get("vllm_enable_sleep_mode")),
+        "peft": bool(fields.get("use_peft")),
+    }
+    yield from (name for name, uses in used.items() if uses)
+
+
+def _notes(fields: Mapping[str, Any]) -> Iterator[str]:
+    yield "the engine is always asked for log-probs, so that there is evidence where TRL wants none"
+    if fields.get("vllm_enable_sleep_mode"):
+        yield "the engine sleeps at level 1 where TRL asks for level 2, which would drop the draft: its weights lie on the host"

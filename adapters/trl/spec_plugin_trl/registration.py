@@ -1,0 +1,252 @@
+"""Puts the adapter around TRL's own methods, once their modules are imported; the adapter's one patch module.
+
+=================================================================== ====================================================
+symbol                                                              reason
+=================================================================== ====================================================
+``GRPOTrainer`` and ``RLOOTrainer``: ``__init__``                    what cannot be done is refused before a model is read
+``… _generate_and_score_completions``, ``compute_loss``,             the rollout phase, harvest, log-prob check
+``… _get_per_token_logps_and_entropies``
+``… _load_optimizer_and_scheduler``                                 the draft of a checkpoint; nothing else is told its path
+``trl.generation.vllm_generation.LLM``                              TRL has no setting for the engine's arguments
+``VLLMGeneration.__init__``, ``sync_weights``, ``generate``         which trainer's engine it is; refresh, self-test, k
+``__init__`` of trainers with an engine that have no adapter        refused by name: the flag would have no effect
+=================================================================== ====================================================
+
+The rest are callbacks that ``transformers`` has for everybody. Checked on TRL 1.8 to 1.16 (``tests/trainers/test_trl.py``); what
+is gone raises ``PatchError``. Nothing is wrapped without the flag.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import wrapt
+
+from spec_plugin_trl.flag import FLAG, wanted
+
+ENGINE = "trl.generation.vllm_generation"
+TRAINERS: Mapping[str, str] = {"trl.trainer.grpo_trainer": "GRPOTrainer", "trl.trainer.rloo_trainer": "RLOOTrainer"}
+#: what is wrapped: the class of each module
+WRAPPED: Mapping[str, str] = {ENGINE: "VLLMGeneration", **TRAINERS}
+#: trainers that may have an engine of vLLM's, and no adapter
+OTHERS: Mapping[str, str] = {
+    "trl.experimental.async_distillation.async_distillation_trainer": "AsyncDistillationTrainer",
+    "trl.experimental.async_grpo.async_grpo_trainer": "AsyncGRPOTrainer",
+    "trl.experimental.gold.gold_trainer": "GOLDTrainer",
+    "trl.experimental.iw_opd.iw_opd_trainer": "IWOPDTrainer",
+    "trl.experimental.online_dpo.online_dpo_trainer": "OnlineDPOTrainer",
+    "trl.experimental.sdft.sdft_trainer": "SDFTTrainer",
+    "trl.experimental.sdpo.sdpo_trainer": "SDPOTrainer",
+    "trl.experimental.server_distillation.server_distillation_trainer": "ServerDistillationTrainer",
+    "trl.trainer.distillation_trainer": "DistillationTrainer",
+}
+
+
+class Called(NamedTuple):
+    """How we call a method of TRL's: arguments by position, ``self`` among them, and by name."""
+
+    positional: tuple[str, ...]
+    named: tuple[str, ...] = ()
+
+
+#: methods of a trainer, each by way of the adapter's method of that name
+METHODS: Mapping[str, Called] = {
+    "_generate_and_score_completions": Called(("self", "inputs")),
+    "_get_per_token_logps_and_entropies": Called(
+        ("self", "model", "input_ids", "attention_mask", "logits_to_keep"), ("batch_size",)
+    ),
+    "compute_loss": Called(("self", "model", "inputs"), ("return_outputs", "num_items_in_batch")),
+    "_load_optimizer_and_scheduler": Called(("self", "checkpoint")),
+}
+#: and of the object that has the engine
+GENERATION: Mapping[str, Called] = {
+    "sync_weights": Called(("self",)),
+    "generate": Called(("self", "prompts"), ("images", "num_generations")),
+}
+_BASE = "trl.trainer.base_trainer"  # of all trainers
+_trainer: ContextVar[Any] = ContextVar("trainer", default=None)  # that is being made
+_generation: ContextVar[Any] = ContextVar("generation", default=None)
+_made: list[str] = []  # trainers that speculate, or were refused
+
+
+def obey() -> None:
+    """Python calls this when it starts, where the variable is there (``spec_plugin_trl.pth``)."""
+    if wanted():
+        register()
+
+
+def register() -> None:
+    """Wrap what is imported already, and what will be; once."""
+    if _register not in _done:
+        _done.append(_register)
+        _register()
+
+
+_done: list[Callable[[], None]] = []
+
+
+def _register() -> None:
+    wrapt.register_post_import_hook(_engine, ENGINE)
+    for module in TRAINERS:
+        wrapt.register_post_import_hook(_trainer_module, module)
+    for module in OTHERS:
+        wrapt.register_post_import_hook(_other_module, module)
+    if _BASE not in sys.modules:  # else this process is a fork of one that imported it for others
+        wrapt.register_post_import_hook(lambda _module: atexit.register(_say_if_in_vain), _BASE)
+
+
+def keep_quiet() -> None:
+    """For a process that only looks at TRL: that it makes no trainer is not said at its end."""
+    _made.append("none is meant to be made")
+
+
+def _say_if_in_vain() -> None:
+    if not _made and os.environ.get("RANK", "0") == "0":
+        print(
+            f"spec-plugin: {FLAG} is set and had no effect in this process: it made no GRPOTrainer or RLOOTrainer of TRL",
+            file=sys.stderr,
+        )
+
+
+def _gone(message: str) -> Exception:
+    from spec_plugin.adapter import PatchError  # late: Python runs ``register`` whenever it starts
+
+    return PatchError(message)
+
+
+def look(owner: Any, methods: Mapping[str, Called]) -> None:
+    """Are the methods there, and can they be called as we call them.
+
+    Raises:
+        PatchError: naming the first that is not.
+    """
+    for name, parameters in methods.items():
+        found = getattr(owner, name, None)
+        if found is None:
+            raise _gone(f"trl's {owner.__name__}.{name} is gone: use trl >=1.8,<=1.16, or report this; or unset {FLAG}")
+        try:
+            inspect.signature(found).bind(*parameters.positional, **dict.fromkeys(parameters.named))
+        except TypeError as error:
+            raise _gone(
+                f"trl's {owner.__name__}.{name} takes other arguments ({error}): use trl >=1.8,<=1.16, or report this; or "
+                f"unset {FLAG}"
+            ) from error
+
+
+def look_at(module: ModuleType) -> Any:
+    """Is all there of a module that we wrap.
+
+    Args:
+        module: one of ``WRAPPED``.
+
+    Returns:
+        Its class.
+
+    Raises:
+        PatchError: naming the first thing that is not.
+    """
+    name = WRAPPED[module.__name__]
+    if (owner := getattr(module, name, None)) is None:
+        raise _gone(f"{module.__name__} has no {name} any more: use trl >=1.8,<=1.16, or unset {FLAG}")
+    look(owner, GENERATION if module.__name__ == ENGINE else METHODS)
+    if module.__name__ == ENGINE and not hasattr(module, "LLM"):
+        raise _gone(f"{ENGINE} has no LLM any more: use trl >=1.8,<=1.16 with vLLM installed, or unset {FLAG}")
+    return owner
+
+
+def _trainer_module(module: ModuleType) -> None:
+    owner = look_at(module)
+    owner.__init__ = _with_trainer(owner.__init__)
+    for name in METHODS:
+        setattr(owner, name, _through(getattr(owner, name), name.lstrip("_")))
+
+
+def _with_trainer(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from spec_plugin_trl import options
+
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        _made.append(type(self).__name__)
+        options.refuse_before(type(self), given)
+        token = _trainer.set(self)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _trainer.reset(token)
+
+    return __init__
+
+
+def _through(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same; of an object that has an adapter, by way of the adapter's method of that name."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        spec, call = self.__dict__.get("_spec"), functools.partial(original, self)
+        return call(*args, **kwargs) if spec is None else getattr(spec, name)(call, *args, **kwargs)
+
+    return method
+
+
+def _engine(module: ModuleType) -> None:
+    owner = look_at(module)
+    owner.__init__ = _with_generation(owner.__init__)
+    for name in GENERATION:
+        setattr(owner, name, _through(getattr(owner, name), name))
+    module.LLM = functools.partial(_llm, module.LLM)  # type: ignore[attr-defined]
+
+
+def _with_generation(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        token = _generation.set(self)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _generation.reset(token)
+
+    return __init__
+
+
+def _llm(original: Callable[..., Any], **kwargs: Any) -> Any:
+    """The engine of a trainer that is being made, with a draft."""
+    trainer, generation = _trainer.get(), _generation.get()
+    if trainer is None or generation is None:
+        raise _gone(
+            f"{FLAG} is set, and {sys._getframe(1).f_globals.get('__name__')} makes an engine for a trainer that is none of "
+            f"{', '.join(TRAINERS.values())}: unset {FLAG}"
+        )
+    from spec_plugin_trl.trainer import TrlRun
+
+    return TrlRun.build(trainer, generation, original, kwargs)
+
+
+def _other_module(module: ModuleType) -> None:
+    owner = getattr(module, OTHERS[module.__name__], None)
+    if owner is not None:
+        owner.__init__ = _refused(owner.__init__)
+
+
+def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from spec_plugin_trl import options
+
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        try:
+            options.refuse_other(type(self), given)
+        except Exception:
+            _made.append(type(self).__name__)
+            raise
+        original(self, *args, **kwargs)
+
+    return __init__

@@ -1,0 +1,298 @@
+"""TRL's adapter without TRL: the flag, what is refused, and what ``spec-plugin check trl`` reads of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from spec_plugin_trl import check as check_module
+from spec_plugin_trl import flag, options
+
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.run_plan import Model, RunPlan
+
+ON = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": True}
+
+
+@pytest.mark.parametrize(
+    ("said", "on", "k"),
+    [
+        ("1", True, 8),
+        ("true", True, 8),
+        ("k=5", True, 5),
+        ("1 k=5 train_share=0.3", True, 5),
+        ("0", False, None),
+        ("off k=5", False, None),
+        ("", False, None),
+        ("  ", False, None),
+    ],
+)
+def test_the_variable_turns_it_on_and_sets_options(said: str, on: bool, k: int | None, monkeypatch: Any) -> None:
+    monkeypatch.setenv(flag.FLAG, said)
+    assert flag.wanted() is on
+    if on:
+        assert flag.options().k == k
+
+
+def test_lists_are_split_none_is_none_and_quotes_keep_a_path_together(monkeypatch: Any) -> None:
+    monkeypatch.setenv(flag.FLAG, "1 block=pace,metrics draft='a folder/x' ttt_steps=none")
+    found = flag.options()
+    assert list(found.block) == ["pace", "metrics"] and found.draft == "a folder/x" and found.ttt_steps is None
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("1 k=99", r"SPEC_PLUGIN_TRL: k='99'"),
+        (
+            "1 trainshare=0.3",
+            r"unknown option SPEC_PLUGIN_TRL: trainshare='0.3'; did you mean SPEC_PLUGIN_TRL: train_share",
+        ),
+        ("1 draft='a", r"SPEC_PLUGIN_TRL=1 draft='a: no closing quotation"),
+        ("yes please", r"SPEC_PLUGIN_TRL: 'please' is neither 1 nor 0 nor name=value"),
+    ],
+)
+def test_a_wrong_option_is_named_with_the_variable(said: str, message: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv(flag.FLAG, said)
+    with pytest.raises(SpecConfigError, match=message):
+        flag.options()
+
+
+def reasons(**changes: Any) -> list[str]:
+    fields = {**ON, **changes}
+    return [o.reason for o in (*options.objections(fields.get), *options.truncated(fields.get))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_vllm": False}, "rollouts without vLLM"),
+        ({"vllm_mode": "server"}, "vLLM's server mode"),
+        ({"vllm_tensor_parallel_size": 2}, "engines over several ranks with TRL"),
+        ({"vllm_structured_outputs_regex": "a+"}, "structured outputs"),
+        ({"vllm_model_impl": "transformers"}, "models that are not vLLM's own"),
+        ({"top_p": 0.9}, "truncated sampling whose log-probs enter the loss"),
+        ({"top_k": 20}, "truncated sampling whose log-probs enter the loss"),
+        (
+            {"top_p": 0.9, "vllm_importance_sampling_correction": False, "off_policy_mask_threshold": 0.5},
+            "truncated sampling whose log-probs enter the loss",
+        ),
+        ({"generation_kwargs": {"top_p": 0.5}}, "truncated sampling whose log-probs enter the loss"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    assert reasons(**changes) == [reason]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"top_k": 0, "top_p": 1.0, "min_p": None},
+        {"top_k": -1},
+        {"top_p": 0.9, "vllm_importance_sampling_correction": False},
+        {"vllm_model_impl": "vllm"},
+        {"vllm_mode": None},
+        {"use_liger_kernel": True},
+    ],
+)
+def test_what_is_supported_is_not(changes: dict[str, Any]) -> None:
+    assert not reasons(**changes)
+
+
+def test_what_a_version_of_trl_cannot_do_is_refused_of_that_version(monkeypatch: Any) -> None:
+    liger = {"use_liger_kernel": True, "vllm_importance_sampling_correction": False}
+    for version, sleeps, loss in (
+        ("1.8.0", 1, 1),
+        ("1.9.2", 1, 1),
+        ("1.14.0", 0, 1),
+        ("1.15.0", 0, 0),
+        ("", 0, 0),
+        ("2.0.0", 0, 0),
+    ):
+        monkeypatch.setattr(options, "trl_version", lambda version=version: version)
+        assert len(reasons(vllm_enable_sleep_mode=True)) == sleeps and len(reasons(**liger)) == loss, version
+        assert not reasons(use_liger_kernel=True, vllm_importance_sampling_correction=None), "RLOO has no correction"
+
+
+def test_trl_recomputes_log_probs_before_the_loss_by_its_own_rule() -> None:
+    def trainer(accumulate: int, steps: int, iterations: int, correction: bool | None) -> Any:
+        args = SimpleNamespace(gradient_accumulation_steps=accumulate, steps_per_generation=steps)
+        if correction is not None:
+            args.vllm_importance_sampling_correction = correction
+        return SimpleNamespace(args=args, num_iterations=iterations)
+
+    assert options.recomputes(trainer(2, 2, 1, True)) and options.recomputes(trainer(2, 2, 1, None))
+    assert not options.recomputes(trainer(2, 2, 1, False)) and not options.recomputes(trainer(4, 2, 1, False))
+    assert options.recomputes(trainer(2, 2, 2, False)) and options.recomputes(trainer(1, 2, 1, False))
+
+
+class Trainer:
+    pass
+
+
+def test_a_trainer_is_refused_before_it_reads_its_model(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv(flag.FLAG, "1")
+    good = SimpleNamespace(**ON)
+    options.refuse_before(Trainer, {"args": good, "model": object()})
+    with pytest.raises(SpecConfigError, match=r"use_vllm=None.*unset SPEC_PLUGIN_TRL"):
+        options.refuse_before(Trainer, {})
+    with pytest.raises(SpecConfigError, match=r"a function of the user's.*rollout_func=my_rollouts"):
+
+        def my_rollouts() -> None: ...
+
+        options.refuse_before(Trainer, {"args": good, "rollout_func": my_rollouts})
+    with pytest.raises(SpecConfigError, match=r"min_p"):
+        options.refuse_before(Trainer, {"args": SimpleNamespace(**ON, min_p=0.1)})
+    with pytest.raises(SpecConfigError, match=r"config.json of"):
+        options.refuse_before(Trainer, {"args": good, "model": str(tmp_path / "none")})
+    unsloth = type("UnslothGRPOTrainer", (Trainer,), {"__module__": "unsloth_compiled_cache.UnslothGRPOTrainer"})
+    with pytest.raises(SpecConfigError, match="Unsloth"):
+        options.refuse_before(unsloth, {"args": good})
+    monkeypatch.setenv(flag.FLAG, "1 k=0")
+    with pytest.raises(SpecConfigError, match="SPEC_PLUGIN_TRL: k="):
+        options.refuse_before(Trainer, {"args": good})
+
+
+def test_a_trainer_without_an_adapter_is_refused_where_it_generates_by_vllm(monkeypatch: Any) -> None:
+    options.refuse_other(Trainer, {"args": SimpleNamespace(use_vllm=False)})
+    for args in (SimpleNamespace(use_vllm=True), SimpleNamespace()):
+        with pytest.raises(
+            SpecConfigError, match=r"does not support TRL's Trainer yet.*use GRPOTrainer or RLOOTrainer"
+        ):
+            options.refuse_other(Trainer, {"args": args})
+
+
+# ---- check
+
+
+def find(name: str) -> Model:
+    config = {"model_type": "qwen3", "dtype": "bfloat16", "vocab_size": 8, "hidden_size": 4}
+    return Model(name, config if name == "policy" else None, "a folder" if name == "policy" else "not on this disk")
+
+
+def checked(*words: str) -> RunPlan:
+    return check_module.check(words, find)
+
+
+@pytest.fixture(autouse=True)
+def trl_is_here(monkeypatch: Any) -> None:
+    monkeypatch.setattr(check_module, "_trl_is_here", lambda: True)
+    monkeypatch.setattr(check_module, "known_fields", lambda: frozenset([*check_module.DEFAULTS, *MORE]))
+
+
+MORE = (
+    "generation_batch_size",
+    "vllm_enable_sleep_mode",
+    "num_iterations",
+    "steps_per_generation",
+    "bf16",
+    "vllm_max_model_length",
+    "generation_kwargs",
+)
+
+
+def test_trls_command_line_is_read_with_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "use_vllm: true\ntop_p: 0.9\nvllm_importance_sampling_correction: false\nmodel_name_or_path: other\n"
+    )
+    plan = checked(
+        "trl", "grpo", "--config", str(file), "--model_name_or_path", "policy", "--gradient_accumulation_steps=4"
+    )
+    assert not plan.objections and not plan.unseen and plan.facts is not None
+    facts = plan.facts
+    assert facts.model.name == "policy" and facts.target.max_num_seqs == 32 and facts.target.sampling["top_p"] == 0.9
+    assert facts.shapes == ("skip", "accumulate") and not facts.rollout_in_loss and facts.target.dtype == "bfloat16"
+
+
+def test_without_use_vllm_it_says_that_there_is_nothing_to_speed_up() -> None:
+    (objection,) = checked("trl", "rloo", "--model_name_or_path", "policy").objections
+    assert str(objection) == (
+        "the rollouts are generated by transformers, and spec-plugin speeds up vLLM's (use_vllm=False): set it to True"
+    )
+
+
+def test_of_a_script_what_is_written_out_is_read_and_the_rest_is_said_to_be_unknown(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "args = trl.GRPOConfig(use_vllm=True, num_iterations=2, vllm_enable_sleep_mode=True, learning_rate=rate())\n"
+        "GRPOTrainer(model='policy', args=args, rollout_func=f).train()\n"
+    )
+    plan = checked(
+        "SPEC_PLUGIN_TRL=k=5 block=pace",
+        "accelerate",
+        "launch",
+        "--num_processes",
+        "2",
+        str(script),
+        "--spec.method",
+        "ngram",
+    )
+    assert plan.facts is not None and not plan.objections
+    spec = plan.facts.spec
+    assert (spec.k, spec.method, list(spec.block)) == (5, "ngram", ["pace"])
+    assert plan.facts.shapes == ("iterations", "sleep") and plan.facts.sleeps and plan.facts.model.name == "policy"
+    text = "\n".join(plan.unseen)
+    assert (
+        "fields that are computed: learning_rate" in text
+        and "rollout_func" in text
+        and "vllm_mode: TRL's default" in text
+    )
+    assert any("level 1" in note for note in plan.notes)
+
+
+def test_of_rloo_no_log_prob_of_the_engines_enters_the_loss_and_a_generation_batch_is_shared_by_ranks() -> None:
+    words = ("--use_vllm", "--model_name_or_path", "policy", "--top_p", "0.9", "--generation_batch_size", "64")
+    plan = checked("trl", "rloo", *words)
+    assert not plan.objections and plan.facts is not None and not plan.facts.rollout_in_loss
+    assert plan.facts.target.max_num_seqs == 64 and "skip" not in plan.facts.shapes
+    assert any(line.startswith("generation_batch_size") for line in plan.unseen)
+    assert checked("trl", "grpo", *words).facts.rollout_in_loss  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("words", [("train.py",), ("accelerate", "launch", "none.py"), ("--learning_rate", "1")])
+def test_what_cannot_be_read_is_said(words: tuple[str, ...]) -> None:
+    plan = checked(*words)
+    assert any("cannot be read" in line or "no script" in line for line in plan.unseen)
+    assert any("the model:" in line for line in plan.unseen)
+
+
+def test_a_wrong_option_and_an_unreadable_model_are_objections(tmp_path: Path) -> None:
+    plan = checked("SPEC_PLUGIN_TRL=k=99", "trl", "grpo", "--use_vllm", "--model_name_or_path", "policy")
+    assert [o.reason for o in plan.objections] == ["a spec option"]
+
+    def broken(name: str) -> Model:
+        raise SpecConfigError("config.json of x: no JSON")
+
+    plan = check_module.check(("trl", "grpo", "--use_vllm", "--model_name_or_path", "x"), broken)
+    assert [o.reason for o in plan.objections] == ["an unreadable model"]
+
+
+def test_the_fields_of_the_installed_trl_are_found_by_its_source(monkeypatch: Any) -> None:
+    monkeypatch.undo()
+    sources = {
+        "trl": "class GRPOConfig(X):\n    use_vllm: bool = field(default=False)\n    beta: float = field(default=0.0)\n",
+        "transformers": "class TrainingArguments:\n    max_steps: int = 1\n",
+    }
+    monkeypatch.setattr(check_module, "source_of", lambda package, file: sources[package])
+    assert check_module.known_fields() == {"use_vllm", "beta", "max_steps"}
+    monkeypatch.setattr(check_module, "source_of", lambda package, file: "")
+    assert check_module.known_fields() == frozenset(check_module.DEFAULTS)
+
+
+def test_the_cpu_run_sets_the_variable_only_with_the_flag(tmp_path: Path) -> None:
+    from spec_plugin_trl_cpu.run import TrlCpuRun, step_record
+
+    files = (tmp_path / "policy", tmp_path / "data", tmp_path / "reward", tmp_path / "out")
+    run = TrlCpuRun(*files, 3, overrides=("spec.k=5", "beta=0.1"), max_num_seqs=8, settings={"bf16": False})
+    on = run.launch({"SPEC_PLUGIN_TRL": "0"})
+    assert on.env["SPEC_PLUGIN_TRL"] == "1 k=5" and on.env["SPEC_PLUGIN_CPU_MAX_NUM_SEQS"] == "8"
+    assert on.command[-3:] == ("--set", "bf16=false", "beta=0.1")
+    off = TrlCpuRun(*files, 3, plain=True).launch({"SPEC_PLUGIN_TRL": "1"})
+    assert "SPEC_PLUGIN_TRL" not in off.env
+    line = json.dumps({"step": 2, "loss": 0.5, "note": "x"})
+    assert step_record(line) == (2, {"loss": 0.5})
