@@ -215,6 +215,7 @@ class RolloutStats:
     mixed: tuple[MixedSteps, ...] = ()  # of this phase, all that are not in ``steps``
     decoding_seconds: float = 0.0  # of the slowest engine, in steps that did nothing else
     busy_seconds: float = 0.0  # of the slowest engine, in steps of all kinds
+    parts: tuple[RolloutStats, ...] = ()  # of several engines, what each of them did
 
     @property
     def drafted_by_k(self) -> list[tuple[int, int]]:
@@ -225,7 +226,7 @@ class RolloutStats:
     @property
     def forwards(self) -> int:
         """Target forwards of single requests while k was above 0, with a draft or, of a method that often finds none, without."""
-        return max(self.drafts, sum(s.batch * s.steps for s in self.steps if s.k > 0))
+        return max(self.drafts, sum(count for _, count in self.drafted_by_k))
 
     @property
     def tokens_per_forward(self) -> float | None:

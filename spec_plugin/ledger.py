@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from spec_plugin.events import RolloutStats
@@ -69,13 +69,18 @@ class Ledger:
             self._waited += time.monotonic() - self._idle_since
             self._idle_since = None
 
-    def rolled_out(self, stats: RolloutStats, times_as_long: float | None, at_most: float | None = None) -> None:
+    def rolled_out(
+        self,
+        stats: RolloutStats,
+        times_as_long: float | None,
+        at_most: Sequence[tuple[RolloutStats, float | None]] = (),
+    ) -> None:
         """A phase is over.
 
         Args:
             stats: what the engines say of it.
             times_as_long: its decoding would have taken without drafts; None: not known.
-            at_most: the same of all that the engines did; None: not known.
+            at_most: of each engine, what it says and the same of all that it did, at most; None: not known.
         """
         self.works()  # some trainers wait for rollouts in the weight sync; what they do there besides counts as waiting
         now = time.monotonic()
@@ -83,7 +88,8 @@ class Ledger:
         waited, self._waited = self._waited, 0.0
         work = phase - waited
         if self.overlaps and phase > 0.0:
-            most = self._most_without(stats, times_as_long, at_most) - work
+            engines = at_most or [(stats, None)]
+            most = max(self._most_without(engine, times_as_long, ratio) for engine, ratio in engines) - work
             self._judge_hidden(max(waited, most) / phase)
         if times_as_long is None:
             return

@@ -239,7 +239,9 @@ class SpecSession:
         """Generation of one step is complete: hand its counters to the plugins, and enter what it has earned."""
         with self.guarded("rollout_end"):
             self.manager.hook.spec_rollout_end(stats=stats)
-        usual, most = (self._told(name, stats) for name in ("times_as_long_without", "times_as_long_at_most"))
+        engines = stats.parts or (stats,)  # each has a tail of its own, and the slowest is waited for
+        usual = self._told("times_as_long_without", max(engines, key=lambda engine: engine.decoding_seconds))
+        most = [(engine, self._told("times_as_long_at_most", engine)) for engine in engines]
         with self.guarded("what drafts have saved"):
             self.ledger.rolled_out(stats, usual, most)
 

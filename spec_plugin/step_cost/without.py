@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from spec_plugin.events import RolloutStats
@@ -67,7 +69,7 @@ def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Seque
     slow = max(1.0, sum(s.seconds for s in decoding) / own) if own > 0.0 else float("inf")
     took = without = 0.0
     for s in found:
-        plain = min(s.seconds, s.steps * s.plain * slow)
+        plain = min(s.seconds, s.steps * s.plain * slow) if s.share else s.seconds
         took += s.seconds
         without += (s.seconds if s.prompts else plain) + plain * (s.tokens - 1.0)
     return without / took if took > 0.0 else None
@@ -76,10 +78,14 @@ def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Seque
 def _all(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> Iterator[_Steps]:
     made = _tokens_made(stats, acceptance)
 
-    def seconds(batch: int, k: int, paused: bool, context: float) -> tuple[float, float, float]:
-        held = context or None
+    @cache  # several engines' rows, of like contexts: within a fiftieth
+    def near(batch: int, k: int, paused: bool, sixteenths: int) -> tuple[float, float, float]:
+        held = 2.0 ** (sixteenths / 16.0) if sixteenths >= 0 else None
         reading, own = (cost.seconds(batch, n, paused, held) for n in (0, k))
         return cost.seconds(batch, 0, context=held), reading, own
+
+    def seconds(batch: int, k: int, paused: bool, context: float) -> tuple[float, float, float]:
+        return near(batch, k, paused, round(16.0 * math.log2(context)) if context >= 1.0 else -1)
 
     for s in stats.steps:
         times = seconds(s.batch, s.k, s.paused and not s.k, s.context)

@@ -11,6 +11,7 @@ from mutants.adapters import MUTATIONS as ADAPTERS
 from mutants.builtin import MUTATIONS as BUILTIN
 from mutants.commands import MUTATIONS as COMMANDS
 from mutants.engine import MUTATIONS as ENGINE
+from mutants.in_process import MUTATIONS as IN_PROCESS
 from mutants.kit import MUTATIONS as KIT
 from mutants.mutation import Mutation
 from mutants.refresh import MUTATIONS as REFRESH
@@ -23,6 +24,7 @@ ROOMS: dict[str, tuple[Mutation, ...]] = {
     "builtin plugins": BUILTIN,
     "draft training": TRAINING,
     "adapters": ADAPTERS,
+    "one process for trainer and engine": IN_PROCESS,
     "kit and commands": KIT,
     "commands, projection": COMMANDS,
 }

@@ -514,8 +514,8 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
-        "next((error for error in errors if stops_the_run(error)), errors[0])",
-        "errors[0]",
+        "next((error for error in errors if stops_the_run(error)), errors[0] if errors else None)",
+        "errors[0] if errors else None",
         "law 2: what must stop the run is lost behind an engine that only fails",
         ("test_links_merged.py",),
     ),

@@ -323,7 +323,7 @@ MUTATIONS = (
     ),
     Mutation(
         _STEPS,
-        "drafted = sum(width > 0 for width in widths.values())",
+        "drafted = decoding * (k > 0) if self.ragged else sum(width > 0 for width in widths.values())",
         "drafted = len(widths)",
         "law 7: what requests without drafts make is taken to be saved by drafts",
         ("engine/test_steps.py",),

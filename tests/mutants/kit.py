@@ -161,7 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WATCH,
-        "return _numbers.setdefault(id(engine), len(_numbers))",
+        'return _numbers.setdefault(id(getattr(engine, "vllm_config", engine)), len(_numbers))',
         "return 0",
         "law 2: several engines of one process are taken for one",
         ("conformance/test_watch.py",),
@@ -175,7 +175,7 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
-        "if abs(step) > _MOST_STEPS:\n                raise",
+        "if abs(step) > MOST_STEPS:\n                raise",
         "if False:\n                raise",
         "a log with a time for a step fills the memory of whoever reports on it",
         ("bad_input/test_bad_runs.py",),

@@ -85,7 +85,9 @@ class Copy:
         where = str(self._folder)
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join((where, f"{where}/adapters", f"{where}/adapters/cpu")),
+            "PYTHONPATH": os.pathsep.join(
+                (where, f"{where}/adapters", f"{where}/adapters/cpu", f"{where}/adapters/trl")
+            ),
             "TMPDIR": str(self._folder.parent),
             "VLLM_CACHE_ROOT": f"{where}/.cache/vllm",
             **ONE_THREAD,

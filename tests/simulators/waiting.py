@@ -215,7 +215,7 @@ def run(setting: Setting, seed: int, phases: int) -> Outcome:
             stats = _stats(version, log, pairs, batch, requests)
             controller.spec_rollout_end(stats)
             usual = controller.times_as_long_without(stats)
-            ledger.rolled_out(stats, usual, controller.times_as_long_at_most(stats))
+            ledger.rolled_out(stats, usual, [(stats, controller.times_as_long_at_most(stats))])
             first = version if first is None and ledger.hidden else first
             if stats.drafts:
                 drafted, known = drafted + 1, known + (usual is not None)

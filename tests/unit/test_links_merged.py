@@ -57,6 +57,7 @@ def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time(
         mixed=(mixed, mixed),
         decoding_seconds=1.5,
         busy_seconds=4.0,
+        parts=(one, other),
     )
     assert merge_stats([one]).interrupted is False
 

@@ -14,6 +14,7 @@ from spec_plugin import (
     SpecConfigError,
     hookimpl,
 )
+from spec_plugin.actor.links import merge_stats
 from spec_plugin.errors import PatchError
 from spec_plugin.events import (
     Drafts,
@@ -267,4 +268,16 @@ def test_the_ledger_hears_what_the_controller_tells_of_a_rollout_and_the_most_th
     session.rollout_end(stats)
     monkeypatch.setattr(controller, "times_as_long_at_most", lambda stats: -1.0, raising=False)
     session.rollout_end(stats)
-    assert heard == [(stats, 1.5, 2.5), (stats, 1.5, None)] and not session.failed
+    assert heard == [(stats, 1.5, [(stats, 2.5)]), (stats, 1.5, [(stats, None)])] and not session.failed
+
+
+def test_of_several_engines_the_slowest_says_what_was_saved_and_each_what_it_may_be_at_most(monkeypatch):
+    session, heard = session_with(), []
+    monkeypatch.setattr(session.ledger, "rolled_out", lambda *told: heard.append(told))
+    controller = session.manager.get_plugin("controller")
+    monkeypatch.setattr(controller, "times_as_long_without", lambda stats: stats.seconds, raising=False)
+    monkeypatch.setattr(controller, "times_as_long_at_most", lambda stats: 2 * stats.seconds, raising=False)
+    parts = tuple(RolloutStats(1, 2, 12, s, decoding_seconds=s / 2) for s in (3.0, 7.0))
+    stats = merge_stats(parts)
+    session.rollout_end(stats)
+    assert heard == [(stats, 7.0, [(parts[0], 6.0), (parts[1], 14.0)])]

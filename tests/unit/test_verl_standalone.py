@@ -40,6 +40,8 @@ class Servers:
 class Control:
     """Where something may fail."""
 
+    lags = True
+
     def __init__(self, session: SpecSession, error: BaseException | None) -> None:
         self.session, self.error, self.versions = session, error, []
 

@@ -91,7 +91,8 @@ class Judge:
             if good:
                 self._pairs.clear()
         if stats.drafts:
-            mixed = [m for m in stats.mixed if m.drafted]
+            # of a step that reads prompts some drafts may be those of the batch before it
+            mixed = [m for m in stats.mixed if m.drafted and not m.prompts]
             drafted = sum(s.seconds * s.steps for s in stats.steps if s.k > 0) + sum(m.seconds for m in mixed)
             # there the plain steps are those of pairs
             sizes = {s.batch for s in stats.steps if s.k > 0} | {m.batch for m in mixed}
