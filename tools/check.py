@@ -63,6 +63,7 @@ VERSIONS = {
     "verl-vllm0.31": "spec-plugin conformance verl",
     "openrlhf-vllm0.31": "spec-plugin conformance openrlhf",
     "minimal-vllm0.32": f"python -m pytest {MINIMAL} -k keeps_the_contract",
+    "trl1.14": "spec-plugin conformance trl",
 }
 #: deployment shapes of the kit's drivers; all checks of one take 5 to 15 minutes
 SHAPES = {

@@ -32,6 +32,7 @@ ENVIRONMENTS = (
     "verl-vllm0.31",
     "openrlhf-vllm0.31",
     "minimal-vllm0.32",
+    "trl1.14",
 )
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PYTHONS = ((3, 11), (3, 12), (3, 13))

@@ -189,7 +189,7 @@ def test_a_launched_script_speculates_with_its_arguments_and_evaluates_in_betwee
         "eval_strategy": "steps",
         "eval_steps": 1,
     }
-    words = ["--spec.serve", "always", "--spec.train_share=0.4", "--spec.self_test_seconds", "5", str(SCRIPT)]
+    words = ["--spec.serve", "always", "--spec.train_share=0.4", "--spec.self_test_seconds", "15", str(SCRIPT)]
     words += ["--model", str(driver.target), "--data", str(driver._data), "--reward", str(driver._reward), "--evaluate"]
     words += [
         "--out",
@@ -205,6 +205,7 @@ def test_a_launched_script_speculates_with_its_arguments_and_evaluates_in_betwee
     assert found.returncode == 0, found.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(row["spec/failed"] == 0 and row["spec/logprob_diff_max"] < 1e-3 for row in rows)
+    said = found.stderr[-4000:]
+    assert all(row["spec/failed"] == 0 and row["spec/logprob_diff_max"] < 1e-3 for row in rows), said
     assert [row["spec/policy_version"] for row in rows] == [0, 1, 2] and rows[-1]["spec/draft_version"] > 0
     assert "the self-test passed" in found.stderr + found.stdout
