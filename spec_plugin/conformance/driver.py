@@ -27,6 +27,13 @@ class RunSettings:
     resume_from: RunSettings | None = None  # a former run: go on from its last checkpoint, up to ``steps``
 
 
+def option_word(value: Any) -> str:
+    """An option's value as a trainer's command line takes it: a list by commas, None as ``none``."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return "none" if value is None else str(value)
+
+
 class RunFailed(RuntimeError):
     """The trainer stopped before its last step; the text holds the lines of its output that say why."""
 

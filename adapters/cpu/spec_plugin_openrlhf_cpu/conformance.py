@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spec_plugin.conformance import tiny
-from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
+from spec_plugin.conformance.driver import ConformanceDriver, RunSettings, option_word
 from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin_openrlhf_cpu.run import OpenRLHFRun
 from spec_plugin_openrlhf_cpu.shims import RANDOM
@@ -92,7 +92,7 @@ class OpenrlhfDriver(ConformanceDriver):
         if run.replay:
             flags += ["--train.agent_func_path", str(self._agent(run.replay))]
         for name, value in run.options.items() if run.enabled else ():
-            flags += [f"--spec.{name}", _word(value)]
+            flags += [f"--spec.{name}", option_word(value)]
         return flags
 
     def _agent(self, folder: Path) -> Path:
@@ -146,9 +146,3 @@ class OpenrlhfDriver(ConformanceDriver):
 def _load(file: Path) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)  # the run's own file
     return state
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return "none" if value is None else str(value)

@@ -10,7 +10,7 @@ import torch
 from spec_plugin_cpu.sleeping import sleep_on_cpu
 from spec_plugin_cpu.waiting import sleep_while_waiting
 
-from spec_plugin.engine.repairs import cpu_compat, patches
+from spec_plugin.engine.repairs import cpu_compat
 from spec_plugin_openrlhf_cpu import shims
 from spec_plugin_openrlhf_cpu.variables import MAX_NUM_SEQS
 
@@ -26,9 +26,7 @@ def install() -> None:
     shims.install()
     sleep_while_waiting()
     sleep_on_cpu()
-    for patch in cpu_compat.CPU_PATCHES:
-        if patch.name == "live_weights":
-            patches.apply(patch)
+    cpu_compat.apply_live_weights()
     if os.environ.get(MAX_NUM_SEQS):
         shims.replace(
             "vllm.engine.arg_utils",

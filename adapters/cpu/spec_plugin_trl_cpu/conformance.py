@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_plugin.conformance import tiny
-from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
+from spec_plugin.conformance.driver import ConformanceDriver, RunSettings, option_word
 from spec_plugin_trl_cpu.run import TrlCpuRun
 
 SAMPLES, TOKENS = 8, 40
@@ -108,7 +108,7 @@ class TrlDriver(ConformanceDriver):
             run.out,
             run.steps * self._cycle,
             plain=not run.enabled,
-            overrides=tuple(f"spec.{name}={_word(value)}" for name, value in run.options.items()),
+            overrides=tuple(f"spec.{name}={option_word(value)}" for name, value in run.options.items()),
             words=tuple(words),
             ranks=2 if self.shape in ("dp2", "zero3", "fsdp2") else 1,
             replay=run.replay,
@@ -140,9 +140,3 @@ class TrlDriver(ConformanceDriver):
         digests = {"torch": state["cpu"].numpy().tobytes()}
         digests |= {name: repr(state[name]).encode() for name in ("python", "numpy")}
         return {name: hashlib.sha256(content).hexdigest() for name, content in digests.items()}
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return "none" if value is None else str(value)

@@ -12,7 +12,7 @@ import torch
 from spec_plugin_cpu.shims import Shims
 from spec_plugin_cpu.sleeping import sleep_on_cpu
 
-from spec_plugin.engine.repairs import cpu_compat, patches
+from spec_plugin.engine.repairs import cpu_compat
 from spec_plugin_trl_cpu import DTYPE, MAX_NUM_SEQS, REPLAY
 
 replace = Shims(
@@ -32,9 +32,7 @@ def install() -> None:
     torch.serialization.register_package(
         5, lambda _: None, lambda storage, place: storage if place[:4] == "cpu:" else None
     )
-    for patch in cpu_compat.CPU_PATCHES:
-        if patch.name == "live_weights":
-            patches.apply(patch)
+    cpu_compat.apply_live_weights()
     replace(
         "vllm.engine.arg_utils",
         "EngineArgs.create_engine_config",

@@ -49,15 +49,13 @@ def patch_vllm() -> None:
         from spec_plugin_cpu.sleeping import sleep_on_cpu
         from spec_plugin_cpu.waiting import sleep_while_waiting
 
-        from spec_plugin.engine.repairs import cpu_compat, patches
+        from spec_plugin.engine.repairs import cpu_compat
         from spec_plugin_verl_cpu.mappers import add_unstacked_mapper
 
         add_unstacked_mapper()
         sleep_while_waiting()
         sleep_on_cpu()
-        for patch in cpu_compat.CPU_PATCHES:
-            if patch.name == "live_weights":
-                patches.apply(patch)
+        cpu_compat.apply_live_weights()
 
 
 if chosen():

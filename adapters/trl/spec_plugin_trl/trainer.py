@@ -275,9 +275,8 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
                 f"_generate_and_score_completions, compute_loss or _get_per_token_logps_and_entropies of TRL's without calling "
                 f"them. {flag.LEAVE_OUT.capitalize()}, or call super()"
             )
-        if (
-            self.judged or self.in_loss
-        ):  # what the losses were to check and have not, ``policy_updated`` refuses (law 3)
+        # What the losses were to check and have not, ``policy_updated`` refuses (law 3).
+        if self.judged or self.in_loss:
             self.judged = False
             with random_streams_kept():
                 self.run.policy_updated(state.global_step)

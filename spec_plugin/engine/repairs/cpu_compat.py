@@ -219,6 +219,15 @@ CPU_PATCHES = (
 )
 
 
+def apply_live_weights() -> None:
+    """Apply the patch that a weight sync needs, and no other: for a run without the plugin, to compare with.
+
+    Raises:
+        PatchError: if the patch no longer fits the installed vLLM.
+    """
+    patches.apply(next(patch for patch in CPU_PATCHES if patch.name == "live_weights"))
+
+
 def apply_cpu_patches(skip: Iterable[str] = ()) -> list[PatchStatus]:
     """Apply every CPU patch that this process needs; nothing on another platform. Call before the model is loaded.
 
