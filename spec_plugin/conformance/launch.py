@@ -44,6 +44,8 @@ ENVIRONMENT = {
 STALL_S = 1200.0
 PATIENCE_S = 10.0  # for Ray's driver to write what its workers said
 START_FAILURES = ("node timed out", "raylet", "GCS", "Failed to register worker")
+#: trainers ask the system for a free port, close it and listen there seconds later; another process may have got it meanwhile
+PORT_TAKEN = ("EADDRINUSE", "Address already in use")
 PREFIX = re.compile(r"\x1b\[[\d;]*m|\((\w+ )?pid=[^)]*\) ?|^\[rank\d+\]:[ ]?")  # Ray's, and torchrun's
 ERROR_LINE = re.compile(r"\s*(ERROR\b|[\w.]*(Error|Exception)\b[^\w])")
 
@@ -86,8 +88,9 @@ class Steps:
 
 
 def follow(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], None, None]:
-    """Run the trainer to its end and yield (step, metrics) as each step completes. Ray's start is tried twice.
+    """Run the trainer to its end and yield (step, metrics) as each step completes.
 
+    A start that failed for the machine's sake (Ray's limit of time, a port that another process took) is tried once more.
     Closing the generator stops the trainer.
 
     Raises:
@@ -103,7 +106,7 @@ def follow(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], No
         if done >= launch.steps:
             return
         log = launch.log_file.read_text(errors="replace")
-        if done or attempt == 2 or not ray_failed_to_start(log):
+        if done or attempt == 2 or not (ray_failed_to_start(log) or port_was_taken(log)):
             raise RunFailed(
                 f"{launch.name} stopped after step {done} of {launch.steps}; {launch.log_file}:\n{relevant_lines(log)}"
             )
@@ -114,6 +117,11 @@ def ray_failed_to_start(log: str) -> bool:
     registered = "Failed to register worker" not in log
     started = "Started a local Ray instance" in log and registered
     return not started and any(mark in log for mark in START_FAILURES)
+
+
+def port_was_taken(log: str) -> bool:
+    """Whether a process of the run could not listen on the port that it had been promised."""
+    return any(mark in log for mark in PORT_TAKEN)
 
 
 def _follow_once(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], None, None]:

@@ -297,14 +297,25 @@ waits_for_the_worker()
     assert "in lost_in_here" in str(failure.value) and "in waits_for_the_worker" in str(failure.value)
 
 
-def test_rays_start_is_tried_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "last_words",
+    [
+        "The current node timed out during startup: raylet",
+        # as torch says it, long after Ray's start
+        "Started a local Ray instance.\\ntorch.distributed.DistNetworkError: The server socket has failed to listen on any "
+        "local network address. port: 42427, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+    ],
+)
+def test_a_start_that_the_machine_refused_is_tried_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_words: str
+) -> None:
     body = (
         LOG_STEP
         + f"""
 mark = pathlib.Path({str(tmp_path)!r}, "tried")
 if not mark.exists():
     mark.touch()
-    sys.exit("The current node timed out during startup: raylet")
+    sys.exit("{last_words}")
 for s in (1, 2, 3): log(s, **{{"training/global_step": s}})
 """
     )
@@ -317,6 +328,7 @@ def test_a_failure_after_rays_start_is_not_tried_again(tmp_path: Path) -> None:
     assert launch.ray_failed_to_start("Started a local Ray instance.\nFailed to register worker")
     assert not launch.ray_failed_to_start("Started a local Ray instance.\nraylet pid=3: ValueError: no such model")
     assert not launch.ray_failed_to_start("hydra: Could not override 'data.sed'")
+    assert not launch.port_was_taken("Started a local Ray instance.\nValueError: port 80 is not allowed")
 
 
 def test_a_cancelled_run_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
