@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import NamedTuple
 
 from spec_plugin.events import RolloutStats
@@ -78,14 +76,10 @@ def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Seque
 def _all(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> Iterator[_Steps]:
     made = _tokens_made(stats, acceptance)
 
-    @cache  # several engines' rows, of like contexts: within a fiftieth
-    def near(batch: int, k: int, paused: bool, sixteenths: int) -> tuple[float, float, float]:
-        held = 2.0 ** (sixteenths / 16.0) if sixteenths >= 0 else None
+    def seconds(batch: int, k: int, paused: bool, context: float) -> tuple[float, float, float]:
+        held = context if context >= 1.0 else None
         reading, own = (cost.seconds(batch, n, paused, held) for n in (0, k))
         return cost.seconds(batch, 0, context=held), reading, own
-
-    def seconds(batch: int, k: int, paused: bool, context: float) -> tuple[float, float, float]:
-        return near(batch, k, paused, round(16.0 * math.log2(context)) if context >= 1.0 else -1)
 
     for s in stats.steps:
         times = seconds(s.batch, s.k, s.paused and not s.k, s.context)
