@@ -227,7 +227,7 @@ def test_an_empty_file_is_said(file):
 def test_a_broken_log_is_said_and_does_not_raise_anything_else(tmp_path):
     log = tmp_path / "train.log"
     log.write_bytes(os.urandom(4096) + b"\nstep: - \nGlobal step x: {}\n")
-    with pytest.raises(ReportError, match=r"train.log: no step of OpenRLHF or verl or TRL is in it"):
+    with pytest.raises(ReportError, match=r"train.log: no step of OpenRLHF or TRL or verl is in it"):
         read(log)
 
 

@@ -228,7 +228,7 @@ def _nothing(place: Place, remarks: Sequence[str], notices: Sequence[Notice], fo
         return f"{where}: no step of a trainer is in it: {'; '.join(remarks)}"
     if not formats:
         return f"{where}: no adapter that is installed here says how its trainer writes down steps (log.json in its package)"
-    trainers = " or ".join(form.trainer for form in formats)
+    trainers = " or ".join(sorted((form.trainer for form in formats), key=str.lower))
     return (
         f"{where}: no step of {trainers} is in it, neither as JSON, nor in event files, nor in lines of a console log"
     )
