@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from spec_plugin_cpu import MAX_NUM_SEQS
 from spec_plugin_cpu.sleeping import sleep_on_cpu
 from spec_plugin_cpu.waiting import sleep_while_waiting
 
 from spec_plugin.engine.repairs import cpu_compat
 from spec_plugin_openrlhf_cpu import shims
-from spec_plugin_openrlhf_cpu.variables import MAX_NUM_SEQS
 
 WORKER = "openrlhf.trainer.ray.vllm_worker_wrap"
 

@@ -9,10 +9,10 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spec_plugin_cpu import MAX_NUM_SEQS
 from spec_plugin_cpu.forks import Preloaded
 
 from spec_plugin.conformance.launch import ENVIRONMENT, Launch, StepMetrics, Steps, follow, plain_line
-from spec_plugin_openrlhf_cpu.variables import MAX_NUM_SEQS
 
 PLUGIN_MODULE, PLAIN_MODULE = "spec_plugin_openrlhf", "openrlhf.cli.train_ppo_ray"
 PLUGIN_FLAG = "--spec.enable"

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from spec_plugin_cpu.deepspeed import collectives_by_gloo
 from spec_plugin_cpu.shims import Shims
 from torch import Tensor
 
 from spec_plugin.errors import PatchError
 
 _ADVICE = "install OpenRLHF 0.11.2 with the pins of tools/requirements-openrlhf.txt, or report this"
-replace = Shims("spec_plugin_openrlhf_cpu", _ADVICE).replace
+shims = Shims("spec_plugin_openrlhf_cpu", _ADVICE)
+replace = shims.replace
 #: in a checkpoint's client state, torch's random state
 RANDOM = "spec_plugin_openrlhf_cpu_random"
 
@@ -54,12 +56,7 @@ def install() -> None:
         parameters=("self", "optimizer_parameters"),
         landmarks=("TORCH_ADAM_PARAM", "FusedAdam"),
     )
-    replace(
-        "deepspeed.comm.torch",
-        "build_shm_op",
-        functools.partial(_instead, _no_op),
-        landmarks=("ShareMemCommBuilder", "return None"),
-    )
+    collectives_by_gloo(shims)
     replace(
         "openrlhf.utils.deepspeed.deepspeed",
         "DeepspeedStrategy.save_ckpt",
@@ -151,10 +148,6 @@ def _with_random_state(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, model, save_dir, tag, max_num, max_mem, state, **kwargs)
 
     return save_ckpt
-
-
-def _no_op() -> None:
-    """What DeepSpeed's function returns where its operator cannot be built: collectives go through gloo."""
 
 
 class GlooBroadcast:

@@ -29,8 +29,6 @@ import os
 from importlib.util import find_spec
 
 SWITCH, REPLAY, DTYPE = "SPEC_PLUGIN_TRL_CPU", "SPEC_PLUGIN_TRL_REPLAY", "SPEC_PLUGIN_TRL_CPU_DTYPE"
-#: most requests that the engine runs at once; none: as many as TRL asks for
-MAX_NUM_SEQS = "SPEC_PLUGIN_CPU_MAX_NUM_SEQS"
 
 
 def chosen() -> bool:

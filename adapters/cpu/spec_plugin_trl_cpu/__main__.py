@@ -15,9 +15,11 @@ from spec_plugin_trl_cpu import chosen
 def main() -> None:
     """Run the script that the command line names."""
     if chosen():
+        from spec_plugin_cpu.deepspeed import collectives_by_gloo
+
         from spec_plugin_trl_cpu import shims
 
-        shims.install_deepspeed()
+        collectives_by_gloo(shims.shims)
     sys.argv = sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spec_plugin_cpu import MAX_NUM_SEQS
 from spec_plugin_cpu.forks import Preloaded
 
 from spec_plugin.conformance.launch import ENVIRONMENT, Launch, StepMetrics, Steps, follow
-from spec_plugin_trl_cpu import MAX_NUM_SEQS, REPLAY, SWITCH
+from spec_plugin_trl_cpu import REPLAY, SWITCH
 
 FLAG = "SPEC_PLUGIN_TRL"
 SCRIPT = Path(__file__).with_name("script.py")

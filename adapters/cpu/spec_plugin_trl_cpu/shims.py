@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from spec_plugin_cpu import MAX_NUM_SEQS
 from spec_plugin_cpu.shims import Shims
 from spec_plugin_cpu.sleeping import sleep_on_cpu
 
 from spec_plugin.engine.repairs import cpu_compat
-from spec_plugin_trl_cpu import DTYPE, MAX_NUM_SEQS, REPLAY
+from spec_plugin_trl_cpu import DTYPE, REPLAY
 
-replace = Shims(
-    "spec_plugin_trl_cpu", "install TRL with the pins of tools/requirements-trl.txt, or report this"
-).replace
+shims = Shims("spec_plugin_trl_cpu", "install TRL with the pins of tools/requirements-trl.txt, or report this")
+replace = shims.replace
 _GENERATION = "trl.generation.vllm_generation"
 
 
@@ -42,24 +42,6 @@ def install() -> None:
     )
     replace(_GENERATION, "VLLMGeneration._iter_named_params", _then_packed, parameters=("self",))
     replace(_GENERATION, "VLLMGeneration.generate", _apart, parameters=("self", "prompts"))
-
-
-def install_deepspeed() -> None:
-    """DeepSpeed's collectives in shared memory would have to be compiled, for minutes; here they go through gloo.
-
-    Raises:
-        PatchError: if DeepSpeed's function is gone or no longer looks as expected.
-    """
-    replace(
-        "deepspeed.comm.torch",
-        "build_shm_op",
-        lambda _original: _no_op,
-        landmarks=("ShareMemCommBuilder", "return None"),
-    )
-
-
-def _no_op() -> None:
-    """What DeepSpeed's function returns where its operator cannot be built."""
 
 
 def _eager(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -30,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not theirs or (theirs[0] == "-m" and len(theirs) < 2):
             raise SpecConfigError("no script is named: python -m spec_plugin_trl [--spec.NAME VALUE …] script.py …")
         if ours.pop(ENABLE, True):
-            said = [f"{n}={','.join(v) if isinstance(v, list) else v}" for n, v in ours.items()]
-            os.environ[flag.FLAG] = shlex.join(["1", *flag.words(), *said])
+            os.environ[flag.FLAG] = flag.joined(["1", *flag.words()], ours)
             flag.options()
             registration.register()
     except SpecConfigError as error:

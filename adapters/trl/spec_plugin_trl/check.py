@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spec_plugin.adapter import (
     FindModel,
@@ -27,7 +27,7 @@ from spec_plugin.adapter import (
 )
 from spec_plugin_trl import flag, options
 
-CONFIGS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo"}
+CONFIGS = ("GRPOConfig", "RLOOConfig")
 MODEL = "model_name_or_path"
 #: TRL's defaults of the fields that decide, of 1.8 to 1.16
 DEFAULTS: Mapping[str, Any] = {
@@ -55,8 +55,9 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         spec, words = _options(words)
     except SpecConfigError as error:
         found.append(Objection("", "", "a spec option", str(error), "`spec-plugin options` lists them"))
-    given, unseen = _given(words)
-    rloo = "rloo" in words or "RLOOConfig" in _names(words)
+    script = _Script.among(words)
+    given, unseen = _given(words, script)
+    rloo = "rloo" in words or (script is not None and "RLOOConfig" in script.names)
     fields = {**DEFAULTS, **({"vllm_importance_sampling_correction": None} if rloo else {}), **given}
     if not _trl_is_here():
         found.append(Objection("", "", "no TRL", "TRL is not installed here", "run it where it is", "trl"))
@@ -69,8 +70,7 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
             found.append(Objection("model", fields[MODEL], "an unreadable model", str(error), "repair it"))
             model = Model(fields[MODEL], None, str(error))
         found += options.of_target(fields[MODEL], model.config or {}, spec)
-    by_script = any(word.endswith(".py") for word in words)
-    guessed = [name for name in ("use_vllm", "vllm_mode") if name not in given] if by_script else []
+    guessed = [name for name in ("use_vllm", "vllm_mode") if name not in given] if script else []
     unseen += [f"{name}: TRL's default, {DEFAULTS[name]!r}, is taken" for name in guessed]
     if "generation_batch_size" in given:
         unseen.append("generation_batch_size: the ranks share it, and it was taken for that of one rank")
@@ -98,28 +98,41 @@ def _options(words: Sequence[str]) -> tuple[SpecConfig, list[str]]:
     said = next((word.partition("=")[2] for word in words if word.startswith(f"{flag.FLAG}=")), None)
     theirs, ours = split_arguments(rest)
     ours.pop("enable", None)
-    more = " ".join(f"{n}={','.join(v) if isinstance(v, list) else v}" for n, v in ours.items())
-    return flag.options(f"{'1' if said is None else said} {more}"), theirs
+    return flag.options(f"{'1' if said is None else said} {flag.joined([], ours)}"), theirs
 
 
 def _trl_is_here() -> bool:
     return bool(options.trl_version())
 
 
-def _names(words: Sequence[str]) -> set[str]:
-    """Names that a script among the words uses; none where it cannot be read."""
-    try:
-        tree = parsed(next(Path(word) for word in words if word.endswith(".py")).read_text())
-    except (OSError, SyntaxError, ValueError, StopIteration):
-        return set()
-    named = (getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(tree))
-    return {name for name in named if name}
+class _Script(NamedTuple):
+    """The Python file among a run's arguments."""
+
+    path: Path
+    tree: ast.Module | None  # None: it cannot be read
+    error: str = ""
+
+    @classmethod
+    def among(cls, words: Sequence[str]) -> _Script | None:
+        path = next((Path(word) for word in words if word.endswith(".py")), None)
+        if path is None:
+            return None
+        try:
+            return cls(path, parsed(path.read_text()))
+        except (OSError, SyntaxError, ValueError) as error:
+            return cls(path, None, str(error))
+
+    @property
+    def names(self) -> set[str]:
+        """Names that it uses."""
+        nodes = ast.walk(self.tree) if self.tree is not None else ()
+        return {name for node in nodes if (name := getattr(node, "id", None) or getattr(node, "attr", None))}
 
 
 # ---- what of the run can be read
 
 
-def _given(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def _given(words: Sequence[str], script: _Script | None) -> tuple[dict[str, Any], list[str]]:
     """Fields of the configuration that are written down, and what could not be looked at."""
     known = known_fields()
     flags = {
@@ -127,7 +140,6 @@ def _given(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     }
     unseen: list[str] = []
     fields: dict[str, Any] = {}
-    script = next((Path(word) for word in words if word.endswith(".py")), None)
     if script is not None:
         fields = _of_script(script, unseen)
     elif not any(word in ("grpo", "rloo") for word in words):
@@ -187,16 +199,14 @@ def _of_yaml(file: Path, unseen: list[str]) -> dict[str, Any]:
     return {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
 
 
-def _of_script(script: Path, unseen: list[str]) -> dict[str, Any]:
+def _of_script(script: _Script, unseen: list[str]) -> dict[str, Any]:
     """What ``GRPOConfig(…)``, ``RLOOConfig(…)`` and their trainers are given in a script, where it is written out."""
-    try:
-        tree = parsed(script.read_text())
-    except (OSError, SyntaxError, ValueError) as error:
-        unseen.append(f"{script}: it cannot be read: {error}")
+    if script.tree is None:
+        unseen.append(f"{script.path}: it cannot be read: {script.error}")
         return {}
     found: dict[str, Any] = {}
     hidden: list[str] = []
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    for call in (node for node in ast.walk(script.tree) if isinstance(node, ast.Call)):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         if name in CONFIGS:
             for keyword in call.keywords:
@@ -211,9 +221,9 @@ def _of_script(script: Path, unseen: list[str]) -> dict[str, Any]:
                 if keyword.arg == "rollout_func":
                     unseen.append("rollout_func: it is refused, if it is not None")
     if hidden:
-        unseen.append(f"{script}: fields that are computed: {', '.join(dict.fromkeys(hidden))}")
+        unseen.append(f"{script.path}: fields that are computed: {', '.join(dict.fromkeys(hidden))}")
     elif not found:
-        unseen.append(f"{script}: no GRPOConfig(name=value) was found in it")
+        unseen.append(f"{script.path}: no GRPOConfig(name=value) was found in it")
     return found
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ def words(said: str | None = None) -> list[str]:
     except ValueError as error:
         raise SpecConfigError(f"{FLAG}={text}: {str(error).lower()}") from error
     return [] if given[:1] and given[0].lower() in _OFF else [word for word in given if word.lower() not in _ON]
+
+
+def joined(given: Sequence[str], ours: Mapping[str, str | list[str]]) -> str:
+    """A value of the variable: words that were in it, and options of a command line behind them."""
+    more = (f"{name}={','.join(value) if isinstance(value, list) else value}" for name, value in ours.items())
+    return shlex.join([*given, *more])
 
 
 def wanted() -> bool:

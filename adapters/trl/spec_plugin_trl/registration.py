@@ -12,7 +12,7 @@ symbol                                                              reason
 ``__init__`` of trainers with an engine that have no adapter        refused by name: the flag would have no effect
 =================================================================== ====================================================
 
-The rest are callbacks that ``transformers`` has for everybody. Checked on TRL 1.8 to 1.16 (``tests/trainers/test_trl.py``); what
+The rest are callbacks that ``transformers`` has for everybody. Checked on TRL 1.8 to 1.16 (``tools/trl_symbols.py``); what
 is gone raises ``PatchError``. Nothing is wrapped without the flag.
 """
 
@@ -75,6 +75,7 @@ _BASE = "trl.trainer.base_trainer"  # of all trainers
 _trainer: ContextVar[Any] = ContextVar("trainer", default=None)  # that is being made
 _generation: ContextVar[Any] = ContextVar("generation", default=None)
 _made: list[str] = []  # trainers that speculate, or were refused
+_ADVICE = f"use trl >=1.8,<=1.16 with vLLM installed, or report this; or unset {FLAG}"
 
 
 def obey() -> None:
@@ -83,17 +84,9 @@ def obey() -> None:
         register()
 
 
+@functools.cache
 def register() -> None:
     """Wrap what is imported already, and what will be; once."""
-    if _register not in _done:
-        _done.append(_register)
-        _register()
-
-
-_done: list[Callable[[], None]] = []
-
-
-def _register() -> None:
     wrapt.register_post_import_hook(_engine, ENGINE)
     for module in TRAINERS:
         wrapt.register_post_import_hook(_trainer_module, module)
@@ -131,14 +124,11 @@ def look(owner: Any, methods: Mapping[str, Called]) -> None:
     for name, parameters in methods.items():
         found = getattr(owner, name, None)
         if found is None:
-            raise _gone(f"trl's {owner.__name__}.{name} is gone: use trl >=1.8,<=1.16, or report this; or unset {FLAG}")
+            raise _gone(f"trl's {owner.__name__}.{name} is gone: {_ADVICE}")
         try:
             inspect.signature(found).bind(*parameters.positional, **dict.fromkeys(parameters.named))
         except TypeError as error:
-            raise _gone(
-                f"trl's {owner.__name__}.{name} takes other arguments ({error}): use trl >=1.8,<=1.16, or report this; or "
-                f"unset {FLAG}"
-            ) from error
+            raise _gone(f"trl's {owner.__name__}.{name} takes other arguments ({error}): {_ADVICE}") from error
 
 
 def look_at(module: ModuleType) -> Any:
@@ -155,33 +145,41 @@ def look_at(module: ModuleType) -> Any:
     """
     name = WRAPPED[module.__name__]
     if (owner := getattr(module, name, None)) is None:
-        raise _gone(f"{module.__name__} has no {name} any more: use trl >=1.8,<=1.16, or unset {FLAG}")
+        raise _gone(f"{module.__name__} has no {name} any more: {_ADVICE}")
     look(owner, GENERATION if module.__name__ == ENGINE else METHODS)
     if module.__name__ == ENGINE and not hasattr(module, "LLM"):
-        raise _gone(f"{ENGINE} has no LLM any more: use trl >=1.8,<=1.16 with vLLM installed, or unset {FLAG}")
+        raise _gone(f"{ENGINE} has no LLM any more: {_ADVICE}")
     return owner
 
 
 def _trainer_module(module: ModuleType) -> None:
     owner = look_at(module)
-    owner.__init__ = _with_trainer(owner.__init__)
+    owner.__init__ = _known_while_made(_trainer, owner.__init__, _before_trainer)
     for name in METHODS:
         setattr(owner, name, _through(getattr(owner, name), name.lstrip("_")))
 
 
-def _with_trainer(original: Callable[..., Any]) -> Callable[..., Any]:
+def _before_trainer(trainer: Any, given: Mapping[str, Any]) -> None:
+    from spec_plugin_trl import options
+
+    _made.append(type(trainer).__name__)
+    options.refuse_before(type(trainer), given)
+
+
+def _known_while_made(
+    of: ContextVar[Any], original: Callable[..., Any], before: Callable[[Any, Mapping[str, Any]], None] | None = None
+) -> Callable[..., Any]:
+    """The same ``__init__``; while it runs, ``of`` has the object. ``before`` is called with it and its arguments first."""
+
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from spec_plugin_trl import options
-
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        _made.append(type(self).__name__)
-        options.refuse_before(type(self), given)
-        token = _trainer.set(self)
+        if before is not None:
+            before(self, inspect.signature(original).bind(self, *args, **kwargs).arguments)
+        token = of.set(self)
         try:
             original(self, *args, **kwargs)
         finally:
-            _trainer.reset(token)
+            of.reset(token)
 
     return __init__
 
@@ -199,22 +197,10 @@ def _through(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _engine(module: ModuleType) -> None:
     owner = look_at(module)
-    owner.__init__ = _with_generation(owner.__init__)
+    owner.__init__ = _known_while_made(_generation, owner.__init__)
     for name in GENERATION:
         setattr(owner, name, _through(getattr(owner, name), name))
     module.LLM = functools.partial(_llm, module.LLM)  # type: ignore[attr-defined]
-
-
-def _with_generation(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        token = _generation.set(self)
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            _generation.reset(token)
-
-    return __init__
 
 
 def _llm(original: Callable[..., Any], **kwargs: Any) -> Any:

@@ -76,11 +76,13 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
         """
         configure_logging()
         config, hf = flag.options(), load_hf_config(given["model"], "model")
-        found = [*options.objections(options.field_of(trainer.args)), *options.of_target(given["model"], hf, config)]
+        found = [
+            *options.of_target(given["model"], hf, config)
+        ]  # of a model that the script has made; the rest was asked before
         if getattr(getattr(trainer.accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) < 2:
             found.append(unsupported("fsdp_version", 1, "FSDP1 with TRL", "set it to 2"))
         refuse(found, flag.LEAVE_OUT)
-        sampling = options.sampling_of(lambda name: getattr(generation, name, None))
+        sampling = options.sampling_of(options.field_of(generation))
         dtype = "bfloat16" if trainer.args.bf16 else "float16" if trainer.args.fp16 else str(trainer.model.dtype)
         target = TargetInfo(
             path=given["model"],
@@ -229,7 +231,7 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
     def _harvested(self, ids: Tensor, mask: Tensor, response: int) -> Any:
         """Around one forward pass over rows [B, T] of which the last ``response`` columns hold the completions."""
         starts, lengths = mask.long().argmax(-1).tolist(), mask.long().sum(-1).tolist()
-        documents = [row[of.bool()] for row, of in zip(ids, mask, strict=True)]
+        documents = _documents(ids, mask)
         sampled = mask[:, mask.shape[1] - response :].long().sum(-1).tolist()
         return self.run.micro_batch(
             lambda: (documents, responses_at_the_end(documents, sampled)), padded_rows(starts, lengths)
@@ -245,10 +247,9 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
         Raises:
             LogprobProvenanceError: if any is not the target's. It stops the run.
         """
-        prompts, prompt_mask = batch["prompt_ids"], batch["prompt_mask"].bool()
-        completions, mask = batch["completion_ids"], batch["completion_mask"].bool()
-        rows = zip(prompts, prompt_mask, completions, mask, strict=True)
-        documents = [torch.cat([p[pm], c[cm]]).cpu() for p, pm, c, cm in rows]
+        prompt_mask, mask = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        documents = [document.cpu() for document in _documents(ids, torch.cat([prompt_mask, mask], 1))]
         if "tool_mask" in batch:
             mask = mask & batch["tool_mask"].bool()
         stated = batch.get("sampling_per_token_logps")
@@ -296,6 +297,11 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
         original(checkpoint)
         if checkpoint is not None:
             self.run.load(Path(checkpoint) / FOLDER)
+
+
+def _documents(ids: Tensor, mask: Tensor) -> list[Tensor]:
+    """Each row's tokens of [B, T] without its padding."""
+    return [row[of.bool()] for row, of in zip(ids, mask, strict=True)]
 
 
 def _dropout(model: Any) -> float:
