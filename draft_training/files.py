@@ -41,6 +41,8 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+#: in a DFlash draft's folder, the vector of a token that is not known yet; vLLM reads it with torch's ``weights_only``
+MASK_EMBEDDING = "mask_embedding.pt"
 #: fields by which a config.json names code to run: of the folder, or of anybody's repository ("someone/repo--file.Class")
 CODE = ("auto_map", "custom_pipelines")
 #: files of a checkpoint in which vLLM and transformers look for them

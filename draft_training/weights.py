@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draft_training.errors import CheckpointError, DraftConfigError
-from draft_training.files import opened, places
+from draft_training.files import MASK_EMBEDDING, opened, places, read_json
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -42,6 +42,32 @@ def refuse_broken(file: Path) -> None:
         for name in f.keys():  # noqa: SIM118
             if (tensor := f.get_tensor(name)).dtype in _FLOATS:
                 _refuse_infinite(name, tensor, file)
+
+
+def refuse_broken_mask(folder: Path) -> None:
+    """Look at the vector that stands for an unknown token, in a DFlash draft's folder that has one.
+
+    Raises:
+        CheckpointError: if it is no such vector: vLLM would die of it once the engine starts.
+        DraftConfigError: if it is of another width than the draft, or a number is not finite.
+    """
+    file = folder / MASK_EMBEDDING
+    if not file.exists():
+        return
+    try:
+        found = torch.load(file, weights_only=True, map_location="cpu")  # numbers only, as vLLM reads it
+        vector = found["embedding"] if isinstance(found, dict) else found
+        flat: Tensor = vector.reshape(-1)
+    except Exception as error:  # of pickle, zipfile and torch, each with classes of its own
+        raise CheckpointError(
+            f"{file} holds no vector that can be read as numbers ({type(error).__name__}); fetch or export the draft again"
+        ) from error
+    width = read_json(folder / "config.json").get("hidden_size")
+    if width != flat.numel():
+        raise DraftConfigError(
+            f"{file} holds {flat.numel()} numbers, expected hidden_size={width}: fetch the draft again"
+        )
+    _refuse_infinite("the mask's embedding", flat, file)
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Drafts by name: a model of the Hugging Face hub, a folder, or the one that is known for a policy (``spec.draft``).
 
-Only config files and safetensors are fetched, and what the configs name as code is left out: nothing of a draft is code that runs
-here (law 8). The hub's own environment variables hold: ``HF_HUB_OFFLINE``, ``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT``.
+Only config files, safetensors and DFlash's one vector are fetched, and what the configs name as code is left out: nothing of a
+draft is code that runs here (law 8). The hub's own environment variables hold: ``HF_HUB_OFFLINE``, ``HF_HOME``, ``HF_TOKEN``,
+``HF_ENDPOINT``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_training.errors import CheckpointError
-from draft_training.files import configs_with_code
+from draft_training.files import MASK_EMBEDDING, configs_with_code
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.folders import disk, own_folder
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 #: the value of ``spec.draft`` that asks for the draft of the table
 KNOWN = "known"
 _TABLE = Path(__file__).with_name("known_drafts.json")
-_FILES = ("*.json", "*.safetensors")
+_FILES = ("*.json", "*.safetensors", MASK_EMBEDDING)
 #: owner/name, and a branch, tag or commit
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draft_training.files import read_json
 from draft_training.outside import text_part
 from spec_plugin.commands.cache import share
 from spec_plugin.commands.engine_limits import engine_limits
@@ -18,7 +20,7 @@ from spec_plugin.engine.lossless import check_engine_options, check_sampling, ch
 from spec_plugin.engine.states import check_states
 from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class, keeps_states
 from spec_plugin.errors import SpecConfigError
-from spec_plugin.hub import DraftNotHereError, known_draft
+from spec_plugin.hub import DraftNotHereError, draft_folder, known_draft
 from spec_plugin.manager import built_in_method, create_manager
 from spec_plugin.method import Method
 from spec_plugin.model_runner import runner_of
@@ -184,6 +186,8 @@ def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
         assert method is not None
         yield "draft on the actor", _actor_memory(run, method, draft)
         yield "draft in the engine", _engine_memory(run, draft)
+    elif method is not None and spec.draft:  # served as it is
+        yield "draft in the engine", _served_memory(run, Path(draft_folder(spec.draft, target, fetch=False)))
     requests, length = target.max_num_seqs or "of vLLM", target.max_model_len or "of the model"
     yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
     runner = runner_of(method.settings if method is not None else {"method": spec.method}, _device_type())
@@ -212,7 +216,16 @@ def _actor_memory(run: RunFacts, method: Method, draft: DraftShape) -> str:
 
 def _engine_memory(run: RunFacts, draft: DraftShape) -> str:
     weights = draft.parameters * _BYTES.get(run.target.dtype, 2) / _MEBIBYTE
-    more = share(draft.to_hf(), run.target.hf_config)
+    return _of_an_engine(run, weights, draft.to_hf())
+
+
+def _served_memory(run: RunFacts, folder: Path) -> str:
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / _MEBIBYTE
+    return _of_an_engine(run, weights, read_json(folder / "config.json"))
+
+
+def _of_an_engine(run: RunFacts, weights: float, config: Mapping[str, Any]) -> str:
+    more = share(config, run.target.hf_config)
     cache = f", and {more}" if more else ""
     split = f", split over {run.target.tensor_parallel} ranks" if run.target.tensor_parallel > 1 else ""
     return f"{_size(weights)} of weights{split}{cache}"

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from spec_plugin.engine.repairs import cpu_compat, patches
 from spec_plugin.engine.repairs.drafts_0_24 import DRAFTS_0_24
+from spec_plugin.engine.repairs.norms import NORMS
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +54,7 @@ def test_the_repairs_are_in_force_in_the_worker(llm):
     states = {p["name"]: p["state"] for p in small.rpc(llm, "spec_draft_info")["patches"]}
     for name in NOT_EVERYWHERE:
         assert states.pop(name) in ("in force", "not needed")
-    assert states == {"expand_kernel": "in force", "live_weights": "in force"}
+    assert states == dict.fromkeys(("expand_kernel", "live_weights", "stacked_norms"), "in force")
 
 
 def test_the_running_rejection_sampler_expands_right(llm):
@@ -91,7 +93,7 @@ def test_the_repair_can_be_left_out_by_an_engine_option_and_is_still_needed(targ
     share, states = json.loads(lines[0].removeprefix("RESULT "))
     for name in NOT_EVERYWHERE:
         states.pop(name)
-    assert states == {"expand_kernel": "skipped", "live_weights": "in force"}
+    assert states == {"expand_kernel": "skipped", "live_weights": "in force", "stacked_norms": "in force"}
     assert share > 0.2
 
 
@@ -116,9 +118,28 @@ def test_the_targets_weights_can_be_changed_in_the_running_engine(llm, greedy_re
     assert small.greedy(llm) == greedy_reference
 
 
-def test_an_engine_with_a_lossy_setting_does_not_start(llm):
-    from types import SimpleNamespace
+def context_keys(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Keys [L, T, heads, D] of the context, as vLLM's DFlash draft norms them for its L layers with their weights [L, D]."""
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
+    draft = SimpleNamespace(_k_norm_weights=weights, _rms_norm_eps=1e-6)
+    return DFlashQwen3Model._normalize_context_k(draft, x)
+
+
+def test_a_draft_of_several_layers_norms_its_context_with_the_weights_of_each(llm):
+    """When the last line fails, vLLM has repaired it and the patch can go."""
+    x, weights = torch.randn(3, 5, 2, 32), torch.rand(3, 32) + 0.5
+    want = torch.nn.functional.rms_norm(x, (32,), eps=1e-6) * weights[:, None, None]
+    torch.testing.assert_close(context_keys(x, weights), want)
+    patches.revert(NORMS[0])
+    try:
+        without = context_keys(x, weights)
+    finally:
+        patches.apply(NORMS[0])
+    assert (without[1:] - want[1:]).abs().max() > 0.1
+
+
+def test_an_engine_with_a_lossy_setting_does_not_start(llm):
     from spec_plugin.engine.extension import SpecWorkerExtension
     from spec_plugin.errors import SpecConfigError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from spec_plugin_verl_check import compose, options
 from test_check_command import MODEL, PATH, ROLLOUT, SPEC, VLLM, a_qwen3, needs_verl
 
@@ -61,6 +64,21 @@ def test_a_default_run_is_accepted_and_told_what_it_would_do() -> None:
     )
     assert {"model runner", "CUDA graphs", "never run on a GPU", "verified", "not verified"} <= set(found.facts)
     assert found.shapes == ("tp2", "dp2", "packed")
+
+
+@needs_verl
+def test_of_a_draft_that_is_served_as_it_is_the_run_is_told_what_each_of_its_layers_keeps(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": 5,
+        "num_attention_heads": 32,
+        "hidden_size": 4096,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 8, "head_dim": 128}))
+    save_file({"fc.weight": torch.zeros(1 << 19)}, tmp_path / "model.safetensors")
+    found = judge_run("verl", [PATH, VLLM, f"{SPEC}draft={tmp_path}", f"{SPEC}train=false"], a_qwen3)
+    told = found.facts["draft in the engine"]
+    assert told == "2 MiB of weights, split over 2 ranks, and 14 % more KV cache (5 layers beside 36)"
 
 
 ACCEPTED = (

@@ -109,14 +109,18 @@ def test_what_is_not_here_is_fetched_by_a_run_alone(hub):
         draft_folder("owner/name", TARGET, fetch=True)
 
 
-def test_nothing_but_configs_and_safetensors_is_asked_of_the_hub(monkeypatch, tmp_path):
+def test_nothing_but_configs_safetensors_and_a_masks_vector_is_asked_of_the_hub(monkeypatch, tmp_path):
     asked: dict[str, Any] = {}
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *names, **options: asked.update(options) or str(tmp_path)
     )
     draft_folder("owner/name@main", TARGET, fetch=True)
-    assert asked == {"revision": "main", "allow_patterns": ["*.json", "*.safetensors"], "local_files_only": False}
+    assert asked == {
+        "revision": "main",
+        "allow_patterns": ["*.json", "*.safetensors", "mask_embedding.pt"],
+        "local_files_only": False,
+    }
 
 
 @pytest.mark.parametrize(

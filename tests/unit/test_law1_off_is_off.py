@@ -20,6 +20,7 @@ SCRIPT = """
     import importlib, importlib.metadata, json, sys
     import torch.distributed
 
+    from vllm import _custom_ops
     from vllm.model_executor.layers import utils as gemm
     from vllm.utils import cpu_triton_utils
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -41,6 +42,7 @@ SCRIPT = """
             "verl replica": RolloutReplicaRegistry._registry["vllm"],
             "verl platforms": PlatformRegistry.registered_names(),
             "vllm expand_kernel": cpu_triton_utils.expand_kernel.func,
+            "vllm rms_norm": _custom_ops.rms_norm,
             "vllm gemm": gemm.dispatch_cpu_unquantized_gemm,
             "vllm EngineCore": tuple(sorted(vars(EngineCore))),
             "vllm Scheduler": tuple(sorted(vars(Scheduler))),

@@ -32,7 +32,7 @@ HF = {
 KINDS = {
     "eagle": ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "layers.0.mlp.up_proj.weight"]),
     "eagle3": ({"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2}, ["fc.weight"]),
-    "dflash": ({"architectures": ["DFlashDraftModel"]}, ["fc.weight"]),
+    "dflash": ({"architectures": ["DFlashDraftModel"], "hidden_size": 64}, ["fc.weight"]),
     "draft_model": ({"architectures": ["GemmaForCausalLM"]}, ["model.embed_tokens.weight"]),
     "parallel": ({"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2, "pard_token": 3}, ["fc.weight"]),
 }
@@ -69,6 +69,30 @@ def test_of_what_is_served_as_it_is_nothing_is_read_that_nobody_asks_for(tmp_pat
     for layers in (0, [1]):
         (folder / "config.json").write_text(json.dumps({**KINDS["eagle3"][0], "num_hidden_layers": layers}))
         assert method(str(folder), method="frozen").speculative_config()["method"] == "eagle3"
+
+
+class Code:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return Path.touch, ("/nonexistent",)
+
+
+@pytest.mark.parametrize("vector", [torch.ones(64), {"embedding": torch.ones(1, 64), "mask_token_id": 3}])
+def test_a_masks_vector_beside_a_draft_is_left_to_vllm(tmp_path: Path, vector: Any) -> None:
+    folder = draft(tmp_path, "dflash")
+    torch.save(vector, tmp_path / "mask_embedding.pt")
+    assert method(folder).model() == folder
+
+
+@pytest.mark.parametrize(
+    "vector", [torch.full((64,), torch.nan), torch.ones(32), {"other": torch.ones(64)}, Code(), "torn"]
+)
+def test_law_8_a_masks_vector_that_is_none_is_refused_before_the_engine_starts(tmp_path: Path, vector: Any) -> None:
+    folder = draft(tmp_path, "dflash")
+    torch.save(vector, tmp_path / "mask_embedding.pt")
+    if vector == "torn":
+        (tmp_path / "mask_embedding.pt").write_bytes(b"PK")
+    with pytest.raises(SpecConfigError, match=r"mask_embedding\.pt"):
+        method(folder).model()
 
 
 def test_a_whole_model_is_not_made_noise_of(tmp_path: Path) -> None:

@@ -77,11 +77,12 @@ def _verified_folder(draft: str | None) -> str | None:
     Raises:
         SpecConfigError: if a number in it is not finite, or a file is torn.
     """
-    from draft_training.weights import refuse_broken
+    from draft_training.weights import refuse_broken, refuse_broken_mask
 
     try:
         for file in sorted(Path(str(draft)).glob("*.safetensors")):
             refuse_broken(file)
+        refuse_broken_mask(Path(str(draft)))
     except (DraftConfigError, CheckpointError) as error:
         raise SpecConfigError(f"spec.draft={draft!r} cannot be served: {error}") from error
     return draft

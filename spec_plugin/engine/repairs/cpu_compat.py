@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from spec_plugin.engine.repairs import patches
 from spec_plugin.engine.repairs.convolutions import CONVOLUTIONS
 from spec_plugin.engine.repairs.drafts_0_24 import DRAFTS_0_24
+from spec_plugin.engine.repairs.norms import NORMS
 from spec_plugin.engine.repairs.patches import Guard, Patch, PatchStatus
 from spec_plugin.errors import SpecConfigError
 
@@ -214,6 +215,7 @@ CPU_PATCHES = (
             landmarks=("torch.ops._C.fused_sigmoid_gating_delta_rule_update_cpu(",),
         ),
     ),
+    *NORMS,
     *CONVOLUTIONS,
     *DRAFTS_0_24,
 )
