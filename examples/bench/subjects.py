@@ -39,17 +39,23 @@ class Subject:
     slip: float = 0.15  # chance of a mistake in each line of the last examples
     layers: int = 8
     seed: int = 0
+    vocabulary: int = 320  # of which the task uses a hundred
 
     @property
     def name(self) -> str:
         """Short, for tables."""
-        return f"{self.task}-{self.width}"
+        return f"{self.task}-{self.width}" + f"-v{self.vocabulary}" * (self.vocabulary != Subject.vocabulary)
 
     def policy(self) -> Path:
         """Its folder, with a tokenizer; taught on the first call."""
         CACHE.mkdir(parents=True, exist_ok=True)
         settings = PolicySettings(
-            hidden_size=self.width, steps=self.steps, slip=self.slip, layers=self.layers, seed=self.seed
+            hidden_size=self.width,
+            steps=self.steps,
+            slip=self.slip,
+            layers=self.layers,
+            seed=self.seed,
+            vocab_size=self.vocabulary,
         )
         if self.task == "add":
             return cached_policy(CACHE, settings)

@@ -1,0 +1,145 @@
+"""Does one learning rate serve drafts of every width: acceptance after each trainer step, at thirds and threes of the default."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import median
+
+import click
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
+
+from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings  # noqa: E402
+from examples.bench import common  # noqa: E402
+from examples.bench.common import say, show  # noqa: E402
+from examples.bench.recorded import FIRST, LATER, Step, record  # noqa: E402
+from examples.bench.subjects import COUNT, LETTERS, Subject  # noqa: E402
+
+HELP = """Learning rates of a newborn draft, by the width of its policy, on a CPU, from rollouts that are recorded once.
+
+\b
+As in curves.py, a trainer step is 12 prompts with 4 samples each, and the draft is judged on the next step's rollouts, while
+the policy stands still or moves. Each policy learns to sort letters first; a row says how well it does.
+Widths beyond 512 take long: a policy of 1024 learns in a quarter of an hour, and each of its curves takes as long.
+"""
+#: by width: layers of the policy, and optimizer steps in which it learns its task
+POLICIES = {128: (8, 320), 512: (4, 240), 1024: (4, 160), 2048: (2, 120)}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Acceptance lengths of one draft at k=3 and k=8 after each trainer step."""
+
+    subject: str
+    policy: str  # "still" or "moves"
+    factor: float  # of the default rate
+    seed: int
+    k3: list[float]
+    k8: list[float]
+    cpu_seconds: float  # of training the draft
+
+
+@click.command(help=HELP, context_settings={"max_content_width": 120, "show_default": True})
+@click.option("--width", "widths", multiple=True, type=click.Choice([str(w) for w in POLICIES]), default=("128", "512"))
+@click.option("--vocabulary", default=Subject.vocabulary, help="Of the policies.")
+@click.option("--factor", "factors", multiple=True, type=float, default=(0.3, 1.0, 3.0), help="Of the default rate.")
+@click.option("--policy", "policies", multiple=True, type=click.Choice(("still", "moves")), default=("still", "moves"))
+@click.option("--steps", default=8, help="Trainer steps.")
+@click.option("--seeds", default=1, help="Newborn drafts of each.")
+@click.option("--tokens", default=512, help="Of an optimizer step.")
+@click.option("--teach-only", is_flag=True, help="Only make the policies.")
+@click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of the JSON file.")
+def main(
+    widths: Sequence[str],
+    vocabulary: int,
+    factors: Sequence[float],
+    policies: Sequence[str],
+    steps: int,
+    seeds: int,
+    tokens: int,
+    teach_only: bool,
+    out: Path,
+) -> None:
+    """Teach, record, learn, report."""
+    common.prepare_process(1)
+    curves: list[Curve] = []
+    learnt: dict[str, float] = {}
+    for width in map(int, widths):
+        layers, teaching = POLICIES[width]
+        subject = Subject("sort", width, teaching, layers=layers, vocabulary=vocabulary)
+        subject.policy()
+        if teach_only:
+            continue
+        for policy in policies:
+            config, recorded = record(subject, steps + 1, moves=policy == "moves")
+            if policy == policies[0]:
+                learnt[subject.name] = in_order(subject, recorded[0])
+                say(f"{subject.name}: {learnt[subject.name]:.0%} of the lines that it writes are in order")
+            for seed, factor in product(range(seeds), factors):
+                curves.append(learn(subject.name, policy, factor, seed, config, recorded, tokens))
+                say(f"{subject.name}, {policy}, {factor:g}x, seed {seed}: k=3 {curves[-1].k3}, k=8 {curves[-1].k8}")
+    if curves:
+        report(curves)
+        asked = {"widths": widths, "vocabulary": vocabulary, "steps": steps, "tokens": tokens, "lines in order": learnt}
+        common.write_results("rates", asked, [asdict(c) for c in curves], common.environment("cpu"), out)
+
+
+def in_order(subject: Subject, step: Step) -> float:
+    """Share of first lines that begin with the smallest letter: what a policy that knows its task writes but for its slips."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(subject.policy())
+    right = 0
+    for prompt, response in step.rows:
+        asked = [c for c in tokenizer.decode(prompt, skip_special_tokens=True) if c in LETTERS][-COUNT:]
+        right += tokenizer.decode(response)[:1] == min(asked)
+    return right / len(step.rows)
+
+
+def learn(
+    subject: str, policy: str, factor: float, seed: int, config: DraftConfig, recorded: Sequence[Step], tokens: int
+) -> Curve:
+    """Train a draft along the recorded steps, judging it on the step to come."""
+    lr = TrainSettings.lr * factor
+    settings = TrainSettings(lr=lr, vector_lr=TrainSettings.vector_lr * factor, ttt_steps=8, tokens_per_step=tokens)
+    trainer = DraftTrainer(config, settings, device="cpu", seed=seed)
+    buffer = HiddenBuffer(65_536, 1 << 40, seed=0)
+    k3, k8, seconds = [], [], 0.0
+    for i, (now, coming) in enumerate(pairwise(recorded)):
+        trainer.update_policy(now.embed, now.head, i)
+        for document in now.documents:
+            buffer.add(document)
+        began = time.process_time()
+        trainer.train_slice(buffer, float("inf"), (FIRST if i == 0 else LATER) // tokens)
+        seconds += time.process_time() - began
+        trainer.update_policy(coming.embed, coming.head, i + 1)
+        k3.append(round(trainer.evaluate(coming.documents, steps=3).acceptance_length, 2))
+        k8.append(round(trainer.evaluate(coming.documents, steps=8).acceptance_length, 2))
+    return Curve(subject, policy, factor, seed, k3, k8, round(seconds, 1))
+
+
+def report(curves: Sequence[Curve]) -> None:
+    """A row for each rate: medians of its seeds, and what the last step is of the best rate's."""
+    columns = ["policy", "it", "rate", "k=3 after step 1", "4", "last", "k=8 after step 1", "4", "last", "of the best"]
+    cells: dict[tuple[str, str], dict[float, list[Curve]]] = {}
+    for c in curves:
+        cells.setdefault((c.subject, c.policy), {}).setdefault(c.factor, []).append(c)
+    rows = []
+    for where, by_factor in cells.items():
+        last = {factor: median(c.k8[-1] for c in found) for factor, found in by_factor.items()}
+        for factor, found in by_factor.items():
+            row = [*where, f"{factor:g}x"]
+            for lengths in ([c.k3 for c in found], [c.k8 for c in found]):
+                row += [f"{median(x[min(i, len(x)) - 1] for x in lengths):.2f}" for i in (1, 4, len(lengths[0]))]
+            rows.append([*row, f"{last[factor] / max(last.values()):.2f}"])
+    show("acceptance length of a newborn draft on rollouts to come", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
