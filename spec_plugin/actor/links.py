@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, Protocol
 
 from spec_plugin.errors import stops_the_run
@@ -238,6 +239,7 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         accepted_per_pos=_sum_positions([p.accepted_per_pos for p in parts]),
         steps=tuple(s for p in parts for s in p.steps),
         mixed=tuple(m for p in parts for m in p.mixed),
+        accepted_by_batch=_sum_batches([p.accepted_by_batch for p in parts]),
         pairs=tuple(pair for p in parts for pair in p.pairs),
         shadow_rounds=sum(p.shadow_rounds for p in parts),
         shadow_per_pos=_sum_positions([p.shadow_per_pos for p in parts]),
@@ -250,6 +252,13 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
 
 def _sum_positions(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip_longest(*parts, fillvalue=0))
+
+
+def _sum_batches(parts: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[int, int], ...]:
+    total: dict[int, int] = defaultdict(int)
+    for batch, tokens in chain.from_iterable(parts):
+        total[batch] += tokens
+    return tuple(sorted(total.items()))
 
 
 def merge_reports(parts: Sequence[SelfTestReport]) -> SelfTestReport:

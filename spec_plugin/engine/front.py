@@ -384,7 +384,7 @@ class EngineFront:
     async def stats(self, policy_version: int) -> RolloutStats:
         """Counts, acceptance and step timings since ``start_phase``."""
         steps = await take_steps(self.engine)
-        busy, mixed = await mixed_steps(self.engine)
+        busy, mixed, accepted = await mixed_steps(self.engine)
         now, then = read_spec_counters(), self._counters
         before = then["accepted_per_pos"] or [0] * len(now["accepted_per_pos"])
         stats = RolloutStats(
@@ -398,6 +398,7 @@ class EngineFront:
             accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
             steps=steps,
             mixed=mixed,
+            accepted_by_batch=accepted,
             pairs=await take_pairs(self.engine),
             interrupted=self.interrupted,
             **(await self._shadow() if self.session.method.memory is not None else {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -83,21 +84,45 @@ def _all(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> It
 
     for s in stats.steps:
         times = seconds(s.batch, s.k, s.paused and not s.k, s.context)
-        yield _Steps(s.seconds * s.steps, s.steps, made(s.k), float(s.k > 0), False, *times)
+        yield _Steps(s.seconds * s.steps, s.steps, made(s.batch, s.k), float(s.k > 0), False, *times)
     for m in stats.mixed:
         share, times = min(1.0, m.drafted / (m.batch * m.steps)), seconds(m.batch, m.k, False, m.context)
-        yield _Steps(m.seconds, m.steps, made(m.k) if share else 1.0, share, m.prompts, *times)
+        yield _Steps(m.seconds, m.steps, made(m.batch, m.k) if share else 1.0, share, m.prompts, *times)
 
 
-def _tokens_made(stats: RolloutStats, acceptance: Sequence[float]) -> Callable[[int], float]:
-    """Tokens of a request with a draft in one step, by k: what the rollout has shown, among several k as is expected."""
-    drafted = stats.drafted_by_k
-    expected = sum(count * (tokens_per_step(acceptance, k) - 1.0) for k, count in drafted)
-    found = (stats.tokens_per_forward or 1.0) - 1.0  # drafted tokens that were accepted, for each forward
-    scale = found * sum(count for _, count in drafted) / expected if expected > 0.0 else 0.0
+def _tokens_made(stats: RolloutStats, acceptance: Sequence[float]) -> Callable[[int, int], float]:
+    """Tokens of a request with a draft in one step, by requests of the step and k: what the rollout has shown of such steps.
 
-    def made(k: int) -> float:
-        gained = scale * (tokens_per_step(acceptance, k) - 1.0) if expected > 0.0 else found
-        return 1.0 + gained * (k > 0)
+    What a batch size has shown, and not the rollout's mean: the last requests of a rollout are others than the first, and text
+    that repeats itself is both long and easy to draft.
+    """
+    whole = _Shown(acceptance, stats.drafted_by_k, (stats.tokens_per_forward or 1.0) - 1.0)
+    kinds: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for s in stats.steps:
+        kinds[s.batch] += [(s.k, s.batch * s.steps)] * (s.k > 0)
+    for m in stats.mixed:
+        kinds[m.batch] += [(m.k, m.drafted)] * (m.drafted > 0)
+    accepted = dict(stats.accepted_by_batch)
+    shown = {
+        batch: _Shown(acceptance, found, accepted.get(batch, 0) / sum(count for _, count in found))
+        for batch, found in kinds.items()
+        if found and accepted
+    }
+    return lambda batch, k: shown.get(batch, whole).tokens(k)
 
-    return made
+
+class _Shown:
+    """What forwards with a draft have made, among several k as is expected."""
+
+    def __init__(self, acceptance: Sequence[float], by_k: Sequence[tuple[int, int]], found: float) -> None:
+        """``by_k``: k and forwards; ``found``: drafted tokens that were accepted, for each forward."""
+        self._acceptance, self._found = acceptance, found
+        expected = sum(count * (tokens_per_step(acceptance, k) - 1.0) for k, count in by_k)
+        self._scale = found * sum(count for _, count in by_k) / expected if expected > 0.0 else None
+
+    def tokens(self, k: int) -> float:
+        """Of one forward, bonus token included."""
+        if not k:
+            return 1.0
+        gained = self._found if self._scale is None else self._scale * (tokens_per_step(self._acceptance, k) - 1.0)
+        return 1.0 + gained

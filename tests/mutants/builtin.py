@@ -96,6 +96,13 @@ MUTATIONS = (
         ("test_without.py",),
     ),
     Mutation(
+        _WITHOUT,
+        "return lambda batch, k: shown.get(batch, whole).tokens(k)",
+        "return lambda batch, k: whole.tokens(k)",
+        "what drafts saved is told by the rollout's mean acceptance, and its tail is drafted best",
+        ("test_without.py",),
+    ),
+    Mutation(
         _LEDGER,
         "(stats.busy_seconds or stats.seconds) * max",
         "stats.decoding_seconds * max",

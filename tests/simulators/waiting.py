@@ -148,6 +148,8 @@ def sample(
                 come = int(np.argmin(np.append(rng.random(request.width) < request.chance, False)))
                 out.per_pos[:come] += 1
                 request.made += come
+                if log is not None:
+                    log.accept(batch, come)
             low, high = request.plain
             request.width = 0 if low <= request.made < high else k
         running = [request for request in running if request.made < request.length]
@@ -185,6 +187,7 @@ def _stats(version: int, log: StepLog, pairs: PairedSteps, batch: _Batch, reques
         steps=steps,
         pairs=tuple(pairs.take()),
         mixed=tuple(log.mixed),
+        accepted_by_batch=tuple(log.accepted),
         decoding_seconds=min(batch.seconds, decoding),
         busy_seconds=min(batch.seconds, max(decoding, log.busy_seconds)),
     )

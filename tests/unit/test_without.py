@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -66,6 +67,21 @@ def test_what_was_accepted_counts_and_not_what_was_expected():
     stats, truth = rollout(dict.fromkeys(range(9), 3), (0.4,))
     assert times_as_long(stats, Cost(), CHANCES) == pytest.approx(truth, rel=0.01)
     assert times_as_long(stats, Cost(), ()) == pytest.approx(truth, rel=0.01), "nor where nothing was"
+
+
+def test_a_tail_that_is_drafted_better_than_the_rest_counts_as_what_it_was():
+    """A rollout's last requests repeat themselves: half of its time, at a batch of one, and nearly all drafts accepted."""
+    cost, full, alone = Cost(), 2.0, 3.9
+    steps = (StepTiming(8, 3, False, cost.seconds(8, 3), 100), StepTiming(1, 3, False, cost.seconds(1, 3), 200))
+    accepted = ((1, round(200 * (alone - 1))), (8, round(800 * (full - 1))))
+    stats = RolloutStats(1, 8, 1000, 1.0, 1000, 3000, sum(n for _, n in accepted), steps=steps)
+    stats = replace(stats, accepted_by_batch=accepted)
+    took = sum(s.seconds * s.steps for s in steps)
+    truth = (100 * full * cost.seconds(8, 0) + 200 * alone * cost.seconds(1, 0)) / took
+    assert times_as_long(stats, cost, CHANCES) == pytest.approx(truth)
+    assert times_as_long_at_most(stats, cost, CHANCES) == pytest.approx(truth)
+    by_the_mean = times_as_long_at_most(replace(stats, accepted_by_batch=()), cost, CHANCES)
+    assert by_the_mean < 0.9 * truth
 
 
 def test_drafts_that_are_never_right_and_reading_cost_what_they_cost():

@@ -21,10 +21,10 @@ async def take_steps(engine: Engine) -> tuple[StepTiming, ...]:
     return tuple(StepTiming(*row) for row in await _call(engine, "spec_take_steps"))
 
 
-async def mixed_steps(engine: Engine) -> tuple[float, tuple[MixedSteps, ...]]:
-    """Of the log as ``take_steps`` last took it: seconds of all steps, and those that were not alike."""
-    busy, rows = await _call(engine, "spec_mixed_steps")
-    return busy, tuple(MixedSteps(*row) for row in rows)
+async def mixed_steps(engine: Engine) -> tuple[float, tuple[MixedSteps, ...], tuple[tuple[int, int], ...]]:
+    """Of the log as ``take_steps`` last took it: seconds of all steps, those that were not alike, and what was accepted where."""
+    busy, rows, accepted = await _call(engine, "spec_mixed_steps")
+    return busy, tuple(MixedSteps(*row) for row in rows), tuple((batch, tokens) for batch, tokens in accepted)
 
 
 async def take_pairs(engine: Engine) -> tuple[StepPair, ...]:

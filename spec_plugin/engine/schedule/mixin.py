@@ -110,7 +110,8 @@ class SpecSchedulerMixin:
     def make_spec_decoding_stats(
         self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """vLLM's own, which it calls for each drafted request of a step; the cut-off takes note."""
+        """vLLM's own, which it calls for each drafted request of a step; the cut-off and the step log take note."""
         if num_draft_tokens:
             self.spec_cutoff.emitted(self._spec_batch, num_accepted_tokens + 1)
+            self.spec_steps.accept(self._spec_batch, num_accepted_tokens)
         return super().make_spec_decoding_stats(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)  # type: ignore[misc]

@@ -89,14 +89,14 @@ def spec_take_steps(core: EngineCore) -> list[list[Any]]:
     return [[t.batch, t.k, t.paused, t.seconds, t.steps, t.context] for t in scheduler.spec_steps.take()]
 
 
-def spec_mixed_steps(core: EngineCore) -> tuple[float, list[list[Any]]]:
-    """(EngineCore utility) Of the log as it was last taken: seconds of all steps, and those that were not alike.
+def spec_mixed_steps(core: EngineCore) -> tuple[float, list[list[Any]], list[list[int]]]:
+    """(EngineCore utility) Of the log as it was last taken: seconds of all steps, those that were not alike, what was accepted.
 
-    The latter as plain lists in the order of ``MixedSteps``'s fields.
+    The second as plain lists in the order of ``MixedSteps``'s fields, the last as ``RolloutStats.accepted_by_batch``.
     """
     log = core.scheduler.spec_steps
     rows = [[m.batch, m.k, m.prompts, m.seconds, m.steps, m.drafted, m.context] for m in log.mixed]
-    return log.busy_seconds, rows
+    return log.busy_seconds, rows, [list(row) for row in log.accepted]
 
 
 def spec_take_pairs(core: EngineCore) -> list[list[Any]]:

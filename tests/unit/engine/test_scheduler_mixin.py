@@ -108,6 +108,8 @@ def test_law_7_a_verification_step_made_its_accepted_tokens_and_the_bonus_token(
     assert step(scheduler, 0, 3) == "outputs"
     assert noting.counted == [(2, 1), (2, 4)]
     assert scheduler.make_spec_decoding_stats(None, 0, 0) == "stats" and len(noting.counted) == 2
+    scheduler.spec_steps.take()
+    assert scheduler.spec_steps.accepted == [(2, 3)], "the bonus token is nobody's draft"
 
 
 @pytest.mark.parametrize("answers", [(True, True), (True, False)])
