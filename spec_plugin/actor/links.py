@@ -142,8 +142,7 @@ class EnginesLink:
     async def share_rollouts(self) -> list[Rollout]:
         """What the engines sampled, which then all of them know."""
         parts = await self.all("spec_take_rollouts")
-        others = [[r for j, part in enumerate(parts) if j != i for r in part] for i in range(len(parts))]
-        told = zip(self.engines(), others, strict=True)
+        told = zip(self.engines(), of_others(parts), strict=True)
         calls = [self.call(engine, "spec_remember", rollouts) for engine, rollouts in told if rollouts]
         await asyncio.wait_for(asyncio.gather(*calls), self.timeout_s)
         return [rollout for part in parts for rollout in part]
@@ -218,6 +217,11 @@ class LocalLink(EnginesLink):
         if self.loop is None:
             return answer
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer, self.loop))
+
+
+def of_others(parts: Sequence[Sequence[Rollout]]) -> list[list[Rollout]]:
+    """For each engine, what all but itself have sampled."""
+    return [[r for j, part in enumerate(parts) if j != i for r in part] for i in range(len(parts))]
 
 
 def chosen_error(answers: Sequence[Any]) -> BaseException | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spec_plugin.actor.links import EnginesLink, chosen_error
+from spec_plugin.actor.links import EnginesLink, of_others, chosen_error
 from spec_plugin.blocking import callers_stream
 from spec_plugin.errors import stops_the_run
 from spec_plugin.events import DraftRefresh, RefreshReport
@@ -80,8 +80,7 @@ class RanksLink(EnginesLink):
         """What the engines sampled, which then all of them know."""
         parts = await self.all("spec_take_rollouts")
         if len(parts) > 1:
-            others = [[r for j, part in enumerate(parts) if j != i for r in part] for i in range(len(parts))]
-            await self.all("spec_remember", _OfRank(others))
+            await self.all("spec_remember", _OfRank(of_others(parts)))
         return [rollout for part in parts for rollout in part]
 
     # ---- on every rank
