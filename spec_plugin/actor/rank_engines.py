@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spec_plugin.actor.links import EnginesLink, of_others, chosen_error
+from spec_plugin.actor.links import EnginesLink, chosen_error, of_others
 from spec_plugin.blocking import callers_stream
 from spec_plugin.errors import stops_the_run
 from spec_plugin.events import DraftRefresh, RefreshReport
