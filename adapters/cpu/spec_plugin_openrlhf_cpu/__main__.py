@@ -15,6 +15,8 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin_openrlhf_cpu import chosen, setup_worker, shims
 
 START_ATTEMPTS = 4
+#: for Ray to bring what its workers printed last, on a loaded machine: the last step of a run is among it
+LAST_LINES_S = 3.0
 RAY = {
     "num_cpus": 8,  # in Ray's books only
     "num_gpus": 4,  # the same: actor, reference model, engine, one spare
@@ -46,6 +48,7 @@ def main() -> None:
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
+        time.sleep(LAST_LINES_S)
         ray.shutdown()
 
 
