@@ -205,7 +205,7 @@ PARTS = (
             f"verl-{shape}",
             (f".envs/{env}/bin/spec-plugin conformance verl --shape {shape}",),
             (env,),
-            10,
+            7,
             STARTS_VERL,
             daily=False,
         )
@@ -217,7 +217,7 @@ PARTS = (
             f"{trainer}-{name}",
             (f".envs/{trainer}/bin/spec-plugin conformance {trainer} {options}",),
             (trainer,),
-            10 if name in SHAPES[trainer] else 5,
+            7 if trainer == "verl" and name in SHAPES[trainer] else 5,
             STARTS_VERL if trainer == "verl" else frozenset(),
             daily=False,
         )
