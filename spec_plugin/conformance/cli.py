@@ -16,7 +16,7 @@ are writing. The kit starts the trainer a few times on a tiny policy, writes dow
 are the samples and log-probs the target's, does the engine hold the published draft, is the policy bit for bit what it
 would be without the flag, does training survive every fault of the draft. A CPU is enough; it takes minutes.
 
-Exit code 0: every check is supported, or refused by the adapter with a reason.
+Exit code 0: every check is supported, refused by the adapter with a reason, or known to fail for the sake of another.
 
 Examples:
 

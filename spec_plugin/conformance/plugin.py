@@ -28,7 +28,7 @@ from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin.errors import SpecConfigError
 
 CHECKS_FILE = Path(__file__).with_name("checks.py")
-_STYLE = {"supported": "green", "refused": "yellow", "failed": "bold red"}
+_STYLE = {"supported": "green", "refused": "yellow", "known": "yellow", "failed": "bold red"}
 _KIT = "spec_plugin_conformance_kit"
 _IN_SPEC_PLUGIN_CPU = ("verl", "openrlhf")  # drivers that the distribution of the kit itself does not bring
 
@@ -38,7 +38,7 @@ class CheckResult:
     """One check's result, a line of the report."""
 
     check: str
-    state: str  # "supported", "refused" or "failed"
+    state: str  # "supported", "refused", "known" or "failed"
     reason: str
     seconds: float
 
@@ -214,11 +214,14 @@ class Kit:
         return pytest.Function.from_parent(collector, name=name) if name in {c.__name__ for c in CHECKS} else []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """What the adapter refuses is skipped, with its reason."""
+        """What the adapter refuses is skipped, with its reason; what fails for another's sake is to fail."""
         for item in items:
-            reason = self.driver.refused.get(item.name)
-            if item.path == CHECKS_FILE and reason:
+            if item.path != CHECKS_FILE:
+                continue
+            if reason := self.driver.refused.get(item.name):
                 item.add_marker(pytest.mark.skip(reason=REFUSED + reason))
+            elif reason := self.driver.known.get(item.name):
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -227,7 +230,9 @@ class Kit:
         if item.path == CHECKS_FILE:
             row = self._results.setdefault(item.name, CheckResult(item.name, "supported", "", 0.0))
             row.seconds += report.duration
-            if report.skipped and isinstance(report.longrepr, tuple):
+            if report.skipped and hasattr(report, "wasxfail"):
+                row.state, row.reason = "known", report.wasxfail
+            elif report.skipped and isinstance(report.longrepr, tuple):
                 reason = report.longrepr[2].removeprefix("Skipped: ")
                 row.state, row.reason = "refused", reason.removeprefix(REFUSED)
             elif report.failed:

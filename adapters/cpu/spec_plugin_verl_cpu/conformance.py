@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,9 +60,12 @@ class Shape:
     format: checkpoints.Format = checkpoints.FSDP
     kv_heads: int = 1  # of the policy; ranks that split them need one each
     v2: bool = False  # has the engine vLLM's V2 model runner, with asynchronous scheduling, as on a card
+    known: Mapping[str, str] = field(default_factory=dict)  # see ``ConformanceDriver.known``
 
 
-def _megatron(what: str, *overrides: str, ranks: int = 2, family: str = "qwen3") -> Shape:
+def _megatron(
+    what: str, *overrides: str, ranks: int = 2, family: str = "qwen3", known: Mapping[str, str] | None = None
+) -> Shape:
     """A Megatron actor; its environment is not that of the other shapes."""
     split = _TWO if ranks > 1 else ()
     own = (f"{'+' * override.startswith('+')}{_ACTOR}.megatron.{override.lstrip('+')}" for override in overrides)
@@ -74,6 +77,7 @@ def _megatron(what: str, *overrides: str, ranks: int = 2, family: str = "qwen3")
         format=checkpoints.MEGATRON,
         kv_heads=ranks,
         family=family,
+        known=known or {},
     )
 
 
@@ -101,6 +105,10 @@ SHAPES = {
             f"{_MODEL}.lora.merge=True",
             f"{_ACTOR}.use_kl_loss=True",
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16",
+        ),
+        known=dict.fromkeys(
+            ("weights_arrive_as_they_are", "hidden_states_equal_a_plain_forward"),
+            "verl sends merged weights in bfloat16, with the flag or without (_merged_lora_per_tensor_param)",
         ),
     ),
     "lora-adapters": Shape(
@@ -158,6 +166,7 @@ SHAPES = {
         "+override_transformer_config.moe_grouped_gemm=False",
         "+override_transformer_config.moe_permute_fusion=False",
         family="qwen3_moe",
+        known={"weights_arrive_as_they_are": "vLLM's CPU kernel of experts rounds coarsely"},
     ),
     "veomni": Shape("a VeOmni actor of two ranks", _TWO, ranks=2, backend=VEOMNI),
     "v2": Shape(
@@ -186,7 +195,7 @@ class VerlDriver(ConformanceDriver):
         """Write the tiny policy, the prompts and the reward under ``root``."""
         super().__init__(root, shape, family)
         self._shape = SHAPES[shape] if shape else Shape("", ())
-        self.asynchronous = self._shape.asynchronous
+        self.asynchronous, self.known = self._shape.asynchronous, self._shape.known
         # of a response that goes on under the next policy, the rest
         self.requests = {"max_tokens": (1, SMALL_TOKENS) if self.asynchronous else SMALL_TOKENS}
         root.mkdir(parents=True, exist_ok=True)

@@ -78,6 +78,18 @@ def test_a_check_that_fails_says_what_it_found(tmp_path, warm_run):
     assert "`policy_is_bitwise_equal` | failed: weight differs" in (tmp_path / "b.md").read_text()
 
 
+def test_what_fails_for_anothers_sake_is_known_and_once_it_passes_that_is_said(tmp_path, warm_run):
+    done = kit(
+        warm_run, tmp_path, "fake_driver:Excused", "-k", "policy_is_bitwise_equal or off_is_off", "--badge", "b.md"
+    )
+    badge = (tmp_path / "b.md").read_text()
+    assert done.returncode == 1 and "1 failed, 30 deselected, 1 xfailed" in done.stdout
+    assert "`policy_is_bitwise_equal` | known: the trainer forgets its seed" in badge
+    assert "`off_is_off` | failed: [XPASS(strict)] mended long ago" in badge
+    done = kit(warm_run, tmp_path, "fake_driver:Excused", "-k", "policy_is_bitwise_equal")
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_trainer_that_orders_recorded_rollouts_in_another_way_is_compared_on_recorded_ones(tmp_path, warm_run):
     done = kit(warm_run, tmp_path, "fake_driver:Reordering", "-k", "policy_is_bitwise_equal", "--keep", "kept")
     assert done.returncode == 0, done.stdout
