@@ -337,13 +337,18 @@ def learns(trace: Trace, metrics: Mapping[int, Mapping[str, float]], prefix: str
 
 
 def resumed(first: Trace, second: Trace) -> list[str]:
-    """After kill and resume, the first draft that is published is one that the first run published, bit for bit."""
+    """After kill and resume, the first draft that is published is one that the first run published or saved, bit for bit.
+
+    An asynchronous run may be killed between the two.
+    """
     problems = []
     if not events_of(first, "spec_save"):
         problems.append("spec_save was never fired before the kill")
     if not [e for e in second if e["hook"] == "spec_load" and e["found"]]:
         problems.append("spec_load never got a folder that exists")
+    saved = (e.get("saved") for e in events_of(first, "spec_save"))
     then = {e["published"][0]: e["published"][1] for e in events_of(first, "spec_draft_weights") if e["published"]}
+    then = {version: digest for version, digest in filter(None, saved)} | then if then else then
     now = [e["published"] for e in events_of(second, "spec_draft_weights") if e["published"]]
     if not then or not now:
         return [*problems, "one of the runs published no draft"]

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draft_training import digest as weights_digest
+from draft_training.weights import read_tensors
 from spec_plugin.builtin.provenance import ProvenanceGuard, by_lag
 from spec_plugin.builtin.provenance.rules import ENOUGH
 from spec_plugin.builtin.provenance.windows import difference
@@ -255,9 +256,18 @@ class Recorder:
         self._write("spec_metrics", failure=None if session is None else session.failure)
         return {}
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def spec_save(self, path: Path) -> None:
-        self._write("spec_save", path=str(path))
+        self._write("spec_save", path=str(path), saved=self._saved(path / "draft"))
+
+    def _saved(self, folder: Path) -> list[Any] | None:
+        """Version and digest of the draft in a checkpoint, as a refresh would publish it; None where it holds none."""
+        about, file = folder / "trainer.json", folder / "draft" / "model.safetensors"
+        if not (about.exists() and file.exists()):
+            return None
+        dtype = getattr(torch, self._target.dtype)
+        sent = {n: t.to(dtype) if t.is_floating_point() else t for n, t in read_tensors(file).items()}
+        return [json.loads(about.read_text())["draft_version"], weights_digest(sent)]
 
     @hookimpl
     def spec_load(self, path: Path) -> None:

@@ -304,6 +304,15 @@ def test_resuming():
     assert judge.resumed(Trace().events, Trace(first_version=2, draft=2, steps=2).events) == []
 
 
+def test_a_draft_that_was_saved_and_not_yet_published_when_the_run_was_killed_is_resumed_too():
+    killed, unknown = Trace(), Trace(first_version=2, draft=8, steps=2)
+    version, digest = next(e["published"] for e in unknown.events if e.get("published"))
+    killed.find("spec_save", -1)["saved"] = [version, digest]
+    assert judge.resumed(killed.events, unknown.events) == []
+    killed.find("spec_save", -1)["saved"] = [version, "other"]
+    one(judge.resumed(killed.events, unknown.events), "other weights after resuming")
+
+
 def test_a_draft_that_is_not_resumed_is_seen():
     other = Trace(first_version=2, draft=2, steps=2)
     other.find("spec_draft_weights")["published"] = [2, "other"]
