@@ -1,4 +1,4 @@
-"""One GPU, six questions: does what never ran there run, what does the flag cost and gain, how exact is it, how large."""
+"""One GPU, seven questions: does what never ran there run, what does the flag cost and gain, how exact is it, how large."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from examples.bench.card_parts.setup import TINY_PARTS  # noqa: E402
 from examples.bench.common import say  # noqa: E402
 
 #: in the order in which they are run: the most wanted number comes early
-PARTS = ("smoke", "start", "rollouts", "tolerances", "sleep", "memory")
+PARTS = ("smoke", "trainer", "start", "rollouts", "tolerances", "sleep", "memory")
 #: seconds before the hard limit, after which a part begins nothing new
 MARGIN = 30.0
 
 HELP = """Measure one GPU, in parts. Needs torch, transformers, vLLM and this repository; no trainer, no network.
 
 \b
-  smoke       two minutes: each thing that no GPU has run yet, once, at a tiny shape, and a table to paste
+  smoke       two minutes: each thing of an engine that no GPU has run yet, once, at a tiny shape, and a table to paste
+  trainer     without vLLM: the actor's hidden states, the draft's attention and training, and what a step of it takes
   start       runner, CUDA graphs and start-up of the engine with the flag and without; ms of a step at several batch sizes, for
               k = 0, 1, 3, 7, without the flag, and with vLLM's own speculation (a k that cannot change)
   rollouts    tokens per second without drafts, with each fixed k and under the controller, in turn
   tolerances  greedy text, drafted and plain, in several batch shapes; log-probs of engine and HF; what our guards say
   sleep       sleep, wake-up and refresh, again and again: is the draft whole, is the text the same
-  memory      the most memory at large batches, a slice of draft training, the phases of a refresh
+  memory      the most memory at large batches, and the phases of a refresh
 
 \b
 Each part has a process and a time limit of its own; OUT/<part>.json is written anew after every row, so that a part that

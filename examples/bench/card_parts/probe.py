@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_training import fingerprint
+from examples.bench.common import MIB, host_mib
 from spec_plugin.engine.capabilities import find_draft
 from spec_plugin.engine.extension import SpecWorkerExtension
 
 PROBE = f"{__name__}.Probe"
 FLAG_PROBE = f"{__name__}.FlagProbe"
-MIB = 2.0**20
 DRAFT_IDS = "draft_id_to_target_id"
 
 
@@ -103,12 +103,6 @@ class FlagProbe(SpecWorkerExtension, Probe):
         if not answer["installed"]:
             raise RuntimeError(f"the draft in {path} is refused: {answer['reason']}")
         return {**spent, **answer["phases"], "crossed": answer["crossed"] / 1e6}
-
-
-def host_mib() -> float:
-    """Resident memory of this process."""
-    with open("/proc/self/statm") as stream:
-        return int(stream.read().split()[1]) * resource.getpagesize() / MIB
 
 
 def _timed(spent: dict[str, float], name: str, call: Callable[[], Any]) -> Any:

@@ -109,6 +109,12 @@ def _smoke(content: Content) -> Iterable[Table]:
     yield "What ran", columns, [[_last_line(cell) if isinstance(cell, str) else cell for cell in row] for row in body]
 
 
+def _trainer(content: Content) -> Iterable[Table]:
+    yield from _smoke(content)
+    columns = ["tokens", "precision", "seconds", "of", "before_mib", "ready_mib", "between_steps_mib", "peak_mib"]
+    yield _plain(content, "training", "One optimizer step of the draft", [*columns, "out_of_memory"])
+
+
 def _start(content: Content) -> Iterable[Table]:
     columns = ["engine", "k", "seconds_to_start", "runner", "cudagraph_mode", "graphs_captured", "async_scheduling"]
     yield _plain(content, "engine", "Engines", columns)
@@ -207,8 +213,6 @@ def _sleep(content: Content) -> Iterable[Table]:
 def _memory(content: Content) -> Iterable[Table]:
     columns = ["batch", "k", "of", "idle_mib", "peak_mib", "above_idle_mib", "tokens_per_second"]
     yield _plain(content, "peak", "Memory while rolling out with log-probs, MiB", columns)
-    columns = ["tokens", "precision", "seconds", "of", "before_mib", "ready_mib", "between_steps_mib", "peak_mib"]
-    yield _plain(content, "training", "One optimizer step of the draft", [*columns, "out_of_memory"])
     for row in rows_of(content, "refresh"):
         phases = [(f"sender: {n}", ms) for n, ms in row["sender_ms"].items()]
         for kind, worker in row["worker_ms"].items():
@@ -222,6 +226,7 @@ def _memory(content: Content) -> Iterable[Table]:
 
 TABLES: Mapping[str, Callable[[Content], Iterable[Table]]] = {
     "smoke": _smoke,
+    "trainer": _trainer,
     "start": _start,
     "rollouts": _rollouts,
     "tolerances": _tolerances,

@@ -1,4 +1,4 @@
-"""Part 2: rollouts without drafts, with each fixed k and under the controller, round by round in turn."""
+"""Part 3: rollouts without drafts, with each fixed k and under the controller, round by round in turn."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from examples.bench.card_parts.record import Record
 from examples.bench.card_parts.setup import Models, sizes_of
 from examples.bench.control import Bench, Regime
 from examples.bench.engines import EngineSettings, Kind, Remote
+from examples.bench.steering import calibrate
+from examples.bench.workload import addition_prompts
 
 
 def measure(record: Record, models: Models) -> None:
@@ -31,7 +33,10 @@ def measure(record: Record, models: Models) -> None:
     live, flag = (
         Remote(settings["threads"], kind, models.target, asked, models.draft, settings["k"]).wait() for kind in kinds
     )
-    calibration = control.calibrate(flag, models.target, options)
+    most = asked.max_num_seqs
+    calibration = calibrate(
+        flag, addition_prompts(models.small, most, seed=5), sorted({1, 8, 32, most}), settings["k"], repeats=2
+    )
     for step in calibration.steps:
         record.row(kind="calibration", **asdict(step))
     for name, regime in _regimes(options, models.promised):
@@ -45,7 +50,9 @@ def measure(record: Record, models: Models) -> None:
 
 
 def _regimes(options: dict[str, Any], promised: float) -> list[tuple[str, Regime]]:
-    """Those of ``control`` whose draft stays what it is; first with the good one, then with the mediocre one."""
-    steady = [regime for regime in control.regimes(options) if regime.draft == "good"]
-    weaker = [replace(regime, name=f"{regime.name}, mediocre draft", promised=promised) for regime in steady]
-    return [("draft", regime) for regime in steady] + [("mediocre", regime) for regime in weaker]
+    """Those of ``control`` whose draft stays what it is; each with the mediocre draft and with the good one."""
+    found = []
+    for regime in (regime for regime in control.regimes(options) if regime.draft == "good"):
+        found.append(("mediocre", replace(regime, name=f"{regime.name}, mediocre draft", promised=promised)))
+        found.append(("draft", regime))
+    return found

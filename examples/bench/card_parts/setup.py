@@ -15,7 +15,7 @@ from examples.bench.common import say
 #: drafted tokens that the small drafts are trained for
 UNROLLED = 7
 #: optimizer steps of each of them: one that is nearly always right, and one as good as those of real policies
-DRAFTS = {"draft": 300, "mediocre": 40}
+DRAFTS = {"draft": 300, "mediocre": 16}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Part 4: what the draft is after the engine slept, and whether it can be served again: cycles of sleep, wake-up and refresh."""
+"""Part 5: what the draft is after the engine slept, and whether it can be served again: cycles of sleep, wake-up and refresh."""
 
 from __future__ import annotations
 

@@ -1,22 +1,21 @@
-"""Part 0: each thing that no GPU has run yet, touched once at a tiny shape, in about two minutes; a table to paste.
+"""Part 0: each thing of an engine that no GPU has run yet, touched once at a tiny shape, in about two minutes; a table to paste.
 
-The engine's items and the trainer's are done in processes of their own, so that what kills one, a kernel on a wrong address say,
-leaves the rows that are there and the other. That an item ran does not say how fast it is: the other parts measure.
+Each engine lives in a process of its own, so that what kills one, a kernel on a wrong address say, leaves the rows that are
+there. That an item ran does not say how fast it is: the other parts measure.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -76,24 +75,44 @@ class Items:
 
 
 def measure(record: Record, models: Models) -> None:
-    """Every group in its own process, one after the other."""
-    cuda = record.settings["cuda"]
-    groups: list[tuple[str, Callable[[Connection, Task], None], dict[str, str], dict[str, Any]]] = [
-        ("engine, vLLM's own choice of model runner", engine_items, {}, {}),
-        ("engine, the V1 model runner", engine_items, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {}),
-        ("actor and draft trainer", trainer_items, {}, {}),
-    ]
-    if cuda and torch.cuda.device_count() > 1:
-        groups.append(("engine, two tensor parallel ranks", engine_items, {}, {"tensor_parallel_size": 2}))
+    """An engine for each way of running one, one after the other."""
+    run_group(record, models, "engine, vLLM's own choice of model runner", engine_items)
+    ran = record.content["rows"]
+    if any("runner V1," in row["seen"] for row in ran):
+        record.note("left out: the V1 model runner once more, which is what vLLM chose")
+    else:
+        run_group(record, models, "engine, the V1 model runner", engine_items, {"VLLM_USE_V2_MODEL_RUNNER": "0"})
+    if record.settings["cuda"] and torch.cuda.device_count() > 1:
+        two = {"tensor_parallel_size": 2}
+        run_group(record, models, "engine, two tensor parallel ranks", engine_items, engine=two)
     else:
         record.note("left out: tensor parallel ranks over NCCL, which need two cards")
     record.note(
         "left out: weight syncs over NCCL and CUDA IPC, which need a trainer: `spec-plugin conformance verl` on the card"
     )
-    for group, run, environment, engine in groups:
-        if not record.enough_for(20.0, group):
-            continue
-        for row in _rows(run, Task(models, record.settings, environment, engine), min(LIMITS_S, record.left())):
+
+
+def run_group(
+    record: Record,
+    models: Models,
+    group: str,
+    run: Callable[[Connection, Task], None],
+    environment: Mapping[str, str] = MappingProxyType({}),
+    engine: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """A row for each item of one process.
+
+    Args:
+        record: of the part.
+        models: what it works on.
+        group: name in the rows.
+        run: what the process does.
+        environment: further variables of it.
+        engine: further engine arguments.
+    """
+    if record.enough_for(20.0, group):
+        task = Task(models, record.settings, dict(environment), dict(engine))
+        for row in _rows(run, task, min(LIMITS_S, record.left())):
             _put(record, {"kind": "smoke", "group": group, **row})
 
 
@@ -282,83 +301,3 @@ async def _deep_sleep(seen: dict[str, Any], front: Any, engine: Any, prompts: An
     await engine.wake_up(["kv_cache"])
     after = await _sampled(front, prompts, task.settings["k"], 0.0)
     _compare(seen, before, after, "the text is another one afterwards")
-
-
-# ---- the trainer
-
-
-def trainer_items(pipe: Connection, task: Task) -> None:
-    """(A process) What the flag does in the actor: hidden states, and the training of a draft on them."""
-    common.prepare_process(task.settings["threads"])
-    items = Items(pipe)
-    device = "cuda" if task.settings["cuda"] else "cpu"
-    hidden: list[Any] = []
-    with items.item("the actor's hidden states") as seen:
-        hidden.append(_harvested(seen, task, device))
-    with items.item("attention of the draft's unroll in a fused kernel") as seen:
-        _attention(seen, task, device)
-    with items.item("training a draft, its copies in the host's memory between slices") as seen:
-        _trained(seen, task, device, hidden)
-
-
-def _harvested(seen: dict[str, Any], task: Task, device: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    from draft_training.config import default_aux_layers
-    from examples.bench import harvest, workload
-    from spec_plugin.actor.decoder import find_decoder
-    from spec_plugin.actor.taps import Taps
-
-    model: Any = AutoModelForCausalLM.from_pretrained(task.models.small, dtype=torch.float32).to(device).eval()
-    prompts = workload.addition_prompts(task.models.small, REQUESTS, seed=9)
-    width = min(map(len, prompts))
-    ids = torch.tensor([prompt[:width] for prompt in prompts], device=device)
-    taps = Taps.of(find_decoder(model), default_aux_layers(model.config.num_hidden_layers))
-    with taps.attached(), torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits
-    hidden = harvest.take(taps, ids)
-    with torch.no_grad():
-        again = model.lm_head(hidden.last.to(device))
-    apart = float((again - logits.reshape(-1, logits.shape[-1])).abs().max())
-    seen |= {"tokens": len(hidden.input_ids), "logits of the kept states apart": apart}
-    if not apart < 1e-2:
-        raise Wrong("the states that were kept are not those of the pass")
-    return hidden, model
-
-
-def _attention(seen: dict[str, Any], task: Task, device: str) -> None:
-    from draft_training import load_draft
-    from draft_training.attention import proven_kernel
-    from draft_training.card import fast_products
-    from draft_training.fused_attention import kernel_for
-
-    where = torch.empty(0, device=device).device  # with its index, as a tensor says it
-    head_dim = load_draft(task.models.draft)[0].head_dim
-    for dtype in (torch.float32, torch.bfloat16):
-        with fast_products(where):
-            kernel = proven_kernel(where, dtype, head_dim)
-        seen[str(dtype).removeprefix("torch.")] = "explicit scores" if kernel is None else kernel.name
-        if kernel is None and kernel_for(where.type, dtype, head_dim):
-            raise Wrong(
-                f"{dtype}, heads of {head_dim}: the fused kernel is not right here, explicit scores serve (see the warning)"
-            )
-
-
-def _trained(seen: dict[str, Any], task: Task, device: str, hidden: list[Any]) -> None:
-    from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings
-    from spec_plugin.builtin.trainer import documents_of
-
-    if not hidden:
-        raise RuntimeError("there are no hidden states")
-    states, model = hidden[0]
-    config = DraftConfig.from_target(json.loads((Path(task.models.small) / "config.json").read_text()))
-    trainer = DraftTrainer(config, replace(TrainSettings(), offload=True), device=device, seed=0)
-    trainer.update_policy(model.get_input_embeddings().weight, model.lm_head.weight, 0)
-    buffer = HiddenBuffer(1 << 20, 1 << 30, seed=0)
-    for document in documents_of(states):
-        buffer.add(document)
-    first = trainer.train_slice(buffer, 60.0, 1)
-    later = trainer.train_slice(buffer, 60.0, 20)
-    seen |= {"steps": later.steps, "loss": f"{first.loss:.3f} to {later.loss:.3f}"}
-    if not later.loss < first.loss:
-        raise Wrong("its loss does not fall")

@@ -1,10 +1,10 @@
-"""Part 1: what the engine is with the flag and without, seconds to start, and milliseconds of each kind of step."""
+"""Part 2: what the engine is with the flag and without, seconds to start, and milliseconds of each kind of step."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,59 +21,67 @@ from examples.bench.engines import EngineSettings, Kind, Remote, Timing
 
 #: k of the engine with vLLM's own speculation, whose k cannot change
 STOCK_K = 3
+#: the engine with the flag and ``spec.full_graphs``
+FULL = "flag, full graphs"
 #: of a DFlash draft, as those that are public have
 ONE_PASS_LAYERS = 5
 
 
 def measure(record: Record, models: Models) -> None:
-    """Start three engines, one after the other, and let them take steps in turn."""
+    """Engines without the flag and with it, and beside them a third one at a time; what steps take, in turn."""
     sizes = sizes_of(record)
     prompts = workload.addition_prompts(models.small, max(sizes.step_batches), seed=7)
-    engines: dict[str, Remote] = {}
-    for name, kind, k in (("off", "plain", 0), ("flag", "flag", max(sizes.step_widths)), ("stock", "stock", STOCK_K)):
-        # the steps of all come last, and are what is wanted most
-        if engines and not record.enough_for(150.0 if record.settings["cuda"] else 60.0, f"the engine {name!r}"):
+    seconds = 90.0 if record.settings["cuda"] else 60.0  # of a start
+    engines = {"off": _start(record, models, "off", "plain", 0)}
+    if flag := _started(record, "flag", partial(_start, record, models, "flag", "flag", max(sizes.step_widths))):
+        engines["flag"] = flag
+    measured = False
+    for name, start in _others(record, models):
+        if not record.enough_for(seconds + 30.0, f"the engine {name!r}"):
             break
-        try:
-            engines[name] = _start(record, models, name, kind, k)
-        except RuntimeError as error:  # an answer, too: the others go on
-            record.row(kind="engine lost", engine=name, reason=str(error)[-2000:])
-            if name == "off":
-                raise
-    for batch in sizes.step_batches:
-        if record.enough_for(10.0, f"batch {batch}"):
-            _steps(record, engines, prompts[:batch])
-    if "stock" in engines and record.enough_for(150.0 if record.settings["cuda"] else 60.0, "a draft of one pass"):
-        engines.pop("stock").close()  # its place in the card's memory
-        try:
-            _one_pass(record, models, engines, prompts)
-        except RuntimeError as error:
-            record.row(kind="engine lost", engine="one pass", reason=str(error)[-2000:])
+        if other := _started(record, name, start):
+            try:
+                _steps(record, engines | {name: other}, prompts, measured)
+                measured = True
+            except RuntimeError as error:
+                record.row(kind="engine lost", engine=name, reason=str(error)[-2000:])
+            other.close()  # its place in the card's memory
+    if not measured:
+        _steps(record, engines, prompts, measured)
     for engine in engines.values():
         engine.close()
 
 
-def _one_pass(record: Record, models: Models, engines: Mapping[str, Remote], prompts: workload.Prompts) -> None:
+def _others(record: Record, models: Models) -> Iterator[tuple[str, Callable[[], Remote]]]:
+    """Engines that run beside the first two, the most wanted one first; a card has room for three."""
+    most = max(sizes_of(record).step_widths)
+    if record.settings["cuda"]:
+        spec = {"full_graphs": True}
+        yield FULL, partial(_start, record, models, FULL, "flag", most, spec=spec)
+    yield "stock", partial(_start, record, models, "stock", "stock", STOCK_K)
+    yield "one pass", partial(_one_pass, record, models, most)
+
+
+def _started(record: Record, name: str, start: Callable[[], Remote]) -> Remote | None:
+    """The engine; None, and a row, if it does not start, which is an answer, too."""
+    try:
+        return start()
+    except RuntimeError as error:
+        record.row(kind="engine lost", engine=name, reason=str(error)[-2000:])
+        return None
+
+
+def _one_pass(record: Record, models: Models, k: int) -> Remote:
     """Would a draft that proposes all tokens in one pass (DFlash) pay here: what its step costs, beside one that takes k passes.
 
     Its weights are noise, so nothing that it proposes is accepted: the milliseconds are the row, not the tokens.
     """
-    sizes = sizes_of(record)
-    k = max(sizes.step_widths)
     with tempfile.TemporaryDirectory() as folder:
         method = {"method": "dflash", "model": str(_noise(Path(folder), models.target, k)), "num_speculative_tokens": k}
-        asked = {"speculative_config": {**method, "draft_load_config": {"load_format": "dummy"}}}
-        engine = _start(record, models, "one pass", "stock", k, asked)
-    try:
-        for batch in sizes.step_batches:
-            if record.enough_for(10.0, f"one pass, batch {batch}"):
-                given = prompts[:batch]
-                arms: dict[str, Callable[[int], Timing]] = {"off": partial(_round, engines["off"], given, sizes.tokens)}
-                arms[f"flag k={k}, again"] = partial(_with_k, engines["flag"], k, given, sizes.tokens)
-                arms[f"one pass k={k}"] = partial(_round, engine, given, sizes.tokens)
-                _in_turn(record, arms, batch, leave_out=("off",))
-    finally:
-        engine.close()
+        asked: dict[str, Any] = {"speculative_config": {**method, "draft_load_config": {"load_format": "dummy"}}}
+        if not record.settings["cuda"]:  # vLLM's CPU build packs weights away otherwise, and this draft reads some
+            asked["worker_extension_cls"] = FLAG_PROBE
+        return _start(record, models, "one pass", "stock", k, asked)
 
 
 def _noise(folder: Path, target: Path, k: int) -> Path:
@@ -99,7 +107,13 @@ def _noise(folder: Path, target: Path, k: int) -> Path:
 
 
 def _start(
-    record: Record, models: Models, name: str, kind: Kind, k: int, arguments: Mapping[str, Any] | None = None
+    record: Record,
+    models: Models,
+    name: str,
+    kind: Kind,
+    k: int,
+    arguments: Mapping[str, Any] | None = None,
+    spec: Mapping[str, Any] | None = None,
 ) -> Remote:
     sizes, settings = sizes_of(record), record.settings
     more = {"worker_extension_cls": FLAG_PROBE if kind == "flag" else PROBE, **(arguments or {})}
@@ -110,34 +124,43 @@ def _start(
         eager=settings["eager"],
         more=more,
     )
-    engine = Remote(settings["threads"], kind, models.target, asked, models.draft, k).wait()
+    engine = Remote(settings["threads"], kind, models.target, asked, models.draft, k, spec).wait()
     facts = engine.rpc("bench_facts")
     memory = engine.rpc("bench_memory")
     record.row(kind="engine", engine=name, k=k, seconds_to_start=engine.start_seconds, **facts, memory_mib=memory)
     return engine
 
 
-def _steps(record: Record, engines: dict[str, Remote], prompts: workload.Prompts) -> None:
-    """All engines at one batch size."""
+def _steps(record: Record, engines: Mapping[str, Remote], prompts: workload.Prompts, again: bool) -> None:
+    """All engines in turn, at each batch size.
+
+    Args:
+        record: of the part.
+        engines: by name; ``off`` is among them.
+        prompts: as many as the largest batch.
+        again: those of ``off`` and ``flag`` have rows already: they run along for the comparison, the latter with its largest k.
+    """
     sizes = sizes_of(record)
-    arms: dict[str, Callable[[int], Timing]] = {}
-    for name, engine in engines.items():
-        if name == "flag":
-            arms |= {f"flag k={k}": partial(_with_k, engine, k, prompts, sizes.tokens) for k in sizes.step_widths}
-        else:
-            label = "off" if name == "off" else f"stock k={STOCK_K}"
-            arms[label] = partial(_round, engine, prompts, sizes.tokens)
-    _in_turn(record, arms, len(prompts))
+    for batch in sizes.step_batches:
+        if not record.enough_for(10.0, f"batch {batch}"):
+            return
+        given, arms = prompts[:batch], {}
+        for name, engine in engines.items():
+            if name in ("flag", FULL):
+                widths = sizes.step_widths[-1:] if again and name == "flag" else sizes.step_widths
+                arms |= {f"{name} k={k}": partial(_with_k, engine, k, given, sizes.tokens) for k in widths}
+            else:
+                label = {"off": "off", "stock": f"stock k={STOCK_K}"}.get(name, f"{name} k={sizes.step_widths[-1]}")
+                arms[label] = partial(_round, engine, given, sizes.tokens)
+        _in_turn(record, arms, batch, again)
 
 
-def _in_turn(
-    record: Record, arms: Mapping[str, Callable[[int], Timing]], batch: int, leave_out: Sequence[str] = ()
-) -> None:
-    """A row for each arm at one batch size, ``off`` among them; ``leave_out``: of these there is one already."""
+def _in_turn(record: Record, arms: Mapping[str, Callable[[int], Timing]], batch: int, again: bool) -> None:
+    """A row for each arm at one batch size, ``off`` among them."""
     found = interleave(arms, sizes_of(record).rounds, 1, f"batch {batch}: {', '.join(arms)} in turn")
     steps = {arm: [t.step("wall") for t in timings] for arm, timings in found.items()}
     for arm, timings in found.items():
-        if arm in leave_out:
+        if again and arm.startswith(("off", "flag k=")):
             continue
         record.row(
             kind="step",

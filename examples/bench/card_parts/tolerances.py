@@ -1,4 +1,4 @@
-"""Part 3: how far two correct computations of one model are apart, and what our own guards would have said.
+"""Part 4: how far two correct computations of one model are apart, and what our own guards would have said.
 
 The text is a small policy's, embedded in a large shape: most of the numbers that are added up are zeros, which round to nothing.
 So the differences are those of a large model's kernels on a small model's numbers, and smaller than a trained 8B's.
