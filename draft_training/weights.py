@@ -49,11 +49,14 @@ def refuse_broken_mask(folder: Path) -> None:
 
     Raises:
         CheckpointError: if it is no such vector: vLLM would die of it once the engine starts.
-        DraftConfigError: if it is of another width than the draft, or a number is not finite.
+        DraftConfigError: if it is of another width or token than the draft's config.json says, or a number is not finite.
     """
     file = folder / MASK_EMBEDDING
-    if not file.exists():
+    if not file.is_file():  # as the hub's library asks: nobody reads what is there then
         return
+    config = read_json(folder / "config.json")
+    layer = config.get("transformer_layer_config")
+    width = (layer if isinstance(layer, dict) else config).get("hidden_size")
     try:
         found = torch.load(file, weights_only=True, map_location="cpu")  # numbers only, as vLLM reads it
         vector = found["embedding"] if isinstance(found, dict) else found
@@ -62,8 +65,12 @@ def refuse_broken_mask(folder: Path) -> None:
         raise CheckpointError(
             f"{file} holds no vector that can be read as numbers ({type(error).__name__}); fetch or export the draft again"
         ) from error
-    width = read_json(folder / "config.json").get("hidden_size")
-    if width != flat.numel():
+    told = (of if isinstance(of := config.get("dflash_config"), dict) else config).get("mask_token_id")
+    if isinstance(found, dict) and told is not None and found.get("mask_token_id", told) != told:
+        raise DraftConfigError(
+            f"{file} is of token {found['mask_token_id']}, and config.json says mask_token_id={told}: fetch the draft again"
+        )
+    if width is not None and width != flat.numel():
         raise DraftConfigError(
             f"{file} holds {flat.numel()} numbers, expected hidden_size={width}: fetch the draft again"
         )

@@ -23,6 +23,19 @@ from spec_plugin.method import Method
 ENTRY_POINT_GROUP = "spec_plugin"
 
 
+class _Manager(pluggy.PluginManager):
+    """Looks for hooks among methods only.
+
+    pluggy (1.6 does, later ones do not) reads every attribute of a plugin, and so computes properties before it is configured.
+    """
+
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
+        """What pluggy finds, but nothing for a property."""
+        if isinstance(getattr(type(plugin), name, None), property):
+            return None
+        return super().parse_hookimpl_opts(plugin, name)
+
+
 def create_manager(
     block: Iterable[str] = (), extra: Iterable[str] = (), load_entry_points: bool = True
 ) -> pluggy.PluginManager:
@@ -42,7 +55,7 @@ def create_manager(
         built_in_plugins,  # late: it imports torch, and `spec-plugin --help` should not
     )
 
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager = _Manager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     blocked, builtins = set(block), built_in_plugins()
     foreign = {ep.name: ep for ep in entry_points(group=ENTRY_POINT_GROUP)} if load_entry_points else {}
@@ -74,7 +87,7 @@ def built_in_method(config: SpecConfig, target: TargetInfo, fetch: bool = False)
     """
     from spec_plugin.builtin.registry import built_in_methods
 
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager = _Manager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     for name, plugin in built_in_methods().items():
         manager.register(plugin, name=name)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from draft_training.errors import DraftConfigError
 from draft_training.outside import Layer, read, text_part
 from spec_plugin.engine_class import keeps_states
 
@@ -24,7 +25,7 @@ class KeptPerToken:
 
 
 def kept(hf: Mapping[str, Any]) -> KeptPerToken | None:
-    """What a model keeps of each token, from its config.json; None where that does not say how many layers it has.
+    """What a model keeps of each token, from its config.json; None where that does not say how many layers it has, or how wide.
 
     Args:
         hf: whole, or its part for texts.
@@ -39,22 +40,26 @@ def kept(hf: Mapping[str, Any]) -> KeptPerToken | None:
     elif isinstance(every, int) and every > 0 and keeps_states(hf):
         whole = layers // every
     rank, turned = (n if isinstance(n := text.get(name), int) else 0 for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    _, heads, width = read(Layer, text, "config.json").heads
+    try:
+        _, heads, width = read(Layer, text, "config.json").heads
+    except DraftConfigError:  # whoever loads the model says what is wrong
+        return None
     numbers = rank + turned if rank else 2 * heads * width
     return KeptPerToken(whole or layers, layers, numbers, rank > 0)
 
 
-def share(draft: Mapping[str, Any], target: Mapping[str, Any]) -> str:
+def share(draft: Mapping[str, Any], target: Mapping[str, Any], own_layer: bool = False) -> str:
     """How much KV cache a draft adds, in words; empty where the target's config does not tell.
 
     Args:
-        draft: its config.json, or the target's own where the draft is a layer of the target's.
+        draft: its config.json.
         target: its config.json.
+        own_layer: the draft is a layer that the target brings, and ``draft`` the target's config.json.
     """
     theirs, ours = kept(target), kept(draft)
     if theirs is None or ours is None:
         return ""
-    count, numbers = (1, theirs.numbers) if ours.of == theirs.of else (ours.layers, ours.numbers)
+    count, numbers = (1, theirs.numbers) if own_layer else (ours.layers, ours.numbers)
     percent = 100 * count * numbers / (theirs.layers * theirs.numbers)
     named = "one layer" if count == 1 else f"{count} layers"
     kind = " of latent attention" if theirs.latent else ""

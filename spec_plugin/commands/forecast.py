@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draft_training.files import read_json
+from draft_training.files import places, read_json
 from draft_training.outside import text_part
 from spec_plugin.commands.cache import share
 from spec_plugin.commands.engine_limits import engine_limits
@@ -216,19 +216,22 @@ def _actor_memory(run: RunFacts, method: Method, draft: DraftShape) -> str:
 
 def _engine_memory(run: RunFacts, draft: DraftShape) -> str:
     weights = draft.parameters * _BYTES.get(run.target.dtype, 2) / _MEBIBYTE
-    return _of_an_engine(run, weights, draft.to_hf())
+    config, target = draft.to_hf(), run.target.hf_config
+    own_layer = text_part(config) == text_part(target)  # it has no config.json of its own
+    return f"{_size(weights)} of weights{_beside(run, share(config, target, own_layer))}"
 
 
 def _served_memory(run: RunFacts, folder: Path) -> str:
-    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / _MEBIBYTE
-    return _of_an_engine(run, weights, read_json(folder / "config.json"))
+    indexed = places(folder)
+    files = folder.glob("*.safetensors") if indexed is None else set(indexed.values())
+    weights = sum(file.stat().st_size for file in files if file.is_file()) / _MEBIBYTE
+    more = share(read_json(folder / "config.json"), run.target.hf_config)
+    return f"{_size(weights)} of weights on disk{_beside(run, more)}"
 
 
-def _of_an_engine(run: RunFacts, weights: float, config: Mapping[str, Any]) -> str:
-    more = share(config, run.target.hf_config)
-    cache = f", and {more}" if more else ""
+def _beside(run: RunFacts, cache: str) -> str:
     split = f", split over {run.target.tensor_parallel} ranks" if run.target.tensor_parallel > 1 else ""
-    return f"{_size(weights)} of weights{split}{cache}"
+    return f"{split}, and {cache}" if cache else split
 
 
 def _size(mebibytes: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -90,8 +91,9 @@ class Steps:
 def follow(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], None, None]:
     """Run the trainer to its end and yield (step, metrics) as each step completes.
 
-    A start that failed for the machine's sake (Ray's limit of time, a port that another process took) is tried once more.
-    Closing the generator stops the trainer.
+    A start that failed for the machine's sake (Ray's limit of time, a port that another process took) is tried once more; what
+    it printed is kept beside the log, as ``first-….log``. What its engines had recorded for the kit before stays, which harms
+    none of its checks: no step had been taken. Closing the generator stops the trainer.
 
     Raises:
         RunFailed: if it exits before the last step, or takes ``STALL_S`` seconds for one, or for its end.
@@ -110,6 +112,7 @@ def follow(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], No
             raise RunFailed(
                 f"{launch.name} stopped after step {done} of {launch.steps}; {launch.log_file}:\n{relevant_lines(log)}"
             )
+        launch.log_file.rename(launch.out / f"first-{launch.log_file.name}")
 
 
 def ray_failed_to_start(log: str) -> bool:
@@ -120,8 +123,21 @@ def ray_failed_to_start(log: str) -> bool:
 
 
 def port_was_taken(log: str) -> bool:
-    """Whether a process of the run could not listen on the port that it had been promised."""
-    return any(mark in log for mark in PORT_TAKEN)
+    """Whether a process of the run failed since it could not listen on the port that it had been promised.
+
+    torch and Ray warn of ports that they then do without: what is no error does not count.
+    """
+    return any(mark in line for line in error_lines(log) for mark in PORT_TAKEN)
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens at present.
+
+    For trainers that would all begin with the same one, such as torchrun's and TRL's 29500, when several start at once.
+    """
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])
 
 
 def _follow_once(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], None, None]:
@@ -205,15 +221,19 @@ def plain_line(line: str) -> str:
     return PREFIX.sub("", line)
 
 
+def error_lines(log: str) -> list[str]:
+    """The lines of a log that say that something failed, each once, in order."""
+    return list(dict.fromkeys(line.strip() for line in map(plain_line, log.splitlines()) if ERROR_LINE.match(line)))
+
+
 def relevant_lines(log: str, most: int = 12) -> str:
     """The lines of a log that explain a failure.
 
     Returns:
         The first errors, each once, since what fails first is often the cause, and then the end of the last traceback.
     """
-    lines = [plain_line(line) for line in log.splitlines()]
-    lines = [line for line in lines if line.strip()]
-    errors = list(dict.fromkeys(line.strip() for line in lines if ERROR_LINE.match(line)))
+    lines = [line for line in map(plain_line, log.splitlines()) if line.strip()]
+    errors = error_lines(log)
     starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     tail = lines[starts[-1] :] if starts else lines
     return "\n".join(["first errors:", *errors[:4], "", "end of the log:", *tail[-most:]])

@@ -50,7 +50,8 @@ def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Seque
     """Seconds of all the rollout's steps without drafts over what they were, at most.
 
     While a request of the control group makes one token, another makes several, and it may be that one for which the rollout
-    waits: a step stands for as many plain ones as a request with a draft made tokens. Each takes what the cost model says, and
+    waits: a step stands for as many plain ones as a request with a draft made tokens, in steps of as many requests or in all of
+    the rollout's, whichever is more: a few steps at a size may by chance have shown few. Each takes what the cost model says, and
     longer where the rollout's steps took longer than it says, but no longer than the step itself. Prompts are read once.
 
     Args:
@@ -61,7 +62,7 @@ def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Seque
     Returns:
         None where the engine has timed no steps.
     """
-    found = list(_all(stats, cost, acceptance))
+    found = list(_all(stats, cost, acceptance, at_most=True))
     decoding = [s for s in found if not s.prompts]
     # a draft's passes are for all requests, also where some have none: no less than this is in the model's own steps
     own = sum(s.steps * (s.reading + s.share * max(0.0, s.own - s.reading)) for s in decoding)
@@ -74,8 +75,8 @@ def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Seque
     return without / took if took > 0.0 else None
 
 
-def _all(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> Iterator[_Steps]:
-    made = _tokens_made(stats, acceptance)
+def _all(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float], at_most: bool = False) -> Iterator[_Steps]:
+    made = _tokens_made(stats, acceptance, at_most)
 
     def seconds(batch: int, k: int, paused: bool, context: float) -> tuple[float, float, float]:
         held = context if context >= 1.0 else None
@@ -90,11 +91,11 @@ def _all(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> It
         yield _Steps(m.seconds, m.steps, made(m.batch, m.k) if share else 1.0, share, m.prompts, *times)
 
 
-def _tokens_made(stats: RolloutStats, acceptance: Sequence[float]) -> Callable[[int, int], float]:
+def _tokens_made(stats: RolloutStats, acceptance: Sequence[float], at_most: bool) -> Callable[[int, int], float]:
     """Tokens of a request with a draft in one step, by requests of the step and k: what the rollout has shown of such steps.
 
     What a batch size has shown, and not the rollout's mean: the last requests of a rollout are others than the first, and text
-    that repeats itself is both long and easy to draft.
+    that repeats itself is both long and easy to draft. ``at_most``: or that mean, where it is more.
     """
     whole = _Shown(acceptance, stats.drafted_by_k, (stats.tokens_per_forward or 1.0) - 1.0)
     kinds: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -108,7 +109,12 @@ def _tokens_made(stats: RolloutStats, acceptance: Sequence[float]) -> Callable[[
         for batch, found in kinds.items()
         if found and accepted
     }
-    return lambda batch, k: shown.get(batch, whole).tokens(k)
+
+    def made(batch: int, k: int) -> float:
+        found = shown.get(batch, whole).tokens(k)
+        return max(found, whole.tokens(k)) if at_most else found
+
+    return made
 
 
 class _Shown:

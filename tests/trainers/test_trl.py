@@ -174,7 +174,7 @@ def test_a_launched_script_speculates_with_its_arguments_and_evaluates_in_betwee
     from spec_plugin_trl_cpu.conformance import TrlDriver
     from spec_plugin_trl_cpu.run import SCRIPT
 
-    from spec_plugin.conformance.launch import ENVIRONMENT
+    from spec_plugin.conformance.launch import ENVIRONMENT, free_port
 
     driver = TrlDriver(tmp_path / "kit")
     fields: dict[str, Any] = {
@@ -201,6 +201,7 @@ def test_a_launched_script_speculates_with_its_arguments_and_evaluates_in_betwee
     ]
     # vLLM is told to load no plugin but the one that makes it run here: ours needs none
     environment = {**ENVIRONMENT, "SPEC_PLUGIN_TRL_CPU": "1", "VLLM_PLUGINS": "spec_plugin_trl_cpu"}
+    environment["MASTER_PORT"] = str(free_port())  # TRL begins with 29500, as another run beside this one
     found = python("", None, "-m", "spec_plugin_trl", *words, **environment)
     assert found.returncode == 0, found.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

@@ -52,6 +52,14 @@ def test_the_logits_are_those_of_the_small_model(both):
     assert torch.allclose(found[..., : tiny.VOCAB], expected, atol=2e-4 * float(expected.abs().max()))
 
 
+def test_in_the_dtype_of_a_card_the_most_likely_tokens_are_the_same(both, tmp_path):
+    small, _ = both
+    big = large.embedded_target(small, SHAPE, "bfloat16", tmp_path)
+    ids = torch.randint(0, tiny.VOCAB, (3, 40), generator=torch.Generator().manual_seed(1))
+    expected, found = logits(small, ids).argmax(-1), logits(big, ids)[..., : tiny.VOCAB].float().argmax(-1)
+    assert (found == expected).float().mean() > 0.9
+
+
 def test_tokens_that_the_small_model_does_not_have_are_never_sampled(both):
     found = logits(both[1], torch.arange(40)[None])
     assert found[..., tiny.VOCAB :].max() < found[..., : tiny.VOCAB].max(-1).values.min() - 30

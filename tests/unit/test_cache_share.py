@@ -57,5 +57,8 @@ def test_layers_that_keep_a_state_are_left_out_where_vllm_says_so(monkeypatch: p
 def test_drafts_of_other_kinds() -> None:
     two = {"num_hidden_layers": 2, "num_attention_heads": 16, "head_dim": 64, "hidden_size": 1024}
     assert share(two, DENSE) == "6 % more KV cache (2 layers beside 36)"
-    assert share(DENSE, DENSE).startswith("3 % more KV cache (one layer"), "a layer of the target's own"
+    assert share(DENSE, DENSE, own_layer=True).startswith("3 % more KV cache (one layer"), "a layer of the target's own"
+    assert share(DENSE, DENSE) == "100 % more KV cache (36 layers beside 36)", "a whole model that is as deep"
     assert share(two, {"hidden_size": 4}) == "", "it does not say how many layers it has"
+    for odd in ({"rope_theta": [1]}, {"intermediate_size": [2]}, {"num_attention_heads": "many"}):
+        assert share(two | odd, DENSE) == "" == share(two, DENSE | odd), odd

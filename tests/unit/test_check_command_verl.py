@@ -78,7 +78,7 @@ def test_of_a_draft_that_is_served_as_it_is_the_run_is_told_what_each_of_its_lay
     save_file({"fc.weight": torch.zeros(1 << 19)}, tmp_path / "model.safetensors")
     found = judge_run("verl", [PATH, VLLM, f"{SPEC}draft={tmp_path}", f"{SPEC}train=false"], a_qwen3)
     told = found.facts["draft in the engine"]
-    assert told == "2 MiB of weights, split over 2 ranks, and 14 % more KV cache (5 layers beside 36)"
+    assert told == "2 MiB of weights on disk, split over 2 ranks, and 14 % more KV cache (5 layers beside 36)"
 
 
 ACCEPTED = (

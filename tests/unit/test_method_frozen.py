@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from draft_training.weights import refuse_broken_mask
 from spec_plugin import SpecConfig, SpecConfigError, model_runner
 from spec_plugin.builtin.break_even.controller import BreakEvenController
 from spec_plugin.engine.lossless import check_speculative_config
@@ -80,6 +82,26 @@ class Code:
 def test_a_masks_vector_beside_a_draft_is_left_to_vllm(tmp_path: Path, vector: Any) -> None:
     folder = draft(tmp_path, "dflash")
     torch.save(vector, tmp_path / "mask_embedding.pt")
+    assert method(folder).model() == folder
+    written = json.loads((tmp_path / "config.json").read_text())
+    width = written.pop("hidden_size")
+    refuse_broken_mask(tmp_path)  # a config.json that does not say how wide it is
+    (tmp_path / "config.json").write_text(json.dumps({**written, "transformer_layer_config": {"hidden_size": width}}))
+    refuse_broken_mask(tmp_path)
+
+
+def test_a_masks_vector_of_another_token_is_refused_as_vllm_would(tmp_path: Path) -> None:
+    folder = draft(tmp_path, "dflash")
+    hf = {**KINDS["dflash"][0], "dflash_config": {"mask_token_id": 3}}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    torch.save({"embedding": torch.ones(64), "mask_token_id": 4}, tmp_path / "mask_embedding.pt")
+    with pytest.raises(SpecConfigError, match=r"of token 4, and config\.json says mask_token_id=3"):
+        method(folder).model()
+
+
+def test_what_is_no_file_is_left_alone_as_vllm_does(tmp_path: Path) -> None:
+    folder = draft(tmp_path, "dflash")
+    os.mkfifo(tmp_path / "mask_embedding.pt")
     assert method(folder).model() == folder
 
 

@@ -321,6 +321,8 @@ for s in (1, 2, 3): log(s, **{{"training/global_step": s}})
     )
     fake_verl(tmp_path, monkeypatch, body)
     assert [step for step, _ in verl_run(tmp_path / "out").follow()] == [1, 2, 3]
+    (kept,) = (tmp_path / "out").glob("first-*.log")
+    assert last_words.split("\\n")[-1] in kept.read_text()
 
 
 def test_a_failure_after_rays_start_is_not_tried_again(tmp_path: Path) -> None:
@@ -329,6 +331,9 @@ def test_a_failure_after_rays_start_is_not_tried_again(tmp_path: Path) -> None:
     assert not launch.ray_failed_to_start("Started a local Ray instance.\nraylet pid=3: ValueError: no such model")
     assert not launch.ray_failed_to_start("hydra: Could not override 'data.sed'")
     assert not launch.port_was_taken("Started a local Ray instance.\nValueError: port 80 is not allowed")
+    # torch says this of one address, and then takes another
+    warned = "[W socket.cpp:200] [c10d] The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use)."
+    assert not launch.port_was_taken(f"{warned}\nTraceback (most recent call last):\nValueError: no such model")
 
 
 def test_a_cancelled_run_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,8 @@ def test_a_tail_that_is_drafted_better_than_the_rest_counts_as_what_it_was():
     took = sum(s.seconds * s.steps for s in steps)
     truth = (100 * full * cost.seconds(8, 0) + 200 * alone * cost.seconds(1, 0)) / took
     assert times_as_long(stats, cost, CHANCES) == pytest.approx(truth)
-    assert times_as_long_at_most(stats, cost, CHANCES) == pytest.approx(truth)
+    at_most = times_as_long_at_most(stats, cost, CHANCES)
+    assert truth < at_most < 1.2 * truth, "the full batch counts as the rollout's mean, which is more than it made"
     by_the_mean = times_as_long_at_most(replace(stats, accepted_by_batch=()), cost, CHANCES)
     assert by_the_mean < 0.9 * truth
 

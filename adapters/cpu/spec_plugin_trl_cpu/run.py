@@ -13,7 +13,7 @@ from typing import Any
 from spec_plugin_cpu import MAX_NUM_SEQS
 from spec_plugin_cpu.forks import Preloaded
 
-from spec_plugin.conformance.launch import ENVIRONMENT, Launch, StepMetrics, Steps, follow
+from spec_plugin.conformance.launch import ENVIRONMENT, Launch, StepMetrics, Steps, follow, free_port
 from spec_plugin_trl_cpu import REPLAY, SWITCH
 
 FLAG = "SPEC_PLUGIN_TRL"
@@ -71,10 +71,12 @@ class TrlCpuRun:
         given = [f"{name}={json.dumps(value)}" for name, value in self.settings.items()]
         words = ["--model", self.policy, "--data", self.data_file, "--reward", self.reward_file, "--out", self.out]
         words += ["--steps", self.steps, *self.words, "--set", *given, *theirs]
-        ranks = self.launcher or ("-m", "torch.distributed.run", "--nproc_per_node", str(self.ranks))
+        port = str(free_port())
+        torchrun = ("-m", "torch.distributed.run", "--master_port", port, "--nproc_per_node", str(self.ranks))
+        ranks = self.launcher or torchrun
         by = ("-m", "spec_plugin_trl_cpu") if "deepspeed" in self.settings else ()
         command = (sys.executable, *(ranks if self.ranks > 1 else ()), *by, str(SCRIPT), *map(str, words))
-        env = {**ENVIRONMENT, **base, SWITCH: "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        env = {**ENVIRONMENT, **base, SWITCH: "1", "TRL_EXPERIMENTAL_SILENCE": "1", "MASTER_PORT": port}
         env |= {"DS_ACCELERATOR": "cpu"} if by else {}
         env.pop(FLAG, None)
         if not self.plain:

@@ -137,12 +137,16 @@ def _rows(
     process = context.Process(target=run, args=(theirs, task))  # no daemon: engines have processes of their own
     process.start()
     theirs.close()
-    until = time.monotonic() + limit
+    until, last = time.monotonic() + limit, {}
     try:
         while mine.poll(max(0.0, until - time.monotonic())):
-            yield mine.recv()
+            last = mine.recv()
+            yield last
     except EOFError:
         return
+    else:
+        if last.get("result") == DIED:
+            yield {**last, "result": "unfinished", "seen": f"ended with its group after {limit:.0f} s"}
     finally:
         process.join(10.0)
         if process.is_alive():
