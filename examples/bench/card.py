@@ -32,7 +32,7 @@ MARGIN = 30.0
 HELP = """Measure one GPU, in parts. Needs torch, transformers, vLLM and this repository; no trainer, no network.
 
 \b
-  smoke       two minutes: each thing of an engine that no GPU has run yet, once, at a tiny shape, and a table to paste
+  smoke       minutes: each thing of an engine that no GPU has run yet, once, at a tiny shape, and a table to paste
   trainer     without vLLM: the actor's hidden states, the draft's attention and training, and what a step of it takes
   start       runner, CUDA graphs and start-up of the engine with the flag and without; ms of a step at several batch sizes, for
               k = 0, 1, 3, 7, without the flag, and with vLLM's own speculation (a k that cannot change)

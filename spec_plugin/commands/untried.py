@@ -1,6 +1,7 @@
 """What a user with a GPU is told first: the CUDA graphs of a run, and what of it nobody has run yet; for ``check`` and doctor.
 
-spec-plugin was tested with vLLM's CPU build alone. Whoever runs one of these parts on a GPU takes its row out of ``UNTRIED``.
+spec-plugin is tested with vLLM's CPU build; parts of it ran once on a GPU (docs/measured.md). Whoever runs another of them there
+takes its row out of ``UNTRIED``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
     from spec_plugin.method import Method
     from spec_plugin.run_plan import RunFacts
 
-_INTRODUCTION = "spec-plugin was tested on CPUs alone, never on a GPU;"
+#: on V1 with piecewise graphs, measured on an H100 (docs/measured.md): what no controller can give back
+SLOWER_PLAIN = (
+    "steps without drafts take 1.04 to 1.6 times as long as without the flag there (8B, batch 1 and 16, one H100, vLLM 0.24): "
+    "drafts have to earn that, too; a vLLM whose V2 runner changes k (0.29) or spec.full_graphs may spare it"
+)
+_INTRODUCTION = "spec-plugin was tested on CPUs, and parts of it once on a GPU;"
 NOTHING = "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it is here"
 
 
@@ -60,9 +66,9 @@ class Untried:
 
 UNTRIED = (
     Untried(
-        "CUDA graphs of drafting and of verification, for each number of drafted tokens",
-        "where enforce_eager is off",
-        lambda gpu: not gpu.run.eager,
+        "full CUDA graphs of drafting and of verification, for each number of drafted tokens",
+        "on the V2 model runner, or with spec.full_graphs, where enforce_eager is off",
+        lambda gpu: not gpu.run.eager and (gpu.runner.v2 or gpu.run.spec.full_graphs),
     ),
     Untried(
         "vLLM's own GPU kernels for verification (compiled by Triton; tests interpreted them)",
@@ -70,7 +76,7 @@ UNTRIED = (
         lambda gpu: gpu.runner.v2,
     ),
     Untried(
-        "the V1 model runner on a GPU, whose verification needs memory that vLLM does not plan for (watch it at large batches)",
+        "verifying more than 256 requests on the V1 model runner, which needs memory that vLLM does not plan for (watch it)",
         "on the V1 model runner",
         lambda gpu: not gpu.runner.v2,
     ),
@@ -89,19 +95,9 @@ UNTRIED = (
         lambda gpu: gpu.trains,
     ),
     Untried(
-        "keeping the actor's hidden states on a GPU",
+        "keeping hidden states of an actor that is sharded over GPUs",
         "where a draft learns from hidden states",
         lambda gpu: gpu.reads_states,
-    ),
-    Untried(
-        "torch's fused attention kernels in the draft's training (each is compared with explicit scores before it is used)",
-        "where a draft of hidden states is trained",
-        lambda gpu: gpu.reads_states,
-    ),
-    Untried(
-        "training the draft in TF32 and its copies in pinned host memory",
-        "where a draft is trained",
-        lambda gpu: gpu.trains,
     ),
     Untried(
         "sleep and wake with GPU memory really given back",
@@ -113,7 +109,11 @@ UNTRIED = (
         "where an engine has more than one rank",
         lambda gpu: gpu.run.target.tensor_parallel > 1,
     ),
-    Untried("any speed: when to draft is measured in your run (spec.serve=auto), not known", "", lambda gpu: True),
+    Untried(
+        "a whole run of a trainer: when to draft is measured in yours (spec.serve=auto), not known",
+        "",
+        lambda gpu: True,
+    ),
 )
 
 
@@ -161,7 +161,7 @@ def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool, full: b
     if not runner.v2 and "FULL" in asked.upper():
         if full:
             return "full where all requests have spec.k drafts, else piecewise (spec.full_graphs)"
-        return "piecewise (vLLM's own choice on V1, since k changes while it runs)"
+        return f"piecewise (vLLM's own choice on V1, since k changes while it runs); {SLOWER_PLAIN}"
     return asked
 
 

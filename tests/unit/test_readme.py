@@ -88,3 +88,17 @@ def test_the_changelog_knows_this_version():
 def test_the_license_is_apache_2():
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_no_page_holds_both_sides_of_a_merge() -> None:
+    pages = [
+        page for page in ROOT.rglob("*.md") if not any(part.startswith(".") for part in page.relative_to(ROOT).parts)
+    ]
+    assert len(pages) > 10
+    torn = {
+        page.name
+        for page in pages
+        for line in page.read_text().splitlines()
+        if line.startswith(("<<<<<<< ", ">>>>>>> "))
+    }
+    assert torn == set()

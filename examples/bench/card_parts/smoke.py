@@ -1,4 +1,4 @@
-"""Part 0: each thing of an engine that no GPU has run yet, touched once at a tiny shape, in about two minutes; a table to paste.
+"""Part 0: each thing of an engine that no GPU has run yet, touched once at a tiny shape; a table to paste.
 
 Each engine lives in a process of its own, so that what kills one, a kernel on a wrong address say, leaves the rows that are
 there. That an item ran does not say how fast it is: the other parts measure.
