@@ -113,6 +113,8 @@ def _trainer(content: Content) -> Iterable[Table]:
     yield from _smoke(content)
     columns = ["tokens", "precision", "seconds", "of", "before_mib", "ready_mib", "between_steps_mib", "peak_mib"]
     yield _plain(content, "training", "One optimizer step of the draft", [*columns, "out_of_memory"])
+    columns = ["tokens", "precision", "kernel", "ms", "share"]
+    yield _plain(content, "profile", "What a step spends its time on", columns)
 
 
 def _start(content: Content) -> Iterable[Table]:

@@ -6,7 +6,7 @@ import gc
 import json
 import math
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -28,6 +28,8 @@ PRECISIONS = {
     "TF32": (torch.float32, "high"),
     "bfloat16": (torch.bfloat16, "highest"),
 }
+#: rows of a profile
+KERNELS = 10
 
 
 def measure(record: Record, models: Models) -> None:
@@ -126,8 +128,10 @@ def _training(record: Record, models: Models) -> None:
             )  # bfloat16 takes minutes on some CPUs
             if record.enough_for(20.0 + expected, f"draft training, {tokens} tokens, {name}"):
                 try:
-                    found = _slice(record, models, tokens, name)
+                    found, spent = _slice(record, models, tokens, name)
                     each[name] = found["seconds"].median / tokens
+                    for row in spent:
+                        record.row(kind="profile", tokens=tokens, precision=name, **row)
                     record.row(kind="training", tokens=tokens, precision=name, **found)
                 except torch.OutOfMemoryError as error:
                     record.row(kind="training", tokens=tokens, precision=name, out_of_memory=str(error)[:300])
@@ -136,8 +140,8 @@ def _training(record: Record, models: Models) -> None:
                     torch.cuda.empty_cache()
 
 
-def _slice(record: Record, models: Models, tokens: int, precision: str) -> dict[str, Any]:
-    """Steps of the trainer on documents of random numbers: the cost does not depend on them."""
+def _slice(record: Record, models: Models, tokens: int, precision: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Steps of the trainer on documents of random numbers, on which the cost does not depend; and what one spends its time on."""
     device, steps = "cuda" if record.settings["cuda"] else "cpu", sizes_of(record).train_steps
     hf = json.loads((models.target / "config.json").read_text())
     hf["max_position_embeddings"] = max(tokens, hf["max_position_embeddings"])
@@ -163,7 +167,8 @@ def _slice(record: Record, models: Models, tokens: int, precision: str) -> dict[
             synchronize(device)
             seconds.append(report.seconds)
         after = _memory(device)
-    return {
+        spent = _profile(device, lambda: trainer.train_slice(buffer, math.inf, 1))
+    found = {
         "seconds": spread(seconds[1:]),
         "first_seconds": seconds[0],
         "tokens_in_step": report.tokens,
@@ -174,6 +179,24 @@ def _slice(record: Record, models: Models, tokens: int, precision: str) -> dict[
         "peak_mib": after["peak"],
         "loss_finite": math.isfinite(report.loss),
     }
+    return found, spent
+
+
+def _profile(device: str, step: Callable[[], object]) -> list[dict[str, Any]]:
+    """The kernels of one step on which most time is spent, in milliseconds and as a share of all; on a CPU its operators."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        synchronize(device)
+    of = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    where = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
+    # an operator has the time of its kernels, too, which are rows of their own
+    found = [event for event in profiler.key_averages() if event.device_type == where]
+    times = {event.key: float(getattr(event, of)) for event in found}
+    every = sum(times.values()) or 1.0
+    largest = sorted(times, key=lambda name: -times[name])[:KERNELS]
+    return [{"kernel": name[:90], "ms": 1e-3 * times[name], "share": times[name] / every} for name in largest]
 
 
 def _document(config: DraftConfig, tokens: int, dtype: torch.dtype, generator: torch.Generator) -> Document:
