@@ -61,14 +61,16 @@ def refuse_broken_mask(folder: Path) -> None:
         found = torch.load(file, weights_only=True, map_location="cpu")  # numbers only, as vLLM reads it
         vector = found["embedding"] if isinstance(found, dict) else found
         flat: Tensor = vector.reshape(-1)
+        token = int(found["mask_token_id"]) if isinstance(found, dict) and "mask_token_id" in found else None
     except Exception as error:  # of pickle, zipfile and torch, each with classes of its own
         raise CheckpointError(
             f"{file} holds no vector that can be read as numbers ({type(error).__name__}); fetch or export the draft again"
         ) from error
-    told = (of if isinstance(of := config.get("dflash_config"), dict) else config).get("mask_token_id")
-    if isinstance(found, dict) and told is not None and found.get("mask_token_id", told) != told:
+    own = config.get("dflash_config")
+    told = (own if isinstance(own, dict) else {}).get("mask_token_id", config.get("mask_token_id"))
+    if token is not None and told is not None and token != told:
         raise DraftConfigError(
-            f"{file} is of token {found['mask_token_id']}, and config.json says mask_token_id={told}: fetch the draft again"
+            f"{file} is of token {token}, and config.json says mask_token_id={told}: fetch the draft again"
         )
     if width is not None and width != flat.numel():
         raise DraftConfigError(

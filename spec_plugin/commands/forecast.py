@@ -216,9 +216,7 @@ def _actor_memory(run: RunFacts, method: Method, draft: DraftShape) -> str:
 
 def _engine_memory(run: RunFacts, draft: DraftShape) -> str:
     weights = draft.parameters * _BYTES.get(run.target.dtype, 2) / _MEBIBYTE
-    config, target = draft.to_hf(), run.target.hf_config
-    own_layer = text_part(config) == text_part(target)  # it has no config.json of its own
-    return f"{_size(weights)} of weights{_beside(run, share(config, target, own_layer))}"
+    return f"{_size(weights)} of weights{_beside(run, share(draft.to_hf(), run.target.hf_config, draft.of_target))}"
 
 
 def _served_memory(run: RunFacts, folder: Path) -> str:

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spec_plugin.engine_class import keeps_states
-from spec_plugin.model_runner import METHODS, NEVER_AHEAD, Runner, runner_of, scheduled_ahead
+from spec_plugin.model_runner import METHODS, NEVER_AHEAD, Runner, runner_of, scheduled_ahead, v2_takes_every_k
 
 if TYPE_CHECKING:
     from spec_plugin.method import Method
     from spec_plugin.run_plan import RunFacts
 
-#: on V1 with piecewise graphs, measured on an H100 (docs/measured.md): what no controller can give back
+#: of a vLLM that takes V1 and piecewise graphs only since k changes (docs/measured.md): what no controller can give back
 SLOWER_PLAIN = (
-    "steps without drafts take 1.04 to 1.6 times as long as without the flag there (8B, batch 1 and 16, one H100, vLLM 0.24): "
-    "drafts have to earn that, too; a vLLM whose V2 runner changes k (0.29) or spec.full_graphs may spare it"
+    "without the flag it would be V2 with full graphs: on an H100 steps without drafts took 1.04 to 1.6 times as long with the "
+    "flag (8B, batch 1 and 16, vLLM 0.24), which drafts have to earn, too; a vLLM whose V2 runner changes k (0.29) may spare it"
 )
 _INTRODUCTION = "spec-plugin was tested on CPUs, and parts of it once on a GPU;"
 NOTHING = "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it is here"
@@ -68,7 +68,9 @@ UNTRIED = (
     Untried(
         "full CUDA graphs of drafting and of verification, for each number of drafted tokens",
         "on the V2 model runner, or with spec.full_graphs, where enforce_eager is off",
-        lambda gpu: not gpu.run.eager and (gpu.runner.v2 or gpu.run.spec.full_graphs),
+        lambda gpu: (
+            not gpu.run.eager and "FULL" in gpu.run.graphs.upper() and (gpu.runner.v2 or gpu.run.spec.full_graphs)
+        ),
     ),
     Untried(
         "vLLM's own GPU kernels for verification (compiled by Triton; tests interpreted them)",
@@ -77,14 +79,20 @@ UNTRIED = (
     ),
     Untried(
         "verifying more than 256 requests on the V1 model runner, which needs memory that vLLM does not plan for (watch it)",
-        "on the V1 model runner",
-        lambda gpu: not gpu.runner.v2,
+        "on the V1 model runner with max_num_seqs above 256",
+        lambda gpu: not gpu.runner.v2 and (gpu.run.target.max_num_seqs or 257) > 256,
     ),
     Untried(
         "steps that are scheduled ahead while the GPU still computes (asynchronous scheduling on real streams)",
         f"but for {' and '.join(NEVER_AHEAD)}, and targets with recurrent states",
         lambda gpu: gpu.scheduled_ahead,
     ),
+    Untried(
+        "any method but a trained EAGLE-3",
+        "with another method",
+        lambda gpu: gpu.method is None or not gpu.reads_states or gpu.method.settings.get("method") != "eagle3",
+    ),
+    Untried("the engine's self-test on a GPU", "where spec.self_test is on", lambda gpu: gpu.run.spec.self_test),
     Untried(
         "how far a GPU's log-probs in bfloat16 lie from the actor's, which the checks compare", "", lambda gpu: True
     ),
@@ -95,7 +103,7 @@ UNTRIED = (
         lambda gpu: gpu.trains,
     ),
     Untried(
-        "keeping hidden states of an actor that is sharded over GPUs",
+        "keeping hidden states in a trainer's actor on a GPU (transformers alone has)",
         "where a draft learns from hidden states",
         lambda gpu: gpu.reads_states,
     ),
@@ -161,7 +169,8 @@ def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool, full: b
     if not runner.v2 and "FULL" in asked.upper():
         if full:
             return "full where all requests have spec.k drafts, else piecewise (spec.full_graphs)"
-        return f"piecewise (vLLM's own choice on V1, since k changes while it runs); {SLOWER_PLAIN}"
+        more = "" if v2_takes_every_k() else f"; {SLOWER_PLAIN}"
+        return f"piecewise (vLLM's own choice on V1, since k changes while it runs){more}"
     return asked
 
 

@@ -47,7 +47,7 @@ PATIENCE_S = 10.0  # for Ray's driver to write what its workers said
 START_FAILURES = ("node timed out", "raylet", "GCS", "Failed to register worker")
 #: trainers ask the system for a free port, close it and listen there seconds later; another process may have got it meanwhile
 PORT_TAKEN = ("EADDRINUSE", "Address already in use")
-PREFIX = re.compile(r"\x1b\[[\d;]*m|\((\w+ )?pid=[^)]*\) ?|^\[rank\d+\]:[ ]?")  # Ray's, and torchrun's
+PREFIX = re.compile(r"\x1b\[[\d;]*m|\((\w+ )?pid=[^)]*\) ?|\[rank\d+\]:[ ]?")  # Ray's, and torchrun's
 ERROR_LINE = re.compile(r"\s*(ERROR\b|[\w.]*(Error|Exception)\b[^\w])")
 
 StepMetrics = dict[str, float]
@@ -73,6 +73,7 @@ class Launch:
     steps: int  # that the run must reach
     name: str  # of the trainer, in messages
     interpreter: Interpreter | None = None  # starts its processes; None: this one, and each imports for itself
+    again: Callable[[], Launch] | None = None  # the same for a second try, where something is chosen anew: a port
 
     @property
     def log_file(self) -> Path:
@@ -102,7 +103,7 @@ def follow(launch: Launch, read: Steps) -> Generator[tuple[int, StepMetrics], No
     for attempt in (1, 2):
         done = 0
         read.file.unlink(missing_ok=True)
-        for step, metrics in _follow_once(launch, read):
+        for step, metrics in _follow_once(launch if attempt == 1 or launch.again is None else launch.again(), read):
             done = step
             yield step, metrics
         if done >= launch.steps:

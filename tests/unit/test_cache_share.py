@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from draft_training import DraftConfig
+from draft_training.mtp import MtpShape
 from spec_plugin.commands.cache import kept, share
+from spec_plugin.commands.forecast import _engine_memory
+from spec_plugin.events import TargetInfo
+from spec_plugin.run_plan import RunFacts
 
 DENSE: dict[str, Any] = {
     "vocab_size": 320,
@@ -52,6 +57,16 @@ def test_layers_that_keep_a_state_are_left_out_where_vllm_says_so(monkeypatch: p
         monkeypatch.setattr("spec_plugin.commands.cache.keeps_states", lambda hf, states=states: states)
         found = kept(DENSE | STATES)
         assert found is not None and found.layers == layers
+
+
+def test_of_a_layer_that_the_target_brings_its_own_config_json_is_told_and_not_counted() -> None:
+    """Whatever that says beside sizes, as every published one does."""
+    target = DENSE | {"num_nextn_predict_layers": 1, "torch_dtype": "bfloat16"}
+    target |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
+    draft = MtpShape.from_target(target)
+    run = cast(RunFacts, SimpleNamespace(target=TargetInfo("m", target, "bfloat16")))
+    assert _engine_memory(run, draft).endswith("3 % more KV cache (one layer beside 36)")
+    assert not DraftConfig.from_target(DENSE).of_target
 
 
 def test_drafts_of_other_kinds() -> None:

@@ -97,11 +97,19 @@ def test_a_masks_vector_of_another_token_is_refused_as_vllm_would(tmp_path: Path
     torch.save({"embedding": torch.ones(64), "mask_token_id": 4}, tmp_path / "mask_embedding.pt")
     with pytest.raises(SpecConfigError, match=r"of token 4, and config\.json says mask_token_id=3"):
         method(folder).model()
+    hf = {**KINDS["dflash"][0], "dflash_config": {}, "mask_token_id": 3}  # where vLLM looks next
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(SpecConfigError, match="of token 4"):
+        method(folder).model()
+    torch.save({"embedding": torch.ones(64), "mask_token_id": torch.ones(2)}, tmp_path / "mask_embedding.pt")
+    with pytest.raises(SpecConfigError, match="no vector that can be read"):
+        method(folder).model()
 
 
-def test_what_is_no_file_is_left_alone_as_vllm_does(tmp_path: Path) -> None:
+def test_what_is_no_file_is_left_alone_as_vllm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = draft(tmp_path, "dflash")
     os.mkfifo(tmp_path / "mask_embedding.pt")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it would wait for ever"))
     assert method(folder).model() == folder
 
 

@@ -19,7 +19,7 @@ V1, V2 = Runner(False, "a test"), Runner(True, "a test")
 TRAINS: Any = SimpleNamespace(draft=object(), harvest=(1, 2), settings={"method": "eagle3"})
 RUN = RunFacts(
     SpecConfig.parse(None),
-    TargetInfo("m", {}, "bfloat16"),
+    TargetInfo("m", {}, "bfloat16", max_num_seqs=1024),
     Model("m", {}, ""),
     "path",
     "",
@@ -55,19 +55,21 @@ def place(words: str) -> int:
         (
             {"method": SimpleNamespace(draft=object(), harvest=None, settings={})},
             {"hidden states"},
-            set(),
+            {"any method but"},
         ),
         (
             {"method": SimpleNamespace(draft=None, harvest=None, settings={"method": "ngram"})},
             {"hidden states", "trained draft", "scheduled ahead"},
-            set(),
+            {"any method but"},
         ),
         (
             {"run": replace(RUN, spec=SpecConfig.parse({"train": False}))},
             {"hidden states", "trained draft"},
-            set(),
+            {"any method but"},
         ),
-        ({"method": None}, {"hidden states", "trained draft"}, set()),
+        ({"method": None}, {"hidden states", "trained draft"}, {"any method but"}),
+        ({"run": replace(RUN, spec=SpecConfig.parse({"self_test": False}))}, {"self-test"}, set()),
+        ({"run": replace(RUN, graphs="PIECEWISE")}, {"full CUDA graphs"}, set()),
     ],
 )
 def test_a_run_is_told_what_it_would_be_the_first_to_use(change: Any, lost: set[str], gained: set[str]) -> None:
@@ -79,7 +81,12 @@ def test_what_every_run_uses_is_said_of_every_run_and_each_part_of_some_run() ->
     least = parts(replace(RUN, eager=True), None, V1)
     assert {at for at, part in enumerate(UNTRIED) if not part.where} <= least
     most = replace(RUN, sleeps=True, target=replace(RUN.target, tensor_parallel=2))
-    assert parts(most) | parts(most, runner=V1) == set(range(len(UNTRIED)))
+    assert parts(most) | parts(most, runner=V1) | parts(most, None) == set(range(len(UNTRIED)))
+
+
+def test_of_few_requests_at_once_nothing_is_said_of_many() -> None:
+    few = replace(RUN, target=replace(RUN.target, max_num_seqs=256))
+    assert parts(runner=V1) - parts(few, runner=V1) == {place("more than 256 requests on the V1")}
 
 
 def test_a_run_on_a_cpu_is_the_first_to_use_nothing() -> None:
@@ -91,6 +98,7 @@ def test_a_run_on_a_cpu_is_the_first_to_use_nothing() -> None:
     [
         (V2, "cuda", "FULL_AND_PIECEWISE", False, "FULL_AND_PIECEWISE"),
         (V1, "cuda", "FULL_AND_PIECEWISE", False, "piecewise (vLLM's own choice on V1"),
+        (V1, "cuda", "FULL_AND_PIECEWISE (vLLM's own choice)", False, "piecewise (vLLM's own choice on V1"),
         (V1, "cuda", "NONE", False, "NONE"),
         (V2, "cuda", "FULL", True, "none (enforce_eager)"),
         (V2, "cpu", "FULL", False, "none (vLLM's CPU build)"),
@@ -98,10 +106,15 @@ def test_a_run_on_a_cpu_is_the_first_to_use_nothing() -> None:
     ],
 )
 def test_the_graphs_follow_runner_device_and_options(
-    runner: Runner, device: str, asked: str, eager: bool, said: str
+    runner: Runner, device: str, asked: str, eager: bool, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = graphs_of(runner, device, asked, eager)
-    assert found.startswith(said) and (untried.SLOWER_PLAIN in found) == said.startswith("piecewise")
+    for every_k in (True, False):
+        monkeypatch.setattr(untried, "v2_takes_every_k", lambda every_k=every_k: every_k)
+        found = graphs_of(runner, device, asked, eager)
+        # not where vLLM would take V1 for another reason
+        assert found.startswith(said) and (untried.SLOWER_PLAIN in found) == (
+            said.startswith("piecewise") and not every_k
+        )
 
 
 def test_full_graphs_are_said_where_they_make_a_difference() -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ class TrlCpuRun:
             env[MAX_NUM_SEQS] = str(self.max_num_seqs)
         if self.replay is not None:
             env[REPLAY] = str(self.replay)
-        return Launch(command, env, self.out, self.steps, "trl", PreloadedWithoutFlag(MODULES))
+        again = partial(self.launch, base)
+        return Launch(command, env, self.out, self.steps, "trl", PreloadedWithoutFlag(MODULES), again)
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
         """Run it and yield (step, metrics); see :func:`spec_plugin.conformance.launch.follow`."""

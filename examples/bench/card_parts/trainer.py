@@ -192,7 +192,7 @@ def _profile(device: str, step: Callable[[], object]) -> list[dict[str, Any]]:
     of = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
     where = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     # an operator has the time of its kernels, too, which are rows of their own
-    found = [event for event in profiler.key_averages() if event.device_type == where]
+    found = [event for event in profiler.key_averages() if event.device_type == where and not event.is_user_annotation]
     times = {event.key: float(getattr(event, of)) for event in found}
     every = sum(times.values()) or 1.0
     largest = sorted(times, key=lambda name: -times[name])[:KERNELS]
