@@ -41,11 +41,11 @@ def build_data(out: Path, settings: PolicySettings, train: int = 1024, val: int 
     return files
 
 
-def build_openrlhf_data(out: Path, settings: PolicySettings, count: int = 1024) -> Path:
-    """Write verl's training prompts as ``openrlhf.jsonl``: a chat and the sum as its label."""
+def build_openrlhf_data(out: Path, settings: PolicySettings, count: int = 1024, epochs: int = 1) -> Path:
+    """Write verl's training prompts as ``openrlhf.jsonl``, so often one after the other: a chat and the sum as its label."""
     out.mkdir(parents=True, exist_ok=True)
     file = out.absolute() / "openrlhf.jsonl"
-    records = rows("train", count, settings.digits, settings.seed)
+    records = rows("train", count, settings.digits, settings.seed) * epochs
     lines = [{"prompt": r["prompt"], "label": r["reward_model"]["ground_truth"]} for r in records]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
 from examples.quickstart import report  # noqa: E402
 from examples.quickstart.policy import QUICKSTART, cached_policy, policy_folder  # noqa: E402
-from examples.quickstart.trainers import TRAINERS, Run, Start, Trainer  # noqa: E402
+from examples.quickstart.trainers import PROMPTS_PER_STEP, TRAINERS, Run, Start, Trainer  # noqa: E402
 from spec_plugin.conformance.launch import RunFailed  # noqa: E402
 
 HELP = f"""Train a tiny policy with GRPO in verl, OpenRLHF or TRL, on this CPU, with speculative rollouts.
@@ -55,7 +55,14 @@ console = Console(width=None if sys.stdout.isatty() else 110)
 @click.command(help=HELP, context_settings={"ignore_unknown_options": True, "max_content_width": 120})
 @click.option("--trainer", "name", default="verl", show_default=True, type=click.Choice(list(TRAINERS)))
 @click.option(
-    "--steps", default=8, show_default=True, type=click.IntRange(1), help="GRPO steps; with 30 the reward rises too."
+    "--steps", default=8, show_default=True, type=click.IntRange(1), help="GRPO steps; with fresh sums take 30 or more."
+)
+@click.option(
+    "--prompts",
+    default=PROMPTS_PER_STEP,
+    show_default=True,
+    type=click.IntRange(PROMPTS_PER_STEP),
+    help=f"Different sums. With {PROMPTS_PER_STEP} each step has the same ones, and the reward rises within minutes.",
 )
 @click.option("--plain", is_flag=True, help="The same run without the plugin, for comparison.")
 @click.option(
@@ -75,6 +82,7 @@ console = Console(width=None if sys.stdout.isatty() else 110)
 def main(
     name: str,
     steps: int,
+    prompts: int,
     plain: bool,
     family: str,
     fresh: bool,
@@ -89,8 +97,8 @@ def main(
     disable_progress_bar()
     if fresh:
         shutil.rmtree(cache, ignore_errors=True)
-    data = cache / f"data-{settings.digest}"
-    run = trainer.run(Start(policy_folder(cache, settings), data, settings, out, steps, plain, overrides))
+    data = cache / f"data-{settings.digest}-{prompts}"
+    run = trainer.run(Start(policy_folder(cache, settings), data, settings, out, steps, plain, overrides, prompts))
     launch = run.launch()
     if launch.interpreter is not None:
         launch.interpreter.executable(launch.env)  # the trainer's imports, while the policy is taught

@@ -37,6 +37,7 @@ class Start:
     steps: int
     plain: bool
     overrides: tuple[str, ...]
+    prompts: int = 1024  # different ones; a run goes through them again and again
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Trainer:
 
 
 def _verl(start: Start) -> VerlRun:
-    train, val = build_data(start.data, start.settings)
+    train, val = build_data(start.data, start.settings, start.prompts)
     rollout = "actor_rollout_ref.rollout"
     actor = "actor_rollout_ref.actor"
     ours = (
@@ -67,7 +68,8 @@ def _verl(start: Start) -> VerlRun:
 
 
 def _openrlhf(start: Start) -> OpenRLHFRun:
-    data = build_openrlhf_data(start.data, start.settings, max(1024, PROMPTS_PER_STEP * start.steps))
+    epochs = -(-PROMPTS_PER_STEP * start.steps // start.prompts)  # OpenRLHF goes through the file once
+    data = build_openrlhf_data(start.data, start.settings, start.prompts, epochs)
     ours = {
         "rollout.batch_size": PROMPTS_PER_STEP,
         "rollout.n_samples_per_prompt": SAMPLES_PER_PROMPT,
@@ -79,7 +81,7 @@ def _openrlhf(start: Start) -> OpenRLHFRun:
 
 
 def _trl(start: Start) -> TrlCpuRun:
-    data = build_openrlhf_data(start.data, start.settings, max(1024, PROMPTS_PER_STEP * start.steps))
+    data = build_openrlhf_data(start.data, start.settings, start.prompts)
     settings = {
         "per_device_train_batch_size": MICRO_BATCH,
         "gradient_accumulation_steps": PROMPTS_PER_STEP * SAMPLES_PER_PROMPT // MICRO_BATCH,

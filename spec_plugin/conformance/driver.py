@@ -47,9 +47,9 @@ class ConformanceDriver(ABC):
     asynchronous = False
     #: check name -> one sentence why this adapter cannot do that; reported as "refused"
     refused: Mapping[str, str] = {}
-    #: check name -> one sentence whose fault it is that it fails here, though it is run; reported as "known", and as "failed"
-    #: once it passes: then the sentence is to go
-    known: Mapping[str, str] = {}
+    #: shape (None: without one) -> check name -> one sentence whose fault it is that it fails there, though it is run; reported
+    #: as "known", and as "failed" once it passes: then the sentence is to go
+    known_in: ClassVar[Mapping[str | None, Mapping[str, str]]] = {}
     #: name of a deployment shape -> what it is; the checks are the same in each
     shapes: ClassVar[Mapping[str, str]] = {}
     #: can the policy be of any family in ``spec_plugin.conformance.targets``; ``__init__`` then takes ``family``

@@ -201,6 +201,7 @@ class Kit:
         ]
         self._config, self._name, self.driver, self.options = config, ", ".join(words), driver, options
         self.make_driver = shaped(driver, name, shape, family)
+        self._known = driver.known_in.get(shape, {})
         self._results: dict[str, CheckResult] = {}
         self.runs: KitRuns | None = None
 
@@ -220,7 +221,7 @@ class Kit:
                 continue
             if reason := self.driver.refused.get(item.name):
                 item.add_marker(pytest.mark.skip(reason=REFUSED + reason))
-            elif reason := self.driver.known.get(item.name):
+            elif reason := self._known.get(item.name):
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
     @pytest.hookimpl(wrapper=True)

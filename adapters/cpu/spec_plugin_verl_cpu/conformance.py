@@ -60,7 +60,7 @@ class Shape:
     format: checkpoints.Format = checkpoints.FSDP
     kv_heads: int = 1  # of the policy; ranks that split them need one each
     v2: bool = False  # has the engine vLLM's V2 model runner, with asynchronous scheduling, as on a card
-    known: Mapping[str, str] = field(default_factory=dict)  # see ``ConformanceDriver.known``
+    known: Mapping[str, str] = field(default_factory=dict)  # see ``ConformanceDriver.known_in``
 
 
 def _megatron(
@@ -184,6 +184,7 @@ class VerlDriver(ConformanceDriver):
     """GRPO on four prompts with four samples a step."""
 
     shapes: ClassVar = {name: shape.what for name, shape in SHAPES.items()}
+    known_in: ClassVar = {name: shape.known for name, shape in SHAPES.items()}
     takes_families = True
 
     metric_prefix = "actor/"
@@ -195,7 +196,7 @@ class VerlDriver(ConformanceDriver):
         """Write the tiny policy, the prompts and the reward under ``root``."""
         super().__init__(root, shape, family)
         self._shape = SHAPES[shape] if shape else Shape("", ())
-        self.asynchronous, self.known = self._shape.asynchronous, self._shape.known
+        self.asynchronous = self._shape.asynchronous
         # of a response that goes on under the next policy, the rest
         self.requests = {"max_tokens": (1, SMALL_TOKENS) if self.asynchronous else SMALL_TOKENS}
         root.mkdir(parents=True, exist_ok=True)

@@ -90,6 +90,14 @@ def test_what_fails_for_anothers_sake_is_known_and_once_it_passes_that_is_said(t
     assert done.returncode == 0, done.stdout
 
 
+def test_what_is_known_of_one_shape_is_not_known_of_another(tmp_path, warm_run):
+    checks = ("-k", "policy_is_bitwise_equal or off_is_off", "--shape", "elsewhere", "--badge", "b.md")
+    done = kit(warm_run, tmp_path, "fake_driver:Excused", *checks)
+    badge = (tmp_path / "b.md").read_text()
+    assert done.returncode == 0, done.stdout
+    assert "`policy_is_bitwise_equal` | known: its clock is wrong" in badge and "`off_is_off` | supported" in badge
+
+
 def test_a_trainer_that_orders_recorded_rollouts_in_another_way_is_compared_on_recorded_ones(tmp_path, warm_run):
     done = kit(warm_run, tmp_path, "fake_driver:Reordering", "-k", "policy_is_bitwise_equal", "--keep", "kept")
     assert done.returncode == 0, done.stdout
