@@ -103,19 +103,26 @@ class RolloutControl:
         engines = self.session.engines
         return engines is not None and engines.drafting
 
-    def agree(self) -> None:
-        """Make all ranks know whether the phase drafted, and stop speculating together (collective)."""
+    def agree(self, failed_before: bool = False) -> bool:
+        """Make all ranks know whether the phase drafted, and stop speculating together (collective).
+
+        Args:
+            failed_before: had speculation failed on this rank a moment ago.
+
+        Returns:
+            Whether it had on any rank, and has failed on none now: all begin anew, or none.
+        """
         session = self.session
         first = self.link is not None
         by_choice = session.config.serve == "auto" and session.config.controller != "fixed"
         drafted, hidden = self.speculating and first, self.ledger.hidden and first and by_choice
         try:
-            drafted, self.lags, failed, session.hidden = on_any_rank(
-                drafted, self.lags, session.failed and not session.follows, hidden
+            drafted, self.lags, failed, session.hidden, failed_before = on_any_rank(
+                drafted, self.lags, session.failed and not session.follows, hidden, failed_before
             )
         except RanksPartedError as error:
             session.fail("the ranks' agreement", error, for_good=True)
-            return
+            return False
         if first and hidden is not self._was_hidden:
             self._was_hidden = hidden
             logger.info(
@@ -128,6 +135,7 @@ class RolloutControl:
         if self.link is None:  # which table it is nobody has told this rank
             session.engines = EngineSchedule(None if drafted else session.plain_schedule)
         session.follow("another rank: its own warning says why" if failed else None)
+        return failed_before and not failed
 
     async def synced(self, event: WeightSync) -> None:
         """Target weights of this version have reached the engines: refresh the draft at the same safe point (collective)."""
@@ -137,8 +145,7 @@ class RolloutControl:
         await self._audit("synced")
         failed = self.session.failed
         self.session.try_again()
-        self.agree()
-        recovers = failed and not self.session.failed
+        recovers = self.agree(failed)
         if recovers:
             self.session.recover()
         with self.ledger.spending():

@@ -312,6 +312,24 @@ def test_law_6_a_rank_that_does_not_come_is_given_up_in_our_own_time(tmp_path, m
     assert failed and soon and "did not join a collective call within 2 s" in why and left is None
 
 
+def test_ranks_begin_anew_together_whoever_took_the_failure_back(tmp_path):
+    """In an asynchronous run a phase ends within the sync: the rank that had failed comes to it healed, the others do not."""
+
+    def work(rank: int) -> Any:
+        session = SpecSession(SpecConfig(), replace(TARGET, actor_group=actor_group()))
+        control = RolloutControl(session, None)
+        if rank == 0:
+            session.fail("a hook", RuntimeError("broken"))
+        control.agree()
+        before = session.failed
+        if rank == 0:
+            session.failure = None
+        asyncio.run(control.synced(sync()))
+        return before, session.failed, session.recovering, session.failure
+
+    assert on_two_ranks(tmp_path, work) == [(True, False, True, None)] * 2
+
+
 class Method:
     """``actor.method.remote(…)``."""
 
