@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spec_plugin.engine_class import keeps_states
-from spec_plugin.model_runner import METHODS, NEVER_AHEAD, Runner, runner_of, scheduled_ahead, v2_takes_every_k
+from spec_plugin.model_runner import (
+    A_TRAINED_DRAFT,
+    METHODS,
+    NEVER_AHEAD,
+    Runner,
+    runner_of,
+    scheduled_ahead,
+    v2_takes_every_k,
+)
 
 if TYPE_CHECKING:
     from spec_plugin.method import Method
@@ -90,7 +98,9 @@ UNTRIED = (
     Untried(
         "any method but a trained EAGLE-3",
         "with another method",
-        lambda gpu: gpu.method is None or not gpu.reads_states or gpu.method.settings.get("method") != "eagle3",
+        lambda gpu: (
+            gpu.method is None or not gpu.reads_states or gpu.method.settings.get("method") != A_TRAINED_DRAFT["method"]
+        ),
     ),
     Untried("the engine's self-test on a GPU", "where spec.self_test is on", lambda gpu: gpu.run.spec.self_test),
     Untried(
