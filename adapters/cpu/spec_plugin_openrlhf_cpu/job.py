@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
+import time
 from pathlib import Path
 
 from ray._private.utils import get_ray_address_file
@@ -16,10 +17,25 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from spec_plugin_openrlhf_cpu.__main__ import RAY
 
+#: what Ray answers until its agent is there, and how long it may take to come
+NO_AGENT, AGENT_S = "No available agent to submit job", 240.0
+
 
 async def _show(client: JobSubmissionClient, job: str) -> None:
     async for text in client.tail_job_logs(job):
         print(text, end="", flush=True)
+
+
+def _submitted(client: JobSubmissionClient, command: str) -> str:
+    """The job's name; the cluster's agent, which takes jobs, may come up long after the dashboard on a loaded machine."""
+    until = time.monotonic() + AGENT_S
+    while True:
+        try:
+            return str(client.submit_job(entrypoint=command))
+        except RuntimeError as error:
+            if NO_AGENT not in str(error) or time.monotonic() > until:
+                raise
+        time.sleep(1.0)
 
 
 def main() -> None:
@@ -30,7 +46,7 @@ def main() -> None:
     print("Started a local Ray instance that takes jobs", flush=True)  # `launch.ray_failed_to_start` reads it
     client = JobSubmissionClient(f"http://{cluster.webui_url}")
     command = shlex.join([sys.executable, "-m", "spec_plugin_openrlhf_cpu", *sys.argv[1:]])
-    job = client.submit_job(entrypoint=command)
+    job = _submitted(client, command)
     asyncio.run(_show(client, job))
     status = client.get_job_info(job)
     sys.exit(0 if status.status == JobStatus.SUCCEEDED else f"the job {status.status.value}: {status.message}")
