@@ -119,6 +119,17 @@ def places(folder: Path) -> dict[str, Path] | None:
     return {tensor: folder / name for tensor, name in found.items()}
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Those that a folder's index names, or every safetensors file of it, in order of name; they may be missing.
+
+    Raises:
+        CheckpointError: as ``places``.
+        DraftConfigError: likewise.
+    """
+    indexed = places(folder)
+    return sorted(folder.glob("*.safetensors") if indexed is None else set(indexed.values()))
+
+
 @contextmanager
 def opened(file: Path, framework: str) -> Iterator[Any]:
     """A safetensors file, as ``safe_open`` opens it; what goes wrong while it is read is told with its name.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draft_training.errors import CheckpointError, DraftConfigError
-from draft_training.files import MASK_EMBEDDING, opened, places, read_json
+from draft_training.files import MASK_EMBEDDING, opened, read_json, weight_files
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -86,8 +86,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         CheckpointError: if there is no such file, one is torn, or two hold a tensor of the same name.
         DraftConfigError: if the index is none.
     """
-    indexed = places(folder)
-    files = sorted(folder.glob("*.safetensors") if indexed is None else set(indexed.values()))
+    files = weight_files(folder)
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors file")
     tensors: dict[str, Tensor] = {}

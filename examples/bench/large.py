@@ -246,11 +246,9 @@ class Embedding:
                 )
             _put(target[f"{attention}o_proj.weight"], slice(h), self.queries, state[f"{attention}o_proj.weight"])
             # of the two, the queries' is left sqrt(D / d) larger
-            keys = self.head_scale * state[f"{attention}k_norm.weight"]
-            target[f"{attention}k_norm.weight"][self.inside] = keys.to(value.dtype)
-            target[f"{attention}q_norm.weight"][self.inside] = state[f"{attention}q_norm.weight"].to(
-                value.dtype
-            )  # sqrt(D / d) larger
+            for norm, scale in (("k_norm", self.head_scale), ("q_norm", 1.0)):
+                scaled = scale * state[f"{attention}{norm}.weight"]
+                target[f"{attention}{norm}.weight"][self.inside] = scaled.to(value.dtype)
             for letter in ("gate", "up"):
                 _put(target[f"{at}mlp.{letter}_proj.weight"], units, slice(h), state[f"{at}mlp.{letter}_proj.weight"])
             _put(target[f"{at}mlp.down_proj.weight"], slice(h), units, state[f"{at}mlp.down_proj.weight"])

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draft_training.files import places, read_json
+from draft_training.files import read_json, weight_files
 from draft_training.outside import text_part
 from spec_plugin.commands.cache import share
 from spec_plugin.commands.engine_limits import engine_limits
@@ -220,9 +220,7 @@ def _engine_memory(run: RunFacts, draft: DraftShape) -> str:
 
 
 def _served_memory(run: RunFacts, folder: Path) -> str:
-    indexed = places(folder)
-    files = folder.glob("*.safetensors") if indexed is None else set(indexed.values())
-    weights = sum(file.stat().st_size for file in files if file.is_file()) / _MEBIBYTE
+    weights = sum(file.stat().st_size for file in weight_files(folder) if file.is_file()) / _MEBIBYTE
     more = share(read_json(folder / "config.json"), run.target.hf_config)
     return f"{_size(weights)} of weights on disk{_beside(run, more)}"
 

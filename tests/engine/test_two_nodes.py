@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,18 +18,13 @@ from safetensors.torch import save_file
 from test_refresh import acceptance_length
 
 from draft_training import digest
+from spec_plugin.conformance.launch import free_port
 
 pytestmark = pytest.mark.engine
 
 HERE = Path(__file__).parent
 #: runs a program that sees another /dev/shm than we do
 APART = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

@@ -96,7 +96,6 @@ def _attention(seen: dict[str, Any], task: Task, device: str) -> None:
 
 
 def _trained(seen: dict[str, Any], task: Task, device: str, hidden: list[Any]) -> None:
-    from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings
     from spec_plugin.builtin.trainer import documents_of
 
     if not hidden:
