@@ -111,10 +111,26 @@ def ttt_loss(
     Returns:
         The loss (scalar, float32 or better; differentiable) and the raw sums.
     """
+    hidden = aligned_states(draft, batch, embed, steps)
+    return head_loss(draft, batch, hidden, lm_head, decay=decay, counts=counts, chunk_elements=chunk_elements, cap=cap)
+
+
+def head_loss(
+    draft: Draft,
+    batch: PackedBatch,
+    hidden: Tensor,  # [J, R, H] of ``aligned_states``
+    lm_head: Tensor,  # [V, H] the policy's LM head
+    *,
+    decay: float = 1.0,
+    counts: Tensor | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    cap: float | None = None,
+) -> tuple[Tensor, LossStats]:
+    """The part of ``ttt_loss``, with its arguments and results, that follows the draft's own layers."""
+    steps = hidden.shape[0]
     valid = batch.valid(steps)
     counts = batch.counts(steps) if counts is None else counts
     scale = decay ** torch.arange(steps, device=counts.device, dtype=torch.float64) / counts.clamp_min(1)
-    hidden = _teacher_aligned(draft, batch, embed, steps)
     head, ids = draft.head(lm_head)
     head = head if torch.is_grad_enabled() else head.detach()
     loss, kl, probability, agreement, match = _HeadLoss.apply(  # type: ignore[no-untyped-call]
@@ -141,7 +157,7 @@ def ttt_loss(
     return loss, stats
 
 
-def _teacher_aligned(draft: Draft, batch: PackedBatch, embed: Tensor, steps: int) -> Tensor:
+def aligned_states(draft: Draft, batch: PackedBatch, embed: Tensor, steps: int) -> Tensor:
     """[J, R, H]: what step j predicts at teacher row r, i.e. its normed hidden state at the anchor r - 1 - j."""
     states = draft.states(batch, embed, steps)
     return torch.stack([state[(batch.rows - 1 - j).clamp_min(0)] for j, state in enumerate(states)])

@@ -325,23 +325,27 @@ class DraftTrainer:
         self._optimizer.zero_grad()
         with self._ranks.all_or_none(sums) as found:
             if batch is not None:
-                how = self.settings
-                loss, stats = ttt_loss(
-                    self.draft,
-                    batch,
-                    embed,
-                    lm_head,
-                    steps=steps,
-                    decay=how.ttt_decay,
-                    counts=summed[:steps],
-                    cap=how.logit_cap,
-                )
+                loss, stats = self._loss(batch, embed, lm_head, summed[:steps])
                 loss.backward()  # type: ignore[no-untyped-call]
                 sums.copy_(stats.pack())
         stats = LossStats.unpack(found)
         finite = self._apply_gradients(bool(torch.isfinite(stats.kl).all()))
         self._optimizer.zero_grad()
         return finite, stats, int(summed[steps])
+
+    def _loss(self, batch: PackedBatch, embed: Tensor, lm_head: Tensor, counts: Tensor) -> tuple[Tensor, LossStats]:
+        """What a step descends, and its raw sums; ``counts`` [J] are all ranks' positions of each unrolled step."""
+        how = self.settings
+        return ttt_loss(
+            self.draft,
+            batch,
+            embed,
+            lm_head,
+            steps=counts.numel(),
+            decay=how.ttt_decay,
+            counts=counts,
+            cap=how.logit_cap,
+        )
 
     def _apply_gradients(self, finite: bool) -> bool:
         """Sum gradients over the ranks, clip, step; nothing happens, and False is returned, unless all is finite."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from spec_plugin.arguments import help_text as help_text
     from spec_plugin.arguments import read_config as read_config
     from spec_plugin.arguments import split_arguments as split_arguments
+    from spec_plugin.blocking import callers_stream as callers_stream
     from spec_plugin.blocking import run_blocking as run_blocking
     from spec_plugin.config import NAME as NAME
     from spec_plugin.config import SpecConfig as SpecConfig
@@ -111,7 +112,7 @@ _HOMES: dict[str, str] = {
     "actor.run": "Responses SpecRun",
     "actor.taps": "LAST Taps",
     "arguments": "ENABLE PREFIX help_text read_config split_arguments",
-    "blocking": "run_blocking",
+    "blocking": "callers_stream run_blocking",
     "config": "NAME SpecConfig meant_for_us",
     "diagnosis": "AdapterDoctor Diagnosis look_up missing_for_cpu",
     "engine.calls": "EngineCalls SpecEngineMethods",

@@ -43,7 +43,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             if not rest or rest[0].startswith("--"):
                 raise SpecConfigError(f"{PREFIX}{name} needs a value; all options: spec-plugin options")
             value = rest.pop(0)
-        ours[name] = [part for part in value.split(",") if part] if name in _LISTS else value
+        ours[name] = [part for part in value.split(",") if part] if name in _LISTS and value != "none" else value
     return theirs, ours
 
 

@@ -513,7 +513,7 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, root:
         return 0
     by_name = {part.name: part for part in parts}
     if options.rest:
-        options.names = [part.name for part in parts if not part.daily]
+        options.names += [part.name for part in parts if not part.daily and part.name not in options.names]
     chosen = [by_name[name] for name in options.names] or [part for part in parts if part.daily]
     try:
         make_environments(chosen)

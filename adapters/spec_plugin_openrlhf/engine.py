@@ -12,10 +12,7 @@ from openrlhf.trainer.ray import vllm_engine
 
 from spec_plugin.adapter import (
     PARTS,
-    DraftRefresh,
     EngineFront,
-    EngineState,
-    RefreshReport,
     SelfTestReport,
     SleepState,
     SpecConfig,
@@ -98,27 +95,12 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
         await super().wake_up(tags)
         self._spec_sleep.woke(tags)
 
-    def _spec_awake(self, *parts: str) -> AbstractAsyncContextManager[None]:
+    def _spec_woken(self, *parts: str) -> AbstractAsyncContextManager[None]:
         return self._spec_sleep.awake(parts, self.wake_up, self.sleep)
-
-    async def spec_refresh(self, refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
-        """The refresh of this engine; before the first rollout a colocated one is asleep."""
-        async with self._spec_awake("weights"):
-            return await super().spec_refresh(refresh, force, hold)
-
-    async def spec_settle(self, keep: bool) -> None:
-        """Keep the draft of a refresh with ``hold``, or go back to the one before; the engine is woken for it."""
-        async with self._spec_awake("weights"):
-            await super().spec_settle(keep)
-
-    async def spec_state(self, moment: str) -> EngineState:
-        """Versions and digests in the workers; the engine is woken for it."""
-        async with self._spec_awake("weights"):
-            return await super().spec_state(moment)
 
     async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
         """The self-test on this engine (law 2)."""
-        async with self._spec_awake(*PARTS), self._spec_running():
+        async with self._spec_woken(*PARTS), self._spec_running():
             return await super().spec_self_test(seconds, engines)
 
     async def pause_generation(self) -> None:

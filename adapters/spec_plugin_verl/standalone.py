@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
 import ray
-import torch
 from spec_plugin_verl_check.options import EVERYWHERE
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from spec_plugin.adapter import (
     SpecRun,
     SpecSession,
     actor_group,
+    callers_stream,
     is_first,
     of_first,
 )
@@ -76,9 +77,8 @@ class Standalone:
         tap = PolicyTap(weights, self._run.session.copy_of, self._run.session.target.hf_config)
         yield from tap
         self._syncs += 1
-        card = torch.cuda.current_device() if torch.cuda.is_available() else None  # each thread has its own
         self._thread = threading.Thread(
-            target=self._begin_phase, args=(tap, card), name="spec-plugin sync", daemon=True
+            target=self._begin_phase, args=(tap, callers_stream()), name="spec-plugin sync", daemon=True
         )
         self._thread.start()
 
@@ -94,14 +94,11 @@ class Standalone:
         if self._error is not None:
             raise self._error
 
-    def _begin_phase(self, tap: PolicyTap, card: int | None) -> None:
+    def _begin_phase(self, tap: PolicyTap, on_stream: Callable[[], AbstractContextManager[None]]) -> None:
         problem = ""
         try:
-            with self._run.session.guarded(
-                "the beginning of a phase"
-            ):  # law 6: the gate opens, the next phase is plain
-                if card is not None:
-                    torch.cuda.set_device(card)
+            # law 6: the gate opens, the next phase is plain
+            with self._run.session.guarded("the beginning of a phase"), on_stream():
                 asyncio.run(self._begin(tap))
         except BaseException as error:  # in a thread nobody would hear of it: the one that waits raises it
             self._error, problem = error, str(error) or type(error).__name__

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
-from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings  # noqa: E402
+from draft_training import Document, DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings  # noqa: E402
 from examples.bench import common  # noqa: E402
 from examples.bench.common import say, show  # noqa: E402
-from examples.bench.recorded import FIRST, LATER, Step, record  # noqa: E402
+from examples.bench.objectives import OBJECTIVES, OtherTrainer  # noqa: E402
+from examples.bench.recorded import FIRST, LATER, SAMPLES, Step, record  # noqa: E402
 from examples.bench.subjects import Subject  # noqa: E402
 
 HELP = """Learning curves of a newborn draft on a CPU, from rollouts that are recorded once.
@@ -30,8 +32,13 @@ first step, its head start), and the draft is judged on rollouts that it has not
   still    the policy stays what it is; judged on rollouts of the same policy
   moves    the policy takes a step of AdamW at 2e-4 after each trainer step, on its own samples with random advantages;
            judged on the *next* step's rollouts, as an engine would serve it
-Arms: default (the normed output is fed back, the unroll grows to k=8), residual (the residual stream is fed back, as EAGLE-3 has
-it: the default before) and short (the default with three unrolled steps), from the same seeds, as many tokens in each step.
+Arms, from the same seeds and with as many tokens through the draft in each step, come in groups:
+  unroll   default (the normed output is fed back, the unroll grows to k=8), residual (the residual stream is fed back, as EAGLE-3
+           has it: the default before) and short (the default with three unrolled steps)
+  losses   what is descended: kl (the default, written out as the others are), reverse-kl, jsd, ce, tv, nla, lk-hybrid, ce-tv,
+           hit, d-pace, kl-d-pace; see objectives.py
+  text     what a young draft reads, where a quarter of the rollouts is all that is kept (quarter): all of the first step's
+           (first), all of a validation before it, too (validation), or the prompts' tokens of that quarter (prompts)
 Numbers are acceptance lengths, replayed on recorded samples (``LossStats.acceptance_length``), no engine and no time.
 """
 
@@ -49,11 +56,54 @@ class Curve:
     cpu_seconds: float  # of training the draft
 
 
-#: by name: fields of the draft's config, and settings of its training
-ARMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "default": ({}, {"ttt_steps": 8}),
-    "residual": ({"norm_output": False}, {"ttt_steps": 8}),
-    "short": ({}, {"ttt_steps": 3}),
+#: of a step: its rollouts, and a validation's, which comes with the first step only
+Reading = Callable[[Step, Step | None], list[Document]]
+
+
+def everything(now: Step, validation: Step | None) -> list[Document]:
+    """All rollouts of a step."""
+    return now.documents
+
+
+def quarter(now: Step, validation: Step | None) -> list[Document]:
+    """One sample of each prompt."""
+    return now.documents[::SAMPLES]
+
+
+def first_whole(now: Step, validation: Step | None) -> list[Document]:
+    """A quarter, but everything in the first step."""
+    return now.documents if validation else quarter(now, None)
+
+
+def with_validation(now: Step, validation: Step | None) -> list[Document]:
+    """Everything in the first step, and what a validation before it rolled out."""
+    return [*validation.documents, *now.documents] if validation else quarter(now, None)
+
+
+def with_prompts(now: Step, validation: Step | None) -> list[Document]:
+    """A quarter, whose prompts' tokens teach as if the policy had sampled them."""
+    return [replace(d, loss_mask=torch.ones_like(d.loss_mask)) for d in quarter(now, None)]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How one draft is trained."""
+
+    shape: Mapping[str, Any] = field(default_factory=dict)  # fields of the draft's config
+    settings: Mapping[str, Any] = field(default_factory=lambda: {"ttt_steps": 8})
+    objective: str | None = None  # of ``objectives``; None: the trainer's own
+    reads: Reading = everything
+
+
+GROUPS: dict[str, dict[str, Arm]] = {
+    "unroll": {"default": Arm(), "residual": Arm({"norm_output": False}), "short": Arm(settings={"ttt_steps": 3})},
+    "losses": {name: Arm(objective=name) for name in OBJECTIVES},
+    "text": {
+        "quarter": Arm(reads=quarter),
+        "first": Arm(reads=first_whole),
+        "validation": Arm(reads=with_validation),
+        "prompts": Arm(reads=with_prompts),
+    },
 }
 
 
@@ -61,39 +111,58 @@ ARMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @click.option(
     "--subject", "names", multiple=True, default=("add-96", "add-128", "sort-96", "sort-128"), help="TASK-WIDTH."
 )
+@click.option("--group", type=click.Choice(list(GROUPS)), default="unroll", help="Of arms.")
+@click.option("--arm", "chosen", multiple=True, help="Only these arms of the group.")
+@click.option("--policy", "policies", multiple=True, type=click.Choice(("still", "moves")), default=("still", "moves"))
 @click.option("--steps", default=8, help="Trainer steps.")
 @click.option("--seeds", default=3, help="Newborn drafts of each arm.")
 @click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of the JSON file.")
-def main(names: Sequence[str], steps: int, seeds: int, out: Path) -> None:
+def main(
+    names: Sequence[str],
+    group: str,
+    chosen: Sequence[str],
+    policies: Sequence[str],
+    steps: int,
+    seeds: int,
+    out: Path,
+) -> None:
     """Record, learn, report."""
     common.prepare_process(1)
+    arms = {name: arm for name, arm in GROUPS[group].items() if not chosen or name in chosen}
+    if unknown := set(chosen) - set(arms):
+        raise click.BadParameter(f"{sorted(unknown)} is not in {group}: {', '.join(GROUPS[group])}")
     curves: list[Curve] = []
     for name in names:
         task, width = name.split("-")
         subject = Subject(task, int(width))  # type: ignore[arg-type]
-        for policy in ("still", "moves"):
+        _, validation = record(subject, 1, moves=False, seed=12)
+        for policy in policies:
             say(f"{name}, policy {policy}: {steps + 1} steps of rollouts")
             config, recorded = record(subject, steps + 1, moves=policy == "moves")
-            for seed, arm in product(range(seeds), ARMS):
-                curves.append(learn(name, policy, arm, seed, config, recorded))
+            for seed, arm in product(range(seeds), arms):
+                where = (name, policy, arm, seed)
+                curves.append(learn(where, arms[arm], config, recorded, validation[0]))
                 say(f"{name}, {policy}, {arm}, seed {seed}: k=3 {curves[-1].k3}, k=8 {curves[-1].k8}")
     report(curves)
-    where = common.environment("cpu")
-    common.write_results(
-        "curves", {"subjects": names, "steps": steps, "seeds": seeds}, [asdict(c) for c in curves], where, out
-    )
+    asked = {"subjects": names, "arms": list(arms), "policies": policies, "steps": steps, "seeds": seeds}
+    suffix = "" if group == "unroll" else f"-{group}"
+    common.write_results(f"curves{suffix}", asked, [asdict(c) for c in curves], common.environment("cpu"), out)
 
 
-def learn(subject: str, policy: str, arm: str, seed: int, config: DraftConfig, recorded: Sequence[Step]) -> Curve:
-    """Train a draft along the recorded steps, judging it on the step to come."""
-    shape, own = ARMS[arm]
-    settings = TrainSettings(**own, tokens_per_step=512)
-    trainer = DraftTrainer(replace(config, **shape), settings, device="cpu", seed=seed)
+def learn(
+    where: tuple[str, str, str, int], arm: Arm, config: DraftConfig, recorded: Sequence[Step], validation: Step
+) -> Curve:
+    """Train a draft along the recorded steps, judging it on the step to come; ``where`` begins its row."""
+    settings = TrainSettings(**arm.settings, tokens_per_step=512)
+    kind = DraftTrainer if arm.objective is None else OtherTrainer
+    trainer = kind(replace(config, **arm.shape), settings, device="cpu", seed=where[-1])
+    if isinstance(trainer, OtherTrainer):
+        trainer.objective = OBJECTIVES[arm.objective or ""]
     buffer = HiddenBuffer(65_536, 1 << 40, seed=0)
     k3, k8, seconds = [], [], 0.0
     for i, (now, coming) in enumerate(pairwise(recorded)):
         trainer.update_policy(now.embed, now.head, i)
-        for document in now.documents:
+        for document in arm.reads(now, None if i else validation):
             buffer.add(document)
         began = time.process_time()
         trainer.train_slice(buffer, float("inf"), (FIRST if i == 0 else LATER) // settings.tokens_per_step)
@@ -101,7 +170,7 @@ def learn(subject: str, policy: str, arm: str, seed: int, config: DraftConfig, r
         trainer.update_policy(coming.embed, coming.head, i + 1)
         k3.append(round(trainer.evaluate(coming.documents, steps=3).acceptance_length, 2))
         k8.append(round(trainer.evaluate(coming.documents, steps=8).acceptance_length, 2))
-    return Curve(subject, policy, arm, seed, k3, k8, round(seconds, 1))
+    return Curve(*where, k3, k8, round(seconds, 1))
 
 
 def report(curves: Sequence[Curve]) -> None:

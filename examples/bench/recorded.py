@@ -41,7 +41,12 @@ def load(subject: Subject) -> tuple[Any, DraftConfig]:
 
 
 def record(
-    subject: Subject, steps: int, moves: bool, temperature: float = 1.0, keep: Mapping[int, Path] | None = None
+    subject: Subject,
+    steps: int,
+    moves: bool,
+    temperature: float = 1.0,
+    keep: Mapping[int, Path] | None = None,
+    seed: int = 11,
 ) -> tuple[DraftConfig, list[Step]]:
     """Rollouts of a policy, step by step.
 
@@ -51,10 +56,11 @@ def record(
         moves: the policy takes a step of AdamW after each.
         temperature: of the rollouts.
         keep: step -> folder to save the policy to that rolls out in it, with its tokenizer.
+        seed: of the prompts.
     """
     model, config = load(subject)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
-    prompts = subject.prompts(PROMPTS * steps, seed=11)
+    prompts = subject.prompts(PROMPTS * steps, seed=seed)
     settings = workload.DraftSettings(temperature=temperature)
     torch.manual_seed(1)
     out = []

@@ -151,15 +151,15 @@ class RanksLink(EnginesLink):
 
     async def _refresh(self, said: DraftRefresh, *more: Any) -> RefreshReport:
         """Install this rank's own draft in the place of what the first rank has said of its own."""
+        self._served_before = self._serves  # whatever comes of this one
         refresh = said if self.rank == 0 else self._trained(said.policy_version)
         wanted = said.draft_version, said.digest
         if refresh is None or (refresh.draft_version, refresh.digest) != wanted:
             has = "none" if refresh is None else f"version {refresh.draft_version}, digest {refresh.digest}"
             why = f"rank {self.rank} has another draft than the first rank: {has}, not version {wanted[0]}, digest {wanted[1]}"
-            self._served_before = self._serves
             return RefreshReport(False, *self._serves, 0.0, why)
         report: RefreshReport = await self.engine.spec_refresh(refresh, *more)
-        self._served_before, self._serves = self._serves, (report.draft_version, report.digest)
+        self._serves = report.draft_version, report.digest
         return report
 
     def _trained(self, policy_version: int) -> DraftRefresh | None:
@@ -169,10 +169,8 @@ class RanksLink(EnginesLink):
                 raise TimeoutError(
                     f"rank {self.rank} has made no draft for policy version {policy_version} in {self.timeout_s:g} s"
                 )
-            (_, found), self._draft = (
-                self._draft,
-                (-1, None),
-            )  # the same version may be sent once more, with another draft
+            # the same version may be sent once more, with another draft
+            (_, found), self._draft = self._draft, (-1, None)
             return found
 
 

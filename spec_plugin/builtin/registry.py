@@ -13,15 +13,15 @@ def built_in_methods() -> dict[str, object]:
     from spec_plugin.builtin.methods.ngram import NgramMethod
     from spec_plugin.builtin.methods.suffix import SuffixMethod
 
-    return {
+    methods: dict[str, object] = {
         "eagle3": Eagle3Method(),
         "draft_model": DraftModelMethod(),
         "mtp": MtpMethod(),
         "suffix": SuffixMethod(),
         "ngram": NgramMethod(),
         "frozen": FrozenMethod(),
-        "auto": AutoMethod(),
     }
+    return {**methods, "auto": AutoMethod(methods)}
 
 
 def optional_packages() -> dict[str, tuple[str, str]]:

@@ -72,9 +72,11 @@ class DraftTraining:
         """Keep the options; the draft is built at the first weight sync, when the policy's embedding is known."""
         self._config, self._target, self._method = config, target, method
 
-    @hookimpl
-    def spec_recover(self) -> None:
+    @hookimpl(wrapper=True)
+    def spec_recover(self) -> Generator[None, Any, Any]:
         """All ranks go on with the first one's draft; where they do not all have one, a new one begins (collective)."""
+        with together("begin anew"):
+            result = yield
         counts = self._token_counts is not None
         lacks, counting, counted = on_any_rank(self._trainer is None or self._buffer is None, counts, not counts)
         self._judged = self._slice = None
@@ -83,6 +85,7 @@ class DraftTraining:
             self._trainer = self._buffer = self._token_counts = None
         elif self._trainer is not None:
             self._trainer.follow_first()
+        return result
 
     @hookimpl(wrapper=True)
     def spec_weight_sync(self, event: WeightSync) -> Generator[None, Any, Any]:

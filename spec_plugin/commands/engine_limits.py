@@ -17,6 +17,7 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.method import Method
 from spec_plugin.refusals import OURS, Objection, read_json
 from spec_plugin.run_plan import RunFacts
+from spec_plugin.step_cost.experts import NAMES as EXPERTS
 
 ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 #: vLLM fills a vocabulary up to a multiple of this before it splits it
@@ -25,7 +26,6 @@ _VOCABULARY_STEP = 64
 _LARGEST = 1 << 40
 _MOST_RANKS = 1024
 _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
-_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _LENGTHS = (
     *(
         "max_position_embeddings",
@@ -103,7 +103,7 @@ def splits(hf: Mapping[str, Any]) -> list[Split]:
     found = [_split(text, "attention heads", ("num_attention_heads",))]
     if "kv_lora_rank" not in text and not text.get("multi_query"):  # MLA keeps one latent vector, multi-query one head
         found.append(_split(text, "key-value heads", _KV_HEADS, replicable=True))
-    experts = _count(text, _EXPERTS)
+    experts = _count(text, EXPERTS)
     if experts is None or text.get("first_k_dense_replace"):
         found.append(_split(text, "features of the MLP", ("intermediate_size",)))
     if experts is not None:

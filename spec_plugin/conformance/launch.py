@@ -211,10 +211,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         if process.poll() is not None:
             break
         os.killpg(process.pid, sign)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
+    with suppress(ProcessLookupError):  # a launcher that died, or was killed, may leave workers behind
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def plain_line(line: str) -> str:

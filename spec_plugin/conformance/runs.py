@@ -216,7 +216,10 @@ class KitRuns:
         return {
             **_OPTIONS,
             **self._asked,
-            "plugins": [f"spec_plugin.conformance.recorder:Recorder={self._records(name)}"],
+            "plugins": [
+                f"spec_plugin.conformance.recorder:Recorder={self._records(name)}",
+                *SpecConfig.parse(self._asked).plugins,
+            ],
         }
 
     def _out(self, name: str) -> Path:

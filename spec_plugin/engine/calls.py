@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from spec_plugin.engine.front import EngineFront
+from spec_plugin.engine.sleep import PARTS
 from spec_plugin.events import (
     DraftRefresh,
     EngineSchedule,
@@ -24,13 +26,19 @@ class SpecEngineMethods:
 
     _spec_front: EngineFront
 
+    def _spec_woken(self, *parts: str) -> AbstractAsyncContextManager[None]:
+        """Around what needs these parts (``engine.sleep.PARTS``) of an engine that its trainer may have put to sleep."""
+        return nullcontext()
+
     async def spec_refresh(self, refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
         """Have the workers install one draft, all or nothing; ``hold`` the previous one until ``spec_settle``."""
-        return await self._spec_front.install_tensors(refresh, force, hold)
+        async with self._spec_woken("weights"):
+            return await self._spec_front.install_tensors(refresh, force, hold)
 
     async def spec_settle(self, keep: bool) -> None:
         """After a refresh with ``hold``: keep it, or go back to the draft before."""
-        await self._spec_front.settle(keep)
+        async with self._spec_woken("weights"):
+            await self._spec_front.settle(keep)
 
     async def spec_set_schedule(self, schedule: Schedule) -> EngineSchedule:
         """Install k per batch size for the coming phase; returns what is then in force."""
@@ -38,7 +46,8 @@ class SpecEngineMethods:
 
     async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
         """The self-test on this engine, one of so many (law 2)."""
-        return await self._spec_front.self_test(seconds, engines)
+        async with self._spec_woken(*PARTS):
+            return await self._spec_front.self_test(seconds, engines)
 
     async def spec_start_phase(self, policy_version: int) -> None:
         """Reset the counters and the clock: a rollout phase begins."""
@@ -66,7 +75,8 @@ class SpecEngineMethods:
 
     async def spec_state(self, moment: str) -> EngineState:
         """Digests of the weights that the workers hold, for ``spec.audit``; reads all of them."""
-        return await self._spec_front.state(moment)
+        async with self._spec_woken("weights"):
+            return await self._spec_front.state(moment)
 
 
 class EngineCalls(SpecEngineMethods):

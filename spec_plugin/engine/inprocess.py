@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 from spec_plugin.blocking import run_blocking
 from spec_plugin.engine.calls import EngineCalls
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.sampling import SampledRequest
-from spec_plugin.engine.sleep import PARTS, SleepState
+from spec_plugin.engine.sleep import SleepState
 from spec_plugin.errors import PatchError
-from spec_plugin.events import DraftRefresh, RefreshReport, SelfTestReport
 
 
 class InProcessEngine:
@@ -135,7 +134,7 @@ class InProcessCalls(EngineCalls):
         self._sleeping.woke(tags)
         return self._vllm["wake_up"](tags)
 
-    def _awake(self, *parts: str) -> Any:
+    def _spec_woken(self, *parts: str) -> AbstractAsyncContextManager[None]:
         async def wake_up(parts: list[str]) -> None:
             self._wake_up(parts)
 
@@ -143,16 +142,6 @@ class InProcessCalls(EngineCalls):
             self._sleep(1)
 
         return self._sleeping.awake(parts, wake_up, sleep)
-
-    async def spec_refresh(self, refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
-        """Into memory that is there."""
-        async with self._awake("weights"):
-            return await super().spec_refresh(refresh, force, hold)
-
-    async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
-        """Requests of our own need weights and KV cache."""
-        async with self._awake(*PARTS):
-            return await super().spec_self_test(seconds, engines)
 
     def _generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
         """vLLM's ``LLM.generate``: all requests on the phase's clock, each with what makes it one of the control group."""

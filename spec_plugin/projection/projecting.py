@@ -324,7 +324,7 @@ class _Draw:
             question.logprob_passes,
         )
         if times is not None:
-            logprob = logprob if times.logprob_s is None else times.logprob_s * tokens
+            logprob = logprob if times.logprob_s is None else times.logprob_s * tokens * question.logprob_passes
             training = training if times.training_s is None else times.training_s * tokens
         prepare = times.prepare_s if times is not None and times.prepare_s is not None else self.constants.prepare_s
         return Stages(prepare, phase.seconds / max(1, question.lag), logprob, training, draft)

@@ -9,7 +9,7 @@ from typing import Any
 
 from draft_training import files
 from draft_training.errors import CheckpointError
-from draft_training.outside import short_repr
+from draft_training.outside import short_repr, text_part
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.step_cost.experts import NAMES as EXPERTS
 from spec_plugin.step_cost.experts import Experts
@@ -65,7 +65,12 @@ class ModelShape:
 
     def experts_touched(self, tokens: float) -> float:
         """Experts of a layer that at least one of so many tokens takes, if routing is even."""
-        return Experts(self.experts, self.experts_per_token).touched(tokens) if self.experts else 0.0
+        return self.mixture.touched(tokens) if self.mixture else 0.0
+
+    @property
+    def mixture(self) -> Experts | None:
+        """The experts of a layer; None where it has one MLP."""
+        return Experts(self.experts, self.experts_per_token) if self.experts else None
 
     def kv_bytes(self, bytes_per_number: float) -> float:
         """Bytes in the KV cache for one token of one request, all layers."""
@@ -92,6 +97,15 @@ class ModelShape:
 _NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 #: all that are read
 _SIZES = {*_NAMES, *EXPERTS, "intermediate_size", "moe_intermediate_size", "num_key_value_heads", "head_dim"}
+#: what means layers that are not counted: latent attention, recurrent states, experts that every token takes
+_NOT_COUNTED = (
+    "kv_lora_rank",
+    "ssm_state_size",
+    "linear_num_value_heads",
+    "n_shared_experts",
+    "shared_expert_intermediate_size",
+    "moe_num_shared_experts",
+)
 #: no size of a model is larger
 _LARGEST = 1 << 24
 
@@ -102,7 +116,7 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
     Raises:
         SpecConfigError: if it lacks a size, or describes layers of other kinds.
     """
-    text = config.get("text_config", config)
+    text = text_part(config)
     absurd = [key for key, value in text.items() if key in _SIZES and _is_size(value) and value > _LARGEST]
     if absurd:
         said = f"{absurd[0]}={short_repr(text[absurd[0]])}"
@@ -112,7 +126,7 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
         raise SpecConfigError(
             f"model {name}: its config.json lacks {', '.join(missing)}, so what it reads is not known"
         )
-    odd = [k for k in ("kv_lora_rank", "ssm_state_size", "linear_num_value_heads", "n_shared_experts") if text.get(k)]
+    odd = [k for k in _NOT_COUNTED if text.get(k)]
     if odd:
         raise SpecConfigError(
             f"model {name}: {odd[0]} in its config.json means layers that this projection does not count; take a model of plain "
@@ -125,6 +139,7 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
 
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     experts = next((text[key] for key in EXPERTS if _is_size(text.get(key))), 0)
+    mixture = Experts.of(text)
     dense = size("intermediate_size", 4 * hidden)
     return ModelShape(
         name=name,
@@ -137,7 +152,7 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
         vocabulary=text["vocab_size"],
         tied=text.get("tie_word_embeddings") is True,
         experts=experts,
-        experts_per_token=min(experts, size("num_experts_per_tok", 1)) if experts else 0,
+        experts_per_token=mixture.taken if mixture else min(experts, 1),
         dense_intermediate=dense if experts else 0,
         window=_window(text),
         source=source,

@@ -9,7 +9,9 @@ from typing import Any
 from draft_training.outside import text_part
 
 #: what families call the number of experts of a layer
-NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
+NAMES = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+#: and of those that each token is routed to
+_TAKEN = ("num_experts_per_tok", "moe_k")
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,8 @@ class Experts:
     def of(cls, hf: Mapping[str, Any]) -> Experts | None:
         """Of a target's config.json; None where it has none, or does not say."""
         text = text_part(hf)
-        total = next((text[name] for name in NAMES if _is_size(text.get(name))), 0)
-        taken = text.get("num_experts_per_tok")
-        return cls(total, min(total, taken)) if total and isinstance(taken, int) and _is_size(taken) else None
+        total, taken = (next((text[n] for n in names if _is_size(text.get(n))), 0) for names in (NAMES, _TAKEN))
+        return cls(total, min(total, taken)) if total and taken else None
 
     def touched(self, tokens: float, evenness: float = 1.0) -> float:
         """Experts that at least one of so many tokens takes: E (1 - (1 - top/E)^n), if routing is even.

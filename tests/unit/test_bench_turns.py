@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 
 from examples.bench.long_run import equivalence, without_ours
 from examples.bench.turns import Contestant, Step, TurnsError, in_turns
-from spec_plugin.conformance.launch import Launch, Steps
+from spec_plugin.conformance.launch import Launch, Steps, stop
 
 #: a "trainer" of two processes: the child computes, the parent logs; a step takes 0.4 s
 TRAINER = """
@@ -132,3 +134,15 @@ def test_the_plain_run_gets_the_overrides_that_are_not_ours():
     assert without_ours(verl) == ("actor_rollout_ref.rollout.n=4", "data.seed=1")
     openrlhf = ("--spec.k", "3", "--rollout.n_samples_per_prompt", "4", "--spec.serve=always", "--ds.packing_samples")
     assert without_ours(openrlhf) == ("--rollout.n_samples_per_prompt", "4", "--ds.packing_samples")
+
+
+def test_stopping_a_launcher_that_is_dead_ends_what_it_has_left(tmp_path: Path) -> None:
+    word = tmp_path / "pid"
+    launcher = subprocess.Popen(
+        ["sh", "-c", f"sleep 600 & echo $! > {word}"], start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    launcher.wait()
+    left = psutil.Process(int(word.read_text()))
+    stop(launcher)
+    left.wait(10)
+    stop(launcher)  # nothing is left: no error

@@ -275,7 +275,7 @@ def test_an_unknown_part_is_refused_and_make_names_only_known_ones(capsys: pytes
 
 def test_shapes_run_when_they_are_asked_for(tmp_path: Path) -> None:
     parts = [Part("a", ("true",)), Part("rare", ("true",), daily=False)]
-    for options, ran in (([], {"a"}), (["--rest"], {"rare"}), (["rare"], {"rare"})):
+    for options, ran in (([], {"a"}), (["--rest"], {"rare"}), (["rare"], {"rare"}), (["a", "--rest"], {"a", "rare"})):
         done = check(tmp_path, parts, *options)
         assert set(re.findall(r"^\| (\w+) +\| passed", done.stdout, re.M)) == ran, done.stdout
 

@@ -202,9 +202,13 @@ def test_an_engine_that_sleeps_is_woken_for_our_work_and_found_asleep_and_level_
     async def nothing(*args: Any) -> Any:
         llm.said.append("work")
 
-    front.self_test = front.install_tensors = nothing  # type: ignore[method-assign,assignment]
+    front.self_test = front.install_tensors = front.settle = front.state = nothing  # type: ignore[method-assign,assignment]
     asyncio.run(calls.spec_self_test(1.0))
     assert llm.said == ["sleep 1", "wake ['weights', 'kv_cache']", "work", "sleep 1"]
+    for call in (calls.spec_settle(False), calls.spec_state("synced")):
+        llm.said.clear()
+        asyncio.run(call)
+        assert llm.said == ["wake ['weights']", "work", "wake ['kv_cache']", "sleep 1"]
     llm.wake_up(tags=["weights"])
     llm.said.clear()
     asyncio.run(calls.spec_refresh(None, False))  # type: ignore[arg-type]

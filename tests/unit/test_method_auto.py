@@ -18,6 +18,7 @@ from spec_plugin.builtin.methods import suffix
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
+from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession, method_of
 
 QWEN = {
@@ -109,3 +110,25 @@ def test_the_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     target = TargetInfo("m", QWEN, "float32", max_num_seqs=8)
     SpecSession(SpecConfig.parse({"method": "auto"}), target, create_manager((), (), load_entry_points=False))
     assert caplog.text.count("spec.method=auto is eagle3: a draft that learns along the run") == 1
+
+
+def test_a_chosen_method_that_remembers_is_the_one_that_is_registered(package: Any, tmp_path: Path) -> None:
+    package(True)
+    config, target = SpecConfig.parse({"method": "auto", "train": False}), TargetInfo("m", QWEN, "float32")
+    session = SpecSession(config, target, create_manager((), (), load_entry_points=False))
+    memory = session.method.memory
+    assert memory is session.manager.get_plugin("suffix")
+    assert memory.recall() == []
+    memory.keep([Rollout(bytes(4), bytes(8))])
+    assert memory.recall() == [Rollout(bytes(4), bytes(8))]
+    session.save(tmp_path)
+    assert list(tmp_path.rglob("rollouts.safetensors"))
+
+
+def test_a_method_that_remembers_does_so_where_its_plugin_is_blocked_and_auto_takes_it(package: Any) -> None:
+    package(True)
+    config = SpecConfig.parse({"method": "auto", "train": False, "block": ["suffix"]})
+    session = SpecSession(
+        config, TargetInfo("m", QWEN, "float32"), create_manager(("suffix",), (), load_entry_points=False)
+    )
+    assert session.method.name == "suffix" and session.method.memory.recall() == []

@@ -129,7 +129,7 @@ def test_a_refused_training_leaves_nothing_behind(tmp_path):
     rollouts = tmp_path / "one.jsonl"
     rollouts.write_text(json.dumps({"prompt": [1, 2], "response": [3, 4]}))
     result = run("train", "--target", target, "--rollouts", rollouts, "--out", tmp_path / "draft")
-    assert result.exit_code == 1 and "there is one rollout" in result.output, result.output
+    assert result.exit_code == 1 and "rollouts answer one prompt" in result.output, result.output
     assert not (tmp_path / "draft.work").exists()
 
 

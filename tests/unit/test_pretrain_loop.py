@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from draft_training import digest, load_draft
-from spec_plugin.commands.train import PretrainSettings, loop
+from spec_plugin.commands.train import PretrainSettings, loop, run
 from spec_plugin.commands.train.texts import TokenizedRollout
 from spec_plugin.config import SpecConfig
 from spec_plugin.conformance.tiny import make_target
+from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
 
@@ -63,3 +64,17 @@ def test_a_killed_training_goes_on_to_the_very_same_draft(tmp_path, monkeypatch)
     with pytest.raises(Killed):
         trained(tmp_path / "halves", target, killed_after=3, monkeypatch=monkeypatch)
     assert trained(tmp_path / "halves", target, monkeypatch=monkeypatch) == whole
+
+
+def test_no_prompt_that_is_measured_on_is_trained_on() -> None:
+    given = list({r.prompt: r for r in rollouts(40)}.values())[:30]
+    again = [TokenizedRollout(r.prompt, (*r.response, 7)) for r in given]  # as with more --responses than prompts
+    held_out, training = run._split([*given, *again, *given[:4]])
+    assert held_out == given[:3]
+    assert training == [*given[3:], *again[3:], given[3]]
+
+
+def test_rollouts_of_one_prompt_alone_are_refused() -> None:
+    one = rollouts(1)[0]
+    with pytest.raises(SpecConfigError, match="all rollouts answer one prompt"):
+        run._split([one, TokenizedRollout(one.prompt, one.response[:3])])

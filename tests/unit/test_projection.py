@@ -32,6 +32,7 @@ from spec_plugin.projection.roofline import Deployment, Roofline
 from spec_plugin.projection.shapes import MODELS, find_model, shape_of
 from spec_plugin.projection.stages import Stages, exposed_seconds, step_seconds, trainer_seconds
 from spec_plugin.step_cost.chances import constant_acceptance, tokens_per_step
+from spec_plugin.step_cost.experts import Experts
 
 TYPICAL = Constants.typical()
 QWEN_8B = {
@@ -133,7 +134,20 @@ def test_an_unknown_model_and_an_unknown_card_name_what_is_known() -> None:
         find_card("H99")
 
 
+@pytest.mark.parametrize("field", ["n_shared_experts", "shared_expert_intermediate_size", "moe_num_shared_experts"])
+def test_experts_that_every_token_takes_are_refused_since_they_are_not_counted(field: str) -> None:
+    with pytest.raises(SpecConfigError, match=field):
+        shape_of(QWEN_8B | {"num_experts": 4, "num_experts_per_tok": 2, field: 2}, "m")
+
+
+def test_sizes_are_read_where_the_model_for_texts_stands_and_tied_embeddings_beside_it() -> None:
+    assert shape_of({"llm_config": QWEN_8B}, "m").hidden == QWEN_8B["hidden_size"]
+    assert shape_of({"text_config": QWEN_8B, "tie_word_embeddings": True}, "m").tied
+
+
 def test_experts_of_other_families_are_read_under_their_names() -> None:
+    ernie = shape_of(QWEN_8B | {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 50}, "m")
+    assert (ernie.experts, ernie.experts_per_token, ernie.intermediate) == (64, 6, 50)
     config = QWEN_8B | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 100}
     shape = shape_of(config, "m")
     assert (shape.experts, shape.experts_per_token, shape.intermediate) == (4, 2, 100)
@@ -587,6 +601,8 @@ def test_what_a_run_of_this_deployment_took_takes_the_place_of_what_is_projected
     assert answer.stages.prepare == 5.0
     assert answer.stages.logprob == pytest.approx(tokens * 1e-6, rel=0.02)
     assert answer.stages.training == pytest.approx(tokens * 2e-6, rel=0.02)
+    with_a_reference = project(asked(logprob_passes=2), timed(1.5 * projected), draws=0)
+    assert with_a_reference.stages.logprob == pytest.approx(2 * answer.stages.logprob)
     twice = project(asked(batch=512), timed(1.5 * projected), draws=0)
     assert twice.stages.training == pytest.approx(2 * answer.stages.training)
 
@@ -606,6 +622,13 @@ def test_a_calibration_takes_the_place_of_the_roofline() -> None:
     answer = project(asked(gpus=8, batch=8, group=1, lengths=same, prompt=0), Overrides(cost=cost), draws=0)
     assert max(answer.phase.load) == 1  # one response an engine
     assert answer.rows[0].rollout_s.typical == pytest.approx(1000 * 0.011, rel=0.02)
+
+
+def test_a_calibration_of_a_mixture_is_read_as_the_controller_reads_it() -> None:
+    steps = [StepTiming(b, k, k == 0, 0.01 * (1 + 0.1 * b + 0.2 * k), 50, 100.0) for b in (1, 8, 32) for k in (0, 1, 3)]
+    model = find_model("Qwen3-30B-A3B")
+    assert calibrated(steps, model.mixture).experts == Experts(128, 8)
+    assert find_model("Qwen3-8B").mixture is None
 
 
 class OfContext:

@@ -224,3 +224,20 @@ def test_metrics_that_are_no_numbers_are_passed_over(a_run: Path) -> None:
     with (a_run / "metrics.jsonl").open("a") as file:
         file.write("\n" + json.dumps(broken) + "\n\x00\n")
     assert read_run(a_run).acceptance[1] == pytest.approx(1.8)
+
+
+def test_lengths_come_from_a_file_whatever_its_path_is(tmp_path: Path) -> None:
+    file = tmp_path / "lr=1e-6" / "lengths.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps([1200, 1300, 1500]))
+    code, text = run("--acceptance", "3=2.8", "--k", "3", "--lengths", str(file))
+    assert code == 0, text
+    assert run("--acceptance", "3=2.8", "--lengths", "half=100")[1].count("give PERCENTILE=TOKENS") == 1
+
+
+def test_a_calibration_that_says_a_paused_draft_drafted_is_read_as_drafts(tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    rows = [{"batch": 1, "k": k, "paused": True, "seconds": s, "steps": 5} for k, s in ((0, 0.01), (3, 0.02))]
+    file.write_text(json.dumps(rows))
+    code, text = run("--acceptance", "3=2.8", "--k", "3", "--calibration", str(file))
+    assert code == 0, text

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -307,3 +308,27 @@ def test_random_streams_are_kept_where_the_block_fails_too() -> None:
         random.random(), torch.rand(3)
         raise ValueError
     assert (random.random(), float(torch.rand(1))) == expected
+
+
+def test_a_refresh_that_an_engine_could_not_do_is_taken_back_to_the_draft_before_it(tmp_path: Any) -> None:
+    def work(rank: int) -> Any:
+        engine = Engine(rank)
+        link = RanksLink(engine, 60.0)
+        for version in (1, 2, 3):
+            mine = {"w": torch.full((2,), float(version))}
+            refresh = DraftRefresh(version, version, mine, digest(mine))
+            link.keep(version, refresh)
+            if version == 3:
+                engine.spec_refresh = broken  # type: ignore[method-assign]
+            with link.serving():
+                if rank == 0:
+                    with suppress(RuntimeError):
+                        asyncio.run(link.install(refresh, force=False))
+                    if version == 3:
+                        asyncio.run(link.all("spec_settle", False))
+        return link._serves[0]
+
+    async def broken(refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
+        raise RuntimeError("the worker said no")
+
+    assert on_two_ranks(tmp_path, work) == [2, 2]

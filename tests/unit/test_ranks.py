@@ -106,6 +106,10 @@ class Broken:
         self._at("spec_train_draft")
 
     @hookimpl
+    def spec_recover(self) -> None:
+        self._at("spec_recover")
+
+    @hookimpl
     def spec_weight_sync(self) -> None:
         self._at("spec_weight_sync")
 
@@ -447,3 +451,20 @@ def test_requests_of_all_engines_that_may_run_add_up_and_are_no_difference_betwe
     assert merge_states(states).admitted == 7
     with pytest.raises(RuntimeError, match="the engines differ in"):
         merge_states([*states, EngineState("synced", 1, 2, "another", "target")])
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_law_6_a_plugin_that_fails_on_one_rank_where_both_begin_anew_holds_the_other_up_for_nothing(
+    tmp_path: Any, where: int
+) -> None:
+    def work(rank: int) -> Any:
+        session = SpecSession(SpecConfig(train_max_steps=2), replace(TARGET, actor_group=dist.group.WORLD))
+        session.manager.unregister(name="controller")
+        session.manager.register(Broken("spec_recover", where), name="controller")
+        asyncio.run(RolloutControl(session, None).synced(sync(0)))
+        session.recover()
+        return session.failure, on_any_rank(rank == 1)  # the next thing that both do together
+
+    first, second = on_two_ranks(tmp_path, work)
+    assert "planted" in (first, second)[where][0] and "another rank" in (second, first)[where][0]
+    assert first[1] == second[1] == (True,)

@@ -82,3 +82,37 @@ def test_only_some_drafts_stay_and_none_that_was_used_today_goes(root: Path) -> 
     newest = served_folder(*a_draft(seed=99))
     assert newest.is_dir() and sum(f.is_dir() for f in folders) == served._KEPT - 1
     assert [f.is_dir() for f in folders][: served._KEPT - 1] == [True] * (served._KEPT - 1)
+
+
+def test_a_draft_that_another_engine_has_written_meanwhile_is_taken(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, tensors = a_draft()
+    looked: list[bool] = []
+    holds = served._holds
+
+    def first_look_comes_before_the_other_engines_write(folder: Path, of: str) -> bool:
+        looked.append(holds(folder, of))
+        if len(looked) == 1:
+            monkeypatch.undo()  # what the other engine writes is written for good
+            monkeypatch.setenv("VLLM_CACHE_ROOT", str(root.parent))
+            served_folder(config, tensors)
+            monkeypatch.setattr(served, "_holds", first_look_comes_before_the_other_engines_write)
+            monkeypatch.setattr(os, "replace", refused)
+        return looked[-1]
+
+    def refused(source: Path, target: Path) -> None:
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(served, "_holds", first_look_comes_before_the_other_engines_write)
+    assert served_folder(config, tensors).parent == root
+
+
+def test_a_folder_that_vanishes_while_old_ones_are_looked_for_is_nobodys_trouble(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served_folder(*a_draft(seed=1))
+    gone = root / ".other.new"
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([*listed(folder), *[gone] * (folder == root)]))
+    assert served_folder(*a_draft()).parent == root

@@ -38,9 +38,10 @@ def test_the_variable_turns_it_on_and_sets_options(said: str, on: bool, k: int |
 
 
 def test_lists_are_split_none_is_none_and_quotes_keep_a_path_together(monkeypatch: Any) -> None:
-    monkeypatch.setenv(flag.FLAG, "1 block=pace,metrics draft='a folder/x' ttt_steps=none")
+    monkeypatch.setenv(flag.FLAG, "1 block=pace,metrics draft='a folder/x' ttt_steps=none aux_layers=none")
     found = flag.options()
     assert list(found.block) == ["pace", "metrics"] and found.draft == "a folder/x" and found.ttt_steps is None
+    assert found.aux_layers is None
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,7 @@ MORE = (
     "steps_per_generation",
     "bf16",
     "vllm_max_model_length",
+    "vllm_tensor_parallel_size",
     "generation_kwargs",
 )
 
@@ -296,3 +298,22 @@ def test_the_cpu_run_sets_the_variable_only_with_the_flag(tmp_path: Path) -> Non
     assert "SPEC_PLUGIN_TRL" not in off.env
     line = json.dumps({"step": 2, "loss": 0.5, "note": "x"})
     assert step_record(line) == (2, {"loss": 0.5})
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--gradient_accumulation_steps=0",
+        "--per_device_train_batch_size=x",
+        "--generation_batch_size=-8",
+        "--steps_per_generation=1.5",
+        "--num_iterations=true",
+        "--vllm_tensor_parallel_size=two",
+        "--vllm_max_model_length=0",
+    ],
+)
+def test_a_count_that_is_none_is_an_objection_and_the_rest_is_judged(word: str) -> None:
+    plan = checked("trl", "grpo", "--use_vllm", "--model_name_or_path", "policy", "--num_iterations=1", word)
+    (objection,) = plan.objections
+    assert objection.option == word.partition("=")[0][2:] and "whole number above 0" in str(objection)
+    assert plan.facts is not None and plan.facts.target.max_num_seqs == 8

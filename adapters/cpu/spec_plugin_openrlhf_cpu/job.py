@@ -15,10 +15,11 @@ from ray._private.utils import get_ray_address_file
 from ray.cluster_utils import Cluster
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from spec_plugin.conformance.launch import free_port
 from spec_plugin_openrlhf_cpu.__main__ import RAY
 
 #: what Ray answers until its agent is there, and how long it may take to come
-NO_AGENT, AGENT_S = "No available agent to submit job", 240.0
+NO_AGENT, AGENT_S = "No available agent to submit job", 60.0
 
 
 async def _show(client: JobSubmissionClient, job: str) -> None:
@@ -40,7 +41,9 @@ def _submitted(client: JobSubmissionClient, command: str) -> str:
 
 def main() -> None:
     """Start the cluster, submit the run, and end as it ends."""
-    cluster = Cluster(initialize_head=True, head_node_args={**RAY, "include_dashboard": True, "dashboard_port": 0})
+    # Ray's agent, which takes the jobs, does without its server where another cluster of this machine has the usual port
+    ports = {"dashboard_port": 0, "dashboard_agent_listen_port": free_port()}
+    cluster = Cluster(initialize_head=True, head_node_args={**RAY, "include_dashboard": True, **ports})
     # else any other run that starts here would join, or fail to join when we are gone
     Path(get_ray_address_file(None)).unlink(missing_ok=True)
     print("Started a local Ray instance that takes jobs", flush=True)  # `launch.ray_failed_to_start` reads it

@@ -39,6 +39,16 @@ DEFAULTS: Mapping[str, Any] = {
     "max_completion_length": 512,
     **options.SAMPLING,
 }
+#: fields that count something; None where TRL chooses
+COUNTS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_iterations",
+    "vllm_tensor_parallel_size",
+    "vllm_max_model_length",
+)
 
 
 def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
@@ -61,6 +71,7 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
     fields = {**DEFAULTS, **({"vllm_importance_sampling_correction": None} if rloo else {}), **given}
     if not _trl_is_here():
         found.append(Objection("", "", "no TRL", "TRL is not installed here", "run it where it is", "trl"))
+    found += _uncounted(fields)
     found += options.objections(fields.get)
     model = Model("", None, "none is given")
     if isinstance(fields.get(MODEL), str):
@@ -245,6 +256,16 @@ def _target(fields: Mapping[str, Any], model: Model) -> TargetInfo:
         sampling=options.sampling_of(fields.get),
         actor_dtype="bfloat16" if bf16 else "float16" if fields.get("fp16") else "float32",
     )
+
+
+def _uncounted(fields: dict[str, Any]) -> list[Objection]:
+    """Counts that are none, for which the rest of the judgement takes TRL's defaults."""
+    wrong = {name: fields[name] for name in COUNTS if fields.get(name) is not None}
+    wrong = {name: value for name, value in wrong.items() if type(value) is not int or value < 1}
+    for name in wrong:
+        fields[name] = DEFAULTS.get(name)
+    why = "it must be a whole number above 0"
+    return [Objection(name, repr(value), "no number", why, "correct it", "trl") for name, value in wrong.items()]
 
 
 def _steps(fields: Mapping[str, Any]) -> int:

@@ -6,35 +6,25 @@ An engine cannot change its method while it runs: vLLM builds the proposer, the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spec_plugin.builtin.methods.draft_model import DraftModelMethod
-from spec_plugin.builtin.methods.eagle3 import Eagle3Method
-from spec_plugin.builtin.methods.frozen import FrozenMethod, kind_of
-from spec_plugin.builtin.methods.mtp import MtpMethod
-from spec_plugin.builtin.methods.ngram import NgramMethod
-from spec_plugin.builtin.methods.suffix import SuffixMethod
+from spec_plugin.builtin.methods.frozen import kind_of
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
 
-_PLUGINS: dict[str, Any] = {
-    "mtp": MtpMethod(),
-    "eagle3": Eagle3Method(),
-    "draft_model": DraftModelMethod(),
-    "suffix": SuffixMethod(),
-    "ngram": NgramMethod(),
-    "frozen": FrozenMethod(),
-}
-
 
 class AutoMethod:
     """A layer that the target brought knows something at once; a draft that learns fits every dense target; a look-up any."""
+
+    def __init__(self, methods: Mapping[str, Any]) -> None:
+        """``methods``: by name, the very plugins that are registered: one that is chosen may have a memory."""
+        self._methods = methods
 
     @hookimpl
     def spec_method(self, config: SpecConfig, target: TargetInfo) -> Method | None:
@@ -49,7 +39,7 @@ class AutoMethod:
         for name, why in self._in_order(config):
             wanted = config.model_copy(update={"method": name})
             try:
-                found: Method | None = _PLUGINS[name].spec_method(wanted, target)
+                found: Method | None = self._methods[name].spec_method(wanted, target)
             except SpecConfigError as error:
                 if config.draft is not None:
                     raise
@@ -60,11 +50,10 @@ class AutoMethod:
             passed.append(f"{name} cannot: the target's layer knows nothing yet")
         raise SpecConfigError("spec.method='auto': no method can draft for this target: " + "; ".join(passed))
 
-    @staticmethod
-    def _in_order(config: SpecConfig) -> Iterator[tuple[str, str]]:
+    def _in_order(self, config: SpecConfig) -> Iterator[tuple[str, str]]:
         if config.draft is not None:
             kind, _ = kind_of(Path(config.draft))
-            own = kind in _PLUGINS and config.train
+            own = kind in self._methods and config.train
             yield (kind if own else "frozen"), f"spec.draft is of the kind {kind}"
             return
         if config.train:

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,8 +62,12 @@ def served_folder(config: DraftShape, tensors: Mapping[str, Tensor]) -> Path:
         root = cache_root()
         folder = root / name
         if not _holds(folder, of):
-            with replacing_folder(folder) as fresh:
-                kind.write(fresh, tensors)
+            try:
+                with replacing_folder(folder) as fresh:
+                    kind.write(fresh, tensors)
+            except OSError:
+                if not _holds(folder, of):  # another engine of this machine has not written it meanwhile
+                    raise
         os.utime(folder)
         _prune(root, folder)
     except OSError as error:
@@ -106,7 +110,10 @@ def _holds(folder: Path, digest_of: str) -> bool:
 
 
 def _prune(root: Path, used: Path) -> None:
-    others = sorted((f for f in root.iterdir() if f != used), key=lambda f: f.stat().st_mtime, reverse=True)
-    for old in others[_KEPT - 1 :]:
-        if old.stat().st_mtime < time.time() - _FRESH:
+    ages: dict[Path, float] = {}
+    for folder in root.iterdir():
+        with suppress(FileNotFoundError):  # another engine's, which has just got its name
+            ages[folder] = time.time() - folder.stat().st_mtime
+    for old in sorted(ages.keys() - {used}, key=ages.__getitem__)[_KEPT - 1 :]:
+        if ages[old] > _FRESH:
             shutil.rmtree(old, ignore_errors=True)

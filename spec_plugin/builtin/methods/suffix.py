@@ -48,7 +48,7 @@ class SuffixMethod:
 
     @hookimpl
     def spec_method(self, config: SpecConfig, target: TargetInfo) -> Method | None:
-        """Any target, any k; served from the first rollout, as long as it pays.
+        """Any target, any k; served from the first rollout, as long as it pays. Its memory has room for ``spec.memory_tokens``.
 
         Raises:
             SpecConfigError: if options of a draft are set, or the package with the trees is missing.
@@ -58,6 +58,7 @@ class SuffixMethod:
         refuse_options_of_a_draft(config)
         if importlib.util.find_spec(PACKAGE) is None:
             raise SpecConfigError(f"spec.method='suffix' needs the package arctic-inference: {INSTALL}")
+        self._latest = LatestRollouts(config.memory_tokens)
         settings = {
             "method": "suffix",
             **common_settings(config, target),
@@ -73,11 +74,6 @@ class SuffixMethod:
             proposer_options={"most_tokens": config.memory_tokens},
             memory=self,
         )
-
-    @hookimpl
-    def spec_configure(self, config: SpecConfig) -> None:
-        """Room for ``spec.memory_tokens`` tokens of rollouts, prompts included."""
-        self._latest = LatestRollouts(config.memory_tokens)
 
     def keep(self, rollouts: Iterable[Rollout]) -> None:
         """Add a phase's rollouts; the oldest of a prompt make room, see ``LatestRollouts``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -154,7 +155,11 @@ def read(options: Mapping[str, Any]) -> tuple[Question, Overrides]:
     deployment.cache_tokens()  # does it fit at all
     if given:
         measured = replace(measured, acceptance={})
-    cost = calibrated(read_calibration(options["calibration"])) if options["calibration"] else None
+    cost = (
+        calibrated(read_calibration(options["calibration"]), deployment.model.mixture)
+        if options["calibration"]
+        else None
+    )
     if cost is not None and cost.problem is not None:
         raise SpecConfigError(f"--calibration {options['calibration']}: {cost.problem}")
     return question, Overrides(cost=cost, measured=measured)
@@ -183,10 +188,10 @@ def _lengths(options: Mapping[str, Any]) -> Lengths:
     given: str | None = options["lengths"]
     if given is None:
         return lognormal(options["mean"], options["longest"])
-    if "=" not in given:
-        return from_file(Path(given))
     try:
         points = {float(p): float(v) for p, _, v in (text.partition("=") for text in given.split(","))}
     except ValueError as error:
+        if "=" not in given or os.path.exists(given):  # a folder's name may have one
+            return from_file(Path(given))
         raise SpecConfigError(f"--lengths {given}: give PERCENTILE=TOKENS,… or a file") from error
     return percentiles(points)

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,11 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
     work = _work_folder(settings)
     try:
         rollouts = _rollouts(settings, target, work, show)
-        if len(rollouts) < 2:
-            raise SpecConfigError("there is one rollout, and one is held out to measure on: give at least two")
+        held_out, training = _split(rollouts)
     except SpecConfigError:
         if not begun:  # what is refused leaves nothing behind
             shutil.rmtree(work, ignore_errors=True)
         raise
-    held_out = rollouts[: min(_HELD_OUT, max(1, len(rollouts) // 10))]
-    training = rollouts[len(held_out) :]
 
     from spec_plugin.commands.train.loop import train  # torch, which takes seconds
 
@@ -200,6 +198,22 @@ def _rollouts(settings: PretrainSettings, target: TargetInfo, work: Path, show: 
         task = _task(settings, asked, out) | {"chunk": _CHUNK}
         _in_engine("sample", task, work, ("sampling from the policy", out, len(asked)) if show else None)
     return read_rollouts([out], tokenizer, vocabulary)
+
+
+def _split(rollouts: Sequence[TokenizedRollout]) -> tuple[list[TokenizedRollout], list[TokenizedRollout]]:
+    """One rollout of each prompt that is held out, and all rollouts of the others.
+
+    Raises:
+        SpecConfigError: if all answer the same prompt.
+    """
+    firsts = {rollout.prompt: rollout for rollout in reversed(rollouts)}
+    prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
+    if len(prompts) < 2:
+        raise SpecConfigError(
+            "all rollouts answer one prompt, and one is held out to measure on: give at least two prompts"
+        )
+    held = dict.fromkeys(prompts[: min(_HELD_OUT, max(1, len(prompts) // 10))])
+    return [firsts[prompt] for prompt in held], [rollout for rollout in rollouts if rollout.prompt not in held]
 
 
 def _task(settings: PretrainSettings, prompts: list[list[int]], out: Path) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def test_a_tokenizer_that_is_not_there_and_one_rollout_are_named(tmp_path: Path)
     assert not list(missing(said, "--target", "tokenizer", "put the policy's tokenizer")), said
     (tmp_path / "r.jsonl").write_text(json.dumps({"prompt": [1], "response": [2]}) + "\n")
     said = trained(tmp_path, prompts=None, rollouts=(tmp_path / "r.jsonl",), out=tmp_path / "other")
-    assert not list(missing(said, "one rollout", "at least two")), said
+    assert not list(missing(said, "answer one prompt", "at least two prompts")), said
 
 
 # the commands

@@ -38,6 +38,13 @@ def test_other_checks_get_a_short_one_without_start_up_tests(tmp_path):
     assert not asked_of_driver["faults"].options["self_test"] and asked_of_driver["faults"].steps == SHORT
 
 
+def test_a_plugin_that_was_asked_for_is_loaded_beside_the_kits_own(tmp_path):
+    runs, asked_of_driver = seen(tmp_path, options={"plugins": ["my_rewards:Plugin"]})
+    runs.run("refused")
+    recorder, theirs = asked_of_driver["refused"].options["plugins"]
+    assert recorder.startswith("spec_plugin.conformance.recorder:Recorder=") and theirs == "my_rewards:Plugin"
+
+
 def test_the_engine_of_the_refused_run_fails_its_self_test_and_the_others_do_not(tmp_path):
     runs, asked_of_driver = seen(tmp_path)
     for name in ("main", "refused"):
