@@ -223,10 +223,14 @@ def undrafted_batches_reported(trace: Trace, tour: Trace) -> list[str]:
     return problems + at_least(sorted(plain), 1, "plain phases")
 
 
-def weights_arrived(trace: Trace) -> list[str]:
+def weights_arrived(trace: Trace, draft: bool = True) -> list[str]:
     """The embedding and the head that each sync announces are those that the engine then has, and all other weights arrive, too.
 
     That all others do, and as exact as they left, is seen where both sides compute in single precision: by the log-probs.
+
+    Args:
+        trace: of a run that drafts.
+        draft: has the method one, for whose sake the sync announces both.
     """
     problems, compared, held = [], 0, None
     for e in actor_events(trace):
@@ -246,7 +250,7 @@ def weights_arrived(trace: Trace) -> list[str]:
                             f"policy version {e['policy_version']}: the {name} that the weight sync announced is not the engine's"
                         )
     parts = any(e["engine"]["tensor_parallel"] > 1 for e in _events(trace, "spec_configure"))
-    if not parts:
+    if draft and not parts:
         problems += at_least(range(compared), 2, "embeddings or heads with their engine's")
     apart = _apart(trace)
     if _single(trace) and apart and max(apart) > ROUNDING:

@@ -206,6 +206,17 @@ def test_weights_that_were_rounded_on_their_way_are_seen():
     assert reported.weights_arrived(trace.events) == []
 
 
+def test_without_a_draft_a_sync_may_announce_nothing_but_nothing_wrong():
+    trace = Trace()
+    trace.find("spec_weight_sync", 2)["embed_digest"] = "of version 0"
+    one(reported.weights_arrived(trace.events, draft=False), "the embedding that the weight sync announced is not the")
+    for event in trace.events:
+        if event["hook"] == "spec_weight_sync":
+            event |= {"embed_digest": "", "head_digest": ""}
+    assert reported.weights_arrived(trace.events, draft=False) == []
+    one(reported.weights_arrived(trace.events), "0 embeddings or heads with their engine's were recorded")
+
+
 def test_ranks_that_hold_a_part_of_the_head_each_are_not_compared():
     trace = Trace()
     trace.find("spec_configure")["engine"]["tensor_parallel"] = 2
