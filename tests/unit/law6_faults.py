@@ -15,6 +15,7 @@ from test_training import TARGET, hidden, sync
 
 from spec_plugin import LogprobProvenanceError, LosslessError, SpecConfig, hookimpl
 from spec_plugin.actor.control import RolloutControl
+from spec_plugin.actor.links import EngineLink
 from spec_plugin.events import (
     DraftRefresh,
     Drafts,
@@ -115,6 +116,10 @@ class Fault:
         if self.kind == TIME_OUT:
             await asyncio.Event().wait()
         return self.answer()
+
+
+#: what a run asks of a link; the rest is how a link reaches its engines
+LINK_CALLS = {name for name in vars(EngineLink) if not name.startswith("_")} - {"engines", "call", "put", "all"}
 
 
 @dataclass
