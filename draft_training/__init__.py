@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draft_training.batch import Document, PackedBatch, pack
-    from draft_training.buffer import BufferStats, HiddenBuffer
+    from draft_training.buffer import HiddenBuffer
     from draft_training.checkpoint import digest, digest_like, fingerprint, is_fingerprint, row_digests
     from draft_training.config import DraftConfig, validate_draft
     from draft_training.eagle3 import load_draft, save_draft
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from draft_training.trainer import DraftTrainer
 
 __all__ = [
-    "BufferStats",
     "CheckpointError",
     "Document",
     "DraftConfig",
@@ -56,7 +55,7 @@ __all__ = [
 #: Names are imported when they are first used: all but the configuration needs torch, which takes seconds.
 _HOMES = {
     "batch": ("Document", "PackedBatch", "pack"),
-    "buffer": ("BufferStats", "HiddenBuffer"),
+    "buffer": ("HiddenBuffer",),
     "checkpoint": ("digest", "digest_like", "fingerprint", "is_fingerprint", "row_digests"),
     "config": ("DraftConfig", "validate_draft"),
     "eagle3": ("load_draft", "save_draft"),
