@@ -192,7 +192,7 @@ MUTATIONS = (
     ),
     Mutation(
         _TRAINER,
-        "            if self.config.pruned:\n                self._follow_policy()",
+        "            if self.config.pruned:\n                self.draft.refresh_head(self._lm_head)",
         "            pass",
         "a pruned head does not follow the policy",
         ("draft_training/test_draft_trainer.py::test_a_pruned_head_is_frozen_and_follows_the_policy",),
@@ -301,13 +301,6 @@ MUTATIONS = (
         '{"newborn"',
         "a resumed draft begins to unroll anew",
         ("draft_training/test_draft_policy.py",),
-    ),
-    Mutation(
-        _STATE,
-        'head_base=own.get("head_base"),',
-        "head_base=None,",
-        "a resumed run takes a trained head for one that has learned nothing",
-        ("draft_training/test_draft_checkpoint.py",),
     ),
     Mutation(
         _TRAINER,

@@ -82,11 +82,11 @@ def test_the_default_dtype_of_the_caller_does_not_matter(tiny):
 
 
 def test_the_policys_tensors_are_copied_and_never_changed(tiny, pruned):
-    for config, settings in ((tiny, SETTINGS), (pruned, TrainSettings(tokens_per_step=60, train_head=True))):
+    for config in (tiny, pruned):
         embed, head = make_policy()
         embed.requires_grad_(), head.requires_grad_()
         before = digest({"e": embed, "h": head})
-        t = DraftTrainer(config, settings, device="cpu", seed=0)
+        t = DraftTrainer(config, SETTINGS, device="cpu", seed=0)
         t.update_policy(embed, head, 4)
         t.train_slice(make_buffer(), 60, 3)
         assert digest({"e": embed, "h": head}) == before and embed.grad is None and head.grad is None
@@ -201,22 +201,6 @@ def test_a_pruned_head_is_frozen_and_follows_the_policy(pruned):
     assert torch.equal(t.draft.lm_head.weight, head[t.draft.vocabulary()])
     t.train_slice(make_buffer(), 60, 2)
     assert torch.equal(t.draft.lm_head.weight, head[t.draft.vocabulary()])
-
-
-def test_a_trained_head_keeps_what_it_learned_when_the_policy_moves(pruned):
-    t = make_trainer(pruned, TrainSettings(tokens_per_step=60, train_head=True))
-    old = make_policy()[1][t.draft.vocabulary()]
-    t.train_slice(make_buffer(), 60, 3)
-    learned = (t.draft.lm_head.weight - old).detach().clone()
-    assert learned.abs().max() > 0
-    embed, head = make_policy(seed=11)
-    t.update_policy(embed, head, 2)
-    torch.testing.assert_close(t.draft.lm_head.weight.detach(), head[t.draft.vocabulary()] + learned)
-
-
-def test_training_the_policys_own_head_is_refused(tiny):
-    with pytest.raises(DraftConfigError, match="train_head"):
-        make_trainer(tiny, TrainSettings(train_head=True))
 
 
 def test_the_vocabulary_is_the_most_frequent_tokens(pruned):
