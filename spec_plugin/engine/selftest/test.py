@@ -12,8 +12,8 @@ in the same batches (``spec_plugin.engine.schedule.plain``) and must be alike:
 ``samples``     at the run's own sampling options, equal distributions by exact tests (``spec_plugin.engine.selftest.stats``): of
                 token counts between the arms, and of the speculating arm against its stated log-probs;
 ``logprobs``    the stated log-probs agree with a teacher-forced recomputation: by the engine itself, as plain requests of one
-                token that end in the prefix (its ``prompt_logprobs`` are no evidence, vLLM issue 53488), or by ``score``; one
-                token, or one in 32, that differs too much, where all else agrees, counts if others are found that do;
+                token that end in the prefix (its ``prompt_logprobs`` are no evidence, vLLM issue 53488); one token, or one
+                in 32, that differs too much, where all else agrees, counts if others are found that do;
 ``switching``   counts once more, of requests under which k is switched and the draft is paused and goes on
                 (``spec_plugin.engine.selftest.switching``);
 ``break-even``  not a test: what a verification step costs against a plain step, for the controller (law 7).
