@@ -129,6 +129,13 @@ MUTATIONS = (
     ),
     Mutation(
         _LOSS,
+        "token = logits.argmax(-1) if ids is None else ids[logits.argmax(-1)]",
+        "token = logits.argmax(-1)",
+        "the tokens of a pruned draft are taken for the target's of the same number",
+        ("draft_training/test_draft_loss.py",),
+    ),
+    Mutation(
+        _LOSS,
         "scale = decay ** torch.arange(",
         "scale = decay * torch.ones(",
         "later steps of the unroll weigh as much as earlier ones",

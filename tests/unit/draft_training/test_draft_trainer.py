@@ -39,7 +39,7 @@ def test_training_lowers_the_loss_and_counts_its_steps(tiny):
     first = t.train_slice(b, 60, 5)
     last = [t.train_slice(b, 60, 15) for _ in range(4)][-1]
     assert last.loss < 0.8 * first.loss and t.draft_version == 65 and last.steps == 15
-    assert len(last.agreement) == len(last.acceptance) == 2 and 1.0 <= last.acceptance_length <= 3.0
+    assert len(last.chances) <= 2 and 1.0 <= last.acceptance_length <= 3.0
 
 
 def test_training_leaves_the_global_rng_untouched(tiny, pruned):
@@ -177,8 +177,8 @@ def test_evaluation_changes_nothing_and_agrees_with_itself_in_any_packing(tiny):
     whole = t.evaluate(docs, steps=3)
     t.settings = TrainSettings(tokens_per_step=20, ttt_steps=2)
     single = t.evaluate(docs, steps=3)
-    assert whole.acceptance == pytest.approx(single.acceptance) and whole.rounds == single.rounds
-    assert whole.loss == pytest.approx(single.loss) and len(whole.agreement) == 3
+    assert whole.chances == single.chances and whole.rounds == single.rounds > 0
+    assert whole.loss == pytest.approx(single.loss)
     assert weights(t) == before and t.draft_version == 3
 
 
