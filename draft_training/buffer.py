@@ -14,23 +14,22 @@ from draft_training.batch import Document, trainable_positions
 
 
 class HiddenBuffer:
-    """Documents in order of arrival; the oldest leave when tokens or bytes exceed their bounds."""
+    """Documents in order of arrival, in the host's memory; the oldest leave when tokens or bytes exceed their bounds."""
 
-    def __init__(self, max_tokens: int, max_bytes: int, seed: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, max_tokens: int, max_bytes: int, seed: int) -> None:
         """The bounds hold for what is stored, whatever is added.
 
         Args:
             max_tokens: most tokens held.
             max_bytes: most bytes held.
             seed: of the buffer's own random stream.
-            device: where the documents are kept.
 
         Raises:
             ValueError: if a bound is not positive.
         """
         if max_tokens < 1 or max_bytes < 1:
             raise ValueError(f"max_tokens={max_tokens} and max_bytes={max_bytes} must be positive")
-        self.max_tokens, self.max_bytes, self.device = max_tokens, max_bytes, torch.device(device)
+        self.max_tokens, self.max_bytes = max_tokens, max_bytes
         self._rng = random.Random(seed)
         self._documents: deque[Document] = deque()
         self._tokens = self._bytes = 0
@@ -55,10 +54,10 @@ class HiddenBuffer:
             return False
         with torch.inference_mode(False):  # a harvest under inference mode must still be usable in a backward pass
             kept = Document(
-                input_ids=self._copy(cut.input_ids),
-                aux=self._copy(cut.aux),
-                last=self._copy(cut.last),
-                loss_mask=self._copy(cut.loss_mask),
+                input_ids=_copy(cut.input_ids),
+                aux=_copy(cut.aux),
+                last=_copy(cut.last),
+                loss_mask=_copy(cut.loss_mask),
                 policy_version=cut.policy_version,
                 offset=cut.offset,
             )
@@ -132,9 +131,6 @@ class HiddenBuffer:
         version, numbers, gauss = state["rng"]
         self._rng.setstate((version, tuple(numbers), gauss))
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self.device, copy=True).contiguous()
-
     def _evict(self) -> None:
         gone = self._documents.popleft()
         self._tokens -= len(gone)
@@ -151,6 +147,10 @@ class HiddenBuffer:
             return window
         start = min(max(0, first + 2 - tokens), last_start)
         return document.window(start, start + tokens)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -234,8 +234,8 @@ MUTATIONS = (
     ),
     Mutation(
         _BUFFER,
-        "return tensor.detach().to(self.device, copy=True).contiguous()",
-        "return tensor.detach().to(self.device).contiguous()",
+        'return tensor.detach().to("cpu", copy=True).contiguous()',
+        'return tensor.detach().to("cpu").contiguous()',
         "law 4: the buffer shares the policy's memory",
         ("draft_training/test_draft_buffer.py",),
     ),

@@ -86,7 +86,7 @@ WITH_NAN: dict[str, Any] = {
     "spec_schedule": Schedule((_NAN,) * (TARGET.max_num_seqs + 1)),  # type: ignore[arg-type]
     "spec_metrics": {"spec/mine": _NAN},
     "link.install": RefreshReport(True, _NAN, "", _NAN),  # type: ignore[arg-type]
-    "link.set_schedule": EngineSchedule(Schedule((_NAN,) * (TARGET.max_num_seqs + 1)), _NAN),  # type: ignore[arg-type]
+    "link.set_schedule": EngineSchedule(Schedule((_NAN,) * (TARGET.max_num_seqs + 1))),  # type: ignore[arg-type]
     "link.self_test": SelfTestReport((), _NAN),
     "link.stats": RolloutStats(0, 1, _NAN, _NAN),  # type: ignore[arg-type]
     "link.share_rollouts": [_NAN],
