@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,44 +13,26 @@ from torch import Tensor
 from draft_training.batch import Document, trainable_positions
 
 
-@dataclass(frozen=True)
-class BufferStats:
-    """What the buffer holds and what it has done so far."""
-
-    documents: int
-    tokens: int
-    bytes: int
-    newest_policy_version: int  # -1 when empty
-    fresh_tokens: int  # tokens of the newest policy version
-    added: int  # documents taken, ever
-    evicted: int  # documents dropped to stay within the bounds
-    truncated: int  # documents cut to a prefix because they alone exceeded a bound
-    refused_nonfinite: int  # documents with NaN or infinite hidden states
-    refused_useless: int  # documents without a position to learn from
-
-
 class HiddenBuffer:
-    """Documents in order of arrival; the oldest leave when tokens or bytes exceed their bounds."""
+    """Documents in order of arrival, in the host's memory; the oldest leave when tokens or bytes exceed their bounds."""
 
-    def __init__(self, max_tokens: int, max_bytes: int, seed: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, max_tokens: int, max_bytes: int, seed: int) -> None:
         """The bounds hold for what is stored, whatever is added.
 
         Args:
             max_tokens: most tokens held.
             max_bytes: most bytes held.
             seed: of the buffer's own random stream.
-            device: where the documents are kept.
 
         Raises:
             ValueError: if a bound is not positive.
         """
         if max_tokens < 1 or max_bytes < 1:
             raise ValueError(f"max_tokens={max_tokens} and max_bytes={max_bytes} must be positive")
-        self.max_tokens, self.max_bytes, self.device = max_tokens, max_bytes, torch.device(device)
+        self.max_tokens, self.max_bytes = max_tokens, max_bytes
         self._rng = random.Random(seed)
         self._documents: deque[Document] = deque()
         self._tokens = self._bytes = 0
-        self._added = self._evicted = self._truncated = self._nonfinite = self._useless = 0
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -68,22 +49,18 @@ class HiddenBuffer:
         fits = min(len(document), self.max_tokens, self.max_bytes * len(document) // max(size, 1))
         cut = document.window(0, fits) if fits < len(document) else document
         if trainable_positions(cut.loss_mask) == 0:
-            self._useless += 1
             return False
         if not (_finite(cut.aux) and _finite(cut.last)):
-            self._nonfinite += 1
             return False
         with torch.inference_mode(False):  # a harvest under inference mode must still be usable in a backward pass
             kept = Document(
-                input_ids=self._copy(cut.input_ids),
-                aux=self._copy(cut.aux),
-                last=self._copy(cut.last),
-                loss_mask=self._copy(cut.loss_mask),
+                input_ids=_copy(cut.input_ids),
+                aux=_copy(cut.aux),
+                last=_copy(cut.last),
+                loss_mask=_copy(cut.loss_mask),
                 policy_version=cut.policy_version,
                 offset=cut.offset,
             )
-        self._truncated += fits < len(document)
-        self._added += 1
         self._documents.append(kept)
         self._tokens += len(kept)
         self._bytes += kept.nbytes
@@ -139,21 +116,10 @@ class HiddenBuffer:
         """The highest policy version held, -1 when empty."""
         return max((d.policy_version for d in self._documents), default=-1)
 
-    def stats(self) -> BufferStats:
-        """What is held now, and what was done since the buffer was made."""
-        newest = self.newest_policy_version
-        return BufferStats(
-            documents=len(self._documents),
-            tokens=self._tokens,
-            bytes=self._bytes,
-            newest_policy_version=newest,
-            fresh_tokens=sum(len(d) for d in self._documents if d.policy_version == newest),
-            added=self._added,
-            evicted=self._evicted,
-            truncated=self._truncated,
-            refused_nonfinite=self._nonfinite,
-            refused_useless=self._useless,
-        )
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents held."""
+        return self._tokens
 
     def state_dict(self) -> dict[str, Any]:
         """The random stream, JSON-serialisable; the documents belong to a policy that has moved on and are not kept."""
@@ -165,14 +131,10 @@ class HiddenBuffer:
         version, numbers, gauss = state["rng"]
         self._rng.setstate((version, tuple(numbers), gauss))
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self.device, copy=True).contiguous()
-
     def _evict(self) -> None:
         gone = self._documents.popleft()
         self._tokens -= len(gone)
         self._bytes -= gone.nbytes
-        self._evicted += 1
 
     def _window(self, document: Document, tokens: int) -> Document:
         """A random window that has something to learn, its first sampled positions included as often as any other."""
@@ -185,6 +147,10 @@ class HiddenBuffer:
             return window
         start = min(max(0, first + 2 - tokens), last_start)
         return document.window(start, start + tokens)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _finite(tensor: Tensor) -> bool:

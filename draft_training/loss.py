@@ -21,36 +21,31 @@ class LossStats:
 
     count: Tensor  # [J] valid positions of each step
     kl: Tensor  # [J] sum of KL(target || draft), nats
-    probability: Tensor  # [J] sum of the target's probability of the draft's greedy token, at temperature 1
-    agreement: Tensor  # [J] how often that token is the target's argmax
     accepted: Tensor  # [J] replayed rounds whose first j + 1 drafted tokens are the tokens that the policy sampled
     rounds: Tensor  # [] replayed rounds
 
     @classmethod
     def zeros(cls, steps: int, device: torch.device | str = "cpu") -> LossStats:
         """Nothing measured yet of J = ``steps``: the neutral element of addition."""
-        return cls.unpack(torch.zeros(5 * steps + 1, dtype=torch.float64, device=device))
+        return cls.unpack(torch.zeros(3 * steps + 1, dtype=torch.float64, device=device))
 
     def pack(self) -> Tensor:
-        """All sums in one vector [5 * J + 1], for one all-reduce."""
-        return torch.cat([self.count, self.kl, self.probability, self.agreement, self.accepted, self.rounds.reshape(1)])
+        """All sums in one vector [3 * J + 1], for one all-reduce."""
+        return torch.cat([self.count, self.kl, self.accepted, self.rounds.reshape(1)])
 
     @classmethod
     def unpack(cls, vector: Tensor) -> LossStats:
-        """The sums in a vector [5 * J + 1] that ``pack`` made."""
-        count, kl, probability, agreement, accepted = vector[:-1].view(5, -1)
-        return cls(count, kl, probability, agreement, accepted, vector[-1])
+        """The sums in a vector [3 * J + 1] that ``pack`` made."""
+        count, kl, accepted = vector[:-1].view(3, -1)
+        return cls(count, kl, accepted, vector[-1])
 
     def __add__(self, other: LossStats) -> LossStats:
         return LossStats.unpack(self.pack() + other.pack())
 
-    def mean(self, sums: Tensor) -> tuple[float, ...]:
-        """Divide sums [J] by the counts; 0.0 where nothing was counted."""
-        return tuple((sums / self.count.clamp_min(1)).tolist())
-
     def loss(self, decay: float) -> float:
-        """Sum over steps of ``decay ** j`` times the mean KL, in nats."""
-        return sum(decay**j * kl for j, kl in enumerate(self.mean(self.kl)))
+        """Sum over steps of ``decay ** j`` times the mean KL, in nats; 0.0 where nothing was counted."""
+        means: list[float] = (self.kl / self.count.clamp_min(1)).tolist()
+        return sum(decay**j * kl for j, kl in enumerate(means))
 
     @property
     def acceptance_length(self) -> float:
@@ -93,8 +88,8 @@ def ttt_loss(
     """EAGLE-3's training-time test (arXiv 2503.01840, section 3): unroll, forward KL to the target, teacher-forced.
 
     With a pruned vocabulary the target's distribution is restricted to it and renormalised, and positions whose target
-    argmax lies outside carry no loss (EAGLE-3's ``position_mask``) though they count in the mean; the statistics use
-    the full distribution. Logits exist for ``chunk_elements / V`` positions at a time, gradients included.
+    argmax lies outside carry no loss (EAGLE-3's ``position_mask``) though they count in the mean. Logits exist for
+    ``chunk_elements / V`` positions at a time, gradients included.
 
     Args:
         draft: the model; only its own parameters receive gradients.
@@ -133,7 +128,7 @@ def head_loss(
     scale = decay ** torch.arange(steps, device=counts.device, dtype=torch.float64) / counts.clamp_min(1)
     head, ids = draft.head(lm_head)
     head = head if torch.is_grad_enabled() else head.detach()
-    loss, kl, probability, agreement, match = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+    loss, kl, match = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden,
         head,
         batch.last[batch.rows],
@@ -149,8 +144,6 @@ def head_loss(
     stats = LossStats(
         count=valid.sum(1).double(),
         kl=kl.double().sum(1),
-        probability=probability.double().sum(1),
-        agreement=agreement.double().sum(1),
         accepted=accepted.to(kl.device),
         rounds=rounds.to(kl.device),
     )
@@ -182,8 +175,7 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         shape = valid.shape
-        kl, probability = hidden.new_zeros(shape, dtype=wide), hidden.new_zeros(shape, dtype=wide)
-        agreement, match = torch.zeros_like(valid), torch.zeros_like(valid)
+        kl, match = hidden.new_zeros(shape, dtype=wide), torch.zeros_like(valid)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
         weight = scale.to(wide)
@@ -194,8 +186,6 @@ class _HeadLoss(torch.autograd.Function):
                 logits = (hidden[j, at].to(head.dtype) @ head.T).to(wide)
                 ok = valid[j, at]
                 token = logits.argmax(-1) if ids is None else ids[logits.argmax(-1)]
-                probability[j, at] = teacher.probability(token) * ok
-                agreement[j, at] = (token == teacher.argmax) & ok
                 match[j, at] = (token == sampled[at]) & ok
                 counted = ok & teacher.inside
                 kl[j, at] = teacher.kl(logits) * counted
@@ -208,8 +198,8 @@ class _HeadLoss(torch.autograd.Function):
                     grad_head += slope.T @ hidden[j, at].to(wide)
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.head_dtype = head.dtype
-        ctx.mark_non_differentiable(kl, probability, agreement, match)
-        return (kl.sum(1) * weight).sum(), kl, probability, agreement, match
+        ctx.mark_non_differentiable(kl, match)
+        return (kl.sum(1) * weight).sum(), kl, match
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -223,24 +213,19 @@ class _HeadLoss(torch.autograd.Function):
 
 
 class _Teacher:
-    """The target's distribution at a chunk of rows: full for statistics, restricted to the draft's vocabulary for KL."""
+    """The target's distribution at a chunk of rows, restricted to the draft's vocabulary."""
 
     def __init__(self, last: Tensor, head: Tensor, ids: Tensor | None, wide: torch.dtype, cap: float | None) -> None:
         logits = (last.to(head.dtype) @ head.T).to(wide)  # [C, V]
         if cap is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
-        self.argmax = logits.argmax(-1)
-        full = logits.log_softmax(-1)
-        self._full = full
-        restricted = full if ids is None else logits[:, ids].log_softmax(-1)  # [C, Vd]
+        restricted = (logits if ids is None else logits[:, ids]).log_softmax(-1)  # [C, Vd]
         self.distribution = restricted.exp()
         self._negative_entropy = (self.distribution * restricted).sum(-1)
-        inside = torch.ones_like(self.argmax, dtype=torch.bool)
-        self.inside = inside if ids is None else torch.isin(self.argmax, ids)
-
-    def probability(self, token: Tensor) -> Tensor:
-        """[C]: the full distribution's probability of each token [C]."""
-        return self._full.gather(1, token[:, None]).squeeze(1).exp()
+        # [C] is the target's argmax one of the draft's tokens
+        self.inside = (
+            logits.new_ones(len(logits), dtype=torch.bool) if ids is None else torch.isin(logits.argmax(-1), ids)
+        )
 
     def kl(self, logits: Tensor) -> Tensor:
         """[C]: KL(target || draft) for draft logits [C, Vd]."""

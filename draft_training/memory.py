@@ -12,7 +12,7 @@ from draft_training.loss import CHUNK_ELEMENTS
 from draft_training.model import Eagle3Draft
 
 #: vocabulary-sized temporaries of the loss that are alive at once: a chunk's own, and the teacher's of the one before
-_TEMPORARIES = 8
+_TEMPORARIES = 7
 #: norms of the draft, [H] each: AdamW keeps two numbers for each of theirs, Muon one for each of a matrix's
 _NORMS = 4
 

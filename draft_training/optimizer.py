@@ -68,7 +68,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 
 class DraftOptimizer:
-    """Muon for matrices, AdamW for norms and a trained head; one warm-up for both, and a state that can be saved.
+    """Muon for matrices, AdamW for the rest; one warm-up for both, and a state that can be saved.
 
     The rows of a head and of an embedding are tokens and their gradients nearly sparse: these take AdamW, as is usual with Muon.
     """
@@ -89,7 +89,7 @@ class DraftOptimizer:
             lr: Muon's.
             vector_lr: AdamW's.
             betas: AdamW's.
-            weight_decay: Muon's; norms and a head that was taken over from the policy keep their size.
+            weight_decay: Muon's; what AdamW moves keeps its size.
         """
         self._parameters = dict(parameters)
         matrices = [p for name, p in parameters.items() if p.ndim == 2 and not name.endswith(_OF_TOKENS)]
@@ -113,11 +113,6 @@ class DraftOptimizer:
             for group in part.param_groups:
                 group["lr"] = lr * factor
             part.step()
-
-    def forget(self, parameter: Tensor) -> None:
-        """Drop what is known about one parameter."""
-        for part, _ in self._parts:
-            part.state.pop(parameter, None)
 
     def state(self) -> dict[str, Tensor]:
         """Tensors of both optimizers, named ``<kind>.<parameter>``, for a checkpoint."""

@@ -15,8 +15,6 @@ class SliceReport:
     tokens: int  # tokens that went through the draft, all ranks
     loss: float  # mean KL summed over steps with their decay, nats; 0.0 when nothing was measured
     acceptance_length: float  # see LossStats.acceptance_length; 1.0 when nothing was measured
-    agreement: tuple[float, ...]  # [J] share of positions where the draft's greedy token is the target's argmax
-    acceptance: tuple[float, ...]  # [J] mean target probability of the draft's greedy token
     chances: tuple[float, ...]  # [J] chance that each drafted token is accepted, given those before it; () when unknown
     rounds: int  # replayed decoding rounds behind acceptance_length and chances
     skipped: int  # steps given up because loss or gradients were not finite
@@ -41,8 +39,6 @@ class SliceReport:
             tokens=tokens,
             loss=stats.loss(decay),
             acceptance_length=stats.acceptance_length,
-            agreement=stats.mean(stats.agreement),
-            acceptance=stats.mean(stats.probability),
             chances=stats.chances,
             rounds=int(stats.rounds),
             skipped=skipped,

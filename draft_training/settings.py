@@ -10,7 +10,7 @@ class TrainSettings:
     """Numbers of one training; the defaults are for a draft that is trained online, beside a policy that moves."""
 
     lr: float = 0.1  # highest of matrices: size of an update's singular values, see Muon
-    vector_lr: float = 1e-3  # of norms and a trained head (AdamW)
+    vector_lr: float = 1e-3  # of norms, and of matrices whose rows are tokens (AdamW)
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
     weight_decay: float = 0.5  # of matrices, as a share of lr: what a policy that moves asks for
     grad_clip: float = 1.0  # norm of the draft's own gradients
@@ -24,4 +24,3 @@ class TrainSettings:
     decay_steps: float = 30.0  # steps from which an untrained draft's rates fall as 1 / sqrt
     lr_floor: float = 0.15  # share of the rates that is kept for ever: online training has no end to decay towards
     offload: bool = False  # optimizer state and the policy's copies lie in the host's memory between slices
-    train_head: bool = False  # pruned vocabulary only: train the head instead of following the policy's rows

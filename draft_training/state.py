@@ -29,16 +29,14 @@ class TrainerState:
     weights: Mapping[str, Tensor]  # of the draft, in the trainer's dtype
     optimizer: Mapping[str, Tensor]  # as ``<kind>.<parameter>``
     generator: Tensor  # [.] uint8, the random stream
-    head_base: Tensor | None  # [Vd, H] rows of the policy's head that a trained head started from
     draft_version: int
     policy_version: int
     skipped: int  # optimizer steps given up so far
     schedule: Mapping[str, Any]  # see ``TrainingSchedule.state_dict``
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Optimizer state, random stream and ``head_base``: they go to ``trainer.safetensors``, and to no engine."""
-        base = {} if self.head_base is None else {"head_base": self.head_base}
-        return {**self.optimizer, "generator": self.generator, **base}
+        """Optimizer state and random stream: they go to ``trainer.safetensors``, and to no engine."""
+        return {**self.optimizer, "generator": self.generator}
 
     def numbers(self) -> dict[str, Any]:
         """What is no tensor, JSON-serialisable: a part of ``trainer.json``."""
@@ -54,9 +52,8 @@ class TrainerState:
         """Put together what ``numbers``, ``weights`` and ``own_tensors`` said."""
         return cls(
             weights=weights,
-            optimizer={name: tensor for name, tensor in own.items() if name not in ("generator", "head_base")},
+            optimizer={name: tensor for name, tensor in own.items() if name != "generator"},
             generator=own["generator"],
-            head_base=own.get("head_base"),
             draft_version=int(numbers["draft_version"]),
             policy_version=int(numbers["policy_version"]),
             skipped=int(numbers["skipped"]),

@@ -64,12 +64,8 @@ class DraftTrainer:
             tensors: weights to start from, as ``load_draft`` returns them; None: a new draft.
 
         Raises:
-            DraftConfigError: if ``tensors`` do not match, or a full-vocabulary head is to be trained.
+            DraftConfigError: if ``tensors`` do not match.
         """
-        if settings.train_head and not config.pruned:
-            raise DraftConfigError(
-                "train_head=True needs a pruned vocabulary: with the full one the head is the policy's; set draft_vocab_size"
-            )
         self.config, self.settings, self.device = config, settings, torch.device(device)
         self.schedule = TrainingSchedule(settings, newborn=tensors is None)
         self.draft_version = 0  # optimizer steps taken
@@ -79,7 +75,6 @@ class DraftTrainer:
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
         self._embed: Tensor | None = None
         self._lm_head: Tensor | None = None
-        self._head_base: Tensor | None = None  # [Vd, H] policy rows that a trained head started from
         self._step_seconds: float | None = None
         with self._own_modes():
             with self._ranks.all_or_none(torch.zeros(1, device=self.device)):
@@ -87,7 +82,7 @@ class DraftTrainer:
                 self.draft = self.kind.build(self.device, dtype)
                 self.draft.reset_parameters(self._generator)
                 if config.pruned:
-                    self.draft.lm_head.weight.requires_grad_(settings.train_head)
+                    self.draft.lm_head.weight.requires_grad_(False)
                 if tensors is not None:
                     self.install(tensors)
             self._ranks.overwrite_from_first(self.draft.state_dict().values())
@@ -138,12 +133,12 @@ class DraftTrainer:
             self._lm_head = self._embed if tied else self._copied(lm_head, old)
             self.policy_version = policy_version
             if self.config.pruned:
-                self._follow_policy()
+                self.draft.refresh_head(self._lm_head)
 
     def select_vocabulary(self, token_counts: Tensor) -> None:
         """Choose the pruned vocabulary: the most frequent tokens, ties to the lower id (collective).
 
-        The layer's weights do not depend on it, so it may be called at any time; a trained head starts again.
+        The layer's weights do not depend on it, so it may be called at any time.
 
         Args:
             token_counts: [V] how often each token occurred; added over the ranks.
@@ -160,10 +155,8 @@ class DraftTrainer:
             counts = self._ranks.sum(token_counts.to(self.device, torch.float64, copy=True))
             order = counts.argsort(descending=True, stable=True)
             self.draft.set_vocabulary(order[: self.config.draft_vocab_size])
-            self._head_base = None
-            self._optimizer.forget(self.draft.lm_head.weight)
             if self._lm_head is not None:
-                self._follow_policy()
+                self.draft.refresh_head(self._lm_head)
 
     def train_slice(self, buffer: HiddenBuffer, seconds: float, max_steps: int) -> SliceReport:
         """Train for at most ``seconds`` and ``max_steps`` optimizer steps (collective).
@@ -281,7 +274,6 @@ class DraftTrainer:
             weights=self.draft.state_dict(),
             optimizer=self._optimizer.state(),
             generator=self._generator.get_state(),
-            head_base=self._head_base,
             draft_version=self.draft_version,
             policy_version=self.policy_version,
             skipped=self.skipped,
@@ -296,7 +288,6 @@ class DraftTrainer:
         """
         self.install(state.weights)
         self._generator.set_state(state.generator)
-        self._head_base = None if state.head_base is None else state.head_base.to(self.device, copy=True)
         if foreign := self._optimizer.restore(state.optimizer):
             logger.warning(
                 "the checkpoint holds another optimizer's state (AdamW's, of an earlier version) for %d of the draft's matrices: "
@@ -357,17 +348,6 @@ class DraftTrainer:
         self._optimizer.step(self.schedule.rate(self.draft_version))
         self.draft_version += 1
         return True
-
-    def _follow_policy(self) -> None:
-        """Give a pruned head the policy's rows; a trained one keeps what it learned on top of its old rows."""
-        assert self._lm_head is not None
-        if not self.settings.train_head:
-            self.draft.refresh_head(self._lm_head)
-            return
-        weight = self.draft.lm_head.weight
-        rows = self._lm_head[self.draft.vocabulary().to(self._lm_head.device)].to(weight)
-        weight.copy_(rows if self._head_base is None else weight + (rows - self._head_base))
-        self._head_base = rows
 
     def _copied(self, source: Tensor, old: Tensor | None) -> Tensor:
         """A detached copy on the trainer's device, into ``old`` where that fits."""

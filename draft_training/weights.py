@@ -138,14 +138,15 @@ def _refuse_infinite(name: str, tensor: Tensor, where: object) -> None:
     )
 
 
-def check_offsets(d2t: Tensor, vocab_size: int, where: object, distinct: bool = True) -> None:
+def check_offsets(d2t: Tensor, vocab_size: int, where: object) -> None:
     """Does each token of a pruned draft stand for one of the target's: on a card the engine would die of one that does not.
+
+    No two may stand for the same, since a refresh of such a draft is refused.
 
     Args:
         d2t: [Vd] whole offsets: draft id i is target id ``i + d2t[i]``.
         vocab_size: the target's.
         where: file or folder, for the messages.
-        distinct: no two may stand for the same token, since a refresh of such a draft is refused.
 
     Raises:
         DraftConfigError: naming the first that does not.
@@ -162,7 +163,7 @@ def check_offsets(d2t: Tensor, vocab_size: int, where: object, distinct: bool = 
             f"d2t[{at}]={int(d2t[at])} in {where} makes draft token {at} the target's token {int(ids[at])}: expected 0 to "
             f"{vocab_size - 1}; {outside.numel()} of {d2t.numel()} are like it: take a draft that was made for this target"
         )
-    if distinct and torch.unique(ids).numel() < ids.numel():
+    if torch.unique(ids).numel() < ids.numel():
         raise DraftConfigError(
             f"d2t in {where} maps {ids.numel() - torch.unique(ids).numel()} draft tokens to a target token that another one has; "
             "export the draft again"

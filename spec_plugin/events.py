@@ -26,7 +26,6 @@ class TargetInfo:
     dtype: str  # dtype of the rollout engine's weights: "float32", "bfloat16", "float16"
     device_type: str = "cpu"  # "cpu" or "cuda"
     tensor_parallel: int = 1
-    data_parallel: int = 1  # engine data parallel size of one replica
     max_num_seqs: int = 256
     max_model_len: int | None = None
     load_format: str = "auto"  # how the engine comes by the target's first weights; "dummy": the trainer sends them
@@ -144,7 +143,6 @@ class EngineSchedule:
     """
 
     confirmed: Schedule | None = None  # in force; None: no engine, or not each of them, has said what is
-    paused: bool = False  # is the draft's forward pass left out
 
     @property
     def drafting(self) -> bool:

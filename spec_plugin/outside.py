@@ -93,14 +93,14 @@ def _text(line: bytes, first: bool) -> str:
     return line.decode("utf-8-sig" if first else "utf-8", errors="replace").removesuffix("\r")
 
 
-def text_of(file: Path, most: int = MOST_BYTES) -> str:
+def text_of(file: Path) -> str:
     """A whole text file.
 
     Raises:
-        SpecConfigError: if it is no regular file, cannot be read, or has more than ``most`` bytes.
+        SpecConfigError: if it is no regular file, cannot be read, or has more than ``MOST_BYTES``.
     """
     try:
-        return "".join(lines_of(file, most))
+        return "".join(lines_of(file))
     except (OSError, EOFError, zlib.error) as error:
         raise SpecConfigError(f"{file} cannot be read: {error}") from error
 

@@ -42,16 +42,13 @@ class LatestRollouts:
     stays, and a new one finds no room, until one has not come back for long.
     """
 
-    def __init__(self, most_tokens: int, visits: int = _VISITS, samples: int = _SAMPLES) -> None:
+    def __init__(self, most_tokens: int) -> None:
         """Begin with none.
 
         Args:
             most_tokens: of all rollouts, their prompts among them.
-            visits: phases of one prompt.
-            samples: rollouts of one prompt and phase.
         """
         self.most_tokens, self.tokens = most_tokens, 0
-        self._visits, self._samples = visits, samples
         self._prompts: OrderedDict[bytes, list[_Kept]] = OrderedDict()  # the one that was used longest ago first
 
     def add(self, prompt: bytes, number: int, tokens: int, phase: int) -> list[tuple[bytes, int]]:
@@ -70,9 +67,9 @@ class LatestRollouts:
         self._prompts.move_to_end(prompt)
         mine.append(_Kept(phase, number, tokens))
         self.tokens += tokens
-        phases = sorted({kept.phase for kept in mine})[-self._visits :]
+        phases = sorted({kept.phase for kept in mine})[-_VISITS:]
         now = [kept for kept in mine if kept.phase == phase]
-        surplus = {kept.number for kept in now[: -self._samples]}
+        surplus = {kept.number for kept in now[:-_SAMPLES]}
         dropped = [self._drop(prompt, k) for k in list(mine) if k.phase not in phases or k.number in surplus]
         while self.tokens > self.most_tokens:
             dropped.append(self._make_room(prompt, phase))

@@ -154,7 +154,6 @@ def target_info(rollout: Any, path: str, hf_config: Mapping[str, Any], **known: 
         hf_config=hf_config,
         dtype=_DTYPES.get(arguments["dtype"], arguments["dtype"]),
         tensor_parallel=arguments["tensor_parallel_size"],
-        data_parallel=rollout.data_parallel_size,
         max_num_seqs=arguments["max_num_seqs"],
         max_model_len=arguments["max_model_len"],
         load_format=str(engine_kwargs(rollout).get("load_format", rollout.load_format)),

@@ -20,7 +20,7 @@ from examples.bench.common import Spread, interleave, paired, say, show, spread,
 from examples.bench.speedup import prepare_draft  # noqa: E402
 from examples.bench.steering import Steered, calibrate  # noqa: E402
 from spec_plugin.events import SelfTestReport  # noqa: E402
-from spec_plugin.step_cost.chances import closed_form_speedup, constant_acceptance  # noqa: E402
+from spec_plugin.step_cost.chances import constant_acceptance  # noqa: E402
 from spec_plugin.step_cost.model import CostModel  # noqa: E402
 
 if TYPE_CHECKING:
@@ -148,6 +148,18 @@ def measure_dtype(target: Path, draft: Path, dtype: str, eager: bool, options: d
     for engine in (live, flag):
         engine.close()
     return cells
+
+
+def closed_form_speedup(alpha: float, k: int, draft_cost: float) -> float:
+    """Leviathan et al., arXiv 2211.17192, theorem 3.8: (1 - alpha^(k+1)) / ((1 - alpha)(k c + 1)).
+
+    Args:
+        alpha: chance that a drafted token is accepted, the same at every position.
+        k: drafted tokens (their gamma).
+        draft_cost: seconds of a draft forward / seconds of a target forward (their c), whatever the number of tokens.
+    """
+    tokens = k + 1.0 if alpha == 1.0 else (1 - alpha ** (k + 1)) / (1 - alpha)
+    return tokens / (k * draft_cost + 1)
 
 
 class Bench:

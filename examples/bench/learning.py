@@ -264,7 +264,7 @@ def learn(
         for document in now.documents:
             buffer.add(document)
         # as in the plugin, some of its first text is kept from a newborn draft, so that it can be judged at once
-        held = buffer.take_newest(int(0.125 * buffer.stats().tokens)) if unseen else []
+        held = buffer.take_newest(int(0.125 * buffer.tokens)) if unseen else []
         trainer.train_slice(buffer, math.inf, (FIRST if unseen else LATER) // settings.tokens_per_step)
         buffer.give_back(held)
         if held:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 from spec_plugin.errors import stops_the_run
 from spec_plugin.events import (
@@ -25,46 +25,14 @@ from spec_plugin.spans import Span
 from spec_plugin.witness import Witness
 
 
-class EngineLink(Protocol):
-    """How the actor process reaches its engines; each call reaches all of them, and answers for all of them.
+class EngineLink:
+    """How the actor process reaches its engines: each call reaches all of them, and their answers become one.
+
+    The engines have the methods of ``spec_plugin.engine.calls.SpecEngineMethods``.
 
     What a call raises, and an answer of another type, turns speculation off (law 6). So does one that does not come: each call
     is given up after three times ``spec.refresh_timeout_s``, if it lets the event loop run; ``self_test`` after more.
     """
-
-    async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
-        """Send a draft and have it installed, all or nothing; ``force`` when its version is not newer."""
-
-    async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
-        """``EngineFront.set_schedule`` on every engine; see ``EngineSchedule.of_all``."""
-
-    async def self_test(self, seconds: float) -> SelfTestReport:
-        """``EngineFront.self_test`` on every engine; see ``merge_reports``."""
-
-    async def start_phase(self, policy_version: int) -> None:
-        """``EngineFront.start_phase`` on every engine."""
-
-    async def stats(self, policy_version: int) -> RolloutStats:
-        """``EngineFront.stats`` of every engine; see ``merge_stats``."""
-
-    async def share_rollouts(self) -> list[Rollout]:
-        """``EngineFront.take_rollouts`` of every engine; each is told what the others sampled."""
-
-    async def remember(self, rollouts: Sequence[Rollout]) -> None:
-        """``EngineFront.remember`` on every engine."""
-
-    async def spans(self) -> list[Span]:
-        """``EngineFront.take_spans`` of every engine."""
-
-    async def witnesses(self) -> list[Witness]:
-        """``EngineFront.witnesses`` of every engine: log-probs of this phase that the trainer did not ask for."""
-
-    async def state(self, moment: str) -> EngineState:
-        """``EngineFront.state`` of every engine; see ``merge_states``."""
-
-
-class EnginesLink:
-    """Engines with the methods of ``spec_plugin.engine.calls.SpecEngineMethods``, and how their answers become one."""
 
     def __init__(self, engines: Sequence[Any], timeout_s: float) -> None:
         """Bind to engines that run, or will run.
@@ -102,7 +70,7 @@ class EnginesLink:
         return answers
 
     async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
-        """Every engine installs this draft, or all go back to the one that they served.
+        """Every engine installs this draft, or all go back to the one that they served; ``force`` when its version is not newer.
 
         Raises:
             RuntimeError: if an engine could not go back.
@@ -168,7 +136,7 @@ class EnginesLink:
         return merge_states(await self.all("spec_state", moment))
 
 
-class ActorsLink(EnginesLink):
+class ActorsLink(EngineLink):
     """Engines that are Ray actors: plain remote calls.
 
     The draft travels through Ray's object store, once for all engines, whatever carries the policy's weights.
@@ -197,7 +165,7 @@ class ActorsLink(EnginesLink):
         return self._put(value)
 
 
-class LocalLink(EnginesLink):
+class LocalLink(EngineLink):
     """Engines of this process: objects with ``SpecEngineMethods``, such as ``EngineCalls(front)``."""
 
     def __init__(self, engines: Sequence[Any], timeout_s: float, loop: asyncio.AbstractEventLoop | None = None) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spec_plugin.actor.links import EnginesLink, chosen_error, of_others
+from spec_plugin.actor.links import EngineLink, chosen_error, of_others
 from spec_plugin.blocking import callers_stream
 from spec_plugin.errors import stops_the_run
 from spec_plugin.events import DraftRefresh, RefreshReport
@@ -33,7 +33,7 @@ class _OfRank:
     values: Sequence[Any]
 
 
-class RanksLink(EnginesLink):
+class RanksLink(EngineLink):
     """Engines that live in the actor's ranks, one in each: the first rank says what is to be done, and every rank does it.
 
     Every rank makes one (collective) and gives it to its ``SpecRun``. What the first rank says travels in a group of our own,

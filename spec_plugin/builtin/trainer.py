@@ -172,7 +172,7 @@ class DraftTraining:
             if unseen:  # such as a layer that was never trained
                 self._trainer.schedule.restart()
         # an untrained draft has seen no text of before: some of the first is kept from it, so that it can be judged at once
-        tokens = min(_JUDGED_TOKENS, int(_HELD_BACK * self._buffer.stats().tokens)) if unseen else 0
+        tokens = min(_JUDGED_TOKENS, int(_HELD_BACK * self._buffer.tokens)) if unseen else 0
         held = self._buffer.take_newest(tokens)
         left = seconds - (time.perf_counter() - began)
         self._slice = self._trainer.train_slice(self._buffer, left, self._config.train_max_steps)
@@ -212,7 +212,7 @@ class DraftTraining:
             "spec/train_share": self._config.train_share * self._pace.share,
             "spec/train_steps": float(self._slice.steps),
             "spec/train_unroll": float(self._trainer.schedule.unroll.steps),
-            "spec/buffer_tokens": float(self._buffer.stats().tokens),
+            "spec/buffer_tokens": float(self._buffer.tokens),
         }
 
     @hookimpl

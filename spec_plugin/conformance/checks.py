@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from inspect import isfunction
 
 import pytest
 import torch
@@ -298,38 +299,9 @@ def all_metrics_reach_the_log(runs: KitRuns) -> None:
     _fail_if(problems)
 
 
-#: in the order in which they run
-CHECKS: tuple[Check, ...] = (
-    activated_by_the_documented_flag,
-    off_is_off,
-    hooks_fire_in_order,
-    policy_versions_agree,
-    installed_draft_is_the_published_one,
-    target_is_untouched_by_a_refresh,
-    target_arrives_before_the_draft,
-    weights_arrive_as_they_are,
-    every_weight_arrives,
-    policy_is_bitwise_equal,
-    random_streams_are_untouched,
-    told_facts_are_the_engines,
-    requests_are_the_trainers,
-    requests_run_at_once,
-    phases_are_timed_as_they_ran,
-    every_engine_is_told,
-    token_counts_are_the_engines,
-    samples_are_the_targets,
-    failed_self_test_stops_the_run,
-    wrong_options_stop_the_run,
-    logprobs_come_from_the_engine,
-    logprobs_are_checked_before_they_are_used,
-    speculation_is_told_as_it_was,
-    planted_errors_reach_the_guard,
-    logprobs_are_the_targets,
-    violations_stop_the_run,
-    hidden_states_equal_a_plain_forward,
-    draft_learns,
-    save_kill_resume,
-    faults_leave_the_run_alive,
-    metrics_are_named_and_in_range,
-    all_metrics_reach_the_log,
+#: every public function of this module, in the order in which they stand here and run: none can be forgotten
+CHECKS: tuple[Check, ...] = tuple(
+    function
+    for name, function in list(globals().items())
+    if isfunction(function) and function.__module__ == __name__ and not name.startswith("_")
 )

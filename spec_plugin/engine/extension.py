@@ -264,11 +264,6 @@ class SpecWorkerExtension:
         """The memory that the method's ``proposer`` put on the drafter: take, remember, forget, take_shadow."""
         return self.model_runner.drafter.spec_memory
 
-    def spec_discard(self) -> None:
-        """Drop the tensors that were staged and not installed."""
-        self._spec_state.staging = Staging()
-        _give_back()
-
     def spec_live_digest(self) -> str:
         """The sha256 of the running draft's own weights as they are now, under their checkpoint names.
 

@@ -351,7 +351,7 @@ class EngineFront:
         assert vocab_size is not None, "engine_arguments has asked"
         # rows beyond the tokenizer's pad the matrix: no prompt holds them, but an engine may sample them
         asked = vocab_size if self.tokenizer is None else min(len(self.tokenizer), vocab_size)
-        await pause_idle_draft(self.engine, [config.k])
+        await pause_idle_draft(self.engine, False)
         plan = SelfTestPlan(
             prompts=questions_and_noise(self.tokenizer, asked, config.seed),
             sampling=dict(target.sampling),

@@ -9,8 +9,7 @@ token of the KV cache + 1.207 ms of overhead, and three draft passes as 2.135 ms
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from random import Random
 
 
@@ -35,97 +34,73 @@ _MEASURED = "arXiv 2601.11580, its simulator: vLLM, H100, Llama-3.1-8B"
 #: name of a field of ``Constants`` -> what is known of it
 KNOWN: dict[str, Constant] = {
     "weights_reached": Constant(
-        0.60,
-        0.76,
-        0.90,
+        *(0.60, 0.76, 0.90),
         "of the memory's peak",
         "while weights are read",
         f"{_MEASURED}: 15.0 GB in 5.886 ms of 3.35 TB/s",
     ),
     "cache_reached": Constant(
-        0.70,
-        0.95,
-        1.00,
+        *(0.70, 0.95, 1.00),
         "of the memory's peak",
         "while attention reads the KV cache",
         f"{_MEASURED}: 131072 bytes in 39.26 ns",
     ),
     "products_reached": Constant(
-        0.07,
-        0.72,
-        0.85,
+        *(0.07, 0.72, 0.85),
         "of the peak FLOP/s",
         "in forward passes of the engine",
         f"{_MEASURED}: 15.0 GFLOP in 21.01 us; low: what fits NeMo RL's rollouts on GB200, examples/bench/projection.py",
     ),
     "hidden": Constant(
-        0.001,
-        0.01,
-        0.50,
+        *(0.001, 0.01, 0.50),
         "of the shorter one",
         "of reading and multiplying, that is hidden behind the longer one",
         f"{_MEASURED}: a step grows with its tokens from the first one on; 1 would be the ideal of Williams et al., 2009",
     ),
     "step_s": Constant(
-        0.6e-3,
-        1.2e-3,
-        3.0e-3,
+        *(0.6e-3, 1.2e-3, 3.0e-3),
         "s",
         "of each step: scheduling, sampling, what the host does between them",
         f"{_MEASURED}: 1.207 ms; range: another host, twice and half",
     ),
     "draft_pass_s": Constant(
-        0.10e-3,
-        0.15e-3,
-        1.0e-3,
+        *(0.10e-3, 0.15e-3, 1.0e-3),
         "s",
         "of each draft pass beside reading and multiplying",
         f"{_MEASURED}: (2.135 - 1.75 ms) / 3; high: passes without a graph, whose kernels the host launches one by one",
     ),
     "verification_reads": Constant(
-        0.001,
-        0.02,
-        0.3,
+        *(0.001, 0.02, 0.3),
         "of a reading",
         "that attention reads the KV cache again for each drafted token",
         "0 where a kernel takes all queries of a request at once (FlashAttention 3 in the measurements); range: an estimate",
     ),
     "hop_s": Constant(
-        4e-6,
-        9e-6,
-        15e-6,
+        *(4e-6, 9e-6, 15e-6),
         "s",
         "of one small all-reduce or all-to-all",
         "sgl-project/sglang pull request 2904: vLLM's of 512 bytes to 32 KB on H100, 8.5 to 11.8 us; SGLang's from 3.7",
     ),
     "link_reached": Constant(
-        0.10,
-        0.20,
-        0.60,
+        *(0.10, 0.20, 0.60),
         "of the link's peak",
         "in collectives of a megabyte",
         "the same: 1 MiB over 8 H100 in 45 us, less the small one's",
     ),
     "training_reached": Constant(
-        0.20,
-        0.35,
-        0.50,
+        *(0.20, 0.35, 0.50),
         "of the peak 16-bit FLOP/s",
         "in the trainer's forward and backward passes",
         "Llama 3, arXiv 2407.21783, table 4: 38 to 43 %; lower where responses are of unequal length",
     ),
     "recomputation": Constant(
-        1.0,
-        4 / 3,
-        4 / 3,
+        *(1.0, 4 / 3, 4 / 3),
         "of the FLOP of a training step",
         "for activation checkpointing",
         "Korthikanti et al., arXiv 2205.05198, section 5: one more forward pass at most",
     ),
     "prepare_s": Constant(
-        0.5,
-        2.0,
-        5.0,
+        *(0.5, 2.0, 5.0),
         "s",
         "of weight sync and preparation, a trainer's step",
         "arXiv 2604.26779, breakdown of the step: 1.6 to 2.1 s",
@@ -163,8 +138,3 @@ class Constants:
     def but(self, **known: float) -> Constants:
         """A copy with these values in place of its own."""
         return replace(self, **known)
-
-
-def described() -> Iterator[tuple[str, Constant]]:
-    """All of them, in the order of the fields."""
-    yield from ((field.name, KNOWN[field.name]) for field in fields(Constants))

@@ -170,13 +170,15 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _known(name: str, *sizes: int, **more: Any) -> ModelShape:
+def _known(name: str, *sizes: int, moe: tuple[int, int, int] = (0, 0, 0), **more: Any) -> ModelShape:
     names = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary")
-    given = dict(zip(names, sizes, strict=True)) | more
+    of_mixtures = ("experts", "experts_per_token", "dense_intermediate")
+    given = dict(zip(names, sizes, strict=True)) | dict(zip(of_mixtures, moe, strict=True)) | more
     return ModelShape(name=name, source="config.json of its Hugging Face repository", **given)
 
 
-#: well-known models: hidden, layers, heads, KV heads, head size, MLP units, vocabulary
+#: well-known models: hidden, layers, heads, KV heads, head size, MLP units, vocabulary; of a mixture also the experts of a layer,
+#: those of a token, and the MLP units of a draft
 MODELS: dict[str, ModelShape] = {
     shape.name.lower(): shape
     for shape in (
@@ -186,80 +188,18 @@ MODELS: dict[str, ModelShape] = {
         _known("Qwen3-8B", 4096, 36, 32, 8, 128, 12288, 151936),
         _known("Qwen3-14B", 5120, 40, 40, 8, 128, 17408, 151936),
         _known("Qwen3-32B", 5120, 64, 64, 8, 128, 25600, 151936),
-        _known(
-            "Qwen3-30B-A3B",
-            2048,
-            48,
-            32,
-            4,
-            128,
-            768,
-            151936,
-            experts=128,
-            experts_per_token=8,
-            dense_intermediate=6144,
-        ),
-        _known(
-            "Qwen3-235B-A22B",
-            4096,
-            94,
-            64,
-            4,
-            128,
-            1536,
-            151936,
-            experts=128,
-            experts_per_token=8,
-            dense_intermediate=12288,
-        ),
+        _known("Qwen3-30B-A3B", 2048, 48, 32, 4, 128, 768, 151936, moe=(128, 8, 6144)),
+        _known("Qwen3-235B-A22B", 4096, 94, 64, 4, 128, 1536, 151936, moe=(128, 8, 12288)),
         _known("Qwen2.5-7B", 3584, 28, 28, 4, 128, 18944, 152064),
         _known("Qwen2.5-32B", 5120, 64, 40, 8, 128, 27648, 152064),
         _known("Qwen2.5-72B", 8192, 80, 64, 8, 128, 29568, 152064),
         _known("Llama-3.1-8B", 4096, 32, 32, 8, 128, 14336, 128256),
         _known("Llama-3.1-70B", 8192, 80, 64, 8, 128, 28672, 128256),
         _known("Llama-3.1-405B", 16384, 126, 128, 8, 128, 53248, 128256),
-        _known(
-            "gpt-oss-20b",
-            2880,
-            24,
-            64,
-            8,
-            64,
-            2880,
-            201088,
-            experts=32,
-            experts_per_token=4,
-            dense_intermediate=2880,
-            window=128,
-        ),
-        _known(
-            "gpt-oss-120b",
-            2880,
-            36,
-            64,
-            8,
-            64,
-            2880,
-            201088,
-            experts=128,
-            experts_per_token=4,
-            dense_intermediate=2880,
-            window=128,
-        ),
+        _known("gpt-oss-20b", 2880, 24, 64, 8, 64, 2880, 201088, moe=(32, 4, 2880), window=128),
+        _known("gpt-oss-120b", 2880, 36, 64, 8, 64, 2880, 201088, moe=(128, 4, 2880), window=128),
         _known("Mistral-7B-v0.3", 4096, 32, 32, 8, 128, 14336, 32768),
-        _known(
-            "Mixtral-8x7B-v0.1",
-            4096,
-            32,
-            32,
-            8,
-            128,
-            14336,
-            32000,
-            experts=8,
-            experts_per_token=2,
-            dense_intermediate=14336,
-        ),
+        _known("Mixtral-8x7B-v0.1", 4096, 32, 32, 8, 128, 14336, 32000, moe=(8, 2, 14336)),
     )
 }
 

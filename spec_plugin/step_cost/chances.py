@@ -19,18 +19,6 @@ def tokens_per_step(acceptance: Sequence[float], k: int) -> float:
     return tokens
 
 
-def closed_form_speedup(alpha: float, k: int, draft_cost: float) -> float:
-    """Leviathan et al., arXiv 2211.17192, theorem 3.8: (1 - alpha^(k+1)) / ((1 - alpha)(k c + 1)).
-
-    Args:
-        alpha: chance that a drafted token is accepted, the same at every position.
-        k: drafted tokens (their gamma).
-        draft_cost: seconds of a draft forward / seconds of a target forward (their c), whatever the number of tokens.
-    """
-    tokens = k + 1.0 if alpha == 1.0 else (1 - alpha ** (k + 1)) / (1 - alpha)
-    return tokens / (k * draft_cost + 1)
-
-
 def constant_acceptance(length: float, k: int) -> float:
     """The alpha whose acceptance length at k is ``length``: the inverse of ``tokens_per_step`` with one alpha throughout."""
     low, high = 0.0, 1.0

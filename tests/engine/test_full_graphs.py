@@ -29,7 +29,7 @@ def test_k_follows_the_table_and_text_is_the_targets(own_table, greedy_reference
 
     assert own_table.llm_engine.vllm_config.speculative_config.num_speculative_tokens_per_batch_size is None
     core = own_table.llm_engine.engine_core.engine_core
-    assert core.spec_schedule_state() == {"table": core.scheduler.dynamic_sd_lookup, "k_max": 3}
+    assert core.spec_schedule_state() == {"table": core.scheduler.dynamic_sd_lookup}
     core.spec_set_schedule([k] * len(core.scheduler.dynamic_sd_lookup))
     before = read_spec_counters()
     assert small.greedy(own_table) == greedy_reference

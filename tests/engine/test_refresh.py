@@ -169,13 +169,6 @@ def test_buckets_whose_buffer_is_reused_arrive_whole(llm, config):
     assert small.rpc(llm, "spec_live_digest") == digest(tensors)
 
 
-def test_discarding_forgets_what_was_staged(llm, config):
-    tensors = small.draft_tensors(config, seed=10)
-    small.rpc(llm, "spec_stage", 1000, list(tensors.items()))
-    small.rpc(llm, "spec_discard")
-    assert not small.rpc(llm, "spec_install", 1000, digest(tensors))["installed"]
-
-
 def test_requests_in_flight_survive_a_refresh(llm, config, greedy_reference):
     from vllm import SamplingParams
 

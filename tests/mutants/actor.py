@@ -493,8 +493,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/rollouts.py",
-        "for kept in mine})[-self._visits :]",
-        "for kept in mine})[: self._visits]",
+        "for kept in mine})[-_VISITS:]",
+        "for kept in mine})[:_VISITS]",
         "the method that remembers keeps the oldest answers to a prompt",
         ("test_rollouts.py",),
     ),

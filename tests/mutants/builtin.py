@@ -433,7 +433,7 @@ MUTATIONS = (
     ),
     Mutation(
         _TRAINER,
-        "tokens = min(_JUDGED_TOKENS, int(_HELD_BACK * self._buffer.stats().tokens)) if unseen else 0",
+        "tokens = min(_JUDGED_TOKENS, int(_HELD_BACK * self._buffer.tokens)) if unseen else 0",
         "tokens = 0",
         "law 7: a newborn draft is served on what it promises of text that it has learnt by heart",
         ("test_training.py::test_a_newborn_draft_is_judged_at_once_on_text_that_was_held_back",),

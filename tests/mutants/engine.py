@@ -125,24 +125,24 @@ MUTATIONS = (
     ),
     Mutation(
         _CHANNEL,
-        "    if not any(table):\n        paused = await pause_idle_draft(engine, table)\n",
+        "    if not any(table):\n        await pause_idle_draft(engine, True)\n",
         "",
         "law 7: plain phases pay for a draft that nobody uses",
         ("engine/test_front_phase.py",),
     ),
     Mutation(
         _CHANNEL,
-        "    if any(table):\n        await pause_idle_draft(engine, table)\n"
+        "    if any(table):\n        await pause_idle_draft(engine, False)\n"
         "    state = await set_schedule(engine, table, schedule.break_even, schedule.plain_share)\n",
         "    state = await set_schedule(engine, table, schedule.break_even, schedule.plain_share)\n"
-        "    if any(table):\n        await pause_idle_draft(engine, table)\n",
+        "    if any(table):\n        await pause_idle_draft(engine, False)\n",
         "law 2: a table asks for drafts that nobody makes, and stale rows are verified",
         ("engine/test_schedule_order.py",),
     ),
     Mutation(
         _TEST,
-        "await pause_idle_draft(engine, [k])  # not paused, as it was\n",
-        "await set_schedule(engine, table)\n            await pause_idle_draft(engine, [k])\n",
+        "await pause_idle_draft(engine, False)  # as it was\n",
+        "await set_schedule(engine, table)\n            await pause_idle_draft(engine, False)\n",
         "law 2: behind a self-test that was cut short stale rows are verified",
         ("engine/test_schedule_order.py",),
     ),

@@ -129,6 +129,13 @@ MUTATIONS = (
     ),
     Mutation(
         _LOSS,
+        "token = logits.argmax(-1) if ids is None else ids[logits.argmax(-1)]",
+        "token = logits.argmax(-1)",
+        "the tokens of a pruned draft are taken for the target's of the same number",
+        ("draft_training/test_draft_loss.py",),
+    ),
+    Mutation(
+        _LOSS,
         "scale = decay ** torch.arange(",
         "scale = decay * torch.ones(",
         "later steps of the unroll weigh as much as earlier ones",
@@ -192,7 +199,7 @@ MUTATIONS = (
     ),
     Mutation(
         _TRAINER,
-        "            if self.config.pruned:\n                self._follow_policy()",
+        "            if self.config.pruned:\n                self.draft.refresh_head(self._lm_head)",
         "            pass",
         "a pruned head does not follow the policy",
         ("draft_training/test_draft_trainer.py::test_a_pruned_head_is_frozen_and_follows_the_policy",),
@@ -227,8 +234,8 @@ MUTATIONS = (
     ),
     Mutation(
         _BUFFER,
-        "return tensor.detach().to(self.device, copy=True).contiguous()",
-        "return tensor.detach().to(self.device).contiguous()",
+        'return tensor.detach().to("cpu", copy=True).contiguous()',
+        'return tensor.detach().to("cpu").contiguous()',
         "law 4: the buffer shares the policy's memory",
         ("draft_training/test_draft_buffer.py",),
     ),
@@ -301,13 +308,6 @@ MUTATIONS = (
         '{"newborn"',
         "a resumed draft begins to unroll anew",
         ("draft_training/test_draft_policy.py",),
-    ),
-    Mutation(
-        _STATE,
-        'head_base=own.get("head_base"),',
-        "head_base=None,",
-        "a resumed run takes a trained head for one that has learned nothing",
-        ("draft_training/test_draft_checkpoint.py",),
     ),
     Mutation(
         _TRAINER,

@@ -15,6 +15,7 @@ from test_training import TARGET, hidden, sync
 
 from spec_plugin import LogprobProvenanceError, LosslessError, SpecConfig, hookimpl
 from spec_plugin.actor.control import RolloutControl
+from spec_plugin.actor.links import EngineLink
 from spec_plugin.events import (
     DraftRefresh,
     Drafts,
@@ -85,7 +86,7 @@ WITH_NAN: dict[str, Any] = {
     "spec_schedule": Schedule((_NAN,) * (TARGET.max_num_seqs + 1)),  # type: ignore[arg-type]
     "spec_metrics": {"spec/mine": _NAN},
     "link.install": RefreshReport(True, _NAN, "", _NAN),  # type: ignore[arg-type]
-    "link.set_schedule": EngineSchedule(Schedule((_NAN,) * (TARGET.max_num_seqs + 1)), _NAN),  # type: ignore[arg-type]
+    "link.set_schedule": EngineSchedule(Schedule((_NAN,) * (TARGET.max_num_seqs + 1))),  # type: ignore[arg-type]
     "link.self_test": SelfTestReport((), _NAN),
     "link.stats": RolloutStats(0, 1, _NAN, _NAN),  # type: ignore[arg-type]
     "link.share_rollouts": [_NAN],
@@ -115,6 +116,10 @@ class Fault:
         if self.kind == TIME_OUT:
             await asyncio.Event().wait()
         return self.answer()
+
+
+#: what a run asks of a link; the rest is how a link reaches its engines
+LINK_CALLS = {name for name in vars(EngineLink) if not name.startswith("_")} - {"engines", "call", "put", "all"}
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from law6_faults import LINK_CALLS
 from test_rollout_control import Engines
 from test_training import TARGET, sync
 from torch import Tensor, nn
@@ -117,7 +118,7 @@ class Traced(Engines):
         self.trace = trace
 
     def __getattribute__(self, name: str) -> Any:
-        if name in vars(EngineLink) and not name.startswith("_"):
+        if name in LINK_CALLS:
             self.trace.append(name)
         return super().__getattribute__(name)
 

@@ -1,18 +1,23 @@
-"""The door: what it names is there, each name once, and a process that asks for one thing loads no other."""
+"""The door, and that of draft training: what they name is there, each name once, and nobody loads what he does not ask for."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import ModuleType
 
+import pytest
+
+import draft_training
 import spec_plugin.adapter as door
 
 
-def test_what_type_checkers_see_is_what_is_handed_out():
-    tree = ast.parse(Path(door.__file__).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+@pytest.mark.parametrize(("module", "package"), [(door, "spec_plugin"), (draft_training, "draft_training")])
+def test_what_type_checkers_see_is_what_is_handed_out(module: ModuleType, package: str):
+    tree = ast.parse(Path(module.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)]
     seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen == {name: f"spec_plugin.{home}" for name, home in door._HOME_OF.items()}
+    assert seen == {name: f"{package}.{home}" for name, home in module._HOME_OF.items()}
     assert list(seen.items()) == sorted(seen.items(), key=lambda item: (item[1], item[0]))
 
 
@@ -20,8 +25,9 @@ def test_every_name_is_where_the_door_says(found_by):
     found = found_by(
         """
         import json
+        import draft_training
         import spec_plugin.adapter as door
-        missing = [name for name in door.__all__ if getattr(door, name, None) is None]
+        missing = [name for module in (door, draft_training) for name in module.__all__ if getattr(module, name, None) is None]
         print("FOUND " + json.dumps({"missing": missing, "many": len(door.__all__)}))
         """
     )
@@ -29,7 +35,7 @@ def test_every_name_is_where_the_door_says(found_by):
 
 
 def test_a_name_that_is_not_there_is_told_as_python_does():
-    assert not hasattr(door, "nothing_of_the_kind")
+    assert not hasattr(door, "nothing_of_the_kind") and not hasattr(draft_training, "nothing_of_the_kind")
     assert dir(door) == door.__all__
 
 

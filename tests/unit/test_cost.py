@@ -8,13 +8,9 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
+from examples.bench.control import closed_form_speedup
 from spec_plugin.events import StepTiming
-from spec_plugin.step_cost.chances import (
-    closed_form_speedup,
-    conditional_acceptance,
-    constant_acceptance,
-    tokens_per_step,
-)
+from spec_plugin.step_cost.chances import conditional_acceptance, constant_acceptance, tokens_per_step
 from spec_plugin.step_cost.fit import non_negative_least_squares
 from spec_plugin.step_cost.model import CostModel
 

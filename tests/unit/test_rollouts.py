@@ -26,9 +26,9 @@ def test_the_last_two_visits_of_a_prompt_are_kept() -> None:
 
 
 def test_of_a_large_group_the_last_to_end_are_kept() -> None:
-    latest = LatestRollouts(1000, samples=3)
-    dropped = [latest.add(b"p", number, 5, 0) for number in range(5)]
-    assert dropped == [[], [], [], [(b"p", 0)], [(b"p", 1)]]
+    latest = LatestRollouts(1000)
+    dropped = [latest.add(b"p", number, 5, 0) for number in range(6)]
+    assert dropped == [[], [], [], [], [(b"p", 0)], [(b"p", 1)]]
 
 
 @pytest.mark.parametrize(("room", "found"), [(10, 10), (5, 5), (2, 2)])

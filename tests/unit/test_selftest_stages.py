@@ -37,7 +37,7 @@ def test_a_token_that_differs_too_much_counts_if_others_are_found_that_do(monkey
         arm = [_sequence(prompt=0) for _ in range(64)]
         arms = stages.Arms(arm, [_sequence(prompt=1) for _ in range(64)])
         probe = SimpleNamespace(engine=Engine(), max_num_seqs=16)
-        plan = SimpleNamespace(seconds=30.0, score=None)
+        plan = SimpleNamespace(seconds=30.0)
         return [c async for c in stages.logprobs_stage(probe, plan, arms, time.perf_counter(), 0.25)]
 
     monkeypatch.setattr(stages, "_rescore", rescore)

@@ -104,7 +104,7 @@ def judge(monkeypatch: pytest.MonkeyPatch, engine: Any, whole: bool = False, sec
 async def table_first(engine: Any, schedule: Any) -> None:
     """What the front did once."""
     await channel.set_schedule(engine, schedule.table, schedule.break_even)
-    await channel.pause_idle_draft(engine, schedule.table)
+    await channel.pause_idle_draft(engine, not any(schedule.table))
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -99,7 +99,7 @@ def test_how_much_is_drafted_is_logged_as_the_engines_have_confirmed_it():
     table = (0, 3, *[2] * 7, 1)
     shown = {"spec/k_b1": 3.0, "spec/k_b8": 2.0, "spec/k_b9": 1.0}
     assert table_metrics(EngineSchedule(Schedule(table))) == {"spec/on": 1.0} | shown
-    assert table_metrics(EngineSchedule(Schedule((0,) * 10), paused=True)) == dict.fromkeys(("spec/on", *shown), 0.0)
+    assert table_metrics(EngineSchedule(Schedule((0,) * 10))) == dict.fromkeys(("spec/on", *shown), 0.0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from spec_plugin.projection.constants import described
+from spec_plugin.projection.constants import KNOWN
 from spec_plugin.projection.measured import Measured
 from spec_plugin.projection.projecting import AUTO, Estimate, ProjectedRow, Projection, Question
 from spec_plugin.speculation import in_words
@@ -82,14 +82,14 @@ def sources(question: Question, measured: Measured, calibrated: bool) -> Iterato
         yield f"not used: the times of {measured.source}: {measured.refused}"
     if calibrated:
         yield "measured: all steps of the engine (--calibration); no constant of the engine is used"
-        replaced = {name for name, _ in described()} - _TRAINERS
+        replaced = set(KNOWN) - _TRAINERS
     if times is not None:
         replaced |= {"draft_pass_s"} if times.break_even else set()
         replaced |= {"prepare_s"} if times.prepare_s is not None else set()
         both = times.logprob_s is not None and times.training_s is not None
         replaced |= {"training_reached", "recomputation"} if both else set()
     yield f"{question.deployment.card.name}: {question.deployment.card.source}"
-    for name, constant in described():
+    for name, constant in KNOWN.items():
         if name not in replaced:
             value = f"{constant.typical:.3g} ({constant.low:.3g}-{constant.high:.3g}) {constant.unit}"
             yield f"{value} {constant.meaning}: {constant.source}"

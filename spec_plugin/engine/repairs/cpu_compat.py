@@ -268,13 +268,3 @@ def on_cpu() -> bool:
     from vllm.platforms import current_platform  # resolving the platform is not free: only when asked
 
     return bool(current_platform.is_cpu())
-
-
-def sampler_expands_right() -> bool:
-    """True if the rejection sampler that this process uses expands per-request values correctly, patched or not."""
-    from vllm.v1.sample import rejection_sampler
-
-    got = rejection_sampler.expand_batch_to_tokens(
-        torch.tensor([0.7, 0.0]), torch.tensor([3, 5], dtype=torch.int32), 5, replace_from=0, replace_to=1
-    )
-    return torch.equal(got, torch.tensor([0.7, 0.7, 0.7, 1.0, 1.0]))

@@ -103,11 +103,6 @@ def statuses() -> list[PatchStatus]:
     return list(_statuses.values())
 
 
-def patches_in_force() -> list[PatchStatus]:
-    """The patches that replace a library's function in this process."""
-    return [s for s in _statuses.values() if s.state == "in force"]
-
-
 _ADVICE = (
     "install a vLLM of the range that spec-plugin declares, or leave the patch out with additional_config="
     '{"spec_plugin": {"skip_patches": [NAME]}} if the new function is right, and report this'

@@ -44,9 +44,9 @@ async def set_schedule(
     return state
 
 
-async def pause_idle_draft(engine: Engine, table: Sequence[int]) -> bool:
-    """Leave the draft's forward pass out while the table is all zero (needs ``SpecWorkerExtension``; see ``pause``); is it."""
-    return bool(await _call(engine, "spec_pause", not any(table)))
+async def pause_idle_draft(engine: Engine, paused: bool) -> None:
+    """Leave the draft's forward pass out, or in again (needs ``SpecWorkerExtension``; see ``pause``)."""
+    await _call(engine, "spec_pause", paused)
 
 
 async def put_in_force(engine: Engine, schedule: Schedule) -> EngineSchedule:
@@ -58,13 +58,13 @@ async def put_in_force(engine: Engine, schedule: Schedule) -> EngineSchedule:
     Raises:
         ValueError: if the engine refuses the table; the old one stays in force.
     """
-    table, paused = schedule.table, False
+    table = schedule.table
     if any(table):
-        await pause_idle_draft(engine, table)
+        await pause_idle_draft(engine, False)
     state = await set_schedule(engine, table, schedule.break_even, schedule.plain_share)
     if not any(table):
-        paused = await pause_idle_draft(engine, table)
-    return EngineSchedule(replace(schedule, table=tuple(state["table"])), paused)
+        await pause_idle_draft(engine, True)
+    return EngineSchedule(replace(schedule, table=tuple(state["table"])))
 
 
 async def in_flight(engine: Engine) -> dict[int, int]:

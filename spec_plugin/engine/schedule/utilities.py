@@ -27,7 +27,7 @@ def spec_schedule_state(core: EngineCore) -> dict[str, Any]:
     """(EngineCore utility) The table in force; ``table`` is None when the engine was built without a dynamic schedule."""
     scheduler: Any = core.scheduler
     lookup = scheduler.dynamic_sd_lookup
-    return {"table": None if lookup is None else list(lookup), "k_max": scheduler.num_spec_tokens}
+    return {"table": None if lookup is None else list(lookup)}
 
 
 def spec_set_schedule(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-#: ``score(sequences)[i][j]`` is the log-prob of token j + 1 of sequence i, given those before it, at the run's sampling options
-Score = Callable[[list[list[int]]], list[list[float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +21,6 @@ class SelfTestPlan:
     seconds: float
     max_num_seqs: int  # the engine's
     limit: float | None = None  # hard limit in seconds; None: ``seconds``
-    score: Score | None = None  # the trainer's own teacher-forced log-probs, used beside the engine's
     whole: bool = False  # can only 0 and k tokens be drafted
     adapter: Any = None  # vLLM's LoRARequest that the run's own requests come with, if they do
 

@@ -138,7 +138,7 @@ async def calibrate(
                 await put_in_force(probe.engine, Schedule((width,) * entries))
                 if not paused:
                     # nothing is drafted, and the draft reads the text: as in stretches that are timed plainly
-                    await pause_idle_draft(probe.engine, (1,))
+                    await pause_idle_draft(probe.engine, False)
                 await gather_or_cancel([_run(probe, prompts[i % len(prompts)], params) for i in range(batch)])
             took[batch] = latest = time.perf_counter() - begin
 

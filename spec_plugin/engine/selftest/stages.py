@@ -7,7 +7,6 @@ explains; ``begun`` is ``time.perf_counter()`` when the test began.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 import random
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from spec_plugin.engine.schedule.counters import read_spec_counters
-from spec_plugin.engine.selftest.plan import Score, SelfTestPlan
+from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
 from spec_plugin.engine.selftest.states import states_checks
 from spec_plugin.engine.selftest.verdicts import (
@@ -143,9 +142,6 @@ async def logprobs_stage(
         other = logprob_check("logprobs", *again, tolerance)
         check = replace(other, detail=f"{other.detail}, looked at after {check.detail}")
     yield check
-    if plan.score is not None:
-        both = [await _scored(plan, arm, plan.score) for arm in (arms.spec[:8], arms.plain[:8])]
-        yield logprob_check("logprobs: trainer", both[0], both[1], tolerance)
 
 
 async def _rescored(
@@ -191,11 +187,3 @@ async def _rescore(probe: Probe, plan: SelfTestPlan, sampled: Sampled, t: int, t
         return abs(float(stated - again.logprobs[0]))
     excess = float(stated - again.top[0, -1]) if probe.top else 0.0
     return excess if excess > 4 * tolerance or math.isnan(excess) else None
-
-
-async def _scored(plan: SelfTestPlan, arm: Sequence[Sampled], score: Score) -> list[float]:
-    """|stated - the trainer's| of each token."""
-    sequences = [[*plan.prompts[s.prompt], *s.tokens] for s in arm]
-    scored = await asyncio.to_thread(score, sequences)
-    pairs = zip(arm, scored, strict=True)
-    return [abs(a - b) for s, row in pairs for a, b in zip(s.logprobs.tolist(), row[-len(s.tokens) :], strict=True)]

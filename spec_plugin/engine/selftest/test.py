@@ -12,8 +12,8 @@ in the same batches (``spec_plugin.engine.schedule.plain``) and must be alike:
 ``samples``     at the run's own sampling options, equal distributions by exact tests (``spec_plugin.engine.selftest.stats``): of
                 token counts between the arms, and of the speculating arm against its stated log-probs;
 ``logprobs``    the stated log-probs agree with a teacher-forced recomputation: by the engine itself, as plain requests of one
-                token that end in the prefix (its ``prompt_logprobs`` are no evidence, vLLM issue 53488), or by ``score``; one
-                token, or one in 32, that differs too much, where all else agrees, counts if others are found that do;
+                token that end in the prefix (its ``prompt_logprobs`` are no evidence, vLLM issue 53488); one token, or one
+                in 32, that differs too much, where all else agrees, counts if others are found that do;
 ``switching``   counts once more, of requests under which k is switched and the draft is paused and goes on
                 (``spec_plugin.engine.selftest.switching``);
 ``break-even``  not a test: what a verification step costs against a plain step, for the controller (law 7).
@@ -114,7 +114,7 @@ class _SelfTest:
                 entries = len(self.table)
                 await self._stage("switching", switching_stage(probe, plan, entries, self.begun))
                 await self._calibrate(entries)
-        self.checks += await restore(self.engine, plan.k, self.table)
+        self.checks += await restore(self.engine, self.table)
         return SelfTestReport(tuple(self.checks), time.perf_counter() - self.begun, self.steps)
 
     async def _prepare(self) -> None:
@@ -165,18 +165,17 @@ class _SelfTest:
         self.checks.append(Check("break-even", True, f"batch size: acceptance length: {found}"))
 
 
-async def restore(engine: Engine, k: int, table: list[int] | None) -> tuple[Check, ...]:
+async def restore(engine: Engine, table: list[int] | None) -> tuple[Check, ...]:
     """Give the engine back with its own table and a draft that is not paused; a failed check if that fails.
 
     Args:
         engine: whose test is over, or was cut short.
-        k: tokens drafted per step while testing.
         table: the engine's own; None if it has none, or it is not known.
     """
 
     async def put_back() -> None:
         if table is not None:
-            await pause_idle_draft(engine, [k])  # not paused, as it was
+            await pause_idle_draft(engine, False)  # as it was
             await set_schedule(engine, table)
         await engine.reset_prefix_cache()
 

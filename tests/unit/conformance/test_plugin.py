@@ -18,6 +18,7 @@ from spec_plugin.conformance.recorder import read_trace
 Done = subprocess.CompletedProcess[str]
 HERE = Path(__file__).parent
 NAMES = [c.__name__ for c in CHECKS]
+WRITTEN = re.findall(r"^def (\w+)\(runs: KitRuns\) -> None:$", plugin.CHECKS_FILE.read_text(encoding="utf-8"), re.M)
 
 
 def kit(run: Callable[..., Done], folder: Path, driver: str | None, *more: str) -> Done:
@@ -45,7 +46,7 @@ def test_without_arguments_exactly_the_checks_run_and_what_is_refused_is_reporte
     done, folder = right
     assert done.returncode == 0, done.stdout
     cases = {c.get("name"): c for c in ElementTree.parse(folder / "j.xml").iter("testcase")}
-    assert list(cases) == NAMES
+    assert list(cases) == NAMES == WRITTEN
     skipped = {name for name, c in cases.items() if c.find("skipped") is not None}
     assert skipped == set(NEEDS_A_TRAINER)
     assert "refused: there is no trainer | here" in cases[NEEDS_A_TRAINER[0]].find("skipped").get("message")

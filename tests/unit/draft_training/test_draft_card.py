@@ -46,13 +46,12 @@ def places(trainer: DraftTrainer) -> list[int]:
     return [t.data_ptr() for t in trainer._only_for_slices() if t.numel() > 1]
 
 
-@pytest.mark.parametrize("kind", ["tiny", "pruned", "trained head"])
+@pytest.mark.parametrize("kind", ["tiny", "pruned"])
 def test_training_with_and_without_offloading_gives_the_same_bits(kind, request, tmp_path):
-    config = request.getfixturevalue("pruned" if kind == "trained head" else kind)
-    settings = replace(OFFLOADED, train_head=kind == "trained head")
+    config = request.getfixturevalue(kind)
     found = []
     for offload in (False, True):
-        t, buffer = make_trainer(config, replace(settings, offload=offload)), make_buffer()
+        t, buffer = make_trainer(config, replace(SETTINGS, offload=offload)), make_buffer()
         t.train_slice(buffer, 60, 3)
         resting = places(t)
         t.update_policy(*make_policy(seed=8), 2)  # while it rests
@@ -60,7 +59,7 @@ def test_training_with_and_without_offloading_gives_the_same_bits(kind, request,
         t.save(tmp_path / f"{kind}-{offload}")
         t.train_slice(buffer, 60, 2)
         assert (places(t) == resting) or not offload, "the same host memory again"
-        again = make_trainer(config, replace(settings, offload=offload))
+        again = make_trainer(config, replace(SETTINGS, offload=offload))
         again.load(tmp_path / f"{kind}-{offload}")
         again.update_policy(*make_policy(seed=8), 2)
         again.train_slice(make_buffer(seed=1), 60, 2)

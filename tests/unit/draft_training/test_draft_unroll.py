@@ -9,7 +9,7 @@ from draft_training.unroll import Unroll
 def stats(steps: int, chance: float, rounds: int = 100) -> LossStats:
     zero = torch.zeros(steps, dtype=torch.float64)
     accepted = torch.tensor([rounds * chance ** (i + 1) for i in range(steps)], dtype=torch.float64)
-    return LossStats(zero, zero, zero, zero, accepted, torch.tensor(float(rounds), dtype=torch.float64))
+    return LossStats(zero, zero, accepted, torch.tensor(float(rounds), dtype=torch.float64))
 
 
 def lengths(unroll: Unroll, chance: float, times: int, rounds: int = 100) -> list[int]:
