@@ -615,10 +615,31 @@ MUTATIONS = (
     ),
     Mutation(
         _SERVED,
-        "if old.stat().st_mtime < time.time() - _FRESH:",
+        "if ages[old] > _FRESH:",
         "if old.exists():",
         "the draft of another run that just starts is removed",
         ("test_served.py",),
+    ),
+    Mutation(
+        "spec_plugin/builtin/registry.py",
+        '"auto": AutoMethod(methods)',
+        '"auto": AutoMethod({**methods, "suffix": SuffixMethod()})',
+        "what method=auto has chosen remembers nothing: its memory is no plugin's",
+        ("test_method_auto.py",),
+    ),
+    Mutation(
+        "spec_plugin/commands/train/run.py",
+        "[rollout for rollout in rollouts if rollout.prompt not in held]",
+        "[rollout for rollout in rollouts if rollout not in firsts.values()]",
+        "a draft is measured on prompts that it was trained on",
+        ("test_pretrain_loop.py",),
+    ),
+    Mutation(
+        "spec_plugin/actor/rank_engines.py",
+        "        self._served_before = self._serves  # whatever comes of this one\n",
+        "",
+        "a rank whose engine refused goes back one draft too far",
+        ("test_rank_engines.py",),
     ),
     Mutation(
         "spec_plugin/step_cost/experts.py",

@@ -38,7 +38,9 @@ def method(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Method:
 
 def plugin(**options: Any) -> SuffixMethod:
     made = SuffixMethod()
-    made.spec_configure(SpecConfig.parse({"method": "suffix", **options}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suffix.importlib.util, "find_spec", lambda name: object())
+        made.spec_method(SpecConfig.parse({"method": "suffix", **options}), TARGET)
     return made
 
 
