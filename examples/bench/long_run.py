@@ -85,6 +85,7 @@ class Found:
 @click.option("--trainer", "name", default="verl", type=click.Choice(list(TRAINERS)), help="Which one.")
 @click.option("--steps", default=100, type=click.IntRange(2), help="GRPO steps of each run.")
 @click.option("--first", default=5, type=click.IntRange(1), help="First step whose times are compared.")
+@click.option("--prompts", default=1024, type=click.IntRange(12), help="Different ones; 12 as in the quickstart.")
 @click.option("--kill-at", type=click.IntRange(1), help="Kill the run with the flag behind this step.")
 @click.option("--busy", nargs=2, type=float, help="Seconds on and off of a loop beside the runs.")
 @click.option("--margin", default=0.05, help="Difference of rewards that would matter.")
@@ -94,6 +95,7 @@ def main(
     name: str,
     steps: int,
     first: int,
+    prompts: int,
     kill_at: int | None,
     busy: tuple[float, float] | None,
     margin: float,
@@ -104,7 +106,7 @@ def main(
     where, trainer = common.environment("cpu"), TRAINERS[name]
     folder = (out / f"long-run-{name}").absolute()
     shutil.rmtree(folder, ignore_errors=True)  # a trainer would go on from the checkpoints of another time
-    runs = [contestant(trainer, kind, steps, folder / kind, kill_at, overrides) for kind in ("plain", "flag")]
+    runs = [contestant(trainer, kind, steps, prompts, folder / kind, kill_at, overrides) for kind in ("plain", "flag")]
     with closing(in_turns(runs, steps, folder, kill_at, say)) as rounds:
         beside = BusyLoop(*busy) if busy else None
         try:
@@ -116,7 +118,7 @@ def main(
                 beside.end()
     found = compare(trainer, runs[0], runs[1], first, margin)
     tell(trainer, found)
-    settings = {"trainer": name, "steps": steps, "kill_at": kill_at, "busy": busy, "overrides": overrides}
+    settings = {"trainer": name, "steps": steps, "prompts": prompts, "kill_at": kill_at, "busy": busy, "overrides": overrides}
     logged = {run.name: run.steps for run in runs}
     file = common.write_results("long-run", settings, {"found": found, "runs": logged}, where, out)
     write_picture(trainer, runs, file.with_suffix(".png"))
@@ -124,19 +126,19 @@ def main(
 
 
 def contestant(
-    trainer: Trainer, kind: str, steps: int, out: Path, kill_at: int | None, overrides: tuple[str, ...]
+    trainer: Trainer, kind: str, steps: int, prompts: int, out: Path, kill_at: int | None, overrides: tuple[str, ...]
 ) -> Contestant:
     """One of the two runs; that with the flag saves a checkpoint two steps before it is killed."""
     cache, plain = ROOT / ".cache" / "quickstart", kind == "plain"
     policy = cached_policy(cache, QUICKSTART)
     chosen = without_ours(overrides) if plain else (*half_the_share(trainer, overrides), *overrides)
-    data = cache / f"data-{QUICKSTART.digest}"
+    data = cache / f"data-{QUICKSTART.digest}-{prompts}"
 
     def launched(*more: str) -> Launch:
-        run = trainer.run(Start(policy, data, QUICKSTART, out, steps, plain, (*more, *chosen)))
+        run = trainer.run(Start(policy, data, QUICKSTART, out, steps, plain, (*more, *chosen), prompts))
         return replace(run.launch(), interpreter=None)  # a fork server's processes would be of both runs
 
-    records = trainer.run(Start(policy, data, QUICKSTART, out, steps, plain, chosen)).records
+    records = trainer.run(Start(policy, data, QUICKSTART, out, steps, plain, chosen, prompts)).records
     if kill_at is None or plain:
         return Contestant(kind, launched(), records)
     every = str(max(1, kill_at - 2))

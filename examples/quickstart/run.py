@@ -54,15 +54,14 @@ console = Console(width=None if sys.stdout.isatty() else 110)
 
 @click.command(help=HELP, context_settings={"ignore_unknown_options": True, "max_content_width": 120})
 @click.option("--trainer", "name", default="verl", show_default=True, type=click.Choice(list(TRAINERS)))
-@click.option(
-    "--steps", default=8, show_default=True, type=click.IntRange(1), help="GRPO steps; with 30 the reward rises too."
-)
+@click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="GRPO steps.")
 @click.option(
     "--prompts",
-    default=1024,
+    default=PROMPTS_PER_STEP,
     show_default=True,
     type=click.IntRange(PROMPTS_PER_STEP),
-    help=f"Different sums that the run goes through again and again; with {PROMPTS_PER_STEP} each step has the same ones.",
+    help=f"Different sums that the run goes through again and again. With {PROMPTS_PER_STEP} each step has the same ones, and "
+    "the reward rises in a few steps; with 1024 in some 60.",
 )
 @click.option("--plain", is_flag=True, help="The same run without the plugin, for comparison.")
 @click.option(

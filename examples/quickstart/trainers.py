@@ -18,6 +18,7 @@ from examples.quickstart.policy import PolicySettings
 
 REWARD = Path(__file__).resolve().with_name("reward.py")
 PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 12, 4
+RATE = 1e-4  # of the policy: twice as much is as fast over eight steps, and unsteady on the way
 MICRO_BATCH = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT // 2
 #: A CPU computes tokens one after the other: already at 32 requests at once, each drafted token costs what a plain one does.
 #: With 8, a step costs what it costs to go through the layers, as on a GPU.
@@ -58,6 +59,7 @@ def _verl(start: Start) -> VerlRun:
     ours = (
         f"data.train_batch_size={PROMPTS_PER_STEP}",
         f"{actor}.ppo_mini_batch_size={PROMPTS_PER_STEP}",
+        f"{actor}.optim.lr={RATE:g}",
         f"{actor}.ppo_micro_batch_size_per_gpu={MICRO_BATCH}",
         f"{rollout}.log_prob_micro_batch_size_per_gpu={MICRO_BATCH}",
         f"{rollout}.n={SAMPLES_PER_PROMPT}",
@@ -70,7 +72,8 @@ def _verl(start: Start) -> VerlRun:
 def _openrlhf(start: Start) -> OpenRLHFRun:
     epochs = -(-PROMPTS_PER_STEP * start.steps // start.prompts)  # OpenRLHF goes through the file once
     data = build_openrlhf_data(start.data, start.settings, start.prompts, epochs)
-    ours = {
+    ours: dict[str, float] = {
+        "actor.adam.lr": RATE,
         "rollout.batch_size": PROMPTS_PER_STEP,
         "rollout.n_samples_per_prompt": SAMPLES_PER_PROMPT,
         "rollout.micro_batch_size": MICRO_BATCH,
@@ -88,7 +91,7 @@ def _trl(start: Start) -> TrlCpuRun:
         "num_generations": SAMPLES_PER_PROMPT,
         "max_completion_length": 80,
         "vllm_max_model_length": 256,
-        "learning_rate": 2e-4,
+        "learning_rate": RATE,
         "warmup_steps": min(3, start.steps),  # Adam's first steps are as long as its later ones
         "lr_scheduler_type": "constant_with_warmup",
     }
