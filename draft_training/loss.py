@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draft_training.batch import PackedBatch
+from draft_training.chains import chain_weights
 from draft_training.draft import Draft
 
 CHUNK_ELEMENTS = 1 << 24  # elements of one vocabulary-sized temporary: rows * V stays below it
@@ -81,6 +82,7 @@ def ttt_loss(
     *,
     steps: int,
     decay: float = 1.0,
+    smoothing: float | None = None,
     counts: Tensor | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
     cap: float | None = None,
@@ -98,6 +100,8 @@ def ttt_loss(
         lm_head: [V, H]; the teacher, and with the full vocabulary also the draft's head.
         steps: J, the number of drafted tokens to unroll.
         decay: weight of step j is ``decay ** j``.
+        smoothing: besides, a position weighs what hangs on it in its chain (``chains.chain_weights``), with exp(-KL) for the
+            chance that it is accepted; None: all alike, as they also are for a draft that trains a head of its own.
         counts: [J] positions over which each step's mean is taken; None: those of this batch. Data-parallel ranks pass
             the all-reduced ``batch.counts(steps)`` and *sum* their gradients.
         chunk_elements: bound on rows * V of a temporary.
@@ -107,7 +111,17 @@ def ttt_loss(
         The loss (scalar, float32 or better; differentiable) and the raw sums.
     """
     hidden = aligned_states(draft, batch, embed, steps)
-    return head_loss(draft, batch, hidden, lm_head, decay=decay, counts=counts, chunk_elements=chunk_elements, cap=cap)
+    return head_loss(
+        draft,
+        batch,
+        hidden,
+        lm_head,
+        decay=decay,
+        smoothing=smoothing,
+        counts=counts,
+        chunk_elements=chunk_elements,
+        cap=cap,
+    )
 
 
 def head_loss(
@@ -117,6 +131,7 @@ def head_loss(
     lm_head: Tensor,  # [V, H] the policy's LM head
     *,
     decay: float = 1.0,
+    smoothing: float | None = None,
     counts: Tensor | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
     cap: float | None = None,
@@ -139,6 +154,7 @@ def head_loss(
         scale.to(valid.device),
         max(1, chunk_elements // lm_head.shape[0]),
         cap,
+        smoothing,
     )
     accepted, rounds = replay(match, valid, batch.rows)
     stats = LossStats(
@@ -172,12 +188,17 @@ class _HeadLoss(torch.autograd.Function):
         scale: Tensor,  # [J] float64 weight of one position of step j
         chunk: int,  # rows at a time
         cap: float | None,  # of the teacher's logits
+        smoothing: float | None,  # of the chains' weights
     ) -> tuple[Tensor, ...]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         shape = valid.shape
         kl, match = hidden.new_zeros(shape, dtype=wide), torch.zeros_like(valid)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
+        by_chain = (
+            smoothing is not None and grad_head is None
+        )  # known only behind the last chunk: a factor of each row then
+        confidence = torch.zeros_like(kl) if by_chain else None
         weight = scale.to(wide)
         for start in range(0, shape[1], chunk):
             at = slice(start, min(start + chunk, shape[1]))
@@ -189,6 +210,8 @@ class _HeadLoss(torch.autograd.Function):
                 match[j, at] = (token == sampled[at]) & ok
                 counted = ok & teacher.inside
                 kl[j, at] = teacher.kl(logits) * counted
+                if confidence is not None:
+                    confidence[j, at] = (-kl[j, at]).exp() * counted
                 if grad_hidden is None and grad_head is None:
                     continue
                 slope = logits.softmax(-1).sub_(teacher.distribution).mul_((counted * weight[j])[:, None])
@@ -196,10 +219,16 @@ class _HeadLoss(torch.autograd.Function):
                     grad_hidden[j, at] = (slope.to(head.dtype) @ head).to(hidden.dtype)
                 if grad_head is not None:
                     grad_head += slope.T @ hidden[j, at].to(wide)
+        losses = kl * weight[:, None]
+        if confidence is not None and smoothing is not None:
+            worth = chain_weights(confidence, valid, smoothing)
+            losses *= worth
+            if grad_hidden is not None:
+                grad_hidden *= worth[..., None].to(grad_hidden.dtype)
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(kl, match)
-        return (kl.sum(1) * weight).sum(), kl, match
+        return losses.sum(), kl, match
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -208,7 +237,7 @@ class _HeadLoss(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden * by.to(grad_hidden.dtype),
             None if grad_head is None else (grad_head * by).to(ctx.head_dtype),
-            *([None] * 8),
+            *([None] * 9),
         )
 
 

@@ -17,6 +17,7 @@ class TrainSettings:
     ttt_steps: int = 3  # most unrolled steps of the training-time test; the engine's k
     first_steps: int = 3  # unrolled by an untrained draft, until it reaches further
     ttt_decay: float = 1.0  # weight of step j in the loss is ttt_decay ** j
+    chain_smoothing: float | None = 0.5  # of the weights by what hangs on a position, see ``chains``; None: all alike
     logit_cap: float | None = None  # of the target's logits, see ``outside.logit_cap``
     tokens_per_step: int = 1024  # per optimizer step and rank, while no more than first_steps are unrolled
     replay_share: float = 0.25  # share of older policy versions in a step

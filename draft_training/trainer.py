@@ -334,6 +334,7 @@ class DraftTrainer:
             lm_head,
             steps=counts.numel(),
             decay=how.ttt_decay,
+            smoothing=how.chain_smoothing,
             counts=counts,
             cap=how.logit_cap,
         )

@@ -35,8 +35,8 @@ first step, its head start), and the draft is judged on rollouts that it has not
 Arms, from the same seeds and with as many tokens through the draft in each step, come in groups:
   unroll   default (the normed output is fed back, the unroll grows to k=8), residual (the residual stream is fed back, as EAGLE-3
            has it: the default before) and short (the default with three unrolled steps)
-  losses   what is descended: kl (the default, written out as the others are), reverse-kl, jsd, ce, tv, nla, lk-hybrid, ce-tv,
-           hit, d-pace, kl-d-pace; see objectives.py
+  losses   what is descended: kl-d-pace (the default, written out as the others are), kl, reverse-kl, jsd, ce, tv, nla, lk-hybrid,
+           ce-tv, hit, d-pace, see objectives.py; and kl with fixed weights by position, decay-0.9, decay-0.8, decay-0.65
   text     what a young draft reads, where a quarter of the rollouts is all that is kept (quarter): all of the first step's
            (first), all of a validation before it, too (validation), or the prompts' tokens of that quarter (prompts)
 Numbers are acceptance lengths, replayed on recorded samples (``LossStats.acceptance_length``), no engine and no time.
@@ -97,7 +97,13 @@ class Arm:
 
 GROUPS: dict[str, dict[str, Arm]] = {
     "unroll": {"default": Arm(), "residual": Arm({"norm_output": False}), "short": Arm(settings={"ttt_steps": 3})},
-    "losses": {name: Arm(objective=name) for name in OBJECTIVES},
+    "losses": {
+        **{name: Arm(objective=name) for name in OBJECTIVES},
+        **{
+            f"decay-{d:g}": Arm(settings={"ttt_steps": 8, "ttt_decay": d, "chain_smoothing": None})
+            for d in (0.9, 0.8, 0.65)
+        },
+    },
     "text": {
         "quarter": Arm(reads=quarter),
         "first": Arm(reads=first_whole),

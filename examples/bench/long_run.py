@@ -118,7 +118,14 @@ def main(
                 beside.end()
     found = compare(trainer, runs[0], runs[1], first, margin)
     tell(trainer, found)
-    settings = {"trainer": name, "steps": steps, "prompts": prompts, "kill_at": kill_at, "busy": busy, "overrides": overrides}
+    settings = {
+        "trainer": name,
+        "steps": steps,
+        "prompts": prompts,
+        "kill_at": kill_at,
+        "busy": busy,
+        "overrides": overrides,
+    }
     logged = {run.name: run.steps for run in runs}
     file = common.write_results("long-run", settings, {"found": found, "runs": logged}, where, out)
     write_picture(trainer, runs, file.with_suffix(".png"))

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draft_training import DraftTrainer, LossStats
 from draft_training.batch import PackedBatch
+from draft_training.chains import chain_weights
 from draft_training.loss import aligned_states, head_loss
 
 #: log p [1, R, V] and log q [J, R, V] -> loss of each position [J, R]
@@ -24,7 +24,7 @@ SMOOTHING = 0.5  # D-PACE's alpha, as its paper has it (arXiv 2605.18810)
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q), nats: the default, written out."""
+    """KL(p || q), nats."""
     return (p.exp() * (p - q)).sum(-1)
 
 
@@ -100,34 +100,6 @@ OBJECTIVES: Mapping[str, Objective] = {
 }
 
 
-def chain_weights(loss: Tensor, valid: Tensor) -> Tensor:
-    """D-PACE (arXiv 2605.18810): a position weighs as much as it bears of its chain's expected accepted tokens.
-
-    Args:
-        loss: [J, R] of each position, aligned by teacher row; exp(-loss) is its confidence.
-        valid: [J, R] bool.
-
-    Returns:
-        [J, R]: for anchor a and position j, the sum over m >= j of the product of smoothed confidences up to m.
-    """
-    with torch.no_grad():
-        by_anchor = _shifted((-loss).exp(), -1)  # row i holds the chain of anchor i
-        ok = _shifted(valid.to(loss.dtype), -1)
-        smooth = torch.where(ok > 0, (1 - SMOOTHING) * by_anchor + SMOOTHING, torch.ones(()))
-        reach = smooth.cumprod(0) * ok
-        return _shifted(reach.flip(0).cumsum(0).flip(0) * ok, 1)
-
-
-def _shifted(table: Tensor, way: int) -> Tensor:
-    """[J, R] with line j moved by ``way * j`` columns, zeros coming in."""
-    total = table.shape[1]
-    moved = []
-    for j, line in enumerate(table):
-        by = min(j, total)
-        moved.append(F.pad(line[by:], (0, by)) if way < 0 else F.pad(line[: total - by], (by, 0)))
-    return torch.stack(moved)
-
-
 class OtherTrainer(DraftTrainer):
     """A trainer that descends another objective, each step's positions in the mean; for a full vocabulary."""
 
@@ -140,7 +112,7 @@ class OtherTrainer(DraftTrainer):
             p = (batch.last[batch.rows].to(lm_head.dtype) @ lm_head.T).log_softmax(-1)[None]
         q = (hidden @ self.draft.head(lm_head)[0].T).log_softmax(-1)
         loss, valid = self.objective.loss(p, q), batch.valid(counts.numel())
-        if not self.objective.weighted:
-            return ((loss * valid).sum(1) / counts.clamp_min(1)).sum(), stats
-        weight = chain_weights(loss, valid)
-        return (loss * weight).sum() / weight.sum().clamp_min(1e-9) * counts.numel(), stats
+        weight = valid
+        if self.objective.weighted:
+            weight = chain_weights((-loss.detach()).exp(), valid, SMOOTHING)
+        return ((loss * weight).sum(1) / counts.clamp_min(1)).sum(), stats

@@ -31,7 +31,7 @@ from mutants import ROOMS  # noqa: E402
 from mutants.mutation import Mutation, NotApplicable  # noqa: E402
 
 #: what tests need of the tree
-COPIED = ("spec_plugin", "draft_training", "adapters", "tests", "docs", "README.md", "pyproject.toml")
+COPIED = ("spec_plugin", "draft_training", "adapters", "tests", "examples", "docs", "README.md", "pyproject.toml")
 #: of third parties only: our own modules are each copy's
 WARM = (
     "torch.distributed",

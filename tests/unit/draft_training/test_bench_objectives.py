@@ -7,18 +7,16 @@ import torch
 from draft_helpers import TINY, make_document, make_policy
 
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings
-from examples.bench.objectives import OBJECTIVES, Objective, OtherTrainer, chain_weights
+from draft_training.chains import chain_weights
+from examples.bench.objectives import OBJECTIVES, SMOOTHING, Objective, OtherTrainer
 
 
-def trained(kind: type[DraftTrainer], objective: Objective | None = None) -> DraftTrainer:
+def trained(
+    kind: type[DraftTrainer], objective: Objective | None = None, smoothing: float | None = None
+) -> DraftTrainer:
     """A draft after three optimizer steps."""
-    trainer = kind(
-        DraftConfig.from_target(TINY),
-        TrainSettings(ttt_steps=3, tokens_per_step=64),
-        device="cpu",
-        dtype=torch.float64,
-        seed=3,
-    )
+    settings = TrainSettings(ttt_steps=3, tokens_per_step=64, chain_smoothing=smoothing)
+    trainer = kind(DraftConfig.from_target(TINY), settings, device="cpu", dtype=torch.float64, seed=3)
     if objective is not None:
         trainer.objective = objective
     buffer = HiddenBuffer(4096, 1 << 30, seed=0)
@@ -29,10 +27,12 @@ def trained(kind: type[DraftTrainer], objective: Objective | None = None) -> Dra
     return trainer
 
 
-def test_kl_written_out_trains_as_the_default_does() -> None:
-    own, written_out = trained(DraftTrainer), trained(OtherTrainer, OBJECTIVES["kl"])
-    for name, tensor in own.draft.state_dict().items():
-        torch.testing.assert_close(written_out.draft.state_dict()[name], tensor, rtol=1e-6, atol=1e-9)
+@pytest.mark.parametrize(("smoothing", "name"), [(None, "kl"), (SMOOTHING, "kl-d-pace")])
+def test_what_is_written_out_plainly_trains_as_the_trainers_own_loss_does(smoothing: float | None, name: str) -> None:
+    own, written_out = trained(DraftTrainer, smoothing=smoothing), trained(OtherTrainer, OBJECTIVES[name])
+    for at, tensor in own.draft.state_dict().items():
+        torch.testing.assert_close(written_out.draft.state_dict()[at], tensor, rtol=1e-6, atol=1e-9)
+    assert TrainSettings.chain_smoothing == SMOOTHING
 
 
 @pytest.mark.parametrize("name", [n for n in OBJECTIVES if n != "kl"])
@@ -61,7 +61,7 @@ def test_a_greedy_hit_is_the_chance_of_two_draws_that_agree() -> None:
 def test_a_chain_weighs_what_hangs_on_its_position() -> None:
     confidence = torch.tensor([[0.5, 0.9, 1.0], [0.1, 0.2, 0.4]])  # [J=2, R=3]; anchor 0 owns (0, 0) and (1, 1)
     valid = torch.tensor([[True, True, True], [False, True, False]])
-    weight = chain_weights(-confidence.log(), valid)
+    weight = chain_weights(confidence, valid, 0.5)
     first, second = 0.75, 0.6  # smoothed by a half
     assert weight[0, 0].item() == pytest.approx(first + first * second)
     assert weight[1, 1].item() == pytest.approx(first * second)

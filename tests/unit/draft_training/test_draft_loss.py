@@ -254,3 +254,38 @@ def test_what_is_learned_are_the_targets_logits_cap_and_all(cap):
     valid = batch.valid(1)[0]
     kl = (teacher.exp() * (teacher - student)).sum(-1)[valid]
     torch.testing.assert_close(loss, kl.mean())
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_chains_weigh_the_same_in_chunks_and_a_token_that_no_draft_can_say_ends_its_chain(pruned: bool) -> None:
+    config = DraftConfig.from_target(TINY, draft_vocab_size=12 if pruned else None)
+    embed, head = make_policy(dtype=torch.float64)
+    gradients = []
+    for chunk_elements in (3 * len(embed), 1 << 20):
+        draft = make_draft(config)
+        if pruned:
+            draft.set_vocabulary(torch.arange(12) * 3)
+            draft.refresh_head(head)
+            draft.lm_head.weight.requires_grad_(False)
+        batch = pack(documents())
+        loss, stats = ttt_loss(draft, batch, embed, head, steps=STEPS, smoothing=0.5, chunk_elements=chunk_elements)
+        loss.backward()
+        gradients.append([p.grad for p in draft.parameters() if p.grad is not None])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+    alike, same = ttt_loss(draft, batch, embed, head, steps=STEPS)
+    assert torch.equal(same.kl, stats.kl), "what is measured does not depend on what is descended"
+    assert not torch.isclose(alike, loss)
+
+
+def test_a_draft_that_trains_its_own_head_weighs_all_positions_alike() -> None:
+    config = DraftConfig.from_target(TINY, draft_vocab_size=12)
+    embed, head = make_policy(dtype=torch.float64)
+    losses = []
+    for smoothing in (None, 0.5):
+        draft = make_draft(config)
+        draft.set_vocabulary(torch.arange(12) * 3)
+        draft.refresh_head(head)
+        draft.lm_head.weight.requires_grad_(True)
+        losses.append(ttt_loss(draft, pack(documents()), embed, head, steps=STEPS, smoothing=smoothing)[0])
+    assert torch.equal(*losses)
