@@ -115,6 +115,20 @@ MUTATIONS = (
     ),
     Mutation(
         _LOSS,
+        "                grad_hidden *= worth[..., None].to(grad_hidden.dtype)\n",
+        "                pass\n",
+        "the weights of a chain are in the loss that is told, and not in what is learnt",
+        ("draft_training/test_bench_objectives.py",),
+    ),
+    Mutation(
+        "draft_training/chains.py",
+        "reach.flip(0).cumsum(0).flip(0)",
+        "reach",
+        "a position bears nothing of what hangs on it",
+        ("draft_training/test_bench_objectives.py",),
+    ),
+    Mutation(
+        _LOSS,
         "state[(batch.rows - 1 - j).clamp_min(0)]",
         "state[(batch.rows - j).clamp_min(0)]",
         "the draft is taught the token that it was just told",
