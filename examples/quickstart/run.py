@@ -54,7 +54,7 @@ console = Console(width=None if sys.stdout.isatty() else 110)
 
 @click.command(help=HELP, context_settings={"ignore_unknown_options": True, "max_content_width": 120})
 @click.option("--trainer", "name", default="verl", show_default=True, type=click.Choice(list(TRAINERS)))
-@click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="GRPO steps.")
+@click.option("--steps", default=12, show_default=True, type=click.IntRange(1), help="GRPO steps.")
 @click.option(
     "--prompts",
     default=PROMPTS_PER_STEP,
