@@ -18,7 +18,7 @@ from examples.quickstart.policy import PolicySettings
 
 REWARD = Path(__file__).resolve().with_name("reward.py")
 PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 12, 4
-RATE = 1e-4  # of the policy: twice as much is as fast over eight steps, and unsteady on the way
+RATE = 1e-4  # of the policy: at 2e-4 one run of verl fell from 0.58 to 0.19 on its way
 MICRO_BATCH = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT // 2
 #: A CPU computes tokens one after the other: already at 32 requests at once, each drafted token costs what a plain one does.
 #: With 8, a step costs what it costs to go through the layers, as on a GPU.
