@@ -195,10 +195,7 @@ class _HeadLoss(torch.autograd.Function):
         kl, match = hidden.new_zeros(shape, dtype=wide), torch.zeros_like(valid)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
-        by_chain = (
-            smoothing is not None and grad_head is None
-        )  # known only behind the last chunk: a factor of each row then
-        confidence = torch.zeros_like(kl) if by_chain else None
+        confidence = torch.zeros_like(kl)
         weight = scale.to(wide)
         for start in range(0, shape[1], chunk):
             at = slice(start, min(start + chunk, shape[1]))
@@ -210,8 +207,7 @@ class _HeadLoss(torch.autograd.Function):
                 match[j, at] = (token == sampled[at]) & ok
                 counted = ok & teacher.inside
                 kl[j, at] = teacher.kl(logits) * counted
-                if confidence is not None:
-                    confidence[j, at] = (-kl[j, at]).exp() * counted
+                confidence[j, at] = (-kl[j, at]).exp() * counted
                 if grad_hidden is None and grad_head is None:
                     continue
                 slope = logits.softmax(-1).sub_(teacher.distribution).mul_((counted * weight[j])[:, None])
@@ -220,7 +216,7 @@ class _HeadLoss(torch.autograd.Function):
                 if grad_head is not None:
                     grad_head += slope.T @ hidden[j, at].to(wide)
         losses = kl * weight[:, None]
-        if confidence is not None and smoothing is not None:
+        if smoothing is not None and grad_head is None:  # known only here, so it can only be a factor of whole rows
             worth = chain_weights(confidence, valid, smoothing)
             losses *= worth
             if grad_hidden is not None:

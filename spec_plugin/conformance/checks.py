@@ -94,8 +94,7 @@ def target_arrives_before_the_draft(runs: KitRuns) -> None:
 
 def weights_arrive_as_they_are(runs: KitRuns) -> None:
     """The engine computes with the weights that the actor has, to the last bit, and announces those to the draft."""
-    draft = runs.method is None or runs.method.draft is not None
-    _fail_if(reported.weights_arrived(runs.finished("main").trace, draft))
+    _fail_if(reported.weights_arrived(runs.finished("main").trace, runs.has_draft))
 
 
 def every_weight_arrives(runs: KitRuns) -> None:

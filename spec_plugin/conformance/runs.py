@@ -131,8 +131,13 @@ class KitRuns:
 
     def needs_draft(self) -> None:
         """Skip a check that judges the draft's tensors, if the method has none."""
-        if self.method is not None and self.method.draft is None:
+        if self.method is not None and not self.has_draft:
             pytest.skip(f"{REFUSED}the method {self.method.name} has no draft to train or refresh")
+
+    @property
+    def has_draft(self) -> bool:
+        """True if the method has a draft of tensors, or is unknown."""
+        return self.method is None or self.method.draft is not None
 
     @property
     def harvests(self) -> bool:

@@ -77,11 +77,8 @@ class CostModel:
         for t in timings:
             if not _makes_sense(t):
                 continue
-            key = (
-                t.batch,
-                t.k,
-                t.paused and not t.k,
-            )  # a paused draft drafts nothing, whatever a calibration's file says
+            # a paused draft drafts nothing, whatever a calibration's file says
+            key = (t.batch, t.k, t.paused and not t.k)
             seen = self._seen.setdefault(key, [])
             seen.append(Cell(t.seconds, t.steps, t.context))
             while len(seen) > _MEMORY_PHASES and sum(cell.steps for cell in seen[1:]) >= MEMORY_STEPS:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -206,14 +207,15 @@ def _split(rollouts: Sequence[TokenizedRollout]) -> tuple[list[TokenizedRollout]
     Raises:
         SpecConfigError: if all answer the same prompt.
     """
-    firsts = {rollout.prompt: rollout for rollout in reversed(rollouts)}
-    prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
-    if len(prompts) < 2:
+    firsts: dict[tuple[int, ...], TokenizedRollout] = {}
+    for rollout in rollouts:
+        firsts.setdefault(rollout.prompt, rollout)
+    if len(firsts) < 2:
         raise SpecConfigError(
             "all rollouts answer one prompt, and one is held out to measure on: give at least two prompts"
         )
-    held = dict.fromkeys(prompts[: min(_HELD_OUT, max(1, len(prompts) // 10))])
-    return [firsts[prompt] for prompt in held], [rollout for rollout in rollouts if rollout.prompt not in held]
+    held = dict(islice(firsts.items(), min(_HELD_OUT, max(1, len(firsts) // 10))))
+    return list(held.values()), [rollout for rollout in rollouts if rollout.prompt not in held]
 
 
 def _task(settings: PretrainSettings, prompts: list[list[int]], out: Path) -> dict[str, Any]:
