@@ -156,10 +156,14 @@ def main(
 
 
 def learn(
-    where: tuple[str, str, str, int], arm: Arm, config: DraftConfig, recorded: Sequence[Step], validation: Step
+    where: tuple[str, str, str, int],
+    arm: Arm,
+    config: DraftConfig,
+    recorded: Sequence[Step],
+    validation: Step | None = None,
 ) -> Curve:
     """Train a draft along the recorded steps, judging it on the step to come; ``where`` begins its row."""
-    settings = TrainSettings(**arm.settings, tokens_per_step=512)
+    settings = TrainSettings(**{"tokens_per_step": 512, **arm.settings})
     kind = DraftTrainer if arm.objective is None else OtherTrainer
     trainer = kind(replace(config, **arm.shape), settings, device="cpu", seed=where[-1])
     if isinstance(trainer, OtherTrainer):

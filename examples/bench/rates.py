@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise, product
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -15,10 +14,11 @@ import click
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
-from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings  # noqa: E402
+from draft_training import TrainSettings  # noqa: E402
 from examples.bench import common  # noqa: E402
 from examples.bench.common import say, show  # noqa: E402
-from examples.bench.recorded import FIRST, LATER, Step, record  # noqa: E402
+from examples.bench.curves import Arm, Curve, learn  # noqa: E402
+from examples.bench.recorded import Step, record  # noqa: E402
 from examples.bench.subjects import COUNT, LETTERS, Subject  # noqa: E402
 
 HELP = """Learning rates of a newborn draft, by the width of its policy, on a CPU, from rollouts that are recorded once.
@@ -30,19 +30,6 @@ Widths beyond 512 take long: a policy of 1024 learns in a quarter of an hour, an
 """
 #: by width: layers of the policy, and optimizer steps in which it learns its task
 POLICIES = {128: (8, 320), 512: (4, 240), 1024: (4, 160), 2048: (2, 120)}
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Acceptance lengths of one draft at k=3 and k=8 after each trainer step."""
-
-    subject: str
-    policy: str  # "still" or "moves"
-    factor: float  # of the default rate
-    seed: int
-    k3: list[float]
-    k8: list[float]
-    cpu_seconds: float  # of training the draft
 
 
 @click.command(help=HELP, context_settings={"max_content_width": 120, "show_default": True})
@@ -82,7 +69,8 @@ def main(
                 learnt[subject.name] = in_order(subject, recorded[0])
                 say(f"{subject.name}: {learnt[subject.name]:.0%} of the lines that it writes are in order")
             for seed, factor in product(range(seeds), factors):
-                curves.append(learn(subject.name, policy, factor, seed, config, recorded, tokens))
+                where = (subject.name, policy, f"{factor:g}x", seed)
+                curves.append(learn(where, arm_of(factor, tokens), config, recorded))
                 say(f"{subject.name}, {policy}, {factor:g}x, seed {seed}: k=3 {curves[-1].k3}, k=8 {curves[-1].k8}")
     if curves:
         report(curves)
@@ -102,39 +90,23 @@ def in_order(subject: Subject, step: Step) -> float:
     return right / len(step.rows)
 
 
-def learn(
-    subject: str, policy: str, factor: float, seed: int, config: DraftConfig, recorded: Sequence[Step], tokens: int
-) -> Curve:
-    """Train a draft along the recorded steps, judging it on the step to come."""
-    lr = TrainSettings.lr * factor
-    settings = TrainSettings(lr=lr, vector_lr=TrainSettings.vector_lr * factor, ttt_steps=8, tokens_per_step=tokens)
-    trainer = DraftTrainer(config, settings, device="cpu", seed=seed)
-    buffer = HiddenBuffer(65_536, 1 << 40, seed=0)
-    k3, k8, seconds = [], [], 0.0
-    for i, (now, coming) in enumerate(pairwise(recorded)):
-        trainer.update_policy(now.embed, now.head, i)
-        for document in now.documents:
-            buffer.add(document)
-        began = time.process_time()
-        trainer.train_slice(buffer, float("inf"), (FIRST if i == 0 else LATER) // tokens)
-        seconds += time.process_time() - began
-        trainer.update_policy(coming.embed, coming.head, i + 1)
-        k3.append(round(trainer.evaluate(coming.documents, steps=3).acceptance_length, 2))
-        k8.append(round(trainer.evaluate(coming.documents, steps=8).acceptance_length, 2))
-    return Curve(subject, policy, factor, seed, k3, k8, round(seconds, 1))
+def arm_of(factor: float, tokens: int) -> Arm:
+    """Training at so many times the default rates, so many tokens a step."""
+    rates = {"lr": TrainSettings.lr * factor, "vector_lr": TrainSettings.vector_lr * factor}
+    return Arm(settings={**rates, "ttt_steps": 8, "tokens_per_step": tokens})
 
 
 def report(curves: Sequence[Curve]) -> None:
     """A row for each rate: medians of its seeds, and what the last step is of the best rate's."""
     columns = ["policy", "it", "rate", "k=3 after step 1", "4", "last", "k=8 after step 1", "4", "last", "of the best"]
-    cells: dict[tuple[str, str], dict[float, list[Curve]]] = {}
+    cells: dict[tuple[str, str], dict[str, list[Curve]]] = {}
     for c in curves:
-        cells.setdefault((c.subject, c.policy), {}).setdefault(c.factor, []).append(c)
+        cells.setdefault((c.subject, c.policy), {}).setdefault(c.arm, []).append(c)
     rows = []
     for where, by_factor in cells.items():
         last = {factor: median(c.k8[-1] for c in found) for factor, found in by_factor.items()}
         for factor, found in by_factor.items():
-            row = [*where, f"{factor:g}x"]
+            row = [*where, factor]
             for lengths in ([c.k3 for c in found], [c.k8 for c in found]):
                 row += [f"{median(x[min(i, len(x)) - 1] for x in lengths):.2f}" for i in (1, 4, len(lengths[0]))]
             rows.append([*row, f"{last[factor] / max(last.values()):.2f}"])
