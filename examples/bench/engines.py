@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -45,6 +46,7 @@ class EngineSettings:
     max_num_seqs: int = 64
     max_model_len: int = 512
     memory_share: float = 0.4  # of a GPU, for each engine
+    kv_gib: float | None = None  # of the KV cache; engines that start together need it: each looks at what is free
     eager: bool = True  # CUDA graphs off; on a CPU there are none
     more: Mapping[str, Any] = field(default_factory=dict)  # engine arguments; they win
 
@@ -272,16 +274,17 @@ def flag_front(
 class Remote:
     """An engine in a process of its own, which sleeps while others run; its answers carry their own timing."""
 
-    def __init__(self, threads: int | None, *args: Any) -> None:
+    def __init__(self, threads: int | None, *args: Any, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         """Begin to start it.
 
         Args:
             threads: compute threads; None: all cores.
             args: for :func:`build`.
+            environment: further variables of its process.
         """
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, threads, args), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, threads, args, dict(environment)), daemon=True)
         self._process.start()
         self.start_seconds = 0.0  # that the engine itself took, known after ``wait``
 
@@ -360,8 +363,9 @@ class Remote:
         return value
 
 
-def _serve(pipe: Any, threads: int | None, args: Any) -> None:
+def _serve(pipe: Any, threads: int | None, args: Any, environment: Mapping[str, str]) -> None:
     """What the process of a ``Remote`` does: build, then call what it is asked to, until it is ended."""
+    os.environ.update(environment)
     try:
         prepare_process(threads)
         engine = build(*args)
@@ -388,4 +392,5 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
         "disable_log_stats": False,  # vLLM counts acceptance only then
         "logprobs_mode": "processed_logprobs",
         "seed": 0,
+        **({} if settings.kv_gib is None else {"kv_cache_memory_bytes": int(settings.kv_gib * 2**30)}),
     }

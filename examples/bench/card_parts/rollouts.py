@@ -27,12 +27,14 @@ def measure(record: Record, models: Models) -> None:
         "only": "",
     }
     asked = EngineSettings(
-        dtype=settings["dtype"], max_num_seqs=max(64, *sizes.rollout_batches), eager=settings["eager"]
+        dtype=settings["dtype"],
+        max_num_seqs=max(64, *sizes.rollout_batches),
+        eager=settings["eager"],
+        kv_gib=6.0 if settings["cuda"] else None,
     )
     kinds: tuple[Kind, Kind] = ("plain" if settings["cuda"] else "live", "flag")
-    live, flag = (
-        Remote(settings["threads"], kind, models.target, asked, models.draft, settings["k"]).wait() for kind in kinds
-    )
+    begun = [Remote(settings["threads"], kind, models.target, asked, models.draft, settings["k"]) for kind in kinds]
+    live, flag = (engine.wait() for engine in begun)
     most = asked.max_num_seqs
     calibration = calibrate(
         flag, addition_prompts(models.small, most, seed=5), sorted({1, 8, 32, most}), settings["k"], repeats=2

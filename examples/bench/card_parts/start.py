@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from examples.bench.card_parts.record import Record
 from examples.bench.card_parts.setup import Models, sizes_of
 from examples.bench.common import interleave, paired, spread
 from examples.bench.engines import EngineSettings, Kind, Remote, Timing
+from spec_plugin.model_runner import A_TRAINED_DRAFT, SWITCH, runner_of
 
 #: k of the engine with vLLM's own speculation, whose k cannot change
 STOCK_K = 3
-#: the engine with the flag and ``spec.full_graphs``
-FULL = "flag, full graphs"
+#: the engine with the flag on the V1 model runner, where vLLM itself would take V2; and with ``spec.full_graphs`` there
+V1, FULL = "flag on V1", "flag on V1, full graphs"
 #: of a DFlash draft, as those that are public have
 ONE_PASS_LAYERS = 5
 
@@ -32,22 +33,25 @@ def measure(record: Record, models: Models) -> None:
     sizes = sizes_of(record)
     prompts = workload.addition_prompts(models.small, max(sizes.step_batches), seed=7)
     seconds = 90.0 if record.settings["cuda"] else 60.0  # of a start
-    engines = {"off": _start(record, models, "off", "plain", 0)}
-    if flag := _started(record, "flag", partial(_start, record, models, "flag", "flag", max(sizes.step_widths))):
-        engines["flag"] = flag
+    off, flag = _begin(record, models, "plain", 0), _begin(record, models, "flag", max(sizes.step_widths))
+    others = _others(record, models)
+    name, third = next(others)
+    begun: Remote | None = third()
+    engines = {"off": _ready(record, "off", off)} | _started(record, "flag", flag)
     measured = False
-    for name, start in _others(record, models):
-        if not record.enough_for(seconds + 30.0, f"the engine {name!r}"):
-            break
-        if other := _started(record, name, start):
+    while True:
+        if begun is not None:
+            other = _started(record, name, begun)
             try:
-                _steps(record, engines | {name: other}, prompts, measured)
+                _steps(record, engines | other, prompts, measured)
                 measured = True
             except RuntimeError as error:
                 record.row(kind="engine lost", engine=name, reason=str(error)[-2000:])
-            other.close()  # its place in the card's memory
-    if not measured:
-        _steps(record, engines, prompts, measured)
+            begun.close()  # its place in the card's memory
+        name, third = next(others, ("", None))
+        if third is None:
+            break
+        begun = third() if record.enough_for(seconds + 30.0, f"the engine {name!r}") else None
     for engine in engines.values():
         engine.close()
 
@@ -56,19 +60,20 @@ def _others(record: Record, models: Models) -> Iterator[tuple[str, Callable[[], 
     """Engines that run beside the first two, the most wanted one first; a card has room for three."""
     most = max(sizes_of(record).step_widths)
     if record.settings["cuda"]:
-        spec = {"full_graphs": True}
-        yield FULL, partial(_start, record, models, FULL, "flag", most, spec=spec)
-    yield "stock", partial(_start, record, models, "stock", "stock", STOCK_K)
+        yield FULL, partial(_begin, record, models, "flag", most, spec={"full_graphs": True}, environment={SWITCH: "0"})
+        if runner_of(A_TRAINED_DRAFT, "cuda").v2:
+            yield V1, partial(_begin, record, models, "flag", most, environment={SWITCH: "0"})
+    yield "stock", partial(_begin, record, models, "stock", STOCK_K)
     yield "one pass", partial(_one_pass, record, models, most)
 
 
-def _started(record: Record, name: str, start: Callable[[], Remote]) -> Remote | None:
-    """The engine; None, and a row, if it does not start, which is an answer, too."""
+def _started(record: Record, name: str, engine: Remote) -> dict[str, Remote]:
+    """The engine by its name; nothing, and a row, if it does not start, which is an answer, too."""
     try:
-        return start()
+        return {name: _ready(record, name, engine)}
     except RuntimeError as error:
         record.row(kind="engine lost", engine=name, reason=str(error)[-2000:])
-        return None
+        return {}
 
 
 def _one_pass(record: Record, models: Models, k: int) -> Remote:
@@ -76,12 +81,12 @@ def _one_pass(record: Record, models: Models, k: int) -> Remote:
 
     Its weights are noise, so nothing that it proposes is accepted: the milliseconds are the row, not the tokens.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        method = {"method": "dflash", "model": str(_noise(Path(folder), models.target, k)), "num_speculative_tokens": k}
-        asked: dict[str, Any] = {"speculative_config": {**method, "draft_load_config": {"load_format": "dummy"}}}
-        if not record.settings["cuda"]:  # vLLM's CPU build packs weights away otherwise, and this draft reads some
-            asked["worker_extension_cls"] = FLAG_PROBE
-        return _start(record, models, "one pass", "stock", k, asked)
+    folder = models.target.parent / "one-pass"
+    method = {"method": "dflash", "model": str(_noise(folder, models.target, k)), "num_speculative_tokens": k}
+    asked: dict[str, Any] = {"speculative_config": {**method, "draft_load_config": {"load_format": "dummy"}}}
+    if not record.settings["cuda"]:  # vLLM's CPU build packs weights away otherwise, and this draft reads some
+        asked["worker_extension_cls"] = FLAG_PROBE
+    return _begin(record, models, "stock", k, asked)
 
 
 def _noise(folder: Path, target: Path, k: int) -> Path:
@@ -101,19 +106,20 @@ def _noise(folder: Path, target: Path, k: int) -> Path:
             "use_aux_hidden_state": True,
         },
     }
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"fc.weight": torch.zeros(1)}, folder / "model.safetensors")
     return folder
 
 
-def _start(
+def _begin(
     record: Record,
     models: Models,
-    name: str,
     kind: Kind,
     k: int,
     arguments: Mapping[str, Any] | None = None,
     spec: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Remote:
     sizes, settings = sizes_of(record), record.settings
     more = {"worker_extension_cls": FLAG_PROBE if kind == "flag" else PROBE, **(arguments or {})}
@@ -121,13 +127,18 @@ def _start(
         dtype=settings["dtype"],
         max_num_seqs=max(sizes.step_batches),
         memory_share=0.28,  # of three engines
+        kv_gib=3.0 if settings["cuda"] else None,
         eager=settings["eager"],
         more=more,
     )
-    engine = Remote(settings["threads"], kind, models.target, asked, models.draft, k, spec).wait()
+    return Remote(settings["threads"], kind, models.target, asked, models.draft, k, spec, environment=environment)
+
+
+def _ready(record: Record, name: str, engine: Remote) -> Remote:
+    engine.wait()
     facts = engine.rpc("bench_facts")
     memory = engine.rpc("bench_memory")
-    record.row(kind="engine", engine=name, k=k, seconds_to_start=engine.start_seconds, **facts, memory_mib=memory)
+    record.row(kind="engine", engine=name, seconds_to_start=engine.start_seconds, **facts, memory_mib=memory)
     return engine
 
 
@@ -146,7 +157,7 @@ def _steps(record: Record, engines: Mapping[str, Remote], prompts: workload.Prom
             return
         given, arms = prompts[:batch], {}
         for name, engine in engines.items():
-            if name in ("flag", FULL):
+            if name in ("flag", V1, FULL):
                 widths = sizes.step_widths[-1:] if again and name == "flag" else sizes.step_widths
                 arms |= {f"{name} k={k}": partial(_with_k, engine, k, given, sizes.tokens) for k in widths}
             else:
