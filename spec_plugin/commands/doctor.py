@@ -183,14 +183,16 @@ def examine_engine() -> tuple[Diagnosis, ...]:
 
 
 def examine_patches() -> tuple[Diagnosis, ...]:
-    """Apply the repairs of vLLM's CPU build in this process, and say what became of each."""
+    """Apply the repairs that this build of vLLM may need in this process, and say what became of each."""
     try:
         from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, on_cpu, register_kernels
+        from spec_plugin.engine.repairs.graphs import apply_graph_patches
 
-        if not on_cpu():
-            return (Diagnosis("none", "ok", "not vLLM's CPU build: nothing to repair"),)
-        register_kernels()
-        statuses = apply_cpu_patches()
+        if on_cpu():
+            register_kernels()
+            statuses = apply_cpu_patches()
+        else:
+            statuses = apply_graph_patches()
     except PatchError as error:
         return (Diagnosis("patches", "fail", str(error), "use a vLLM of the range that spec-plugin declares"),)
     except ImportError as error:

@@ -32,6 +32,7 @@ from spec_plugin.engine.refresh.swap import HOST, Staging
 from spec_plugin.engine.repairs import patches
 from spec_plugin.engine.repairs.adapters import apply_adapter_patches
 from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, repack
+from spec_plugin.engine.repairs.graphs import apply_graph_patches
 from spec_plugin.engine.repairs.hidden_states import complete_target
 from spec_plugin.engine.schedule.pause import pause_draft
 from spec_plugin.rollouts import Rollout
@@ -60,7 +61,7 @@ class _State:
 class SpecWorkerExtension:
     """Methods that vLLM adds to its worker.
 
-    ``additional_config={"spec_plugin": {"skip_patches": ["expand_kernel"]}}`` in the engine's options leaves a CPU repair
+    ``additional_config={"spec_plugin": {"skip_patches": ["expand_kernel"]}}`` in the engine's options leaves a repair
     out; the test that tells when upstream has made it unnecessary needs that.
     """
 
@@ -69,20 +70,23 @@ class SpecWorkerExtension:
     _spec_state: _State
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SpecWorkerExtension:
-        """Refuse a lossy engine and repair vLLM's CPU build, before the worker loads a model; then make the worker.
+        """Refuse a lossy engine and repair this vLLM, before the worker loads a model; then make the worker.
 
         Raises:
             SpecConfigError: if the engine's speculation settings are not on the lossless allow-list, whoever made them.
             PatchError: if a repair no longer fits this vLLM.
         """
         vllm_config = kwargs.get("vllm_config") or _current_vllm_config()
+        skip = tuple(own_settings(vllm_config).get("skip_patches", ()))
         if vllm_config.speculative_config is not None:
             v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))  # some releases have no such word
             check_running_config(vllm_config.speculative_config, str(vllm_config.device_config.device_type), v2)
             if getattr(vllm_config, "lora_config", None) is not None:
-                apply_adapter_patches()
+                apply_adapter_patches(skip)
+            if v2 and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+                apply_graph_patches(skip)
             complete_target(vllm_config)
-        apply_cpu_patches(skip=tuple(own_settings(vllm_config).get("skip_patches", ())))
+        apply_cpu_patches(skip)
         prepare_proposer(own_settings(vllm_config))
         parent: Any = super().__new__
         worker: SpecWorkerExtension = parent(cls) if parent is object.__new__ else parent(cls, *args, **kwargs)

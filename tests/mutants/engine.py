@@ -469,6 +469,20 @@ MUTATIONS = (
         ("engine/test_model_runner.py", "engine/test_lossless_list.py"),
     ),
     Mutation(
+        "spec_plugin/engine/extension.py",
+        "if v2 and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():",
+        "if False:",
+        "an engine with full CUDA graphs, whose k may change, does not start on the V2 model runner",
+        ("../engine/test_graphs.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/repairs/graphs.py",
+        "if config.speculative_config is None or self.decode_query_len > config.num_speculative_tokens:",
+        "if False:",
+        "the target has full CUDA graphs for spec.k alone, and every other k is slower than it need be",
+        ("../engine/test_graphs.py",),
+    ),
+    Mutation(
         "spec_plugin/model_runner.py",
         "    if lacks:\n        return Runner(False",
         "    if False:\n        return Runner(False",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch as set_for_now
@@ -78,10 +78,13 @@ ADAPTER_PATCHES = (
 )
 
 
-def apply_adapter_patches() -> list[PatchStatus]:
+def apply_adapter_patches(skip: Collection[str] = ()) -> list[PatchStatus]:
     """Apply them; in an engine that serves adapters and drafts, before the models are loaded.
+
+    Args:
+        skip: names of patches to leave out.
 
     Raises:
         PatchError: if one no longer fits the installed vLLM.
     """
-    return [patches.apply(patch) for patch in ADAPTER_PATCHES]
+    return patches.apply_each(ADAPTER_PATCHES, skip)

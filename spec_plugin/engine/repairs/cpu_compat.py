@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spec_plugin.engine.repairs import patches
+from spec_plugin.engine.repairs.adapters import ADAPTER_PATCHES
 from spec_plugin.engine.repairs.convolutions import CONVOLUTIONS
 from spec_plugin.engine.repairs.drafts_0_24 import DRAFTS_0_24
+from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES
 from spec_plugin.engine.repairs.norms import NORMS
 from spec_plugin.engine.repairs.patches import Guard, Patch, PatchStatus
 from spec_plugin.errors import SpecConfigError
@@ -241,17 +243,12 @@ def apply_cpu_patches(skip: Iterable[str] = ()) -> list[PatchStatus]:
         PatchError: if a patch no longer fits the installed vLLM.
     """
     skipped = frozenset(skip)
-    known = [patch.name for patch in CPU_PATCHES]
+    known = [patch.name for patch in (*CPU_PATCHES, *ADAPTER_PATCHES, *GRAPH_PATCHES)]
     if unknown := sorted(skipped.difference(known)):
         raise SpecConfigError(f"additional_config.spec_plugin.skip_patches={unknown}: no such patch; known: {known}")
     if not on_cpu():
         return []
-    return [
-        patches.skip(p, "left out by additional_config.spec_plugin.skip_patches")
-        if p.name in skipped
-        else patches.apply(p)
-        for p in CPU_PATCHES
-    ]
+    return patches.apply_each(CPU_PATCHES, skipped)
 
 
 def register_kernels() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,6 +82,18 @@ def apply(patch: Patch) -> PatchStatus:
     setattr(owner, attribute, repaired)
     _originals[patch.name] = (owner, attribute, original)
     return _record(patch, "in force", patch.reason)
+
+
+def apply_each(group: Iterable[Patch], skipped: Collection[str] = ()) -> list[PatchStatus]:
+    """Apply those that are not named in ``skipped``, and take back those that are.
+
+    Raises:
+        PatchError: see :func:`apply`.
+    """
+    return [
+        skip(patch, "left out by additional_config.spec_plugin.skip_patches") if patch.name in skipped else apply(patch)
+        for patch in group
+    ]
 
 
 def skip(patch: Patch, why: str) -> PatchStatus:
