@@ -190,7 +190,7 @@ class SpecConfig(BaseModel):
     full_graphs: bool = Field(
         False,
         description="on vLLM's V1 model runner (all of vLLM 0.24; draft_model, suffix, ngram): keep full CUDA graphs for spec.k, "
-        "where vLLM takes piecewise ones because k changes (no GPU has shown that yet; the self-test switches k under requests)",
+        "where vLLM takes piecewise ones because k changes (on one H100 they ran, and gained nothing that two runs could tell)",
     )
     sleep_level: int = Field(
         1,

@@ -1,6 +1,6 @@
 """What a user with a GPU is told first: the CUDA graphs of a run, and what of it nobody has run yet; for ``check`` and doctor.
 
-spec-plugin is tested with vLLM's CPU build; parts of it ran once on a GPU (docs/measured.md). Whoever runs another of them there
+spec-plugin is tested with vLLM's CPU build; parts of it ran on a GPU (docs/measured.md). Whoever runs another of them there
 takes its row out of ``UNTRIED``.
 """
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 #: of a vLLM that takes V1 and piecewise graphs only since k changes (docs/measured.md): what no controller can give back
 SLOWER_PLAIN = (
     "without the flag it would be V2 with full graphs: on an H100 steps without drafts took 1.04 to 1.6 times as long with the "
-    "flag (8B, batch 1 and 16, vLLM 0.24), which drafts have to earn, too; a vLLM whose V2 runner changes k (0.29) may spare it"
+    "flag (8B, batch 1 and 16, vLLM 0.24), which drafts have to earn, too; a vLLM whose V2 runner changes k (0.25 and later) may spare it"
 )
-_INTRODUCTION = "spec-plugin was tested on CPUs, and parts of it once on a GPU;"
+_INTRODUCTION = "spec-plugin was tested on CPUs, and parts of it on a GPU;"
 NOTHING = "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it is here"
 
 
@@ -75,10 +75,8 @@ class Untried:
 UNTRIED = (
     Untried(
         "full CUDA graphs of drafting and of verification, for each number of drafted tokens",
-        "on the V2 model runner, or with spec.full_graphs, where enforce_eager is off",
-        lambda gpu: (
-            not gpu.run.eager and "FULL" in gpu.run.graphs.upper() and (gpu.runner.v2 or gpu.run.spec.full_graphs)
-        ),
+        "on the V2 model runner, where enforce_eager is off",
+        lambda gpu: not gpu.run.eager and "FULL" in gpu.run.graphs.upper() and gpu.runner.v2,
     ),
     Untried(
         "vLLM's own GPU kernels for verification (compiled by Triton; tests interpreted them)",

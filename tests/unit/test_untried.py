@@ -47,7 +47,7 @@ def place(words: str) -> int:
         ({"runner": V1}, {"compiled by Triton", "full CUDA graphs"}, {"more than 256 requests on the V1"}),
         (
             {"runner": V1, "run": replace(RUN, spec=SpecConfig.parse({"full_graphs": True}))},
-            {"compiled by Triton"},
+            {"compiled by Triton", "full CUDA graphs"},
             {"more than 256 requests on the V1"},
         ),
         ({"run": replace(RUN, sleeps=True)}, set(), {"sleep and wake"}),

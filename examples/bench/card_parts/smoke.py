@@ -205,7 +205,10 @@ async def _start(task: Task, extension: str) -> tuple[Any, Any]:
     from examples.bench.engines import EngineSettings, describe, engine_options, flag_front
 
     settings = task.settings
-    asked = EngineSettings(dtype=settings["dtype"], max_num_seqs=REQUESTS, eager=settings["eager"], memory_share=0.4)
+    kv = 1.0 if settings["cuda"] else None  # GiB, so that it can run beside another part
+    asked = EngineSettings(
+        dtype=settings["dtype"], max_num_seqs=REQUESTS, eager=settings["eager"], memory_share=0.1, kv_gib=kv
+    )
     given = {
         **engine_options(asked),
         **task.engine,
