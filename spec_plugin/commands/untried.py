@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: of a vLLM that takes V1 and piecewise graphs only since k changes (docs/measured.md): what no controller can give back
 SLOWER_PLAIN = (
     "without the flag it would be V2 with full graphs: on an H100 steps without drafts took 1.04 to 1.6 times as long with the "
-    "flag (8B, batch 1 and 16, vLLM 0.24), which drafts have to earn, too; a vLLM whose V2 runner changes k (0.25 and later) may spare it"
+    "flag (8B, batch 1 to 128), which drafts have to earn, too; a vLLM whose V2 runner changes k (0.25 and later) may spare it"
 )
 _INTRODUCTION = "spec-plugin was tested on CPUs, and parts of it on a GPU;"
 NOTHING = "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it is here"
