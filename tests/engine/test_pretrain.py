@@ -52,4 +52,6 @@ def test_a_draft_is_trained_before_a_run_and_goes_on_after_a_kill(tmp_path, warm
     about = json.loads((tmp_path / "draft" / "training.json").read_text())
     assert about["rollouts"] == 192 and not (tmp_path / "draft.work").exists()
     measured, predicted = about["measured_chances"], about["predicted_chances"]
-    assert measured[0] > 0.5 and abs(measured[0] - predicted[0]) < 0.2
+    # the engine begins a step where the one before was rejected: hard places come more often than in the prediction's rows
+    assert measured[0] > 0.5 and -0.1 < predicted[0] - measured[0] < 0.3
+    assert all(abs(seen - said) < 0.2 for seen, said in zip(measured[1:], predicted[1:], strict=True))

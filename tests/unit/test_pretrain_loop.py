@@ -70,8 +70,15 @@ def test_no_prompt_that_is_measured_on_is_trained_on() -> None:
     given = list({r.prompt: r for r in rollouts(40)}.values())[:30]
     again = [TokenizedRollout(r.prompt, (*r.response, 7)) for r in given]  # as with more --responses than prompts
     held_out, training = run._split([*given, *again, *given[:4]])
-    assert held_out == given[:3]
+    assert held_out == [*given[:3], *again[:3], *given[:3]], "each prompt in turn: few prompts are measured on often"
     assert training == [*given[3:], *again[3:], given[3]]
+
+
+def test_no_more_is_held_out_than_asked_for(monkeypatch) -> None:
+    monkeypatch.setattr(run, "_HELD_OUT", 4)
+    given = list({r.prompt: r for r in rollouts(40)}.values())[:30]
+    held_out, training = run._split([*given, *given])
+    assert held_out == [*given[:3], given[0]] and len(training) == 54
 
 
 def test_rollouts_of_one_prompt_alone_are_refused() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -202,20 +202,24 @@ def _rollouts(settings: PretrainSettings, target: TargetInfo, work: Path, show: 
 
 
 def _split(rollouts: Sequence[TokenizedRollout]) -> tuple[list[TokenizedRollout], list[TokenizedRollout]]:
-    """One rollout of each prompt that is held out, and all rollouts of the others.
+    """Up to ``_HELD_OUT`` rollouts of the prompts that are held out, as many of each as can be, and all rollouts of the others.
 
     Raises:
         SpecConfigError: if all answer the same prompt.
     """
-    firsts: dict[tuple[int, ...], TokenizedRollout] = {}
+    of_prompt: dict[tuple[int, ...], list[TokenizedRollout]] = {}
     for rollout in rollouts:
-        firsts.setdefault(rollout.prompt, rollout)
-    if len(firsts) < 2:
+        of_prompt.setdefault(rollout.prompt, []).append(rollout)
+    if len(of_prompt) < 2:
         raise SpecConfigError(
             "all rollouts answer one prompt, and one is held out to measure on: give at least two prompts"
         )
-    held = dict(islice(firsts.items(), min(_HELD_OUT, max(1, len(firsts) // 10))))
-    return list(held.values()), [rollout for rollout in rollouts if rollout.prompt not in held]
+    held = dict(islice(of_prompt.items(), min(_HELD_OUT, max(1, len(of_prompt) // 10))))
+    in_turn = chain.from_iterable(zip_longest(*held.values()))  # few prompts are answered often: more to measure on
+    return (
+        list(islice((r for r in in_turn if r is not None), _HELD_OUT)),
+        [rollout for rollout in rollouts if rollout.prompt not in held],
+    )
 
 
 def _task(settings: PretrainSettings, prompts: list[list[int]], out: Path) -> dict[str, Any]:
