@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,8 +24,9 @@ def source_of(package: str, file: str) -> str:
     return path.read_text() if path and path.is_file() else ""
 
 
-def parsed(text: str) -> ast.Module:
-    """The syntax tree of a Python text, read while nothing is collected.
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """While something parses Python: no garbage collection.
 
     A finalizer that parses too, as that of a task whose exception nobody has seen does for its traceback, makes Python 3.11
     count its recursion into the outer parse and end it with SystemError (cpython issue 106905).
@@ -31,7 +34,13 @@ def parsed(text: str) -> ast.Module:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return ast.parse(text)
+        yield
     finally:
         if collects:
             gc.enable()
+
+
+def parsed(text: str) -> ast.Module:
+    """The syntax tree of a Python text."""
+    with nothing_collected():
+        return ast.parse(text)

@@ -13,6 +13,7 @@ from typing import Any, get_args
 from torch import nn
 
 from spec_plugin.model_runner import A_TRAINED_DRAFT, METHODS, leaves_a_draft_unread, runner_of
+from spec_plugin.sources import nothing_collected
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,13 @@ def find_draft(worker: Any) -> nn.Module | None:
 
 def probe_vllm() -> list[Capability]:
     """Look at the installed vLLM. Takes seconds (it imports vLLM), starts no engine and changes nothing."""
-    try:
-        importlib.import_module("vllm")
-    except ImportError as error:
-        return [
-            Capability("vllm", False, str(error), "install the trainer's own vLLM, or spec-plugin[cpu] without a GPU")
-        ]
-    return [_guarded(probe) for probe in _PROBES]
+    with nothing_collected():  # vLLM's config parses its own sources as it is imported
+        try:
+            importlib.import_module("vllm")
+        except ImportError as error:
+            fix = "install the trainer's own vLLM, or spec-plugin[cpu] without a GPU"
+            return [Capability("vllm", False, str(error), fix)]
+        return [_guarded(probe) for probe in _PROBES]
 
 
 def _guarded(probe: Callable[[], Capability]) -> Capability:
