@@ -18,7 +18,7 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.repairs import cpu_compat, patches
-from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES, counts_a_draft_like_its_target
+from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES, graphs_are_missed
 from spec_plugin.events import TargetInfo
 from spec_plugin.session import SpecSession
 
@@ -53,26 +53,88 @@ def vllm_config(target, draft, monkeypatch) -> Any:
     patches.revert(PATCH)
 
 
-def lengths_of(config: Any, length: int) -> set[int | None]:
-    """Tokens of each request in the decode graphs of a manager whose passes have up to ``length`` of them."""
+def manager_of(config: Any, length: int, mode: Any) -> Any:
+    """vLLM's manager of the graphs of passes that have up to ``length`` tokens of each request, as if they were captured."""
+    manager = utils.CudaGraphManager(config, torch.device("cpu"), mode, length)
+    manager._graphs_captured = True
+    return manager
+
+
+def lengths_of(manager: Any) -> set[int | None]:
+    """Tokens of each request in its full graphs."""
     from vllm.config import CUDAGraphMode
 
-    manager = utils.CudaGraphManager(config, torch.device("cpu"), CUDAGraphMode.FULL_DECODE_ONLY, length)
     graphs = manager._capture_descs[CUDAGraphMode.FULL]
     assert all(graph.num_tokens == graph.num_reqs * graph.uniform_token_count for graph in graphs)
+    assert [g.num_tokens for g in graphs] == sorted((g.num_tokens for g in graphs), reverse=True)  # the largest first
     return {graph.uniform_token_count for graph in graphs}
 
 
-def test_a_draft_gets_graphs_of_one_token_and_the_target_one_for_each_k(vllm_config):
-    if not vllm_config.speculative_config.uses_dynamic_speculative_decoding() or not knows_tables():
+def served(manager: Any, requests: int, length: int) -> Any:
+    """The graph by which so many requests of so many tokens each run."""
+    return manager.dispatch(
+        num_reqs=requests, num_tokens=requests * length, uniform_token_count=length, num_active_loras=0
+    )
+
+
+def test_a_draft_gets_graphs_of_one_token_and_each_batch_of_each_k_one_of_its_own(vllm_config):
+    from vllm.config import CUDAGraphMode
+
+    if not knows_tables():
         pytest.skip("this vLLM gives such an engine its V1 model runner")
-    if counts_a_draft_like_its_target(utils.CudaGraphManager._init_candidates):
-        with pytest.raises(ZeroDivisionError):  # where this fails, vLLM has mended it and the probe has not seen it
-            lengths_of(vllm_config, 1)
+    both, decoding = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
+    if graphs_are_missed(utils.CudaGraphManager._init_candidates):  # else vLLM has mended both
+        try:
+            manager_of(vllm_config, 1, decoding)
+        except ZeroDivisionError:
+            pass
+        else:
+            assert served(manager_of(vllm_config, K + 1, both), 3, 1).cg_mode != CUDAGraphMode.FULL
     SpecWorkerExtension.__new__(SpecWorkerExtension, vllm_config=vllm_config)
-    assert lengths_of(vllm_config, 1) == {1}
-    assert lengths_of(vllm_config, K + 1) == set(range(1, K + 2))
+    draft = manager_of(vllm_config, 1, decoding)
+    assert lengths_of(draft) == {1} and served(draft, 5, 1).num_tokens == 8
+    for manager in (manager_of(vllm_config, K + 1, both), manager_of(vllm_config, K + 1, decoding)):
+        assert lengths_of(manager) == set(range(1, K + 2))
+        for k in range(K + 1):
+            for requests in range(1, REQUESTS + 1):
+                graph = served(manager, requests, k + 1)
+                assert (graph.cg_mode, graph.uniform_token_count) == (CUDAGraphMode.FULL, k + 1)
+                assert (
+                    requests <= graph.num_reqs <= max(2 * requests, 8)
+                    and graph in manager._capture_descs[graph.cg_mode]
+                )
+    # its draft is asked with the padded number, and gets the graph that the target has
+    padded = manager.dispatch(num_reqs=8, num_tokens=8, uniform_token_count=1, num_active_loras=0)
+    assert padded == served(manager, 5, 1)
+    mixed = {"num_reqs": 3, "num_tokens": 11, "uniform_token_count": None, "num_active_loras": 0}
+    assert manager_of(vllm_config, K + 1, both).dispatch(**mixed).cg_mode == CUDAGraphMode.PIECEWISE
+    assert manager.dispatch(**mixed).cg_mode == CUDAGraphMode.NONE
     assert vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None  # the runner still asks it
+
+
+def test_graphs_of_each_k_for_as_many_requests_as_plain_decoding_has(vllm_config):
+    from vllm.config import CUDAGraphMode
+
+    if not knows_tables():
+        pytest.skip("this vLLM gives such an engine its V1 model runner")
+    SpecWorkerExtension.__new__(SpecWorkerExtension, vllm_config=vllm_config)
+    manager = manager_of(vllm_config, K + 1, CUDAGraphMode.FULL_DECODE_ONLY)
+    by_length: dict[int, set[int]] = {}
+    for graph in manager._capture_descs[CUDAGraphMode.FULL]:
+        by_length.setdefault(graph.uniform_token_count, set()).add(graph.num_reqs)
+    assert by_length[1] == {1, 2, 4, 8, 16}
+    for length, requests in by_length.items():
+        assert requests == {n for n in by_length[1] if n * length <= 128} | {min(REQUESTS, 128 // length)}, length
+
+
+def test_an_engine_whose_k_stands_still_has_vllms_own(vllm_config):
+    from vllm.config import CUDAGraphMode
+
+    vllm_config.speculative_config.num_speculative_tokens_per_batch_size = None
+    own = manager_of(vllm_config, K + 1, CUDAGraphMode.FULL_AND_PIECEWISE)
+    SpecWorkerExtension.__new__(SpecWorkerExtension, vllm_config=vllm_config)
+    ours = manager_of(vllm_config, K + 1, CUDAGraphMode.FULL_AND_PIECEWISE)
+    assert (own._candidates, own._capture_descs) == (ours._candidates, ours._capture_descs)
 
 
 def test_engines_without_such_graphs_are_left_alone(vllm_config):

@@ -477,9 +477,16 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/engine/repairs/graphs.py",
-        "if config.speculative_config is None or self.decode_query_len > config.num_speculative_tokens:",
-        "if False:",
-        "the target has full CUDA graphs for spec.k alone, and every other k is slower than it need be",
+        "            _offer_each_length(self)\n",
+        "",
+        "plain steps and verifications run without the full CUDA graphs that were captured for them",
+        ("../engine/test_graphs.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/repairs/graphs.py",
+        "            _usual_batches(self)\n",
+        "",
+        "twice as many CUDA graphs as are of use take a card's memory",
         ("../engine/test_graphs.py",),
     ),
     Mutation(
