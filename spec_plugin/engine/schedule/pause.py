@@ -36,8 +36,8 @@ def pause_in_workers(executor: Any, paused: bool) -> bool:
 def pause_draft(runner: Any, paused: bool) -> bool:
     """In a worker: wrap, or unwrap, the proposer of a model runner; False if this runner has none that could be paused.
 
-    On V1 a call that asks for drafts is always served. On V2 none says how many it asks for, so pause only while k is 0
-    for every batch size.
+    A call that asks for drafts is always served on V1, and on V2 from vLLM 0.32 on. On V2 before, none says how many it
+    asks for, so pause only while k is 0 for every batch size.
 
     Raises:
         PatchError: if ``propose`` no longer has what the wrapper reads.
@@ -84,7 +84,8 @@ def _idle_on_v1(_proposer: Any, arguments: Mapping[str, Any]) -> Tensor | None:
 
 
 def _idle_on_v2(speculator: Any, arguments: Mapping[str, Any]) -> Tensor | None:
-    if arguments.get("dummy_run"):  # ranks that keep step with each other, and warm-up
+    # warm-up, ranks that keep step with each other; and, from vLLM 0.32 on, a step that was scheduled before the pause
+    if arguments.get("dummy_run") or arguments.get("num_speculative_tokens"):
         return None
     # what was drafted last; nobody verifies it, since no table asks for drafts of a paused one (channel.put_in_force)
     drafted: Tensor = speculator.draft_tokens[: arguments["input_batch"].num_reqs]

@@ -53,6 +53,24 @@ def test_a_paused_speculator_of_the_v2_runner_runs_no_forward_pass(monkeypatch: 
     assert calls == [2, 2, 2]
 
 
+@pytest.mark.parametrize(("asked", "served"), [(2, True), (0, False), (None, False)])
+def test_a_step_that_asks_for_drafts_gets_them_where_vllm_says_how_many(asked: int | None, served: bool) -> None:
+    """As of vLLM 0.32, which hands k on; before, nothing does."""
+
+    class Speculator:
+        draft_tokens = torch.zeros(2, 3)
+
+        def propose(
+            self, input_batch: object, dummy_run: bool = False, num_speculative_tokens: int | None = None
+        ) -> str:
+            return "drafts"
+
+    speculator = Speculator()
+    assert pause_draft(SimpleNamespace(speculator=speculator), True)
+    found = speculator.propose(SimpleNamespace(num_reqs=1), num_speculative_tokens=asked)
+    assert (found == "drafts") if served else (found.shape == (1, 3))
+
+
 def test_the_v2_runner_has_what_the_pause_reads() -> None:
     """Tells when vLLM has moved on: the speculator's own source hands out ``draft_tokens`` of ``num_reqs`` requests."""
     import inspect
