@@ -52,6 +52,7 @@ def test_a_draft_is_trained_before_a_run_and_goes_on_after_a_kill(tmp_path, warm
     about = json.loads((tmp_path / "draft" / "training.json").read_text())
     assert about["rollouts"] == 192 and not (tmp_path / "draft.work").exists()
     measured, predicted = about["measured_chances"], about["predicted_chances"]
-    # the engine begins a step where the one before was rejected: hard places come more often than in the prediction's rows
+    # the prediction leaves rounds out that reach beyond a response's end; this policy's short ones end by chance, which no draft
+    # foresees and the engine counts (0.70 to 0.74 against 0.83 to 0.89 with four seeds)
     assert measured[0] > 0.5 and -0.1 < predicted[0] - measured[0] < 0.3
     assert all(abs(seen - said) < 0.2 for seen, said in zip(measured[1:], predicted[1:], strict=True))
