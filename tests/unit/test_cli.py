@@ -143,6 +143,18 @@ def test_a_patch_that_no_longer_fits_is_a_failure_with_its_text(monkeypatch):
     assert finding.state == "fail" and finding.detail == "the symbol changed" and finding.fix
 
 
+def test_on_a_gpu_the_repairs_of_its_graphs_are_tried(monkeypatch):
+    from spec_plugin.engine.repairs import cpu_compat, graphs, patches
+
+    monkeypatch.setattr(cpu_compat, "on_cpu", lambda: False)
+    try:
+        (finding,) = doctor.examine_patches()
+    finally:
+        patches.revert(graphs.GRAPH_PATCHES[0])
+    assert finding.name == "graphs_of_every_k" and finding.state == "ok"
+    assert finding.detail.startswith(("in force: ", "not needed: "))
+
+
 @pytest.mark.parametrize("trainer", ["verl", "openrlhf", "trl"])
 def test_with_vllms_cpu_build_and_without_the_cpu_packages_the_doctor_says_how_to_install_them(monkeypatch, trainer):
     for switch in ("VERL_PLATFORM", "SPEC_PLUGIN_TRL_CPU"):

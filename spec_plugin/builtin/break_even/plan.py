@@ -49,7 +49,7 @@ def fit_sampler_memory(table: Sequence[int], vocab_size: int, room: int) -> tupl
     """A table with k cut to where the sampler's own tensors fit into ``room`` bytes.
 
     vLLM's V1 rejection sampler with log-probs holds about 4.5 float32 tensors [batch * (k + 1), V] at once, which its memory
-    profile does not know of; the V2 runner works in pieces, and at such batch sizes there is little to gain anyway.
+    profile does not know of; the V2 runner needs less, and at such batch sizes there is little to gain anyway.
     """
     return tuple(min(k, max(0, room // (max(1, b) * vocab_size * _SAMPLER_BYTES) - 1)) for b, k in enumerate(table))
 
