@@ -251,8 +251,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/break_even/controller.py",
-        "and (ready or self.acceptance is not None)",
-        "and (not self.states.tried or self.acceptance is not None)",
+        "and (ready or self.acceptance_curve is not None)",
+        "and (not self.states.tried or self.acceptance_curve is not None)",
         "law 7: a method without training is off for ever after a first try that showed too little",
         ("test_controller.py",),
     ),

@@ -22,7 +22,7 @@ from spec_plugin.events import (
 )
 from spec_plugin.method import Method, StartingDraft
 from spec_plugin.speculation import Reason, as_metrics
-from spec_plugin.step_cost.chances import constant_acceptance
+from spec_plugin.step_cost.chances import constant_acceptance, tokens_per_step
 
 K, SEQS = 3, 8
 
@@ -164,7 +164,7 @@ def test_law_7_a_draft_is_never_served_below_break_even_whatever_training_predic
     assert not on(c)
     rolled_out(c, None)
     refreshed(c, 3.5)  # and the prediction is discounted by what the engine showed
-    assert c.acceptance == pytest.approx(1 + 2.5 * 0.5 / 2.5)
+    assert tokens_per_step(c.acceptance_curve, 3) == pytest.approx(1 + 2.5 * 0.5 / 2.5)
     assert not on(c)
 
 
@@ -342,10 +342,12 @@ def drafted(c: BreakEvenController, k: int, chance: float) -> None:
 def test_nothing_is_promised_beyond_what_training_unrolls_and_the_engine_finds_out():
     c = controller({8: 1.2}, k=8)
     promised(c, (0.9, 0.9))
-    assert c.acceptance == pytest.approx(1 + 0.9 + 0.81)
+    assert tokens_per_step(c.acceptance_curve, 8) == pytest.approx(1 + 0.9 + 0.81)
     on(c)
     drafted(c, 2, 0.9)
-    assert c.acceptance == pytest.approx(sum(0.9**i for i in range(9)), rel=0.01)  # worth a look
+    assert tokens_per_step(c.acceptance_curve, 8) == pytest.approx(
+        sum(0.9**i for i in range(9)), rel=0.01
+    )  # worth a look
 
 
 def test_what_training_knows_of_later_positions_stays_known_while_a_smaller_k_is_drafted():

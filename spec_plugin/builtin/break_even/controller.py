@@ -164,12 +164,6 @@ class BreakEvenController:
         self.states.rolled_out(drafted, slower, self._dropped)
 
     @property
-    def acceptance(self) -> float | None:
-        """Estimated acceptance length at ``spec.k`` of the draft that the engine serves now; None: nothing is known of it."""
-        curve = self.acceptance_curve
-        return None if curve is None else tokens_per_step(curve, self._config.k)
-
-    @property
     def acceptance_curve(self) -> tuple[float, ...] | None:
         """See ``AcceptanceEstimate.curve``."""
         return self.acceptance_estimate.curve
@@ -184,9 +178,10 @@ class BreakEvenController:
             table = tuple(k * (k == self._config.k) for k in table) if self._method.whole else table
             chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)
         if chosen.table != self._plan.table and not self._fixed:
-            known = "" if self.acceptance is None else f" (acceptance length {self.acceptance:.2f}"
-            gain = f", predicted speed-up {chosen.speedup:.2f}x)" if chosen.speculates else ")"
-            said = in_words(chosen.table) + (known + gain if known else "")
+            said = in_words(chosen.table)
+            if curve := self.acceptance_curve:
+                gain = f", predicted speed-up {chosen.speedup:.2f}x" if chosen.speculates else ""
+                said += f" (acceptance length {tokens_per_step(curve, self._config.k):.2f}{gain})"
             logger.info("spec-plugin: policy version %d: %s", policy_version, said)
         self._plan, self._table = chosen, chosen.table if chosen.speculates else self._table
         self.acceptance_estimate.serving(chosen.speculates)
@@ -224,7 +219,7 @@ class BreakEvenController:
             self.states.release()
         # a draft that knows something is tried at once, a new one when it has learnt something
         ready, pays = self._method.ready, best.speculates
-        due = (self.states.due or (ready and not self.states.tried)) and (ready or self.acceptance is not None)
+        due = (self.states.due or (ready and not self.states.tried)) and (ready or self.acceptance_curve is not None)
         if pays and config.break_even is None:
             pays = self.judge.pays(self.acceptance_curve or (), best.table, self.cost, self.states.serves) is not False
         state = self.states.before(pays, due, best.reason if not best.speculates else Reason.PAIRS_SLOWER)
