@@ -60,6 +60,7 @@ STARTS_VERL = frozenset({"verl"})
 #: the kit with other versions of vLLM, each in an environment of its own: by its name, the command
 VERSIONS = {
     "verl-vllm0.24": "spec-plugin conformance verl",
+    "verl-vllm0.26": "spec-plugin conformance verl",
     "verl-vllm0.31": "spec-plugin conformance verl",
     "openrlhf-vllm0.31": "spec-plugin conformance openrlhf",
     "minimal-vllm0.32": f"python -m pytest {MINIMAL} -k keeps_the_contract",

@@ -29,6 +29,7 @@ ENVIRONMENTS = (
     "megatron",
     "veomni",
     "verl-vllm0.24",
+    "verl-vllm0.26",
     "verl-vllm0.31",
     "openrlhf-vllm0.31",
     "minimal-vllm0.32",

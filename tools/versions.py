@@ -34,6 +34,7 @@ PINS = {"verl": "0.24.0", "OpenRLHF": "0.29.0"}
 #: parts of ``tools/check.py`` that run the kit on a pair
 KITS = {
     ("verl", "0.24.0"): "verl-vllm0.24",
+    ("verl", "0.26.0"): "verl-vllm0.26",
     ("verl", "0.29.0"): "kit-verl",
     ("verl", "0.31.0"): "verl-vllm0.31",
     ("OpenRLHF", "0.29.0"): "kit-openrlhf",
