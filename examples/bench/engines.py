@@ -72,6 +72,11 @@ class Timing:
         """Median seconds of a decoding step with the whole batch."""
         return spread([getattr(s, clock) for s in self.steps[1 : 1 + self.full]]).median
 
+    def mean_step(self, clock: str) -> float:
+        """Mean seconds of all decoding steps: far above ``step`` where some take much longer than others."""
+        seconds = [float(getattr(s, clock)) for s in self.steps[1:]]
+        return sum(seconds) / len(seconds) if seconds else 0.0
+
     def prefill(self, clock: str) -> float:
         """Seconds of the first step."""
         return float(getattr(self.steps[0], clock))

@@ -121,7 +121,7 @@ def _start(content: Content) -> Iterable[Table]:
     columns = ["engine", "seconds_to_start", "runner", "cudagraph_mode", "graphs_captured", "async_scheduling"]
     yield _plain(content, "engine", "Engines", columns)
     yield _plain(content, "engine lost", "Engines that did not start", ["engine", "reason"])
-    columns = ["batch", "arm", "ms", "against_off", "tokens_per_step", "tokens_per_second"]
+    columns = ["batch", "arm", "ms", "against_off", "mean_ms", "prefill_ms", "tokens_per_step", "tokens_per_second"]
     yield _plain(content, "step", "Milliseconds of a decoding step with the whole batch: median (quartiles)", columns)
 
 

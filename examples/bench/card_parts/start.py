@@ -178,6 +178,8 @@ def _in_turn(record: Record, arms: Mapping[str, Callable[[int], Timing]], batch:
             batch=batch,
             arm=arm,
             ms=spread([1e3 * s for s in steps[arm]]),
+            mean_ms=spread([1e3 * t.mean_step("wall") for t in timings]),
+            prefill_ms=spread([1e3 * t.prefill("wall") for t in timings]),
             against_off=paired(steps[arm], steps["off"]),
             tokens_per_step=spread([t.acceptance_length for t in timings]).median,
             tokens_per_second=spread([t.rate("wall") for t in timings]),
