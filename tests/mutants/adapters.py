@@ -212,8 +212,15 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/engine/schedule/pause.py",
-        'if arguments.get("dummy_run"):',
-        'if arguments.get("dummy"):',
+        'arguments.get("num_speculative_tokens"):',
+        "False:",
+        "a step that was scheduled before the pause verifies what was drafted long ago, for other requests",
+        ("engine/test_pause.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/schedule/pause.py",
+        'if arguments.get("dummy_run") or',
+        'if arguments.get("dummy") or',
         "a paused draft leaves the ranks that keep step with it waiting",
         ("engine/test_pause.py",),
     ),
