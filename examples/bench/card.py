@@ -35,7 +35,7 @@ HELP = """Measure one GPU, in parts. Needs torch, transformers, vLLM and this re
   smoke       minutes: each thing of an engine that no GPU has run yet, once, at a tiny shape, and a table to paste
   trainer     without vLLM: the actor's hidden states, the draft's attention and training, and what a step of it takes
   start       runner, CUDA graphs and start-up of the engine with the flag and without; ms of a step at several batch sizes, for
-              k = 0, 1, 3, 7, without the flag, with full CUDA graphs, with vLLM's own speculation (whose k is fixed), in one pass
+              k = 0, 1, 3, 7, without the flag, with full CUDA graphs, on V1, with vLLM's own speculation (fixed k), in one pass
   rollouts    tokens per second without drafts, with each fixed k and under the controller, in turn
   tolerances  greedy text, drafted and plain, in several batch shapes; log-probs of engine and HF; what our guards say
   sleep       sleep, wake-up and refresh, again and again: is the draft whole, is the text the same

@@ -30,9 +30,9 @@ from spec_plugin.engine.refresh import swap as refresh
 from spec_plugin.engine.refresh.layout import Layout, draft_layout
 from spec_plugin.engine.refresh.swap import HOST, Staging
 from spec_plugin.engine.repairs import patches
-from spec_plugin.engine.repairs.adapters import apply_adapter_patches
+from spec_plugin.engine.repairs.adapters import ADAPTER_PATCHES
 from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, repack
-from spec_plugin.engine.repairs.graphs import apply_graph_patches
+from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES
 from spec_plugin.engine.repairs.hidden_states import complete_target
 from spec_plugin.engine.schedule.pause import pause_draft
 from spec_plugin.rollouts import Rollout
@@ -82,9 +82,9 @@ class SpecWorkerExtension:
             v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))  # some releases have no such word
             check_running_config(vllm_config.speculative_config, str(vllm_config.device_config.device_type), v2)
             if getattr(vllm_config, "lora_config", None) is not None:
-                apply_adapter_patches(skip)
+                patches.apply_each(ADAPTER_PATCHES, skip)
             if v2 and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
-                apply_graph_patches(skip)
+                patches.apply_each(GRAPH_PATCHES, skip)
             complete_target(vllm_config)
         apply_cpu_patches(skip)
         prepare_proposer(own_settings(vllm_config))

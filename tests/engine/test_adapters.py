@@ -24,7 +24,7 @@ from spec_plugin.engine import extension
 from spec_plugin.engine.schedule.counters import read_spec_counters
 target, draft, adapter, repaired = sys.argv[1:]
 if repaired == "no":
-    extension.apply_adapter_patches = list
+    extension.ADAPTER_PATCHES = ()
 llm = small.start_engine(Path(target), Path(draft), enable_lora=True, max_loras=1, max_lora_rank=8)
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest

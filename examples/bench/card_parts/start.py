@@ -34,26 +34,43 @@ def measure(record: Record, models: Models) -> None:
     prompts = workload.addition_prompts(models.small, max(sizes.step_batches), seed=7)
     seconds = 90.0 if record.settings["cuda"] else 60.0  # of a start
     off, flag = _begin(record, models, "plain", 0), _begin(record, models, "flag", max(sizes.step_widths))
-    others = _others(record, models)
-    name, third = next(others)
-    begun: Remote | None = third()
+    (name, start), *later = _others(record, models)
+    third = start()  # all three start side by side
     engines = {"off": _ready(record, "off", off)} | _started(record, "flag", flag)
-    measured = False
-    while True:
-        if begun is not None:
-            other = _started(record, name, begun)
-            try:
-                _steps(record, engines | other, prompts, measured)
-                measured = True
-            except RuntimeError as error:
-                record.row(kind="engine lost", engine=name, reason=str(error)[-2000:])
-            begun.close()  # its place in the card's memory
-        name, third = next(others, ("", None))
-        if third is None:
+    measured = _beside(record, engines, name, third, prompts, False)
+    for name, start in later:
+        if not record.enough_for(seconds + 30.0, f"the engine {name!r}"):
             break
-        begun = third() if record.enough_for(seconds + 30.0, f"the engine {name!r}") else None
+        measured = _beside(record, engines, name, start(), prompts, measured)
     for engine in engines.values():
         engine.close()
+
+
+def _beside(
+    record: Record, engines: Mapping[str, Remote], name: str, begun: Remote, prompts: workload.Prompts, again: bool
+) -> bool:
+    """A third engine beside the first two, while it is measured; without it these alone, if they have no rows.
+
+    Args:
+        record: of the part.
+        engines: the first two.
+        name: of the third.
+        begun: it, starting.
+        prompts: as many as the largest batch.
+        again: have the first two rows already.
+
+    Returns:
+        Whether they have now.
+    """
+    third = _started(record, name, begun)
+    if third or not again:
+        try:
+            _steps(record, {**engines, **third}, prompts, again)
+            again = True
+        except RuntimeError as error:
+            record.row(kind="engine lost", engine=name, reason=str(error)[-2000:])
+    begun.close()  # its place in the card's memory
+    return again
 
 
 def _others(record: Record, models: Models) -> Iterator[tuple[str, Callable[[], Remote]]]:

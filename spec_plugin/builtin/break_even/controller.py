@@ -179,7 +179,7 @@ class BreakEvenController:
             chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)
         if chosen.table != self._plan.table and not self._fixed:
             said = in_words(chosen.table)
-            if curve := self.acceptance_curve:
+            if (curve := self.acceptance_curve) is not None:
                 gain = f", predicted speed-up {chosen.speedup:.2f}x" if chosen.speculates else ""
                 said += f" (acceptance length {tokens_per_step(curve, self._config.k):.2f}{gain})"
             logger.info("spec-plugin: policy version %d: %s", policy_version, said)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch as set_for_now
 
 from torch import nn
 
-from spec_plugin.engine.repairs import patches
-from spec_plugin.engine.repairs.patches import Guard, Patch, PatchStatus
+from spec_plugin.engine.repairs.patches import Guard, Patch
 
 
 def _wrapped_embedding() -> nn.Module:
@@ -58,6 +57,7 @@ def with_bare_embedding(original: Callable[..., Any]) -> Callable[..., Any]:
     return _maybe_share_embeddings
 
 
+#: for an engine that serves adapters and drafts, before the models are loaded
 ADAPTER_PATCHES = (
     Patch(
         name="bare_embedding",
@@ -76,15 +76,3 @@ ADAPTER_PATCHES = (
         optional=True,
     ),
 )
-
-
-def apply_adapter_patches(skip: Collection[str] = ()) -> list[PatchStatus]:
-    """Apply them; in an engine that serves adapters and drafts, before the models are loaded.
-
-    Args:
-        skip: names of patches to leave out.
-
-    Raises:
-        PatchError: if one no longer fits the installed vLLM.
-    """
-    return patches.apply_each(ADAPTER_PATCHES, skip)

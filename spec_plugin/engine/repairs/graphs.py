@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
-from spec_plugin.engine.repairs import patches
-from spec_plugin.engine.repairs.patches import Guard, Patch, PatchStatus
+from spec_plugin.engine.repairs.patches import Guard, Patch
 
 
 @dataclass
@@ -97,11 +97,8 @@ def _usual_batches(manager: Any) -> None:
         manager.compilation_config.max_cudagraph_capture_size,
     )
     for mode, graphs in manager._capture_descs.items():
-        kinds: dict[Any, list[Any]] = {}
-        for graph in graphs:
-            kinds.setdefault(_kind(graph), []).append(graph)
         made: list[Any] = []
-        for kind, those in kinds.items():
+        for kind, those in _by_kind(graphs).items():
             length = kind.uniform_token_count
             if length is None or getattr(kind, "num_ubatches", 1) > 1:
                 made += those
@@ -112,9 +109,12 @@ def _usual_batches(manager: Any) -> None:
         manager._capture_descs[mode] = sorted(made, key=lambda graph: graph.num_tokens, reverse=True)
 
 
-def _kind(graph: Any) -> Any:
-    """The graph but for its size."""
-    return replace(graph, num_tokens=0, num_reqs=None)
+def _by_kind(graphs: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Graphs that differ in size alone, smallest first, by one of no size."""
+    kinds: dict[Any, list[Any]] = {}
+    for graph in sorted(graphs, key=lambda graph: graph.num_tokens):
+        kinds.setdefault(replace(graph, num_tokens=0, num_reqs=None), []).append(graph)
+    return kinds
 
 
 def _offer_each_length(manager: Any) -> None:
@@ -122,10 +122,7 @@ def _offer_each_length(manager: Any) -> None:
 
     vLLM offers the next larger ones only, which may all be of another k: batches then run without the graph that they have.
     """
-    kinds: dict[Any, list[Any]] = {}
-    for graphs in manager._capture_descs.values():
-        for graph in sorted(graphs, key=lambda graph: graph.num_tokens):
-            kinds.setdefault(_kind(graph), []).append(graph)
+    kinds = _by_kind(chain.from_iterable(manager._capture_descs.values()))
     # a full graph of one length, one of any length, piecewise ones
     order = sorted(kinds, key=lambda kind: (kind.cg_mode.name != "FULL", kind.uniform_token_count is None))
     manager._candidates.clear()
@@ -137,6 +134,7 @@ def _offer_each_length(manager: Any) -> None:
             first = graph.num_tokens + 1
 
 
+#: for an engine that drafts on the V2 model runner with full graphs, before its worker is made
 GRAPH_PATCHES = (
     Patch(
         name="graphs_of_every_k",
@@ -160,15 +158,3 @@ GRAPH_PATCHES = (
         optional=True,
     ),
 )
-
-
-def apply_graph_patches(skip: Collection[str] = ()) -> list[PatchStatus]:
-    """Apply them; in an engine that drafts on the V2 model runner with full graphs, before its worker is made.
-
-    Args:
-        skip: names of patches to leave out.
-
-    Raises:
-        PatchError: if one no longer fits the installed vLLM.
-    """
-    return patches.apply_each(GRAPH_PATCHES, skip)
