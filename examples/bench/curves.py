@@ -37,8 +37,9 @@ Arms, from the same seeds and with as many tokens through the draft in each step
            has it: the default before) and short (the default with three unrolled steps)
   losses   what is descended: kl-d-pace (the default, written out as the others are), kl, reverse-kl, jsd, ce, tv, nla, lk-hybrid,
            ce-tv, hit, d-pace, see objectives.py; and kl with fixed weights by position, decay-0.9, decay-0.8, decay-0.65
-  text     what a young draft reads, where a quarter of the rollouts is all that is kept (quarter): all of the first step's
-           (first), all of a validation before it, too (validation), or the prompts' tokens of that quarter (prompts)
+  text     what a young draft reads: all rollouts (all), and their prompts' tokens as if they had been sampled (all-prompts); and
+           where a quarter of the rollouts is all that is kept (quarter): all of the first step's (first), all of a validation
+           before it, too (validation), or the prompts' tokens of that quarter (prompts)
 Numbers are acceptance lengths, replayed on recorded samples (``LossStats.acceptance_length``), no engine and no time.
 """
 
@@ -80,9 +81,9 @@ def with_validation(now: Step, validation: Step | None) -> list[Document]:
     return [*validation.documents, *now.documents] if validation else quarter(now, None)
 
 
-def with_prompts(now: Step, validation: Step | None) -> list[Document]:
-    """A quarter, whose prompts' tokens teach as if the policy had sampled them."""
-    return [replace(d, loss_mask=torch.ones_like(d.loss_mask)) for d in quarter(now, None)]
+def with_prompts(documents: Sequence[Document]) -> list[Document]:
+    """Rollouts whose prompts' tokens teach as if the policy had sampled them."""
+    return [replace(d, loss_mask=torch.ones_like(d.loss_mask)) for d in documents]
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,12 @@ GROUPS: dict[str, dict[str, Arm]] = {
         },
     },
     "text": {
+        "all": Arm(),
+        "all-prompts": Arm(reads=lambda now, _: with_prompts(now.documents)),
         "quarter": Arm(reads=quarter),
         "first": Arm(reads=first_whole),
         "validation": Arm(reads=with_validation),
-        "prompts": Arm(reads=with_prompts),
+        "prompts": Arm(reads=lambda now, _: with_prompts(quarter(now, None))),
     },
 }
 

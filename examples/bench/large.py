@@ -36,6 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from draft_training import DraftConfig, load_draft, save_draft
 from examples.bench import workload
 from examples.bench.common import CACHE, say
+from examples.quickstart.policy import made_whole
 
 _CONSTANT = 2.0**-10  # of the dimension that silences unknown tokens: its square vanishes in every norm
 _SILENT = -50.0  # logit that it gives them, at least
@@ -83,10 +84,9 @@ def embedded_target(small: Path, shape: Shape, dtype: str, cache: Path | None = 
     large = empty_model(config, dtype)
     with torch.no_grad():
         Embedding(source.config, shape).fill(state, large)
-    partial = workload.partial_folder(out)
-    large.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(small).save_pretrained(partial)
-    partial.rename(out)
+    with made_whole(out) as partial:
+        large.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(small).save_pretrained(partial)
     return out
 
 
@@ -115,9 +115,8 @@ def embedded_draft(draft: Path, small: Path, target: Path, dtype: str, cache: Pa
         )
     shape = Shape(**{field.name: hf[field.name] for field in fields(Shape)})
     made = DraftConfig.from_target(hf, aux_layers=config.aux_layers)
-    partial = workload.partial_folder(out)
-    save_draft(partial, made, embedded_draft_tensors(tensors, config, shape, getattr(torch, dtype)))
-    partial.rename(out)
+    with made_whole(out) as partial:
+        save_draft(partial, made, embedded_draft_tensors(tensors, config, shape, getattr(torch, dtype)))
     return out
 
 

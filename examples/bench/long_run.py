@@ -30,13 +30,15 @@ from spec_plugin.conformance.launch import Launch  # noqa: E402
 HELP = """Compare whole steps of the quickstart's GRPO run, with the flag and without, and the rewards that come of it.
 
 \b
-Both runs live side by side and take turns, a step each: while one works the other one is stopped, so what else the
-machine does meets both. Steps are compared by their number, per token of the response. --kill-at ends the run with the flag
-behind that step and lets it go on from its last checkpoint. --busy 30 30 runs a loop beside them that comes and goes.
-OVERRIDES are passed to the trainer, as in the quickstart.
+Both runs live side by side and take turns of --each steps: while one works the other one is stopped, so what else the
+machine does meets both. Steps are compared by their number, per token of the response; the first one behind a stop is left
+out, since a run that wakes takes longer for it. --kill-at ends the run with the flag behind that step and lets it go on from
+its last checkpoint. --busy 30 30 runs a loop beside them that comes and goes. OVERRIDES are passed to the trainer, as in the
+quickstart.
 
 \b
-Draft training is a share of a clock that goes on while a run is stopped, so train_share is halved. Rewards are called
+With --each 1 every step is one behind a stop: none is left out, and since draft training is a share of a clock that goes on
+while a run is stopped, train_share is halved. Rewards are called
 equivalent if the 90 % confidence interval of their mean difference, from means of ten steps each, lies within --margin (two
 one-sided tests at 5 %): of all steps, and of the second half alone, where runs that part would have parted. It is one run of
 each kind, whose tens are not independent: it can show that they part, and not that they never would.
@@ -87,6 +89,7 @@ class Found:
 @click.option("--first", default=5, type=click.IntRange(1), help="First step whose times are compared.")
 @click.option("--prompts", default=1024, type=click.IntRange(12), help="Different ones; 12 as in the quickstart.")
 @click.option("--kill-at", type=click.IntRange(1), help="Kill the run with the flag behind this step.")
+@click.option("--each", default=4, type=click.IntRange(1), help="Steps of a turn; 1, or 3 and more.")
 @click.option("--busy", nargs=2, type=float, help="Seconds on and off of a loop beside the runs.")
 @click.option("--margin", default=0.05, help="Difference of rewards that would matter.")
 @click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of JSON and PNG.")
@@ -97,6 +100,7 @@ def main(
     first: int,
     prompts: int,
     kill_at: int | None,
+    each: int,
     busy: tuple[float, float] | None,
     margin: float,
     out: Path,
@@ -106,23 +110,29 @@ def main(
     where, trainer = common.environment("cpu"), TRAINERS[name]
     folder = (out / f"long-run-{name}").absolute()
     shutil.rmtree(folder, ignore_errors=True)  # a trainer would go on from the checkpoints of another time
-    runs = [contestant(trainer, kind, steps, prompts, folder / kind, kill_at, overrides) for kind in ("plain", "flag")]
-    with closing(in_turns(runs, steps, folder, kill_at, say)) as rounds:
+    if each == 2:
+        raise click.BadParameter(
+            "of two steps one is behind a stop: what is usual can't be told from that", param_hint="--each"
+        )
+    chosen = overrides if each > 1 else (*half_the_share(trainer, overrides), *overrides)
+    runs = [contestant(trainer, kind, steps, prompts, folder / kind, kill_at, chosen) for kind in ("plain", "flag")]
+    with closing(in_turns(runs, steps, folder, kill_at, say, each)) as rounds:
         beside = BusyLoop(*busy) if busy else None
         try:
             for number in rounds:
-                if number % TEN == 0 or number == steps:
+                if number % TEN < each or number == steps:
                     say(f"step {number} of {steps}")
         finally:
             if beside is not None:
                 beside.end()
-    found = compare(trainer, runs[0], runs[1], first, margin)
+    found = compare(trainer, runs[0], runs[1], first, margin, woken=each == 1)
     tell(trainer, found)
     settings = {
         "trainer": name,
         "steps": steps,
         "prompts": prompts,
         "kill_at": kill_at,
+        "each": each,
         "busy": busy,
         "overrides": overrides,
     }
@@ -138,7 +148,7 @@ def contestant(
     """One of the two runs; that with the flag saves a checkpoint two steps before it is killed."""
     cache, plain = ROOT / ".cache" / "quickstart", kind == "plain"
     policy = cached_policy(cache, QUICKSTART)
-    chosen = without_ours(overrides) if plain else (*half_the_share(trainer, overrides), *overrides)
+    chosen = without_ours(overrides) if plain else overrides
     data = cache / f"data-{QUICKSTART.digest}-{prompts}"
 
     def launched(*more: str) -> Launch:
@@ -174,12 +184,14 @@ def half_the_share(trainer: Trainer, overrides: Sequence[str]) -> list[str]:
     return [f"{SPEC}train_share={share}"] if trainer.name == "verl" else ["--spec.train_share", str(share)]
 
 
-def compare(trainer: Trainer, plain: Contestant, flag: Contestant, first: int, margin: float) -> Found:
-    """Steps of the same number, from ``first`` on."""
+def compare(
+    trainer: Trainer, plain: Contestant, flag: Contestant, first: int, margin: float, woken: bool = False
+) -> Found:
+    """Steps of the same number, from ``first`` on; ``woken``: those behind a stop, too."""
     names = trainer.metric_names
     both = [(a, b) for a, b in zip(plain.steps, flag.steps, strict=True) if a.number >= first]
     # behind a kill there is a start-up, which is no step
-    pairs = [(a, b) for a, b in both if not math.isnan(a.took_s + b.took_s)]
+    pairs = [(a, b) for a, b in both if not math.isnan(a.took_s + b.took_s) and (woken or not (a.woken or b.woken))]
 
     def per_token(seconds: float, step: Step) -> float:
         return seconds / step.metrics[names["response_tokens"]]

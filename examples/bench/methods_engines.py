@@ -15,7 +15,7 @@ from examples.bench import common, workload
 from examples.bench.common import interleave, paired, say, spread
 from examples.bench.methods_report import Cell, Controlled
 from examples.bench.steering import Steered, calibrate
-from examples.quickstart.policy import cached_policy
+from examples.quickstart.policy import cached_policy, made_whole
 from spec_plugin import SpecConfig
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
@@ -78,14 +78,13 @@ def with_layer(padded: Path, trained: Path, width: int) -> Path:
 
     out = padded.with_name(f"{padded.name}-{trained.name}")
     if not out.exists():
-        partial = workload.partial_folder(out)
-        shutil.copytree(padded, partial, dirs_exist_ok=True)
-        hf = json.loads((partial / "config.json").read_text())
-        hf |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-        (partial / "config.json").write_text(json.dumps(hf))
-        layer = workload.pad_state(load_file(trained / "model.safetensors"), width)
-        save_file(load_file(partial / "model.safetensors") | layer, partial / "model.safetensors", {"format": "pt"})
-        partial.rename(out)
+        with made_whole(out) as partial:
+            shutil.copytree(padded, partial, dirs_exist_ok=True)
+            hf = json.loads((partial / "config.json").read_text())
+            hf |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+            (partial / "config.json").write_text(json.dumps(hf))
+            layer = workload.pad_state(load_file(trained / "model.safetensors"), width)
+            save_file(load_file(partial / "model.safetensors") | layer, partial / "model.safetensors", {"format": "pt"})
     return out
 
 

@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 from draft_training import fingerprint, load_draft  # noqa: E402
 from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import Spread, say, show, spread, verdict  # noqa: E402
+from examples.quickstart.policy import made_whole  # noqa: E402
 
 if TYPE_CHECKING:
     from examples.bench.engines import Engine, Timing
@@ -139,9 +140,8 @@ def large_target(dtype: str) -> Path:
         embed = torch.nn.functional.normalize(torch.randn(LARGE.vocab_size, LARGE.hidden_size), dim=-1)
         model.model.embed_tokens.weight.data = 8 * embed
         model.lm_head.weight.data = embed.roll(37, 0).clone()
-        partial = workload.partial_folder(out)
-        model.to(getattr(torch, dtype)).save_pretrained(partial)
-        partial.rename(out)
+        with made_whole(out) as partial:
+            model.to(getattr(torch, dtype)).save_pretrained(partial)
     return out
 
 

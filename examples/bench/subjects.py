@@ -14,12 +14,13 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.bench.common import CACHE, say
-from examples.bench.workload import Prompts, partial_folder
+from examples.bench.workload import Prompts
 from examples.quickstart.policy import (
     IGNORED,
     PolicySettings,
     build_tokenizer,
     cached_policy,
+    made_whole,
     question,
     taught,
 )
@@ -133,7 +134,6 @@ def _teach_sorting(out: Path, subject: Subject, settings: PolicySettings) -> Non
     torch.manual_seed(subject.seed)
     model = LlamaForCausalLM(config)
     taught(model, _sorting_batches(subject, settings, tokenizer), settings)
-    partial = partial_folder(out)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(out)
+    with made_whole(out) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)

@@ -2,8 +2,9 @@
 
 Whole steps are compared so that what the machine does meets all of them alike: the n-th step of each begins when that of the run
 before it has ended. A run is stopped (SIGSTOP) as soon as its step is logged, when its next one has hardly begun, and what it
-was stopped for is no part of its time. Each run has a /tmp of its own where the kernel allows it, since verl and Ray
-have fixed names there.
+was stopped for is no part of its time; but a run that is woken takes longer for its next step, so a turn may be several steps,
+of which the first one is told apart (``Step.woken``). Each run has a /tmp of its own where the kernel allows it, since verl and
+Ray have fixed names there.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ class Step:
         float  # from the end of the step before to this one's, without what the run was stopped for; NaN of a first one
     )
     stopped_s: float  # what it was stopped for meanwhile
+
+    @property
+    def woken(self) -> bool:
+        """Was the run stopped behind the step before, for more than a moment: its processes wake, and timers have run out."""
+        return self.stopped_s > 1.0
 
     def part(self, name: str) -> float:
         """One of the times that the trainer logged, of a part of the step: less the stop, if that fell into it.
@@ -184,8 +190,9 @@ def in_turns(
     out: Path,
     kill_at: int | None = None,
     said: Callable[[str], None] = print,
+    each: int = 1,
 ) -> Iterator[int]:
-    """Run them to their last step; yields the number of each step that all have made.
+    """Run them to their last step; yields the number of the last step that all have made, behind each round.
 
     Args:
         runs: the first one of a round changes from round to round.
@@ -194,6 +201,7 @@ def in_turns(
         kill_at: the step behind which those that have ``again`` are killed, to go on from their last checkpoint; steps that they
             make once more take the place of the first ones.
         said: gets a line at what takes long.
+        each: steps of a turn; the first round is one step, and one ends at ``kill_at``.
 
     Raises:
         TurnsError: if one of them fails.
@@ -211,19 +219,27 @@ def in_turns(
             _add(run, run.next_step())
             run.stop()
         yield 1
-        for number in range(2, steps + 1):
-            first = number % len(runs)
+        done = 1
+        for turn, last in enumerate(_ends(steps, each, kill_at)):
+            first = turn % len(runs)
             for run in (*runs[first:], *runs[:first]):
                 run.go()
-                if kill_at == number - 1 and run.again is not None:
-                    said(f"{run.name}: killed behind step {number - 1}, goes on from its last checkpoint")
+                if kill_at == done and run.again is not None:
+                    said(f"{run.name}: killed behind step {done}, goes on from its last checkpoint")
                     run.kill()
                     run.start(out / f"tmp-{run.name}")
-                while len(run.steps) < number or run.steps[-1].number < number:
+                while len(run.steps) < last or run.steps[-1].number < last:
                     _add(run, run.next_step())
-                if number < steps:
+                if last < steps:
                     run.stop()
-            yield number
+            done = last
+            yield done
+
+
+def _ends(steps: int, each: int, kill_at: int | None) -> list[int]:
+    """The last step of each turn behind the first step."""
+    ends = set(range(1 + each, steps, each)) | {steps}
+    return sorted(end for end in ends | {kill_at or steps} if 1 < end <= steps)
 
 
 def _add(run: Contestant, step: Step) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import random
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from draft_training import (
     save_draft,
 )
 from examples.bench.common import CACHE, say, track
-from examples.quickstart.policy import PolicySettings, cached_policy, one_thread, problem, question
+from examples.quickstart.policy import PolicySettings, cached_policy, made_whole, one_thread, problem, question
 from spec_plugin.actor.decoder import find_decoder
 from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end
 from spec_plugin.actor.taps import Taps
@@ -130,10 +129,9 @@ def padded_target(target: Path, width: int, dtype: str) -> Path:
     config.dtype = dtype
     twin = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     twin.load_state_dict(state)
-    partial = partial_folder(out)
-    twin.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(target).save_pretrained(partial)
-    partial.rename(out)
+    with made_whole(out) as partial:
+        twin.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(target).save_pretrained(partial)
     return out
 
 
@@ -206,11 +204,10 @@ def _train(
         expected = trainer.evaluate(held_out).acceptance_length
     say(f"acceptance length expected on held-out rollouts: {untrained:.2f} untrained, {expected:.2f} trained")
     tensors = trainer.engine_tensors(getattr(torch, settings.dtype))
-    partial = partial_folder(out)
-    trainer.kind.write(partial, tensors)
-    about = {"expected_acceptance": expected, "parameters": sum(t.numel() for t in tensors.values())}
-    (partial / "bench.json").write_text(json.dumps({**about, "settings": asdict(settings)}))
-    partial.rename(out)
+    with made_whole(out) as partial:
+        trainer.kind.write(partial, tensors)
+        about = {"expected_acceptance": expected, "parameters": sum(t.numel() for t in tensors.values())}
+        (partial / "bench.json").write_text(json.dumps({**about, "settings": asdict(settings)}))
 
 
 @torch.no_grad()
@@ -266,11 +263,3 @@ def digest_of(target: Path, settings: Mapping[str, Any]) -> str:
     stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(target.glob("*.safetensors"))]
     text = json.dumps([str(target.absolute()), stats, settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def partial_folder(out: Path) -> Path:
-    """An empty folder to fill before it is renamed, so that an interrupted one is never taken for complete."""
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterable, Iterator
@@ -242,15 +243,33 @@ def build_policy(out: Path, settings: PolicySettings = PolicySettings(), show: b
     loss = taught(model, teaching_batches(settings, tokenizer), settings, show)
     if settings.silent_layers:
         model = deepen(model, settings.silent_layers)
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    if settings.family == "mimo":
-        add_mtp_layer(partial, settings.seed)
-    (partial / "settings.json").write_text(json.dumps({**asdict(settings), "last_loss": loss}, indent=2))
-    partial.rename(out)
+    with made_whole(out) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        if settings.family == "mimo":
+            add_mtp_layer(partial, settings.seed)
+        (partial / "settings.json").write_text(json.dumps({**asdict(settings), "last_loss": loss}, indent=2))
     return out
+
+
+@contextmanager
+def made_whole(out: Path) -> Iterator[Path]:
+    """An empty folder to fill, which then becomes ``out``: an interrupted one is never taken for complete.
+
+    Where another process was faster, ``out`` stays as that made it.
+    """
+    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        try:
+            partial.rename(out)
+        except OSError:
+            if not out.exists():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def cached_policy(cache: Path, settings: PolicySettings = PolicySettings(), show: bool = True) -> Path:

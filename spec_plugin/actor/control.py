@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from spec_plugin.actor.judged import share_for
 from spec_plugin.actor.links import EngineLink
+from spec_plugin.actor.slice_clock import SliceClock
 from spec_plugin.answers import expect_instance, expect_list
 from spec_plugin.blocking import run_blocking
 from spec_plugin.errors import LosslessError
@@ -81,7 +82,7 @@ class RolloutControl:
         self._anew = False  # was nothing sent to the engines since a fresh start
         self._warned: set[str] = set()  # what is said once
         self._was_hidden = False
-        self._slice_ended = time.monotonic()
+        self._slices = SliceClock()
         if link is not None:
             self._warn_unchecked()
 
@@ -214,7 +215,7 @@ class RolloutControl:
             return
         if self._tested is None:
             await self._self_test(link)
-            self._slice_ended = time.monotonic()  # start-up is no part of the first step
+            self._slices.restart()  # start-up is no part of the first step
         if not self._recalled and not session.failed:
             await self._recall(link)
         plain = session.plain_for is not None
@@ -223,7 +224,7 @@ class RolloutControl:
             # an untrained draft is never right, so only now can the sampler's accepting half be seen at work
             began = time.monotonic()
             await self._self_test(link)
-            self._slice_ended += time.monotonic() - began  # the draft's share is one of the step, not of the test
+            self._slices.leave_out(time.monotonic() - began)  # the draft's share is one of the step, not of the test
             schedule = session.schedule(self.policy_version)
         await self._set(link, schedule)
         failed_before = session.failed
@@ -379,15 +380,14 @@ class RolloutControl:
         head_start = 0.0
         with session.guarded("head start"):
             head_start = most_of_any_rank(wanted)
-        began = time.monotonic()
-        share = session.config.train_share
+        step_seconds, share = self._slices.step_seconds(), session.config.train_share
         with self.ledger.spending():
             if not session.hidden:
-                session.train_draft(step, share / (1.0 - share) * (began - self._slice_ended) + head_start)
+                session.train_draft(step, share / (1.0 - share) * step_seconds + head_start)
             if self._overlaps and session.config.eager_refresh and self.policy_version >= 0 and not session.hidden:
                 # requests in flight go on with the new draft: exact, since the target verifies what either proposes
                 run_blocking(self._install(session.draft_weights(WeightSync(self.policy_version, None, None))))
-        self._slice_ended = time.monotonic()
+        self._slices.restart()
         self.ledger.close()
         self.ledger.waits()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
-_CONTROL, _LINKS, _HARVEST, _TAPS = (f"spec_plugin/actor/{name}.py" for name in ("control", "links", "harvest", "taps"))
+_CONTROL, _LINKS, _HARVEST, _TAPS, _CLOCK = (
+    f"spec_plugin/actor/{name}.py" for name in ("control", "links", "harvest", "taps", "slice_clock")
+)
 _SESSION = "spec_plugin/session.py"
 
 MUTATIONS = (
@@ -192,9 +194,23 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
-        "share / (1.0 - share) * (began - self._slice_ended)",
-        "share * (began - self._slice_ended)",
+        "share / (1.0 - share) * step_seconds",
+        "share * step_seconds",
         "draft training gets less than its share of a step",
+        ("test_control_phases.py",),
+    ),
+    Mutation(
+        _CLOCK,
+        "min(seconds, _MOST * usual)",
+        "seconds",
+        "a step that was stopped for an hour earns an hour's training",
+        ("test_control_phases.py",),
+    ),
+    Mutation(
+        _CLOCK,
+        "        self._steps.append(seconds)\n",
+        "        self._steps.append(seconds if usual is None else min(seconds, usual))\n",
+        "where steps become longer for good, training never gets its share again",
         ("test_control_phases.py",),
     ),
     Mutation(

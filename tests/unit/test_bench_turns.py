@@ -90,6 +90,13 @@ def test_two_runs_make_their_steps_in_turn_and_are_not_charged_for_waiting(tmp_p
     assert changes <= 3 * 6, "side by side they would change at each of 240 beats"
 
 
+def test_a_turn_may_be_several_steps_of_which_the_first_was_woken(tmp_path):
+    runs = [run(tmp_path, name, steps=8) for name in ("one", "other")]
+    assert list(in_turns(runs, 8, tmp_path, kill_at=6, said=lambda line: None, each=3)) == [1, 4, 6, 7, 8]
+    long_stops = [[step.number for step in each.steps if step.stopped_s > 0.3] for each in runs]
+    assert long_stops == [[2, 5, 8], [2, 7]], "who ends a round begins the next one"
+
+
 def test_a_killed_run_goes_on_from_what_it_saved(tmp_path):
     runs = [run(tmp_path, name) for name in ("plain", "flag")]
     runs[1].again = runs[1].launch

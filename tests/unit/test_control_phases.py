@@ -12,6 +12,7 @@ from test_training import TARGET, sync
 from spec_plugin import LosslessError, SpecConfig
 from spec_plugin import ledger as ledger_module
 from spec_plugin.actor import control as control_module
+from spec_plugin.actor import slice_clock
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.events import (
     Check,
@@ -205,11 +206,27 @@ def test_law_3_once_something_was_cut_short_sequences_may_lag_for_good():
 
 def test_draft_training_gets_its_share_of_a_step_that_it_is_part_of(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(control_module, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0]))
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
+    monkeypatch.setattr(control_module, "time", clock)
+    monkeypatch.setattr(slice_clock, "time", clock)
     control, plugin = made(Engines(), train_share=0.2, head_start=0.0)
     now[0] += 8.0
     control.train_draft(0)
     assert plugin.seconds == [pytest.approx(2.0)], "two of ten seconds"
+
+
+def test_a_step_that_was_stopped_earns_what_one_and_a_half_of_the_usual_ones_earn(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(slice_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock, earned = slice_clock.SliceClock(), []
+    for step, slice_seconds in ((900.0, 60.0), (8.0, 1.0), (10.0, 1.0), (3600.0, 1.0), (9.0, 1.0), *[(40.0, 4.0)] * 5):
+        now[0] += step
+        earned.append(round(clock.step_seconds(), 3))
+        now[0] += slice_seconds
+        clock.restart()
+    assert earned[:3] == [900.0, 8.0, 10.0], "too few to know what is usual"
+    assert earned[3:5] == [15.0, 9.0], "an hour's stop, and the step behind it"
+    assert earned[5:] == [15.0, 15.0, 40.0, 40.0, 40.0], "steps that are longer for good are usual soon"
 
 
 @pytest.mark.parametrize("level", [1, 2])

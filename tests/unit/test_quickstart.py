@@ -31,6 +31,7 @@ from examples.quickstart.policy import (  # noqa: E402
     build_tokenizer,
     cached_policy,
     deepen,
+    made_whole,
     question,
     teaching_batches,
     worked_answer,
@@ -144,11 +145,19 @@ def test_policy_is_bitwise_the_same_for_the_same_seed_and_cached(tmp_path: Path)
 
 
 def test_an_interrupted_policy_is_not_taken_for_a_complete_one(tmp_path: Path) -> None:
-    partial = tmp_path / f"policy-{TINY.digest}.partial"
+    partial = tmp_path / f"policy-{TINY.digest}.{os.getpid()}.partial"
     partial.mkdir()
     (partial / "config.json").write_text("{}")
     assert (cached_policy(tmp_path, TINY, show=False) / "model.safetensors").exists()
     assert not partial.exists()
+
+
+def test_of_two_that_make_the_same_folder_the_faster_one_is_kept(tmp_path: Path) -> None:
+    with made_whole(tmp_path / "made") as partial:
+        (partial / "by").write_text("the slower one")
+        (tmp_path / "made").mkdir()
+        (tmp_path / "made" / "by").write_text("the faster one")
+    assert (tmp_path / "made" / "by").read_text() == "the faster one" and not partial.exists()
 
 
 def test_any_setting_changes_the_digest() -> None:

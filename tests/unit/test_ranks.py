@@ -130,7 +130,7 @@ def three_steps(rank: int, hook: str, where: int) -> list[Any]:
         asyncio.run(control.synced(sync(version)))
         control.agree()
         session.target_forward(hidden(torch.arange(20) + 20 * rank, version))
-        control._slice_ended -= 60.0
+        control._slices.leave_out(-60.0)
         control.train_draft(version)
         (trainer,) = [p for p in session.manager.get_plugins() if type(p).__name__ == "DraftTraining"]
         out.append((session.failed, session.follows, trainer._trainer.draft_version if trainer._trainer else -1))

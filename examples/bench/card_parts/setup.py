@@ -11,6 +11,7 @@ from pathlib import Path
 from examples.bench import large, workload
 from examples.bench.card_parts.record import Record
 from examples.bench.common import say
+from examples.quickstart.policy import made_whole
 
 #: drafted tokens that the small drafts are trained for
 UNROLLED = 7
@@ -122,10 +123,9 @@ def small_models(folder: Path, device: str) -> dict[str, Path]:
 
 
 def _copy(source: Path, folder: Path) -> None:
-    partial = workload.partial_folder(folder)
-    shutil.copytree(source, partial, dirs_exist_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    with made_whole(folder) as partial:
+        shutil.copytree(source, partial, dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def models(record: Record, device: str) -> Models:
