@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,21 @@ class Document:
     def nbytes(self) -> int:
         """Bytes that the four tensors hold."""
         return sum(t.numel() * t.element_size() for t in (self.input_ids, self.aux, self.last, self.loss_mask))
+
+    def with_context(self, share: float) -> Document:
+        """The same document, in which tokens that the policy read teach as if it had sampled them.
+
+        The target's distribution is known there as well. Of the tokens before the last sampled one that were not sampled, the
+        latest count, ``share`` times as many as were sampled at most.
+        """
+        sampled = self.loss_mask.to(torch.bool)
+        at = sampled.nonzero().squeeze(1)
+        if not len(at) or not (most := int(share * len(at))):
+            return self
+        read = (~sampled[: int(at[-1])]).nonzero().squeeze(1)[-most:]
+        mask = sampled.clone()
+        mask[read] = True
+        return replace(self, loss_mask=mask)
 
     def window(self, start: int, stop: int) -> Document:
         """Tokens ``start`` to ``stop``; the hidden states were computed with the whole prefix and stay valid."""

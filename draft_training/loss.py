@@ -43,6 +43,10 @@ class LossStats:
     def __add__(self, other: LossStats) -> LossStats:
         return LossStats.unpack(self.pack() + other.pack())
 
+    def first(self, steps: int) -> LossStats:
+        """Those of the first unrolled steps; the rounds stay those that were long enough for all."""
+        return LossStats(self.count[:steps], self.kl[:steps], self.accepted[:steps], self.rounds)
+
     def loss(self, decay: float) -> float:
         """Sum over steps of ``decay ** j`` times the mean KL, in nats; 0.0 where nothing was counted."""
         means: list[float] = (self.kl / self.count.clamp_min(1)).tolist()

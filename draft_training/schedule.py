@@ -6,26 +6,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from draft_training.settings import TrainSettings
-from draft_training.unroll import Unroll
+
+#: of so many optimizer steps one is unrolled as far as the engine drafts
+_DEEP_EVERY = 4
 
 
 class TrainingSchedule:
-    """Learning rates, unrolled steps and tokens of an optimizer step.
+    """Learning rates, unrolled steps and tokens of an optimizer step; steps are counted from the draft's birth.
 
-    A draft that was trained before has nothing to gain from large steps, and much to lose: it learns at the floor of the rates
-    and is unrolled as far as the engine drafts. A newborn one begins with large rates and few unrolled steps.
+    A draft that was trained before has nothing to gain from large steps, and much to lose: it learns at the floor of the rates.
+    A newborn one begins with large rates.
     """
 
     def __init__(self, settings: TrainSettings, *, newborn: bool) -> None:
         self._settings = settings
         self.newborn = newborn  # begins knowing nothing
         self.scale = 1.0  # a further factor of the learning rates, for training that has an end
-        self.unroll = Unroll(settings.first_steps, settings.ttt_steps, grown=not newborn)
+        self.shallow = min(settings.first_steps, settings.ttt_steps)  # unrolled in most steps
 
     def restart(self) -> None:
-        """Unroll, and learn at the rates, as an untrained draft does: what was given turned out to know nothing."""
+        """Learn at the rates of an untrained draft: what was given turned out to know nothing."""
         self.newborn = True
-        self.unroll = Unroll(self._settings.first_steps, self._settings.ttt_steps)
+
+    def unroll(self, step: int) -> int:
+        """Steps of the training-time test at an optimizer step: few, and in every fourth as many as the engine drafts.
+
+        What few steps teach mostly holds for further ones, and leaves time for more text; but a draft that never saw its own
+        states so deep may collapse there. Measured by ``examples/bench/curves.py``.
+        """
+        return self._settings.ttt_steps if step % _DEEP_EVERY == _DEEP_EVERY - 1 else self.shallow
 
     def rate(self, step: int) -> float:
         """Factor of the full learning rates at an optimizer step.
@@ -33,22 +42,24 @@ class TrainingSchedule:
         After a linear warm-up an untrained draft's falls as one over the root of the steps. The policy never stops moving, so the
         factor stays at its floor.
         """
-        settings = self._settings
-        warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
-        young = (1 + step / settings.decay_steps) ** -0.5 if self.newborn else 0.0
-        return warm * max(settings.lr_floor, young) * self.scale
+        warm = min(1.0, (step + 1) / max(1, self._settings.warmup_steps))
+        return warm * max(self._settings.lr_floor, self._youth(step)) * self.scale
 
-    @property
-    def tokens(self) -> int:
+    def _youth(self, step: int) -> float:
+        return float((1 + step / self._settings.decay_steps) ** -0.5) if self.newborn else 0.0
+
+    def young(self, step: int) -> bool:
+        """Is a newborn draft still learning at more than the floor of its rates: then it lacks text above all."""
+        return self._youth(step) > self._settings.lr_floor
+
+    def tokens(self, step: int) -> int:
         """Tokens of an optimizer step: its positions, unrolled, stay as many, and so its memory and its time."""
-        settings = self._settings
-        return settings.tokens_per_step * min(settings.first_steps, self.unroll.steps) // self.unroll.steps
+        return self._settings.tokens_per_step * self.shallow // self.unroll(step)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-serialisable; ``scale`` is set anew by whoever uses it."""
-        return {"unroll": self.unroll.state_dict(), "newborn": self.newborn}
+        return {"newborn": self.newborn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned; what it lacks, as one of an earlier version does, stays as it is."""
-        self.unroll.load_state_dict(state.get("unroll", {}))
         self.newborn = bool(state.get("newborn", self.newborn))

@@ -15,11 +15,14 @@ class TrainSettings:
     weight_decay: float = 0.5  # of matrices, as a share of lr: what a policy that moves asks for
     grad_clip: float = 1.0  # norm of the draft's own gradients
     ttt_steps: int = 3  # most unrolled steps of the training-time test; the engine's k
-    first_steps: int = 3  # unrolled by an untrained draft, until it reaches further
+    first_steps: int = 3  # unrolled in most optimizer steps, see ``TrainingSchedule.unroll``
     ttt_decay: float = 1.0  # weight of step j in the loss is ttt_decay ** j
     chain_smoothing: float | None = 0.5  # of the weights by what hangs on a position, see ``chains``; None: all alike
     logit_cap: float | None = None  # of the target's logits, see ``outside.logit_cap``
-    tokens_per_step: int = 1024  # per optimizer step and rank, while no more than first_steps are unrolled
+    tokens_per_step: int = 1024  # per optimizer step and rank, where first_steps are unrolled
+    context_share: float = (
+        1.0  # tokens of prompts that teach a young draft, too, of so many sampled ones, see ``with_context``
+    )
     replay_share: float = 0.25  # share of older policy versions in a step
     warmup_steps: int = 10  # linear
     decay_steps: float = 30.0  # steps from which an untrained draft's rates fall as 1 / sqrt

@@ -169,19 +169,19 @@ class DraftTrainer:
             RuntimeError: before the first ``update_policy``.
         """
         began, steps, skipped, tokens = time.perf_counter(), 0, 0, 0
-        total = LossStats.zeros(self.schedule.unroll.steps, self.device)
+        total = LossStats.zeros(self.schedule.shallow, self.device)
         with self._own_modes(), self._on_device():
             while steps + skipped < max_steps and not self._ranks.any(self._would_overrun(began, seconds)):
                 step_began = time.perf_counter()
-                outcome = self._step(lambda: buffer.sample(self.schedule.tokens, self.settings.replay_share))
+                outcome = self._step(
+                    lambda: buffer.sample(self.schedule.tokens(self.draft_version), self.settings.replay_share)
+                )
                 if outcome is None:
                     break
                 finite, stats, step_tokens = outcome
                 steps, skipped, tokens = steps + finite, skipped + (not finite), tokens + step_tokens
                 if finite:
-                    # what was measured with another unroll is no mean with this one
-                    total = stats if stats.count.shape != total.count.shape else total + stats
-                    self.schedule.unroll.observe(stats)
+                    total = total + stats.first(self.schedule.shallow)  # of all steps alike
                 self._measured(time.perf_counter() - step_began)
             if not steps + skipped and self._step_seconds is not None and seconds > 0:
                 self._step_seconds /= 2
@@ -303,12 +303,13 @@ class DraftTrainer:
         What fails on one rank alone, memory above all, is raised on all of them at the next sum: nobody waits for it.
         """
         embed, lm_head = self._policy()
-        steps = self.schedule.unroll.steps
+        steps = self.schedule.unroll(self.draft_version)
         batch: PackedBatch | None = None
         sizes = torch.zeros(steps + 1, dtype=torch.float64, device=self.device)
         with self._ranks.all_or_none(sizes) as summed:
             if documents := sample():
-                batch = pack(documents, self.device)
+                share = self.settings.context_share if self.schedule.young(self.draft_version) else 0.0
+                batch = pack([document.with_context(share) for document in documents], self.device)
                 sizes[:steps], sizes[steps] = batch.counts(steps), len(batch)
         if not float(summed[0]):
             return None

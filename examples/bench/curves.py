@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any
 
 import click
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
@@ -33,13 +32,13 @@ first step, its head start), and the draft is judged on rollouts that it has not
   moves    the policy takes a step of AdamW at 2e-4 after each trainer step, on its own samples with random advantages;
            judged on the *next* step's rollouts, as an engine would serve it
 Arms, from the same seeds and with as many tokens through the draft in each step, come in groups:
-  unroll   default (the normed output is fed back, the unroll grows to k=8), residual (the residual stream is fed back, as EAGLE-3
-           has it: the default before) and short (the default with three unrolled steps)
+  unroll   default (the normed output is fed back; three unrolled steps, and eight in every fourth optimizer step; prompts teach,
+           too), residual (the residual stream is fed back, as EAGLE-3 has it) and short (three unrolled steps in all)
   losses   what is descended: kl-d-pace (the default, written out as the others are), kl, reverse-kl, jsd, ce, tv, nla, lk-hybrid,
            ce-tv, hit, d-pace, see objectives.py; and kl with fixed weights by position, decay-0.9, decay-0.8, decay-0.65
-  text     what a young draft reads: all rollouts (all), and their prompts' tokens as if they had been sampled (all-prompts); and
-           where a quarter of the rollouts is all that is kept (quarter): all of the first step's (first), all of a validation
-           before it, too (validation), or the prompts' tokens of that quarter (prompts)
+  text     what a young draft reads: all rollouts (all), without what their prompts teach (no-prompts); and where a quarter of the
+           rollouts is all that is kept (quarter): all of the first step's (first), all of a validation before it, too
+           (validation), or that quarter without what its prompts teach (quarter-no-prompts)
 Numbers are acceptance lengths, replayed on recorded samples (``LossStats.acceptance_length``), no engine and no time.
 """
 
@@ -81,11 +80,6 @@ def with_validation(now: Step, validation: Step | None) -> list[Document]:
     return [*validation.documents, *now.documents] if validation else quarter(now, None)
 
 
-def with_prompts(documents: Sequence[Document]) -> list[Document]:
-    """Rollouts whose prompts' tokens teach as if the policy had sampled them."""
-    return [replace(d, loss_mask=torch.ones_like(d.loss_mask)) for d in documents]
-
-
 @dataclass(frozen=True)
 class Arm:
     """How one draft is trained."""
@@ -107,11 +101,11 @@ GROUPS: dict[str, dict[str, Arm]] = {
     },
     "text": {
         "all": Arm(),
-        "all-prompts": Arm(reads=lambda now, _: with_prompts(now.documents)),
+        "no-prompts": Arm(settings={"ttt_steps": 8, "context_share": 0.0}),
         "quarter": Arm(reads=quarter),
+        "quarter-no-prompts": Arm(settings={"ttt_steps": 8, "context_share": 0.0}, reads=quarter),
         "first": Arm(reads=first_whole),
         "validation": Arm(reads=with_validation),
-        "prompts": Arm(reads=lambda now, _: with_prompts(quarter(now, None))),
     },
 }
 

@@ -97,7 +97,6 @@ SCHEMA = (
     Metric(
         "spec/head_start_ms", "ms", 0, 1e7, "time that the last slice was allowed beyond train_share, see head_start"
     ),
-    Metric("spec/train_unroll", "", 1, 16, "steps of the training-time test; grows up to k with acceptance"),
     Metric("spec/logprob_diff_mean", "nats", 0, 1, "mean of abs(rollout - recomputed) log-prob in this step"),
     Metric("spec/logprob_diff_p9999", "nats", 0, 1e2, "99.99 % of its tokens differ by no more"),
     Metric("spec/logprob_diff_max", "nats", 0, 1e2, "largest difference of one token"),

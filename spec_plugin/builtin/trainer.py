@@ -211,7 +211,6 @@ class DraftTraining:
             "spec/train_ms": self._slice.seconds * 1e3,
             "spec/train_share": self._config.train_share * self._pace.share,
             "spec/train_steps": float(self._slice.steps),
-            "spec/train_unroll": float(self._trainer.schedule.unroll.steps),
             "spec/buffer_tokens": float(self._buffer.tokens),
         }
 

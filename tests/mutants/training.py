@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
-_LOSS, _TRAINER, _BUFFER, _CHECKPOINT, _STATE, _CONFIG, _BATCH, _OPTIMIZER, _UNROLL, _MODEL, _SCHEDULE = (
+_LOSS, _TRAINER, _BUFFER, _CHECKPOINT, _STATE, _CONFIG, _BATCH, _OPTIMIZER, _MODEL, _SCHEDULE = (
     f"draft_training/{name}.py"
     for name in (
         "loss",
@@ -15,7 +15,6 @@ _LOSS, _TRAINER, _BUFFER, _CHECKPOINT, _STATE, _CONFIG, _BATCH, _OPTIMIZER, _UNR
         "config",
         "batch",
         "optimizer",
-        "unroll",
         "model",
         "schedule",
     )
@@ -80,8 +79,8 @@ MUTATIONS = (
     ),
     Mutation(
         _SCHEDULE,
-        "        self.newborn = True\n        self.unroll",
-        "        self.unroll",
+        "        self.newborn = True\n",
+        "        pass\n",
         "a draft that turned out to know nothing learns at the rates of a trained one",
         ("draft_training/test_draft_trainer.py",),
     ),
@@ -178,7 +177,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SCHEDULE,
-        "warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))",
+        "warm = min(1.0, (step + 1) / max(1, self._settings.warmup_steps))",
         "warm = 1.0",
         "the draft's first steps are of the full rate: no warm-up",
         ("draft_training/test_draft_policy.py",),
@@ -268,6 +267,48 @@ MUTATIONS = (
         ("draft_training/test_draft_buffer.py",),
     ),
     Mutation(
+        _SCHEDULE,
+        "if step % _DEEP_EVERY == _DEEP_EVERY - 1 else self.shallow",
+        "if False else self.shallow",
+        "a draft never sees its own states as deep as the engine drafts",
+        ("draft_training/test_draft_policy.py",),
+    ),
+    Mutation(
+        _SCHEDULE,
+        "self._settings.tokens_per_step * self.shallow // self.unroll(step)",
+        "self._settings.tokens_per_step",
+        "a step that unrolls further takes more memory than was counted",
+        ("draft_training/test_draft_policy.py",),
+    ),
+    Mutation(
+        _SCHEDULE,
+        "return self._youth(step) > self._settings.lr_floor",
+        "return self.newborn",
+        "prompts teach for ever",
+        ("draft_training/test_draft_trainer.py",),
+    ),
+    Mutation(
+        _BATCH,
+        "read = (~sampled[: int(at[-1])]).nonzero().squeeze(1)[-most:]",
+        "read = (~sampled).nonzero().squeeze(1)[-most:]",
+        "what was read behind the last sampled token teaches",
+        ("draft_training/test_draft_trainer.py",),
+    ),
+    Mutation(
+        _BATCH,
+        ".nonzero().squeeze(1)[-most:]",
+        ".nonzero().squeeze(1)",
+        "a long prompt drowns what was sampled",
+        ("draft_training/test_draft_trainer.py",),
+    ),
+    Mutation(
+        _TRAINER,
+        "stats.first(self.schedule.shallow)",
+        "stats.first(1)",
+        "the loss that is reported is that of the first drafted token alone",
+        ("draft_training/",),
+    ),
+    Mutation(
         _BATCH,
         "successor_sampled = mask.roll(-1) & (row < stop)",
         "successor_sampled = mask.roll(-1)",
@@ -317,13 +358,6 @@ MUTATIONS = (
         ("draft_training/test_draft_checkpoint.py",),
     ),
     Mutation(
-        _SCHEDULE,
-        '{"unroll": self.unroll.state_dict(), "newborn"',
-        '{"newborn"',
-        "a resumed draft begins to unroll anew",
-        ("draft_training/test_draft_policy.py",),
-    ),
-    Mutation(
         _TRAINER,
         "weights=self.draft.state_dict(),",
         "weights={},",
@@ -352,13 +386,6 @@ MUTATIONS = (
         ")",
         "one learning rate does not serve drafts of any size",
         ("draft_training/test_draft_optimizer.py",),
-    ),
-    Mutation(
-        _UNROLL,
-        "if share >= _LONGER and self._rounds >= _ROUNDS and",
-        "if share >= _LONGER and",
-        "a few lucky rounds make training unroll further",
-        ("draft_training/test_draft_unroll.py",),
     ),
     Mutation(
         _CONFIG,

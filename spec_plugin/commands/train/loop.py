@@ -71,7 +71,7 @@ def train(
             trainer.schedule.scale = min(1.0, (visits - visit) / max(1.0, _COOLING * visits))
             report = trainer.train_slice(buffer, math.inf, min(_STEPS, settings.steps - visit * _STEPS))
             acceptance = report.acceptance_length
-            report_progress(visit + 1, f"{acceptance:.2f} of {trainer.schedule.unroll.steps + 1}")
+            report_progress(visit + 1, f"{acceptance:.2f} of {trainer.schedule.shallow + 1}")
             if time.monotonic() - saved > _SAVE_EVERY:
                 trainer.save(work / "trainer", {"visits": visit + 1, "buffer": buffer.state_dict()})
                 saved = time.monotonic()

@@ -75,15 +75,37 @@ def test_law_5_tensors_that_were_sent_do_not_change_while_the_draft_is_trained_o
     assert all(torch.equal(sent[name], before[name]) for name in sent)
 
 
-def test_a_resumed_draft_unrolls_as_far_as_it_did(tiny, tmp_path):
-    settings = replace(SETTINGS, first_steps=1, ttt_steps=3)
+def test_every_fourth_step_is_unrolled_as_far_as_the_engine_drafts_with_fewer_tokens(tiny, tmp_path, monkeypatch):
+    settings = replace(SETTINGS, first_steps=2, ttt_steps=4, tokens_per_step=60)
+    seen: list[tuple[int, int]] = []
+    loss = DraftTrainer._loss
+
+    def watched(self, batch, embed, lm_head, counts):
+        seen.append((counts.numel(), len(batch)))
+        return loss(self, batch, embed, lm_head, counts)
+
+    monkeypatch.setattr(DraftTrainer, "_loss", watched)
     t = make_trainer(tiny, settings)
-    t.schedule.unroll.steps = 2
+    report = t.train_slice(make_buffer(), 60, 6)
+    assert [steps for steps, _ in seen] == [2, 2, 2, 4, 2, 2]
+    assert all(tokens <= 60 * 2 // steps for steps, tokens in seen) and max(tokens for _, tokens in seen) > 30
+    assert len(report.chances) <= 2 and report.loss > 0.0, "of the first two steps, which all optimizer steps have"
     t.save(tmp_path / "draft")
     resumed = make_trainer(tiny, settings)
-    assert resumed.schedule.unroll.steps == 1
     resumed.load(tmp_path / "draft")
-    assert resumed.schedule.unroll.steps == 2
+    resumed.train_slice(make_buffer(), 60, 2)
+    assert [steps for steps, _ in seen[6:]] == [2, 4], "it goes on where it was"
+
+
+def test_a_draft_is_never_unrolled_further_than_the_engine_drafts(tiny):
+    t = make_trainer(tiny, replace(SETTINGS, first_steps=3, ttt_steps=2))
+    assert {t.schedule.unroll(step) for step in range(8)} == {2} and t.schedule.tokens(3) == SETTINGS.tokens_per_step
+
+
+def test_more_unrolled_steps_than_sampled_tokens_replay_no_round():
+    short = torch.ones(8, 3, dtype=torch.bool)
+    accepted, rounds = replay(short, short, torch.arange(3))
+    assert float(rounds) == 0.0 and not accepted.any()
 
 
 def test_the_last_token_of_a_document_teaches_nothing_of_the_next_one():

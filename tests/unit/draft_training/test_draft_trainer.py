@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from draft_helpers import make_document, make_policy
 
 from draft_training import (
+    Document,
     DraftConfigError,
     DraftTrainer,
     HiddenBuffer,
@@ -243,3 +245,40 @@ def test_a_draft_that_turned_out_to_know_nothing_learns_at_a_newborns_rates(tiny
     resumed = make_trainer(tiny, settings, tensors=newborn.engine_tensors())
     resumed.load(tmp_path / "draft")
     assert resumed.schedule.rate(20) == rates[0][2], "also after a resume"
+
+
+@pytest.mark.parametrize(
+    ("mask", "share", "taught"),
+    [
+        ("......##", 1.0, "....####"),
+        ("......##", 0.5, ".....###"),
+        ("......##", 0.4, "......##"),
+        ("..######", 1.0, "########"),
+        (".##...#..", 1.0, ".######.."),  # what was read behind the last sampled token is not what a draft continues
+        (".##...#..", 0.34, ".##..##.."),
+        ("........", 1.0, "........"),
+        ("......##", 0.0, "......##"),
+    ],
+)
+def test_the_latest_tokens_that_were_read_teach_too_as_many_as_were_sampled(mask, share, taught):
+    document = replace(make_document(len(mask), 0), loss_mask=torch.tensor([c == "#" for c in mask]))
+    found = document.with_context(share)
+    assert "".join(".#"[int(on)] for on in found.loss_mask) == taught
+    assert found.input_ids is document.input_ids and "".join(".#"[int(on)] for on in document.loss_mask) == mask
+
+
+def test_prompts_teach_a_newborn_draft_as_long_as_it_is_young_and_no_given_one(tiny, monkeypatch):
+    settings = replace(SETTINGS, decay_steps=1.0, lr_floor=0.5)  # young for three steps
+    for tensors, taught in ((None, [1.0, 1.0, 1.0, 0.0, 0.0]), (make_trainer(tiny).engine_tensors(), [0.0] * 5)):
+        shares: list[float] = []
+
+        def watched(document, share, shares=shares):
+            shares.append(share)
+            return document
+
+        monkeypatch.setattr(Document, "with_context", watched)
+        t, b = make_trainer(tiny, settings, tensors=tensors), make_buffer(documents=1)
+        t.train_slice(b, 60, 5)
+        assert shares == taught
+        t.evaluate([make_document(20, 5)])
+        assert len(shares) == 5, "acceptance is that of sampled tokens"
