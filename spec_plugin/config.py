@@ -118,7 +118,8 @@ class SpecConfig(BaseModel):
         16_384,
         ge=32,
         le=2**31,
-        description="most tokens whose hidden states are captured per trainer step and actor process",
+        description="most tokens whose hidden states are captured per trainer step and actor process; in the first, as many as "
+        "the buffer holds",
     )
     memory_tokens: int = Field(
         4_194_304,

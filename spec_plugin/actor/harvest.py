@@ -195,6 +195,7 @@ class RolloutHarvest:
         session = self.session
         self._wanted = session.method.harvest if session.config.train else None
         self._taps: Taps | None = None
+        self._opened = False
         self._build()
 
     def taps(self, layers: Sequence[int]) -> Taps:
@@ -215,11 +216,25 @@ class RolloutHarvest:
                 self._taps = self.taps(self._wanted)
 
     def open(self) -> None:
-        """Allow ``harvest_tokens`` tokens from here on; none if no draft is trained, or none is to be (collective)."""
+        """Allow ``harvest_tokens`` tokens from here on; none if no draft is trained, or none is to be (collective).
+
+        The first time as many as the draft's buffer holds, if that is more: a newborn draft trains longest then, on nothing else.
+        """
         self._build()
         self._control.agree()
         wanted = self._taps is not None and not self.session.failed and not self.session.hidden
-        self.plan.open(self.session.config.harvest_tokens if wanted else 0)
+        usual = self.session.config.harvest_tokens
+        self.plan.open((usual if self._opened else max(usual, self._held_at_most())) if wanted else 0)
+        self._opened = self._opened or wanted
+
+    def _held_at_most(self) -> int:
+        """Tokens that fit into the draft's buffer."""
+        config, draft = self.session.config, self.session.method.draft
+        if draft is None or self._wanted is None:
+            return 0
+        number = getattr(torch, self.session.target.dtype).itemsize
+        token = (len(self._wanted) + 1) * draft.config.hidden_size * number
+        return min(config.buffer_tokens, (config.buffer_mb << 20) // token)
 
     def close(self) -> None:
         """End the budget of this log-prob pass: nothing is captured until the next ``open``."""

@@ -200,6 +200,20 @@ MUTATIONS = (
         ("test_control_phases.py",),
     ),
     Mutation(
+        _HARVEST,
+        "self._opened = self._opened or wanted",
+        "pass",
+        "each step harvests as much as the buffer holds",
+        ("test_harvest_budget.py",),
+    ),
+    Mutation(
+        _HARVEST,
+        "(config.buffer_mb << 20) // token",
+        "1 << 40",
+        "the first harvest takes what the buffer throws away at once",
+        ("test_harvest_budget.py",),
+    ),
+    Mutation(
         _CLOCK,
         "min(seconds, _MOST * usual)",
         "seconds",

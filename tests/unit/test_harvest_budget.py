@@ -50,11 +50,17 @@ class Actor:
     def __init__(self, shards: Shards | None = None, **options: Any) -> None:
         manager, self.heard = create_manager(["trainer"], load_entry_points=False), Heard()
         manager.register(self.heard)
-        self.session = SpecSession(SpecConfig(harvest_tokens=BUDGET, **options), TARGET, manager)
+        options = {"harvest_tokens": BUDGET, "buffer_tokens": 256, **options}
+        self.session = SpecSession(SpecConfig(**options), TARGET, manager)
         self.decoder = nn.Module()
         self.decoder.layers = nn.ModuleList([nn.Identity() for _ in range(LAYERS)])
         self.decoder.norm = nn.Identity()
         self.harvest = DecoderHarvest(RolloutControl(self.session, None), lambda: self.decoder, shards)
+
+    def later(self) -> Actor:
+        """In a step behind the first, whose budget is that of a buffer to fill."""
+        self.harvest.open()
+        return self
 
     def runs(self, *lengths: int) -> None:
         ids = [torch.arange(n) for n in lengths]
@@ -65,8 +71,35 @@ class Actor:
             self.decoder.norm(states)
 
 
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({}, [(120, 120), (16,)]),
+        ({"harvest_tokens": 400}, [(120, 120, 120), (40,)]),
+        ({"buffer_mb": 1, "buffer_tokens": 1 << 20}, [(120, 120, 120), (120,)]),
+    ],
+)
+def test_the_first_step_fills_the_buffer_and_later_ones_keep_to_their_budget(options, lengths):
+    actor = Actor(**options)
+    actor.harvest.open()
+    for documents in ((120, 120, 120), (120,), (40,), (16,)):
+        actor.runs(*documents)
+    assert actor.heard.lengths[:2] == lengths
+    actor.harvest.open()
+    actor.runs(*[BUDGET // 2] * 40)
+    assert sum(actor.heard.lengths[-1]) == options.get("harvest_tokens", BUDGET)
+
+
+def test_the_first_step_keeps_within_the_bytes_of_the_buffer():
+    actor = Actor(buffer_mb=1, buffer_tokens=1 << 30)
+    itemsize = getattr(torch, TARGET.dtype).itemsize
+    most = (1 << 20) // (itemsize * actor.session.method.draft.config.hidden_size * (len(actor.harvest._wanted) + 1))
+    actor.harvest.open()
+    assert actor.harvest.plan.left == most
+
+
 def test_what_was_harvested_is_taken_off_the_budget_of_the_phase():
-    actor = Actor()
+    actor = Actor().later()
     actor.harvest.open()
     for lengths in ((12, 12), (12,), (8,), (1,)):
         actor.runs(*lengths)
@@ -78,7 +111,7 @@ def test_what_was_harvested_is_taken_off_the_budget_of_the_phase():
 
 
 def test_a_document_is_cut_only_where_the_whole_budget_is_too_small_for_it():
-    actor = Actor()
+    actor = Actor().later()
     actor.harvest.open()
     actor.runs(40)
     assert actor.heard.lengths == [(BUDGET,)]
@@ -89,7 +122,7 @@ def test_a_document_is_cut_only_where_the_whole_budget_is_too_small_for_it():
 
 
 def test_ranks_that_share_their_documents_share_their_budgets():
-    actor = Actor(Shards())
+    actor = Actor(Shards()).later()
     actor.harvest.open()
     actor.runs(20, 20, 20)
     assert actor.heard.lengths == [(20, 20)], (
@@ -183,7 +216,7 @@ def test_a_harvest_that_could_not_be_made_is_made_anew_behind_a_fresh_start():
     assert harvest.plan.left == 0
     actor.session.failure = None
     harvest.open()
-    assert harvest.plan.left == BUDGET
+    assert harvest.plan.left == 256, "its first budget, a buffer"
 
 
 def test_law_6_a_harvest_that_fails_costs_speculation_and_not_the_pass():
