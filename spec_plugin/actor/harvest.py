@@ -232,8 +232,8 @@ class RolloutHarvest:
         config, draft = self.session.config, self.session.method.draft
         if draft is None or self._wanted is None:
             return 0
-        number = getattr(torch, self.session.target.dtype).itemsize
-        token = (len(self._wanted) + 1) * draft.config.hidden_size * number
+        number: int = getattr(torch, self.session.target.dtype).itemsize
+        token: int = (len(self._wanted) + 1) * draft.config.hidden_size * number
         return min(config.buffer_tokens, (config.buffer_mb << 20) // token)
 
     def close(self) -> None:
