@@ -166,7 +166,7 @@ class DraftTraining:
             before = self._judged
             self._judge(self._buffer.newest(_JUDGED_TOKENS))
             if self._judged is not None and self._judged is not before:
-                self._pace.judged(self._judged.acceptance_length)
+                self._pace.judged(self._judged.acceptance_length, self._config.k + 1.0)
         if unseen and not self._method.newborn:
             unseen = self._judged is not None and self._judged.acceptance_length < KNOWS_NOTHING
             if unseen:  # such as a layer that was never trained

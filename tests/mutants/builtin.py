@@ -132,6 +132,13 @@ MUTATIONS = (
     ),
     Mutation(
         _PACE,
+        "top >= _NEARLY_ALL * most",
+        "top >= most",
+        "a draft that accepts nearly all is trained as much as one that learns",
+        ("test_pace.py",),
+    ),
+    Mutation(
+        _PACE,
         "elif (1.0 - _FALLS) * before <= now < (1.0 + _RISES) * before:",
         "elif now < (1.0 + _RISES) * before:",
         "training is halved while acceptance falls",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 
@@ -32,13 +33,15 @@ def test_what_is_cut_short_and_what_is_not_noticed(rise, halved, doubled):
     assert doubled[0] <= shares.count(1.0) / 2000 <= doubled[1]
 
 
-def run(steps: int, rng: random.Random, moves: float, jump_at: int = -1) -> list[tuple[float, float]]:
+def run(
+    steps: int, rng: random.Random, moves: float, jump_at: int = -1, most: float = math.inf
+) -> list[tuple[float, float]]:
     """(acceptance length, share) of each step of a draft that training draws to 4 tokens, while a policy that moves undoes it."""
     pace, length, out = Pace(), 1.5, []
     for step in range(steps):
         length += 0.15 * pace.share * (4.0 - length) - moves * (length - 1.0)
         length = 2.0 if step == jump_at else length
-        pace.judged(length * (1.0 + rng.gauss(0.0, NOISE)))
+        pace.judged(length * (1.0 + rng.gauss(0.0, NOISE)), most)
         out.append((length, pace.share))
     return out
 
@@ -50,6 +53,16 @@ def test_the_share_falls_at_rest_and_rises_when_the_policy_turns(seed):
     assert min(share for _, share in steps[48:100]) == LEAST, "it has learnt"
     assert max(share for _, share in steps[100:124]) >= 2 * LEAST, "acceptance had fallen"
     assert steps[-1][0] > 3.5, "it has learnt again"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_accepts_nearly_all_is_trained_least_at_once_and_more_when_it_falls(seed):
+    steps = run(160, random.Random(seed), moves=0.0, jump_at=100, most=4.0)
+    reached = next(i for i, (length, _) in enumerate(steps) if length >= 0.93 * 4.0)
+    assert all(share == 1.0 for length, share in steps[:reached] if length < 0.84 * 4.0), "it learns"
+    assert statistics.fmean(share for _, share in steps[reached + 4 : 100]) <= 1.1 * LEAST, "it has learnt"
+    assert max(share for _, share in steps[100:132]) >= 2 * LEAST, "acceptance had fallen"
+    assert steps[-1][0] > 3.4, "it has learnt again"
 
 
 @pytest.mark.parametrize(
