@@ -214,7 +214,6 @@ class RolloutStats:
     accepted_by_batch: tuple[
         tuple[int, int], ...
     ] = ()  # requests in a step, and the accepted tokens of all steps of so many
-    decoding_seconds: float = 0.0  # of the slowest engine, in steps that did nothing else
     busy_seconds: float = 0.0  # of the slowest engine, in steps of all kinds
     parts: tuple[RolloutStats, ...] = ()  # of several engines, what each of them did
 

@@ -79,7 +79,7 @@ class Ledger:
 
         Args:
             stats: what the engines say of it.
-            times_as_long: its decoding would have taken without drafts; None: not known.
+            times_as_long: its steps would have taken without drafts; None: not known.
             at_most: of each engine, what it says and the same of all that it did, at most; None: not known.
         """
         self.works()  # some trainers wait for rollouts in the weight sync; what they do there besides counts as waiting
@@ -93,12 +93,12 @@ class Ledger:
             self._judge_hidden(max(waited, most) / phase)
         if times_as_long is None:
             return
-        decoding = stats.decoding_seconds
-        longer = decoding * (times_as_long - 1.0)
+        busy = stats.busy_seconds
+        longer = busy * (times_as_long - 1.0)
         if not math.isfinite(longer):
             return
         if self.overlaps:
-            behind, without = (max(0.0, seconds - work) for seconds in (decoding, decoding + longer))
+            behind, without = (max(0.0, seconds - work) for seconds in (busy, busy + longer))
             longer = without - behind
         self._saved = (self._saved or 0.0) + longer
 

@@ -240,7 +240,7 @@ class SpecSession:
         with self.guarded("rollout_end"):
             self.manager.hook.spec_rollout_end(stats=stats)
         engines = stats.parts or (stats,)  # each has a tail of its own, and the slowest is waited for
-        usual = self._told("times_as_long_without", max(engines, key=lambda engine: engine.decoding_seconds))
+        usual = self._told("times_as_long_without", max(engines, key=lambda engine: engine.busy_seconds))
         most = [(e, self._told("times_as_long_at_most", e)) for e in engines] if self.ledger.overlaps else []
         with self.guarded("what drafts have saved"):
             self.ledger.rolled_out(stats, usual, most)

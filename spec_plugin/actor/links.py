@@ -216,7 +216,6 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         shadow_rounds=sum(p.shadow_rounds for p in parts),
         shadow_per_pos=_sum_positions([p.shadow_per_pos for p in parts]),
         interrupted=any(p.interrupted for p in parts),
-        decoding_seconds=max(p.decoding_seconds for p in parts),
         busy_seconds=max(p.busy_seconds for p in parts),
         parts=tuple(parts) if len(parts) > 1 else (),
     )

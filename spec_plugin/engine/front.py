@@ -404,9 +404,7 @@ class EngineFront:
             **(await self._shadow() if self.session.method.memory is not None else {}),
         )
         decoding = sum(s.seconds * s.steps for s in steps) + sum(m.seconds for m in mixed if not m.prompts)
-        return replace(
-            stats, decoding_seconds=min(stats.seconds, decoding), busy_seconds=min(stats.seconds, max(busy, decoding))
-        )
+        return replace(stats, busy_seconds=min(stats.seconds, max(busy, decoding)))
 
     async def _shadow(self) -> dict[str, Any]:
         rounds, per_pos = (await self.engine.collective_rpc("spec_take_shadow"))[0]

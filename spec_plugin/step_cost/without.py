@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -23,12 +24,18 @@ class _Steps(NamedTuple):
     reading: float  # the same where the draft reads the text
     own: float  # the same where all requests have a draft
 
+    @property
+    def modelled(self) -> float:
+        """Seconds of all of them by the cost model; a draft's passes are for all requests, also where some have none."""
+        return self.steps * (self.reading + self.share * max(0.0, self.own - self.reading))
+
 
 def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> float | None:
-    """The rollout's decoding time without drafts over what it was; below 1 where drafts cost more than they saved.
+    """Seconds of all the rollout's steps without drafts over what they were; below 1 where drafts cost more than they saved.
 
     A step of b requests that made n tokens of each, in the mean, stands for n plain steps of b requests: what fell to the busy
-    moments of the machine cancels, since both are of the same moment. Steps in which prompts were read are left out.
+    moments of the machine cancels, since both are of the same moment. A step that read prompts, too, stands for one that reads
+    them without the draft's part, and for the plain steps that the further tokens take.
 
     Args:
         stats: of the rollout.
@@ -38,12 +45,27 @@ def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[floa
     Returns:
         None where the engine has timed no steps.
     """
+    found = list(_all(stats, cost, acceptance))
+    slow = _slowness(found)
     took = without = 0.0
-    for s in _all(stats, cost, acceptance):
-        if not s.prompts:
-            took += s.seconds
-            without += s.seconds * (1.0 + s.share * (s.tokens - 1.0)) * s.plain / s.own
+    for s in found:
+        further, took = s.share * (s.tokens - 1.0), took + s.seconds
+        if s.prompts:
+            drafting = max(0.0, s.modelled - s.steps * s.plain)
+            without += s.seconds + slow * (s.steps * further * s.plain - drafting)
+        else:
+            without += s.seconds * (1.0 + further) * s.plain / s.own
     return without / took if took > 0.0 else None
+
+
+def _slowness(steps: Sequence[_Steps]) -> float:
+    """How many times as long as the cost model says steps took that read no prompts; those that did took no less than that."""
+
+    def times(prompts: bool, unknown: float) -> float:
+        modelled = sum(s.modelled for s in steps if s.prompts is prompts)
+        return sum(s.seconds for s in steps if s.prompts is prompts) / modelled if modelled > 0.0 else unknown
+
+    return min(times(False, unknown=1.0), times(True, unknown=math.inf))
 
 
 def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> float | None:
@@ -64,8 +86,7 @@ def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Seque
     """
     found = list(_all(stats, cost, acceptance, at_most=True))
     decoding = [s for s in found if not s.prompts]
-    # a draft's passes are for all requests, also where some have none: no less than this is in the model's own steps
-    own = sum(s.steps * (s.reading + s.share * max(0.0, s.own - s.reading)) for s in decoding)
+    own = sum(s.modelled for s in decoding)  # no less than this is in the model's own steps
     slow = max(1.0, sum(s.seconds for s in decoding) / own) if own > 0.0 else float("inf")
     took = without = 0.0
     for s in found:

@@ -62,9 +62,23 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
-        "(1.0 + s.share * (s.tokens - 1.0)) * s.plain",
-        "s.tokens * s.plain",
+        "further, took = s.share * (s.tokens - 1.0),",
+        "further, took = (s.tokens - 1.0),",
         "requests of the control group count as if they had been drafted",
+        ("test_without.py",),
+    ),
+    Mutation(
+        _WITHOUT,
+        "s.seconds + slow * (s.steps * further * s.plain - drafting)",
+        "s.seconds",
+        "what drafts saved while others read their prompts is not seen",
+        ("test_without.py",),
+    ),
+    Mutation(
+        _WITHOUT,
+        "return min(times(False, unknown=1.0), times(True, unknown=math.inf))",
+        "return 1.0",
+        "on a machine that is slower than it was at start-up too little is told while others read their prompts",
         ("test_without.py",),
     ),
     Mutation(
@@ -90,8 +104,8 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
-        "(s.reading + s.share * max(0.0, s.own - s.reading))",
-        "s.own",
+        "(self.reading + self.share * max(0.0, self.own - self.reading))",
+        "self.own",
         "law 7: drafts are taken away since steps with few of them are taken to be as long as those with many",
         ("test_without.py",),
     ),
@@ -112,8 +126,8 @@ MUTATIONS = (
     Mutation(
         _LEDGER,
         "(stats.busy_seconds or stats.seconds) * max",
-        "stats.decoding_seconds * max",
-        "law 7: drafts are taken away where half of the steps read prompts, too",
+        "stats.busy_seconds * max",
+        "law 7: drafts are taken away where an engine says nothing of its steps",
         ("test_ledger.py",),
     ),
     Mutation(

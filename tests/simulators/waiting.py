@@ -188,7 +188,6 @@ def _stats(version: int, log: StepLog, pairs: PairedSteps, batch: _Batch, reques
         pairs=tuple(pairs.take()),
         mixed=tuple(log.mixed),
         accepted_by_batch=tuple(log.accepted),
-        decoding_seconds=min(batch.seconds, decoding),
         busy_seconds=min(batch.seconds, max(decoding, log.busy_seconds)),
     )
 
@@ -222,7 +221,7 @@ def run(setting: Setting, seed: int, phases: int) -> Outcome:
             first = version if first is None and ledger.hidden else first
             if stats.drafts:
                 drafted, known = drafted + 1, known + (usual is not None)
-                longer = ((usual or 1.0) - 1.0) * stats.decoding_seconds / stats.seconds  # as the ledger counts it
+                longer = ((usual or 1.0) - 1.0) * stats.busy_seconds / stats.seconds  # as the ledger counts it
                 told, true_plain = told + batch.true * (1.0 + longer), true_plain + plain.true
                 steps += sum(s.steps for s in stats.steps) + sum(m.steps for m in stats.mixed)
                 mixed += sum(m.steps for m in stats.mixed)

@@ -323,7 +323,7 @@ def test_what_draft_work_takes_is_what_the_step_has_cost(monkeypatch):
 
         async def stats(self, policy_version: int) -> RolloutStats:
             steps = (StepTiming(1, 0, True, 0.1, 100),)
-            return RolloutStats(policy_version, 8, 800, 10.0, steps=steps, decoding_seconds=10.0)
+            return RolloutStats(policy_version, 8, 800, 10.0, steps=steps, busy_seconds=10.0)
 
     clock = SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now

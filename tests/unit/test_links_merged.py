@@ -35,7 +35,7 @@ def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time(
     pair = StepPair(4, 2, 0.1, 0.2)
     mixed = MixedSteps(4, 2, True, 0.1, 7, 20)
     one = RolloutStats(
-        3, 10, 500, 2.0, 100, 300, 250, (95, 85, 70), (timing,), pairs=(pair,), mixed=(mixed,), decoding_seconds=1.5
+        3, 10, 500, 2.0, 100, 300, 250, (95, 85, 70), (timing,), pairs=(pair,), mixed=(mixed,), busy_seconds=1.5
     )
     one = replace(one, accepted_by_batch=((1, 20), (4, 230)))
     other = RolloutStats(
@@ -59,7 +59,6 @@ def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time(
         pairs=(pair, pair),
         mixed=(mixed, mixed),
         accepted_by_batch=((1, 20), (2, 1), (4, 234)),
-        decoding_seconds=1.5,
         busy_seconds=4.0,
         parts=(one, other),
     )

@@ -283,7 +283,7 @@ def test_of_several_engines_the_slowest_says_what_was_saved_and_each_what_it_may
     controller = session.manager.get_plugin("controller")
     monkeypatch.setattr(controller, "times_as_long_without", lambda stats: stats.seconds, raising=False)
     monkeypatch.setattr(controller, "times_as_long_at_most", lambda stats: 2 * stats.seconds, raising=False)
-    parts = tuple(RolloutStats(1, 2, 12, s, decoding_seconds=s / 2) for s in (3.0, 7.0))
+    parts = tuple(RolloutStats(1, 2, 12, s, busy_seconds=s / 2) for s in (3.0, 7.0))
     stats = merge_stats(parts)
     session.rollout_end(stats)
     assert heard == [(stats, 7.0, [(parts[0], 6.0), (parts[1], 14.0)])]
