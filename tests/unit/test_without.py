@@ -131,6 +131,24 @@ def test_where_no_two_steps_are_alike_no_more_is_told_than_is_true_and_at_most_n
     assert prompts or at_most >= 0.999 * longest * truth
 
 
+@pytest.mark.parametrize("busy", [0.5, 1.0, 3.0])
+def test_what_drafts_save_while_other_requests_read_their_prompts_is_saved(busy):
+    stats, truth = mixed_rollout(8, busy=busy, prompts=0.2)
+    assert times_as_long(stats, Cost(), CHANCES) == pytest.approx(truth, rel=0.01)
+    alone = replace(stats, mixed=tuple(m for m in stats.mixed if m.prompts))
+    told, true = times_as_long(alone, Cost(), CHANCES), mixed_rollout_of_prompts(busy)
+    if busy == 1.0:
+        assert told == pytest.approx(true, rel=0.01)
+    else:
+        assert told < true if busy > 1.0 else told > true, "how busy it was is not known: as at start-up"
+
+
+def mixed_rollout_of_prompts(busy: float) -> float:
+    """What the steps of ``mixed_rollout`` that read prompts take without drafts, over what they take."""
+    cost, tokens = Cost(), tokens_per_step(CHANCES, 3)
+    return busy * (tokens * cost.seconds(8, 0) + 0.2) / (busy * (cost.seconds(8, 3) + 0.2))
+
+
 @pytest.mark.parametrize(("busy", "drafts_less"), [(1.0, 0.6), (1.3, 0.6), (2.0, 1.0), (1.0, 1.2)])
 def test_where_the_cost_model_has_timed_drafts_too_long_what_is_told_at_most_is_still_no_less_than_the_truth(
     busy, drafts_less

@@ -288,7 +288,7 @@ class BreakEvenController:
         return not known and self._plain_seconds > 0.0
 
     def times_as_long_without(self, stats: RolloutStats) -> float | None:
-        """What the steps of a rollout that ``spec_rollout_end`` has seen take without drafts, over what they took; None: not known."""
+        """What the steps of a rollout that ``spec_rollout_end`` has seen take without drafts, over what they took; or None."""
         plain = not stats.drafts and all(s.paused for s in stats.steps if not s.k)
         return 1.0 if plain else self._without(times_as_long, stats, max)
 
