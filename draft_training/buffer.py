@@ -72,7 +72,7 @@ class HiddenBuffer:
         """Draw documents of at most ``tokens`` tokens together, without replacement.
 
         Documents of the newest policy version come first; ``replay_share`` of the tokens is kept for older ones, and
-        either kind fills what the other leaves. Of a document longer than ``tokens`` a random window is drawn: its
+        either kind fills what the other leaves. Where more than half is left, a random window of a longer one is drawn: its
         hidden states saw the whole prefix, only the draft's own attention is cut there.
 
         Returns:
@@ -85,10 +85,13 @@ class HiddenBuffer:
         self._rng.shuffle(older)
         chosen, left = _fill(fresh, tokens - int(tokens * replay_share) if older else tokens)
         replayed, older_left = _fill(older, tokens - _total(chosen))
-        more, _ = _fill(left, tokens - _total(chosen) - _total(replayed))
+        more, rest = _fill(left, tokens - _total(chosen) - _total(replayed))
         drawn = chosen + replayed + more
-        if not drawn and (rest := left + older_left):
-            drawn = [self._window(rest[0], tokens)]
+        room, passed_over = tokens - _total(drawn), rest + older_left
+        if (
+            passed_over and room > tokens // 2
+        ):  # else long documents would be left out for as long as there is a short one
+            drawn.append(self._window(passed_over[0], room))
         return drawn
 
     def take_newest(self, tokens: int) -> list[Document]:

@@ -14,7 +14,8 @@ class SliceReport:
     steps: int  # optimizer steps taken
     tokens: int  # tokens that went through the draft, all ranks
     loss: float  # mean KL summed over steps with their decay, nats; 0.0 when nothing was measured
-    acceptance_length: float  # see LossStats.acceptance_length; 1.0 when nothing was measured
+    #: see LossStats.acceptance_length; 1.0 when nothing was measured. Of a slice of a young draft: on prompts, too
+    acceptance_length: float
     chances: tuple[float, ...]  # [J] chance that each drafted token is accepted, given those before it; () when unknown
     rounds: int  # replayed decoding rounds behind acceptance_length and chances
     skipped: int  # steps given up because loss or gradients were not finite

@@ -57,7 +57,7 @@ class TrainerState:
             draft_version=int(numbers["draft_version"]),
             policy_version=int(numbers["policy_version"]),
             skipped=int(numbers["skipped"]),
-            schedule={name: numbers[name] for name in ("unroll", "newborn") if name in numbers},
+            schedule={name: numbers[name] for name in ("newborn",) if name in numbers},
         )
 
 

@@ -106,7 +106,7 @@ class SpecConfig(BaseModel):
         None,
         ge=1,
         le=16,
-        description="most steps of EAGLE-3's training-time test (unroll): of every fourth optimizer step, others have 3; none: k",
+        description="most steps of EAGLE-3's training-time test (unroll): of every fourth optimizer step, others have 3 at most; none: k",
     )
     buffer_tokens: int = Field(
         65_536, ge=256, le=2**31, description="most tokens with hidden states kept per actor process"
@@ -118,8 +118,8 @@ class SpecConfig(BaseModel):
         16_384,
         ge=32,
         le=2**31,
-        description="most tokens whose hidden states are captured per trainer step and actor process; in the first, as many as "
-        "the buffer holds",
+        description="most tokens whose hidden states are captured per trainer step and actor process; in the first, up to four "
+        "times as many, as far as the buffer holds them",
     )
     memory_tokens: int = Field(
         4_194_304,

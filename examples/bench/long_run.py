@@ -31,17 +31,17 @@ HELP = """Compare whole steps of the quickstart's GRPO run, with the flag and wi
 
 \b
 Both runs live side by side and take turns of --each steps: while one works the other one is stopped, so what else the
-machine does meets both. Steps are compared by their number, per token of the response; the first one behind a stop is left
-out, since a run that wakes takes longer for it. --kill-at ends the run with the flag behind that step and lets it go on from
-its last checkpoint. --busy 30 30 runs a loop beside them that comes and goes. OVERRIDES are passed to the trainer, as in the
-quickstart.
+machine does meets both. Steps are compared by their number, per token of the response; the first one behind a stop is left out:
+a run that wakes takes longer for it, and trains its draft half as long again. --kill-at ends the run with the flag behind that
+step and lets it go on from its last checkpoint. --busy 30 30 runs a loop beside them that comes and goes. OVERRIDES are passed to
+the trainer, as in the quickstart.
 
 \b
 With --each 1 every step is one behind a stop: none is left out, and since draft training is a share of a clock that goes on
-while a run is stopped, train_share is halved. Rewards are called
-equivalent if the 90 % confidence interval of their mean difference, from means of ten steps each, lies within --margin (two
-one-sided tests at 5 %): of all steps, and of the second half alone, where runs that part would have parted. It is one run of
-each kind, whose tens are not independent: it can show that they part, and not that they never would.
+while a run is stopped, train_share is halved. Rewards are called equivalent if the 90 % confidence interval of their mean
+difference, from means of ten steps each, lies within --margin (two one-sided tests at 5 %): of all steps, and of the second half
+alone, where runs that part would have parted. It is one run of each kind, whose tens are not independent: it can show that they
+part, and not that they never would.
 """
 
 TEN = 10
@@ -107,13 +107,15 @@ def main(
     overrides: tuple[str, ...],
 ) -> None:
     """Run, compare, report."""
-    where, trainer = common.environment("cpu"), TRAINERS[name]
-    folder = (out / f"long-run-{name}").absolute()
-    shutil.rmtree(folder, ignore_errors=True)  # a trainer would go on from the checkpoints of another time
     if each == 2:
         raise click.BadParameter(
             "of two steps one is behind a stop: what is usual can't be told from that", param_hint="--each"
         )
+    if steps < first + each:
+        raise click.BadParameter(f"nothing is left to compare from step {first} on", param_hint="--steps")
+    where, trainer = common.environment("cpu"), TRAINERS[name]
+    folder = (out / f"long-run-{name}").absolute()
+    shutil.rmtree(folder, ignore_errors=True)  # a trainer would go on from the checkpoints of another time
     chosen = overrides if each > 1 else (*half_the_share(trainer, overrides), *overrides)
     runs = [contestant(trainer, kind, steps, prompts, folder / kind, kill_at, chosen) for kind in ("plain", "flag")]
     with closing(in_turns(runs, steps, folder, kill_at, say, each)) as rounds:
@@ -297,7 +299,7 @@ def write_picture(trainer: Trainer, runs: list[Contestant], file: Path) -> None:
         axis.set_title(label, fontsize=10)
         axis.grid(alpha=0.25)
     axes[0].legend()
-    figure.suptitle(f"GRPO in {trainer.name}, with the flag and without, step by step in turn")
+    figure.suptitle(f"GRPO in {trainer.name}, with the flag and without, step by step in turns")
     figure.savefig(file, dpi=110)
     plt.close(figure)
 

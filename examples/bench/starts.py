@@ -44,8 +44,7 @@ def start(
 ) -> Started:
     """Train a draft for the policy as it is before the run.
 
-    All k tokens are unrolled from the first step on, whatever the text: the unroll of a newborn draft grows with its acceptance
-    on what the policy sampled, and text that the policy only reads has none.
+    All k tokens are unrolled in each step, whatever the text.
 
     Args:
         subject: the policy.

@@ -13,9 +13,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import random
 import shutil
+import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -34,6 +35,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 IGNORED = -100  # label of tokens without a loss
+#: seconds after which an unfinished folder is nobody's any more
+_GIVEN_UP_AFTER = 3600.0
 
 
 @dataclass(frozen=True)
@@ -258,9 +261,12 @@ def made_whole(out: Path) -> Iterator[Path]:
 
     Where another process was faster, ``out`` stays as that made it.
     """
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    for left in out.parent.glob(f"{out.name}.*.partial"):  # by one that was killed
+        if time.time() - left.stat().st_mtime > _GIVEN_UP_AFTER:
+            shutil.rmtree(left, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.", suffix=".partial", dir=out.parent))
+    partial.chmod(0o755)
     try:
         yield partial
         try:

@@ -21,6 +21,8 @@ from spec_plugin.ranks import together
 Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
 #: each document's rows, [n_i, H], of what a layer was given or gave in one forward pass
 Rows = Callable[[Tensor], Sequence[Tensor]]
+#: the first step harvests as much as so many others, at most
+_FIRST = 4
 
 
 class SequenceShards(Protocol):
@@ -218,7 +220,8 @@ class RolloutHarvest:
     def open(self) -> None:
         """Allow ``harvest_tokens`` tokens from here on; none if no draft is trained, or none is to be (collective).
 
-        The first time as many as the draft's buffer holds, if that is more: a newborn draft trains longest then, on nothing else.
+        The first time more of them, as far as the draft's buffer holds them: a draft trains longest in a run's first step, and on
+        nothing else.
         """
         self._build()
         self._control.agree()
@@ -228,13 +231,13 @@ class RolloutHarvest:
         self._opened = self._opened or wanted
 
     def _held_at_most(self) -> int:
-        """Tokens that fit into the draft's buffer."""
-        config, draft = self.session.config, self.session.method.draft
+        """Tokens that fit into the draft's buffer, and into memory on their way there: no more than in ``_FIRST`` usual steps."""
+        config, draft, target = self.session.config, self.session.method.draft, self.session.target
         if draft is None or self._wanted is None:
             return 0
-        number: int = getattr(torch, self.session.target.dtype).itemsize
+        number: int = max(getattr(torch, dtype).itemsize for dtype in (target.dtype, target.actor_dtype))
         token: int = (len(self._wanted) + 1) * draft.config.hidden_size * number
-        return min(config.buffer_tokens, (config.buffer_mb << 20) // token)
+        return min(_FIRST * config.harvest_tokens, config.buffer_tokens, (config.buffer_mb << 20) // token)
 
     def close(self) -> None:
         """End the budget of this log-prob pass: nothing is captured until the next ``open``."""

@@ -6,8 +6,8 @@ import statistics
 import time
 from collections import deque
 
-#: steps whose median is the usual one, and how many of them are needed
-_REMEMBERED, _NEEDED = 8, 3
+#: steps whose median is the usual one
+_REMEMBERED = 8
 #: of the usual step, what one step earns at most
 _MOST = 1.5
 
@@ -34,6 +34,6 @@ class SliceClock:
     def step_seconds(self) -> float:
         """Seconds since the last slice ended, at most 1.5 times the median of the last eight; to be asked once a step."""
         seconds = time.monotonic() - self._ended
-        usual = statistics.median_low(self._steps) if len(self._steps) >= _NEEDED else None
+        usual = statistics.median_low(self._steps) if self._steps else None
         self._steps.append(seconds)
         return seconds if usual is None else min(seconds, _MOST * usual)

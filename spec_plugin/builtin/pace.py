@@ -39,7 +39,7 @@ class Pace:
         self._judged.append(acceptance)
         top = statistics.fmean(list(self._judged)[-_FEW:])
         if self.share > LEAST and len(self._judged) >= _FEW and top >= _NEARLY_ALL * most:
-            self.share = max(LEAST, self.share / 2.0)
+            self.share, self._held = max(LEAST, self.share / 2.0), max(self._held, top)
             self._judged.clear()
             return
         if len(self._judged) < 2 * WINDOW:

@@ -116,6 +116,8 @@ class DraftTraining:
             ttt_steps=min(config.ttt_steps or config.k, start.most_unrolled or config.k),
             logit_cap=logit_cap(self._target.hf_config, self._target.file),
             tokens_per_step=config.train_tokens or TRAIN_TOKENS[device.type],
+            # nobody has taught a policy what follows a placeholder of an image, and the draft sees nothing else of it
+            context_share=0.0 if "vision_config" in self._target.hf_config else TrainSettings.context_share,
             offload=device.type == "cuda",
         )
         trainer = DraftTrainer(

@@ -224,7 +224,7 @@ def test_a_step_that_was_stopped_earns_what_one_and_a_half_of_the_usual_ones_ear
         earned.append(round(clock.step_seconds(), 3))
         now[0] += slice_seconds
         clock.restart()
-    assert earned[:3] == [900.0, 8.0, 10.0], "too few to know what is usual"
+    assert earned[:3] == [900.0, 8.0, 10.0], "the first one is what it is"
     assert earned[3:5] == [15.0, 9.0], "an hour's stop, and the step behind it"
     assert earned[5:] == [15.0, 15.0, 40.0, 40.0, 40.0], "steps that are longer for good are usual soon"
 

@@ -74,28 +74,28 @@ class Actor:
 @pytest.mark.parametrize(
     ("options", "lengths"),
     [
-        ({}, [(120, 120), (16,)]),
-        ({"harvest_tokens": 400}, [(120, 120, 120), (40,)]),
-        ({"buffer_mb": 1, "buffer_tokens": 1 << 20}, [(120, 120, 120), (120,)]),
+        ({"buffer_tokens": 4096}, [(120,), (8,)]),  # four times the budget
+        ({"harvest_tokens": 100}, [(120, 120), (16,)]),  # what the buffer holds
+        ({"harvest_tokens": 400}, [(120, 120, 120), (40,)]),  # never less than the budget
     ],
 )
 def test_the_first_step_fills_the_buffer_and_later_ones_keep_to_their_budget(options, lengths):
     actor = Actor(**options)
     actor.harvest.open()
-    for documents in ((120, 120, 120), (120,), (40,), (16,)):
+    for documents in ((120, 120, 120), (120,), (40,), (16,), (8,)):
         actor.runs(*documents)
     assert actor.heard.lengths[:2] == lengths
     actor.harvest.open()
     actor.runs(*[BUDGET // 2] * 40)
-    assert sum(actor.heard.lengths[-1]) == options.get("harvest_tokens", BUDGET)
+    assert sum(actor.heard.lengths[-1]) == options.get("harvest_tokens", BUDGET) // 16 * 16
 
 
 def test_the_first_step_keeps_within_the_bytes_of_the_buffer():
-    actor = Actor(buffer_mb=1, buffer_tokens=1 << 30)
-    itemsize = getattr(torch, TARGET.dtype).itemsize
+    actor = Actor(buffer_mb=1, buffer_tokens=1 << 30, harvest_tokens=1000)
+    itemsize = max(getattr(torch, dtype).itemsize for dtype in (TARGET.dtype, TARGET.actor_dtype))
     most = (1 << 20) // (itemsize * actor.session.method.draft.config.hidden_size * (len(actor.harvest._wanted) + 1))
     actor.harvest.open()
-    assert actor.harvest.plan.left == most
+    assert actor.harvest.plan.left == most and 1000 < most < 4000
 
 
 def test_what_was_harvested_is_taken_off_the_budget_of_the_phase():
@@ -216,7 +216,7 @@ def test_a_harvest_that_could_not_be_made_is_made_anew_behind_a_fresh_start():
     assert harvest.plan.left == 0
     actor.session.failure = None
     harvest.open()
-    assert harvest.plan.left == 256, "its first budget, a buffer"
+    assert harvest.plan.left == 4 * BUDGET, "its first budget"
 
 
 def test_law_6_a_harvest_that_fails_costs_speculation_and_not_the_pass():

@@ -65,6 +65,14 @@ def test_what_accepts_nearly_all_is_trained_least_at_once_and_more_when_it_falls
     assert steps[-1][0] > 3.4, "it has learnt again"
 
 
+def test_a_draft_that_falls_soon_after_it_was_at_the_top_is_trained_more_again():
+    pace, shares = Pace(), []
+    for acceptance in [8.5] * 4 + [8.4] * 4 + [7.1] * 28:
+        pace.judged(acceptance, 9.0)
+        shares.append(pace.share)
+    assert shares[3] == LEAST and shares[7] == LEAST and max(shares[8:]) >= 2 * LEAST
+
+
 @pytest.mark.parametrize(
     ("moves", "at_most", "at_least"), [(0.0, 0.45, 0.999), (0.003, 0.62, 0.975), (0.01, 0.78, 0.965)]
 )

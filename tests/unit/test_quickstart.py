@@ -145,11 +145,13 @@ def test_policy_is_bitwise_the_same_for_the_same_seed_and_cached(tmp_path: Path)
 
 
 def test_an_interrupted_policy_is_not_taken_for_a_complete_one(tmp_path: Path) -> None:
-    partial = tmp_path / f"policy-{TINY.digest}.{os.getpid()}.partial"
-    partial.mkdir()
-    (partial / "config.json").write_text("{}")
+    left, others = (tmp_path / f"policy-{TINY.digest}.{word}.partial" for word in ("killed", "at-work"))
+    for partial in (left, others):
+        partial.mkdir()
+        (partial / "config.json").write_text("{}")
+    os.utime(left, (0, 0))
     assert (cached_policy(tmp_path, TINY, show=False) / "model.safetensors").exists()
-    assert not partial.exists()
+    assert [path.name for path in tmp_path.glob("*.partial")] == [others.name]
 
 
 def test_of_two_that_make_the_same_folder_the_faster_one_is_kept(tmp_path: Path) -> None:

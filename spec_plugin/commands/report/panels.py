@@ -140,7 +140,7 @@ def _speed(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
 
 
 def _draft(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
-    text = "Loss of each slice of draft training. It grows when more tokens are unrolled, and when the policy moves."
+    text = "Loss of each slice of draft training. It grows when the policy moves, and changes when prompts no longer teach."
     yield from _panel(run, spans, "Draft: loss", "nats", text, [(run.series("spec/draft_loss"), "loss", "-")])
     shares = shares_of(run)
     text = f"Of the whole run's time: {', '.join(f'{share.name} {percent(share.whole)}' for share in shares)}."

@@ -157,3 +157,12 @@ def test_something_is_left_to_learn_from():
     b = buffer()
     b.add(make_document(12, 12, version=1))
     assert b.take_newest(1000) == [] and len(b) == 1
+
+
+def test_a_long_document_is_read_in_windows_although_there_is_a_short_one():
+    b = HiddenBuffer(10_000, 1 << 30, 0)
+    for n in (100, 12, 90):
+        b.add(make_document(n, n))
+    drawn = b.sample(60, 0.25)
+    assert len(drawn) == 2 and sum(map(len, drawn)) == 60, "the short one, and a window of one that is too long"
+    assert len(b.sample(20, 0.25)) == 1, "where more than half is filled nothing is cut"
