@@ -64,7 +64,7 @@ class Document:
 class PackedBatch:
     """Documents one after the other, and the rows at which the target teaches.
 
-    A *teacher row* r is a token that the policy sampled and whose successor it sampled too (or of which ``with_context`` says so):
+    A *teacher row* r is a token that the policy sampled and whose successor it sampled too (or so ``with_context`` says):
     there, and only there, the engine may ask the draft for token r + 1. Step j of the unroll reaches row r from the anchor
     r - 1 - j, which counts only if all tokens from the anchor's successor to r + 1 were sampled in the same document, as in the
     engine.
