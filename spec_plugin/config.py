@@ -106,7 +106,7 @@ class SpecConfig(BaseModel):
         None,
         ge=1,
         le=16,
-        description="most steps of EAGLE-3's training-time test (unroll), in every fourth optimizer step, at most 3 in others; none: k",
+        description="most steps of EAGLE-3's training-time test, in every fourth optimizer step, at most 3 in others; none: k",
     )
     buffer_tokens: int = Field(
         65_536, ge=256, le=2**31, description="most tokens with hidden states kept per actor process"
