@@ -306,7 +306,7 @@ MUTATIONS = (
         "stats.first(self.schedule.shallow)",
         "stats.first(1)",
         "the loss that is reported is that of the first drafted token alone",
-        ("draft_training/",),
+        ("draft_training/test_draft_policy.py", "draft_training/test_draft_trainer.py"),
     ),
     Mutation(
         _BATCH,
