@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -34,8 +33,8 @@ def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[floa
     """Seconds of all the rollout's steps without drafts over what they were; below 1 where drafts cost more than they saved.
 
     A step of b requests that made n tokens of each, in the mean, stands for n plain steps of b requests: what fell to the busy
-    moments of the machine cancels, since both are of the same moment. A step that read prompts, too, stands for one that reads
-    them without the draft's part, and for the plain steps that the further tokens take.
+    moments of the machine cancels, since both are of the same moment. A step that read prompts, too, stands for itself: what
+    drafts saved in it is left out, so that less is told than was saved where requests come and go all the time.
 
     Args:
         stats: of the rollout.
@@ -45,27 +44,11 @@ def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[floa
     Returns:
         None where the engine has timed no steps.
     """
-    found = list(_all(stats, cost, acceptance))
-    slow = _slowness(found)
     took = without = 0.0
-    for s in found:
-        further, took = s.share * (s.tokens - 1.0), took + s.seconds
-        if s.prompts:
-            drafting = max(0.0, s.modelled - s.steps * s.plain)
-            without += s.seconds + slow * (s.steps * further * s.plain - drafting)
-        else:
-            without += s.seconds * (1.0 + further) * s.plain / s.own
+    for s in _all(stats, cost, acceptance):
+        took += s.seconds
+        without += s.seconds * (1.0 if s.prompts else (1.0 + s.share * (s.tokens - 1.0)) * s.plain / s.own)
     return without / took if took > 0.0 else None
-
-
-def _slowness(steps: Sequence[_Steps]) -> float:
-    """How many times as long as the cost model says steps took that read no prompts; those that did took no less than that."""
-
-    def times(prompts: bool, unknown: float) -> float:
-        modelled = sum(s.modelled for s in steps if s.prompts is prompts)
-        return sum(s.seconds for s in steps if s.prompts is prompts) / modelled if modelled > 0.0 else unknown
-
-    return min(times(False, unknown=1.0), times(True, unknown=math.inf))
 
 
 def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> float | None:
