@@ -88,9 +88,8 @@ class HiddenBuffer:
         more, rest = _fill(left, tokens - _total(chosen) - _total(replayed))
         drawn = chosen + replayed + more
         room, passed_over = tokens - _total(drawn), rest + older_left
-        if (
-            passed_over and room > tokens // 2
-        ):  # else long documents would be left out for as long as there is a short one
+        # else long documents would be left out for as long as there is a short one
+        if passed_over and room > tokens // 2:
             drawn.append(self._window(passed_over[0], room))
         return drawn
 

@@ -20,9 +20,7 @@ class TrainSettings:
     chain_smoothing: float | None = 0.5  # of the weights by what hangs on a position, see ``chains``; None: all alike
     logit_cap: float | None = None  # of the target's logits, see ``outside.logit_cap``
     tokens_per_step: int = 1024  # per optimizer step and rank, where first_steps are unrolled
-    context_share: float = (
-        1.0  # tokens of prompts that teach a young draft, too, of so many sampled ones, see ``with_context``
-    )
+    context_share: float = 1.0  # of so many sampled tokens, those read that teach a young draft, see ``with_context``
     replay_share: float = 0.25  # share of older policy versions in a step
     warmup_steps: int = 10  # linear
     decay_steps: float = 30.0  # steps from which an untrained draft's rates fall as 1 / sqrt

@@ -16,7 +16,6 @@ import json
 import random
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from draft_training.folders import claimed, sweep
 from draft_training.optimizer import Muon
 from spec_plugin.conformance.tiny import END, PAD, add_mtp_layer, byte_tokenizer, tiny_config
 
@@ -35,8 +35,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 IGNORED = -100  # label of tokens without a loss
-#: seconds after which an unfinished folder is nobody's any more
-_GIVEN_UP_AFTER = 3600.0
 
 
 @dataclass(frozen=True)
@@ -261,19 +259,18 @@ def made_whole(out: Path) -> Iterator[Path]:
 
     Where another process was faster, ``out`` stays as that made it.
     """
-    for left in out.parent.glob(f"{out.name}.*.partial"):  # by one that was killed
-        if time.time() - left.stat().st_mtime > _GIVEN_UP_AFTER:
-            shutil.rmtree(left, ignore_errors=True)
+    sweep(out.parent, f"{out.name}.*.partial")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.", suffix=".partial", dir=out.parent))
     partial.chmod(0o755)
     try:
-        yield partial
-        try:
-            partial.rename(out)
-        except OSError:
-            if not out.exists():
-                raise
+        with claimed(partial):
+            yield partial
+            try:
+                partial.rename(out)
+            except OSError:
+                if not out.exists():
+                    raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -23,11 +23,6 @@ class _Steps(NamedTuple):
     reading: float  # the same where the draft reads the text
     own: float  # the same where all requests have a draft
 
-    @property
-    def modelled(self) -> float:
-        """Seconds of all of them by the cost model; a draft's passes are for all requests, also where some have none."""
-        return self.steps * (self.reading + self.share * max(0.0, self.own - self.reading))
-
 
 def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> float | None:
     """Seconds of all the rollout's steps without drafts over what they were; below 1 where drafts cost more than they saved.
@@ -69,7 +64,8 @@ def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Seque
     """
     found = list(_all(stats, cost, acceptance, at_most=True))
     decoding = [s for s in found if not s.prompts]
-    own = sum(s.modelled for s in decoding)  # no less than this is in the model's own steps
+    # a draft's passes are for all requests, also where some have none: no less than this is in the model's own steps
+    own = sum(s.steps * (s.reading + s.share * max(0.0, s.own - s.reading)) for s in decoding)
     slow = max(1.0, sum(s.seconds for s in decoding) / own) if own > 0.0 else float("inf")
     took = without = 0.0
     for s in found:

@@ -90,8 +90,8 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
-        "(self.reading + self.share * max(0.0, self.own - self.reading))",
-        "self.own",
+        "(s.reading + s.share * max(0.0, s.own - s.reading))",
+        "s.own",
         "law 7: drafts are taken away since steps with few of them are taken to be as long as those with many",
         ("test_without.py",),
     ),

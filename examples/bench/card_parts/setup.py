@@ -8,10 +8,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from draft_training.checkpoint import replacing_folder
 from examples.bench import large, workload
 from examples.bench.card_parts.record import Record
 from examples.bench.common import say
-from examples.quickstart.policy import made_whole
 
 #: drafted tokens that the small drafts are trained for
 UNROLLED = 7
@@ -123,9 +123,8 @@ def small_models(folder: Path, device: str) -> dict[str, Path]:
 
 
 def _copy(source: Path, folder: Path) -> None:
-    with made_whole(folder) as partial:
-        shutil.copytree(source, partial, dirs_exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    with replacing_folder(folder) as fresh:
+        shutil.copytree(source, fresh, dirs_exist_ok=True)
 
 
 def models(record: Record, device: str) -> Models:
