@@ -283,6 +283,11 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     return dict(part) if tied is None else {**part, "tie_word_embeddings": tied}
 
 
+def is_size(value: object) -> bool:
+    """Is it a whole number above 0, as a config.json's number of heads or experts."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def logit_cap(hf: Mapping[str, Any], where: str = TARGET) -> float | None:
     """The cap c of a target whose logits are c * tanh(last @ lm_head.T / c), which is what a draft learns; None: no cap.
 

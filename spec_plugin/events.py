@@ -184,9 +184,9 @@ class MixedSteps:
 class StepPair:
     """A few plain steps in the middle of drafted ones: same engine, same batch, same machine, same second."""
 
-    batch: int  # requests in each of the steps
+    batch: int  # requests in each of the plain steps, in the mean
     k: int  # drafted in the steps before and after
-    drafted_seconds: float  # median of those
+    drafted_seconds: float  # mean of two medians, of those before and of those after
     plain_seconds: float  # median of the plain ones, in which the draft went on reading the text
     context: float = 0.0  # mean number of tokens that a request had in the KV cache
 
@@ -211,9 +211,9 @@ class RolloutStats:
     interrupted: bool = False
     pairs: tuple[StepPair, ...] = ()  # of this phase, in the order of time within each engine
     mixed: tuple[MixedSteps, ...] = ()  # of this phase, all that are not in ``steps``
-    accepted_by_batch: tuple[
-        tuple[int, int], ...
-    ] = ()  # requests in a step, and the accepted tokens of all steps of so many
+    #: requests in a step, and the drafted tokens that all steps of so many have added to responses
+    kept_by_batch: tuple[tuple[int, int], ...] = ()
+    past_end_per_pos: tuple[int, ...] = ()  # [k]: accepted, but beyond a response's end, where vLLM drops them
     busy_seconds: float = 0.0  # of the slowest engine, in steps of all kinds
     parts: tuple[RolloutStats, ...] = ()  # of several engines, what each of them did
 
@@ -230,8 +230,8 @@ class RolloutStats:
 
     @property
     def tokens_per_forward(self) -> float | None:
-        """Mean tokens of ``forwards``, bonus token included; None when nothing was drafted."""
-        return 1.0 + self.accepted_tokens / self.forwards if self.drafts else None
+        """Mean tokens that ``forwards`` added to responses, bonus token included; None when nothing was drafted."""
+        return 1.0 + (self.accepted_tokens - sum(self.past_end_per_pos)) / self.forwards if self.drafts else None
 
     @property
     def shadow_tokens_per_forward(self) -> float | None:

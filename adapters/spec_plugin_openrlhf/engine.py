@@ -56,9 +56,7 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
             sampling_params = copy.copy(sampling_params)
             sampling_params.extra_args = request.extra_args
             output = await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
-            answer = output.outputs[0]
-            stated = [of[token].logprob for of, token in zip(answer.logprobs or (), answer.token_ids, strict=False)]
-            request.completed(answer.token_ids, log_probs=stated or None)
+            request.answered(output.outputs[0])
         return output
 
     async def generate_responses(

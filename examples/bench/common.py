@@ -136,6 +136,26 @@ def host_mib() -> float:
         return int(stream.read().split()[1]) * resource.getpagesize() / MIB
 
 
+def memory_mib(device: str = "auto", reset: bool = False) -> dict[str, float]:
+    """What this process holds and held at most; on a card of torch's allocator, else of the host.
+
+    Args:
+        device: "cpu": the host's memory, on a machine with a card, too.
+        reset: begin to look for the most from here on (a host's most never falls).
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return {"now": host_mib(), "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    torch.cuda.synchronize()
+    found = {
+        "now": torch.cuda.memory_allocated() / MIB,
+        "peak": torch.cuda.max_memory_allocated() / MIB,
+        "reserved_peak": torch.cuda.max_memory_reserved() / MIB,
+    }
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    return found
+
+
 def limit(acceptance_length: float, break_even: float) -> float:
     """Largest speed-up that acceptance length and step cost allow: prefill, batch tails and scheduling only take away.
 

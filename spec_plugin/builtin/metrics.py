@@ -42,7 +42,8 @@ SCHEMA = (
         "",
         1,
         17,
-        "the same with forward passes for which a look-up (ngram) found no draft, which vLLM's count leaves out",
+        "the same without tokens beyond a response's end, and with forward passes for which a look-up (ngram) found no draft: "
+        "vLLM counts the former and leaves out the latter",
     ),
     Metric(
         "spec/shadow_tokens_per_forward",

@@ -22,9 +22,9 @@ from spec_plugin.engine.lossless import check_engine_options, check_sampling, ch
 from spec_plugin.engine.sampling import SampledRequest, extra_args, is_listed, options_of
 from spec_plugin.engine.schedule.channel import (
     in_flight,
-    mixed_steps,
     pause_idle_draft,
     put_in_force,
+    rest_of_steps,
     take_pairs,
     take_steps,
 )
@@ -384,7 +384,7 @@ class EngineFront:
     async def stats(self, policy_version: int) -> RolloutStats:
         """Counts, acceptance and step timings since ``start_phase``."""
         steps = await take_steps(self.engine)
-        busy, mixed, accepted = await mixed_steps(self.engine)
+        rest = await rest_of_steps(self.engine)
         now, then = read_spec_counters(), self._counters
         before = then["accepted_per_pos"] or [0] * len(now["accepted_per_pos"])
         stats = RolloutStats(
@@ -397,14 +397,15 @@ class EngineFront:
             accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
             accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
             steps=steps,
-            mixed=mixed,
-            accepted_by_batch=accepted,
+            mixed=rest.mixed,
+            kept_by_batch=rest.kept_by_batch,
+            past_end_per_pos=rest.past_end_per_pos,
             pairs=await take_pairs(self.engine),
             interrupted=self.interrupted,
             **(await self._shadow() if self.session.method.memory is not None else {}),
         )
-        decoding = sum(s.seconds * s.steps for s in steps) + sum(m.seconds for m in mixed if not m.prompts)
-        return replace(stats, busy_seconds=min(stats.seconds, max(busy, decoding)))
+        decoding = sum(s.seconds * s.steps for s in steps) + sum(m.seconds for m in rest.mixed if not m.prompts)
+        return replace(stats, busy_seconds=min(stats.seconds, max(rest.busy_seconds, decoding)))
 
     async def _shadow(self) -> dict[str, Any]:
         rounds, per_pos = (await self.engine.collective_rpc("spec_take_shadow"))[0]

@@ -164,9 +164,7 @@ class InProcessCalls(EngineCalls):
                 for text, params, request, output in zip(texts, given, requests, outputs, strict=True):
                     text[:] = output.prompt_token_ids
                     if len(output.outputs) == 1:
-                        answer = output.outputs[0]
-                        stated = [of[t].logprob for of, t in zip(answer.logprobs, answer.token_ids, strict=True)]
-                        request.completed(answer.token_ids, log_probs=stated, asked=params.logprobs is not None)
+                        request.answered(output.outputs[0], asked=params.logprobs is not None)
         return outputs
 
 

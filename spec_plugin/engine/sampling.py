@@ -49,6 +49,11 @@ class SampledRequest:
         self.response, self.version, self.log_probs, self.asked = response, version, log_probs, asked
         self.request.tokens = len(response)
 
+    def answered(self, answer: Any, asked: bool = True) -> None:
+        """The same from vLLM's ``CompletionOutput``, with the log-prob of each sampled token where it has them."""
+        stated = [of[token].logprob for of, token in zip(answer.logprobs or (), answer.token_ids, strict=False)]
+        self.completed(answer.token_ids, log_probs=stated or None, asked=asked)
+
 
 def options_of(sampling: Mapping[str, Any] | SamplingParams) -> dict[str, Any]:
     """A request's sampling options by vLLM's names; of ``SamplingParams`` those that are not at their default."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from draft_training import files
 from draft_training.errors import CheckpointError
-from draft_training.outside import short_repr, text_part
+from draft_training.outside import is_size, short_repr, text_part
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.step_cost.experts import NAMES as EXPERTS
 from spec_plugin.step_cost.experts import Experts
@@ -117,11 +117,11 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
         SpecConfigError: if it lacks a size, or describes layers of other kinds.
     """
     text = text_part(config)
-    absurd = [key for key, value in text.items() if key in _SIZES and _is_size(value) and value > _LARGEST]
+    absurd = [key for key, value in text.items() if key in _SIZES and is_size(value) and value > _LARGEST]
     if absurd:
         said = f"{absurd[0]}={short_repr(text[absurd[0]])}"
         raise SpecConfigError(f"model {name}: {said} in its config.json: no model has that many; correct it there")
-    missing = [key for key in _NAMES if not _is_size(text.get(key))]
+    missing = [key for key in _NAMES if not is_size(text.get(key))]
     if missing:
         raise SpecConfigError(
             f"model {name}: its config.json lacks {', '.join(missing)}, so what it reads is not known"
@@ -135,10 +135,10 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
 
     def size(key: str, default: int) -> int:
         value = text.get(key)
-        return value if isinstance(value, int) and _is_size(value) else default
+        return value if isinstance(value, int) and is_size(value) else default
 
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
-    experts = next((text[key] for key in EXPERTS if _is_size(text.get(key))), 0)
+    experts = next((text[key] for key in EXPERTS if is_size(text.get(key))), 0)
     mixture = Experts.of(text)
     dense = size("intermediate_size", 4 * hidden)
     return ModelShape(
@@ -163,11 +163,7 @@ def _window(text: Mapping[str, Any]) -> int:
     """Tokens that some layers look back, 0 where all look at everything."""
     window, kinds = text.get("sliding_window"), text.get("layer_types")
     used = text.get("use_sliding_window", True) is True and (not kinds or "sliding_attention" in kinds)
-    return window if used and isinstance(window, int) and _is_size(window) else 0
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return window if used and isinstance(window, int) and is_size(window) else 0
 
 
 def _known(name: str, *sizes: int, moe: tuple[int, int, int] = (0, 0, 0), **more: Any) -> ModelShape:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from draft_training.outside import text_part
+from draft_training.outside import is_size, text_part
 
 #: what families call the number of experts of a layer
 NAMES = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
@@ -25,7 +25,7 @@ class Experts:
     def of(cls, hf: Mapping[str, Any]) -> Experts | None:
         """Of a target's config.json; None where it has none, or does not say."""
         text = text_part(hf)
-        total, taken = (next((text[n] for n in names if _is_size(text.get(n))), 0) for names in (NAMES, _TAKEN))
+        total, taken = (next((text[n] for n in names if is_size(text.get(n))), 0) for names in (NAMES, _TAKEN))
         return cls(total, min(total, taken)) if total and taken else None
 
     def touched(self, tokens: float, evenness: float = 1.0) -> float:
@@ -40,7 +40,3 @@ class Experts:
         """
         missed: float = (1.0 - self.taken / self.total) ** (evenness * tokens)
         return self.total * (1.0 - missed)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -20,16 +20,20 @@ class _Steps(NamedTuple):
     share: float  # of their requests that had one
     prompts: bool
     plain: float  # seconds of a plain step in the place of one of them, by the cost model
-    reading: float  # the same where the draft reads the text
-    own: float  # the same where all requests have a draft
+    own: float  # of one of them, by the cost model, were no prompts read
+
+    @property
+    def stands_for(self) -> float:
+        """Plain steps that make as many tokens as one of them."""
+        return 1.0 + self.share * (self.tokens - 1.0)
 
 
 def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> float | None:
     """Seconds of all the rollout's steps without drafts over what they were; below 1 where drafts cost more than they saved.
 
     A step of b requests that made n tokens of each, in the mean, stands for n plain steps of b requests: what fell to the busy
-    moments of the machine cancels, since both are of the same moment. A step that read prompts, too, stands for itself: what
-    drafts saved in it is left out, so that less is told than was saved where requests come and go all the time.
+    moments of the machine cancels, since both are of the same moment. Of a step that read prompts, too, only as much counts so as
+    it would have taken without them, on a machine as busy as the rollout found it: prompts are read either way.
 
     Args:
         stats: of the rollout.
@@ -39,10 +43,13 @@ def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[floa
     Returns:
         None where the engine has timed no steps.
     """
+    found = list(_all(stats, cost, acceptance))
+    slow = _slow(found) or 1.0
     took = without = 0.0
-    for s in _all(stats, cost, acceptance):
+    for s in found:
         took += s.seconds
-        without += s.seconds * (1.0 if s.prompts else (1.0 + s.share * (s.tokens - 1.0)) * s.plain / s.own)
+        decoding = min(s.seconds, s.steps * s.own * slow) if s.prompts else s.seconds
+        without += decoding * s.stands_for * s.plain / s.own + (s.seconds - decoding)
     return without / took if took > 0.0 else None
 
 
@@ -63,10 +70,7 @@ def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Seque
         None where the engine has timed no steps.
     """
     found = list(_all(stats, cost, acceptance, at_most=True))
-    decoding = [s for s in found if not s.prompts]
-    # a draft's passes are for all requests, also where some have none: no less than this is in the model's own steps
-    own = sum(s.steps * (s.reading + s.share * max(0.0, s.own - s.reading)) for s in decoding)
-    slow = max(1.0, sum(s.seconds for s in decoding) / own) if own > 0.0 else float("inf")
+    slow = max(1.0, _slow(found) or float("inf"))
     took = without = 0.0
     for s in found:
         plain = min(s.seconds, s.steps * s.plain * slow) if s.share else s.seconds
@@ -75,19 +79,29 @@ def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Seque
     return without / took if took > 0.0 else None
 
 
+def _slow(found: Sequence[_Steps]) -> float | None:
+    """By what factor steps without prompts took longer than the cost model says; None: there were none."""
+    decoding = [s for s in found if not s.prompts]
+    own = sum(s.steps * s.own for s in decoding)
+    return sum(s.seconds for s in decoding) / own if own > 0.0 else None
+
+
 def _all(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float], at_most: bool = False) -> Iterator[_Steps]:
     made = _tokens_made(stats, acceptance, at_most)
 
-    def seconds(batch: int, k: int, paused: bool, context: float) -> tuple[float, float, float]:
+    def seconds(batch: int, k: int, paused: bool, context: float, share: float) -> tuple[float, float]:
+        """Of a plain step, and of such a one. A draft's passes are for all requests, also where some have none."""
         held = context if context >= 1.0 else None
-        reading, own = (cost.seconds(batch, n, paused, held) for n in (0, k))
-        return cost.seconds(batch, 0, context=held), reading, own
+        reading, drafted = (cost.seconds(batch, n, paused, held) for n in (0, k))
+        return cost.seconds(batch, 0, context=held), drafted - (1.0 - share) * max(0.0, drafted - reading)
 
     for s in stats.steps:
-        times = seconds(s.batch, s.k, s.paused and not s.k, s.context)
-        yield _Steps(s.seconds * s.steps, s.steps, made(s.batch, s.k), float(s.k > 0), False, *times)
+        share = float(s.k > 0)
+        times = seconds(s.batch, s.k, s.paused and not s.k, s.context, share)
+        yield _Steps(s.seconds * s.steps, s.steps, made(s.batch, s.k), share, False, *times)
     for m in stats.mixed:
-        share, times = min(1.0, m.drafted / (m.batch * m.steps)), seconds(m.batch, m.k, False, m.context)
+        share = min(1.0, m.drafted / (m.batch * m.steps))
+        times = seconds(m.batch, m.k, False, m.context, share)
         yield _Steps(m.seconds, m.steps, made(m.batch, m.k) if share else 1.0, share, m.prompts, *times)
 
 
@@ -103,11 +117,11 @@ def _tokens_made(stats: RolloutStats, acceptance: Sequence[float], at_most: bool
         kinds[s.batch] += [(s.k, s.batch * s.steps)] * (s.k > 0)
     for m in stats.mixed:
         kinds[m.batch] += [(m.k, m.drafted)] * (m.drafted > 0)
-    accepted = dict(stats.accepted_by_batch)
+    kept = dict(stats.kept_by_batch)
     shown = {
-        batch: _Shown(acceptance, found, accepted.get(batch, 0) / sum(count for _, count in found))
+        batch: _Shown(acceptance, found, kept.get(batch, 0) / sum(count for _, count in found))
         for batch, found in kinds.items()
-        if found and accepted
+        if found and kept
     }
 
     def made(batch: int, k: int) -> float:
@@ -121,7 +135,7 @@ class _Shown:
     """What forwards with a draft have made, among several k as is expected."""
 
     def __init__(self, acceptance: Sequence[float], by_k: Sequence[tuple[int, int]], found: float) -> None:
-        """``by_k``: k and forwards; ``found``: drafted tokens that were accepted, for each forward."""
+        """``by_k``: k and forwards; ``found``: drafted tokens that each forward has added to a response."""
         self._acceptance, self._found = acceptance, found
         expected = sum(count * (tokens_per_step(acceptance, k) - 1.0) for k, count in by_k)
         self._scale = found * sum(count for _, count in by_k) / expected if expected > 0.0 else None

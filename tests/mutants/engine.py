@@ -246,10 +246,31 @@ MUTATIONS = (
     ),
     Mutation(
         _MIXIN,
-        "num_accepted_tokens + 1)",
-        "num_accepted_tokens)",
+        "self.spec_cutoff.emitted(self._spec_batch, kept)",
+        "self.spec_cutoff.emitted(self._spec_batch, kept - 1)",
         "law 7: a draft that pays is dropped: the bonus token is not counted",
         ("engine/test_scheduler_mixin.py",),
+    ),
+    Mutation(
+        _MIXIN,
+        "self.spec_cutoff.emitted(self._spec_batch, kept)",
+        "self.spec_cutoff.emitted(self._spec_batch, accepted + 1)",
+        "law 7: a draft is kept for tokens beyond the end of the response",
+        ("engine/test_scheduler_mixin.py",),
+    ),
+    Mutation(
+        _MIXIN,
+        "accepted, self._spec_accepted = self._spec_accepted, None",
+        "accepted = self._spec_accepted",
+        "a request without a draft counts as one whose draft was accepted as far as the last one's",
+        ("engine/test_scheduler_mixin.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/schedule/pairs.py",
+        "if abs(drafted - batch) <= _APART * batch:",
+        "if True:",
+        "drafted steps of a full batch are compared with plain ones of a smaller one",
+        ("engine/test_pairs.py",),
     ),
     Mutation(
         _CUTOFF,

@@ -34,7 +34,6 @@ from spec_plugin.events import (
     TargetInfo,
 )
 from spec_plugin.method import Method, StartingDraft
-from spec_plugin.step_cost.chances import tokens_per_step
 
 K, REQUESTS, TOKENS = 4, 32, 100
 #: log-scale of a phase's speed, and of a single step's
@@ -71,6 +70,7 @@ class Truth:
     trains: bool = True  # does the draft learn, and promise something
     engine: Engine = Engine()
     tokens: int = TOKENS  # of a response, about
+    least: int = 8  # of any
     #: drafted steps of the start-up calibration took so many times as long as they do in rollouts
     calibrated: float = 1.0
     whole: bool = False
@@ -118,10 +118,11 @@ class Phase:
 
     def __init__(self, rng: np.random.Generator, truth: Truth, chances: tuple[float, ...]) -> None:
         self.rng, self.truth, self.chances = rng, truth, chances
-        self.lengths = np.maximum(8, rng.lognormal(math.log(truth.tokens), 0.6, REQUESTS)).astype(int)
+        self.lengths = np.maximum(truth.least, rng.lognormal(math.log(truth.tokens), 0.6, REQUESTS)).astype(int)
         self.true = self.measured = 0.0  # seconds without and with noise
         self.steps: dict[tuple[int, int, bool], list[float]] = {}
-        self.drafted, self.accepted, self.compared = 0, np.zeros(K, int), 0
+        self.drafted, self.compared = 0, 0
+        self.accepted, self.past_end = np.zeros(K, int), np.zeros(K, int)
         self.told = 0.0  # seconds without drafts, as the controller tells them
         self._reached = np.cumprod([self.chances[min(i, len(self.chances) - 1)] for i in range(K)])
 
@@ -141,8 +142,10 @@ class Phase:
                 draws = self.rng.random((batch, 1)) < np.concatenate(([1.0], self._reached[:verified]))
                 made = draws.sum(1)
                 self.drafted += batch
+                kept = draws & (np.arange(verified + 1) < left[:, None])
                 self.accepted[:verified] += draws[:, 1:].sum(0)
-                for tokens in made:
+                self.past_end[:verified] += (draws & ~kept)[:, 1:].sum(0)
+                for tokens in kept.sum(1):
                     cutoff.emitted(batch, int(tokens))
                 if cutoff.due and not pairs.pending and cutoff.drop():
                     paused = True
@@ -171,17 +174,27 @@ class Phase:
             draft_tokens=self.drafted * K,
             accepted_tokens=sum(counts),
             accepted_per_pos=counts if self.drafted else (),
+            past_end_per_pos=tuple(int(n) for n in self.past_end) if self.drafted else (),
             steps=timed,
             pairs=tuple(found),
         )
 
     def expected(self, k: int) -> float:
         """Seconds with a fixed k at every batch size, of responses that come to their ends as these did."""
-        rate, seconds, done = tokens_per_step(self.chances, k), 0.0, 0.0
+        steps, seconds, done = self._steps(k), 0.0, 0.0
         for index, length in enumerate(np.sort(self.lengths)):
-            seconds += (length - done) / rate * self.truth.engine.seconds(REQUESTS - index, k, True)
-            done = float(length)
+            seconds += (steps[length] - done) * self.truth.engine.seconds(REQUESTS - index, k, True)
+            done = steps[length]
         return seconds
+
+    def _steps(self, k: int) -> list[float]:
+        """Steps in the mean until a response of each length has come to its end: in the last one drafts are wasted."""
+        reached = np.concatenate(([1.0], self._reached[:k], [0.0]))
+        made = reached[:-1] - reached[1:]  # chances that a step makes 1, 2, ... tokens
+        steps = [0.0]
+        for length in range(1, int(self.lengths.max()) + 1):
+            steps.append(1.0 + sum(chance * steps[max(0, length - n)] for n, chance in enumerate(made, 1)))
+        return steps
 
     @cached_property
     def plain(self) -> float:
@@ -288,4 +301,12 @@ TRUTHS: Sequence[Truth] = (
     ),
     Truth("all tokens or none, good", lambda v: _flat(0.75), whole=True),
     Truth("short responses of 24 tokens, good", lambda v: _flat(0.7), tokens=24),
+    Truth("answers of 3 tokens, good", lambda v: _flat(0.7), tokens=3, least=1),
+    Truth(
+        "answers of 3 tokens, just about break-even",
+        lambda v: _flat(0.5),
+        engine=Engine(draft=4e-3),
+        tokens=3,
+        least=1,
+    ),
 )

@@ -136,7 +136,7 @@ def _selftest(index: int | None, everywhere: bool, alpha: float, seed: int) -> s
 
 
 #: by the order of ``controller.TRUTHS``, the most that a whole run may take of what it takes without drafts
-_RATIOS = (0.75, 1.03, 0.9, 0.9, 0.7, 1.03, 0.9, 1.0, 0.7, 1.09, 0.75, 0.8)
+_RATIOS = (0.75, 1.03, 0.9, 0.9, 0.7, 1.03, 0.9, 1.0, 0.7, 1.09, 0.75, 0.8, 0.9, 1.06)
 #: and of phases in a row in which a draft that would pay by a tenth is not served
 _MOST_WAITED = 10
 

@@ -147,9 +147,9 @@ def sample(
                 out.drafts += 1
                 come = int(np.argmin(np.append(rng.random(request.width) < request.chance, False)))
                 out.per_pos[:come] += 1
-                request.made += come
                 if log is not None:
-                    log.accept(batch, come)
+                    log.accept(batch, come, min(come, max(0, request.length - request.made)))
+                request.made += come
             low, high = request.plain
             request.width = 0 if low <= request.made < high else k
         running = [request for request in running if request.made < request.length]
@@ -187,7 +187,8 @@ def _stats(version: int, log: StepLog, pairs: PairedSteps, batch: _Batch, reques
         steps=steps,
         pairs=tuple(pairs.take()),
         mixed=tuple(log.mixed),
-        accepted_by_batch=tuple(log.accepted),
+        kept_by_batch=tuple(log.kept),
+        past_end_per_pos=tuple(log.past_end),
         busy_seconds=min(batch.seconds, max(decoding, log.busy_seconds)),
     )
 

@@ -45,6 +45,15 @@ def test_a_speed_up_is_that_of_a_plain_step_with_a_paused_draft():
     assert Judge(CALIBRATION).speedup((0.5,)) is None and Judge(CALIBRATION).pays((0.5,), TABLE, FLAT, True) is None
 
 
+def test_a_speed_up_is_that_of_pairs_that_drafted_as_far_as_is_drafted_now_and_of_others_only_where_there_are_none():
+    judge = told([1.5] * 9)
+    reached_further = replace(pairs([]), pairs=(StepPair(8, 8, 1.0, 2.6 / 2.0 / 0.9),))
+    judge.hear(reached_further, lambda _: 2.0, anew=False)
+    assert judge.speedup((1.0, 0.0), (0,) + (8,) * 8) == pytest.approx(2.6)
+    assert judge.speedup((1.0, 0.0), TABLE) == pytest.approx(1.5)
+    assert judge.speedup((1.0, 0.0), (0,) + (2,) * 8) == judge.speedup((1.0, 0.0)) == pytest.approx(1.5)
+
+
 def test_without_a_calibration_of_both_kinds_nothing_is_made_of_pairs():
     judge = Judge(CALIBRATION[:1])
     judge.hear(pairs([1.0] * 50), lambda _: 2.0, anew=False)

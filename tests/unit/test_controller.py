@@ -332,11 +332,42 @@ def test_later_positions_that_a_smaller_k_never_drafted_are_not_held_against_the
     assert c.acceptance_curve == pytest.approx((0.8, 0.5, 0.5))
 
 
-def drafted(c: BreakEvenController, k: int, chance: float) -> None:
-    """A phase of 1000 verification steps at batch size 8, whose drafted tokens are all accepted with this chance."""
+def drafted(c: BreakEvenController, k: int, chance: float, past_end: tuple[int, ...] = ()) -> None:
+    """A phase of 1000 verification steps at batch size 8, whose drafted tokens are all accepted with this chance.
+
+    Args:
+        c: hears of it.
+        k: drafted.
+        chance: of each position.
+        past_end: tokens accepted at each position that no response had room for.
+    """
     accepted = [round(1000 * chance ** (i + 1)) for i in range(k)]
     steps = (StepTiming(8, k, False, 1.2, 125),)
-    c.spec_rollout_end(RolloutStats(1, 8, 1000, 1.0, 1000, 1000 * k, sum(accepted), tuple(accepted), steps=steps))
+    stats = RolloutStats(1, 8, 1000, 1.0, 1000, 1000 * k, sum(accepted), tuple(accepted), steps=steps)
+    c.spec_rollout_end(replace(stats, past_end_per_pos=past_end))
+
+
+def test_law_7_tokens_accepted_beyond_the_ends_of_responses_are_worth_nothing_and_none_is_drafted_for_them():
+    c = controller({8: 1.2}, k=8, draft="/some/draft", train=False)
+    on(c)
+    drafted(c, 4, 0.9, (90, 405, 729))
+    # before the ends lay 0.9 of the first ones, half of the second, and none of the third
+    assert c.acceptance_curve[:3] == pytest.approx((0.9 * 0.9, 0.9 * 0.5 / 0.9, 0.0), abs=0.01)
+    assert tokens_per_step(c.acceptance_curve, 8) == pytest.approx(1 + 0.81 + 0.405, abs=0.01)
+    assert max(c.spec_schedule(1).table) <= 3, "k=3 was in force, and is no more than a little worse than 2"
+    drafted(c, 1, 0.9, (90,))
+    assert tokens_per_step(c.acceptance_curve, 8) == pytest.approx(1 + 0.81 + 0.405, abs=0.01), "it is known of others"
+
+
+def test_a_draft_whose_tokens_come_too_late_is_not_taken_for_one_that_knows_nothing_or_is_misaligned(caplog):
+    c = controller({8: 1.2})
+    promised(c, (0.9, 0.9, 0.9))
+    on(c)
+    drafted(c, 3, 0.9, (850, 810, 729))
+    assert not c.acceptance_estimate.knows_nothing
+    assert not caplog.records
+    promised(c, (0.9, 0.9, 0.9))
+    assert tokens_per_step(c.acceptance_curve, 3) < 1.1, "what is promised of another draft ends with the response, too"
 
 
 def test_nothing_is_promised_beyond_what_training_unrolls_and_the_engine_finds_out():

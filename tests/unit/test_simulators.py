@@ -42,9 +42,9 @@ def test_two_requests_of_the_control_group_are_no_measure_of_how_far_the_policy_
     assert not guard.run(guard.SETTINGS[5], 34, 75).false_stop
 
 
-@pytest.mark.parametrize("index", [0, 5, 11])
+@pytest.mark.parametrize("index", [0, 5, 11, 12, 13])
 def test_the_time_that_a_run_would_have_taken_without_drafts_is_told_as_it_is(index):
-    """Of a draft that learns, a useless one, and short responses."""
+    """Of a draft that learns, a useless one, short responses and the shortest ones, whose last steps are cut."""
     found = controller.run(controller.TRUTHS[index], 3, 30)
     print(controller.TRUTHS[index].name, found.told)
     assert 0.9 < found.told < 1.1
@@ -56,8 +56,8 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 
 def test_a_bound_that_does_not_hold_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_RATIOS", (0.1,) * 12)
-    assert sum("a run took" in what for what in run.controllers(map, 1, 20).broken) == 12
+    monkeypatch.setattr(run, "_RATIOS", (0.1,) * len(controller.TRUTHS))
+    assert sum("a run took" in what for what in run.controllers(map, 1, 20).broken) == len(controller.TRUTHS)
 
 
 def test_the_page_has_the_tables_of_the_command() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_training import fingerprint
-from examples.bench.common import MIB, host_mib
+from examples.bench.common import MIB, memory_mib
 from spec_plugin.engine.capabilities import find_draft
 from spec_plugin.engine.extension import SpecWorkerExtension
 
@@ -47,18 +46,10 @@ class Probe:
         Args:
             reset: begin to look for the most from here on (a host's most never falls).
         """
-        if not torch.cuda.is_available():
-            return {"now": host_mib(), "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-        torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        found = {
-            "now": torch.cuda.memory_allocated() / MIB,
-            "peak": torch.cuda.max_memory_allocated() / MIB,
-            "reserved_peak": torch.cuda.max_memory_reserved() / MIB,
-            "card_used": (total - free) / MIB,
-        }
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
+        found = memory_mib(reset=reset)
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            found["card_used"] = (total - free) / MIB
         return found
 
     def bench_keep_target(self) -> int:

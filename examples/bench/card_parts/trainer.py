@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,7 @@ from examples.bench import common
 from examples.bench.card_parts.record import Record
 from examples.bench.card_parts.setup import Models, sizes_of
 from examples.bench.card_parts.smoke import REQUESTS, Items, Task, Wrong, run_group
-from examples.bench.common import MIB, host_mib, spread, synchronize
+from examples.bench.common import memory_mib, spread, synchronize
 
 #: name -> dtype of the draft's parameters, precision of float32 products
 PRECISIONS = {
@@ -147,7 +146,7 @@ def _slice(record: Record, models: Models, tokens: int, precision: str) -> tuple
     config = DraftConfig.from_target(hf)
     dtype, _ = PRECISIONS[precision]
     with _products(precision):
-        before = _memory(device, reset=True)
+        before = memory_mib(device, reset=True)
         trainer = DraftTrainer(config, TrainSettings(tokens_per_step=tokens), device=device, dtype=dtype, seed=0)
         own = getattr(torch, record.settings["dtype"])
         generator = torch.Generator().manual_seed(0)
@@ -159,13 +158,13 @@ def _slice(record: Record, models: Models, tokens: int, precision: str) -> tuple
         buffer = HiddenBuffer(4 * tokens, 1 << 40, 0)
         for _ in range(2):
             buffer.add(_document(config, tokens, own, generator))
-        ready = _memory(device)
+        ready = memory_mib(device)
         seconds = []
         for _ in range(1 + steps):
             report = trainer.train_slice(buffer, math.inf, 1)
             synchronize(device)
             seconds.append(report.seconds)
-        after = _memory(device)
+        after = memory_mib(device)
         spent = _profile(device, lambda: trainer.train_slice(buffer, math.inf, 1))
     found = {
         "seconds": spread(seconds[1:]),
@@ -217,14 +216,3 @@ def _products(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _memory(device: str, reset: bool = False) -> dict[str, float]:
-    """MiB now and at most; a host's most never falls."""
-    if device == "cpu":
-        return {"now": host_mib(), "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-    torch.cuda.synchronize()
-    found = {"now": torch.cuda.memory_allocated() / MIB, "peak": torch.cuda.max_memory_allocated() / MIB}
-    if reset:
-        torch.cuda.reset_peak_memory_stats()
-    return found

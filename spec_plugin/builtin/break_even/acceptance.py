@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from spec_plugin.events import RolloutStats
 from spec_plugin.method import KNOWS_NOTHING
-from spec_plugin.step_cost.chances import conditional_acceptance, constant_acceptance, tokens_per_step
+from spec_plugin.step_cost.chances import acceptance_of, conditional_acceptance, kept_of, tokens_per_step
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +30,25 @@ class AcceptanceEstimate:
         self._served: tuple[float, ...] = ()  # the prediction under which the engine drafts
         self._measured: tuple[float, ...] | None = None  # in the last rollout that drafted enough
         self._deepest: tuple[float, ...] = ()  # the same, beyond that one's largest k from rollouts before it
+        #: share of the tokens accepted at each position that lay before their response's end, over that of the position before
+        self._kept: tuple[float, ...] = ()
         self._correction = 1.0  # of predictions
         self.age = 0  # rollouts since something was measured
         self._warned = False
 
     @property
     def curve(self) -> tuple[float, ...] | None:
-        """By position; beyond its end the last one holds. None: nothing is known of the draft.
+        """By position, of a token that becomes one of the response; beyond its end the last one holds. None: nothing is known.
 
         Beyond the largest k of the last rollout, what training predicts or an earlier rollout has shown; else the engine finds
         out. Beyond what training unrolls nothing is promised before it was drafted.
         """
+        accepted = self._accepted or ()
+        kept = (*self._kept, *(1.0 for _ in accepted))
+        return tuple(min(1.0, chance * share) for chance, share in zip(accepted, kept, strict=False)) or None
+
+    @property
+    def _accepted(self) -> tuple[float, ...] | None:
         if self._measured is not None:
             deeper = self._predicted if len(self._predicted) > len(self._measured) else self._deepest
             return (*self._measured, *deeper[len(self._measured) :])
@@ -69,7 +77,9 @@ class AcceptanceEstimate:
         drafted = stats.drafts > 0
         if drafted and stats.forwards >= _MIN_DRAFTS:
             self.age = 0
-            self._measured = _acceptance_of(stats)
+            self._measured = acceptance_of(stats)
+            kept = kept_of(stats)
+            self._kept = (*kept, *self._kept[len(kept) :])
             deeper = self._deepest[len(self._measured) :]
             self._deepest = (*self._measured, *(() if self._much_better(self._measured) else deeper))
             self._compare(self._measured)
@@ -107,23 +117,3 @@ class AcceptanceEstimate:
 def useless(chances: Sequence[float]) -> bool:
     """Is a draft with these chances as good as untrained."""
     return tokens_per_step(chances, len(chances)) < KNOWS_NOTHING
-
-
-def _acceptance_of(stats: RolloutStats) -> tuple[float, ...]:
-    """Chance of each position. Steps with a smaller k never drafted the later ones: the step log says how many did."""
-    if not stats.accepted_per_pos:  # an engine that counts no positions
-        assert stats.acceptance_length is not None
-        k = max(1, round(stats.draft_tokens / stats.drafts))
-        return (constant_acceptance(stats.acceptance_length, k),) * k
-    raw = conditional_acceptance(stats.accepted_per_pos, stats.forwards)
-    width = len(stats.accepted_per_pos)
-    drafted = [float(sum(count for k, count in stats.drafted_by_k if k > i)) for i in range(width)]
-    if not drafted or drafted[0] <= 0:
-        return raw
-    out = []
-    for i, chance in enumerate(raw):
-        share = 1.0 if i == 0 else drafted[i] / drafted[i - 1] if drafted[i - 1] else 0.0
-        if share <= 0.0:
-            break  # never drafted: nothing is known, the last known chance is as good a guess as any
-        out.append(min(1.0, chance / share))
-    return tuple(out)

@@ -190,7 +190,7 @@ class BreakEvenController:
     def _plain_share(self, chosen: Plan) -> float:
         if self._fixed or not chosen.speculates or self._config.break_even is not None:
             return 0.0
-        measured = self.judge.speedup(self.acceptance_curve or (0.0,))
+        measured = self.judge.speedup(self.acceptance_curve or (0.0,), chosen.table)
         return self.judge.plain_share(chosen.speedup if measured is None else measured)
 
     def _break_even(self, table: Sequence[int]) -> tuple[float, ...]:
@@ -317,7 +317,7 @@ class BreakEvenController:
             out.update({f"spec/break_even_b{b}": self.cost.break_even(b, self._config.k) for b in sizes_shown(size)})
         if self._plan.speculates and trusted:
             out["spec/speedup_predicted"] = self._plan.speedup
-        realised = self.judge.speedup(self.acceptance_curve or (0.0,))
+        realised = self.judge.speedup(self.acceptance_curve or (0.0,), self._plan.table)
         if self._plan.speculates and realised is not None:
             out["spec/speedup_realised"] = realised
         return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from spec_plugin.engine.protocol import Engine
 from spec_plugin.engine.schedule.scheduler import SCHEDULER
@@ -21,10 +21,20 @@ async def take_steps(engine: Engine) -> tuple[StepTiming, ...]:
     return tuple(StepTiming(*row) for row in await _call(engine, "spec_take_steps"))
 
 
-async def mixed_steps(engine: Engine) -> tuple[float, tuple[MixedSteps, ...], tuple[tuple[int, int], ...]]:
-    """Of the log as ``take_steps`` last took it: seconds of all steps, those that were not alike, and what was accepted where."""
-    busy, rows, accepted = await _call(engine, "spec_mixed_steps")
-    return busy, tuple(MixedSteps(*row) for row in rows), tuple((batch, tokens) for batch, tokens in accepted)
+class RestOfSteps(NamedTuple):
+    """Of the step log what ``take_steps`` leaves out."""
+
+    busy_seconds: float  # of all steps
+    mixed: tuple[MixedSteps, ...]
+    kept_by_batch: tuple[tuple[int, int], ...]  # as in ``RolloutStats``
+    past_end_per_pos: tuple[int, ...]
+
+
+async def rest_of_steps(engine: Engine) -> RestOfSteps:
+    """The rest of the log as ``take_steps`` last took it."""
+    busy, rows, kept, past_end = await _call(engine, "spec_rest_of_steps")
+    mixed = tuple(MixedSteps(*row) for row in rows)
+    return RestOfSteps(busy, mixed, tuple((batch, tokens) for batch, tokens in kept), tuple(past_end))
 
 
 async def take_pairs(engine: Engine) -> tuple[StepPair, ...]:

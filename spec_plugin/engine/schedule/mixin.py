@@ -54,6 +54,8 @@ class SpecSchedulerMixin:
         #: queues of the requests that stand aside (``utilities.spec_stand_aside``)
         self.spec_aside: tuple[Any, ...] | None = None
         self._spec_batch = 0  # requests in the step whose output is being taken up
+        #: drafted tokens accepted of the request whose output is being taken up; None: it had no draft
+        self._spec_accepted: int | None = None
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own; before it requests may be preempted, and the step before it is over."""
@@ -110,8 +112,16 @@ class SpecSchedulerMixin:
     def make_spec_decoding_stats(
         self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """vLLM's own, which it calls for each drafted request of a step; the cut-off and the step log take note."""
-        if num_draft_tokens:
-            self.spec_cutoff.emitted(self._spec_batch, num_accepted_tokens + 1)
-            self.spec_steps.accept(self._spec_batch, num_accepted_tokens)
+        """vLLM's own, which it calls for each drafted request of a step, before it looks where the response ends."""
+        self._spec_accepted = num_accepted_tokens if num_draft_tokens else None
         return super().make_spec_decoding_stats(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)  # type: ignore[misc]
+
+    def _update_request_with_output(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own, which cuts what lies beyond the response's end; the cut-off and the step log note what is left."""
+        accepted, self._spec_accepted = self._spec_accepted, None
+        found = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)  # type: ignore[misc]
+        if accepted is not None:
+            kept = max(1, len(found[0]))
+            self.spec_cutoff.emitted(self._spec_batch, kept)
+            self.spec_steps.accept(self._spec_batch, accepted, min(accepted, kept - 1))
+        return found

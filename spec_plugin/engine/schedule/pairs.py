@@ -2,9 +2,11 @@
 
 Whether drafts pay can be told only by two measurements that have everything else in common: the engine, the batch, the context,
 the machine and what else runs on it. Seconds of one rollout against another's have none of that in common. So the scheduler
-itself leaves the drafts out for a stretch of ``STEPS`` steps, which is exact at any moment (``scheduler``), and notes the three
-medians as one pair. The draft goes on reading the text meanwhile (k = 0, not paused), so that its KV cache stays complete; what
-that takes is known from the start-up calibration, where paused and reading drafts take turns.
+itself leaves the drafts out for a stretch of ``STEPS`` steps, which is exact at any moment (``scheduler``), and notes the mean
+of the drafted medians before and behind it, and the plain one, as a pair. Where requests end meanwhile, as they do in most
+batches all the time, that mean is of as many requests as the stretch between. The draft goes on reading the text (k = 0, not
+paused), so that its KV cache stays complete; what that takes is known from the start-up calibration, where paused and reading
+drafts take turns.
 
 The first stretch comes as soon as there are steps to compare it with; from then on stretches take a share of the steps
 (``Schedule.plain_share``), which the controller makes small where the answer is clear.
@@ -24,8 +26,8 @@ STEPS = 4
 _WAITS = 5 * STEPS
 #: steps of other kinds (a prefill, a request of the control group) after which a stretch is given up
 _PATIENCE = 3 * STEPS
-#: batches of sizes that differ by less than this share count as one size
-_SAME_SIZE = 1 / 32
+#: share by which a batch of a pair's steps may differ from the first one, and the drafted ones' mean from the plain ones'
+_RANGE, _APART = 1 / 4, 1 / 16
 #: the share of plain steps from which a phase is taken for new, or close: there the cut-off waits for the first pair
 _CLOSE = 0.1
 
@@ -85,14 +87,14 @@ class PairedSteps:
         self._credit = min(self._credit + self.share, 2.0 * (STEPS + 1))
         if self._stretch and not self.plain:
             self._after.append(step)
-            if not self._alike(step, self._before[-1]):
+            if not self._alike(step, self._before[0]):
                 self._start()
             elif len(self._after) > STEPS:
                 self._pair()
             return
         if self.plain:
             return  # drafted before the stretch was asked for
-        if self._before and not self._alike(step, self._before[-1]):
+        if self._before and not self._alike(step, self._before[0]):
             self._before.clear()
         self._before.append(step)
         if len(self._before) == STEPS and self._credit >= STEPS + 1:
@@ -102,7 +104,7 @@ class PairedSteps:
     def _note_plain(self, step: Timed) -> None:
         self._credit -= 1.0
         self._stretch.append(step)
-        if not self._alike(step, self._before[-1]):
+        if not self._alike(step, self._before[0]):
             self._before.clear()
             self._start()
         self.plain = self.plain and len(self._stretch) <= STEPS
@@ -110,20 +112,23 @@ class PairedSteps:
     @staticmethod
     def _alike(step: Timed, other: Timed) -> bool:
         same_k = step.k == other.k or 0 in (step.k, other.k)
-        return same_k and abs(step.batch - other.batch) <= _SAME_SIZE * max(step.batch, other.batch)
+        return same_k and abs(step.batch - other.batch) <= _RANGE * max(step.batch, other.batch)
 
     def _pair(self) -> None:
-        after, plain = self._after[1:], self._stretch[1:]
-        drafted = [*self._before, *after]
-        self._found.append(
-            StepPair(
-                batch=drafted[0].batch,
-                k=drafted[0].k,
-                drafted_seconds=self._middle([s.seconds for s in drafted]),
-                plain_seconds=self._middle([s.seconds for s in plain]),
-                context=statistics.fmean(s.context for s in plain),
+        plain, after = self._stretch[1:], self._after[1:]
+        sides = (self._before, after)
+        batch = statistics.fmean(s.batch for s in plain)
+        drafted = statistics.fmean(statistics.fmean(s.batch for s in side) for side in sides)
+        if abs(drafted - batch) <= _APART * batch:
+            self._found.append(
+                StepPair(
+                    batch=round(batch),
+                    k=after[0].k,
+                    drafted_seconds=statistics.fmean(self._middle([s.seconds for s in side]) for side in sides),
+                    plain_seconds=self._middle([s.seconds for s in plain]),
+                    context=statistics.fmean(s.context for s in plain),
+                )
             )
-        )
-        self._paired = True
+            self._paired = True
         self._before = deque(after, maxlen=STEPS)
         self._start()

@@ -71,6 +71,8 @@ def verify() -> None:
         "Scheduler.update_draft_token_ids": hasattr(Scheduler, "update_draft_token_ids"),
         "Scheduler.make_spec_decoding_stats": "num_accepted_tokens"
         in _arguments(Scheduler, "make_spec_decoding_stats"),
+        "Scheduler._update_request_with_output": "new_token_ids"
+        in _arguments(Scheduler, "_update_request_with_output"),
         "Scheduler._update_after_schedule": hasattr(Scheduler, "_update_after_schedule"),
         "AsyncScheduler._update_after_schedule": "_update_after_schedule" in vars(AsyncScheduler),
         "Scheduler.dynamic_sd_lookup": "dynamic_sd_lookup" in Scheduler.schedule.__code__.co_names,

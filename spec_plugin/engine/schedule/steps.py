@@ -59,12 +59,16 @@ class StepLog:
         )  # seconds, context
         self._steps: dict[Kind, int] = defaultdict(int)
         self._sums: dict[tuple[int, int, bool], _Sum] = defaultdict(_Sum)
-        self._accepted: dict[int, int] = defaultdict(int)  # by requests of the step
+        self._kept: dict[int, int] = defaultdict(int)  # by requests of the step
+        self._past_end: list[int] = []  # by position
         self._busy = 0.0
         self._open: _Open | None = None
         self.mixed: list[MixedSteps] = []  # beside those that the last ``take`` returned
         self.busy_seconds = 0.0  # of all of these steps
-        self.accepted: list[tuple[int, int]] = []  # requests of a step, and drafted tokens accepted in all such steps
+        self.kept: list[
+            tuple[int, int]
+        ] = []  # requests of a step, and drafted tokens that all such steps have added to responses
+        self.past_end: list[int] = []  # drafted tokens that were accepted beyond a response's end, by position
         self.ragged = ragged
 
     def end(self, now: float) -> Timed | None:
@@ -117,9 +121,12 @@ class StepLog:
             drafted = decoding * (k > 0) if self.ragged else sum(width > 0 for width in widths.values())
         self._open = _Open(now, kind, (batch, k, prompts), drafted, context_of(output))
 
-    def accept(self, batch: int, tokens: int) -> None:
-        """Of a request in a step of so many requests so many drafted tokens were accepted."""
-        self._accepted[batch] += tokens
+    def accept(self, batch: int, accepted: int, kept: int) -> None:
+        """Of a request in a step of so many requests so many drafted tokens were accepted, and kept: there the response ended."""
+        self._kept[batch] += kept
+        self._past_end += [0] * (accepted - len(self._past_end))
+        for position in range(kept, accepted):
+            self._past_end[position] += 1
 
     def interrupt(self, now: float) -> None:
         """The engine may now wait for requests: the open step took what it took until here, which is not what such a step takes.
@@ -134,7 +141,7 @@ class StepLog:
     def take(self) -> list[StepTiming]:
         """Durations since the last call, one ``StepTiming`` for each kind of step; each is returned once.
 
-        What is not in them is in ``mixed``, ``busy_seconds`` and ``accepted`` until the next call.
+        What is not in them is in ``mixed``, ``busy_seconds``, ``kept`` and ``past_end`` until the next call.
         """
         found = []
         for kind, timed in self._timed.items():
@@ -144,8 +151,9 @@ class StepLog:
         sums = self._sums.items()
         self.mixed = [MixedSteps(*kind, s.seconds, s.steps, s.drafted, s.context / s.steps) for kind, s in sums]
         self.busy_seconds, self._busy = self._busy, 0.0
-        self.accepted = sorted(self._accepted.items())
-        self._accepted.clear()
+        self.kept, self.past_end = sorted(self._kept.items()), self._past_end
+        self._past_end = []
+        self._kept.clear()
         self._timed.clear()
         self._sums.clear()
         self._steps.clear()

@@ -89,14 +89,15 @@ def spec_take_steps(core: EngineCore) -> list[list[Any]]:
     return [[t.batch, t.k, t.paused, t.seconds, t.steps, t.context] for t in scheduler.spec_steps.take()]
 
 
-def spec_mixed_steps(core: EngineCore) -> tuple[float, list[list[Any]], list[list[int]]]:
+def spec_rest_of_steps(core: EngineCore) -> tuple[float, list[list[Any]], list[list[int]], list[int]]:
     """(EngineCore utility) Of the log as it was last taken: seconds of all steps, those that were not alike, what was accepted.
 
-    The second as plain lists in the order of ``MixedSteps``'s fields, the last as ``RolloutStats.accepted_by_batch``.
+    The second as plain lists in the order of ``MixedSteps``'s fields, the others as ``RolloutStats.kept_by_batch`` and
+    ``RolloutStats.past_end_per_pos``.
     """
     log = core.scheduler.spec_steps
     rows = [[m.batch, m.k, m.prompts, m.seconds, m.steps, m.drafted, m.context] for m in log.mixed]
-    return log.busy_seconds, rows, [list(row) for row in log.accepted]
+    return log.busy_seconds, rows, [list(row) for row in log.kept], list(log.past_end)
 
 
 def spec_take_pairs(core: EngineCore) -> list[list[Any]]:
@@ -156,7 +157,7 @@ UTILITIES = (
     spec_set_schedule,
     spec_schedule_state,
     spec_take_steps,
-    spec_mixed_steps,
+    spec_rest_of_steps,
     spec_take_pairs,
     spec_pause,
     spec_in_flight,

@@ -34,7 +34,11 @@ class Engine:
     """vLLM's, as far as the front asks it: writes down what it is asked, and answers what it was given."""
 
     def __init__(self, **answers: Any) -> None:
-        nothing: dict[str, Any] = {"spec_take_steps": [], "spec_mixed_steps": (0.0, [], []), "spec_take_pairs": []}
+        nothing: dict[str, Any] = {
+            "spec_take_steps": [],
+            "spec_rest_of_steps": (0.0, [], [], []),
+            "spec_take_pairs": [],
+        }
         self.answers, self.calls, self.engine_core = nothing | answers, [], self
         self.seen: dict[str, Any] = {}
 

@@ -50,22 +50,37 @@ def test_without_a_share_nothing_is_plain_and_nothing_is_noted():
 
 
 @pytest.mark.parametrize("at", ["before", "plain", "behind"])
-def test_a_batch_that_shrinks_meanwhile_makes_no_pair_and_the_engine_drafts_on(at):
+def test_a_batch_that_shrinks_by_much_meanwhile_makes_no_pair_and_the_engine_drafts_on(at):
     pairs = PairedSteps()
     pairs.follow(0.2)
     first = {"before": STEPS - 1, "plain": STEPS + 3, "behind": 2 * STEPS + 5}[at]
     drive(pairs, first)
-    was = drive(pairs, 60, batch=7)
+    was = drive(pairs, 60, batch=5)
     assert not all(was)
-    assert {pair.batch for pair in pairs.take()} == {7}
+    assert {pair.batch for pair in pairs.take()} == {5}
 
 
-def test_sizes_that_differ_by_little_are_one_in_a_full_batch():
+def test_of_a_batch_that_drains_evenly_drafted_steps_are_of_as_many_requests_as_the_plain_ones_between_them():
+    """A step takes as long as its batch is large, or twice that."""
+    pairs, batch = PairedSteps(), 32.0
+    pairs.follow(0.2)
+    while batch > 24.0:
+        size = round(batch)
+        drive(pairs, 1, batch=size, drafted=2.0 * size, plain=float(size))
+        batch -= 0.25
+    (pair,) = pairs.take()
+    assert pair.drafted_seconds == pytest.approx(2.0 * pair.plain_seconds, rel=0.03)
+    assert pair.batch == pytest.approx(pair.plain_seconds, rel=0.03)
+
+
+def test_where_most_requests_end_on_one_side_of_the_stretch_there_is_no_pair():
     pairs = PairedSteps()
     pairs.follow(0.2)
-    drive(pairs, STEPS + 3, batch=256)
-    drive(pairs, 30, batch=250)
-    assert pairs.take()[0].batch == 256
+    drive(pairs, 2 * STEPS + 2, batch=8)
+    drive(pairs, STEPS + 3, batch=6)
+    assert pairs.take() == []
+    drive(pairs, 60, batch=6)
+    assert pairs.take()
 
 
 def test_a_stretch_that_meets_other_steps_all_along_is_given_up():

@@ -25,6 +25,7 @@ class Vllms:
         self.requests: dict[str, Any] = {}
         self.dynamic_sd_lookup: list[int] | None = [0] + [K] * 8
         self.unfinished = True
+        self.ends: dict[int, int] = {}  # request of a step -> tokens after which its response ends
         self.next: Any = None
 
     def schedule(self, throttle: bool = False) -> Any:
@@ -41,9 +42,17 @@ class Vllms:
             self.requests[name].spec_token_ids = [7] * K
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> str:
-        for accepted in model_runner_output:
-            self.make_spec_decoding_stats(None, K, num_accepted_tokens=accepted)
+        undrafted = len(scheduler_output.num_scheduled_tokens) - len(model_runner_output)
+        for index, accepted in enumerate([*model_runner_output, *[None] * undrafted]):
+            if accepted is not None:
+                self.make_spec_decoding_stats(None, K, num_accepted_tokens=accepted)
+            self._update_request_with_output(SimpleNamespace(index=index), [7] * (1 + (accepted or 0)))
         return "outputs"
+
+    def _update_request_with_output(self, request: Any, new_token_ids: list[int]) -> tuple[list[int], bool]:
+        end = self.ends.get(request.index)
+        del new_token_ids[len(new_token_ids) if end is None else end :]
+        return new_token_ids, end is not None
 
     def make_spec_decoding_stats(self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int) -> str:
         return "stats"
@@ -109,7 +118,18 @@ def test_law_7_a_verification_step_made_its_accepted_tokens_and_the_bonus_token(
     assert noting.counted == [(2, 1), (2, 4)]
     assert scheduler.make_spec_decoding_stats(None, 0, 0) == "stats" and len(noting.counted) == 2
     scheduler.spec_steps.take()
-    assert scheduler.spec_steps.accepted == [(2, 3)], "the bonus token is nobody's draft"
+    assert scheduler.spec_steps.kept == [(2, 3)], "the bonus token is nobody's draft"
+
+
+def test_law_7_what_is_accepted_beyond_the_end_of_a_response_was_not_made():
+    scheduler = Scheduler()
+    noting, scheduler.ends = counted_by(scheduler), {0: 1, 1: 3}
+    step(scheduler, 3, 3, 3, undrafted=1)
+    assert noting.counted == [(4, 1), (4, 3), (4, 4)]
+    scheduler.spec_steps.take()
+    assert scheduler.spec_steps.kept == [(4, 5)] and scheduler.spec_steps.past_end == [1, 1, 2]
+    step(scheduler, undrafted=2)
+    assert len(noting.counted) == 3, "a plain step is nobody's draft, whatever the one before it was"
 
 
 @pytest.mark.parametrize("answers", [(True, True), (True, False)])

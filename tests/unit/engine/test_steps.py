@@ -55,7 +55,7 @@ def test_a_step_lasts_until_the_next_one_begins():
 def test_time_without_requests_is_not_counted_and_steps_that_are_not_alike_are_counted_beside_the_others():
     log = StepLog()
     log.begin(output(), K3, 0.0)
-    log.accept(2, 3), log.accept(1, 0), log.accept(2, 1)
+    log.accept(2, 3, 3), log.accept(1, 0, 0), log.accept(2, 4, 1)
     log.interrupt(0.5)
     log.interrupt(7.0)
     log.begin(output(num_scheduled_tokens={}), K3, 50.0)
@@ -64,8 +64,8 @@ def test_time_without_requests_is_not_counted_and_steps_that_are_not_alike_are_c
     log.begin(output(k=0), PLAIN, 201.0)
     assert log.take() == [StepTiming(2, 0, True, 1.0, 1, 150.0)]
     assert log.mixed == [MixedSteps(2, 3, False, 0.5, 1, 2, 150.0), MixedSteps(2, 3, True, 100.0, 1, 2, 150.0)]
-    assert log.busy_seconds == 101.5 and log.accepted == [(1, 0), (2, 4)]
-    assert log.take() == log.mixed == log.accepted == [] and log.busy_seconds == 0.0, "each is told once"
+    assert log.busy_seconds == 101.5 and log.kept == [(1, 0), (2, 4)] and log.past_end == [0, 1, 1, 1]
+    assert log.take() == log.mixed == log.kept == log.past_end == [] and log.busy_seconds == 0.0, "each is told once"
 
 
 def test_a_draft_that_no_worker_could_pause_is_not_called_paused():
