@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=512)
 #: newest tokens on which each rank judges the draft before it trains on them
 _JUDGED_TOKENS = 1024
+#: beside a draft in a checkpoint: the chance of each drafted token that training predicts, so that a resumed run drafts at once
+_CHANCES = "expected_chances"
 #: share of the first text that an untrained draft is judged on, which it therefore does not train on in that slice
 _HELD_BACK = 0.125
 
@@ -65,6 +67,7 @@ class DraftTraining:
         self._judged: SliceReport | None = None
         self._pace = Pace()
         self._resume_from: Path | None = None
+        self._promised: tuple[float, ...] = ()  # of a draft that was resumed, until it is judged anew
         self._token_counts: Tensor | None = None  # [V], while a new pruned draft waits for its vocabulary
 
     @hookimpl
@@ -80,7 +83,7 @@ class DraftTraining:
         counts = self._token_counts is not None
         lacks, counting, counted = on_any_rank(self._trainer is None or self._buffer is None, counts, not counts)
         self._judged = self._slice = None
-        self._pace = Pace()
+        self._pace, self._promised = Pace(), ()
         if lacks or (counting and counted):
             self._trainer = self._buffer = self._token_counts = None
         elif self._trainer is not None:
@@ -133,7 +136,8 @@ class DraftTraining:
             self._token_counts = torch.zeros(start.config.vocab_size, dtype=torch.int64)
         (resumes,) = on_any_rank(is_first() and self._resume_from is not None)
         if resumes:
-            trainer.load(self._resume_from or "")  # the first rank reads
+            saved = trainer.load(self._resume_from or "")  # the first rank reads
+            self._promised = tuple(saved.get(_CHANCES, ()))
             self._token_counts = None
         return trainer
 
@@ -199,7 +203,7 @@ class DraftTraining:
             policy_version=event.policy_version,
             tensors=tensors,
             digest=digest(tensors) if self._config.audit else fingerprint(tensors),
-            expected_chances=self._judged.chances if self._judged else (),
+            expected_chances=self._judged.chances if self._judged else self._promised,
         )
 
     @hookimpl
@@ -220,7 +224,7 @@ class DraftTraining:
     def spec_save(self, path: Path) -> None:
         """Write draft, optimizer, versions and random streams to ``path/draft``; before the first weight sync there is none."""
         if self._trainer is not None:
-            self._trainer.save(path / "draft")
+            self._trainer.save(path / "draft", {_CHANCES: self._judged.chances if self._judged else self._promised})
             self._card().write(path / "draft")
 
     def _card(self) -> ModelCard:

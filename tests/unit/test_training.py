@@ -152,7 +152,8 @@ def test_a_new_pruned_draft_takes_the_tokens_that_the_policy_uses() -> None:
 def test_a_resumed_run_continues_the_saved_draft(tmp_path: Path, torn: bool) -> None:
     p = plugin(train_max_steps=2)
     p.spec_weight_sync(event=sync())
-    p.spec_target_forward(hidden=hidden(torch.arange(40)))
+    for _ in range(9):
+        p.spec_target_forward(hidden=hidden(torch.arange(40)))
     p.spec_train_draft(step=1, seconds=30.0)
     p.spec_save(path=tmp_path)
     if torn:  # the old draft was set aside, and the new one not yet put in its place
@@ -163,6 +164,7 @@ def test_a_resumed_run_continues_the_saved_draft(tmp_path: Path, torn: bool) -> 
     old, new = p.spec_draft_weights(event=sync()), resumed.spec_draft_weights(event=sync())
     assert old is not None and new is not None
     assert (new.draft_version, new.digest) == (2, old.digest)
+    assert len(old.expected_chances) > 0 and new.expected_chances == old.expected_chances, "so that it is tried at once"
 
 
 def test_a_checkpoint_without_a_draft_starts_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
