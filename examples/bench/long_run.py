@@ -299,7 +299,7 @@ def write_picture(trainer: Trainer, runs: list[Contestant], file: Path) -> None:
         axis.set_title(label, fontsize=10)
         axis.grid(alpha=0.25)
     axes[0].legend()
-    figure.suptitle(f"GRPO in {trainer.name}, with the flag and without, step by step in turns")
+    figure.suptitle(f"GRPO in {trainer.name}, with the flag and without, in turns")
     figure.savefig(file, dpi=110)
     plt.close(figure)
 

@@ -100,6 +100,13 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/trainer.py",
+        "tuple(saved.get(_CHANCES, ()))",
+        "()",
+        "a resumed run does not know what its draft is good for, and samples its first rollout without it",
+        ("test_training.py",),
+    ),
+    Mutation(
+        "spec_plugin/builtin/trainer.py",
         "        if is_settled(folder):",
         "        if folder.exists():",
         "a draft that was set aside between two renames is lost",
