@@ -213,7 +213,7 @@ class RolloutStats:
     mixed: tuple[MixedSteps, ...] = ()  # of this phase, all that are not in ``steps``
     #: requests in a step, and the drafted tokens that all steps of so many have added to responses
     kept_by_batch: tuple[tuple[int, int], ...] = ()
-    past_end_per_pos: tuple[int, ...] = ()  # [k]: accepted, but beyond a response's end, where vLLM drops them
+    past_end_per_pos: tuple[int, ...] = ()  # [k]: accepted, but more than the response had room for
     busy_seconds: float = 0.0  # of the slowest engine, in steps of all kinds
     parts: tuple[RolloutStats, ...] = ()  # of several engines, what each of them did
 

@@ -30,6 +30,7 @@ from draft_training import digest
 from examples.bench.common import Seconds, now, prepare_process, spread
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.front import EngineFront
+from spec_plugin.engine.schedule.channel import RestOfSteps
 from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.events import Schedule, StepPair, StepTiming, TargetInfo
 from spec_plugin.session import SpecSession
@@ -120,6 +121,11 @@ class Engine:
         """The engine's step log since the last call."""
         core: Any = self.engine.engine_core
         return [StepTiming(*row) for row in core.engine_core.spec_take_steps()]
+
+    def rest_of_steps(self) -> RestOfSteps:
+        """What of the log as ``take_steps`` last took it is not in its answer."""
+        core: Any = self.engine.engine_core
+        return RestOfSteps.of(core.engine_core.spec_rest_of_steps())
 
     def install(self, file: Path, version: int) -> None:
         """Put the weights of another draft in the place of the present ones.
@@ -323,6 +329,11 @@ class Remote:
         """See ``Engine.take_steps``."""
         steps: list[StepTiming] = self._ask("take_steps")
         return steps
+
+    def rest_of_steps(self) -> RestOfSteps:
+        """See ``Engine.rest_of_steps``."""
+        rest: RestOfSteps = self._ask("rest_of_steps")
+        return rest
 
     def set_reading(self) -> None:
         """See ``Engine.set_reading``."""

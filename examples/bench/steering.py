@@ -96,6 +96,7 @@ class Steered:
         rounds, would = (0, ()) if self._method.memory is None else self._flag.rpc("spec_take_shadow")
         if self._method.memory is not None:
             self._flag.rpc("spec_take_rollouts")  # the phase is over
+        steps, rest = tuple(self._flag.take_steps()), self._flag.rest_of_steps()
         stats = RolloutStats(
             policy_version=phase,
             requests=len(prompts),
@@ -104,7 +105,11 @@ class Steered:
             drafts=timing.drafts,
             accepted_tokens=timing.accepted,
             accepted_per_pos=timing.per_pos,
-            steps=tuple(self._flag.take_steps()),
+            steps=steps,
+            mixed=rest.mixed,
+            kept_by_batch=rest.kept_by_batch,
+            past_end_per_pos=rest.past_end_per_pos,
+            busy_seconds=rest.busy_seconds,
             shadow_rounds=rounds,
             shadow_per_pos=tuple(would),
             pairs=tuple(self._flag.take_pairs()),

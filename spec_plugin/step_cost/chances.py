@@ -64,6 +64,8 @@ def acceptance_of(stats: RolloutStats) -> tuple[float, ...]:
 
 def kept_of(stats: RolloutStats) -> list[float]:
     """Of the tokens accepted at each position, what share lay before the response's end, over that of the position before."""
+    if not stats.accepted_per_pos and stats.accepted_tokens:
+        return [max(0.0, 1.0 - sum(stats.past_end_per_pos) / stats.accepted_tokens)]
     out, before = [], 1.0
     for accepted, past in zip_longest(stats.accepted_per_pos, stats.past_end_per_pos, fillvalue=0):
         if accepted <= 0 or before <= 0.0:

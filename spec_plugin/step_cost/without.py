@@ -90,10 +90,12 @@ def _all(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float], at_mo
     made = _tokens_made(stats, acceptance, at_most)
 
     def seconds(batch: int, k: int, paused: bool, context: float, share: float) -> tuple[float, float]:
-        """Of a plain step, and of such a one. A draft's passes are for all requests, also where some have none."""
+        """Of a plain step, and of such a one: what is verified is of those requests that have a draft, its passes are for all."""
         held = context if context >= 1.0 else None
+        plain = cost.seconds(batch, 0, context=held)
         reading, drafted = (cost.seconds(batch, n, paused, held) for n in (0, k))
-        return cost.seconds(batch, 0, context=held), drafted - (1.0 - share) * max(0.0, drafted - reading)
+        passes = reading if at_most else plain + max(1, k) * (reading - plain)
+        return plain, drafted - (1.0 - share) * max(0.0, drafted - passes)
 
     for s in stats.steps:
         share = float(s.k > 0)

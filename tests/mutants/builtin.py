@@ -90,7 +90,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
-        "drafted - (1.0 - share) * max(0.0, drafted - reading)",
+        "drafted - (1.0 - share) * max(0.0, drafted - passes)",
         "drafted",
         "law 7: drafts are taken away since steps with few of them are taken to be as long as those with many",
         ("test_without.py",),
@@ -118,8 +118,22 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/break_even/acceptance.py",
-        "(*kept, *self._kept[len(kept) :])",
-        "tuple(kept)",
+        " if self._kept_age < _LOOK_AGAIN else ()",
+        "",
+        "once answers were short, no more is drafted than those had room for, however long they grow",
+        ("test_controller.py",),
+    ),
+    Mutation(
+        _WITHOUT,
+        "reading if at_most else plain + max(1, k) * (reading - plain)",
+        "reading",
+        "what requests without a draft pay for the others' passes counts as saved",
+        ("test_without.py",),
+    ),
+    Mutation(
+        "spec_plugin/builtin/break_even/acceptance.py",
+        "self._kept[len(kept) :] if self._kept_age < _LOOK_AGAIN else ()",
+        "()",
         "how soon responses end is forgotten where fewer tokens are drafted, and too many are again",
         ("test_controller.py",),
     ),

@@ -281,6 +281,13 @@ MUTATIONS = (
     ),
     Mutation(
         _CUTOFF,
+        " and self._recent >= _STEPS * self._largest",
+        "",
+        "law 7: a draft that pays is dropped in the step in which most answers end",
+        ("engine/test_cutoff.py",),
+    ),
+    Mutation(
+        _CUTOFF,
         "self._behind > _LOST and self._drafts >= _DRAFTS",
         "self._behind > _LOST",
         "law 7: a draft is dropped before the controller has seen its acceptance",

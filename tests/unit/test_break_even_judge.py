@@ -49,6 +49,9 @@ def test_a_speed_up_is_that_of_pairs_that_drafted_as_far_as_is_drafted_now_and_o
     judge = told([1.5] * 9)
     reached_further = replace(pairs([]), pairs=(StepPair(8, 8, 1.0, 2.6 / 2.0 / 0.9),))
     judge.hear(reached_further, lambda _: 2.0, anew=False)
+    assert judge.speedup((1.0, 0.0), (0,) + (8,) * 8) == pytest.approx(1.5), "one may be a fluke"
+    for _ in range(2):
+        judge.hear(reached_further, lambda _: 2.0, anew=False)
     assert judge.speedup((1.0, 0.0), (0,) + (8,) * 8) == pytest.approx(2.6)
     assert judge.speedup((1.0, 0.0), TABLE) == pytest.approx(1.5)
     assert judge.speedup((1.0, 0.0), (0,) + (2,) * 8) == judge.speedup((1.0, 0.0)) == pytest.approx(1.5)

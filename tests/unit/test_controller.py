@@ -357,6 +357,11 @@ def test_law_7_tokens_accepted_beyond_the_ends_of_responses_are_worth_nothing_an
     assert max(c.spec_schedule(1).table) <= 3, "k=3 was in force, and is no more than a little worse than 2"
     drafted(c, 1, 0.9, (90,))
     assert tokens_per_step(c.acceptance_curve, 8) == pytest.approx(1 + 0.81 + 0.405, abs=0.01), "it is known of others"
+    for _ in range(7):
+        drafted(c, 1, 0.9)
+        assert c.acceptance_curve[2] == 0.0
+    drafted(c, 1, 0.9)
+    assert c.acceptance_curve[2] > 0.8, "answers may have grown: another look"
 
 
 def test_a_draft_whose_tokens_come_too_late_is_not_taken_for_one_that_knows_nothing_or_is_misaligned(caplog):

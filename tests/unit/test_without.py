@@ -108,8 +108,8 @@ def mixed_rollout(
     """
     cost, tokens = Cost(), tokens_per_step(CHANCES, 3)
     plain = cost.seconds(8, 0)
-    # verified are fewer tokens, but the draft's passes are for all
-    step = busy * drafts_less * (plain * 1.1 + drafted / 8 * (cost.seconds(8, 3) - plain * 1.1))
+    # verified are fewer tokens, but the draft's passes are for all: three, each of which takes what reading does
+    step = busy * drafts_less * (plain * 1.3 + drafted / 8 * (cost.seconds(8, 3) - plain * 1.3))
     mixed = [MixedSteps(8, 3, False, 300 * step, 300, 300 * drafted)]
     mixed += [MixedSteps(8, 3, True, 100 * (step + busy * prompts), 100, 100 * drafted)]
     drafts = 400 * drafted
@@ -127,7 +127,7 @@ def test_where_no_two_steps_are_alike_the_truth_is_found_and_at_most_no_less(dra
     assert told == pytest.approx(truth, rel=0.001), "prompts are read either way"
     # a request with a draft makes all of them, be the one that has none nobody's last
     longest = tokens_per_step(CHANCES, 3) / (1.0 + drafted / 8 * (tokens_per_step(CHANCES, 3) - 1.0))
-    assert 0.999 * truth <= at_most <= 1.08 * longest * truth
+    assert 0.999 * truth <= at_most <= 1.13 * longest * truth
     assert prompts or at_most >= 0.999 * longest * truth
 
 

@@ -17,6 +17,8 @@ _MIN_DRAFTS = 64
 _MISALIGNED = 0.5
 #: factor by which what the first positions gain has risen where later ones must be looked at again
 _OUT_OF_DATE = 2.0
+#: rollouts after which what an earlier one showed of the ends of responses is forgotten: they may have grown
+_LOOK_AGAIN = 8
 #: tokens a step from which a prediction can be compared with the engine at all
 _COMPARABLE = 1.2
 
@@ -32,6 +34,7 @@ class AcceptanceEstimate:
         self._deepest: tuple[float, ...] = ()  # the same, beyond that one's largest k from rollouts before it
         #: share of the tokens accepted at each position that lay before their response's end, over that of the position before
         self._kept: tuple[float, ...] = ()
+        self._kept_age = 0  # rollouts since all of these positions were drafted
         self._correction = 1.0  # of predictions
         self.age = 0  # rollouts since something was measured
         self._warned = False
@@ -79,12 +82,14 @@ class AcceptanceEstimate:
             self.age = 0
             self._measured = acceptance_of(stats)
             kept = kept_of(stats)
-            self._kept = (*kept, *self._kept[len(kept) :])
+            later = self._kept[len(kept) :] if self._kept_age < _LOOK_AGAIN else ()
+            self._kept, self._kept_age = (*kept, *later), self._kept_age + 1 if later else 0
             deeper = self._deepest[len(self._measured) :]
             self._deepest = (*self._measured, *(() if self._much_better(self._measured) else deeper))
             self._compare(self._measured)
             return
         self.age += not drafted
+        self._kept_age += 1
         if not drafted and stats.shadow_rounds >= _MIN_DRAFTS:
             # the engine itself has seen what drafting would have done
             self._predicted, self._measured = conditional_acceptance(stats.shadow_per_pos, stats.shadow_rounds), None

@@ -157,9 +157,9 @@ class BreakEvenController:
             logger.warning(
                 "spec-plugin: steps with drafts gave %.2f times the tokens per second of plain steps beside them: the draft "
                 "rests for some rollouts, and is then tried again",
-                self.judge.speedup(curve),
+                self.judge.speedup(curve, self._plan.table),
             )
-        elif drafted and (self.judge.speedup(curve) or 0.0) > _PROVEN:
+        elif drafted and (self.judge.speedup(curve, self._plan.table) or 0.0) > _PROVEN:
             self.states.proven()
         self.states.rolled_out(drafted, slower, self._dropped)
 

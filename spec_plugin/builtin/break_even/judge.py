@@ -177,11 +177,11 @@ class Judge:
     def speedup(self, acceptance: Sequence[float], table: Sequence[int] = ()) -> float | None:
         """Tokens a second of drafted steps over those of plain ones: median of the pairs, for this acceptance; None: no pair.
 
-        Of those that drafted as the table does, where there are some: a pair of k=3 says little of k=8.
+        Of those that drafted as the table does, where there are a few: a pair of k=3 says little of k=8.
         """
         gains = [(p, p[4] + math.log(tokens_per_step(acceptance, p[2]))) for p in self._pairs]
         alike = [gain for p, gain in gains if table and p[2] == table[min(p[1], len(table) - 1)]]
-        found = alike or [gain for _, gain in gains]
+        found = alike if len(alike) >= _FEW else [gain for _, gain in gains]
         return math.exp(self._of_all(statistics.median(found))) if found else None
 
     def _of_all(self, gain: float) -> float:

@@ -29,12 +29,17 @@ class RestOfSteps(NamedTuple):
     kept_by_batch: tuple[tuple[int, int], ...]  # as in ``RolloutStats``
     past_end_per_pos: tuple[int, ...]
 
+    @classmethod
+    def of(cls, answer: Sequence[Any]) -> RestOfSteps:
+        """From what ``spec_rest_of_steps`` returns."""
+        busy, rows, kept, past_end = answer
+        mixed = tuple(MixedSteps(*row) for row in rows)
+        return cls(busy, mixed, tuple((batch, tokens) for batch, tokens in kept), tuple(past_end))
+
 
 async def rest_of_steps(engine: Engine) -> RestOfSteps:
     """The rest of the log as ``take_steps`` last took it."""
-    busy, rows, kept, past_end = await _call(engine, "spec_rest_of_steps")
-    mixed = tuple(MixedSteps(*row) for row in rows)
-    return RestOfSteps(busy, mixed, tuple((batch, tokens) for batch, tokens in kept), tuple(past_end))
+    return RestOfSteps.of(await _call(engine, "spec_rest_of_steps"))
 
 
 async def take_pairs(engine: Engine) -> tuple[StepPair, ...]:

@@ -5,7 +5,8 @@ or the policy has jumped. Counted are, for each drafted request and step, the to
 decoding would have made in the same time, and what is missing is added up, never below zero: Page's cumulative sum
 (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954). What is dropped then are the batch sizes at which the draft
 would not pay with the tokens that it made since the sum was last zero: for a worthless draft all of them, for one that was
-too dear for a full batch not those of its tail. A draft that does not pay costs a phase about ``_LOST`` tokens' time.
+too dear for a full batch not those of its tail. A draft that does not pay costs a phase about ``_LOST`` tokens' time, and a few
+steps: where many requests end in the same one, it makes little in that step, and more in those around it.
 
 Dropping is exact: k then depends on tokens that were sampled already, never on the ones to come.
 """
@@ -19,6 +20,8 @@ from typing import Any
 _LOST = 32.0
 #: verification steps of single requests before which nothing is dropped: the controller wants to know the acceptance, too
 _DRAFTS = 64
+#: steps of as many requests as the largest had, that what has been lost must have taken at least
+_STEPS = 4
 #: what is kept must pay by this factor
 _KEPT = 1.05
 
@@ -40,21 +43,24 @@ class DraftCutoff:
     def _reset(self) -> None:
         self._behind = 0.0
         self._recent = self._recent_tokens = 0  # verification steps since then, and what they made
+        self._largest = 0  # requests of a step since then
 
     def emitted(self, batch: int, tokens: int) -> None:
         """A verification step of one request made so many tokens, in a step of so many requests."""
         if not self._break_even:
             return
+        batch = min(batch, len(self._break_even) - 1)
         self._drafts += 1
-        self._behind += self._break_even[min(batch, len(self._break_even) - 1)] - tokens
+        self._behind += self._break_even[batch] - tokens
         self._recent, self._recent_tokens = self._recent + 1, self._recent_tokens + tokens
+        self._largest = max(self._largest, batch)
         if self._behind <= 0:
             self._reset()
 
     @property
     def due(self) -> bool:
         """True once drafting has cost this phase enough."""
-        return self._behind > _LOST and self._drafts >= _DRAFTS
+        return self._behind > _LOST and self._drafts >= _DRAFTS and self._recent >= _STEPS * self._largest
 
     def drop(self) -> bool:
         """Draft nothing more in this phase at the batch sizes that would need more tokens than were made; only when ``due``.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 from spec_plugin.engine.schedule.steps import Timed
 from spec_plugin.events import StepPair
@@ -116,9 +117,11 @@ class PairedSteps:
 
     def _pair(self) -> None:
         plain, after = self._stretch[1:], self._after[1:]
-        sides = (self._before, after)
-        batch = statistics.fmean(s.batch for s in plain)
-        drafted = statistics.fmean(statistics.fmean(s.batch for s in side) for side in sides)
+        sides: list[Sequence[Timed]] = [self._before, after]
+        batch, first, last = (_requests(steps) for steps in (plain, *sides))
+        if first == last:  # a burst that spoils half of one side is then no more than a quarter of all
+            sides = [[*self._before, *after]]
+        drafted = (first + last) / 2
         if abs(drafted - batch) <= _APART * batch:
             self._found.append(
                 StepPair(
@@ -132,3 +135,8 @@ class PairedSteps:
             self._paired = True
         self._before = deque(after, maxlen=STEPS)
         self._start()
+
+
+def _requests(steps: Iterable[Timed]) -> float:
+    """Of a step, in the mean."""
+    return statistics.fmean(step.batch for step in steps)

@@ -68,7 +68,7 @@ class StepLog:
         self.kept: list[
             tuple[int, int]
         ] = []  # requests of a step, and drafted tokens that all such steps have added to responses
-        self.past_end: list[int] = []  # drafted tokens that were accepted beyond a response's end, by position
+        self.past_end: list[int] = []  # drafted tokens accepted for which a response had no room, by position
         self.ragged = ragged
 
     def end(self, now: float) -> Timed | None:

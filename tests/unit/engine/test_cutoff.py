@@ -47,11 +47,38 @@ def test_law_7_a_draft_a_little_below_break_even_is_dropped_in_the_end():
     assert all(watched(1.5, sampled(1.4, seed=s), most=5000) for s in range(5))
 
 
+@pytest.mark.parametrize(
+    ("answers", "places", "chance", "k", "break_even"),
+    [(6, 256, 0.8, 3, 1.8), (6, 128, 0.97, 3, 1.5), (10, 128, 0.97, 7, 2.0)],
+)
+def test_a_draft_that_pays_is_kept_where_all_requests_end_in_the_same_step(answers, places, chance, k, break_even):
+    """Short answers of one length, eight batches of which wait their turn: a step in which most end makes little."""
+    for seed in range(4):
+        rng, waiting = random.Random(seed), 8 * places
+        cutoff = DraftCutoff([k] * (places + 1), (break_even,) * (places + 1))
+        left: list[int] = []
+        made = steps = 0
+        while waiting or left:
+            new = min(places - len(left), waiting)
+            waiting -= new
+            reached = []
+            for length in left:
+                tokens = 1
+                while tokens <= k and rng.random() < chance:
+                    tokens += 1
+                cutoff.emitted(len(left) + new, min(tokens, length))
+                made, steps = made + min(tokens, length), steps + 1
+                reached.append(length - tokens)
+            assert not cutoff.due
+            left = [length for length in reached if length > 0] + [answers - 1] * new
+        assert made / steps > 1.2 * break_even
+
+
 def test_each_batch_size_has_its_own_break_even():
     floor = (1.0, 1.1, *(3.0,) * (SIZE - 1))
     assert watched(floor, lambda: 2, batch=1, most=5000) is None
     assert watched(floor, lambda: 2, batch=16, most=5000) == 64
-    assert watched(floor, lambda: 2, batch=1000, most=5000) == 64  # beyond the table its end holds
+    assert watched(floor, lambda: 2, batch=1000, most=5000) == 4 * SIZE  # beyond the table its end holds
 
 
 def test_without_break_even_nothing_is_dropped():

@@ -109,6 +109,20 @@ def test_the_median_of_a_stretch_counts_and_the_mean_where_drafts_are_ragged():
         assert pairs.take()[0].drafted_seconds == pytest.approx(expected)
 
 
+def test_a_burst_in_half_of_one_side_of_a_stretch_spoils_no_pair_of_a_full_batch():
+    pairs = PairedSteps()
+    pairs.follow(0.05)
+    seconds = iter([2.0] * STEPS + [2.0] + [6.0, 6.0, 2.0, 2.0])  # the first one behind the stretch is left out
+    before = False
+    for _ in range(30):
+        now = pairs.plain
+        pairs.note(
+            None if now != before else Timed(4, 0 if now else K, False, 1.0 if now else next(seconds, 2.0), 50.0)
+        )
+        before = now
+    assert pairs.take()[0].drafted_seconds == 2.0
+
+
 def test_the_cut_off_waits_for_the_first_pair_of_a_new_or_close_phase_and_not_for_long():
     pairs = PairedSteps()
     pairs.follow(0.25)
