@@ -28,6 +28,8 @@ _PRIOR_STEPS = 8
 _MEMORY_PHASES = 8
 #: a speculating step that is measured below this share of a plain one cannot be right
 _IMPLAUSIBLE = 0.5
+#: contexts of a rollout that are longer than the calibration's by less than this factor cost about what those did
+_LONGER = 2.0
 #: what the newest phase weighs in the context of a batch size
 _NEWEST = 0.5
 
@@ -64,6 +66,7 @@ class CostModel:
         self._seen: dict[tuple[int, int, bool], list[Cell]] = {}  # by batch, k, paused: the latest phases, oldest first
         self._cells: dict[tuple[int, int, bool], Cell] = {}
         self._contexts: dict[int, float] = {}  # of the rollouts, by batch size
+        self._calibrated = 0.0  # tokens of the longest context that was calibrated
         self._fit: Fit | None = None
 
     def observe(self, timings: Sequence[StepTiming], calibration: bool = False) -> None:
@@ -84,6 +87,7 @@ class CostModel:
             while len(seen) > _MEMORY_PHASES and sum(cell.steps for cell in seen[1:]) >= MEMORY_STEPS:
                 del seen[0]
             self._cells[key] = _together(seen)
+            self._calibrated = max(self._calibrated, t.context * calibration)
             if t.context > 0 and not calibration:
                 known = self._contexts.get(t.batch, t.context)
                 self._contexts[t.batch] = _NEWEST * t.context + (1 - _NEWEST) * known
@@ -96,11 +100,13 @@ class CostModel:
 
         A shared machine is faster or slower from one rollout to the next, and plain steps and drafted ones come from different
         rollouts. So only what a rollout says of some kinds of steps *against others* is news; the very first one's is taken as
-        it is, since contexts are longer there than in the calibration. Plain steps against drafted ones: ``judge``.
+        it is where contexts are much longer than in the calibration. Plain steps against drafted ones: ``judge``.
         """
-        if not self._contexts or self.problem is not None:
-            return tuple(timings)
         known = [t for t in timings if _makes_sense(t)]
+        longest = max((t.context for t in known), default=0.0)
+        alike = bool(self._contexts) or 0.0 < longest <= _LONGER * self._calibrated
+        if not alike or self.problem is not None:
+            return tuple(timings)
         slow = sorted(
             (t.seconds / self.seconds(t.batch, t.k, t.paused, t.context or None), t.seconds * t.steps) for t in known
         )

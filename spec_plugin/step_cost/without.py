@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from spec_plugin.events import RolloutStats
 from spec_plugin.step_cost.chances import tokens_per_step
 from spec_plugin.step_cost.model import StepCost
+
+#: rollouts that are remembered of a run's own load
+_ROLLOUTS = 16
 
 
 class _Steps(NamedTuple):
@@ -28,7 +32,33 @@ class _Steps(NamedTuple):
         return 1.0 + self.share * (self.tokens - 1.0)
 
 
-def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> float | None:
+class OwnLoad:
+    """By what factor a run's own work beside the engine makes its drafted steps longer than the start-up has timed them.
+
+    Requests are taken in, answers handed out and scored while the engine steps. That is as much work without drafts, spread over
+    more steps: it adds the same seconds to both, and does not multiply them as somebody else's load does. It is there in every
+    rollout; so it is told by those that were disturbed least.
+    """
+
+    def __init__(self) -> None:
+        """No rollout was seen."""
+        self._slow: deque[float] = deque(maxlen=_ROLLOUTS)
+
+    def note(self, stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> None:
+        """A rollout that drafted is over; arguments as for ``times_as_long``."""
+        slow = _slow(list(_all(stats, cost, acceptance)))
+        if slow is not None and math.isfinite(slow):
+            self._slow.append(slow)
+
+    @property
+    def factor(self) -> float:
+        """1 where there is none."""
+        return max(1.0, sorted(self._slow)[len(self._slow) // 4]) if self._slow else 1.0
+
+
+def times_as_long(
+    stats: RolloutStats, cost: StepCost, acceptance: Sequence[float], own_load: float = 1.0
+) -> float | None:
     """Seconds of all the rollout's steps without drafts over what they were; below 1 where drafts cost more than they saved.
 
     A step of b requests that made n tokens of each, in the mean, stands for n plain steps of b requests: what fell to the busy
@@ -39,6 +69,7 @@ def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[floa
         stats: of the rollout.
         cost: seconds of a step, as far as can be told as the pairs have found them.
         acceptance: chance of each position; says how the rollout's own tokens a step divide among several k.
+        own_load: ``OwnLoad.factor``.
 
     Returns:
         None where the engine has timed no steps.
@@ -49,7 +80,8 @@ def times_as_long(stats: RolloutStats, cost: StepCost, acceptance: Sequence[floa
     for s in found:
         took += s.seconds
         decoding = min(s.seconds, s.steps * s.own * slow) if s.prompts else s.seconds
-        without += decoding * s.stands_for * s.plain / s.own + (s.seconds - decoding)
+        ratio = (s.stands_for * s.plain / s.own + own_load - 1.0) / own_load
+        without += decoding * ratio + (s.seconds - decoding)
     return without / took if took > 0.0 else None
 
 

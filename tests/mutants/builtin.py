@@ -125,6 +125,27 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "sorted(self._slow)[len(self._slow) // 4]",
+        "max(self._slow)",
+        "somebody else's load is taken for the run's own, and less is told than was saved",
+        ("test_without.py",),
+    ),
+    Mutation(
+        _WITHOUT,
+        "(s.stands_for * s.plain / s.own + own_load - 1.0) / own_load",
+        "s.stands_for * s.plain / s.own",
+        "the run's own work beside the engine counts as if drafts had spared it",
+        ("test_without.py",),
+    ),
+    Mutation(
+        "spec_plugin/step_cost/model.py",
+        "bool(self._contexts) or 0.0 < longest <= _LONGER * self._calibrated",
+        "bool(self._contexts)",
+        "plain steps are taken to be as slow as those of the first rollout, which was cold",
+        ("test_cost.py",),
+    ),
+    Mutation(
+        _WITHOUT,
         "reading if at_most else plain + max(1, k) * (reading - plain)",
         "reading",
         "what requests without a draft pay for the others' passes counts as saved",

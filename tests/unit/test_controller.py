@@ -627,7 +627,13 @@ def test_a_pair_that_a_burst_has_spoilt_neither_adds_to_what_was_saved_nor_takes
     assert c.times_as_long_at_most(one) > 0.95 * 3.0 / 2.0
     many = replace(usual, pairs=one.pairs * 7)
     c.spec_rollout_end(many)
-    assert c.times_as_long_without(many) == pytest.approx(3.0 * plain / of_drafts, rel=0.3), "what many say is no burst"
+    told, truth = c.times_as_long_without(many), 3.0 * plain / of_drafts
+    if truth < 1.0:
+        assert told == pytest.approx(truth, rel=0.3), "what many say is no burst"
+    else:
+        assert 1.1 * 3.0 / 2.0 < told < truth, (
+            "what many say is no burst, and what is always beside it may be the run's own work"
+        )
 
 
 def test_where_no_two_steps_are_alike_what_drafting_has_saved_and_what_is_accepted_is_known_all_the_same():

@@ -254,6 +254,18 @@ def test_one_phase_on_a_busy_machine_says_nothing_and_a_lasting_change_is_follow
     assert model.seconds(8, 0) == pytest.approx(0.06, rel=0.05)
 
 
+def test_a_first_rollout_of_contexts_like_the_calibrations_says_only_how_its_kinds_of_steps_compare():
+    """It is the slowest of all: nothing is warm yet."""
+    model = CostModel()
+    known = [replace(t, context=60.0) for t in timings(compute_bound)]
+    model.observe(known, calibration=True)
+    cold = tuple(StepTiming(b, 0, True, 1.25 * compute_bound(b, 0, True), 200, 100.0) for b in (4, 8))
+    for found, t in zip(model.at_usual_speed(cold), cold, strict=True):
+        assert found.seconds == pytest.approx(t.seconds / 1.25, rel=0.1)
+    longer = tuple(replace(t, context=150.0) for t in cold)
+    assert model.at_usual_speed(longer) == longer
+
+
 def test_a_rollout_on_a_busy_machine_says_only_how_its_kinds_of_steps_compare():
     model = CostModel()
     model.observe(timings(compute_bound), calibration=True)

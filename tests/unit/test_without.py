@@ -9,7 +9,7 @@ import pytest
 
 from spec_plugin.events import MixedSteps, RolloutStats, StepTiming
 from spec_plugin.step_cost.chances import tokens_per_step
-from spec_plugin.step_cost.without import times_as_long, times_as_long_at_most
+from spec_plugin.step_cost.without import OwnLoad, times_as_long, times_as_long_at_most
 
 CHANCES = (0.8, 0.7, 0.6, 0.5)
 
@@ -159,6 +159,32 @@ def test_among_several_k_a_step_that_is_not_alike_counts_with_the_requests_that_
     plain += 10 * 0.02 * tokens_per_step(CHANCES, 1) * cost.seconds(6, 0) / cost.seconds(6, 1)
     plain += 9.8 * (1 + 2940 / 490 / 8 * CHANCES[0]) * cost.seconds(8, 0) / cost.seconds(8, 1)
     assert told == pytest.approx(plain / (3010 * 0.02 + 9.8), rel=0.02)
+
+
+def own_work(seconds: float, busy: float = 1.0) -> tuple[RolloutStats, float]:
+    """A rollout beside whose steps the run itself works, as long as it would without drafts; and the truth."""
+    stats, ratio = rollout(dict.fromkeys(range(9), 3), CHANCES, busy)
+    took = sum(s.seconds * s.steps for s in stats.steps)
+    longer = 1.0 + busy * seconds / took
+    slowed = replace(stats, steps=tuple(replace(s, seconds=longer * s.seconds) for s in stats.steps))
+    return slowed, (ratio * took + busy * seconds) / (took + busy * seconds)
+
+
+@pytest.mark.parametrize("busy", [1.0, 2.0])
+def test_the_runs_own_work_is_as_much_without_drafts_and_somebody_elses_load_is_as_long_as_the_rollout(busy):
+    load = OwnLoad()
+    assert load.factor == 1.0
+    for others in (1.0, 3.0, 1.0, 1.5, 1.0, 2.0):
+        load.note(own_work(40.0, others)[0], Cost(), CHANCES)
+    stats, truth = own_work(40.0, busy)
+    told = times_as_long(stats, Cost(), CHANCES, load.factor)
+    assert told == pytest.approx(truth, rel=0.02) and told < 0.95 * times_as_long(stats, Cost(), CHANCES)
+
+
+def test_of_rollouts_that_nothing_is_known_of_no_load_is_known():
+    load = OwnLoad()
+    load.note(RolloutStats(1, 8, 1000, 5.0, 100, 300, 200), Cost(), CHANCES)
+    assert load.factor == 1.0
 
 
 def test_steps_that_all_read_prompts_count_as_on_a_machine_as_usual_and_for_no_more_than_they_took():

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from spec_plugin.builtin.break_even import plan
@@ -32,7 +33,7 @@ from spec_plugin.speculation import Reason, Speculation, as_metrics, in_words, s
 from spec_plugin.step_cost.chances import tokens_per_step
 from spec_plugin.step_cost.experts import Experts
 from spec_plugin.step_cost.model import Corrected, CostModel
-from spec_plugin.step_cost.without import times_as_long, times_as_long_at_most
+from spec_plugin.step_cost.without import OwnLoad, times_as_long, times_as_long_at_most
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class BreakEvenController:
         self._fixed = False
         self.cost = CostModel()
         self.judge, self.states = Judge(), States()
+        self._own_load = OwnLoad()
         self.acceptance_estimate = AcceptanceEstimate()
         self._calibration: tuple[StepTiming, ...] = ()
         self._load: dict[int, float] = {}  # tokens that a rollout generates at each batch size
@@ -138,6 +140,8 @@ class BreakEvenController:
             )
         self._load = plan.load_of(stats, curve) or self._load
         self._judged(drafted, curve)
+        if drafted and self.cost.problem is None:
+            self._own_load.note(stats, self._corrected, curve)
         if self._dropped:
             self._plan = plan.no_drafts(self._target.max_num_seqs)
 
@@ -290,7 +294,7 @@ class BreakEvenController:
     def times_as_long_without(self, stats: RolloutStats) -> float | None:
         """What the steps of a rollout that ``spec_rollout_end`` has seen take without drafts, over what they took; or None."""
         plain = not stats.drafts and all(s.paused for s in stats.steps if not s.k)
-        return 1.0 if plain else self._without(times_as_long, stats, max)
+        return 1.0 if plain else self._without(partial(times_as_long, own_load=self._own_load.factor), stats, max)
 
     def times_as_long_at_most(self, stats: RolloutStats) -> float | None:
         """The same of all its steps, at most: what is not known of it lengthens what it would have taken; None: not known."""
