@@ -615,8 +615,8 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROLLER,
-        "self._without(times_as_long, stats, max)",
-        "self._without(times_as_long, stats, min)",
+        "own_load=self._own_load.factor), stats, max)",
+        "own_load=self._own_load.factor), stats, min)",
         "a burst on the machine counts as time that drafts have saved",
         ("test_controller.py",),
     ),
