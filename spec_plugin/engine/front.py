@@ -323,6 +323,7 @@ class EngineFront:
             k = self.session.config.k
             schedule = for_states(schedule, k, k * self.schedule.drafting, self.busy)
         share = schedule.control_share
+        self._group.first = share is None  # else each batch that is judged wants some of its own
         self._group.share = self.session.config.control_share if share is None else share
         self.schedule = EngineSchedule()
         await self.engine.reset_prefix_cache()
@@ -442,6 +443,7 @@ class EngineFront:
         """Counters and clock start anew; requests in flight go on counting, of a paused engine under this policy version."""
         self.witnesses: deque[Witness] = deque(maxlen=KEPT)  # of requests whose log-probs the trainer did not ask for
         self._tracker.begin(policy_version)
+        self._group.begin()
         self._validated = self._rollouts_began = False  # see ``on_request``
         self._counters = read_spec_counters()
 

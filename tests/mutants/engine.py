@@ -280,6 +280,20 @@ MUTATIONS = (
         ("engine/test_cutoff.py",),
     ),
     Mutation(
+        "spec_plugin/engine/control.py",
+        "max(0, self._expected - self._drawn) if self.first else 0",
+        "0",
+        "a request without drafts is the last of its phase",
+        ("engine/test_control.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/control.py",
+        " if self.first else 0",
+        "",
+        "the first batch that is judged has all of the control group, and the others none",
+        ("engine/test_control.py",),
+    ),
+    Mutation(
         _CUTOFF,
         " and self._recent >= _STEPS * self._largest",
         "",

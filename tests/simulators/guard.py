@@ -20,7 +20,7 @@ from torch import Tensor
 from spec_plugin.actor.judged import share_for
 from spec_plugin.builtin.provenance import ProvenanceGuard
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine.control import TOKENS
+from spec_plugin.engine.control import ControlGroup
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
 
@@ -111,7 +111,10 @@ class _Run:
         self.guard.spec_configure(config=self.config, target=target)
         self.scale = ROUNDING[setting.dtype] * math.exp(0.5 * self._normal())
         self.drafted = _DRAFTED[0] + (_DRAFTED[1] - _DRAFTED[0]) * float(torch.rand((), generator=self.generator))
-        self.due = float(torch.rand((), generator=self.generator))
+        self.group = ControlGroup(self.config.control_share, self.config.k, seed)
+        if setting.lag:
+            self.group.first, self.group.share = False, share_for(self.config.control_share, setting.judged)
+        self.group.ended(setting.tokens)
 
     def _normal(self) -> float:
         return float(torch.randn((), generator=self.generator))
@@ -154,18 +157,16 @@ class _Run:
             )
 
     def _control(self, speculating: bool) -> Tensor:
-        """[B, T] which tokens are plain; requests of the control group are evenly spaced, as the engine draws them."""
+        """[B, T] which tokens are plain: those of the control group, as the engine draws it."""
         s = self.setting
         plain = torch.full((s.sequences, s.tokens), not speculating)
         if not speculating:
             return plain
-        share = self.config.control_share if not s.lag else share_for(self.config.control_share, s.judged)
+        self.group.begin()
         for row in range(s.sequences):
-            self.due += share
-            if self.due >= 1.0:
-                self.due -= 1.0
-                first = TOKENS * int(torch.randint(max(1, s.tokens // TOKENS), (), generator=self.generator))
-                plain[row, first : first + TOKENS] = True
+            if stretch := self.group.draw():
+                begin, end = stretch.span(0, s.tokens)
+                plain[row, begin:end] = True
         return plain
 
 

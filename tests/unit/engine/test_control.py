@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,39 @@ def test_the_share_of_the_requests_is_in_it_evenly_spaced(share, members):
     assert abs(sum(drawn) - members) <= 1
     gaps = [j - i for i, j in zip(*[[n for n, d in enumerate(drawn) if d][k:] for k in (0, 1)], strict=False)]
     assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize(("share", "requests"), [(0.02, 48), (0.02, 500), (0.05, 30), (0.3, 10)])
+def test_the_first_requests_of_each_phase_are_in_it_where_none_is_wanted_elsewhere(share, requests):
+    group, chosen = ControlGroup(share, 3, seed=1), []
+    for phase in range(60):
+        group.begin()
+        drawn = [group.draw() is not None for _ in range(requests)]
+        chosen.append(sum(drawn))
+        assert not phase or not any(drawn[sum(drawn) :]), "none but the first ones"
+    assert abs(sum(chosen) - 60 * share * requests) <= 5
+    phases = [i for i, n in enumerate(chosen) if n and i]
+    apart = [b - a for a, b in pairwise(phases)]
+    assert set(apart) == {1} if share * requests >= 4 else max(apart) <= 5 and min(apart) >= 2
+
+
+def test_a_phase_that_is_shorter_or_longer_than_the_one_before_takes_no_more_than_its_share_in_the_end():
+    group, chosen, asked = ControlGroup(0.05, 3, seed=1), 0, 0
+    for phase in range(200):
+        group.begin()
+        for _ in range(requests := (100, 10, 0, 300)[phase % 4]):
+            chosen += group.draw() is not None
+        asked += requests
+    assert chosen == pytest.approx(0.05 * asked, abs=20), "as many as the longest phase has"
+
+
+def test_evenly_spaced_where_each_batch_that_is_judged_wants_some():
+    group = ControlGroup(0.1, 3, seed=1)
+    group.first = False
+    for _ in range(5):
+        group.begin()
+        drawn = [n for n in range(100) if group.draw()]
+        assert {b - a for a, b in pairwise(drawn)} <= {10, 11}
 
 
 def test_stretches_lie_anywhere_in_a_response_of_mean_length():
