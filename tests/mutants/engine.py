@@ -197,9 +197,16 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
-        "slack = 2 * (self.k + 1)",
-        "slack = 0",
+        "self.first - 2 * (self.k + 1)",
+        "self.first",
         "law 3: drafted tokens pass for the control group's plain ones",
+        ("engine/test_control.py",),
+    ),
+    Mutation(
+        _CONTROL,
+        "self.first + TOKENS]",
+        "self.first + TOKENS - 1]",
+        "law 3: the last token of a stretch may have been drafted",
         ("engine/test_control.py",),
     ),
     Mutation(
@@ -280,14 +287,14 @@ MUTATIONS = (
         ("engine/test_cutoff.py",),
     ),
     Mutation(
-        "spec_plugin/engine/control.py",
+        _CONTROL,
         "max(0, self._expected - self._drawn) if self.first else 0",
         "0",
         "a request without drafts is the last of its phase",
         ("engine/test_control.py",),
     ),
     Mutation(
-        "spec_plugin/engine/control.py",
+        _CONTROL,
         " if self.first else 0",
         "",
         "the first batch that is judged has all of the control group, and the others none",
