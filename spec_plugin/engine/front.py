@@ -156,7 +156,9 @@ class EngineFront:
         while not self._open.is_set():  # they may have come meanwhile
             await self._open.wait()
         listed = is_listed(options)
-        control = self.control() if listed and not options.get("extra_args") else None
+        # nobody recomputes validation
+        joins = listed and self._rollouts_began and not options.get("extra_args")
+        control = self.control() if joins else None
         with self.request() as request:
             one = SampledRequest(request, control, extra_args(options, listed, control, request))
             yield one

@@ -318,6 +318,23 @@ def sampled_with(front: EngineFront, options: Any) -> SampledRequest:
     return asyncio.run(one())
 
 
+def test_validation_has_no_control_group_which_is_the_rollouts_behind_it(front):
+    async def sampled_with(options: dict[str, Any]) -> list[bool]:
+        found = []
+        for _ in range(3):
+            async with front.sample([1], options) as request:
+                request.completed([2] * 5)
+                found.append(request.control is not None)
+        return found
+
+    async def phase() -> tuple[list[bool], list[bool]]:
+        await front.set_schedule(replace(DRAFT, control_share=1.0))
+        greedy = await sampled_with({"temperature": 0.0})
+        return greedy, await sampled_with({"temperature": 1.0})
+
+    assert asyncio.run(phase()) == ([False] * 3, [True] * 3)
+
+
 def test_law_3_what_the_control_group_samples_without_drafts_is_kept_with_the_version(front):
     asyncio.run(front_of_a_phase(front, 1.0))
     request = sampled_with(front, {})
