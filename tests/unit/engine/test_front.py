@@ -328,7 +328,7 @@ def test_validation_has_no_control_group_which_is_the_rollouts_behind_it(front):
         return found
 
     async def phase() -> tuple[list[bool], list[bool]]:
-        await front.set_schedule(replace(DRAFT, control_share=1.0))
+        await front_of_a_phase(front, 1.0)
         greedy = await sampled_with({"temperature": 0.0})
         return greedy, await sampled_with({"temperature": 1.0})
 
