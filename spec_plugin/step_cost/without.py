@@ -143,9 +143,12 @@ def _tokens_made(stats: RolloutStats, acceptance: Sequence[float], at_most: bool
     """Tokens of a request with a draft in one step, by requests of the step and k: what the rollout has shown of such steps.
 
     What a batch size has shown, and not the rollout's mean: the last requests of a rollout are others than the first, and text
-    that repeats itself is both long and easy to draft. ``at_most``: or that mean, where it is more.
+    that repeats itself is both long and easy to draft. ``at_most``: or that mean, where it is more, and with the tokens for which
+    responses had no room: the one that the rollout waits for has ended once only.
     """
-    whole = _Shown(acceptance, stats.drafted_by_k, (stats.tokens_per_forward or 1.0) - 1.0)
+    gained = (stats.tokens_per_forward or 1.0) - 1.0
+    cut = stats.accepted_tokens / (gained * stats.forwards) if at_most and gained > 0.0 else 1.0
+    whole = _Shown(acceptance, stats.drafted_by_k, cut * gained)
     kinds: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for s in stats.steps:
         kinds[s.batch] += [(s.k, s.batch * s.steps)] * (s.k > 0)
@@ -153,7 +156,7 @@ def _tokens_made(stats: RolloutStats, acceptance: Sequence[float], at_most: bool
         kinds[m.batch] += [(m.k, m.drafted)] * (m.drafted > 0)
     kept = dict(stats.kept_by_batch)
     shown = {
-        batch: _Shown(acceptance, found, kept.get(batch, 0) / sum(count for _, count in found))
+        batch: _Shown(acceptance, found, cut * kept.get(batch, 0) / sum(count for _, count in found))
         for batch, found in kinds.items()
         if found and kept
     }

@@ -136,7 +136,7 @@ def _selftest(index: int | None, everywhere: bool, alpha: float, seed: int) -> s
 
 
 #: by the order of ``controller.TRUTHS``, the most that a whole run may take of what it takes without drafts
-_RATIOS = (0.75, 1.03, 0.9, 0.9, 0.7, 1.03, 0.9, 1.0, 0.7, 1.09, 0.75, 0.8, 0.9, 1.06)
+_RATIOS = (0.75, 1.03, 0.9, 0.9, 0.7, 1.03, 0.9, 1.0, 0.7, 1.09, 0.75, 0.8, 0.9, 1.04)
 #: and of phases in a row in which a draft that would pay by a tenth is not served
 _MOST_WAITED = 10
 
@@ -182,6 +182,8 @@ def controllers(mapped: Map, runs: int, phases: int) -> Shown:
 
 #: share of an asynchronous phase that the trainer would wait for without drafts, from which they must go on
 _EXPOSED = 0.1
+#: share of the runs of a kind that may lose drafts for which the trainer would have waited, of their phases a fifth of that
+_WRONGLY = 0.05
 
 
 def waitings(mapped: Map, runs: int, phases: int) -> Shown:
@@ -208,13 +210,14 @@ def waitings(mapped: Map, runs: int, phases: int) -> Shown:
         off = f"{statistics.mean(o.hidden for o in found) / phases:.0%}"
         out.rows.append((setting.name, *spans, *noticed, off, f"{min(told):.2f}-{max(told):.2f}"))
         wrongly = [o.hidden for o in found if o.exposed >= _EXPOSED and o.hidden]
-        out.hold(not wrongly, f"{setting.name}: {len(wrongly)} runs were without drafts that the trainer waits for")
-        late = [o for o in found if setting.noticed and (o.first is None or o.first >= setting.noticed)]
         out.hold(
-            len(late) <= 0.05 * runs, f"{setting.name}: {len(late)} of {runs} are not noticed in {setting.noticed}"
+            len(wrongly) <= _WRONGLY * runs and sum(wrongly) <= _WRONGLY / 5 * runs * phases,
+            f"{setting.name}: {len(wrongly)} of {runs} runs were without drafts that the trainer waits for, {sum(wrongly)} phases",
         )
+        late = [o for o in found if setting.noticed and (o.first is None or o.first >= setting.noticed)]
+        out.hold(len(late) <= 0.1 * runs, f"{setting.name}: {len(late)} of {runs} are not noticed in {setting.noticed}")
         out.hold(
-            max(told) <= 1.2, f"{setting.name}: the time without drafts was told as {max(told):.2f} of the true one"
+            max(told) <= 1.3, f"{setting.name}: the time without drafts was told as {max(told):.2f} of the true one"
         )
         out.hold(min(o.known for o in found) == 1.0, f"{setting.name}: what drafts have saved is not known")
     return out

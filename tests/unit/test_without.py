@@ -85,6 +85,17 @@ def test_a_tail_that_is_drafted_better_than_the_rest_counts_as_what_it_was():
     assert by_the_mean < 0.9 * truth
 
 
+def test_at_most_a_request_that_has_not_ended_makes_what_is_accepted():
+    cost = Cost()
+    steps = (StepTiming(8, 3, False, cost.seconds(8, 3), 100),)
+    stats = RolloutStats(
+        1, 8, 1000, 1.0, 800, 2400, 1600, steps=steps, kept_by_batch=((8, 1200),), past_end_per_pos=(0, 100, 300)
+    )
+    took = 100 * cost.seconds(8, 3)
+    assert times_as_long(stats, cost, CHANCES) == pytest.approx(2.5 * 100 * cost.seconds(8, 0) / took)
+    assert times_as_long_at_most(stats, cost, CHANCES) == pytest.approx(3.0 * 100 * cost.seconds(8, 0) / took)
+
+
 def test_drafts_that_are_never_right_and_reading_cost_what_they_cost():
     assert times_as_long(rollout(dict.fromkeys(range(9), 3), (0.0,))[0], Cost(), CHANCES) == pytest.approx(1 / 1.7)
     assert times_as_long(rollout(dict.fromkeys(range(9), 0), (0.0,))[0], Cost(), CHANCES) == pytest.approx(1 / 1.1)
