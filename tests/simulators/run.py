@@ -212,7 +212,7 @@ def waitings(mapped: Map, runs: int, phases: int) -> Shown:
         wrongly = [o.hidden for o in found if o.exposed >= _EXPOSED and o.hidden]
         out.hold(
             len(wrongly) <= _WRONGLY * runs and sum(wrongly) <= _WRONGLY / 5 * runs * phases,
-            f"{setting.name}: {len(wrongly)} of {runs} runs were without drafts that the trainer waits for, {sum(wrongly)} phases",
+            f"{setting.name}: {len(wrongly)} of {runs} runs lost drafts that the trainer waits for, in {sum(wrongly)} phases",
         )
         late = [o for o in found if setting.noticed and (o.first is None or o.first >= setting.noticed)]
         out.hold(len(late) <= 0.1 * runs, f"{setting.name}: {len(late)} of {runs} are not noticed in {setting.noticed}")
