@@ -20,7 +20,7 @@ from simulators import controller, guard, run, waiting  # noqa: E402
         (run.correct_guard, 4, 50),
         (run.wrong_guard, 6, 30),
         (run.self_tests, 12, 0),
-        (run.controllers, 3, 120),
+        (run.controllers, 3, 200),
         (run.waitings, 9, 120),
     ],
     ids=lambda value: getattr(value, "__name__", None),
