@@ -155,15 +155,16 @@ class BreakEvenController:
 
     def _judged(self, drafted: bool, curve: Sequence[float]) -> None:
         slower = drafted and self.judge.slower and not self._fixed
+        gain = self.judge.speedup(curve, self._plan.table) or 0.0
         if slower:
             self.judge.acquit()
             self._promised = self._forecast
             logger.warning(
                 "spec-plugin: steps with drafts gave %.2f times the tokens per second of plain steps beside them: the draft "
                 "rests for some rollouts, and is then tried again",
-                self.judge.speedup(curve, self._plan.table),
+                gain,
             )
-        elif drafted and (self.judge.speedup(curve, self._plan.table) or 0.0) > _PROVEN:
+        elif drafted and gain > _PROVEN:
             self.states.proven()
         self.states.rolled_out(drafted, slower, self._dropped)
 

@@ -179,9 +179,9 @@ class Judge:
 
         Of those that drafted as the table does, where there are a few: a pair of k=3 says little of k=8.
         """
-        gains = [(p, p[4] + math.log(tokens_per_step(acceptance, p[2]))) for p in self._pairs]
-        alike = [gain for p, gain in gains if table and p[2] == table[min(p[1], len(table) - 1)]]
-        found = alike if len(alike) >= _FEW else [gain for _, gain in gains]
+        gains = [(batch, k, ratio + math.log(tokens_per_step(acceptance, k))) for _, batch, k, _, ratio in self._pairs]
+        alike = [gain for batch, k, gain in gains if table and k == table[min(batch, len(table) - 1)]]
+        found = alike if len(alike) >= _FEW else [gain for *_, gain in gains]
         return math.exp(self._of_all(statistics.median(found))) if found else None
 
     def _of_all(self, gain: float) -> float:

@@ -65,9 +65,8 @@ class StepLog:
         self._open: _Open | None = None
         self.mixed: list[MixedSteps] = []  # beside those that the last ``take`` returned
         self.busy_seconds = 0.0  # of all of these steps
-        self.kept: list[
-            tuple[int, int]
-        ] = []  # requests of a step, and drafted tokens that all such steps have added to responses
+        #: requests of a step, and drafted tokens that all such steps have added to responses
+        self.kept: list[tuple[int, int]] = []
         self.past_end: list[int] = []  # drafted tokens accepted for which a response had no room, by position
         self.ragged = ragged
 
