@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
 from draft_training import Document, DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings  # noqa: E402
+from draft_training.batch import pack  # noqa: E402
+from draft_training.loss import replay  # noqa: E402
 from examples.bench import common  # noqa: E402
 from examples.bench.common import say, show  # noqa: E402
 from examples.bench.objectives import OBJECTIVES, OtherTrainer  # noqa: E402
@@ -39,7 +41,8 @@ Arms, from the same seeds and with as many tokens through the draft in each step
   text     what a young draft reads: all rollouts (all), without what their prompts teach (no-prompts); and where a quarter of the
            rollouts is all that is kept (quarter): all of the first step's (first), all of a validation before it, too
            (validation), or that quarter without what its prompts teach (quarter-no-prompts)
-Numbers are acceptance lengths, replayed on recorded samples (``LossStats.acceptance_length``), no engine and no time.
+Numbers are acceptance lengths, replayed on recorded samples (``LossStats.acceptance_length``), no engine and no time. The arm
+perfect is a draft that guesses the policy's own likeliest token each time: no other can do better; --seeds 0 shows it alone.
 """
 
 
@@ -142,6 +145,7 @@ def main(
         for policy in policies:
             say(f"{name}, policy {policy}: {steps + 1} steps of rollouts")
             config, recorded = record(subject, steps + 1, moves=policy == "moves")
+            curves.append(perfect((name, policy, "perfect", 0), recorded[1:]))
             for seed, arm in product(range(seeds), arms):
                 where = (name, policy, arm, seed)
                 curves.append(learn(where, arms[arm], config, recorded, validation[0]))
@@ -158,8 +162,18 @@ def learn(
     config: DraftConfig,
     recorded: Sequence[Step],
     validation: Step | None = None,
+    first: int = FIRST,
 ) -> Curve:
-    """Train a draft along the recorded steps, judging it on the step to come; ``where`` begins its row."""
+    """Train a draft along the recorded steps, judging it on the step to come.
+
+    Args:
+        where: begins its row.
+        arm: how it is trained.
+        config: its shape.
+        recorded: one step more than it is trained in.
+        validation: rollouts from before the first step.
+        first: tokens through it in the first step.
+    """
     settings = TrainSettings(**{"tokens_per_step": 512, **arm.settings})
     kind = DraftTrainer if arm.objective is None else OtherTrainer
     trainer = kind(replace(config, **arm.shape), settings, device="cpu", seed=where[-1])
@@ -172,12 +186,26 @@ def learn(
         for document in arm.reads(now, None if i else validation):
             buffer.add(document)
         began = time.process_time()
-        trainer.train_slice(buffer, float("inf"), (FIRST if i == 0 else LATER) // settings.tokens_per_step)
+        trainer.train_slice(buffer, float("inf"), (LATER if i else first) // settings.tokens_per_step)
         seconds += time.process_time() - began
         trainer.update_policy(coming.embed, coming.head, i + 1)
         k3.append(round(trainer.evaluate(coming.documents, steps=3).acceptance_length, 2))
         k8.append(round(trainer.evaluate(coming.documents, steps=8).acceptance_length, 2))
     return Curve(*where, k3, k8, round(seconds, 1))
+
+
+def perfect(where: tuple[str, str, str, int], judged: Sequence[Step]) -> Curve:
+    """What a draft would reach on these rollouts that drafts the policy's likeliest token, whatever comes before it."""
+    lengths: dict[int, list[float]] = {3: [], 8: []}
+    for step in judged:
+        batch = pack(step.documents)
+        likeliest = (batch.last[batch.rows] @ step.head.T).argmax(-1)
+        hits = likeliest == batch.input_ids[batch.rows + 1]
+        for k, found in lengths.items():
+            valid = batch.valid(k)
+            accepted, rounds = replay(hits & valid, valid, batch.rows)
+            found.append(round(float(1 + accepted.sum() / rounds), 2))
+    return Curve(*where, lengths[3], lengths[8], 0.0)
 
 
 def report(curves: Sequence[Curve]) -> None:

@@ -18,7 +18,7 @@ from draft_training import TrainSettings  # noqa: E402
 from examples.bench import common  # noqa: E402
 from examples.bench.common import say, show  # noqa: E402
 from examples.bench.curves import Arm, Curve, learn  # noqa: E402
-from examples.bench.recorded import Step, record  # noqa: E402
+from examples.bench.recorded import FIRST, Step, record  # noqa: E402
 from examples.bench.subjects import COUNT, LETTERS, Subject  # noqa: E402
 
 HELP = """Learning rates of a newborn draft, by the width of its policy, on a CPU, from rollouts that are recorded once.
@@ -40,6 +40,7 @@ POLICIES = {128: (8, 320), 512: (4, 240), 1024: (4, 160), 2048: (2, 120)}
 @click.option("--steps", default=8, help="Trainer steps.")
 @click.option("--seeds", default=1, help="Newborn drafts of each.")
 @click.option("--tokens", default=512, help="Of an optimizer step.")
+@click.option("--first", default=FIRST, help="Tokens through a draft in the first trainer step.")
 @click.option("--teach-only", is_flag=True, help="Only make the policies.")
 @click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of the JSON file.")
 def main(
@@ -50,6 +51,7 @@ def main(
     steps: int,
     seeds: int,
     tokens: int,
+    first: int,
     teach_only: bool,
     out: Path,
 ) -> None:
@@ -70,12 +72,14 @@ def main(
                 say(f"{subject.name}: {learnt[subject.name]:.0%} of the lines that it writes are in order")
             for seed, factor in product(range(seeds), factors):
                 where = (subject.name, policy, f"{factor:g}x", seed)
-                curves.append(learn(where, arm_of(factor, tokens), config, recorded))
+                curves.append(learn(where, arm_of(factor, tokens), config, recorded, first=first))
                 say(f"{subject.name}, {policy}, {factor:g}x, seed {seed}: k=3 {curves[-1].k3}, k=8 {curves[-1].k8}")
     if curves:
         report(curves)
-        asked = {"widths": widths, "vocabulary": vocabulary, "steps": steps, "tokens": tokens, "lines in order": learnt}
-        common.write_results("rates", asked, [asdict(c) for c in curves], common.environment("cpu"), out)
+        asked = {"widths": widths, "vocabulary": vocabulary, "steps": steps, "tokens": tokens, "first": first}
+        common.write_results(
+            "rates", {**asked, "lines in order": learnt}, [asdict(c) for c in curves], common.environment("cpu"), out
+        )
 
 
 def in_order(subject: Subject, step: Step) -> float:
