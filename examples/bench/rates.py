@@ -18,7 +18,7 @@ from draft_training import TrainSettings  # noqa: E402
 from examples.bench import common  # noqa: E402
 from examples.bench.common import say, show  # noqa: E402
 from examples.bench.curves import Arm, Curve, learn  # noqa: E402
-from examples.bench.recorded import FIRST, Step, record  # noqa: E402
+from examples.bench.recorded import FIRST, RATE, Step, record  # noqa: E402
 from examples.bench.subjects import COUNT, LETTERS, Subject  # noqa: E402
 
 HELP = """Learning rates of a newborn draft, by the width of its policy, on a CPU, from rollouts that are recorded once.
@@ -26,7 +26,8 @@ HELP = """Learning rates of a newborn draft, by the width of its policy, on a CP
 \b
 As in curves.py, a trainer step is 12 prompts with 4 samples each, and the draft is judged on the next step's rollouts, while
 the policy stands still or moves. Each policy learns to sort letters first; a row says how well it does.
-Widths beyond 512 take long: a policy of 1024 learns in a quarter of an hour, and each of its curves takes as long.
+Widths beyond 512 take long: on one core a policy of 1024 learns in twenty minutes, each of its curves takes ten with --tokens 1024;
+one of 2048 learns in an hour, and a curve of --steps 3 --first 24576 takes half of one.
 """
 #: by width: layers of the policy, and optimizer steps in which it learns its task
 POLICIES = {128: (8, 320), 512: (4, 240), 1024: (4, 160), 2048: (2, 120)}
@@ -37,6 +38,7 @@ POLICIES = {128: (8, 320), 512: (4, 240), 1024: (4, 160), 2048: (2, 120)}
 @click.option("--vocabulary", default=Subject.vocabulary, help="Of the policies.")
 @click.option("--factor", "factors", multiple=True, type=float, default=(0.3, 1.0, 3.0), help="Of the default rate.")
 @click.option("--policy", "policies", multiple=True, type=click.Choice(("still", "moves")), default=("still", "moves"))
+@click.option("--policy-rate", default=RATE, help="Of the policy, where it moves; at width 1024 2e-4 ruins it.")
 @click.option("--steps", default=8, help="Trainer steps.")
 @click.option("--seeds", default=1, help="Newborn drafts of each.")
 @click.option("--tokens", default=512, help="Of an optimizer step.")
@@ -48,6 +50,7 @@ def main(
     vocabulary: int,
     factors: Sequence[float],
     policies: Sequence[str],
+    policy_rate: float,
     steps: int,
     seeds: int,
     tokens: int,
@@ -66,7 +69,7 @@ def main(
         if teach_only:
             continue
         for policy in policies:
-            config, recorded = record(subject, steps + 1, moves=policy == "moves")
+            config, recorded = record(subject, steps + 1, moves=policy == "moves", rate=policy_rate)
             if policy == policies[0]:
                 learnt[subject.name] = in_order(subject, recorded[0])
                 say(f"{subject.name}: {learnt[subject.name]:.0%} of the lines that it writes are in order")
@@ -76,10 +79,16 @@ def main(
                 say(f"{subject.name}, {policy}, {factor:g}x, seed {seed}: k=3 {curves[-1].k3}, k=8 {curves[-1].k8}")
     if curves:
         report(curves)
-        asked = {"widths": widths, "vocabulary": vocabulary, "steps": steps, "tokens": tokens, "first": first}
-        common.write_results(
-            "rates", {**asked, "lines in order": learnt}, [asdict(c) for c in curves], common.environment("cpu"), out
-        )
+        asked = {
+            "widths": widths,
+            "vocabulary": vocabulary,
+            "policy rate": policy_rate,
+            "steps": steps,
+            "tokens": tokens,
+            "first": first,
+            "lines in order": learnt,
+        }
+        common.write_results("rates", asked, [asdict(c) for c in curves], common.environment("cpu"), out)
 
 
 def in_order(subject: Subject, step: Step) -> float:

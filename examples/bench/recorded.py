@@ -47,6 +47,7 @@ def record(
     temperature: float = 1.0,
     keep: Mapping[int, Path] | None = None,
     seed: int = 11,
+    rate: float = RATE,
 ) -> tuple[DraftConfig, list[Step]]:
     """Rollouts of a policy, step by step.
 
@@ -57,9 +58,10 @@ def record(
         temperature: of the rollouts.
         keep: step -> folder to save the policy to that rolls out in it, with its tokenizer.
         seed: of the prompts.
+        rate: of AdamW.
     """
     model, config = load(subject)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     prompts = subject.prompts(PROMPTS * steps, seed=seed)
     settings = workload.DraftSettings(temperature=temperature)
     torch.manual_seed(1)
