@@ -26,8 +26,8 @@ HELP = """Learning rates of a newborn draft, by the width of its policy, on a CP
 \b
 As in curves.py, a trainer step is 12 prompts with 4 samples each, and the draft is judged on the next step's rollouts, while
 the policy stands still or moves. Each policy learns to sort letters first; a row says how well it does.
-Widths beyond 512 take long: on one core a policy of 1024 learns in twenty minutes, each of its curves takes ten with --tokens 1024;
-one of 2048 learns in an hour, and a curve of --steps 3 --first 24576 takes half of one.
+Widths beyond 512 take long. On one core a policy of 1024 learns in twenty minutes, and each of its curves takes ten with --tokens
+1024; one of 2048 learns in an hour, and a curve of --steps 3 --first 24576 takes half of one.
 """
 #: by width: layers of the policy, and optimizer steps in which it learns its task
 POLICIES = {128: (8, 320), 512: (4, 240), 1024: (4, 160), 2048: (2, 120)}
