@@ -12,11 +12,12 @@ from statistics import median
 from typing import Any
 
 import click
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
-from draft_training import Document, DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings  # noqa: E402
+from draft_training import Document, DraftConfig, DraftTrainer, HiddenBuffer, LossStats, TrainSettings  # noqa: E402
 from draft_training.batch import pack  # noqa: E402
 from draft_training.loss import replay  # noqa: E402
 from examples.bench import common  # noqa: E402
@@ -42,7 +43,8 @@ Arms, from the same seeds and with as many tokens through the draft in each step
            rollouts is all that is kept (quarter): all of the first step's (first), all of a validation before it, too
            (validation), or that quarter without what its prompts teach (quarter-no-prompts)
 Numbers are acceptance lengths, replayed on recorded samples (``LossStats.acceptance_length``), no engine and no time. The arm
-perfect is a draft that guesses the policy's own likeliest token each time: no other can do better; --seeds 0 shows it alone.
+perfect is a draft that guesses the policy's own likeliest token each time: none can be expected to do better; --seeds 0
+shows it alone.
 """
 
 
@@ -204,7 +206,8 @@ def perfect(where: tuple[str, str, str, int], judged: Sequence[Step]) -> Curve:
         for k, found in lengths.items():
             valid = batch.valid(k)
             accepted, rounds = replay(hits & valid, valid, batch.rows)
-            found.append(round(float(1 + accepted.sum() / rounds), 2))
+            stats = LossStats(valid.sum(1).double(), torch.zeros_like(accepted), accepted, rounds)
+            found.append(round(stats.acceptance_length, 2))
     return Curve(*where, lengths[3], lengths[8], 0.0)
 
 
