@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -23,6 +24,7 @@ class Document:
     loss_mask: Tensor  # [n] bool, True where the policy sampled the token
     policy_version: int
     offset: int = 0  # tokens of the rollout before the first one here, see ``window``
+    embeds: Tensor | None = None  # [n, H] the policy's embeddings of ``input_ids``, where they have been looked up
 
     def __post_init__(self) -> None:
         """Refuse tensors of different numbers of tokens: they would be misaligned."""
@@ -53,11 +55,22 @@ class Document:
         mask[read] = True
         return replace(self, loss_mask=mask)
 
-    def window(self, start: int, stop: int) -> Document:
-        """Tokens ``start`` to ``stop``; the hidden states were computed with the whole prefix and stay valid."""
-        s = slice(start, stop)
+    def window(self, start: int, stop: int, context: int = 0) -> Document:
+        """Tokens ``start`` to ``stop``; the hidden states were computed with the whole prefix and stay valid.
+
+        Args:
+            start: first token.
+            stop: behind the last one.
+            context: most tokens before ``start`` that come along as what the draft's attention reads; they teach nothing.
+        """
+        first = max(0, start - context)
+        s = slice(first, stop)
         ids, mask = self.input_ids[s], self.loss_mask[s]
-        return Document(ids, self.aux[s], self.last[s], mask, self.policy_version, self.offset + start)
+        if first < start:
+            mask = mask.clone()
+            mask[: start - first] = False
+        embeds = None if self.embeds is None else self.embeds[s]
+        return Document(ids, self.aux[s], self.last[s], mask, self.policy_version, self.offset + first, embeds)
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,7 @@ class PackedBatch:
     run: Tensor  # [R] int64: sampled tokens in a row up to and including the teacher row, as far as anchors exist
     stop: Tensor  # [N] int64: last row of each row's document
     positions: Tensor  # [N] int64: of each token in its rollout
+    embeds: Tensor | None = None  # [N, H] as of the documents, if all have them
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -90,11 +104,15 @@ class PackedBatch:
         """[steps] float64: valid positions of each step."""
         return self.valid(steps).sum(1).to(torch.float64)
 
-    def next_ids(self, steps: int) -> Tensor:
-        """[steps, N] int64: token t + 1 + j, or the document's last token beyond its end (such rows never count)."""
+    def next_rows(self, steps: int) -> Tensor:
+        """[steps, N] int64: the row of token t + 1 + j, or of the document's last token beyond its end (that never counts)."""
         ahead = torch.arange(1, steps + 1, device=self.stop.device)[:, None]
         row = torch.arange(len(self), device=self.stop.device)[None, :]
-        return self.input_ids[torch.minimum(row + ahead, self.stop[None, :])]
+        return torch.minimum(row + ahead, self.stop[None, :])
+
+    def embedded(self, embed: Tensor) -> Tensor:
+        """[N, H] embeddings of the tokens, by ``embed`` [V, H] unless they have been looked up before."""
+        return (F.embedding(self.input_ids, embed) if self.embeds is None else self.embeds).detach()
 
 
 def trainable_positions(loss_mask: Tensor) -> int:
@@ -112,6 +130,7 @@ def pack(documents: Sequence[Document], device: torch.device | str = "cpu") -> P
     if not documents:
         raise ValueError("no documents to pack")
     lengths = tuple(len(d) for d in documents)
+    embeds = [d.embeds for d in documents if d.embeds is not None]
     mask = torch.cat([d.loss_mask.to(torch.bool) for d in documents]).to(device)
     size = torch.tensor(lengths, device=device)
     stops = size.cumsum(0) - 1
@@ -132,6 +151,7 @@ def pack(documents: Sequence[Document], device: torch.device | str = "cpu") -> P
         run=(row - cut)[rows],
         stop=stop,
         positions=row - start + offset,
+        embeds=torch.cat(embeds).to(device) if len(embeds) == len(documents) else None,
     )
 
 

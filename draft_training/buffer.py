@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draft_training.batch import Document, trainable_positions
+from draft_training.parts import Part, stretch, teeth
+
+#: a document of more than this share of all tokens is only left out in part: see ``without``
+_LONG = 1 / 16
 
 
 class HiddenBuffer:
@@ -37,81 +43,101 @@ class HiddenBuffer:
     def __len__(self) -> int:
         return len(self._documents)
 
-    def add(self, document: Document) -> bool:
-        """Copy a document into the buffer, and make room for it.
+    def add(self, document: Document, owned: bool = False) -> bool:
+        """Take a document into the buffer, and make room for it.
 
-        A document that alone exceeds a bound is cut to the prefix that fits.
+        Of one that alone exceeds a bound, a part that fits is drawn.
+
+        Args:
+            document: with its hidden states in the host's memory, or elsewhere.
+            owned: its tensors lie in the host's memory, are known to be finite, and nobody else will write to them: they are kept
+                as they are. Else they are looked at, and copied.
 
         Returns:
             False when it was refused: hidden states that are not finite, or no position to learn from.
         """
         size = document.nbytes
-        fits = min(len(document), self.max_tokens, self.max_bytes * len(document) // max(size, 1))
-        cut = document.window(0, fits) if fits < len(document) else document
-        if trainable_positions(cut.loss_mask) == 0:
+        fits = min(self.max_tokens, self.max_bytes * len(document) // max(size, 1))
+        if len(document) > fits:
+            drawn = stretch([document], fits, self._rng)
+            document = max(drawn, key=len).cut() if drawn else document.window(0, 0)
+        if trainable_positions(document.loss_mask) == 0:
             return False
-        if not (_finite(cut.aux) and _finite(cut.last)):
-            return False
-        with torch.inference_mode(False):  # a harvest under inference mode must still be usable in a backward pass
-            kept = Document(
-                input_ids=_copy(cut.input_ids),
-                aux=_copy(cut.aux),
-                last=_copy(cut.last),
-                loss_mask=_copy(cut.loss_mask),
-                policy_version=cut.policy_version,
-                offset=cut.offset,
-            )
-        self._documents.append(kept)
-        self._tokens += len(kept)
-        self._bytes += kept.nbytes
+        if not owned:
+            if not (_finite(document.aux) and _finite(document.last)):
+                return False
+            with torch.inference_mode(False):  # a harvest under inference mode must still be usable in a backward pass
+                names = ("input_ids", "aux", "last", "loss_mask")
+                document = replace(document, **{name: _copy(getattr(document, name)) for name in names})
+        self._documents.append(document)
+        self._tokens += len(document)
+        self._bytes += document.nbytes
         while self._tokens > self.max_tokens or self._bytes > self.max_bytes:
             self._evict()
         return True
 
-    def sample(self, tokens: int, replay_share: float) -> list[Document]:
-        """Draw documents of at most ``tokens`` tokens together, without replacement.
+    def sample(self, tokens: int, replay_share: float) -> list[Part]:
+        """Draw parts of documents of at most ``tokens`` tokens together, without replacement.
 
         Documents of the newest policy version come first; ``replay_share`` of the tokens is kept for older ones, and
-        either kind fills what the other leaves. Where more than half is left, a random window of a longer one is drawn: its
-        hidden states saw the whole prefix, only the draft's own attention is cut there.
+        either kind fills what the other leaves. Of each kind every token is as likely to be drawn as any other, see
+        ``parts.stretch``: the hidden states of a part saw the whole prefix, only the draft's own attention is cut there.
 
         Returns:
-            At least one document unless the buffer is empty.
+            At least one part unless the buffer is empty.
         """
         newest = self.newest_policy_version
         fresh = [d for d in self._documents if d.policy_version == newest]
         older = [d for d in self._documents if d.policy_version != newest]
-        self._rng.shuffle(fresh)
-        self._rng.shuffle(older)
-        chosen, left = _fill(fresh, tokens - int(tokens * replay_share) if older else tokens)
-        replayed, older_left = _fill(older, tokens - _total(chosen))
-        more, rest = _fill(left, tokens - _total(chosen) - _total(replayed))
-        drawn = chosen + replayed + more
-        room, passed_over = tokens - _total(drawn), rest + older_left
-        # else long documents would be left out for as long as there is a short one
-        if passed_over and room > tokens // 2:
-            drawn.append(self._window(passed_over[0], room))
-        return drawn
+        replayed = min(int(tokens * replay_share), _total(older))
+        drawn = stretch(fresh, tokens - replayed, self._rng)
+        drawn += stretch(older, tokens - _total(drawn), self._rng)
+        return drawn or self._anything(tokens)
 
-    def take_newest(self, tokens: int) -> list[Document]:
-        """Take out ``newest(tokens)``, of several documents all but one at most; to be given back by ``give_back``."""
-        documents = self.newest(tokens)[: max(0, len(self._documents) - 1)]
-        taken = {id(d) for d in documents}
-        self._documents = deque(d for d in self._documents if id(d) not in taken)
-        self._tokens -= _total(documents)
-        self._bytes -= sum(d.nbytes for d in documents)
-        return documents
+    def _anything(self, tokens: int) -> list[Part]:
+        """Around the first position to learn from of the newest document: where the ends of all draws had none."""
+        if not self._documents:
+            return []
+        document = self._documents[-1]
+        mask = document.loss_mask.to(torch.bool)
+        first = int((mask[1:-1] & mask[2:]).int().argmax()) + 1  # exists: useless documents are refused
+        start = max(0, min(first - 1, len(document) - tokens))
+        return [Part(document, start, min(len(document), start + max(3, tokens)))]
 
-    def give_back(self, documents: Sequence[Document]) -> None:
-        """Put back what ``take_newest`` took, as the newest; nothing is evicted, since it was within the bounds before."""
-        self._documents.extend(reversed(documents))
-        self._tokens += _total(documents)
-        self._bytes += sum(d.nbytes for d in documents)
+    def newest(self, tokens: int, each: int) -> list[Part]:
+        """Parts of documents of the newest policy version, of at most ``tokens`` tokens together.
 
-    def newest(self, tokens: int) -> list[Document]:
-        """Documents of the newest policy version, the last ones first, of at most ``tokens`` tokens together."""
+        Args:
+            tokens: in all.
+            each: tokens of a part, at most: many short ones come from many places.
+        """
         version = self.newest_policy_version
-        return _fill([d for d in reversed(self._documents) if d.policy_version == version], tokens)[0]
+        return teeth([d for d in self._documents if d.policy_version == version], tokens, each, self._rng)
+
+    @contextmanager
+    def without(self, parts: Sequence[Part]) -> Iterator[None]:
+        """In the block the buffer does not hold these parts of its documents; nothing may be added to it there.
+
+        Of a document that is long, as documents of the buffer go, the rest stays: else little would be left.
+        """
+        removed: dict[int, list[Part]] = {}
+        for part in parts:
+            removed.setdefault(id(part.document), []).append(part)
+        before = self._documents
+        self._documents = deque(kept for d in before for kept in self._remaining(d, removed.get(id(d), ())))
+        try:
+            yield
+        finally:
+            self._documents = before
+
+    def _remaining(self, document: Document, removed: Sequence[Part]) -> Iterator[Document]:
+        if not removed:
+            yield document
+        elif len(document) > _LONG * self._tokens:
+            edges = [0, *(edge for part in sorted(removed, key=lambda p: p.start) for edge in (part.start, part.stop))]
+            for start, stop in zip(edges[0::2], [*edges[1::2], len(document)], strict=True):
+                if trainable_positions(document.loss_mask[start:stop]):
+                    yield document.window(start, stop)
 
     @property
     def newest_policy_version(self) -> int:
@@ -138,18 +164,6 @@ class HiddenBuffer:
         self._tokens -= len(gone)
         self._bytes -= gone.nbytes
 
-    def _window(self, document: Document, tokens: int) -> Document:
-        """A random window that has something to learn, its first sampled positions included as often as any other."""
-        last_start = max(0, len(document) - tokens)
-        mask = document.loss_mask.to(torch.bool)
-        first = int((mask[1:-1] & mask[2:]).int().argmax()) + 1  # exists: useless documents are refused
-        start = self._rng.randint(min(max(0, first + 2 - tokens), last_start), last_start)
-        window = document.window(start, start + tokens)
-        if trainable_positions(window.loss_mask):
-            return window
-        start = min(max(0, first + 2 - tokens), last_start)
-        return document.window(start, start + tokens)
-
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
@@ -159,16 +173,5 @@ def _finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def _total(documents: Sequence[Document]) -> int:
+def _total(documents: Sequence[Document | Part]) -> int:
     return sum(len(d) for d in documents)
-
-
-def _fill(documents: Sequence[Document], tokens: int) -> tuple[list[Document], list[Document]]:
-    """Take documents in order while they fit into ``tokens``; returns the taken and the others."""
-    taken: list[Document] = []
-    left: list[Document] = []
-    for document in documents:
-        fits = len(document) <= tokens
-        (taken if fits else left).append(document)
-        tokens -= len(document) if fits else 0
-    return taken, left

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from draft_training.batch import Document
 
 logger = logging.getLogger(__name__)
 
@@ -39,47 +42,100 @@ class HostOffload:
     is allocated after the first time.
     """
 
-    def __init__(self, device: torch.device, tensors: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        changing: Callable[[], Iterable[Tensor]],
+        constant: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
         """Nothing moves before the first ``on_device`` ends.
 
         Args:
             device: where the tensors are worked with.
-            tensors: names them as they are then; more, and others, may come in the block and between two.
+            changing: names them as they are then; more, and others, may come in the block and between two.
+            constant: those that nothing changes in the block: they are copied to the device, and not back.
         """
-        self._device, self._tensors = device, tensors
+        self._device, self._changing, self._constant = device, changing, constant
         self._host = WeakTensorKeyDictionary()
+        self._constant_then: set[int] = set()  # of those on the device
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Have them on the device in the block, and in the host's memory after it, even if it fails."""
-        for tensor in self._distinct():
-            if self._is_offloaded(tensor):
-                tensor.data = self._host[tensor].to(self._device, copy=True)
         try:
+            constant = {id(t) for t in _distinct(self._constant())}
+            for tensor in self._distinct():
+                if self._is_offloaded(tensor):
+                    tensor.data = self._host[tensor].to(self._device, copy=True)
+                    if id(tensor) in constant:
+                        self._constant_then.add(id(tensor))
             yield
         finally:
             for tensor in self._distinct():
                 self._to_host(tensor)
+            self._constant_then.clear()
 
     def _distinct(self) -> list[Tensor]:
-        """Each once, whoever shares it; counters stay where they are."""
-        return list({id(t): t for t in self._tensors() if t.numel() > 1}.values())
+        return _distinct([*self._changing(), *self._constant()])
 
     def _is_offloaded(self, tensor: Tensor) -> bool:
         return tensor in self._host and self._host[tensor].data_ptr() == tensor.data_ptr()
 
     def _to_host(self, tensor: Tensor) -> None:
+        if self._is_offloaded(tensor):
+            return
         if tensor not in self._host:
-            self._host[tensor] = _host_memory(tensor)
+            self._host[tensor] = host_memory(tensor)
         host: Tensor = self._host[tensor]
-        host.copy_(tensor.data)
+        if id(tensor) not in self._constant_then:
+            host.copy_(tensor.data)
         tensor.data = host
 
 
-def _host_memory(like: Tensor) -> Tensor:
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each once, whoever shares it; counters stay where they are."""
+    return list({id(t): t for t in tensors if t.numel() > 1}.values())
+
+
+def host_memory(like: Tensor) -> Tensor:
+    """Memory of the host for a copy of a tensor, pinned where there is a card, so that it moves at the speed of the bus."""
     pinned = torch.cuda.is_available()
     try:
         return torch.empty_like(like, device="cpu", pin_memory=pinned)
     except RuntimeError as error:  # a limit on locked memory
         logger.info("spec-plugin: the draft's host memory is not pinned, its moves are slower: %s", error)
         return torch.empty_like(like, device="cpu")
+
+
+class Resident:
+    """Documents where training works with them: each is moved once, as long as it is needed there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, tuple[Document, Document]] = {}  # the host's, so that its id stays its own, and the device's
+
+    def of(self, document: Document, embed: Tensor) -> Document:
+        """The same document on the device.
+
+        Args:
+            document: of the host.
+            embed: [V, H] the policy's embedding; where it is the host's, its rows of the document's tokens come along.
+        """
+        if document.aux.device == self._device and embed.device == self._device:
+            return document
+        found = self._moved.get(id(document))
+        if found is None:
+            embeds = F.embedding(document.input_ids, embed.detach()) if embed.device.type == "cpu" else None
+            parts = (document.input_ids, document.aux, document.last, document.loss_mask)
+            moved = Document(
+                *(part.to(self._device, non_blocking=True) for part in parts),
+                document.policy_version,
+                document.offset,
+                None if embeds is None else embeds.to(self._device),
+            )
+            found = self._moved[id(document)] = (document, moved)
+        return found[1]
+
+    def forget(self) -> None:
+        """Give the device's memory back."""
+        self._moved.clear()

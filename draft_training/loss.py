@@ -13,7 +13,13 @@ from draft_training.batch import PackedBatch
 from draft_training.chains import chain_weights
 from draft_training.draft import Draft
 
-CHUNK_ELEMENTS = 1 << 24  # elements of one vocabulary-sized temporary: rows * V stays below it
+#: elements of one vocabulary-sized temporary, rows * V: of a CPU, and of a card, where few rows would read the head again and again
+CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CARD = 1 << 24, 1 << 26
+
+
+def chunk_elements_on(device: torch.device) -> int:
+    """The bound on rows * V of a temporary there."""
+    return CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS_ON_CARD
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ def ttt_loss(
     decay: float = 1.0,
     smoothing: float | None = None,
     counts: Tensor | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, LossStats]:
     """EAGLE-3's training-time test (arXiv 2503.01840, section 3): unroll, forward KL to the target, teacher-forced.
@@ -108,7 +114,7 @@ def ttt_loss(
             chance that it is accepted; None: all alike, as they also are for a draft that trains a head of its own.
         counts: [J] positions over which each step's mean is taken; None: those of this batch. Data-parallel ranks pass
             the all-reduced ``batch.counts(steps)`` and *sum* their gradients.
-        chunk_elements: bound on rows * V of a temporary.
+        chunk_elements: bound on rows * V of a temporary; None: ``chunk_elements_on`` the device.
         cap: of the target's logits, see ``outside.logit_cap``; the draft's have none in the engine, which changes no order.
 
     Returns:
@@ -137,7 +143,7 @@ def head_loss(
     decay: float = 1.0,
     smoothing: float | None = None,
     counts: Tensor | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, LossStats]:
     """The part of ``ttt_loss``, with its arguments and results, that follows the draft's own layers."""
@@ -156,7 +162,7 @@ def head_loss(
         batch.input_ids[batch.rows + 1],
         valid,
         scale.to(valid.device),
-        max(1, chunk_elements // lm_head.shape[0]),
+        max(1, (chunk_elements or chunk_elements_on(lm_head.device)) // lm_head.shape[0]),
         cap,
         smoothing,
     )
@@ -174,6 +180,48 @@ def aligned_states(draft: Draft, batch: PackedBatch, embed: Tensor, steps: int) 
     """[J, R, H]: what step j predicts at teacher row r, i.e. its normed hidden state at the anchor r - 1 - j."""
     states = draft.states(batch, embed, steps)
     return torch.stack([state[(batch.rows - 1 - j).clamp_min(0)] for j, state in enumerate(states)])
+
+
+@torch.no_grad()
+def replay_stats(
+    draft: Draft,
+    batch: PackedBatch,
+    embed: Tensor,  # [V, H] the policy's input embedding
+    lm_head: Tensor,  # [V, H] the policy's LM head
+    *,
+    steps: int,
+    chunk_elements: int | None = None,
+) -> LossStats:
+    """What ``LossStats.acceptance_length`` and ``chances`` need, and no more: ``count`` and ``kl`` stay zero.
+
+    A drafted token counts only if those before it were accepted, so logits are computed for the chains that go on: about as
+    many products with the head as tokens are accepted, and none of the target's.
+
+    Args:
+        draft: the model.
+        batch: packed documents.
+        embed: [V, H], any float dtype.
+        lm_head: [V, H], the draft's head, too, unless its vocabulary is pruned.
+        steps: J, the number of drafted tokens to unroll.
+        chunk_elements: bound on rows * V of a temporary; None: ``chunk_elements_on`` the device.
+    """
+    valid, total = batch.valid(steps), len(batch.rows)
+    match, alive = torch.zeros_like(valid), valid[0]
+    head, ids = draft.head(lm_head)
+    sampled = batch.input_ids[batch.rows + 1]
+    chunk = max(1, (chunk_elements or chunk_elements_on(lm_head.device)) // lm_head.shape[0])
+    for j, state in enumerate(draft.states(batch, embed, steps)):
+        at = alive.nonzero().squeeze(1)
+        for some in at.split(chunk):
+            token = (state[batch.rows[some] - 1 - j].to(head.dtype) @ head.T).argmax(-1)
+            match[j, some] = (token if ids is None else ids[token]) == sampled[some]
+        if j + 1 == steps or not bool(match[j].any()):
+            break
+        # the chain of an anchor goes on one row further in the next step
+        alive = valid[j + 1] & F.pad(match[j, : total - 1], (1, 0))
+    accepted, rounds = replay(match, valid, batch.rows)
+    zero = torch.zeros(steps, dtype=torch.float64, device=valid.device)
+    return LossStats(zero, zero, accepted.to(valid.device), rounds.to(valid.device))
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -125,14 +125,14 @@ class Eagle3Draft(nn.Module):
 
     def states(self, batch: PackedBatch, embed: Tensor, steps: int) -> Iterator[Tensor]:
         """``unroll`` over a batch."""
-        return self.unroll(batch.aux.detach(), batch.next_ids(steps), batch.lengths, embed, steps)
+        return self.unroll(batch.aux.detach(), batch.next_rows(steps), batch.lengths, batch.embedded(embed), steps)
 
     def unroll(
         self,
         aux: Tensor,  # [N, A * H] hidden states that enter the target's auxiliary layers
-        next_ids: Tensor,  # [steps, N] int64: row t of step j is token t + 1 + j of the same document
+        following: Tensor,  # [steps, N] int64: row of ``embeds`` for token t + 1 + j of the document that row t is of
         lengths: tuple[int, ...],  # tokens of each packed document, sum == N
-        embed: Tensor,  # [V, H] the policy's input embedding, not trained
+        embeds: Tensor,  # [., H] embeddings of the policy's, not trained
         steps: int,
     ) -> Iterator[Tensor]:
         """Yield the normed hidden states [N, H] of each step of the training-time test (arXiv 2503.01840, section 3).
@@ -146,8 +146,8 @@ class Eagle3Draft(nn.Module):
         past: list[tuple[Tensor, Tensor]] = []
         for j in range(steps):
             cos, sin = rotary(self.config.rope, self.config.head_dim, positions + j, dtype)
-            embeds = F.embedding(next_ids[j], embed.detach()).to(dtype)
-            hidden = self.midlayer(embeds, hidden, cos, sin, lengths, past)
+            read = F.embedding(following[j], embeds.detach()).to(dtype)
+            hidden = self.midlayer(read, hidden, cos, sin, lengths, past)
             normed: Tensor = self.norm(hidden)
             yield normed
             hidden = normed if self.config.norm_output else hidden

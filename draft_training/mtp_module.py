@@ -66,10 +66,10 @@ class MtpLayer(nn.Module):
         layer: Any = self
         dtype = self.input_proj.weight.dtype
         positions = batch.positions
-        hidden, next_ids = batch.aux.detach().to(dtype), batch.next_ids(steps)
+        hidden, following, table = batch.aux.detach().to(dtype), batch.next_rows(steps), batch.embedded(embed)
         past: list[tuple[Tensor, Tensor]] = []
         for j in range(steps):
-            embeds = F.embedding(next_ids[j], embed.detach()).to(dtype)
+            embeds = F.embedding(following[j], table).to(dtype)
             embeds = embeds.masked_fill((positions + j == 0)[:, None], 0.0)  # vLLM: no token stands before the first
             x = self.input_proj(torch.cat([layer.hidden_layernorm(hidden), layer.token_layernorm(embeds)], dim=-1))
             x = x + self._attend(layer.input_layernorm(x), positions + j, batch.lengths, past)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from draft_training.batch import Document, PackedBatch, pack, portions
 from draft_training.buffer import HiddenBuffer
-from draft_training.card import HostOffload, fast_products
+from draft_training.card import HostOffload, Resident, fast_products, host_memory
 from draft_training.draft import DraftShape
 from draft_training.errors import DraftConfigError
 from draft_training.kinds import kind_of
-from draft_training.loss import LossStats, ttt_loss
+from draft_training.loss import LossStats, replay_stats, ttt_loss
 from draft_training.optimizer import DraftOptimizer
 from draft_training.parallel import Ranks
+from draft_training.parts import Part
 from draft_training.report import SliceReport
 from draft_training.schedule import TrainingSchedule
 from draft_training.settings import TrainSettings
@@ -77,7 +78,7 @@ class DraftTrainer:
         self._lm_head: Tensor | None = None
         self._step_seconds: float | None = None
         with self._own_modes():
-            with self._ranks.all_or_none(torch.zeros(1, device=self.device)):
+            with self._ranks.all_or_none():
                 self.kind = kind_of(config)
                 self.draft = self.kind.build(self.device, dtype)
                 self.draft.reset_parameters(self._generator)
@@ -94,12 +95,35 @@ class DraftTrainer:
                 betas=settings.betas,
                 weight_decay=settings.weight_decay,
             )
-        self._offload = HostOffload(self.device, self._only_for_slices) if settings.offload else None
+        self._resident = Resident(self.device)
+        self._offload = (
+            HostOffload(self.device, lambda: self._optimizer.state().values(), self._policy_in_slices)
+            if settings.offload
+            else None
+        )
+        self._working = 0  # blocks of ``working`` around the present one
 
-    def _only_for_slices(self) -> Iterator[Tensor]:
-        """What is needed in slices only: the optimizer's state and the policy's tensors."""
-        yield from self._optimizer.state().values()
-        yield from (t for t in (self._embed, self._lm_head) if t is not None)
+    def _policy_in_slices(self) -> Iterator[Tensor]:
+        """The policy's tensors that slices need on the device: of its embedding some rows are enough, see ``Resident``."""
+        if self._lm_head is not None:
+            yield self._lm_head
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around several slices and evaluations: what rests between slices is brought to the device once for all (collective).
+
+        What fails in the block on one rank is raised on all of them.
+        """
+        with self._own_modes(), self._ranks.all_or_none():
+            outermost = self._working == 0
+            with self._offload.on_device() if self._offload and outermost else nullcontext():
+                self._working += 1
+                try:
+                    yield
+                finally:
+                    self._working -= 1
+                    if outermost:
+                        self._resident.forget()
 
     def install(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the draft's weights, converting their dtype; the optimizer's state is kept.
@@ -128,9 +152,11 @@ class DraftTrainer:
                 )
         with self._own_modes(), torch.no_grad():
             tied = lm_head.data_ptr() == embed.data_ptr()
-            self._embed = self._copied(embed, self._embed)
             old = self._lm_head if self._lm_head is not self._embed else None
-            self._lm_head = self._embed if tied else self._copied(lm_head, old)
+            self._lm_head = self._copied(lm_head, old)
+            # rows of it are looked up where it lies, so it may lie in the host's memory for good
+            apart = self._embed if self._embed is not self._lm_head else None
+            self._embed = self._lm_head if tied else self._copied(embed, apart, on_host=self.settings.offload)
             self.policy_version = policy_version
             if self.config.pruned:
                 self.draft.refresh_head(self._lm_head)
@@ -152,7 +178,9 @@ class DraftTrainer:
                 f"{list(token_counts.shape)} for draft_vocab_size={self.config.draft_vocab_size}"
             )
         with self._own_modes(), torch.no_grad():
-            counts = self._ranks.sum(token_counts.to(self.device, torch.float64, copy=True))
+            with self._ranks.all_or_none():
+                counts = token_counts.to(self.device, torch.float64, copy=True)
+            self._ranks.add_up(counts)
             order = counts.argsort(descending=True, stable=True)
             self.draft.set_vocabulary(order[: self.config.draft_vocab_size])
             if self._lm_head is not None:
@@ -169,8 +197,8 @@ class DraftTrainer:
             RuntimeError: before the first ``update_policy``.
         """
         began, steps, skipped, tokens = time.perf_counter(), 0, 0, 0
-        total = LossStats.zeros(self.schedule.shallow, self.device)
-        with self._own_modes(), self._on_device():
+        with self.working():
+            total = LossStats.zeros(self.schedule.shallow, self.device)
             while steps + skipped < max_steps and not self._ranks.any(self._would_overrun(began, seconds)):
                 step_began = time.perf_counter()
                 outcome = self._step(
@@ -185,34 +213,50 @@ class DraftTrainer:
                 self._measured(time.perf_counter() - step_began)
             if not steps + skipped and self._step_seconds is not None and seconds > 0:
                 self._step_seconds /= 2
-        self.skipped += skipped
-        spent = time.perf_counter() - began
-        return SliceReport.of(
-            total, self.settings.ttt_decay, steps=steps, tokens=tokens, skipped=skipped, seconds=spent
-        )
+            self.skipped += skipped
+            spent = time.perf_counter() - began
+            return SliceReport.of(
+                total, self.settings.ttt_decay, steps=steps, tokens=tokens, skipped=skipped, seconds=spent
+            )
 
-    def evaluate(self, documents: Sequence[Document], steps: int | None = None) -> SliceReport:
-        """Measure the draft on whole documents without training it (collective).
+    def evaluate(
+        self,
+        documents: Sequence[Document | Part] | Callable[[], Sequence[Document | Part]],
+        steps: int | None = None,
+        context: int = 0,
+    ) -> SliceReport:
+        """Measure on documents how many tokens the engine would accept, without training the draft (collective).
+
+        The loss is not measured: it would cost ``steps`` products with the LM head for each token, where acceptance needs
+        one for each that is accepted, see ``loss.replay_stats``.
 
         Args:
-            documents: this rank's; may be empty.
+            documents: this rank's, or parts of them; may be empty. If a function, it is called where its failure on one rank is
+                raised on all of them.
             steps: drafted tokens to unroll, the engine's k; None: ``settings.ttt_steps``.
+            context: tokens before each part that the draft's attention may read.
 
         Raises:
             RuntimeError: before the first ``update_policy``.
         """
         began, unrolled = time.perf_counter(), steps or self.settings.ttt_steps
-        total = LossStats.zeros(unrolled, self.device)
-        with self._own_modes(), self._on_device(), torch.no_grad():
+        with self.working(), torch.no_grad():
+            total = LossStats.zeros(unrolled, self.device)
             embed, lm_head = self._policy()
-            for part in portions(documents, self.settings.tokens_per_step):
-                batch = pack(part, self.device)
-                cap = self.settings.logit_cap
-                total = total + ttt_loss(self.draft, batch, embed, lm_head, steps=unrolled, cap=cap)[1]
-            tokens = torch.tensor([sum(map(len, documents))], dtype=torch.float64, device=self.device)
+            found = documents() if callable(documents) else documents
+            for portion in portions([self._placed(d, context) for d in found], self.settings.tokens_per_step):
+                batch = pack(portion, self.device)
+                total = total + replay_stats(self.draft, batch, embed, lm_head, steps=unrolled)
+            tokens = torch.tensor([sum(map(len, found))], dtype=torch.float64, device=self.device)
             summed = self._ranks.sum(torch.cat([total.pack(), tokens]))
-        stats, seen, spent = LossStats.unpack(summed[:-1]), int(summed[-1]), time.perf_counter() - began
-        return SliceReport.of(stats, self.settings.ttt_decay, steps=0, tokens=seen, skipped=0, seconds=spent)
+            stats, seen, spent = LossStats.unpack(summed[:-1]), int(summed[-1]), time.perf_counter() - began
+            return SliceReport.of(stats, self.settings.ttt_decay, steps=0, tokens=seen, skipped=0, seconds=spent)
+
+    def _placed(self, wanted: Document | Part, context: int = 0) -> Document:
+        """On the device: it, or the document that it is a part of, is moved there once in a block of ``working``."""
+        embed, _ = self._policy()
+        part = wanted if isinstance(wanted, Part) else Part(wanted, 0, len(wanted))
+        return replace(part, document=self._resident.of(part.document, embed)).cut(context)
 
     def engine_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Copies of exactly the tensors to push to vLLM, on the trainer's device.
@@ -257,7 +301,7 @@ class DraftTrainer:
         """
         saved: TrainerState | None = None
         extra: dict[str, Any] = {}
-        with self._ranks.all_or_none(torch.zeros(1, device=self.device)):
+        with self._ranks.all_or_none():
             if self._ranks.first:
                 saved, extra = read_state(path, self.kind)
         self.restore(state_from_first(self._ranks, saved))
@@ -297,31 +341,30 @@ class DraftTrainer:
         self.draft_version, self.policy_version, self.skipped = state.draft_version, state.policy_version, state.skipped
         self.schedule.load_state_dict(state.schedule)
 
-    def _step(self, sample: Callable[[], Sequence[Document]]) -> tuple[bool, LossStats, int] | None:
-        """One optimizer step: (was it finite and taken, raw sums, tokens) over all ranks; None without positions.
-
-        What fails on one rank alone, memory above all, is raised on all of them at the next sum: nobody waits for it.
-        """
+    def _step(self, sample: Callable[[], Sequence[Document | Part]]) -> tuple[bool, LossStats, int] | None:
+        """One optimizer step: (was it finite and taken, raw sums, tokens) over all ranks; None without positions."""
         embed, lm_head = self._policy()
         steps = self.schedule.unroll(self.draft_version)
         batch: PackedBatch | None = None
         sizes = torch.zeros(steps + 1, dtype=torch.float64, device=self.device)
-        with self._ranks.all_or_none(sizes) as summed:
-            if documents := sample():
-                share = self.settings.context_share if self.schedule.young(self.draft_version) else 0.0
-                batch = pack([document.with_context(share) for document in documents], self.device)
-                sizes[:steps], sizes[steps] = batch.counts(steps), len(batch)
+        if documents := sample():
+            share = self.settings.context_share if self.schedule.young(self.draft_version) else 0.0
+            batch = pack([self._placed(document).with_context(share) for document in documents], self.device)
+            sizes[:steps], sizes[steps] = batch.counts(steps), len(batch)
+        summed = self._ranks.sum(sizes)
         if not float(summed[0]):
             return None
         sums = LossStats.zeros(steps, self.device).pack()
         self._optimizer.zero_grad()
-        with self._ranks.all_or_none(sums) as found:
-            if batch is not None:
-                loss, stats = self._loss(batch, embed, lm_head, summed[:steps])
-                loss.backward()  # type: ignore[no-untyped-call]
-                sums.copy_(stats.pack())
-        stats = LossStats.unpack(found)
-        finite = self._apply_gradients(bool(torch.isfinite(stats.kl).all()))
+        if batch is not None:
+            loss, stats = self._loss(batch, embed, lm_head, summed[:steps])
+            loss.backward()  # type: ignore[no-untyped-call]
+            sums.copy_(stats.pack())
+        flat = self._ranks.flat_gradients(list(self._trained.values()))
+        stats = LossStats.unpack(self._ranks.sum(sums))
+        if flat is not None:
+            self._ranks.add_up(flat)
+        finite = self._apply_gradients(flat, bool(torch.isfinite(stats.kl).all()))
         self._optimizer.zero_grad()
         return finite, stats, int(summed[steps])
 
@@ -340,10 +383,17 @@ class DraftTrainer:
             cap=how.logit_cap,
         )
 
-    def _apply_gradients(self, finite: bool) -> bool:
-        """Sum gradients over the ranks, clip, step; nothing happens, and False is returned, unless all is finite."""
+    def _apply_gradients(self, flat: Tensor | None, finite: bool) -> bool:
+        """Clip, step; nothing happens, and False is returned, unless all is finite.
+
+        Args:
+            flat: all ranks' gradients together, see ``Ranks.flat_gradients``; None: this rank's count, which is alone.
+            finite: is the loss.
+        """
         parameters = list(self._trained.values())
-        self._ranks.sum_gradients(parameters)
+        if flat is not None:
+            for p, grad in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
+                p.grad = grad.view_as(p)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip)
         if not finite or not bool(torch.isfinite(norm)):
             return False
@@ -351,11 +401,13 @@ class DraftTrainer:
         self.draft_version += 1
         return True
 
-    def _copied(self, source: Tensor, old: Tensor | None) -> Tensor:
-        """A detached copy on the trainer's device, into ``old`` where that fits."""
+    def _copied(self, source: Tensor, old: Tensor | None, on_host: bool = False) -> Tensor:
+        """A detached copy on the trainer's device, or in the host's memory; into ``old`` where that fits."""
         dtype = self._dtype if self.device.type == "cpu" else source.dtype
         if old is not None and old.dtype == dtype:
             return old.copy_(source.detach())
+        if on_host:
+            return host_memory(source.detach().to(dtype)).copy_(source.detach())
         return source.detach().to(self.device, dtype, copy=True)
 
     def _policy(self) -> tuple[Tensor, Tensor]:
@@ -376,7 +428,3 @@ class DraftTrainer:
         autocast = torch.autocast(self.device.type, enabled=False)
         with torch.inference_mode(False), torch.enable_grad(), autocast, fast_products(self.device):
             yield
-
-    def _on_device(self) -> AbstractContextManager[None]:
-        """Everything that a slice works with, where it works."""
-        return nullcontext() if self._offload is None else self._offload.on_device()

@@ -340,6 +340,7 @@ def examine_memory(hf_config: Mapping[str, Any]) -> list[Diagnosis]:
     from draft_training import DraftConfig, DraftConfigError, TrainSettings, training_memory
     from draft_training.outside import text_part
     from spec_plugin.builtin.trainer import TRAIN_TOKENS
+    from spec_plugin.config import SpecConfig
 
     try:
         made = DraftConfig.from_target(hf_config)
@@ -347,10 +348,14 @@ def examine_memory(hf_config: Mapping[str, Any]) -> list[Diagnosis]:
         return []
     device, steps = "cpu" if _on_cpu() else "cuda", TrainSettings.first_steps  # further ones come with fewer tokens
     tokens, tied = TRAIN_TOKENS[device], bool(text_part(hf_config).get("tie_word_embeddings"))
-    found = training_memory(made, tokens, steps, 4 if device == "cpu" else 2, tied)
+    cuda, held = device == "cuda", SpecConfig.parse({}).buffer_mb << 20
+    found = training_memory(
+        made, tokens, steps, 2 if cuda else 4, tied, on_card=cuda, documents=held if cuda else 0
+    )
     always, slices, peak = (f"{size / 2**30:.2f} GiB" for size in (found.weights, found.slices, found.peak))
     where = "always" if device == "cpu" else "on the card in slices of training, in host memory between them"
-    detail = f"weights {always}; optimizer and copies of the policy's embedding and head {slices}, {where}"
+    what = "optimizer, the policy's head and captured hidden states" if cuda else "optimizer, and the policy's embedding and head"
+    detail = f"weights {always}; {what} {slices}, {where}"
     return [Diagnosis("draft training", "ok", f"{detail}; at most {peak} in a step of {tokens} tokens, by counting")]
 
 

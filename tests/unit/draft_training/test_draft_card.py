@@ -42,8 +42,12 @@ def test_it_rests_again_after_a_failure():
     assert tensor.data_ptr() == host
 
 
+def resting(trainer: DraftTrainer) -> list[torch.Tensor]:
+    return [t for t in (*trainer._optimizer.state().values(), *trainer._policy()) if t.numel() > 1]
+
+
 def places(trainer: DraftTrainer) -> list[int]:
-    return [t.data_ptr() for t in trainer._only_for_slices() if t.numel() > 1]
+    return [t.data_ptr() for t in resting(trainer)]
 
 
 @pytest.mark.parametrize("kind", ["tiny", "pruned"])
@@ -53,17 +57,17 @@ def test_training_with_and_without_offloading_gives_the_same_bits(kind, request,
     for offload in (False, True):
         t, buffer = make_trainer(config, replace(SETTINGS, offload=offload)), make_buffer()
         t.train_slice(buffer, 60, 3)
-        resting = places(t)
+        before = places(t)
         t.update_policy(*make_policy(seed=8), 2)  # while it rests
         t.evaluate([make_document(20, 5)])
         t.save(tmp_path / f"{kind}-{offload}")
         t.train_slice(buffer, 60, 2)
-        assert (places(t) == resting) or not offload, "the same host memory again"
+        assert (places(t) == before) or not offload, "the same host memory again"
         again = make_trainer(config, replace(SETTINGS, offload=offload))
         again.load(tmp_path / f"{kind}-{offload}")
         again.update_policy(*make_policy(seed=8), 2)
         again.train_slice(make_buffer(seed=1), 60, 2)
-        state = {str(i): tensor for i, tensor in enumerate(t._only_for_slices())}
+        state = {str(i): tensor for i, tensor in enumerate(resting(t))}
         found.append((weights(t), digest(state), weights(again)))
     assert found[0] == found[1]
 
@@ -73,7 +77,30 @@ def test_everything_that_only_slices_need_rests_between_them(tiny):
     t.train_slice(make_buffer(), 60, 1)
     matrices = sum(p.dim() > 1 for p in t.draft.parameters())
     assert t._offload is not None and all(t._offload._is_offloaded(x) for x in t._offload._distinct())
-    assert len(t._offload._distinct()) >= matrices + 2
+    assert len(t._offload._distinct()) >= matrices + 1, "the optimizer's state, and the policy's head"
+
+
+def test_what_nothing_changes_is_copied_to_the_device_and_not_back():
+    constant, changing = torch.arange(4.0), torch.arange(4.0)
+    offload = HostOffload(torch.device("cpu"), lambda: [changing], lambda: [constant])
+    with offload.on_device():
+        pass
+    with offload.on_device():
+        constant += 1.0  # would be a mistake; it shows that nothing was copied back
+        changing += 1.0
+        there = constant.clone(), changing.clone()
+    assert torch.equal(constant, there[0] - 1.0) and torch.equal(changing, there[1])
+
+
+def test_a_block_of_work_brings_everything_to_the_device_once(tiny, monkeypatch):
+    t = make_trainer(tiny, OFFLOADED)
+    t.train_slice(make_buffer(), 60, 1)
+    entered, usual = [], HostOffload.on_device
+    monkeypatch.setattr(HostOffload, "on_device", lambda self: entered.append(1) or usual(self))
+    with t.working():
+        t.evaluate([make_document(20, 5)])
+        t.train_slice(make_buffer(), 60, 2)
+    assert len(entered) == 1 and all(t._offload._is_offloaded(x) for x in t._offload._distinct())
 
 
 def test_products_are_rounded_on_a_card_only_and_only_in_the_block():

@@ -47,7 +47,7 @@ def test_a_step_takes_no_more_than_was_counted_and_not_much_less(sizes, tokens, 
     counted, found = training_memory(config, tokens, steps, 4, tied=False), taken(trainer, tokens)
     print(f"\ncounted {counted.step / 1e6:.1f} MB, taken {found / 1e6:.1f} MB")
     assert found <= counted.step <= 1.5 * found
-    state = sum(t.nbytes for t in trainer._only_for_slices() if t.numel() > 1)
+    state = sum(t.nbytes for t in (*trainer._optimizer.state().values(), *trainer._policy()) if t.numel() > 1)
     assert counted.slices == state and counted.weights == sum(p.nbytes for p in trainer.draft.parameters())
 
 
@@ -55,3 +55,9 @@ def test_tied_policy_tensors_are_counted_once():
     config = DraftConfig.from_target(TINY)
     both, one = (training_memory(config, 16, 2, 2, tied).slices for tied in (False, True))
     assert both - one == config.vocab_size * config.hidden_size * 2
+
+
+def test_on_a_card_the_embedding_stays_with_the_host_and_documents_come_along():
+    config = DraftConfig.from_target(TINY)
+    here, there = (training_memory(config, 16, 2, 2, False, on_card=on, documents=1000 * on) for on in (False, True))
+    assert here.slices - there.slices == config.vocab_size * config.hidden_size * 2 - 1000
