@@ -112,7 +112,9 @@ class Resident:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._moved: dict[int, tuple[Document, Document]] = {}  # the host's, so that its id stays its own, and the device's
+        self._moved: dict[
+            int, tuple[Document, Document]
+        ] = {}  # the host's, so that its id stays its own, and the device's
 
     def of(self, document: Document, embed: Tensor) -> Document:
         """The same document on the device.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draft_training.batch import PackedBatch
-from draft_training.checkpoint import digest, write_json, write_tensors
+from draft_training.checkpoint import fingerprint, write_json, write_tensors
 from draft_training.errors import DraftConfigError
 
 
@@ -107,7 +107,7 @@ class DraftKind(ABC, Generic[Shape]):
             raise DraftConfigError(f"{len(wrong)} tensors do not fit the draft's config.json: {first}")
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
-        """Write what vLLM serves, config.json and model.safetensors, into an existing folder; returns the digest of the tensors.
+        """Write what vLLM serves, config.json and model.safetensors, into an existing folder; returns their fingerprint.
 
         Raises:
             DraftConfigError: if names or shapes do not match.
@@ -116,4 +116,4 @@ class DraftKind(ABC, Generic[Shape]):
         dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
         write_json(folder / "config.json", {**self.shape.to_hf(), "torch_dtype": str(dtype).removeprefix("torch.")})
         write_tensors(folder / "model.safetensors", tensors)
-        return digest(tensors)
+        return fingerprint(tensors)

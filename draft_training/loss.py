@@ -13,7 +13,7 @@ from draft_training.batch import PackedBatch
 from draft_training.chains import chain_weights
 from draft_training.draft import Draft
 
-#: elements of one vocabulary-sized temporary, rows * V: of a CPU, and of a card, where few rows would read the head again and again
+#: elements of one vocabulary-sized temporary, rows * V: on a CPU; and on a card, where few rows would not repay reading the head
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CARD = 1 << 24, 1 << 26
 
 

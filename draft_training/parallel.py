@@ -45,6 +45,11 @@ class Ranks:
         return self._group is None
 
     @property
+    def count(self) -> int:
+        """How many they are."""
+        return 1 if self._group is None else dist.get_world_size(self._group)
+
+    @property
     def first(self) -> bool:
         """Is this the rank whose draft, or files, the others take."""
         return self._group is None or dist.get_rank(self._group) == 0

@@ -51,15 +51,15 @@ def stretch(documents: Sequence[Document], tokens: int, rng: random.Random) -> l
 
 def teeth(documents: Sequence[Document], tokens: int, each: int, rng: random.Random) -> list[Part]:
     """Parts of ``tokens`` tokens at most, from many places: stretches of ``each`` tokens at even distances, as of a comb."""
+    if tokens <= 0:
+        return []
     total = sum(map(len, documents))
     count = math.ceil(tokens / each)
     if total <= tokens:
         found = [Part(d, 0, len(d)) for d in documents]
     else:
         each, phase = tokens // count, rng.random()
-        found = [
-            part for i in range(count) for part in _from(documents, (i + phase) * total / count, each, whole=0)
-        ]
+        found = [part for i in range(count) for part in _from(documents, (i + phase) * total / count, each, whole=0)]
     return [part for part in found if part.positions]
 
 

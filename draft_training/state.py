@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draft_training.checkpoint import digest, replacing_folder, settled_folder, write_json, write_tensors
+from draft_training.checkpoint import digest_like, fingerprint, replacing_folder, settled_folder, write_json, write_tensors
 from draft_training.draft import DraftKind
 from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.files import read_json
@@ -68,7 +68,9 @@ def write_state(
     settings: Mapping[str, Any],
     extra: Mapping[str, Any],
 ) -> str:
-    """Write a folder, all or nothing; returns the digest of the draft's tensors.
+    """Write a folder, all or nothing; returns the fingerprint of the draft's tensors.
+
+    Not their sha256, for which the other ranks would wait: a fingerprint is made at the speed of memory, where the tensors lie.
 
     Args:
         path: the folder; ``path/draft`` is served by vLLM as it is.
@@ -87,7 +89,7 @@ def write_state(
             **state.numbers(),
             "settings": dict(settings),
             "draft_digest": weights,
-            "trainer_digest": digest(own),
+            "trainer_digest": fingerprint(own),
             "extra": dict(extra),
         }
         write_json(folder / "trainer.json", about)
@@ -118,7 +120,7 @@ def read_state(path: str | Path, kind: DraftKind[Any]) -> tuple[TrainerState, di
         )
     own = read_tensors(folder / "trainer.safetensors")
     for what, tensors, key in (("draft", weights, "draft_digest"), ("trainer.safetensors", own, "trainer_digest")):
-        if digest(tensors) != about[key]:
+        if digest_like(about[key], tensors) != about[key]:
             raise CheckpointError(f"{folder}: the digest of {what} does not match trainer.json; the checkpoint is torn")
     return TrainerState.of(about, weights, own), about["extra"]
 

@@ -103,6 +103,11 @@ class DraftTrainer:
         )
         self._working = 0  # blocks of ``working`` around the present one
 
+    @property
+    def ranks(self) -> int:
+        """How many train this draft together."""
+        return self._ranks.count
+
     def _policy_in_slices(self) -> Iterator[Tensor]:
         """The policy's tensors that slices need on the device: of its embedding some rows are enough, see ``Resident``."""
         if self._lm_head is not None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from spec_plugin.actor.harvest import DecoderHarvest as DecoderHarvest
     from spec_plugin.actor.harvest import Documents as Documents
     from spec_plugin.actor.harvest import PackedShards as PackedShards
+    from spec_plugin.actor.harvest import Piece as Piece
     from spec_plugin.actor.harvest import RolloutHarvest as RolloutHarvest
     from spec_plugin.actor.harvest import Rows as Rows
     from spec_plugin.actor.harvest import padded_rows as padded_rows
@@ -104,7 +105,7 @@ if TYPE_CHECKING:
 _HOMES: dict[str, str] = {
     "actor.control": "RolloutControl",
     "actor.decoder": "find_decoder shared_with_draft text_sizes",
-    "actor.harvest": "DecoderHarvest Documents PackedShards RolloutHarvest Rows padded_rows response_at_the_end "
+    "actor.harvest": "DecoderHarvest Documents PackedShards Piece RolloutHarvest Rows padded_rows response_at_the_end "
     "responses_at_the_end",
     "actor.judged": "chosen_to_recompute",
     "actor.links": "ActorsLink EngineLink LocalLink merge_stats",

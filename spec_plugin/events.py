@@ -53,7 +53,7 @@ class TargetInfo:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Hidden states of whole documents from one forward pass of the target, packed one after the other, detached.
+    """Hidden states of documents, or of parts of them, from one forward pass of the target, packed one after the other, detached.
 
     ``aux[t]`` are the residual streams that *enter* the auxiliary layers at token t (vLLM's convention), concatenated
     in ascending layer order; ``last[t]`` is the output of the final norm, so that ``last @ lm_head.T`` are the logits
@@ -67,6 +67,9 @@ class HiddenStates:
     lengths: tuple[int, ...]  # tokens of each document, sum == N
     policy_version: int
     milliseconds: float = 0.0  # what this harvest added to the forward pass
+    offsets: tuple[int, ...] = ()  # tokens of each document before its first one here; (): none, they are whole
+    #: the tensors lie in the host's memory, are finite, and nobody else writes to them: whoever keeps them need not copy
+    owned: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from draft_training.card import host_memory
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.decoder import Decoder
 from spec_plugin.actor.taps import Taps
+from spec_plugin.builtin.trainer import TRAIN_TOKENS
 from spec_plugin.events import HiddenStates
-from spec_plugin.ranks import together
+from spec_plugin.ranks import most_of_any_rank, together
 
 #: token ids of whole documents, [n_i], in the order of the batch, and masks of what the policy sampled of them, [n_i] bool
 Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -23,6 +31,12 @@ Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
 Rows = Callable[[Tensor], Sequence[Tensor]]
 #: the first step harvests as much as so many others, at most
 _FIRST = 4
+#: of what was read before a response, tokens that are harvested with it; more where more was sampled
+_READ = 1024
+#: a piece of fewer tokens is not worth its place, unless it is a whole document
+_LEAST = 32
+#: a document that is at most this share of a stretch is harvested whole or not at all
+_WHOLE = 1 / 8
 
 
 class SequenceShards(Protocol):
@@ -50,48 +64,110 @@ class PackedShards:
         return torch.cat(parts, dim=1)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Tokens ``start`` to ``stop`` of a document of one forward pass, and the rank that keeps them."""
+
+    index: int  # of the document
+    start: int
+    stop: int
+    rank: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
 class HarvestPlan:
-    """Which documents of the log-prob passes are harvested, within a budget of tokens, and which rank keeps which of them.
+    """Which tokens of the log-prob passes are harvested, within a budget, and which rank keeps which of them.
+
+    Where there are more tokens than the budget has room for, stretches at even distances are taken, as by the teeth of a comb
+    that is laid on all documents end to end: so each sampled token is as likely as any other, however long its response and
+    wherever in it. How many there will be is taken to be as many as in the step before.
 
     Ranks that run the same documents together each make this plan, and come to the same one.
     """
 
-    def __init__(self, tokens: int = 0, ranks: int = 1) -> None:
-        """``tokens`` for each of ``ranks``, which share the documents; see ``open``."""
-        self.ranks = ranks
-        self._turn = 0  # never set back: ranks take turns over micro-batches of one document, too
+    def __init__(self, tokens: int = 0, ranks: int = 1, window: int = 1 << 62) -> None:
+        """``tokens`` for each of ``ranks``, which share the documents; ``window``: of one stretch, at most. See ``open``."""
+        self.ranks, self._window = ranks, window
+        self.passed = 0  # tokens of the documents since ``open``, whether they were harvested or not
+        self._opened = -1
         self.open(tokens)
 
-    def open(self, tokens: int) -> None:
-        """A new budget, of so many tokens for each rank."""
-        self._budget = self.left = self.ranks * tokens
-
-    def close(self) -> None:
-        """Spend the rest of the budget: nothing is harvested until the next ``open``."""
-        self.left = 0
-
-    def shared_out(self, lengths: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-        """The documents of one forward pass that are harvested, and taken off the budget.
-
-        One too long for what is left is passed over. One longer than a whole budget would be harvested in no step: where no
-        document fits a budget that nothing was taken of, the first is cut.
+    def open(self, tokens: int, expected: int | None = None) -> None:
+        """A new budget.
 
         Args:
-            lengths: of the documents, in tokens.
-
-        Returns:
-            Pairs (index of a document, rank that keeps it), and how many tokens of each are kept at most, from its end.
+            tokens: for each rank.
+            expected: tokens that will pass; None: nobody knows, and the first ones are taken.
         """
-        longest = max(lengths, default=0)
-        picked: list[int] = []
-        for i, n in enumerate(lengths):
-            if sum(lengths[j] for j in picked) + n <= self.left:
-                picked.append(i)
-        if not picked and self.left == self._budget and min(longest, self.left) > 0:
-            picked, longest = [0], self.left
-        self.left -= sum(min(lengths[i], longest) for i in picked)
-        turn, self._turn = self._turn, self._turn + len(picked)
-        return [(i, (turn + n) % self.ranks) for n, i in enumerate(picked)], longest
+        self._budget = self.left = self.ranks * tokens
+        self.active = tokens > 0
+        self._expected, self.passed = expected, 0
+        self._opened += 1
+        self._turn = self._opened  # the same on all ranks, whatever failed on one of them before
+        self._phase = random.Random(self._opened).random()
+
+    def close(self) -> None:
+        """The log-prob pass is over: nothing is harvested, or counted, until the next ``open``."""
+        self.left, self.active = 0, False
+
+    def pieces(self, masks: Sequence[Tensor]) -> list[Piece]:
+        """What is harvested of the documents of one forward pass, and taken off the budget.
+
+        Args:
+            masks: of each document, [n] bool, True where the policy sampled the token.
+        """
+        found: list[Piece] = []
+        least = min(_LEAST, max(1, min(self._window, self._budget) // 4))
+        for index, mask in enumerate(masks):
+            low, high = _useful(mask)
+            for start, stop in self._teeth(self.passed, high - low):
+                stop = min(stop, start + self.left)
+                if stop - start < min(least, high - low):
+                    continue
+                found.append(Piece(index, low + start, low + stop, self._turn % self.ranks))
+                self.left -= stop - start
+                self._turn += 1
+            self.passed += high - low
+        return found
+
+    def _teeth(self, before: int, tokens: int) -> Iterator[tuple[int, int]]:
+        """Stretches of a document of so many tokens, behind so many of others."""
+        if self._expected is None or self._expected <= self._budget:
+            most = min(self.left, self._window if self._expected is None else self.left)
+            start = random.Random(self._opened + before).randint(0, max(0, tokens - most))
+            if tokens > 0 and most > 0:
+                yield start, min(tokens, start + most)
+            return
+        width = max(1, min(self._window, self._budget))
+        stride = width * self._expected / self._budget
+        if tokens <= width * _WHOLE:  # cut, it would lack its beginning
+            if (before - self._phase * stride) % stride < width:
+                yield 0, tokens
+            return
+        tooth = math.floor((before - width) / stride - self._phase)
+        while (begin := (tooth + self._phase) * stride - before) < tokens:
+            if begin + width > 0:
+                yield max(0, int(begin)), min(tokens, int(begin) + width)
+            tooth += 1
+
+
+def _useful(mask: Tensor) -> tuple[int, int]:
+    """First and last token, and one beyond, of what a draft learns from: what was sampled, and some of what was read before."""
+    sampled = mask.nonzero()
+    if not len(sampled):
+        return 0, 0
+    first, last = int(sampled[0]), int(sampled[-1])
+    return max(0, first - max(_READ, len(sampled))), last + 1
+
+
+def cut_out(state: Tensor, pieces: Sequence[Piece], rows: Rows) -> Tensor:
+    """[N, H]: a copy of the rows of some pieces, one after the other, of what a layer was given or gave."""
+    # under inference mode, too, it must be usable in a backward pass
+    with torch.inference_mode(False), torch.no_grad():
+        found = rows(state)
+        return torch.cat([found[piece.index][piece.start : piece.stop] for piece in pieces])
 
 
 def harvested(
@@ -101,6 +177,7 @@ def harvested(
     policy_version: int = 0,
     shards: SequenceShards | None = None,
     rows: Rows | None = None,
+    pieces: Sequence[Piece] | None = None,
 ) -> HiddenStates | None:
     """Pack what the last forward pass left of the documents that this rank keeps.
 
@@ -111,6 +188,7 @@ def harvested(
         policy_version: version of the weights that ran.
         shards: if the decoder saw a part of each row only (collective then).
         rows: takes a layer's output apart; left out for a padded [B, T, H] or a packed [1, N, H] one.
+        pieces: of ``plan``, which was asked before the pass; without shards the taps have cut them out already.
 
     Returns:
         The packed documents on the CPU, or None when there is none for this rank.
@@ -121,24 +199,58 @@ def harvested(
     began = time.perf_counter()
     (ids, masks), states = documents, list(taps.states().values())
     taps.forget()
-    lengths = [len(document) for document in ids]
-    shared, cut = plan.shared_out(lengths)
-    if shards is not None and shared:
-        states = [shards.whole(s) for s in states]
+    cut = pieces is not None and shards is None
+    pieces = plan.pieces(masks) if pieces is None else pieces
     rank = 0 if shards is None else shards.rank
-    if not (mine := [document for document, owner in shared if owner == rank]):
+    if shards is not None and pieces:
+        states = [shards.whole(s) for s in states]
+    if not (mine := [piece for piece in pieces if piece.rank == rank]):
         return None
-    rows = rows or (lambda state: rows_of(state, lengths))
-    *aux, last = [torch.cat([part[i][-cut:] for i in mine]) for part in map(rows, states)]
-    return HiddenStates(
-        input_ids=torch.cat([ids[i][-cut:] for i in mine]).cpu(),
-        aux=torch.cat([last[:, :0], *aux], dim=-1).cpu(),
-        last=last.cpu(),
-        loss_mask=torch.cat([masks[i][-cut:] for i in mine]).bool().cpu(),
-        lengths=tuple(min(lengths[i], cut) for i in mine),
-        policy_version=policy_version,
-        milliseconds=(time.perf_counter() - began) * 1e3,
-    )
+    if not cut:
+        take = rows or partial(rows_of, lengths=[len(document) for document in ids])
+        states = [cut_out(state, mine, take) for state in states]
+    return packed(mine, documents, states, policy_version, began)
+
+
+def packed(
+    pieces: Sequence[Piece], documents: Documents, states: Sequence[Tensor], policy_version: int, began: float
+) -> HiddenStates | None:
+    """Pieces of documents, and their states by layer, [N, H] each, in the host's memory; None if there are none.
+
+    One whose states are not finite is left out.
+
+    Args:
+        pieces: of ``documents``.
+        documents: of the pass.
+        states: of the auxiliary layers, ascending, and of the final norm; nobody else has them.
+        policy_version: version of the weights that ran.
+        began: when the harvest began, by ``time.perf_counter``.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        finite = torch.stack([torch.isfinite(state).all(-1) for state in states]).all(0)
+        good = torch.stack([part.all() for part in finite.split([len(piece) for piece in pieces])]).tolist()
+        if not all(good):
+            keep = torch.cat([torch.full((len(p),), ok) for p, ok in zip(pieces, good, strict=True)]).to(finite.device)
+            pieces, states = list(compress(pieces, good)), [state[keep] for state in states]
+        if not pieces:
+            return None
+        *aux, last = states
+        (ids, masks) = (torch.cat([whole[p.index][p.start : p.stop] for p in pieces]).cpu() for whole in documents)
+        return HiddenStates(
+            input_ids=ids,
+            aux=_on_host(torch.cat([last[:, :0], *aux], dim=-1)),
+            last=_on_host(last),
+            loss_mask=masks.bool(),
+            lengths=tuple(map(len, pieces)),
+            policy_version=policy_version,
+            milliseconds=(time.perf_counter() - began) * 1e3,
+            offsets=tuple(piece.start for piece in pieces),
+            owned=True,
+        )
+
+
+def _on_host(state: Tensor) -> Tensor:
+    return state if state.device.type == "cpu" else host_memory(state).copy_(state)
 
 
 def rows_of(state: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -192,9 +304,10 @@ class RolloutHarvest:
             among: those of them that exchange hidden states inside a pass; None for none.
         """
         self._control, self.session = control, control.session
-        self.plan = HarvestPlan(ranks=ranks)
-        self._among = among
         session = self.session
+        window = session.config.train_tokens or TRAIN_TOKENS[session.target.device_type]
+        self.plan = HarvestPlan(ranks=ranks, window=window)
+        self._among = among
         self._wanted = session.method.harvest if session.config.train else None
         self._taps: Taps | None = None
         self._opened = False
@@ -204,9 +317,15 @@ class RolloutHarvest:
         """Hooks on those of these layers that this rank has."""
         raise NotImplementedError
 
-    def keep(self, taps: Taps, documents: Documents, rows: Rows | None) -> HiddenStates | None:
+    def keep(self, taps: Taps, documents: Documents, pieces: Sequence[Piece], rows: Rows | None) -> HiddenStates | None:
         """After one forward pass: what of it is handed on at once (collective among ranks that exchange hidden states)."""
         raise NotImplementedError
+
+    def selection(
+        self, documents: Documents, pieces: Sequence[Piece], rows: Rows | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """What a hook keeps of a layer's output; None: all of it, until ``keep``."""
+        return None
 
     def deliver(self) -> None:
         """After a log-prob pass that did not fail: hand on what no forward pass could hand on by itself (collective)."""
@@ -227,7 +346,8 @@ class RolloutHarvest:
         self._control.agree()
         wanted = self._taps is not None and not self.session.failed and not self.session.hidden
         usual = self.session.config.harvest_tokens
-        self.plan.open((usual if self._opened else max(usual, self._held_at_most())) if wanted else 0)
+        before = int(most_of_any_rank(float(self.plan.passed)))
+        self.plan.open((usual if self._opened else max(usual, self._held_at_most())) if wanted else 0, before or None)
         self._opened = self._opened or wanted
 
     def _held_at_most(self) -> int:
@@ -250,24 +370,44 @@ class RolloutHarvest:
         Where ranks share their documents each of them goes on to the end of the budget, whatever fails on one of them.
 
         Args:
-            documents: called behind the pass.
+            documents: of this pass.
             rows: takes a layer's output apart, see ``harvested``.
         """
         session, taps = self.session, self._taps
-        if taps is None or self.plan.left <= 0 or (session.failed and self.plan.ranks == 1):
+        if taps is None or not self.plan.active or (session.failed and self.plan.ranks == 1):
             yield
             return
+        if self.plan.left <= 0:
+            with session.guarded("harvest"):
+                self.plan.pieces(documents()[1])  # counts them
+            yield
+            return
+        pieces: list[Piece] = []
         try:
             with ExitStack() as attached:
-                with session.guarded("harvest"):
-                    attached.enter_context(taps.attached())
+                trouble: Exception | None = None
+                try:
+                    found, ahead = documents(), copy(self.plan)
+                    pieces = ahead.pieces(found[1])
+                    select = self.selection(found, pieces, rows)
+                except (
+                    Exception
+                ) as error:  # law 6; ranks that share these documents hear of it together, behind the pass
+                    trouble = error
+                if pieces:
+                    with session.guarded("harvest"):
+                        attached.enter_context(taps.attached(select))
                 yield
             hidden = None
             with session.guarded("harvest"):
                 with together("harvest the pass", self._among) if self._among is not None else nullcontext():
-                    taps.states()  # behind this ranks that share rows exchange them: all of them, or none
-                    found = documents()
-                hidden = self.keep(taps, found, rows)
+                    if trouble is not None:
+                        raise trouble
+                    if pieces:
+                        taps.states()  # behind this ranks that share rows exchange them: all of them, or none
+                self.plan = ahead  # on all of them, or on none
+                if pieces:
+                    hidden = self.keep(taps, found, pieces, rows)
         finally:
             taps.forget()  # whatever has failed
         if hidden is not None:
@@ -294,9 +434,18 @@ class DecoderHarvest(RolloutHarvest):
         """Hooks on the whole decoder, of which this process runs all layers."""
         return Taps.of(self._decoder(), layers)
 
-    def keep(self, taps: Taps, documents: Documents, rows: Rows | None) -> HiddenStates | None:
-        """The documents that ``plan`` gives this rank, packed; see ``harvested``."""
-        return harvested(taps, documents, self.plan, self._control.policy_version, self._shards, rows)
+    def keep(self, taps: Taps, documents: Documents, pieces: Sequence[Piece], rows: Rows | None) -> HiddenStates | None:
+        """The pieces that ``plan`` gives this rank, packed; see ``harvested``."""
+        return harvested(taps, documents, self.plan, self._control.policy_version, self._shards, rows, pieces)
+
+    def selection(
+        self, documents: Documents, pieces: Sequence[Piece], rows: Rows | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """The rows of the pieces, unless ranks exchange their parts of them first."""
+        if self._shards is not None:
+            return None
+        lengths = [len(document) for document in documents[0]]
+        return lambda state: cut_out(state, pieces, rows or partial(rows_of, lengths=lengths))
 
 
 def responses_at_the_end(documents: Sequence[Tensor], responses: Sequence[int]) -> list[Tensor]:

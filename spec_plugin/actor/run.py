@@ -189,7 +189,7 @@ class SpecRun:
         """Around the trainer's log-prob pass: the rollouts have ended; hidden states are harvested on the way (collective).
 
         Args:
-            documents: called behind the pass, if it is one forward pass; else each is to be in ``micro_batch``.
+            documents: of the pass, if it is one forward pass; else each is to be in ``micro_batch``.
 
         Raises:
             WrongOrderError: if a log-prob pass is under way.
@@ -210,7 +210,7 @@ class SpecRun:
         """Around one forward pass of the trainer's log-prob pass.
 
         Args:
-            documents: called behind the pass.
+            documents: token ids and masks of what the policy sampled, of this pass.
             rows: takes a layer's output apart, [n_i, H] of each document; left out for [B, T, H] or packed [1, N, H].
         """
         return self.harvest.capture(documents, rows)

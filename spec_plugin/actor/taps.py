@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ class Taps:
         """
         self._inputs, self._norm = dict(inputs), norm
         self._seen: dict[int, Tensor] = {}
+        self._select: Callable[[Tensor], Tensor] = lambda state: state
         self._trouble: Exception | None = None  # of a hook, which must not stop the trainer's forward pass
 
     @classmethod
@@ -43,8 +44,13 @@ class Taps:
         return cls({i: modules[i] for i in layers}, decoder.norm)
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Hook the forward passes inside the block; nothing stays behind afterwards."""
+    def attached(self, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[None]:
+        """Hook the forward passes inside the block; nothing stays behind afterwards.
+
+        Args:
+            select: takes from what a module saw what is to be kept: the rest need not stay on the card until the pass ends.
+        """
+        self._select = select or (lambda state: state)
         handles: list[Any] = [
             module.register_forward_pre_hook(self._input(index), with_kwargs=True)
             for index, module in self._inputs.items()
@@ -60,7 +66,7 @@ class Taps:
     def _input(self, index: int) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             try:
-                self._seen[index] = (args[0] if args else kwargs["hidden_states"]).detach()
+                self._seen[index] = self._select((args[0] if args else kwargs["hidden_states"]).detach())
             except Exception as error:  # law 6; ``states`` raises it
                 self._trouble = error
 
@@ -68,12 +74,12 @@ class Taps:
 
     def _output(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
         try:
-            self._seen[LAST] = output.detach()
+            self._seen[LAST] = self._select(output.detach())
         except Exception as error:  # law 6
             self._trouble = error
 
     def states(self) -> dict[int, Tensor]:
-        """By layer, ascending, the output of the final norm behind them; shapes are the model's own.
+        """By layer, ascending, the output of the final norm behind them; shapes are the model's own, or what ``select`` gave.
 
         Raises:
             RuntimeError: if a hooked module was not called as expected.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from draft_training import Document, DraftTrainer, HiddenBuffer, SliceReport, TrainSettings, digest, fingerprint
 from draft_training.checkpoint import is_settled
 from draft_training.outside import logit_cap
+from spec_plugin.builtin.held_out import EACH, SHARE, HeldOut
 from spec_plugin.builtin.model_card import ModelCard
 from spec_plugin.builtin.pace import Pace
 from spec_plugin.config import SpecConfig
@@ -29,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 #: tokens per draft optimizer step, by device type: a window also bounds the context that the draft's attention learns
 TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=512)
-#: newest tokens on which each rank judges the draft before it trains on them
-_JUDGED_TOKENS = 1024
 #: beside a draft in a checkpoint: the chance of each drafted token that training predicts, so that a resumed run drafts at once
 _CHANCES = "expected_chances"
 #: share of the first text that an untrained draft is judged on, which it therefore does not train on in that slice
@@ -47,11 +46,11 @@ def _device(target: TargetInfo, embed: Tensor) -> torch.device:
 def documents_of(hidden: HiddenStates) -> list[Document]:
     """The packed documents of a harvest, one by one; views of it."""
     out, begin = [], 0
-    for n in hidden.lengths:
+    for n, offset in zip(hidden.lengths, hidden.offsets or [0] * len(hidden.lengths), strict=True):
         piece = slice(begin, begin + n)
         begin += n
         tensors = (hidden.input_ids[piece], hidden.aux[piece], hidden.last[piece], hidden.loss_mask[piece])
-        out.append(Document(*tensors, policy_version=hidden.policy_version))
+        out.append(Document(*tensors, policy_version=hidden.policy_version, offset=offset))
     return out
 
 
@@ -62,9 +61,7 @@ class DraftTraining:
         self._trainer: DraftTrainer | None = None
         self._buffer: HiddenBuffer | None = None
         self._slice: SliceReport | None = None
-        #: of the draft as it was before the last slice, on text that is newer than all that it was trained on, by a policy
-        #: that has moved since: what the engine would have accepted. On text of the slice itself every draft looks good.
-        self._judged: SliceReport | None = None
+        self._held_out = HeldOut()
         self._pace = Pace()
         self._resume_from: Path | None = None
         self._promised: tuple[float, ...] = ()  # of a draft that was resumed, until it is judged anew
@@ -82,8 +79,8 @@ class DraftTraining:
             result = yield
         counts = self._token_counts is not None
         lacks, counting, counted = on_any_rank(self._trainer is None or self._buffer is None, counts, not counts)
-        self._judged = self._slice = None
-        self._pace, self._promised = Pace(), ()
+        self._slice = None
+        self._held_out, self._pace, self._promised = HeldOut(), Pace(), ()
         if lacks or (counting and counted):
             self._trainer = self._buffer = self._token_counts = None
         elif self._trainer is not None:
@@ -150,7 +147,7 @@ class DraftTraining:
             sampled = hidden.input_ids[hidden.loss_mask]
             self._token_counts += torch.bincount(sampled, minlength=self._token_counts.numel())
         for document in documents_of(hidden):
-            self._buffer.add(document)
+            self._buffer.add(document, hidden.owned)
 
     @hookimpl(wrapper=True)
     def spec_train_draft(self, step: int, seconds: float) -> Generator[None, Any, Any]:
@@ -163,34 +160,30 @@ class DraftTraining:
     def _train(self, seconds: float) -> None:
         if self._trainer is None or self._buffer is None or not self._config.train or seconds <= 0:
             return
-        if self._token_counts is not None:  # the first rollouts show which tokens this policy uses
-            self._trainer.select_vocabulary(self._token_counts)
-            self._token_counts = None
-        began, seconds = time.perf_counter(), seconds * self._pace.share
-        unseen = self._trainer.draft_version == 0
-        if not unseen or not self._method.newborn:
-            before = self._judged
-            self._judge(self._buffer.newest(_JUDGED_TOKENS))
-            if self._judged is not None and self._judged is not before:
-                self._pace.judged(self._judged.acceptance_length, self._config.k + 1.0)
-        if unseen and not self._method.newborn:
-            unseen = self._judged is not None and self._judged.acceptance_length < KNOWS_NOTHING
-            if unseen:  # such as a layer that was never trained
-                self._trainer.schedule.restart()
-        # an untrained draft has seen no text of before: some of the first is kept from it, so that it can be judged at once
-        tokens = min(_JUDGED_TOKENS, int(_HELD_BACK * self._buffer.tokens)) if unseen else 0
-        held = self._buffer.take_newest(tokens)
-        left = seconds - (time.perf_counter() - began)
-        self._slice = self._trainer.train_slice(self._buffer, left, self._config.train_max_steps)
-        self._buffer.give_back(held)
-        if unseen and self._trainer.draft_version > 0:
-            self._judge(held)
+        with self._trainer.working():
+            if self._token_counts is not None:  # the first rollouts show which tokens this policy uses
+                self._trainer.select_vocabulary(self._token_counts)
+                self._token_counts = None
+            self._train_and_measure(self._trainer, self._buffer, seconds * self._pace.share)
 
-    def _judge(self, documents: Sequence[Document]) -> None:
-        """Replay the draft on text that it has not trained on (collective)."""
-        assert self._trainer is not None
-        found = self._trainer.evaluate(documents, self._config.k)
-        self._judged = found if found.rounds else self._judged
+    def _train_and_measure(self, trainer: DraftTrainer, buffer: HiddenBuffer, seconds: float) -> None:
+        """One slice, before or behind which the draft is measured (collective, in ``trainer.working``)."""
+        began, k, held_out = time.perf_counter(), self._config.k, self._held_out
+        tokens, unseen = held_out.tokens(seconds), trainer.draft_version == 0
+        knows = not unseen or not self._method.newborn
+        if knows and held_out.measure(trainer, k, lambda: buffer.newest(tokens, EACH)) and held_out.report is not None:
+            self._pace.judged(held_out.report.acceptance_length, k + 1.0)
+        if unseen and not self._method.newborn:
+            unseen = held_out.report is not None and held_out.report.acceptance_length < KNOWS_NOTHING
+            if unseen:  # such as a layer that was never trained
+                trainer.schedule.restart()
+        # an untrained draft has seen no text of before: some of the first is kept from it, so that it can be measured at once
+        held = buffer.newest(min(tokens, int(_HELD_BACK * buffer.tokens)) if unseen else 0, EACH)
+        with buffer.without(held):
+            left = (1.0 - SHARE * unseen) * seconds - (time.perf_counter() - began)
+            self._slice = trainer.train_slice(buffer, left, self._config.train_max_steps)
+        if unseen and trainer.draft_version > 0:
+            held_out.measure(trainer, k, lambda: held)
 
     @hookimpl
     def spec_draft_weights(self, event: WeightSync) -> DraftRefresh | None:
@@ -203,7 +196,7 @@ class DraftTraining:
             policy_version=event.policy_version,
             tensors=tensors,
             digest=digest(tensors) if self._config.audit else fingerprint(tensors),
-            expected_chances=self._judged.chances if self._judged else self._promised,
+            expected_chances=self._chances,
         )
 
     @hookimpl
@@ -213,7 +206,7 @@ class DraftTraining:
             return {}
         return {
             "spec/draft_loss": self._slice.loss,
-            "spec/expected_acceptance": self._judged.acceptance_length if self._judged else 1.0,
+            "spec/expected_acceptance": report.acceptance_length if (report := self._held_out.report) else 1.0,
             "spec/train_ms": self._slice.seconds * 1e3,
             "spec/train_share": self._config.train_share * self._pace.share,
             "spec/train_steps": float(self._slice.steps),
@@ -224,15 +217,20 @@ class DraftTraining:
     def spec_save(self, path: Path) -> None:
         """Write draft, optimizer, versions and random streams to ``path/draft``; before the first weight sync there is none."""
         if self._trainer is not None:
-            self._trainer.save(path / "draft", {_CHANCES: self._judged.chances if self._judged else self._promised})
+            self._trainer.save(path / "draft", {_CHANCES: self._chances})
             self._card().write(path / "draft")
 
     def _card(self) -> ModelCard:
         assert self._trainer is not None
         data = f"the rollouts of a run up to policy version {self._trainer.policy_version}"
         method = str(self._method.settings.get("method", self._method.name))
-        predicted = self._judged.chances if self._judged else ()
+        predicted = self._held_out.report.chances if self._held_out.report else ()
         return ModelCard(self._target.path, method, data, predicted, served="draft")
+
+    @property
+    def _chances(self) -> tuple[float, ...]:
+        """The chance of each drafted token to be accepted, by the last measurement, or by that of the run before."""
+        return self._held_out.report.chances if self._held_out.report else self._promised
 
     @hookimpl
     def spec_load(self, path: Path) -> None:

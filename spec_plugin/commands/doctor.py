@@ -349,12 +349,14 @@ def examine_memory(hf_config: Mapping[str, Any]) -> list[Diagnosis]:
     device, steps = "cpu" if _on_cpu() else "cuda", TrainSettings.first_steps  # further ones come with fewer tokens
     tokens, tied = TRAIN_TOKENS[device], bool(text_part(hf_config).get("tie_word_embeddings"))
     cuda, held = device == "cuda", SpecConfig.parse({}).buffer_mb << 20
-    found = training_memory(
-        made, tokens, steps, 2 if cuda else 4, tied, on_card=cuda, documents=held if cuda else 0
-    )
+    found = training_memory(made, tokens, steps, 2 if cuda else 4, tied, on_card=cuda, documents=held if cuda else 0)
     always, slices, peak = (f"{size / 2**30:.2f} GiB" for size in (found.weights, found.slices, found.peak))
     where = "always" if device == "cpu" else "on the card in slices of training, in host memory between them"
-    what = "optimizer, the policy's head and captured hidden states" if cuda else "optimizer, and the policy's embedding and head"
+    what = (
+        "optimizer, the policy's head and captured hidden states"
+        if cuda
+        else "optimizer, and the policy's embedding and head"
+    )
     detail = f"weights {always}; {what} {slices}, {where}"
     return [Diagnosis("draft training", "ok", f"{detail}; at most {peak} in a step of {tokens} tokens, by counting")]
 

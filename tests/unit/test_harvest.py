@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import math
+import random
+import statistics
+
 import pytest
 import torch
 from torch import Tensor
@@ -151,21 +155,83 @@ def test_the_budget_is_respected_and_documents_are_never_cut(model, documents, b
 
 
 @pytest.mark.parametrize("run", [run_padded, run_packed])
-def test_of_documents_that_are_all_longer_than_the_whole_budget_the_end_of_the_first_is_taken(model, documents, run):
+def test_of_a_document_that_is_longer_than_what_is_left_a_part_from_anywhere_is_taken(model, documents, run):
     whole = harvest(model, documents, run)
-    cut = harvest(model, documents, run, plan=HarvestPlan(3))
-    n = len(documents[0])
-    assert cut.lengths == (3,) and cut.input_ids.tolist() == documents[0][-3:].tolist()
+    cut = harvest(model, documents, run, plan=HarvestPlan(3, window=3))
+    (n,), (at,) = cut.lengths, cut.offsets
+    assert n == 3 and cut.input_ids.tolist() == documents[0][at : at + 3].tolist()
     for name in ("aux", "last", "loss_mask"):
-        assert torch.equal(getattr(cut, name), getattr(whole, name)[n - 3 : n]), name
+        assert torch.equal(getattr(cut, name), getattr(whole, name)[at : at + 3]), name
     assert harvest(model, documents, run, plan=HarvestPlan(0)) is None
-    assert harvest(model, documents, run, plan=HarvestPlan(10)).lengths == (7,)
+    assert harvest(model, documents, run, plan=HarvestPlan(11)).lengths == (7, 4)
 
 
-def test_nothing_that_fits_is_none(model, documents):
-    plan = HarvestPlan(6)
-    assert harvest(model, documents, plan=plan).lengths == (4,)
-    assert harvest(model, documents, plan=plan) is None, "two tokens are left, and no document is cut to fit"
+# ---- at the lengths of real responses
+
+
+def steps_of(lengths, tokens, steps, window=8192, micro=2, prompt=0):
+    """How often each token of documents of these lengths is harvested, over steps that each shuffle them into micro-batches."""
+    plan, draw, passed = HarvestPlan(window=window), random.Random(3), None
+    hits = [torch.zeros(n + 1) for n in lengths]
+    masks, taken, hooked = [torch.arange(n) >= prompt for n in lengths], [], 0
+    for _ in range(steps):
+        plan.open(tokens, passed)
+        order = draw.sample(range(len(lengths)), len(lengths))
+        for at in range(0, len(order), micro):
+            batch = order[at : at + micro]
+            pieces = plan.pieces([masks[i] for i in batch])
+            hooked += bool(pieces)
+            for piece in pieces:
+                hits[batch[piece.index]][piece.start] += 1
+                hits[batch[piece.index]][piece.stop] -= 1
+        taken.append(tokens - plan.left)
+        passed = plan.passed
+    return [found.cumsum(0)[:-1] for found in hits], taken, hooked / steps / math.ceil(len(lengths) / micro)
+
+
+def lognormal(count):
+    draw = random.Random(5)
+    return [min(16_384, max(64, int(draw.lognormvariate(8.6, 0.7)))) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "lengths", [lognormal(16), [2000, *[8000] * 9], [16_384] * 8, [1100] * 64, [50] * 2000], ids=lambda n: f"{n[0]}x{len(n)}"
+)
+def test_each_token_is_harvested_as_often_as_any_other_however_long_its_response_and_wherever_in_it(lengths):
+    steps = 300 if len(lengths) < 100 else 40
+    rates, taken, hooked = steps_of(lengths, 16_384, steps)
+    usual = sum(map(float, map(torch.sum, rates))) / sum(lengths)
+    budget = min(16_384, sum(lengths))
+    assert max(taken) <= 16_384 and statistics.fmean(taken[1:]) >= 0.93 * budget
+    for third in range(3):
+        parts = [rate[len(rate) * third // 3 : len(rate) * (third + 1) // 3] for rate in rates]
+        found = sum(float(part.sum()) for part in parts) / sum(map(len, parts))
+        assert found == pytest.approx(usual, rel=0.09), f"third {third} of the responses"
+    middle = statistics.median(lengths)
+    for long in (True, False):
+        chosen = [i for i, n in enumerate(lengths) if (n > middle) == long]
+        if chosen:
+            found = sum(float(rates[i].sum()) for i in chosen) / sum(lengths[i] for i in chosen)
+            assert found == pytest.approx(usual, rel=0.12), f"longer than the median: {long}"
+    if sum(lengths) > 6 * budget:
+        assert hooked < 0.75, "where nothing is taken of a micro-batch, nothing is hooked"
+
+
+def test_of_a_long_prompt_only_what_is_near_the_response_is_harvested():
+    rates, taken, _ = steps_of([9000] * 4, 1 << 20, 3, prompt=8800)
+    assert taken == [4 * (200 + 1024)] * 3
+    assert all(float(rate[: 8800 - 1024].sum()) == 0 and float(rate[8800 - 1024 :].min()) == 3 for rate in rates)
+    rates, taken, _ = steps_of([12_000] * 4, 1 << 20, 3, prompt=8000)
+    assert taken == [4 * 8000] * 3, "as much as was sampled, where that is more"
+
+
+def test_a_pass_that_grows_or_shrinks_keeps_to_its_budget():
+    plan = HarvestPlan(window=512)
+    for expected, passes in ((None, 40_000), (40_000, 80_000), (80_000, 10_000), (10_000, 40_000)):
+        plan.open(4096, expected)
+        for _ in range(passes // 2000):
+            plan.pieces([torch.ones(2000, dtype=torch.bool)])
+        assert 0 <= plan.left <= 4096 - min(500, 4096 * passes // (expected or passes) - 1024) and plan.passed == passes
 
 
 def test_taking_without_a_forward_pass_or_twice_is_an_error(model, documents):

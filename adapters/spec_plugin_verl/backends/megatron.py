@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.megatron_utils import unwrap_model
 
-from spec_plugin.adapter import LAST, Documents, HiddenStates, RolloutControl, RolloutHarvest, Rows, Taps
+from spec_plugin.adapter import LAST, Documents, HiddenStates, Piece, RolloutControl, RolloutHarvest, Rows, Taps
 from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
 
@@ -80,7 +80,7 @@ class MegatronActor(SpecActor):
 
     def forward_step(self, batch_iter: Iterator[Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch of this stage; captured while the pass still has harvest budget."""
-        if self._run is None or self._run.harvest.plan.left <= 0:  # a training pass, most of all
+        if self._run is None or not self._run.harvest.plan.active:  # a training pass, most of all
             return super().forward_step(batch_iter, model, *args, **kwargs)  # type: ignore[misc]
         batch = next(batch_iter)
         with self._run.micro_batch(lambda: batches.documents(batch), lambda state: rows(self, model, state, batch)):
@@ -94,6 +94,7 @@ class _Documents:
     ids: list[Tensor] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)
     stages: list[int] = field(default_factory=list)  # whose document it is
+    offsets: list[int] = field(default_factory=list)  # tokens before it
     states: dict[int, list[Tensor]] = field(default_factory=dict)  # by layer, of this stage: [n, H] in host memory
 
 
@@ -125,20 +126,20 @@ class PipelineHarvest(RolloutHarvest):
         self._documents, self._seconds = _Documents(), 0.0
         super().open()
 
-    def keep(self, taps: Taps, documents: Documents, rows: Rows | None) -> None:
-        """Of each document that a rank of this column keeps, what this stage owns (collective within the stage)."""
+    def keep(self, taps: Taps, documents: Documents, pieces: Sequence[Piece], rows: Rows | None) -> None:
+        """Of each piece that a rank of this column keeps, what this stage owns (collective within the stage)."""
         assert rows is not None
         with self._timed():
-            ids, masks = documents
-            shared, cut = self.plan.shared_out([len(document) for document in ids])
-            mine = [(i, o // self._columns) for i, o in shared if o % self._columns == self._column]
+            mine = [piece for piece in pieces if piece.rank % self._columns == self._column]
             kept = self._documents
-            kept.ids += [ids[i][-cut:].cpu() for i, _ in mine]
-            kept.masks += [masks[i][-cut:].bool().cpu() for i, _ in mine]
-            kept.stages += [stage for _, stage in mine]
+            ids, masks = ([whole[p.index][p.start : p.stop].cpu() for p in mine] for whole in documents)
+            kept.ids += ids
+            kept.masks += [mask.bool() for mask in masks]
+            kept.stages += [piece.rank // self._columns for piece in mine]
+            kept.offsets += [piece.start for piece in mine]
             for layer, state in sorted(taps.states().items()):
                 parts = rows(state)
-                kept.states.setdefault(layer, []).extend(parts[i][-cut:].cpu() for i, _ in mine)
+                kept.states.setdefault(layer, []).extend(parts[p.index][p.start : p.stop].cpu() for p in mine)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -212,6 +213,7 @@ class PipelineHarvest(RolloutHarvest):
             lengths=tuple(len(kept.ids[i]) for i in own),
             policy_version=self._control.policy_version,
             milliseconds=self._seconds * 1e3,
+            offsets=tuple(kept.offsets[i] for i in own),
         )
 
 

@@ -117,7 +117,11 @@ def test_a_document_longer_than_a_step_is_drawn_as_a_window_with_something_to_le
 
 def test_where_every_draw_ends_in_a_prompt_something_is_drawn_all_the_same():
     b = buffer()
-    b.add(Document(*(make_document(5000, 0).__dict__[n] for n in ("input_ids", "aux", "last")), torch.arange(5000) >= 4997, 0))
+    b.add(
+        Document(
+            *(make_document(5000, 0).__dict__[n] for n in ("input_ids", "aux", "last")), torch.arange(5000) >= 4997, 0
+        )
+    )
     drawn = [b.sample(16, 0.0) for _ in range(50)]
     assert all(len(parts) == 1 and parts[0].positions for parts in drawn)
 
@@ -192,7 +196,10 @@ def test_each_token_is_drawn_as_often_as_any_other_however_long_its_document_and
     usual = sum(float(rate.sum()) for rate in rates.values()) / sum(lengths)
     assert usual >= 0.85 * draws * min(1.0, tokens / sum(lengths)), "draws are full"
     # thirds of documents, and long ones against short ones: equally often within what chance allows
-    thirds = [sum(float(rate[len(rate) * i // 3 : len(rate) * (i + 1) // 3].sum()) for rate in rates.values()) for i in range(3)]
+    thirds = [
+        sum(float(rate[len(rate) * i // 3 : len(rate) * (i + 1) // 3].sum()) for rate in rates.values())
+        for i in range(3)
+    ]
     sizes = [sum(n * (i + 1) // 3 - n * i // 3 for n in lengths) for i in range(3)]
     for found, size in zip(thirds, sizes, strict=True):
         assert found / size == pytest.approx(usual, rel=0.08)
