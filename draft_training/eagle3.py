@@ -50,7 +50,7 @@ def save_draft(path: str | Path, config: DraftConfig, tensors: Mapping[str, Tens
         tensors: exactly what ``DraftTrainer.engine_tensors`` returns; never embed_tokens.
 
     Returns:
-        The digest of ``tensors``.
+        The fingerprint of ``tensors``.
 
     Raises:
         DraftConfigError: if names or shapes do not match ``config``.

@@ -286,7 +286,7 @@ class DraftTrainer:
             extra: JSON-serialisable, handed back by ``load``; e.g. ``buffer.state_dict()``.
 
         Returns:
-            The digest of the draft's tensors in the trainer's dtype.
+            The fingerprint of the draft's tensors in the trainer's dtype.
         """
         return write_state(path, self.state(), self.kind, asdict(self.settings), extra or {})
 

@@ -204,13 +204,15 @@ def _actor_memory(run: RunFacts, method: Method, draft: DraftShape) -> str:
         return f"{_size(weights)} of weights; it is not trained"
     per_token = (len(method.harvest or ()) + 1) * draft.hidden_size * _ACTOR_BYTES
     buffer = min(run.spec.buffer_mb, run.spec.buffer_tokens * per_token / _MEBIBYTE)
+    on_the_way = min(run.spec.harvest_tokens * per_token / _MEBIBYTE, buffer)
     tensors = 1 if text_part(run.target.hf_config).get("tie_word_embeddings") else 2
     policy = tensors * draft.vocab_size * draft.hidden_size * _ACTOR_BYTES / _MEBIBYTE
     return (
         f"{draft.parameters / 1e6:.0f}M parameters on every rank: {_size(weights)} of weights, {_size(weights)} of "
         f"gradients while it trains, {_size(weights)} of optimizer state (float32), {_size(policy)} of copies of the "
-        f"policy's embedding and head (on a GPU, host memory keeps these two between slices), and up to {_size(buffer)} of "
-        "captured hidden states in host memory; spec-plugin doctor --target adds a step of training"
+        f"policy's embedding and head (on a GPU, host memory keeps these two between slices), and, whatever the length of "
+        f"responses, up to {_size(buffer)} of captured hidden states in host memory and {_size(on_the_way)} on their way there (a "
+        "GPU holds the former while the draft trains); spec-plugin doctor --target adds a step of training"
     )
 
 
