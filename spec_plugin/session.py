@@ -32,7 +32,7 @@ from spec_plugin.events import (
     WeightSync,
 )
 from spec_plugin.ledger import Ledger
-from spec_plugin.manager import ask_method, create_manager
+from spec_plugin.manager import ask_method, call_each, create_manager
 from spec_plugin.method import Method
 from spec_plugin.recovery import Recovery
 from spec_plugin.speculation import Reason, in_force, table_metrics, trouble_in
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 #: nats; a mean difference that no two models of one vocabulary reach by accident: a tolerance beyond it compares nothing
 _NO_TOLERANCE = 10.0
+#: in a warning, in the place of a plugin's name: which one it was nobody can tell
+_WRAPPER = "with a wrapper of spec_metrics"
 
 
 class SpecSession:
@@ -329,11 +331,7 @@ class SpecSession:
 
     def metrics(self) -> dict[str, float]:
         """All plugins' metrics merged, plus ``spec/failed`` and what the engines really do."""
-        merged: dict[str, float] = {}
-        for implementation in reversed(self.manager.hook.spec_metrics.get_hookimpls()):
-            # one by one: a plugin that fails must not silence the others
-            with self.guarded(f"metrics of plugin {implementation.plugin_name}"):
-                merged.update(self._numbers(implementation.plugin_name, implementation.function()))
+        merged = self._plugins_metrics()
         for_good = self.failed and not self.follows and self._recovery.left is None
         trouble = self._trouble if self.failed else None
         if self.engines is not None:
@@ -346,6 +344,28 @@ class SpecSession:
         merged["spec/recoveries"] = float(self._recoveries)
         merged["spec/unproven"] = float(self._unproven)
         merged["spec/provenance"] = float(not self.unguarded)
+        return merged
+
+    def _plugins_metrics(self) -> dict[str, float]:
+        """What ``spec_metrics`` gives; a plugin that fails, or answers something else, does not silence the others."""
+        found: list[Mapping[str, float]] = []
+
+        def each(plugin: str, metrics: Callable[[], object]) -> dict[str, float]:
+            numbers: dict[str, float] = {}
+            with self.guarded(f"metrics of plugin {plugin}"):
+                numbers = self._numbers(plugin, metrics())
+            found.append(dict(numbers))  # a wrapper may write into what it gets, and fail then
+            return numbers
+
+        answers: object = found
+        with self.guarded("metrics, in a wrapper"):
+            answers = call_each(self.manager, "spec_metrics", each)
+        if not isinstance(answers, list):
+            self._leave_out(_WRAPPER, "all that it made of the metrics", answers, "no list of mappings")
+            answers = found
+        merged: dict[str, float] = {}
+        for answer in answers:
+            merged |= self._numbers(_WRAPPER, answer)
         return merged
 
     def _numbers(self, plugin: str, answer: object) -> dict[str, float]:

@@ -556,4 +556,25 @@ MUTATIONS = (
         "law 5: calls are left in flight behind the first that fails",
         ("test_links_merged.py",),
     ),
+    Mutation(
+        "spec_plugin/manager.py",
+        "if found.wrapper or found.hookwrapper}",
+        "if found.hookwrapper}",
+        "a plugin that wraps spec_metrics is called like one that answers it: its metrics vanish",
+        ("test_session_metrics.py",),
+    ),
+    Mutation(
+        "spec_plugin/manager.py",
+        "in manager.list_name_plugin():  # in the order",
+        "in reversed(manager.list_name_plugin()):  # in the order",
+        "wrappers of one hook change places",
+        ("test_session_metrics.py",),
+    ),
+    Mutation(
+        "spec_plugin/session.py",
+        "found.append(dict(numbers))",
+        "found.append(numbers)",
+        "what a wrapper wrote before it failed is logged as the other plugins' metrics",
+        ("test_session_metrics.py",),
+    ),
 )
