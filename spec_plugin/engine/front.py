@@ -45,7 +45,7 @@ from spec_plugin.events import (
     Schedule,
     SelfTestReport,
 )
-from spec_plugin.folders import memory, own_folder, sweep_own
+from spec_plugin.folders import own_folder, place_for, sweep_own
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span
@@ -292,14 +292,17 @@ class EngineFront:
         )
 
     async def install_tensors(self, refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
-        """Have every worker install one draft, handed over in a file in memory (safetensors) that only this user can read.
+        """Have every worker install one draft, handed over in a file (safetensors) that only this user can read.
 
         Args:
             refresh: the draft.
             force: although its version is not newer.
             hold: the previous draft, until ``settle``.
+
+        Raises:
+            OSError: if neither shared memory nor the disk has room for it.
         """
-        with own_folder(memory()) as folder:
+        with own_folder(place_for(sum(t.nbytes for t in refresh.tensors.values()))) as folder:
             file = folder / "draft.safetensors"
             save_file({name: t.detach().cpu().contiguous() for name, t in refresh.tensors.items()}, file)
             return await self.install(
