@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 #: nats; a mean difference that no two models of one vocabulary reach by accident: a tolerance beyond it compares nothing
 _NO_TOLERANCE = 10.0
 #: in a warning, in the place of a plugin's name: which one it was nobody can tell
-_WRAPPER = "with a wrapper of spec_metrics"
+_WRAPPER = "a wrapper of spec_metrics"
 
 
 class SpecSession:
@@ -77,6 +77,8 @@ class SpecSession:
         self.recovering = False  # in the plain phase of a fresh start, until the next weight sync
         self.follows = False  # has speculation failed here only because it failed on another rank
         self.engines: EngineSchedule | None = None  # that ``RolloutControl`` keeps; None: nobody asked for any
+        #: what a guard raises in the check in progress; the conformance kit takes back what it has planted itself
+        self.refused: BaseException | None = None
         self.auditors: list[Callable[[EngineState], None]] = []  # of the conformance kit; a run has none
         self._left_out: set[tuple[str, object]] = set()  # metrics that a warning has named
         self._recoveries = 0
@@ -212,14 +214,25 @@ class SpecSession:
         step = batch.policy_version, batch.ahead
         before = self._judged[1] if self._judged[0] == step else 0
         self._judged = step, before + (len(batch.mask) if chosen_from is None else chosen_from)
-        self.manager.hook.spec_check_logprobs(batch=batch)
-        self._insist()
+        self._check("spec_check_logprobs", batch)
 
-    def _insist(self) -> None:
-        """A plugin around the guard may not swallow what the guard has refused (law 3)."""
-        refused = getattr(self.manager.get_plugin("provenance"), "refused", None)
-        if refused is not None:
-            raise refused
+    def _check(self, hook: str, batch: LogprobBatch | StatedLogprobs) -> None:
+        """Ask the guards; what any of them raises is raised, whatever a plugin around them has made of it (law 3)."""
+        self.refused = None
+
+        def each(_: str, check: Callable[[], object]) -> object:
+            try:
+                return check()
+            except BaseException as error:
+                self.refused = error
+                raise
+
+        try:
+            call_each(self.manager, hook, each, batch=batch)
+            if self.refused is not None:
+                raise self.refused
+        finally:
+            self.refused = None  # its traceback holds the batch
 
     def check_stated(self, batch: StatedLogprobs) -> None:
         """The same of log-probs that the engine stated and nobody recomputes.
@@ -227,8 +240,7 @@ class SpecSession:
         Raises:
             LogprobProvenanceError: naming the first sequences, positions and values.
         """
-        self.manager.hook.spec_check_stated(batch=batch)
-        self._insist()
+        self._check("spec_check_stated", batch)
 
     @property
     def plain_for(self) -> Reason | None:
@@ -242,34 +254,37 @@ class SpecSession:
         with self.guarded("rollout_end"):
             self.manager.hook.spec_rollout_end(stats=stats)
         engines = stats.parts or (stats,)  # each has a tail of its own, and the slowest is waited for
-        usual = self._told("times_as_long_without", max(engines, key=lambda engine: engine.busy_seconds))
-        most = [(e, self._told("times_as_long_at_most", e)) for e in engines] if self.ledger.overlaps else []
+        likely, at_most = (
+            self.manager.hook.spec_slowdown_without_drafts,
+            self.manager.hook.spec_max_slowdown_without_drafts,
+        )
+        usual = self._slowdown(likely, max(engines, key=lambda engine: engine.busy_seconds))
+        most = [(e, self._slowdown(at_most, e)) for e in engines] if self.ledger.overlaps else []
         with self.guarded("what drafts have saved"):
             self.ledger.rolled_out(stats, usual, most)
 
-    def _told(self, name: str, stats: RolloutStats) -> float | None:
-        """How many times as long a rollout would have taken, of a controller that tells; None where it does not know."""
-        ask, answer = getattr(self.manager.get_plugin("controller"), name, None), None
-        if ask is not None and not self.failed:
+    def _slowdown(self, hook: pluggy.HookCaller, stats: RolloutStats) -> float | None:
+        """How many times as long an engine's steps would have taken, by one of two hooks; None where no plugin knows."""
+        answer: object = None
+        if not self.failed:
             with self.guarded("what drafts have saved"):
-                answer = ask(stats)
+                answer = hook(stats=stats)
         number = finite_float(answer)
         if number is not None and number > 0.0:
             return number
         if answer is not None:
-            self._leave_out("controller", "spec/saved_s", answer, "no positive number")
+            self._leave_out(f"the answer to {hook.name}", "spec/saved_s", answer, "no positive number")
         return None
 
     def head_start(self) -> float:
-        """Seconds that the coming slice may take beyond its share, of a controller that grants any; 0 after a failure."""
-        granted, ask = 0.0, getattr(self.manager.get_plugin("controller"), "head_start", None)
-        if ask is not None and not self.failed:
+        """Seconds that the coming slice may take beyond its share, of a plugin that grants any; 0 after a failure."""
+        granted = 0.0
+        if not self.failed:
             with self.guarded("head start"):
-                seconds = finite_float(answer := ask())
+                answer = self.manager.hook.spec_head_start()
+                seconds = 0.0 if answer is None else finite_float(answer)
                 if seconds is None:
-                    raise TypeError(
-                        f"the controller's head_start returned {type_and_value(answer)}; expected a number of seconds"
-                    )
+                    raise TypeError(f"spec_head_start returned {type_and_value(answer)}; expected a number of seconds")
                 granted = max(0.0, seconds)
         return granted
 
@@ -335,8 +350,8 @@ class SpecSession:
         for_good = self.failed and not self.follows and self._recovery.left is None
         trouble = self._trouble if self.failed else None
         if self.engines is not None:
-            merged |= self._numbers("engines", table_metrics(self.engines))
-        merged |= self._numbers("ledger", self.ledger.metrics())
+            merged |= self._numbers("the engines", table_metrics(self.engines))
+        merged |= self._numbers("the ledger", self.ledger.metrics())
         if self.plain_for is not None:  # the controller was not asked, and says what it last predicted
             merged.pop("spec/speedup_predicted", None)
         merged |= in_force(merged.get("spec/state"), self.engines, self.plain_for, trouble, for_good)
@@ -353,7 +368,7 @@ class SpecSession:
         def each(plugin: str, metrics: Callable[[], object]) -> dict[str, float]:
             numbers: dict[str, float] = {}
             with self.guarded(f"metrics of plugin {plugin}"):
-                numbers = self._numbers(plugin, metrics())
+                numbers = self._numbers(f"plugin {plugin}", metrics())
             found.append(dict(numbers))  # a wrapper may write into what it gets, and fail then
             return numbers
 
@@ -368,25 +383,25 @@ class SpecSession:
             merged |= self._numbers(_WRAPPER, answer)
         return merged
 
-    def _numbers(self, plugin: str, answer: object) -> dict[str, float]:
-        """Those of a plugin's metrics that are finite numbers; what else there is, one warning names."""
+    def _numbers(self, who: str, answer: object) -> dict[str, float]:
+        """Those of somebody's metrics that are finite numbers; what else there is, one warning names."""
         if not isinstance(answer, Mapping):
             if answer is not None:
-                self._leave_out(plugin, "all metrics", answer, "no mapping of names to numbers")
+                self._leave_out(who, "all metrics", answer, "no mapping of names to numbers")
             return {}
         found = {name: (value, finite_float(value)) for name, value in answer.items()}
         for name, (value, parsed) in found.items():
             if parsed is None or not isinstance(name, str):
-                self._leave_out(plugin, name, value, "no finite number under a name")
+                self._leave_out(who, name, value, "no finite number under a name")
         return {name: v for name, (_, v) in found.items() if v is not None and isinstance(name, str)}
 
-    def _leave_out(self, plugin: str, name: object, value: object, wrong: str) -> None:
-        if (plugin, name) in self._left_out:
+    def _leave_out(self, who: str, name: object, value: object, wrong: str) -> None:
+        if (who, name) in self._left_out:
             return
-        self._left_out.add((plugin, name))
+        self._left_out.add((who, name))
         logger.warning(
-            "spec-plugin: plugin %s, metric %s: %s is %s. It is left out of the log, and the run goes on; correct that plugin",
-            *(plugin, name, type_and_value(value), wrong),
+            "spec-plugin: %s, metric %s: %s is %s. It is left out of the log, and the run goes on; correct that plugin",
+            *(who, name, type_and_value(value), wrong),
         )
 
     def copy_of(self, tensor: Tensor) -> Tensor | None:

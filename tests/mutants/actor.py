@@ -138,8 +138,8 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
-        "seconds = finite_float(answer := ask())",
-        "seconds = float(answer := ask())",
+        "0.0 if answer is None else finite_float(answer)",
+        "0.0 if answer is None else float(answer)",
         "law 6: the draft trains for as long as a controller says that knows no number",
         ("test_law6_table.py",),
     ),
@@ -576,5 +576,26 @@ MUTATIONS = (
         "found.append(numbers)",
         "what a wrapper wrote before it failed is logged as the other plugins' metrics",
         ("test_session_metrics.py",),
+    ),
+    Mutation(
+        _SESSION,
+        "                self.refused = error\n",
+        '                self.refused = error if _ == "provenance" else None\n',
+        "law 3: a plugin around a third party's guard swallows what it has refused",
+        ("test_guard_insists.py",),
+    ),
+    Mutation(
+        _SESSION,
+        "answer = self.manager.hook.spec_head_start()",
+        "answer = getattr(self.manager.get_plugin('controller'), 'head_start', float)()",
+        "the head start is asked of our own controller alone: one in its place loses it",
+        ("test_session.py",),
+    ),
+    Mutation(
+        _SESSION,
+        "answer = hook(stats=stats)",
+        "answer = getattr(self.manager.get_plugin('controller'), 'likely', hook)(stats)",
+        "the ledger asks a plugin by another name than a hook's",
+        ("test_session.py",),
     ),
 )

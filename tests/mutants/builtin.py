@@ -279,7 +279,7 @@ MUTATIONS = (
     ),
     Mutation(
         _GUARD,
-        'check_finite("rollout", batch.rollout, batch.mask)\n            check_versions(batch)\n',
+        'check_finite("rollout", batch.rollout, batch.mask)\n        check_versions(batch)\n',
         'check_finite("rollout", batch.rollout, batch.mask)\n',
         "law 3: where the pass is bypassed another version's samples enter the loss",
         ("test_verl_ways.py",),

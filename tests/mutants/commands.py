@@ -38,7 +38,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/session.py",
-        "        if refused is not None:\n            raise refused\n",
+        "            if self.refused is not None:\n                raise self.refused\n",
         "",
         "law 3: a plugin around the guard swallows what it has refused",
         ("test_guard_insists.py",),

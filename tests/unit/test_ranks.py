@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -91,7 +90,6 @@ class Broken:
     """A third party's plugin that raises in one hook on one rank, once."""
 
     def __init__(self, hook: str, rank: int) -> None:
-        self.head_start = partial(self._at, "head_start")
         self._armed = dist.get_rank() == rank
         self._hook = hook
 
@@ -100,6 +98,10 @@ class Broken:
             self._armed = False
             raise RuntimeError("planted")
         return 0.0
+
+    @hookimpl
+    def spec_head_start(self) -> float:
+        return self._at("spec_head_start")
 
     @hookimpl
     def spec_train_draft(self) -> None:
@@ -139,7 +141,7 @@ def three_steps(rank: int, hook: str, where: int) -> list[Any]:
 
 CASES = [
     (hook, rank)
-    for hook in ("head_start", "spec_train_draft", "spec_weight_sync", "spec_target_forward")
+    for hook in ("spec_head_start", "spec_train_draft", "spec_weight_sync", "spec_target_forward")
     for rank in (0, 1)
 ]
 

@@ -258,16 +258,43 @@ def test_a_draft_that_cannot_be_read_is_refused_when_the_session_starts(draft, t
         session_with(draft=str(folder))
 
 
+class Told:
+    """What a controller tells of a rollout."""
+
+    def __init__(self, likely, at_most) -> None:
+        self.likely, self.at_most = likely, at_most
+
+    @hookimpl
+    def spec_slowdown_without_drafts(self, stats):
+        return self.likely(stats)
+
+    @hookimpl
+    def spec_max_slowdown_without_drafts(self, stats):
+        return self.at_most(stats)
+
+    @hookimpl
+    def spec_head_start(self):
+        return 3.5
+
+
+def test_a_controller_in_the_place_of_ours_grants_a_head_start():
+    session = session_with()
+    session.manager.unregister(name="controller")
+    assert session.head_start() == 0.0
+    session.manager.register(Told(None, None), name="controller")
+    assert session.head_start() == 3.5
+
+
 def test_the_ledger_hears_what_the_controller_tells_of_a_rollout_and_the_most_that_it_may_be(monkeypatch):
     session, heard = session_with(), []
     monkeypatch.setattr(session.ledger, "rolled_out", lambda *told: heard.append(told))
     session.ledger.overlaps = True
-    controller = session.manager.get_plugin("controller")
-    monkeypatch.setattr(controller, "times_as_long_without", lambda stats: 1.5, raising=False)
-    monkeypatch.setattr(controller, "times_as_long_at_most", lambda stats: 2.5, raising=False)
+    told = Told(lambda stats: 1.5, lambda stats: 2.5)
+    session.manager.unregister(name="controller")
+    session.manager.register(told, name="controller")  # a third party's
     stats = RolloutStats(1, 2, 12, 0.5)
     session.rollout_end(stats)
-    monkeypatch.setattr(controller, "times_as_long_at_most", lambda stats: -1.0, raising=False)
+    told.at_most = lambda stats: -1.0
     session.rollout_end(stats)
     session.ledger.overlaps = False  # the trainer waits for all of it: nothing is asked for that nobody uses
     session.rollout_end(stats)
@@ -280,9 +307,8 @@ def test_of_several_engines_the_slowest_says_what_was_saved_and_each_what_it_may
     session, heard = session_with(), []
     monkeypatch.setattr(session.ledger, "rolled_out", lambda *told: heard.append(told))
     session.ledger.overlaps = True
-    controller = session.manager.get_plugin("controller")
-    monkeypatch.setattr(controller, "times_as_long_without", lambda stats: stats.seconds, raising=False)
-    monkeypatch.setattr(controller, "times_as_long_at_most", lambda stats: 2 * stats.seconds, raising=False)
+    session.manager.unregister(name="controller")
+    session.manager.register(Told(lambda stats: stats.seconds, lambda stats: 2 * stats.seconds))
     parts = tuple(RolloutStats(1, 2, 12, s, busy_seconds=s / 2) for s in (3.0, 7.0))
     stats = merge_stats(parts)
     session.rollout_end(stats)

@@ -266,7 +266,8 @@ class BreakEvenController:
         """The k that the method can draft, 0 among them."""
         return (0, most) if self._method.whole else range(most + 1)
 
-    def head_start(self) -> float:
+    @hookimpl
+    def spec_head_start(self) -> float:
         """Seconds that the next slice of training may take beyond its share; of all ranks' answers the largest holds.
 
         A newborn draft gets them while nothing is drafted, for what it would save in each step, had it learnt for one; nothing is
@@ -292,12 +293,14 @@ class BreakEvenController:
         known = self.states.tried if self._method.newborn else not self.acceptance_estimate.knows_nothing
         return not known and self._plain_seconds > 0.0
 
-    def times_as_long_without(self, stats: RolloutStats) -> float | None:
+    @hookimpl
+    def spec_slowdown_without_drafts(self, stats: RolloutStats) -> float | None:
         """What the steps of a rollout that ``spec_rollout_end`` has seen take without drafts, over what they took; or None."""
         plain = not stats.drafts and all(s.paused for s in stats.steps if not s.k)
         return 1.0 if plain else self._without(partial(times_as_long, own_load=self._own_load.factor), stats, max)
 
-    def times_as_long_at_most(self, stats: RolloutStats) -> float | None:
+    @hookimpl
+    def spec_max_slowdown_without_drafts(self, stats: RolloutStats) -> float | None:
         """The same of all its steps, at most: what is not known of it lengthens what it would have taken; None: not known."""
         return self._without(times_as_long_at_most, stats, min) if stats.drafts else None
 
