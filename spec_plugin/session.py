@@ -35,7 +35,7 @@ from spec_plugin.ledger import Ledger
 from spec_plugin.manager import ask_method, call_each, create_manager
 from spec_plugin.method import Method
 from spec_plugin.recovery import Recovery
-from spec_plugin.speculation import Reason, in_force, table_metrics, trouble_in
+from spec_plugin.speculation import Reason, Work, in_force, table_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,8 +111,12 @@ class SpecSession:
         return f"spec.logprob_tolerance={tolerance:g}" if tolerance > _NO_TOLERANCE else ""
 
     @contextmanager
-    def guarded(self, where: str) -> Iterator[None]:
+    def guarded(self, work: Work, where: str = "") -> Iterator[None]:
         """Draft work: what fails in this block turns speculation off, and the run goes on behind it (law 6).
+
+        Args:
+            work: what the block does.
+            where: for the warning, behind the work's own words.
 
         Raises:
             BaseException: what must stop the run, see ``fail``; and whatever is no ``Exception``, at once, such as the
@@ -123,27 +127,29 @@ class SpecSession:
         except CancelledError as error:
             if is_cancelled():
                 raise
-            self.fail(where, error)  # what somebody else has cancelled is an answer that does not come
+            self.fail(work, error, where=where)  # what somebody else has cancelled is an answer that does not come
         except Exception as error:  # law 6
-            self.fail(where, error)
+            self.fail(work, error, where=where)
 
-    def fail(self, where: str, error: BaseException | str, for_good: bool = False) -> None:
+    def fail(self, work: Work, error: BaseException | str, for_good: bool = False, where: str = "") -> None:
         """Turn speculation off; only the first call warns, and only where the trouble is.
 
         Args:
-            where: in what.
+            work: in what.
             error: what was wrong.
             for_good: trying again would not help.
+            where: for the warning, behind the work's own words.
 
         Raises:
             BaseException: if this error, or one that it was raised for, must stop the run, see ``stops_the_run``.
         """
         if isinstance(error, BaseException):
             pass_on(error)
+        words = f"{work.words} {where}".rstrip()
         if isinstance(error, OtherRankFailed):
             self.follow(str(error))
         elif self.failure is None or self.follows:
-            self.failure, self.follows, self._trouble = f"{where}: {_message_of(error)}", False, trouble_in(where)
+            self.failure, self.follows, self._trouble = f"{words}: {_message_of(error)}", False, work.reason
             exc = error if isinstance(error, BaseException) else None
             self._recovery.failed(for_good)
             left = self._recovery.left
@@ -171,7 +177,7 @@ class SpecSession:
         """All ranks have agreed to begin anew (on every rank)."""
         self._recoveries += 1
         self.recovering = True
-        with self.guarded("recover"):
+        with self.guarded(Work.RECOVERY):
             self.manager.hook.spec_recover()
 
     def follow(self, failure: str | None) -> None:
@@ -186,19 +192,19 @@ class SpecSession:
     def engine_ready(self, report: SelfTestReport) -> None:
         """The self-test passed; hand its measurements on."""
         self._unproven = len(report.unproven)
-        with self.guarded("engine_ready"):
+        with self.guarded(Work.ENGINE_READY):
             self.manager.hook.spec_engine_ready(report=report)
 
     def rollout_start(self, policy_version: int) -> None:
         """Generation with this policy version may begin."""
-        with self.guarded("rollout_start"):
+        with self.guarded(Work.ROLLOUT_START):
             self.manager.hook.spec_rollout_start(policy_version=policy_version)
 
     def target_forward(self, hidden: HiddenStates) -> None:
         """Hand harvested hidden states to the plugins; nothing happens after a failure."""
         self.ledger.spent(hidden.milliseconds / 1e3)
         if not self.failed:
-            with self.guarded("harvest"):
+            with self.guarded(Work.HARVEST):
                 self.manager.hook.spec_target_forward(hidden=hidden)
 
     def check_logprobs(self, batch: LogprobBatch, chosen_from: int | None = None) -> None:
@@ -251,7 +257,7 @@ class SpecSession:
 
     def rollout_end(self, stats: RolloutStats) -> None:
         """Generation of one step is complete: hand its counters to the plugins, and enter what it has earned."""
-        with self.guarded("rollout_end"):
+        with self.guarded(Work.ROLLOUT_END):
             self.manager.hook.spec_rollout_end(stats=stats)
         engines = stats.parts or (stats,)  # each has a tail of its own, and the slowest is waited for
         likely, at_most = (
@@ -260,14 +266,14 @@ class SpecSession:
         )
         usual = self._slowdown(likely, max(engines, key=lambda engine: engine.busy_seconds))
         most = [(e, self._slowdown(at_most, e)) for e in engines] if self.ledger.overlaps else []
-        with self.guarded("what drafts have saved"):
+        with self.guarded(Work.SAVINGS):
             self.ledger.rolled_out(stats, usual, most)
 
     def _slowdown(self, hook: pluggy.HookCaller, stats: RolloutStats) -> float | None:
         """How many times as long an engine's steps would have taken, by one of two hooks; None where no plugin knows."""
         answer: object = None
         if not self.failed:
-            with self.guarded("what drafts have saved"):
+            with self.guarded(Work.SAVINGS):
                 answer = hook(stats=stats)
         number = finite_float(answer)
         if number is not None and number > 0.0:
@@ -280,7 +286,7 @@ class SpecSession:
         """Seconds that the coming slice may take beyond its share, of a plugin that grants any; 0 after a failure."""
         granted = 0.0
         if not self.failed:
-            with self.guarded("head start"):
+            with self.guarded(Work.HEAD_START):
                 answer = self.manager.hook.spec_head_start()
                 seconds = 0.0 if answer is None else finite_float(answer)
                 if seconds is None:
@@ -291,14 +297,14 @@ class SpecSession:
     def train_draft(self, step: int, seconds: float) -> None:
         """Run one slice of draft training of at most ``seconds``."""
         if not self.failed:
-            with self.guarded("draft training"):
+            with self.guarded(Work.TRAINING):
                 self.manager.hook.spec_train_draft(step=step, seconds=seconds)
 
     def weight_sync(self, event: WeightSync) -> DraftRefresh | None:
         """Announce new target weights; returns the draft weights to install, or None to keep the old ones."""
         refresh: DraftRefresh | None = None
         if not self.failed:
-            with self.guarded("weight sync"):
+            with self.guarded(Work.WEIGHT_SYNC):
                 self.manager.hook.spec_weight_sync(event=event)
                 # engines that sleep at level 2 have lost theirs
                 refresh = self._refresh(event) if not self.hidden or self.config.sleep_level > 1 else None
@@ -308,7 +314,7 @@ class SpecSession:
         """Between two weight syncs: the draft weights to install, or None to keep the old ones."""
         refresh: DraftRefresh | None = None
         if not self.failed:
-            with self.guarded("draft weights"):
+            with self.guarded(Work.DRAFT_WEIGHTS):
                 refresh = self._refresh(event)
         return refresh
 
@@ -318,13 +324,13 @@ class SpecSession:
 
     def refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         """Tell the plugins what became of a refresh."""
-        with self.guarded("refresh"):
+        with self.guarded(Work.REFRESH):
             self.manager.hook.spec_refreshed(refresh=refresh, report=report)
 
     def schedule(self, policy_version: int) -> Schedule | None:
         """k per batch size for the coming rollout phase; all zero after a failure."""
         chosen: Schedule | None = None
-        with self.guarded("schedule"):
+        with self.guarded(Work.SCHEDULE):
             answer = self.manager.hook.spec_schedule(policy_version=policy_version)
             chosen = None if answer is None else self._fitting(expect_instance(answer, Schedule, "spec_schedule"))
         return self.plain_schedule if self.failed else chosen
@@ -367,13 +373,13 @@ class SpecSession:
 
         def each(plugin: str, metrics: Callable[[], object]) -> dict[str, float]:
             numbers: dict[str, float] = {}
-            with self.guarded(f"metrics of plugin {plugin}"):
+            with self.guarded(Work.METRICS, f"of plugin {plugin}"):
                 numbers = self._numbers(f"plugin {plugin}", metrics())
             found.append(dict(numbers))  # a wrapper may write into what it gets, and fail then
             return numbers
 
         answers: object = found
-        with self.guarded("metrics, in a wrapper"):
+        with self.guarded(Work.METRICS, "in a wrapper"):
             answers = call_each(self.manager, "spec_metrics", each)
         if not isinstance(answers, list):
             self._leave_out(_WRAPPER, "all that it made of the metrics", answers, "no list of mappings")
@@ -413,19 +419,19 @@ class SpecSession:
         import torch  # late: whoever asks for nothing but the options need not wait for it
 
         copy: Tensor | None = None
-        with self.guarded("a copy of the policy's embedding or head"):
+        with self.guarded(Work.COPYING_MATRICES):
             copy = tensor.detach().to(getattr(torch, self.target.dtype), copy=True)
         return copy
 
     def save(self, path: Path) -> None:
         """Save every plugin's state under ``path``; after a failure nothing is saved."""
         if not self.failed:
-            with self.guarded("save"):
+            with self.guarded(Work.SAVE):
                 self.manager.hook.spec_save(path=path)
 
     def load(self, path: Path) -> None:
         """Restore every plugin's state from what ``save`` wrote; ``path`` may be missing."""
-        with self.guarded("load"):
+        with self.guarded(Work.LOAD):
             self.manager.hook.spec_load(path=path)
 
 

@@ -16,6 +16,7 @@ from spec_plugin.actor.decoder import Decoder
 from spec_plugin.actor.taps import Taps
 from spec_plugin.events import HiddenStates
 from spec_plugin.ranks import together
+from spec_plugin.speculation import Work
 
 #: token ids of whole documents, [n_i], in the order of the batch, and masks of what the policy sampled of them, [n_i] bool
 Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -214,7 +215,7 @@ class RolloutHarvest:
     def _build(self) -> None:
         """Make the hooks where there are none: at the start, and at a fresh start after that had failed."""
         if self._wanted is not None and self._taps is None and not self.session.failed:
-            with self.session.guarded("harvest"):
+            with self.session.guarded(Work.HARVEST):
                 self._taps = self.taps(self._wanted)
 
     def open(self) -> None:
@@ -259,11 +260,11 @@ class RolloutHarvest:
             return
         try:
             with ExitStack() as attached:
-                with session.guarded("harvest"):
+                with session.guarded(Work.HARVEST):
                     attached.enter_context(taps.attached())
                 yield
             hidden = None
-            with session.guarded("harvest"):
+            with session.guarded(Work.HARVEST):
                 with together("harvest the pass", self._among) if self._among is not None else nullcontext():
                     taps.states()  # behind this ranks that share rows exchange them: all of them, or none
                     found = documents()

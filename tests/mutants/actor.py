@@ -90,7 +90,7 @@ MUTATIONS = (
     Mutation(
         _CONTROL,
         "raise LosslessError(message)",
-        'session.fail("self-test", message)',
+        "session.fail(Work.SELF_TEST, message)",
         "law 2: a failed self-test only warns",
         ("test_control_phases.py",),
     ),
@@ -110,7 +110,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
-        'with self.session.guarded("refresh"):',
+        "with self.session.guarded(Work.REFRESH):",
         "with ExitStack():",
         "law 6: a refresh that fails stops training",
         ("test_control_phases.py",),
@@ -131,7 +131,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
-        'with self.session.guarded("recall"):',
+        "with self.session.guarded(Work.RECALL):",
         "if True:",
         "law 6: a method that cannot remember stops training",
         ("test_law6_table.py",),
@@ -597,5 +597,12 @@ MUTATIONS = (
         "answer = getattr(self.manager.get_plugin('controller'), 'likely', hook)(stats)",
         "the ledger asks a plugin by another name than a hook's",
         ("test_session.py",),
+    ),
+    Mutation(
+        _SESSION,
+        'words = f"{work.words} {where}".rstrip()',
+        "words = work.words",
+        "the warning of a plugin's metrics does not say which plugin's they are",
+        ("test_session_metrics.py",),
     ),
 )

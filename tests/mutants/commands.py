@@ -45,7 +45,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/session.py",
-        "False, trouble_in(where)\n",
+        "False, work.reason\n",
         "False, Reason.OTHER_TROUBLE\n",
         "the log does not say in what drafting failed",
         ("test_speculation.py",),

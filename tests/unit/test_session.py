@@ -31,6 +31,7 @@ from spec_plugin.events import (
 from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
 from spec_plugin.session import SpecSession
+from spec_plugin.speculation import Work
 
 H, V, SEQS = 32, 64, 4
 TARGET = TargetInfo(
@@ -175,7 +176,7 @@ def test_law_6_nothing_is_trained_saved_or_harvested_after_a_failure(tmp_path):
             calls.append("save")
 
     session = session_with(Watching())
-    session.fail("test", "on purpose")
+    session.fail(Work.HARVEST, "on purpose")
     step(session, 0, tmp_path)
     assert calls == []
 
@@ -183,8 +184,8 @@ def test_law_6_nothing_is_trained_saved_or_harvested_after_a_failure(tmp_path):
 def test_law_6_a_failure_outside_of_the_hooks_counts_too_and_only_the_first_is_kept(warnings_of):
     session = session_with(serve="always")
     assert any(session.schedule(0).table)
-    session.fail("refresh", TimeoutError("first"))
-    session.fail("refresh", TimeoutError("second"))
+    session.fail(Work.REFRESH, TimeoutError("first"))
+    session.fail(Work.REFRESH, TimeoutError("second"))
     assert session.failure == "refresh: first" and len(warnings_of()) == 1
     assert not any(session.schedule(0).table)
 
@@ -200,7 +201,7 @@ def test_laws_2_and_3_errors_that_must_stop_the_run_pass_through(hook, error, tm
 
 def test_law_3_log_probs_are_checked_also_after_speculation_has_failed():
     session = session_with()
-    session.fail("test", "on purpose")
+    session.fail(Work.HARVEST, "on purpose")
     bad = torch.tensor([[float("nan")]])
     with pytest.raises(LogprobProvenanceError):
         session.check_logprobs(batch_of(0, bad, None, drafts=Drafts.OFF))
