@@ -28,7 +28,7 @@ from spec_plugin.events import (
     WeightSync,
 )
 from spec_plugin.ranks import RanksPartedError, most_of_any_rank, of_first, on_any_rank
-from spec_plugin.rollouts import Rollout
+from spec_plugin.rollouts import CHUNK_TOKENS, Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span, Spans
 from spec_plugin.speculation import Work
@@ -163,6 +163,11 @@ class RolloutControl:
         with self.ledger.spending():
             await self._install(refresh)
 
+    async def _reach_rollouts(self, call: Awaitable[T]) -> T:
+        """The same of calls that hand rollouts on, chunk by chunk: each has the link's own limit, see ``CHUNK_TOKENS``."""
+        config = self.session.config
+        return await self._reach(call, 2 * (config.memory_tokens // CHUNK_TOKENS) * config.refresh_timeout_s)
+
     async def _reach(self, call: Awaitable[T], seconds: float = 0.0) -> T:
         """An answer of the engines, in time: a link may have forgotten its own limit, and nothing may wait for ever."""
         return await asyncio.wait_for(call, _PATIENCE * self.session.config.refresh_timeout_s + seconds)
@@ -286,7 +291,7 @@ class RolloutControl:
         if (memory := self.session.method.memory) is not None:
             with self.session.guarded(Work.RECALL):
                 if rollouts := expect_list(memory.recall(), Rollout, "recall"):
-                    await self._reach(link.remember(rollouts))
+                    await self._reach_rollouts(link.remember(rollouts))
 
     async def _self_test(self, link: EngineLink) -> None:
         """Test the engines; nothing is found wrong where they do not answer, and nothing is proven.
@@ -333,13 +338,15 @@ class RolloutControl:
             return
         version, self._running = self._running, None
         memory = None if self.session.failed else self.session.method.memory
-        with self.session.guarded(Work.STATISTICS):
+        session = self.session
+        with session.guarded(Work.STATISTICS):
             stats = expect_instance(await self._reach(self.link.stats(version)), RolloutStats, "stats")
             self.lags = self.lags or bool(stats.interrupted)
-            self.session.rollout_end(stats)
+            session.rollout_end(stats)
             if memory is not None:
                 with self.ledger.spending():
-                    memory.keep(expect_list(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts"))
+                    shared = await self._reach_rollouts(self.link.share_rollouts(session.config.memory_tokens))
+                    memory.keep(expect_list(shared, Rollout, "share_rollouts"))
             await self._audit("rolled out")
 
     @property

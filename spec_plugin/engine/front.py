@@ -417,9 +417,15 @@ class EngineFront:
         rounds, per_pos = (await self.engine.collective_rpc("spec_take_shadow"))[0]
         return {"shadow_rounds": rounds, "shadow_per_pos": tuple(per_pos)}
 
-    async def take_rollouts(self) -> list[Rollout]:
-        """Rollouts sampled since the last call, where the method drafts from them; call it between phases."""
-        (first, *_) = await self.engine.collective_rpc("spec_take_rollouts")  # all ranks of an engine see the same
+    async def take_rollouts(self, most_tokens: int | None = None, more: bool = False) -> list[Rollout]:
+        """Rollouts sampled since the last call, where the method drafts from them; call it between phases.
+
+        Args:
+            most_tokens: of the answer, but for a first one that is longer; None: all.
+            more: what the call before has left over.
+        """
+        # all ranks of an engine see the same
+        (first, *_) = await self.engine.collective_rpc("spec_take_rollouts", args=(most_tokens, more))
         return [Rollout(*row) for row in first]
 
     async def remember(self, rollouts: Sequence[Rollout]) -> None:

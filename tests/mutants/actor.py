@@ -605,4 +605,32 @@ MUTATIONS = (
         "the warning of a plugin's metrics does not say which plugin's they are",
         ("test_session_metrics.py",),
     ),
+    Mutation(
+        _LINKS,
+        "if rollout.tokens <= left:",
+        "if True:",
+        "more rollouts travel than any engine keeps",
+        ("test_ranks.py",),
+    ),
+    Mutation(
+        _LINKS,
+        "min(CHUNK_TOKENS, -(-left // giving))",
+        "min(CHUNK_TOKENS, left)",
+        "one engine's rollouts leave no room for those of the others",
+        ("test_ranks.py",),
+    ),
+    Mutation(
+        _LINKS,
+        "for chunk in chunks(parts):",
+        "for chunk in [parts]:",
+        "all rollouts of a step are packed into one call",
+        ("test_ranks.py",),
+    ),
+    Mutation(
+        _LINKS,
+        "if left < before else 0",
+        "",
+        "engines give one rollout after another for which there is no room",
+        ("test_ranks.py",),
+    ),
 )

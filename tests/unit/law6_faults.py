@@ -155,7 +155,7 @@ class FakeLink:
     async def stats(self, policy_version: int) -> Any:
         return await self._answer("stats", RolloutStats(policy_version, 2, 20, 1.0, 10, 30, 20, (9, 7, 4)))
 
-    async def share_rollouts(self) -> Any:
+    async def share_rollouts(self, most_tokens: int) -> Any:
         return await self._answer("share_rollouts", [Rollout(b"\1\0\0\0", b"\2\0\0\0")])
 
     async def remember(self, rollouts: Any) -> Any:

@@ -109,7 +109,7 @@ class Remembering(Engines):
         super().__init__()
         self.broken, self.told = broken, []
 
-    async def share_rollouts(self) -> list[Rollout]:
+    async def share_rollouts(self, most_tokens: int) -> list[Rollout]:
         self.calls.append("share rollouts")
         if self.broken == "share":
             raise RuntimeError("no answer")
