@@ -718,4 +718,18 @@ MUTATIONS = (
         "law 7: tokens that are alike are taken to read experts of their own",
         ("test_cost_of_experts.py",),
     ),
+    Mutation(
+        "spec_plugin/builtin/break_even/plan.py",
+        "14 * b * (k + 1) + 8 * b * k",
+        "14 * b * (k + 1)",
+        "the sampler of V1 takes more memory than is counted",
+        ("test_plan.py",),
+    ),
+    Mutation(
+        "spec_plugin/builtin/break_even/controller.py",
+        ".v2 and v2_verifies_in_chunks()",
+        ".refused",
+        "the memory of V1's sampler bounds what V2 drafts",
+        ("test_sampler_memory.py",),
+    ),
 )

@@ -172,7 +172,7 @@ def test_costs_that_were_not_measured_are_the_reason_once_there_is_a_draft():
 
 def test_drafted_tokens_that_the_sampler_has_no_memory_for_are_the_reason():
     c = controller({8: 2.0}, serve="always")
-    target = replace(TARGET, hf_config={"vocab_size": 1 << 40}, max_num_seqs=8, device_type="cuda")
+    target = replace(TARGET, hf_config={"vocab_size": 1 << 40}, max_num_seqs=1, device_type="cuda")
     c.spec_configure(SpecConfig.parse({"k": K, "serve": "always"}), target, c._method)
     assert chosen(c) == (S.RESTING, R.NO_ROOM)
 
