@@ -509,8 +509,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/engine/suffix/trees.py",
-        "self._keep(rollout, number, self._phase - 1)",
-        "self._keep(rollout, number, self._phase)",
+        "self._make_room(rollout, number, self._phase - 1, fresh)",
+        "self._make_room(rollout, number, self._phase, fresh)",
         "what other engines sampled drives out what this one did",
         ("test_method_suffix.py",),
     ),

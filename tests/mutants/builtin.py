@@ -636,8 +636,8 @@ MUTATIONS = (
     ),
     Mutation(
         _PLAN,
-        "* _SAMPLER_BYTES) - 1))",
-        "* _SAMPLER_BYTES)))",
+        "bytes_of(b, fit) <= seen + room",
+        "bytes_of(b, fit - 1) <= seen + room",
         "the sampler's tensors are larger than the room that was left for them",
         ("test_plan.py",),
     ),
