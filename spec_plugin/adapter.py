@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from spec_plugin.sources import folder_of as folder_of
     from spec_plugin.sources import parsed as parsed
     from spec_plugin.sources import source_of as source_of
+    from spec_plugin.speculation import Work as Work
 
 #: where each of them lives; a test holds it against the imports above, which are for type checkers
 _HOMES: dict[str, str] = {
@@ -136,6 +137,7 @@ _HOMES: dict[str, str] = {
     "run_plan": "FindModel Model RunFacts RunPlan split_launch",
     "session": "SpecSession method_of",
     "sources": "folder_of parsed source_of",
+    "speculation": "Work",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME_OF)

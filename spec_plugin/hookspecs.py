@@ -20,6 +20,7 @@ builds the engine. Failures: an exception turns speculation off and training goe
 exception from ``spec_method``, ``spec_configure`` (nothing has started yet), ``spec_check_logprobs`` and ``spec_check_stated``
 (law 3). An answer of another type than is written here counts as an exception; a metric that is no finite number is left out,
 with one warning.
+A wrapper (``hookimpl(wrapper=True)``) may change any answer, but nothing may swallow what a guard has raised (law 3).
 Every call and kind of failure: ``tests/unit/test_law6_table.py``.
 """
 
@@ -92,6 +93,28 @@ def spec_rollout_end(stats: RolloutStats) -> None:
     """
 
 
+@hookspec(firstresult=True)
+def spec_slowdown_without_drafts(stats: RolloutStats) -> float | None:
+    """(A) After ``spec_rollout_end``: how many times as long this engine's steps would have taken without drafts.
+
+    Of several engines that of the slowest is asked for; ``spec/saved_s`` is reckoned from it.
+
+    Returns:
+        A number above 0, 1.0 where nothing was drafted; or None where you do not know, which leaves it to the next plugin.
+    """
+
+
+@hookspec(firstresult=True)
+def spec_max_slowdown_without_drafts(stats: RolloutStats) -> float | None:
+    """(A) Where rollouts go on while the trainer trains: the same of each engine, at most, whatever is not known of its steps.
+
+    Rollouts that would end behind the trainer's own work even so are decoded without drafts, which would save nothing.
+
+    Returns:
+        A number above 0; or None where you do not know, which leaves it to the next plugin.
+    """
+
+
 @hookspec
 def spec_target_forward(hidden: HiddenStates) -> None:
     """(A) A forward pass that the trainer ran anyway has been harvested. Copy what you keep: the tensors may be reused."""
@@ -114,6 +137,15 @@ def spec_check_stated(batch: StatedLogprobs) -> None:
 
     Raises:
         LogprobProvenanceError: if any of them is no log-prob, or of another policy version than may be.
+    """
+
+
+@hookspec(firstresult=True)
+def spec_head_start() -> float | None:
+    """(A) Before ``spec_train_draft``: seconds that the slice may take beyond its share; the largest of all ranks' answers holds.
+
+    Returns:
+        Seconds, 0 for none; or None for "no opinion", which leaves it to the next plugin.
     """
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -116,6 +117,45 @@ def ask_method(
             raise SpecConfigError(f"spec.draft={config.draft!r} is refused: {error}") from error
     found: Method | None = manager.hook.spec_method(config=config, target=target)
     return found
+
+
+def call_each(
+    manager: pluggy.PluginManager, hook: str, each: Callable[[str, Callable[[], object]], object], **arguments: object
+) -> Any:
+    """Call a hook as pluggy does, wrappers around all others, but let ``each`` make the call of each one that is no wrapper.
+
+    Args:
+        manager: whose plugins are called.
+        hook: its name.
+        each: takes a plugin's name and the call of its implementation; what it returns or raises is what pluggy and the
+            wrappers take for that implementation's.
+        arguments: of the hook.
+
+    Returns:
+        What the outermost wrapper returns; without one, the list of all answers but None, in the order of the calls.
+
+    Raises:
+        BaseException: what ``each`` or a wrapper raises.
+    """
+    wrappers = _Manager(hookspecs.PROJECT)
+    wrappers.add_hookspecs(hookspecs)
+    implementations = getattr(manager.hook, hook).get_hookimpls()
+    wrapping = {found.plugin_name for found in implementations if found.wrapper or found.hookwrapper}
+    for name, plugin in manager.list_name_plugin():  # in the order in which they came, which decides who is around whom
+        if name in wrapping:
+            wrappers.register(plugin, name=name)
+    others = [_called_by(each, found) for found in implementations if found.plugin_name not in wrapping]
+    return getattr(wrappers.hook, hook).call_extra(others, arguments)
+
+
+def _called_by(
+    each: Callable[[str, Callable[[], object]], object], implementation: pluggy.HookImpl
+) -> Callable[..., object]:
+    @functools.wraps(implementation.function)  # pluggy reads its arguments' names
+    def call(*args: object, **kwargs: object) -> object:
+        return each(implementation.plugin_name, functools.partial(implementation.function, *args, **kwargs))
+
+    return call
 
 
 def _register_extra(manager: pluggy.PluginManager, spec: str) -> None:

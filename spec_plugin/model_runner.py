@@ -127,6 +127,11 @@ def v2_takes_every_k() -> bool:
     return "dynamic speculative decoding" not in source_of("vllm", "config/vllm.py")
 
 
+def v2_verifies_in_chunks() -> bool:
+    """Does vLLM's V2 model runner copy the logits of no more than a GiB of a batch at once, to process them in float32."""
+    return "MAX_CHUNK_BYTES = 2**30" in source_of("vllm", "v1/worker/gpu/spec_decode/rejection_sampler.py")
+
+
 def loads_drafts_like_targets(method: str = "eagle3") -> bool:
     """Does vLLM's V2 model runner load a draft as it loads the target, whatever ``draft_load_config`` says.
 

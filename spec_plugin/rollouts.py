@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 #: phases of one prompt that are kept: the policy moves, and what it said longer ago is no longer what it says
@@ -12,6 +12,8 @@ _VISITS = 2
 _SAMPLES = 4
 #: phases after which a prompt that did not come back makes room for others
 _FORGOTTEN = 512
+#: most tokens that travel in one call, 64 MB of them: each call is packed whole and has a time limit of its own
+CHUNK_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,21 @@ class Rollout:
     def tokens(self) -> int:
         """Number of prompt and response tokens together."""
         return (len(self.prompt) + len(self.response)) // 4
+
+
+def chunks(parts: Sequence[Sequence[Rollout]], most_tokens: int = CHUNK_TOKENS) -> Iterator[list[list[Rollout]]]:
+    """The same parts again and again, each time with the next rollouts of them: at most so many tokens, or a single rollout."""
+    chunk: list[list[Rollout]] = [[] for _ in parts]
+    tokens = 0
+    for i, part in enumerate(parts):
+        for rollout in part:
+            if tokens and tokens + rollout.tokens > most_tokens:
+                yield chunk
+                chunk, tokens = [[] for _ in parts], 0
+            chunk[i].append(rollout)
+            tokens += rollout.tokens
+    if tokens:
+        yield chunk
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from spec_plugin.events import (
     WeightSync,
 )
 from spec_plugin.ledger import Ledger
-from spec_plugin.manager import ask_method, create_manager
+from spec_plugin.manager import ask_method, call_each, create_manager
 from spec_plugin.method import Method
 from spec_plugin.recovery import Recovery
-from spec_plugin.speculation import Reason, in_force, table_metrics, trouble_in
+from spec_plugin.speculation import Reason, Work, in_force, table_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 #: nats; a mean difference that no two models of one vocabulary reach by accident: a tolerance beyond it compares nothing
 _NO_TOLERANCE = 10.0
+#: in a warning, in the place of a plugin's name: which one it was nobody can tell
+_WRAPPER = "a wrapper of spec_metrics"
 
 
 class SpecSession:
@@ -75,6 +77,8 @@ class SpecSession:
         self.recovering = False  # in the plain phase of a fresh start, until the next weight sync
         self.follows = False  # has speculation failed here only because it failed on another rank
         self.engines: EngineSchedule | None = None  # that ``RolloutControl`` keeps; None: nobody asked for any
+        #: what a guard raises in the check in progress; the conformance kit takes back what it has planted itself
+        self.refused: BaseException | None = None
         self.auditors: list[Callable[[EngineState], None]] = []  # of the conformance kit; a run has none
         self._left_out: set[tuple[str, object]] = set()  # metrics that a warning has named
         self._recoveries = 0
@@ -107,8 +111,12 @@ class SpecSession:
         return f"spec.logprob_tolerance={tolerance:g}" if tolerance > _NO_TOLERANCE else ""
 
     @contextmanager
-    def guarded(self, where: str) -> Iterator[None]:
+    def guarded(self, work: Work, where: str = "") -> Iterator[None]:
         """Draft work: what fails in this block turns speculation off, and the run goes on behind it (law 6).
+
+        Args:
+            work: what the block does.
+            where: for the warning, behind the work's own words.
 
         Raises:
             BaseException: what must stop the run, see ``fail``; and whatever is no ``Exception``, at once, such as the
@@ -119,27 +127,29 @@ class SpecSession:
         except CancelledError as error:
             if is_cancelled():
                 raise
-            self.fail(where, error)  # what somebody else has cancelled is an answer that does not come
+            self.fail(work, error, where=where)  # what somebody else has cancelled is an answer that does not come
         except Exception as error:  # law 6
-            self.fail(where, error)
+            self.fail(work, error, where=where)
 
-    def fail(self, where: str, error: BaseException | str, for_good: bool = False) -> None:
+    def fail(self, work: Work, error: BaseException | str, for_good: bool = False, where: str = "") -> None:
         """Turn speculation off; only the first call warns, and only where the trouble is.
 
         Args:
-            where: in what.
+            work: in what.
             error: what was wrong.
             for_good: trying again would not help.
+            where: for the warning, behind the work's own words.
 
         Raises:
             BaseException: if this error, or one that it was raised for, must stop the run, see ``stops_the_run``.
         """
         if isinstance(error, BaseException):
             pass_on(error)
+        words = f"{work.words} {where}".rstrip()
         if isinstance(error, OtherRankFailed):
             self.follow(str(error))
         elif self.failure is None or self.follows:
-            self.failure, self.follows, self._trouble = f"{where}: {_message_of(error)}", False, trouble_in(where)
+            self.failure, self.follows, self._trouble = f"{words}: {_message_of(error)}", False, work.reason
             exc = error if isinstance(error, BaseException) else None
             self._recovery.failed(for_good)
             left = self._recovery.left
@@ -167,7 +177,7 @@ class SpecSession:
         """All ranks have agreed to begin anew (on every rank)."""
         self._recoveries += 1
         self.recovering = True
-        with self.guarded("recover"):
+        with self.guarded(Work.RECOVERY):
             self.manager.hook.spec_recover()
 
     def follow(self, failure: str | None) -> None:
@@ -182,19 +192,19 @@ class SpecSession:
     def engine_ready(self, report: SelfTestReport) -> None:
         """The self-test passed; hand its measurements on."""
         self._unproven = len(report.unproven)
-        with self.guarded("engine_ready"):
+        with self.guarded(Work.ENGINE_READY):
             self.manager.hook.spec_engine_ready(report=report)
 
     def rollout_start(self, policy_version: int) -> None:
         """Generation with this policy version may begin."""
-        with self.guarded("rollout_start"):
+        with self.guarded(Work.ROLLOUT_START):
             self.manager.hook.spec_rollout_start(policy_version=policy_version)
 
     def target_forward(self, hidden: HiddenStates) -> None:
         """Hand harvested hidden states to the plugins; nothing happens after a failure."""
         self.ledger.spent(hidden.milliseconds / 1e3)
         if not self.failed:
-            with self.guarded("harvest"):
+            with self.guarded(Work.HARVEST):
                 self.manager.hook.spec_target_forward(hidden=hidden)
 
     def check_logprobs(self, batch: LogprobBatch, chosen_from: int | None = None) -> None:
@@ -210,14 +220,25 @@ class SpecSession:
         step = batch.policy_version, batch.ahead
         before = self._judged[1] if self._judged[0] == step else 0
         self._judged = step, before + (len(batch.mask) if chosen_from is None else chosen_from)
-        self.manager.hook.spec_check_logprobs(batch=batch)
-        self._insist()
+        self._check("spec_check_logprobs", batch)
 
-    def _insist(self) -> None:
-        """A plugin around the guard may not swallow what the guard has refused (law 3)."""
-        refused = getattr(self.manager.get_plugin("provenance"), "refused", None)
-        if refused is not None:
-            raise refused
+    def _check(self, hook: str, batch: LogprobBatch | StatedLogprobs) -> None:
+        """Ask the guards; what any of them raises is raised, whatever a plugin around them has made of it (law 3)."""
+        self.refused = None
+
+        def each(_: str, check: Callable[[], object]) -> object:
+            try:
+                return check()
+            except BaseException as error:
+                self.refused = error
+                raise
+
+        try:
+            call_each(self.manager, hook, each, batch=batch)
+            if self.refused is not None:
+                raise self.refused
+        finally:
+            self.refused = None  # its traceback holds the batch
 
     def check_stated(self, batch: StatedLogprobs) -> None:
         """The same of log-probs that the engine stated and nobody recomputes.
@@ -225,8 +246,7 @@ class SpecSession:
         Raises:
             LogprobProvenanceError: naming the first sequences, positions and values.
         """
-        self.manager.hook.spec_check_stated(batch=batch)
-        self._insist()
+        self._check("spec_check_stated", batch)
 
     @property
     def plain_for(self) -> Reason | None:
@@ -237,51 +257,54 @@ class SpecSession:
 
     def rollout_end(self, stats: RolloutStats) -> None:
         """Generation of one step is complete: hand its counters to the plugins, and enter what it has earned."""
-        with self.guarded("rollout_end"):
+        with self.guarded(Work.ROLLOUT_END):
             self.manager.hook.spec_rollout_end(stats=stats)
         engines = stats.parts or (stats,)  # each has a tail of its own, and the slowest is waited for
-        usual = self._told("times_as_long_without", max(engines, key=lambda engine: engine.busy_seconds))
-        most = [(e, self._told("times_as_long_at_most", e)) for e in engines] if self.ledger.overlaps else []
-        with self.guarded("what drafts have saved"):
+        likely, at_most = (
+            self.manager.hook.spec_slowdown_without_drafts,
+            self.manager.hook.spec_max_slowdown_without_drafts,
+        )
+        usual = self._slowdown(likely, max(engines, key=lambda engine: engine.busy_seconds))
+        most = [(e, self._slowdown(at_most, e)) for e in engines] if self.ledger.overlaps else []
+        with self.guarded(Work.SAVINGS):
             self.ledger.rolled_out(stats, usual, most)
 
-    def _told(self, name: str, stats: RolloutStats) -> float | None:
-        """How many times as long a rollout would have taken, of a controller that tells; None where it does not know."""
-        ask, answer = getattr(self.manager.get_plugin("controller"), name, None), None
-        if ask is not None and not self.failed:
-            with self.guarded("what drafts have saved"):
-                answer = ask(stats)
+    def _slowdown(self, hook: pluggy.HookCaller, stats: RolloutStats) -> float | None:
+        """How many times as long an engine's steps would have taken, by one of two hooks; None where no plugin knows."""
+        answer: object = None
+        if not self.failed:
+            with self.guarded(Work.SAVINGS):
+                answer = hook(stats=stats)
         number = finite_float(answer)
         if number is not None and number > 0.0:
             return number
         if answer is not None:
-            self._leave_out("controller", "spec/saved_s", answer, "no positive number")
+            self._leave_out(f"the answer to {hook.name}", "spec/saved_s", answer, "no positive number")
         return None
 
     def head_start(self) -> float:
-        """Seconds that the coming slice may take beyond its share, of a controller that grants any; 0 after a failure."""
-        granted, ask = 0.0, getattr(self.manager.get_plugin("controller"), "head_start", None)
-        if ask is not None and not self.failed:
-            with self.guarded("head start"):
-                seconds = finite_float(answer := ask())
+        """Seconds that the coming slice may take beyond its share, of a plugin that grants any; 0 after a failure."""
+        granted = 0.0
+        if not self.failed:
+            with self.guarded(Work.HEAD_START):
+                answer = self.manager.hook.spec_head_start()
+                seconds = 0.0 if answer is None else finite_float(answer)
                 if seconds is None:
-                    raise TypeError(
-                        f"the controller's head_start returned {type_and_value(answer)}; expected a number of seconds"
-                    )
+                    raise TypeError(f"spec_head_start returned {type_and_value(answer)}; expected a number of seconds")
                 granted = max(0.0, seconds)
         return granted
 
     def train_draft(self, step: int, seconds: float) -> None:
         """Run one slice of draft training of at most ``seconds``."""
         if not self.failed:
-            with self.guarded("draft training"):
+            with self.guarded(Work.TRAINING):
                 self.manager.hook.spec_train_draft(step=step, seconds=seconds)
 
     def weight_sync(self, event: WeightSync) -> DraftRefresh | None:
         """Announce new target weights; returns the draft weights to install, or None to keep the old ones."""
         refresh: DraftRefresh | None = None
         if not self.failed:
-            with self.guarded("weight sync"):
+            with self.guarded(Work.WEIGHT_SYNC):
                 self.manager.hook.spec_weight_sync(event=event)
                 # engines that sleep at level 2 have lost theirs
                 refresh = self._refresh(event) if not self.hidden or self.config.sleep_level > 1 else None
@@ -291,7 +314,7 @@ class SpecSession:
         """Between two weight syncs: the draft weights to install, or None to keep the old ones."""
         refresh: DraftRefresh | None = None
         if not self.failed:
-            with self.guarded("draft weights"):
+            with self.guarded(Work.DRAFT_WEIGHTS):
                 refresh = self._refresh(event)
         return refresh
 
@@ -301,13 +324,13 @@ class SpecSession:
 
     def refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         """Tell the plugins what became of a refresh."""
-        with self.guarded("refresh"):
+        with self.guarded(Work.REFRESH):
             self.manager.hook.spec_refreshed(refresh=refresh, report=report)
 
     def schedule(self, policy_version: int) -> Schedule | None:
         """k per batch size for the coming rollout phase; all zero after a failure."""
         chosen: Schedule | None = None
-        with self.guarded("schedule"):
+        with self.guarded(Work.SCHEDULE):
             answer = self.manager.hook.spec_schedule(policy_version=policy_version)
             chosen = None if answer is None else self._fitting(expect_instance(answer, Schedule, "spec_schedule"))
         return self.plain_schedule if self.failed else chosen
@@ -329,16 +352,12 @@ class SpecSession:
 
     def metrics(self) -> dict[str, float]:
         """All plugins' metrics merged, plus ``spec/failed`` and what the engines really do."""
-        merged: dict[str, float] = {}
-        for implementation in reversed(self.manager.hook.spec_metrics.get_hookimpls()):
-            # one by one: a plugin that fails must not silence the others
-            with self.guarded(f"metrics of plugin {implementation.plugin_name}"):
-                merged.update(self._numbers(implementation.plugin_name, implementation.function()))
+        merged = self._plugins_metrics()
         for_good = self.failed and not self.follows and self._recovery.left is None
         trouble = self._trouble if self.failed else None
         if self.engines is not None:
-            merged |= self._numbers("engines", table_metrics(self.engines))
-        merged |= self._numbers("ledger", self.ledger.metrics())
+            merged |= self._numbers("the engines", table_metrics(self.engines))
+        merged |= self._numbers("the ledger", self.ledger.metrics())
         if self.plain_for is not None:  # the controller was not asked, and says what it last predicted
             merged.pop("spec/speedup_predicted", None)
         merged |= in_force(merged.get("spec/state"), self.engines, self.plain_for, trouble, for_good)
@@ -348,25 +367,47 @@ class SpecSession:
         merged["spec/provenance"] = float(not self.unguarded)
         return merged
 
-    def _numbers(self, plugin: str, answer: object) -> dict[str, float]:
-        """Those of a plugin's metrics that are finite numbers; what else there is, one warning names."""
+    def _plugins_metrics(self) -> dict[str, float]:
+        """What ``spec_metrics`` gives; a plugin that fails, or answers something else, does not silence the others."""
+        found: list[Mapping[str, float]] = []
+
+        def each(plugin: str, metrics: Callable[[], object]) -> dict[str, float]:
+            numbers: dict[str, float] = {}
+            with self.guarded(Work.METRICS, f"of plugin {plugin}"):
+                numbers = self._numbers(f"plugin {plugin}", metrics())
+            found.append(dict(numbers))  # a wrapper may write into what it gets, and fail then
+            return numbers
+
+        answers: object = found
+        with self.guarded(Work.METRICS, "in a wrapper"):
+            answers = call_each(self.manager, "spec_metrics", each)
+        if not isinstance(answers, list):
+            self._leave_out(_WRAPPER, "all that it made of the metrics", answers, "no list of mappings")
+            answers = found
+        merged: dict[str, float] = {}
+        for answer in answers:
+            merged |= self._numbers(_WRAPPER, answer)
+        return merged
+
+    def _numbers(self, who: str, answer: object) -> dict[str, float]:
+        """Those of somebody's metrics that are finite numbers; what else there is, one warning names."""
         if not isinstance(answer, Mapping):
             if answer is not None:
-                self._leave_out(plugin, "all metrics", answer, "no mapping of names to numbers")
+                self._leave_out(who, "all metrics", answer, "no mapping of names to numbers")
             return {}
         found = {name: (value, finite_float(value)) for name, value in answer.items()}
         for name, (value, parsed) in found.items():
             if parsed is None or not isinstance(name, str):
-                self._leave_out(plugin, name, value, "no finite number under a name")
+                self._leave_out(who, name, value, "no finite number under a name")
         return {name: v for name, (_, v) in found.items() if v is not None and isinstance(name, str)}
 
-    def _leave_out(self, plugin: str, name: object, value: object, wrong: str) -> None:
-        if (plugin, name) in self._left_out:
+    def _leave_out(self, who: str, name: object, value: object, wrong: str) -> None:
+        if (who, name) in self._left_out:
             return
-        self._left_out.add((plugin, name))
+        self._left_out.add((who, name))
         logger.warning(
-            "spec-plugin: plugin %s, metric %s: %s is %s. It is left out of the log, and the run goes on; correct that plugin",
-            *(plugin, name, type_and_value(value), wrong),
+            "spec-plugin: %s, metric %s: %s is %s. It is left out of the log, and the run goes on; correct that plugin",
+            *(who, name, type_and_value(value), wrong),
         )
 
     def copy_of(self, tensor: Tensor) -> Tensor | None:
@@ -378,19 +419,19 @@ class SpecSession:
         import torch  # late: whoever asks for nothing but the options need not wait for it
 
         copy: Tensor | None = None
-        with self.guarded("a copy of the policy's embedding or head"):
+        with self.guarded(Work.COPYING_MATRICES):
             copy = tensor.detach().to(getattr(torch, self.target.dtype), copy=True)
         return copy
 
     def save(self, path: Path) -> None:
         """Save every plugin's state under ``path``; after a failure nothing is saved."""
         if not self.failed:
-            with self.guarded("save"):
+            with self.guarded(Work.SAVE):
                 self.manager.hook.spec_save(path=path)
 
     def load(self, path: Path) -> None:
         """Restore every plugin's state from what ``save`` wrote; ``path`` may be missing."""
-        with self.guarded("load"):
+        with self.guarded(Work.LOAD):
             self.manager.hook.spec_load(path=path)
 
 

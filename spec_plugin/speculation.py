@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import Enum, IntEnum
 from itertools import groupby
 
 from spec_plugin.events import EngineSchedule
@@ -65,6 +65,54 @@ class Reason(_Code):
     NOT_WAITED_FOR = 30, "the trainer does not wait for rollouts: they end behind its own work, with drafts or without"
 
 
+class Work(Enum):
+    """Draft work whose failure stops no run: what ``SpecSession.guarded`` and ``fail`` are told.
+
+    Attributes:
+        reason: why the run is off after a failure in it, as ``spec/reason`` says.
+        words: for people, in warnings; nothing reads them.
+    """
+
+    reason: Reason
+    words: str
+
+    def __new__(cls, reason: Reason, words: str) -> Work:
+        """A member from both."""
+        member = object.__new__(cls)
+        member._value_ = member.words = words
+        member.reason = reason
+        return member
+
+    HARVEST = Reason.HARVEST, "harvest"
+    TRAINING = Reason.TRAINING, "draft training"
+    HEAD_START = Reason.TRAINING, "head start"
+    REFRESH = Reason.REFRESH, "refresh"
+    WEIGHT_SYNC = Reason.REFRESH, "weight sync"
+    DRAFT_WEIGHTS = Reason.REFRESH, "draft weights"
+    COPYING_MATRICES = Reason.REFRESH, "a copy of the policy's embedding or head"
+    READING_MATRICES = Reason.REFRESH, "reading the policy's embedding and head"
+    SCHEDULE = Reason.SCHEDULE, "schedule"
+    PHASE_START = Reason.SCHEDULE, "the beginning of a phase"
+    SAVINGS = Reason.SCHEDULE, "what drafts have saved"
+    SELF_TEST = Reason.SELF_TEST, "self-test"
+    ENGINE_READY = Reason.SELF_TEST, "engine_ready"
+    ROLLOUT_START = Reason.ENGINES, "rollout_start"
+    ROLLOUT_END = Reason.ENGINES, "rollout_end"
+    STATISTICS = Reason.ENGINES, "rollout statistics"
+    RECALL = Reason.ENGINES, "recall"
+    SPANS = Reason.ENGINES, "what the engines say of their samples"
+    WITNESSES = Reason.ENGINES, "log-probs that the engines kept"
+    WAITING_FOR_REPLICAS = Reason.ENGINES, "waiting for all replicas"
+    WAITING_FOR_WEIGHTS = Reason.ENGINES, "waiting for the engines' weights"
+    OPENING_GATE = Reason.ENGINES, "opening the gate"
+    SAVE = Reason.CHECKPOINT, "save"
+    LOAD = Reason.CHECKPOINT, "load"
+    AGREEMENT = Reason.OTHER_TROUBLE, "the ranks' agreement"
+    RECOVERY = Reason.OTHER_TROUBLE, "recover"
+    AUDIT = Reason.OTHER_TROUBLE, "audit"
+    METRICS = Reason.OTHER_TROUBLE, "metrics"
+
+
 _STATES = {
     Reason.PREDICTED_TO_PAY: Speculation.SERVING,
     Reason.ASKED_FOR: Speculation.SERVING,
@@ -73,33 +121,6 @@ _STATES = {
     Reason.SERVE_NEVER: Speculation.FORBIDDEN,
     Reason.FRESH_START: Speculation.RECOVERING,
 }
-#: what is tried when it fails, by the words with which ``SpecSession.guarded`` and ``fail`` are called
-_WORK = {
-    Reason.HARVEST: ("harvest",),
-    Reason.TRAINING: ("draft training", "head start"),
-    Reason.REFRESH: (
-        "refresh",
-        "weight sync",
-        "draft weights",
-        "a copy of the policy's embedding or head",
-        "reading the policy's embedding and head",
-    ),
-    Reason.SCHEDULE: ("schedule", "the phase's beginning", "the beginning of a phase", "what drafts have saved"),
-    Reason.SELF_TEST: ("self-test", "engine_ready"),
-    Reason.ENGINES: (
-        "rollout_start",
-        "rollout_end",
-        "rollout statistics",
-        "recall",
-        "what the engines say of their samples",
-        "log-probs that the engines kept",
-        "waiting for all replicas",
-        "waiting for the engines' weights",
-        "opening the gate",
-    ),
-    Reason.CHECKPOINT: ("save", "load"),
-    Reason.OTHER_TROUBLE: ("the ranks' agreement", "recover", "audit"),
-}
 
 
 def state_of(reason: Reason) -> Speculation:
@@ -107,11 +128,6 @@ def state_of(reason: Reason) -> Speculation:
     if Reason.HARVEST <= reason <= Reason.OTHER_RANK:
         return Speculation.FAILED
     return _STATES.get(reason, Speculation.RESTING)
-
-
-def trouble_in(work: str) -> Reason:
-    """The reason for being off after a failure in this, as ``SpecSession.guarded`` calls it."""
-    return next((reason for reason, known in _WORK.items() if work in known), Reason.OTHER_TROUBLE)
 
 
 def as_metrics(reason: Reason, state: Speculation | None = None) -> dict[str, float]:

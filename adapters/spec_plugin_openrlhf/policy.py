@@ -21,6 +21,7 @@ from spec_plugin.adapter import (
     SpecRun,
     SpecSession,
     TargetInfo,
+    Work,
     actor_group,
     configure_logging,
     find_decoder,
@@ -129,7 +130,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
             self._spec.save(checkpoints.waiting(folder, tag))
         super().save_checkpoint(tag, *args, **kwargs)
         if saves:
-            with self._spec.session.guarded("save"):
+            with self._spec.session.guarded(Work.SAVE):
                 checkpoints.move_in(folder, tag)
 
 

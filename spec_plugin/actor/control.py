@@ -28,9 +28,10 @@ from spec_plugin.events import (
     WeightSync,
 )
 from spec_plugin.ranks import RanksPartedError, most_of_any_rank, of_first, on_any_rank
-from spec_plugin.rollouts import Rollout
+from spec_plugin.rollouts import CHUNK_TOKENS, Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span, Spans
+from spec_plugin.speculation import Work
 from spec_plugin.witness import Witness
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class RolloutControl:
                 drafted, self.lags, session.failed and not session.follows, hidden, failed_before
             )
         except RanksPartedError as error:
-            session.fail("the ranks' agreement", error, for_good=True)
+            session.fail(Work.AGREEMENT, error, for_good=True)
             return False
         if first and hidden is not self._was_hidden:
             self._was_hidden = hidden
@@ -162,6 +163,11 @@ class RolloutControl:
         with self.ledger.spending():
             await self._install(refresh)
 
+    async def _reach_rollouts(self, call: Awaitable[T]) -> T:
+        """The same of calls that hand rollouts on, chunk by chunk: each has the link's own limit, see ``CHUNK_TOKENS``."""
+        config = self.session.config
+        return await self._reach(call, 2 * (config.memory_tokens // CHUNK_TOKENS) * config.refresh_timeout_s)
+
     async def _reach(self, call: Awaitable[T], seconds: float = 0.0) -> T:
         """An answer of the engines, in time: a link may have forgotten its own limit, and nothing may wait for ever."""
         return await asyncio.wait_for(call, _PATIENCE * self.session.config.refresh_timeout_s + seconds)
@@ -176,10 +182,10 @@ class RolloutControl:
         dropped = session.config.sleep_level > 1 and session.method.draft is not None
         if refresh is None:
             if dropped and not session.failed:
-                session.fail("refresh", RuntimeError("no draft was sent to engines that had dropped theirs"))
+                session.fail(Work.REFRESH, RuntimeError("no draft was sent to engines that had dropped theirs"))
             return
         began = time.perf_counter()
-        with self.session.guarded("refresh"):
+        with self.session.guarded(Work.REFRESH):
             # the same version again: after sleep, or an untrained draft
             force = self._anew or refresh.draft_version == self._installed
             report = expect_instance(
@@ -228,7 +234,7 @@ class RolloutControl:
             schedule = session.schedule(self.policy_version)
         await self._set(link, schedule)
         failed_before = session.failed
-        with session.guarded("the phase's beginning"):
+        with session.guarded(Work.PHASE_START):
             await self._reach(link.start_phase(self.policy_version))
         await self._audit("rollout")
         session.rollout_start(self.policy_version)
@@ -246,7 +252,7 @@ class RolloutControl:
         tables = [] if schedule is None else [schedule, plain] if any(schedule.table) else [plain]
         for wanted in tables:
             session.engines = EngineSchedule()  # one of several may have taken it before the others failed
-            with session.guarded("schedule"):
+            with session.guarded(Work.SCHEDULE):
                 wanted = replace(wanted, control_share=self._control_share)
                 session.engines = expect_instance(
                     await self._reach(link.set_schedule(wanted)), EngineSchedule, "set_schedule"
@@ -283,9 +289,9 @@ class RolloutControl:
         """What a run before this one has sampled."""
         self._recalled = True
         if (memory := self.session.method.memory) is not None:
-            with self.session.guarded("recall"):
+            with self.session.guarded(Work.RECALL):
                 if rollouts := expect_list(memory.recall(), Rollout, "recall"):
-                    await self._reach(link.remember(rollouts))
+                    await self._reach_rollouts(link.remember(rollouts))
 
     async def _self_test(self, link: EngineLink) -> None:
         """Test the engines; nothing is found wrong where they do not answer, and nothing is proven.
@@ -298,7 +304,7 @@ class RolloutControl:
         if not session.config.self_test or session.failed:
             return
         seconds = session.config.self_test_seconds
-        with self.ledger.spending(), session.guarded("self-test"):
+        with self.ledger.spending(), session.guarded(Work.SELF_TEST):
             answer = await self._reach(link.self_test(seconds), 5 * seconds + _START)
             self._judge(expect_instance(answer, SelfTestReport, "self_test"))
 
@@ -317,7 +323,7 @@ class RolloutControl:
         )
         if session.config.on_self_test_failure == "raise" and not report.out_of_time:
             raise LosslessError(message)
-        session.fail("self-test", message, for_good=not report.out_of_time)
+        session.fail(Work.SELF_TEST, message, for_good=not report.out_of_time)
 
     async def finish(self) -> None:
         """Collect what the engines did in the phase; later calls do nothing until the next ``begin``.
@@ -332,13 +338,15 @@ class RolloutControl:
             return
         version, self._running = self._running, None
         memory = None if self.session.failed else self.session.method.memory
-        with self.session.guarded("rollout statistics"):
+        session = self.session
+        with session.guarded(Work.STATISTICS):
             stats = expect_instance(await self._reach(self.link.stats(version)), RolloutStats, "stats")
             self.lags = self.lags or bool(stats.interrupted)
-            self.session.rollout_end(stats)
+            session.rollout_end(stats)
             if memory is not None:
                 with self.ledger.spending():
-                    memory.keep(expect_list(await self._reach(self.link.share_rollouts()), Rollout, "share_rollouts"))
+                    shared = await self._reach_rollouts(self.link.share_rollouts(session.config.memory_tokens))
+                    memory.keep(expect_list(shared, Rollout, "share_rollouts"))
             await self._audit("rolled out")
 
     @property
@@ -356,9 +364,9 @@ class RolloutControl:
         needed = self.lags or not told
         # else, behind a failure, in a phase without drafts, nobody needs it, and nobody waits for it
         if self.link is not None and (needed or self.speculating or not self.session.failed):
-            with self.ledger.spending(), self.session.guarded("what the engines say of their samples"):
+            with self.ledger.spending(), self.session.guarded(Work.SPANS):
                 found = expect_list(run_blocking(self._reach(self.link.spans())), Span, "spans")
-        with self.session.guarded("what the engines say of their samples"):
+        with self.session.guarded(Work.SPANS):
             found = of_first(found)
             self._spans = self._spans if needed else Spans()
             self._spans.add(found, self.policy_version)
@@ -368,7 +376,7 @@ class RolloutControl:
         """Log-probs of this phase that the engines kept aside, on the rank with a link; none on the others."""
         kept: list[Witness] = []
         if self.link is not None:
-            with self.ledger.spending(), self.session.guarded("log-probs that the engines kept"):
+            with self.ledger.spending(), self.session.guarded(Work.WITNESSES):
                 kept = expect_list(run_blocking(self._reach(self.link.witnesses())), Witness, "witnesses")
         return kept
 
@@ -378,7 +386,7 @@ class RolloutControl:
         wanted = 0.0 if session.hidden else session.head_start()
         self.agree()  # behind it: who failed there takes no part in the slice
         head_start = 0.0
-        with session.guarded("head start"):
+        with session.guarded(Work.HEAD_START):
             head_start = most_of_any_rank(wanted)
         step_seconds, share = self._slices.step_seconds(), session.config.train_share
         with self.ledger.spending():
@@ -394,7 +402,7 @@ class RolloutControl:
     async def _audit(self, moment: str) -> None:
         if not self.session.config.audit or self.link is None or (self._sleeps and moment == "rolled out"):
             return
-        with self.session.guarded("audit"):
+        with self.session.guarded(Work.AUDIT):
             state = expect_instance(await self._reach(self.link.state(moment)), EngineState, "state")
             for auditor in self.session.auditors:
                 auditor(state)

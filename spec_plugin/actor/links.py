@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -20,9 +20,16 @@ from spec_plugin.events import (
     Schedule,
     SelfTestReport,
 )
-from spec_plugin.rollouts import Rollout
+from spec_plugin.rollouts import CHUNK_TOKENS, Rollout, chunks
 from spec_plugin.spans import Span
 from spec_plugin.witness import Witness
+
+
+@dataclass(frozen=True)
+class OfEngine:
+    """An argument that is another one for each engine."""
+
+    values: Sequence[Any]
 
 
 class EngineLink:
@@ -58,11 +65,16 @@ class EngineLink:
     async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method on every engine at once, and wait for all.
 
+        Args:
+            method: of ``SpecEngineMethods``.
+            args: for it; an ``OfEngine`` has one for each.
+            timeout_s: in the place of the link's own.
+
         Raises:
             BaseException: what an engine has raised; of several what must stop the run, else that of the first of them.
             TimeoutError: if one does not answer in time.
         """
-        calls = [self.call(engine, method, *args) for engine in self.engines()]
+        calls = [self.call(engine, method, *args_of(args, i)) for i, engine in enumerate(self.engines())]
         everything = asyncio.gather(*calls, return_exceptions=True)
         answers = await asyncio.wait_for(everything, timeout_s or self.timeout_s)
         if (error := chosen_error(answers)) is not None:
@@ -107,17 +119,38 @@ class EngineLink:
         """Merged counters and step timings of the phase of this policy version."""
         return merge_stats(await self.all("spec_stats", policy_version))
 
-    async def share_rollouts(self) -> list[Rollout]:
-        """What the engines sampled, which then all of them know."""
-        parts = await self.all("spec_take_rollouts")
-        told = zip(self.engines(), of_others(parts), strict=True)
-        calls = [self.call(engine, "spec_remember", rollouts) for engine, rollouts in told if rollouts]
-        await asyncio.wait_for(asyncio.gather(*calls), self.timeout_s)
+    async def share_rollouts(self, most_tokens: int) -> list[Rollout]:
+        """What the engines sampled, which then all of them know.
+
+        Args:
+            most_tokens: of all engines together; the rest nobody would keep, so it does not travel.
+        """
+        parts = await self._take_rollouts(most_tokens)
+        if len(parts) > 1:
+            own = OfEngine(range(len(parts)))
+            for chunk in chunks(parts):
+                await self.all("spec_remember", self.put(chunk), own)
         return [rollout for part in parts for rollout in part]
+
+    async def _take_rollouts(self, most_tokens: int) -> list[list[Rollout]]:
+        """Of each engine what it sampled: all of it where there is room for all, else of each as much as of any other."""
+        parts: list[list[Rollout]] = [[] for _ in self.engines()]
+        left, more, giving = most_tokens, False, len(parts)
+        while left > 0 and giving:
+            before = left
+            answers = await self.all("spec_take_rollouts", min(CHUNK_TOKENS, -(-left // giving)), more)
+            for part, answer in zip(parts, answers, strict=True):
+                for rollout in answer:
+                    if rollout.tokens <= left:
+                        part.append(rollout)
+                        left -= rollout.tokens
+            giving, more = sum(map(bool, answers)) if left < before else 0, True
+        return parts
 
     async def remember(self, rollouts: Sequence[Rollout]) -> None:
         """Add rollouts to the memory that every engine drafts from."""
-        await self.all("spec_remember", self.put(list(rollouts)))
+        for chunk in chunks([rollouts]):
+            await self.all("spec_remember", self.put(chunk), None)
 
     async def spans(self) -> list[Span]:
         """What the engines sampled since the last call, stretch by stretch."""
@@ -187,9 +220,9 @@ class LocalLink(EngineLink):
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer, self.loop))
 
 
-def of_others(parts: Sequence[Sequence[Rollout]]) -> list[list[Rollout]]:
-    """For each engine, what all but itself have sampled."""
-    return [[r for j, part in enumerate(parts) if j != i for r in part] for i in range(len(parts))]
+def args_of(args: Sequence[Any], engine: int) -> list[Any]:
+    """The arguments that this engine gets."""
+    return [arg.values[engine] if isinstance(arg, OfEngine) else arg for arg in args]
 
 
 def chosen_error(answers: Sequence[Any]) -> BaseException | None:

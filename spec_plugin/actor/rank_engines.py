@@ -16,21 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spec_plugin.actor.links import EngineLink, chosen_error, of_others
+from spec_plugin.actor.links import EngineLink, args_of, chosen_error
 from spec_plugin.blocking import callers_stream
 from spec_plugin.errors import stops_the_run
 from spec_plugin.events import DraftRefresh, RefreshReport
 from spec_plugin.ranks import LIMIT_S
-from spec_plugin.rollouts import Rollout
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _OfRank:
-    """An argument that differs from rank to rank."""
-
-    values: Sequence[Any]
 
 
 class RanksLink(EngineLink):
@@ -75,13 +67,6 @@ class RanksLink(EngineLink):
         if (error := chosen_error(answers)) is not None:
             raise error
         return answers
-
-    async def share_rollouts(self) -> list[Rollout]:
-        """What the engines sampled, which then all of them know."""
-        parts = await self.all("spec_take_rollouts")
-        if len(parts) > 1:
-            await self.all("spec_remember", _OfRank(of_others(parts)))
-        return [rollout for part in parts for rollout in part]
 
     # ---- on every rank
 
@@ -142,7 +127,7 @@ class RanksLink(EngineLink):
 
     async def _own(self, method: str, args: Sequence[Any]) -> Any:
         """What this rank's engine answers."""
-        mine = [a.values[self.rank] if isinstance(a, _OfRank) else a for a in args]
+        mine = args_of(args, self.rank)
         if method == "spec_refresh":
             return await self._refresh(*mine)
         if method == "spec_settle" and not mine[0]:

@@ -21,6 +21,7 @@ from spec_plugin.events import UNKNOWN, Drafts, LogprobBatch, StatedLogprobs, We
 from spec_plugin.ranks import is_first
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Spans
+from spec_plugin.speculation import Work
 from spec_plugin.witness import Witness, witnessed
 
 
@@ -293,7 +294,7 @@ class SpecRun:
         said, plain = torch.full(mask.shape, UNKNOWN), torch.zeros(mask.shape, dtype=torch.bool)
         if told is None and not lags:  # what this phase has sampled is not taken for older text
             told = (torch.full((len(mask),), now),) * 2
-        with self.session.guarded("what the engines say of their samples"):  # log-probs are judged without it, too
+        with self.session.guarded(Work.SPANS):  # log-probs are judged without it, too
             said, plain = self._spans.of(responses.documents, responses.starts, mask, told, responses.rollout)
         if now < 0:  # the engines know theirs, and the actor has not heard of it: nothing can be compared
             said.fill_(UNKNOWN)
@@ -309,7 +310,7 @@ class SpecRun:
     def _kept_aside(self, batch: LogprobBatch, responses: Responses, kept: Sequence[Witness]) -> LogprobBatch | None:
         """What the engines kept aside of log-probs that the trainer did not ask for, of this rank's sequences."""
         known: LogprobBatch | None = None
-        with self.session.guarded("log-probs that the engines kept"):
+        with self.session.guarded(Work.WITNESSES):
             known = witnessed(batch, responses.documents, responses.starts, kept)
         return known
 

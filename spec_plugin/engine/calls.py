@@ -57,13 +57,15 @@ class SpecEngineMethods:
         """Counts, acceptance and step timings since ``spec_start_phase``."""
         return await self._spec_front.stats(policy_version)
 
-    async def spec_take_rollouts(self) -> list[Rollout]:
-        """Rollouts sampled since the last call, where the method drafts from them; between phases."""
-        return await self._spec_front.take_rollouts()
+    async def spec_take_rollouts(self, most_tokens: int, more: bool) -> list[Rollout]:
+        """At most so many tokens of rollouts sampled since the last call, or of what that has left over; between phases."""
+        return await self._spec_front.take_rollouts(most_tokens, more)
 
-    async def spec_remember(self, rollouts: Sequence[Rollout]) -> None:
-        """Have the method draft from rollouts of other engines, or of a former run, too."""
-        await self._spec_front.remember(rollouts)
+    async def spec_remember(self, parts: Sequence[Sequence[Rollout]], own: int | None) -> None:
+        """Have the method draft from rollouts of other engines, part by part, or of a former run; ``own`` part it knows."""
+        rollouts = [rollout for i, part in enumerate(parts) if i != own for rollout in part]
+        if rollouts:
+            await self._spec_front.remember(rollouts)
 
     async def spec_take_spans(self) -> list[Span]:
         """Who sampled which tokens since the last call."""

@@ -247,9 +247,14 @@ class SpecWorkerExtension:
         """
         return pause_draft(self.model_runner, paused)
 
-    def spec_take_rollouts(self) -> list[tuple[bytes, bytes]]:
-        """(prompt, response) of what was sampled since the last call, as ``Rollout`` has them; between phases only."""
-        return [(rollout.prompt, rollout.response) for rollout in self._spec_memory().take()]
+    def spec_take_rollouts(self, most_tokens: int | None = None, more: bool = False) -> list[tuple[bytes, bytes]]:
+        """(prompt, response) of what was sampled since the last call, as ``Rollout`` has them; between phases only.
+
+        Args:
+            most_tokens: of the answer, but for a first one that is longer; None: all.
+            more: what the call before has left over.
+        """
+        return [(rollout.prompt, rollout.response) for rollout in self._spec_memory().take(most_tokens, more)]
 
     def spec_remember(self, rollouts: Sequence[tuple[bytes, bytes]]) -> None:
         """Have the method draft from these (prompt, response) pairs, too."""

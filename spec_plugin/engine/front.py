@@ -45,7 +45,7 @@ from spec_plugin.events import (
     Schedule,
     SelfTestReport,
 )
-from spec_plugin.folders import memory, own_folder, sweep_own
+from spec_plugin.folders import own_folder, place_for, sweep_own
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span
@@ -292,14 +292,17 @@ class EngineFront:
         )
 
     async def install_tensors(self, refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
-        """Have every worker install one draft, handed over in a file in memory (safetensors) that only this user can read.
+        """Have every worker install one draft, handed over in a file (safetensors) that only this user can read.
 
         Args:
             refresh: the draft.
             force: although its version is not newer.
             hold: the previous draft, until ``settle``.
+
+        Raises:
+            OSError: if neither shared memory nor the disk has room for it.
         """
-        with own_folder(memory()) as folder:
+        with own_folder(place_for(sum(t.nbytes for t in refresh.tensors.values()))) as folder:
             file = folder / "draft.safetensors"
             save_file({name: t.detach().cpu().contiguous() for name, t in refresh.tensors.items()}, file)
             return await self.install(
@@ -414,9 +417,15 @@ class EngineFront:
         rounds, per_pos = (await self.engine.collective_rpc("spec_take_shadow"))[0]
         return {"shadow_rounds": rounds, "shadow_per_pos": tuple(per_pos)}
 
-    async def take_rollouts(self) -> list[Rollout]:
-        """Rollouts sampled since the last call, where the method drafts from them; call it between phases."""
-        (first, *_) = await self.engine.collective_rpc("spec_take_rollouts")  # all ranks of an engine see the same
+    async def take_rollouts(self, most_tokens: int | None = None, more: bool = False) -> list[Rollout]:
+        """Rollouts sampled since the last call, where the method drafts from them; call it between phases.
+
+        Args:
+            most_tokens: of the answer, but for a first one that is longer; None: all.
+            more: what the call before has left over.
+        """
+        # all ranks of an engine see the same
+        (first, *_) = await self.engine.collective_rpc("spec_take_rollouts", args=(most_tokens, more))
         return [Rollout(*row) for row in first]
 
     async def remember(self, rollouts: Sequence[Rollout]) -> None:

@@ -279,7 +279,7 @@ MUTATIONS = (
     ),
     Mutation(
         _GUARD,
-        'check_finite("rollout", batch.rollout, batch.mask)\n            check_versions(batch)\n',
+        'check_finite("rollout", batch.rollout, batch.mask)\n        check_versions(batch)\n',
         'check_finite("rollout", batch.rollout, batch.mask)\n',
         "law 3: where the pass is bypassed another version's samples enter the loss",
         ("test_verl_ways.py",),
@@ -636,8 +636,8 @@ MUTATIONS = (
     ),
     Mutation(
         _PLAN,
-        "* _SAMPLER_BYTES) - 1))",
-        "* _SAMPLER_BYTES)))",
+        "bytes_of(b, fit) <= seen + room",
+        "bytes_of(b, fit - 1) <= seen + room",
         "the sampler's tensors are larger than the room that was left for them",
         ("test_plan.py",),
     ),
@@ -717,5 +717,19 @@ MUTATIONS = (
         "** tokens",
         "law 7: tokens that are alike are taken to read experts of their own",
         ("test_cost_of_experts.py",),
+    ),
+    Mutation(
+        "spec_plugin/builtin/break_even/plan.py",
+        "14 * b * (k + 1) + 8 * b * k",
+        "14 * b * (k + 1)",
+        "the sampler of V1 takes more memory than is counted",
+        ("test_plan.py",),
+    ),
+    Mutation(
+        "spec_plugin/builtin/break_even/controller.py",
+        ".v2 and v2_verifies_in_chunks()",
+        ".refused",
+        "the memory of V1's sampler bounds what V2 drafts",
+        ("test_sampler_memory.py",),
     ),
 )

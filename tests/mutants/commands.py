@@ -38,14 +38,14 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/session.py",
-        "        if refused is not None:\n            raise refused\n",
+        "            if self.refused is not None:\n                raise self.refused\n",
         "",
         "law 3: a plugin around the guard swallows what it has refused",
         ("test_guard_insists.py",),
     ),
     Mutation(
         "spec_plugin/session.py",
-        "False, trouble_in(where)\n",
+        "False, work.reason\n",
         "False, Reason.OTHER_TROUBLE\n",
         "the log does not say in what drafting failed",
         ("test_speculation.py",),

@@ -650,4 +650,18 @@ MUTATIONS = (
         "law 7: one step in two is plain only to be compared",
         ("engine/test_pairs.py",),
     ),
+    Mutation(
+        "spec_plugin/engine/suffix/trees.py",
+        "            if number in kept:\n",
+        "            if True:\n",
+        "rollouts that are not kept are put into the trees",
+        ("test_method_suffix.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/suffix/trees.py",
+        "            if number in recent:\n",
+        "            if number in kept:\n",
+        "the tree of all prompts has what makes room in the trees of single ones",
+        ("test_method_suffix.py",),
+    ),
 )

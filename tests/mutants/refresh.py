@@ -201,4 +201,18 @@ MUTATIONS = (
         "halves of saves that were killed fill the checkpoints",
         ("test_folders.py",),
     ),
+    Mutation(
+        "spec_plugin/folders.py",
+        "next((place for place in places if _free(place) >= size + _SPARE), None)",
+        "next(iter(places))",
+        "a container's 64 MB of shared memory make every refresh fail",
+        ("test_folders.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/front.py",
+        "own_folder(place_for(sum(t.nbytes for t in refresh.tensors.values())))",
+        "own_folder(place_for(0))",
+        "a draft's file is put where there is no room for it",
+        ("engine/test_front.py",),
+    ),
 )

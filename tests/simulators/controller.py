@@ -227,7 +227,7 @@ def run(truth: Truth, seed: int, phases: int) -> Outcome:
         phase.run(machine, pairs, table, DraftCutoff(table, schedule.break_even))
         stats = phase.stats(version, pairs.take())
         controller.spec_rollout_end(stats)
-        phase.told = phase.true * (controller.times_as_long_without(stats) or 1.0)
+        phase.told = phase.true * (controller.spec_slowdown_without_drafts(stats) or 1.0)
         ran.append(phase)
     return _outcome(ran)
 

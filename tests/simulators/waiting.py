@@ -217,8 +217,8 @@ def run(setting: Setting, seed: int, phases: int) -> Outcome:
             _pass(clock, ledger, works, batch.seconds)
             stats = _stats(version, log, pairs, batch, requests)
             controller.spec_rollout_end(stats)
-            usual = controller.times_as_long_without(stats)
-            ledger.rolled_out(stats, usual, [(stats, controller.times_as_long_at_most(stats))])
+            usual = controller.spec_slowdown_without_drafts(stats)
+            ledger.rolled_out(stats, usual, [(stats, controller.spec_max_slowdown_without_drafts(stats))])
             first = version if first is None and ledger.hidden else first
             if stats.drafts:
                 drafted, known = drafted + 1, known + (usual is not None)

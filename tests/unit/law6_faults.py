@@ -79,9 +79,9 @@ TIME_OUT, ANSWERS = "time-out", ("wrong type", "None", "NaN")
 _NAN = math.nan
 WITH_NAN: dict[str, Any] = {
     "memory.recall": [_NAN],
-    "controller.head_start": _NAN,
-    "controller.times_as_long_without": _NAN,
-    "controller.times_as_long_at_most": _NAN,
+    "spec_head_start": _NAN,
+    "spec_slowdown_without_drafts": _NAN,
+    "spec_max_slowdown_without_drafts": _NAN,
     "spec_draft_weights": _NAN,
     "spec_schedule": Schedule((_NAN,) * (TARGET.max_num_seqs + 1)),  # type: ignore[arg-type]
     "spec_metrics": {"spec/mine": _NAN},
@@ -155,7 +155,7 @@ class FakeLink:
     async def stats(self, policy_version: int) -> Any:
         return await self._answer("stats", RolloutStats(policy_version, 2, 20, 1.0, 10, 30, 20, (9, 7, 4)))
 
-    async def share_rollouts(self) -> Any:
+    async def share_rollouts(self, most_tokens: int) -> Any:
         return await self._answer("share_rollouts", [Rollout(b"\1\0\0\0", b"\2\0\0\0")])
 
     async def remember(self, rollouts: Any) -> Any:
@@ -203,21 +203,14 @@ def broken_plugin(fault: Fault) -> object:
     return type("Broken", (), {fault.call: hookimpl(tryfirst=True)(hook)})()
 
 
-#: what a session calls beside hooks: the method's memory, the controller's word to the trainer, and the kit's ear
-NO_HOOKS = (
-    "memory.keep",
-    "memory.recall",
-    "controller.head_start",
-    "controller.times_as_long_without",
-    "controller.times_as_long_at_most",
-    "auditor",
-)
+#: what a session calls beside hooks: the method's memory, and the kit's ear
+NO_HOOKS = ("memory.keep", "memory.recall", "auditor")
 USUAL = object()
 
 
 def listen(session: SpecSession, call: str, answer: Callable[[], Any]) -> None:
     """Ask here first, at each such call; what comes is the answer to it, unless it is ``USUAL``."""
-    owner: Any = session.manager.get_plugin("controller") if "controller" in call else session.method.memory
+    owner: Any = session.method.memory
     name = call.partition(".")[2]
     usual = getattr(owner, name, None) if name else None
 

@@ -437,15 +437,17 @@ def born(seconds: float = 10.0, version: int = 0, **options: object) -> BreakEve
 
 def test_a_newborn_draft_may_learn_for_longer_once_and_no_longer_than_a_rollout():
     c = born()
-    assert c.head_start() == pytest.approx(10.0)  # at 2.5 tokens a step the rollout would take half: 15 s in 3 steps
+    assert c.spec_head_start() == pytest.approx(
+        10.0
+    )  # at 2.5 tokens a step the rollout would take half: 15 s in 3 steps
     assert c.spec_metrics()["spec/head_start_ms"] == pytest.approx(10_000)
-    assert c.head_start() == 0.0, "all that was granted"
+    assert c.spec_head_start() == 0.0, "all that was granted"
     assert c.spec_metrics()["spec/head_start_ms"] == 0.0
 
 
 def test_no_more_is_granted_than_pays_back_within_three_steps():
     c = born(head_start=10.0)
-    granted = c.head_start()
+    granted = c.spec_head_start()
     assert 10.0 < granted < 3 * 10.0 * (1 - 1 / 2.53)
 
 
@@ -453,7 +455,7 @@ def test_a_draft_that_cannot_pay_gets_no_head_start():
     c = controller({8: 3.0})  # 0.7 a token is 2.5 tokens a step
     c.spec_refreshed(DraftRefresh(0, 0, {}, "", ()), RefreshReport(True, 0, "", 1.0))
     c.spec_rollout_end(RolloutStats(0, 8, 1000, 10.0, 0, 0, 0, steps=(StepTiming(8, 0, True, 1.0, 125),)))
-    assert c.head_start() == 0.0
+    assert c.spec_head_start() == 0.0
 
 
 def test_a_draft_that_is_good_enough_brought_resumed_or_not_asked_for_gets_no_head_start():
@@ -461,8 +463,8 @@ def test_a_draft_that_is_good_enough_brought_resumed_or_not_asked_for_gets_no_he
     promised(good, (0.9, 0.9, 0.9))
     brought = born(draft="/some/draft")
     for c in (good, brought, born(version=7), born(serve="always"), born(serve="never"), born(controller="fixed")):
-        assert c.head_start() == 0.0
-    assert controller({8: 1.2}).head_start() == 0.0, "nothing is known of the rollouts"
+        assert c.spec_head_start() == 0.0
+    assert controller({8: 1.2}).spec_head_start() == 0.0, "nothing is known of the rollouts"
 
 
 @pytest.mark.parametrize(("acceptance", "granted"), [(1.02, True), (2.5, False)])
@@ -470,9 +472,9 @@ def test_a_draft_that_was_brought_gets_one_if_its_try_shows_that_it_knows_nothin
     c = controller({8: 1.2}, draft="d")
     c.spec_refreshed(DraftRefresh(0, 0, {}, "", ()), RefreshReport(True, 0, "", 1.0))
     assert any(c.spec_schedule(0).table), "it is tried in the first phase"
-    assert c.head_start() == 0.0, "and until then believed to be good"
+    assert c.spec_head_start() == 0.0, "and until then believed to be good"
     c.spec_rollout_end(phase(100.0, K, acceptance))
-    assert bool(c.head_start()) == granted
+    assert bool(c.spec_head_start()) == granted
 
 
 def test_a_draft_that_no_training_predicts_is_not_forgotten_over_phases_that_say_nothing_of_it():
@@ -531,7 +533,7 @@ def test_once_it_was_served_there_is_no_head_start_any_more():
     on(c)
     drafted(c, 2, 0.1)
     promised(c, (0.1,))
-    assert c.head_start() == 0.0
+    assert c.spec_head_start() == 0.0
 
 
 def test_the_fixed_controller_drafts_as_many_tokens_as_were_asked_for():
@@ -601,18 +603,20 @@ def test_what_a_rollout_would_have_taken_without_drafts_is_told_if_what_steps_co
     plain = RolloutStats(1, 8, 1000, 10.0, steps=(StepTiming(8, 0, True, 0.05, 100),))
     drafted = RolloutStats(1, 8, 1000, 10.0, 800, 2400, 1600, steps=(StepTiming(8, K, False, 0.05, 100),))
     c = controller({8: 2.0})
-    assert c.times_as_long_without(plain) == 1.0
+    assert c.spec_slowdown_without_drafts(plain) == 1.0
     rolled_out(c, None)
     refreshed(c, 3.5)
-    assert c.times_as_long_without(drafted) == pytest.approx(3.0 / 2.0, rel=0.05)
+    assert c.spec_slowdown_without_drafts(drafted) == pytest.approx(3.0 / 2.0, rel=0.05)
     unknown = BreakEvenController()
-    assert unknown.times_as_long_without(plain) == 1.0 and unknown.times_as_long_without(drafted) is None
-    assert c.times_as_long_at_most(plain) is None and unknown.times_as_long_at_most(drafted) is None
-    assert c.times_as_long_at_most(drafted) == pytest.approx(3.0), (
+    assert unknown.spec_slowdown_without_drafts(plain) == 1.0 and unknown.spec_slowdown_without_drafts(drafted) is None
+    assert (
+        c.spec_max_slowdown_without_drafts(plain) is None and unknown.spec_max_slowdown_without_drafts(drafted) is None
+    )
+    assert c.spec_max_slowdown_without_drafts(drafted) == pytest.approx(3.0), (
         "far shorter than plain ones were at start-up: who knows"
     )
     usual = replace(drafted, steps=(StepTiming(8, K, False, 2.0, 100),))
-    assert c.times_as_long_at_most(usual) == pytest.approx(3.0 / 2.0, rel=0.05)
+    assert c.spec_max_slowdown_without_drafts(usual) == pytest.approx(3.0 / 2.0, rel=0.05)
 
 
 @pytest.mark.parametrize(("plain", "of_drafts"), [(12.0, 4.0), (2.0, 24.0)])
@@ -623,11 +627,11 @@ def test_a_pair_that_a_burst_has_spoilt_neither_adds_to_what_was_saved_nor_takes
     usual = RolloutStats(1, 8, 1000, 400.0, 800, 2400, 1600, (640, 560, 400), (StepTiming(8, K, False, 4.0, 100),))
     one = replace(usual, pairs=(StepPair(8, K, of_drafts, plain),))
     c.spec_rollout_end(one)
-    assert c.times_as_long_without(one) < 1.05 * 3.0 / 2.0
-    assert c.times_as_long_at_most(one) > 0.95 * 3.0 / 2.0
+    assert c.spec_slowdown_without_drafts(one) < 1.05 * 3.0 / 2.0
+    assert c.spec_max_slowdown_without_drafts(one) > 0.95 * 3.0 / 2.0
     many = replace(usual, pairs=one.pairs * 7)
     c.spec_rollout_end(many)
-    told, truth = c.times_as_long_without(many), 3.0 * plain / of_drafts
+    told, truth = c.spec_slowdown_without_drafts(many), 3.0 * plain / of_drafts
     if truth < 1.0:
         assert told == pytest.approx(truth, rel=0.3), "what many say is no burst"
     else:
@@ -646,4 +650,4 @@ def test_where_no_two_steps_are_alike_what_drafting_has_saved_and_what_is_accept
     stats = RolloutStats(1, 8, 1000, 200.0, forwards, 0, sum(reached), reached, steps, mixed=mixed)
     c.spec_rollout_end(stats)
     assert c.acceptance_curve == pytest.approx((0.8, 0.625, 1.0), rel=0.01), "of those that drafted so many"
-    assert 0.9 < c.times_as_long_without(stats) < c.times_as_long_at_most(stats) < 1.8
+    assert 0.9 < c.spec_slowdown_without_drafts(stats) < c.spec_max_slowdown_without_drafts(stats) < 1.8

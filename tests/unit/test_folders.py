@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from draft_training.checkpoint import replacing_folder, settled_folder, write_te
 from draft_training.draft import DraftKind
 from spec_plugin import folders
 from spec_plugin.builtin.methods import served
-from spec_plugin.folders import own_folder, sweep_own
+from spec_plugin.folders import own_folder, place_for, sweep_own
 
 
 @pytest.fixture(autouse=True)
@@ -178,3 +180,58 @@ def test_the_starting_draft_of_a_killed_run_is_removed_by_the_next_one(places, o
     killed(process)
     sweep_own()
     assert list(places[1].iterdir()) == []
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: dict[Path, int]) -> None:
+    def statvfs(place: Path) -> Any:
+        return SimpleNamespace(f_bavail=free[place] // 4096, f_frsize=4096)
+
+    monkeypatch.setattr(folders.os, "statvfs", statvfs)
+    folders._say_disk.cache_clear()
+
+
+def test_a_file_goes_into_memory_where_it_fits_and_else_onto_the_disk_and_that_is_said_once(
+    places, monkeypatch, caplog
+) -> None:
+    """A container's shared memory is 64 MB unless somebody asked for more."""
+    caplog.set_level(logging.INFO, logger="spec_plugin")
+    with_free(monkeypatch, {places[0]: 64 << 20, places[1]: 10 << 30})
+    assert place_for(32 << 20) == places[0] and not caplog.records
+    assert place_for(33 << 20) == place_for(1 << 30) == places[1], "others write there, too"
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "has 64 MB free" in line and "--shm-size" in line and str(places[1]) in line
+
+
+def test_a_file_that_fits_nowhere_is_refused_with_sizes_and_what_to_do(places, monkeypatch) -> None:
+    with_free(monkeypatch, {places[0]: 64 << 20, places[1]: 100 << 20})
+    with pytest.raises(OSError, match="a file of 200 MB, and 32 MB to spare") as refused:
+        place_for(200 << 20)
+    said = str(refused.value)
+    assert f"{places[0]} (64 MB free)" in said and f"{places[1]} (100 MB free)" in said and "\n" not in said
+    assert "--shm-size" in said and "TMPDIR" in said
+
+
+def test_a_shared_memory_that_is_really_small_is_left_alone() -> None:
+    """In a process with mount points of its own, where the system lets it have them."""
+
+    def work(answer: Any) -> None:
+        libc, new_user, new_mounts, private = ctypes.CDLL(None), 0x10000000, 0x20000, 0x44000
+        if (
+            libc.unshare(new_user | new_mounts)
+            or libc.mount(b"none", b"/", None, private, None)
+            or libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size=1m")
+        ):
+            answer.send("not allowed")
+        else:
+            answer.send(str(place_for(1 << 20)))
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs,), daemon=True)
+    process.start()
+    assert ours.poll(30)
+    answer = ours.recv()
+    process.join()
+    if answer == "not allowed":
+        pytest.skip("no mount points of one's own here")
+    assert folders.memory() == Path("/dev/shm") and answer == str(folders.disk())

@@ -52,12 +52,12 @@ TABLE: dict[str, tuple[str, str, str]] = {
     # None is "no opinion"
     "spec_draft_weights": (OFF, ON, OFF),
     "spec_schedule": (OFF, ON, OFF),
-    # what is no hook: the method's memory, the controller's word to the trainer, and the kit's ear
+    "spec_head_start": (OFF, ON, OFF),
+    "spec_slowdown_without_drafts": (ON, ON, ON),  # what is no number is left out of the log
+    "spec_max_slowdown_without_drafts": (ON, ON, ON),
+    # what is no hook: the method's memory, and the kit's ear
     "memory.keep": (ON, ON, ON),
     "memory.recall": (OFF, OFF, OFF),
-    "controller.head_start": (OFF, OFF, OFF),
-    "controller.times_as_long_without": (ON, ON, ON),  # what is no number is left out of the log
-    "controller.times_as_long_at_most": (ON, ON, ON),
     "auditor": (ON, ON, ON),
     # a metric that is none is left out
     "spec_metrics": (ON, ON, ON),
@@ -74,7 +74,7 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "link.state": (OFF, OFF, ON),
 }
 #: calls that only asynchronous runs make: elsewhere no fault of theirs is seen
-ASYNCHRONOUS = {"controller.times_as_long_at_most"}
+ASYNCHRONOUS = {"spec_max_slowdown_without_drafts"}
 #: before anything has started, and before log-probs enter the loss, every failure stops the run
 STRICT: dict[str, tuple[str, str, str]] = {
     "spec_method": (STOPS, ON, STOPS),

@@ -250,3 +250,88 @@ def test_what_other_engines_sampled_is_of_the_phase_that_was_taken() -> None:
         memory.take()
         memory.remember([Rollout(ids(*prompt), ids(*(rng.randrange(64) for _ in range(8))))])
     assert memory._trees[ids(*prompt)].sequences == 4
+
+
+def one_by_one(memory: Any, rollouts: list[Rollout]) -> None:
+    """As it was done: each rollout is put into the trees, and then makes room or is removed again."""
+    for rollout in rollouts:
+        number = memory._plant(rollout.prompt)
+        response = np.frombuffer(rollout.response, dtype=np.int32).copy()
+        memory._trees[rollout.prompt].tree.extend_ndarray(number, response)
+        memory._shared.extend_ndarray(number, response)
+        memory._keep(rollout, number, memory._phase - 1)
+
+
+@needs_package
+@pytest.mark.parametrize("most", [100_000, 3_000, 600])
+def test_what_is_kept_and_drafted_is_the_same_as_if_each_had_been_put_in_and_removed(most: int) -> None:
+    rng = random.Random(most)
+    prompts = [[rng.randrange(8) for _ in range(10)] for _ in range(60)]
+    said: list[tuple[bytes, bytes]] = []
+    drafted: list[bool] = []
+
+    def rollout() -> Rollout:
+        made = Rollout(ids(*rng.choice(prompts)), ids(*(rng.randrange(1 << 30) for _ in range(rng.randrange(8, 60)))))
+        said.append((made.prompt, made.response))
+        return made
+
+    memories = trees(most=most), trees(most=most)
+    for phase in range(3):
+        own, others = [rollout() for _ in range(6)], [rollout() for _ in range(40)]
+        for memory, remember in zip(memories, (type(memories[0]).remember, one_by_one), strict=True):
+            for i, r in enumerate(own):
+                memory.start_request(f"{phase}-{i}", np.frombuffer(r.prompt, dtype=np.int32))
+                memory.add_active_response(f"{phase}-{i}", np.frombuffer(r.response, dtype=np.int32).tolist())
+                memory.stop_request(f"{phase}-{i}")
+            memory.take()
+            remember(memory, others)
+    new, old = memories
+    assert list(new._latest) == list(old._latest) and new._latest.tokens == old._latest.tokens <= most
+    assert new._in_shared == old._in_shared and new._shared.num_seqs() == old._shared.num_seqs()
+    assert {p: t.sequences for p, t in new._trees.items()} == {p: t.sequences for p, t in old._trees.items()}
+    known = [prompt for prompt, _ in new._latest]
+    for i, (prompt, response) in enumerate(
+        said
+    ):  # of what occurs once there is one continuation, whatever came before it
+        found = []
+        for memory in memories:
+            memory.start_request(i, np.frombuffer(prompt, dtype=np.int32))
+            found.append(memory.speculate(i, np.frombuffer(response, dtype=np.int32)[:6].copy(), 8, 4.0, 0.0).token_ids)
+        assert found[0] == found[1]
+        drafted.append(bool(found[0]))
+    assert any(drafted) and all(drafted) == (most == 100_000) and set(known) <= {prompt for prompt, _ in said}
+
+
+@needs_package
+def test_what_is_not_kept_is_never_put_into_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token in a tree takes about a microsecond, and other engines may have sampled a hundred times of what is kept."""
+    memory, planted = trees(most=1_000), []
+    original = memory._new_tree
+
+    class Counting:
+        def __init__(self) -> None:
+            self.tree = original()
+
+        def extend_ndarray(self, number: int, tokens: Any) -> None:
+            planted.append(len(tokens))
+            self.tree.extend_ndarray(number, tokens)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.tree, name)
+
+    monkeypatch.setattr(memory, "_new_tree", Counting)
+    memory.forget()
+    memory.remember(Rollout(ids(i, i + 1), ids(*range(98))) for i in range(1000))
+    assert memory._latest.tokens == 1000 and sum(planted) <= 1000 + 1000 / 16
+
+
+@needs_package
+def test_what_is_left_over_of_a_phase_is_given_later_or_not_at_all() -> None:
+    memory = trees()
+    for i in range(6):
+        say(memory, f"a{i}", [i], [i] * 9, k=4)
+    taken = memory.take(25)
+    assert [r.tokens for r in taken] == [10, 10]
+    assert [r.prompt for r in memory.take(1, more=True)] == [ids(2)], "one that is longer alone"
+    say(memory, "b", [7], [7] * 9, k=4)
+    assert [r.prompt for r in memory.take()] == [ids(7)] and memory.take(more=True) == []

@@ -65,12 +65,12 @@ class Engine:
         self._note("stats")
         return RolloutStats(policy_version, 1, 10 * (self.rank + 1), 1.0 + self.rank, 0, 0, 0, ())
 
-    async def spec_take_rollouts(self) -> list[Rollout]:
+    async def spec_take_rollouts(self, most_tokens: int, more: bool) -> list[Rollout]:
         self._note("rollouts")
-        return [Rollout((self.rank,), (self.rank,))]
+        return [] if more else [Rollout(bytes([self.rank, 0, 0, 0]), b"")]
 
-    async def spec_remember(self, rollouts: list[Rollout]) -> None:
-        self.remembered += rollouts
+    async def spec_remember(self, parts: list[list[Rollout]], own: int) -> None:
+        self.remembered += [r for i, part in enumerate(parts) if i != own for r in part]
 
     async def spec_take_spans(self) -> list[Any]:
         self._note("spans")
@@ -272,11 +272,11 @@ def test_answers_of_all_ranks_are_merged_and_each_is_told_what_the_others_sample
         with link.serving():
             if rank == 0:
                 stats = asyncio.run(link.stats(3))
-                found = stats.tokens, stats.seconds, len(asyncio.run(link.share_rollouts()))
+                found = stats.tokens, stats.seconds, len(asyncio.run(link.share_rollouts(1000)))
             dist.barrier()  # the trainer's own call, which the first rank makes behind its engine's
-        return found, [r.prompt for r in engine.remembered]
+        return found, [r.prompt[:1] for r in engine.remembered]
 
-    assert on_two_ranks(tmp_path, work) == [((30, 2.0, 2), [(1,)]), (None, [(0,)])]
+    assert on_two_ranks(tmp_path, work) == [((30, 2.0, 2), [b"\1"]), (None, [b"\0"])]
 
 
 def test_a_failure_in_the_block_lets_the_other_ranks_go_on(tmp_path: Any) -> None:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from test_training import TARGET, hidden, sync
 
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, OtherRankFailed, TrainSettings, digest
-from spec_plugin import SpecConfig
+from spec_plugin import SpecConfig, rollouts
 from spec_plugin import ranks as ranks_module
+from spec_plugin.actor import links
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.harvest import DecoderHarvest, HarvestPlan, PackedShards, harvested
 from spec_plugin.actor.links import ActorsLink, merge_states, merge_stats
@@ -31,6 +32,7 @@ from spec_plugin.hookspecs import hookimpl
 from spec_plugin.ranks import actor_group, is_first, on_any_rank, together
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
+from spec_plugin.speculation import Work
 
 assert builtins  # imported once here, not in each forked rank
 WAIT = 120  # seconds; a rank that waits for the other one for ever fails the test
@@ -91,7 +93,6 @@ class Broken:
     """A third party's plugin that raises in one hook on one rank, once."""
 
     def __init__(self, hook: str, rank: int) -> None:
-        self.head_start = partial(self._at, "head_start")
         self._armed = dist.get_rank() == rank
         self._hook = hook
 
@@ -100,6 +101,10 @@ class Broken:
             self._armed = False
             raise RuntimeError("planted")
         return 0.0
+
+    @hookimpl
+    def spec_head_start(self) -> float:
+        return self._at("spec_head_start")
 
     @hookimpl
     def spec_train_draft(self) -> None:
@@ -139,7 +144,7 @@ def three_steps(rank: int, hook: str, where: int) -> list[Any]:
 
 CASES = [
     (hook, rank)
-    for hook in ("head_start", "spec_train_draft", "spec_weight_sync", "spec_target_forward")
+    for hook in ("spec_head_start", "spec_train_draft", "spec_weight_sync", "spec_target_forward")
     for rank in (0, 1)
 ]
 
@@ -323,7 +328,7 @@ def test_ranks_begin_anew_together_whoever_took_the_failure_back(tmp_path):
         session = SpecSession(SpecConfig(), replace(TARGET, actor_group=actor_group()))
         control = RolloutControl(session, None)
         if rank == 0:
-            session.fail("a hook", RuntimeError("broken"))
+            session.fail(Work.AUDIT, RuntimeError("broken"))
         control.agree()
         before = session.failed
         if rank == 0:
@@ -410,22 +415,73 @@ def test_all_engines_of_a_run_share_the_chance_of_a_false_alarm() -> None:
     assert told == [(30.0, 3)] * 3
 
 
+def rollout(i: int, tokens: int = 1) -> Rollout:
+    return Rollout(bytes([i, 0, 0, 0]), bytes(4 * (tokens - 1)))
+
+
+class Sampled:
+    """An engine that has sampled this, and the largest answer that it gave and call that it got, in tokens."""
+
+    def __init__(self, sampled: list[Rollout]) -> None:
+        self.told: list[Rollout] = []
+        self.left, self.largest, self.calls = list(sampled), 0, 0
+        self.spec_take_rollouts, self.spec_remember = Method(self.take), Method(self.remember)
+
+    def take(self, most_tokens: int, more: bool) -> list[Rollout]:
+        assert more == (self.calls > 0)
+        self.calls += 1
+        taken: list[Rollout] = []
+        while self.left and (not taken or sum(r.tokens for r in (*taken, self.left[0])) <= most_tokens):
+            taken.append(self.left.pop(0))
+        self._note(taken)
+        return taken
+
+    def remember(self, parts: list[list[Rollout]], own: int | None) -> None:
+        self._note([r for part in parts for r in part])
+        self.told += [r for i, part in enumerate(parts) if i != own for r in part]
+
+    def _note(self, rollouts: list[Rollout]) -> None:
+        self.largest = max(self.largest, sum(r.tokens for r in rollouts))
+
+
 def test_each_engine_is_told_what_the_others_sampled() -> None:
-    def rollout(i: int) -> Rollout:
-        return Rollout(bytes([i, 0, 0, 0]), b"")
-
-    class Engine:
-        def __init__(self, sampled: list[Rollout]) -> None:
-            self.told: list[Rollout] = []
-            self.spec_take_rollouts = Method(lambda: sampled)
-            self.spec_remember = Method(self.told.extend)
-
-    engines = [Engine([rollout(0), rollout(1)]), Engine([]), Engine([rollout(2)])]
+    engines = [Sampled([rollout(0), rollout(1)]), Sampled([]), Sampled([rollout(2)])]
     link = ActorsLink(engines, 5.0)
-    assert asyncio.run(link.share_rollouts()) == [rollout(0), rollout(1), rollout(2)]
+    assert asyncio.run(link.share_rollouts(100)) == [rollout(0), rollout(1), rollout(2)]
     assert [e.told for e in engines] == [[rollout(2)], [rollout(0), rollout(1), rollout(2)], [rollout(0), rollout(1)]]
     asyncio.run(link.remember([rollout(9)]))
     assert all(e.told[-1] == rollout(9) for e in engines)
+
+
+def test_one_engine_may_give_all_that_there_is_room_for() -> None:
+    engines = [Sampled([rollout(i) for i in range(90)]), Sampled([]), Sampled([rollout(100)])]
+    assert len(asyncio.run(ActorsLink(engines, 5.0).share_rollouts(100))) == 91
+    assert max(engine.calls for engine in engines) <= 4
+
+
+@pytest.mark.parametrize("most", [60, 100])
+def test_no_more_travels_than_one_engine_keeps_and_each_gives_its_share(most: int) -> None:
+    engines = [Sampled([rollout(i, 5) for _ in range(50)]) for i in range(4)]
+    shared = asyncio.run(ActorsLink(engines, 5.0).share_rollouts(most))
+    assert sum(r.tokens for r in shared) == most
+    assert all(sum(r.tokens for r in shared if r.prompt[0] == i) == most / 4 for i in range(4))
+    assert max(engine.calls for engine in engines) <= 2
+
+
+def test_what_is_too_long_for_all_that_is_left_ends_the_taking() -> None:
+    engines = [Sampled([rollout(i, 30) for _ in range(50)]) for i in range(4)]
+    assert asyncio.run(ActorsLink(engines, 5.0).share_rollouts(20)) == [] and engines[0].calls == 1
+
+
+def test_rollouts_travel_in_calls_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "CHUNK_TOKENS", 20)
+    monkeypatch.setattr(links, "chunks", partial(rollouts.chunks, most_tokens=20))
+    engines = [Sampled([rollout(i, 5) for _ in range(30)]) for i in range(3)]
+    link = ActorsLink(engines, 5.0)
+    shared = asyncio.run(link.share_rollouts(450))
+    assert len(shared) == 90 and [len(engine.told) for engine in engines] == [60] * 3
+    asyncio.run(link.remember(shared))
+    assert [len(engine.told) for engine in engines] == [150] * 3 and max(engine.largest for engine in engines) == 20
 
 
 def test_the_shadows_of_several_engines_add_up() -> None:

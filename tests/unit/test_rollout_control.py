@@ -30,6 +30,7 @@ from spec_plugin.method import Method
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span, span_of
+from spec_plugin.speculation import Work
 
 
 class Engines:
@@ -108,7 +109,7 @@ class Remembering(Engines):
         super().__init__()
         self.broken, self.told = broken, []
 
-    async def share_rollouts(self) -> list[Rollout]:
+    async def share_rollouts(self, most_tokens: int) -> list[Rollout]:
         self.calls.append("share rollouts")
         if self.broken == "share":
             raise RuntimeError("no answer")
@@ -239,7 +240,7 @@ def test_what_was_said_before_is_kept_once_something_has_been_cut_short():
 def test_engines_that_failed_are_not_asked_again_in_a_synchronous_run():
     engines = Lagging()
     control = lagging(engines, overlaps=False)
-    control.session.fail("a refresh", "planted")
+    control.session.fail(Work.REFRESH, "planted")
     control.spans()
     assert "spans" not in engines.calls
     control.spans(told=False)

@@ -31,6 +31,7 @@ from spec_plugin.events import (
 from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
 from spec_plugin.session import SpecSession
+from spec_plugin.speculation import Work
 
 H, V, SEQS = 32, 64, 4
 TARGET = TargetInfo(
@@ -175,7 +176,7 @@ def test_law_6_nothing_is_trained_saved_or_harvested_after_a_failure(tmp_path):
             calls.append("save")
 
     session = session_with(Watching())
-    session.fail("test", "on purpose")
+    session.fail(Work.HARVEST, "on purpose")
     step(session, 0, tmp_path)
     assert calls == []
 
@@ -183,8 +184,8 @@ def test_law_6_nothing_is_trained_saved_or_harvested_after_a_failure(tmp_path):
 def test_law_6_a_failure_outside_of_the_hooks_counts_too_and_only_the_first_is_kept(warnings_of):
     session = session_with(serve="always")
     assert any(session.schedule(0).table)
-    session.fail("refresh", TimeoutError("first"))
-    session.fail("refresh", TimeoutError("second"))
+    session.fail(Work.REFRESH, TimeoutError("first"))
+    session.fail(Work.REFRESH, TimeoutError("second"))
     assert session.failure == "refresh: first" and len(warnings_of()) == 1
     assert not any(session.schedule(0).table)
 
@@ -200,7 +201,7 @@ def test_laws_2_and_3_errors_that_must_stop_the_run_pass_through(hook, error, tm
 
 def test_law_3_log_probs_are_checked_also_after_speculation_has_failed():
     session = session_with()
-    session.fail("test", "on purpose")
+    session.fail(Work.HARVEST, "on purpose")
     bad = torch.tensor([[float("nan")]])
     with pytest.raises(LogprobProvenanceError):
         session.check_logprobs(batch_of(0, bad, None, drafts=Drafts.OFF))
@@ -258,16 +259,43 @@ def test_a_draft_that_cannot_be_read_is_refused_when_the_session_starts(draft, t
         session_with(draft=str(folder))
 
 
+class Told:
+    """What a controller tells of a rollout."""
+
+    def __init__(self, likely, at_most) -> None:
+        self.likely, self.at_most = likely, at_most
+
+    @hookimpl
+    def spec_slowdown_without_drafts(self, stats):
+        return self.likely(stats)
+
+    @hookimpl
+    def spec_max_slowdown_without_drafts(self, stats):
+        return self.at_most(stats)
+
+    @hookimpl
+    def spec_head_start(self):
+        return 3.5
+
+
+def test_a_controller_in_the_place_of_ours_grants_a_head_start():
+    session = session_with()
+    session.manager.unregister(name="controller")
+    assert session.head_start() == 0.0
+    session.manager.register(Told(None, None), name="controller")
+    assert session.head_start() == 3.5
+
+
 def test_the_ledger_hears_what_the_controller_tells_of_a_rollout_and_the_most_that_it_may_be(monkeypatch):
     session, heard = session_with(), []
     monkeypatch.setattr(session.ledger, "rolled_out", lambda *told: heard.append(told))
     session.ledger.overlaps = True
-    controller = session.manager.get_plugin("controller")
-    monkeypatch.setattr(controller, "times_as_long_without", lambda stats: 1.5, raising=False)
-    monkeypatch.setattr(controller, "times_as_long_at_most", lambda stats: 2.5, raising=False)
+    told = Told(lambda stats: 1.5, lambda stats: 2.5)
+    session.manager.unregister(name="controller")
+    session.manager.register(told, name="controller")  # a third party's
     stats = RolloutStats(1, 2, 12, 0.5)
     session.rollout_end(stats)
-    monkeypatch.setattr(controller, "times_as_long_at_most", lambda stats: -1.0, raising=False)
+    told.at_most = lambda stats: -1.0
     session.rollout_end(stats)
     session.ledger.overlaps = False  # the trainer waits for all of it: nothing is asked for that nobody uses
     session.rollout_end(stats)
@@ -280,9 +308,8 @@ def test_of_several_engines_the_slowest_says_what_was_saved_and_each_what_it_may
     session, heard = session_with(), []
     monkeypatch.setattr(session.ledger, "rolled_out", lambda *told: heard.append(told))
     session.ledger.overlaps = True
-    controller = session.manager.get_plugin("controller")
-    monkeypatch.setattr(controller, "times_as_long_without", lambda stats: stats.seconds, raising=False)
-    monkeypatch.setattr(controller, "times_as_long_at_most", lambda stats: 2 * stats.seconds, raising=False)
+    session.manager.unregister(name="controller")
+    session.manager.register(Told(lambda stats: stats.seconds, lambda stats: 2 * stats.seconds))
     parts = tuple(RolloutStats(1, 2, 12, s, busy_seconds=s / 2) for s in (3.0, 7.0))
     stats = merge_stats(parts)
     session.rollout_end(stats)

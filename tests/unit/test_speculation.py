@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -15,7 +14,7 @@ from test_session import TARGET, raising, session_with
 
 from spec_plugin import SpecConfig, hookimpl
 from spec_plugin.events import EngineSchedule, RolloutStats, Schedule, StepPair
-from spec_plugin.speculation import _WORK, Reason, Speculation, in_force, in_words, state_of, table_metrics, trouble_in
+from spec_plugin.speculation import Reason, Speculation, Work, in_force, in_words, state_of, table_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 S, R = Speculation, Reason
@@ -41,19 +40,19 @@ def test_the_documents_tables_are_the_codes(codes):
     assert [(str(int(code)), code.name, code.meaning) for code in codes] in tables
 
 
-def test_all_work_that_is_guarded_has_a_reason_and_no_reason_is_of_work_that_is_gone():
-    """The words of ``guarded`` and ``fail`` are in the table, so that a new kind of trouble is not just 'elsewhere'."""
-    said = set()
-    for folder in ("spec_plugin", "adapters"):
-        for file in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-                    called, where = ast.unparse(node.func).rpartition("."), node.args[0]
-                    ours = called[2] in ("guarded", "fail") and called[0] != "pytest"
-                    said |= {where.value} if ours and isinstance(where, ast.Constant) else set()
-    known = {work for works in _WORK.values() for work in works}
-    assert said - known == set() and known - said == set()
-    assert trouble_in("what nobody knows") is R.OTHER_TROUBLE
+@pytest.mark.parametrize("work", Work, ids=lambda work: work.name)
+def test_the_reason_of_a_failure_is_its_works_own_however_it_is_worded(work, monkeypatch):
+    monkeypatch.setattr(work, "words", "in other words")
+    session = session_with()
+    session.fail(work, "planted", where="here")
+    assert logged(session) == (S.FAILED, work.reason) and session.failure == "in other words here: planted"
+
+
+def test_each_kind_of_trouble_is_of_some_work_and_no_work_is_gone():
+    assert {work.reason for work in Work} == {r for r in Reason if R.HARVEST <= r < R.OTHER_RANK}
+    files = [file for folder in ("spec_plugin", "adapters") for file in (ROOT / folder).rglob("*.py")]
+    named = {name for file in files for name in re.findall(r"\bWork\.([A-Z_]+)", file.read_text())}
+    assert named == {work.name for work in Work}
 
 
 def test_codes_below_ten_draft_and_those_from_twenty_to_twenty_nine_are_trouble():
@@ -173,7 +172,7 @@ def test_costs_that_were_not_measured_are_the_reason_once_there_is_a_draft():
 
 def test_drafted_tokens_that_the_sampler_has_no_memory_for_are_the_reason():
     c = controller({8: 2.0}, serve="always")
-    target = replace(TARGET, hf_config={"vocab_size": 1 << 40}, max_num_seqs=8, device_type="cuda")
+    target = replace(TARGET, hf_config={"vocab_size": 1 << 40}, max_num_seqs=1, device_type="cuda")
     c.spec_configure(SpecConfig.parse({"k": K, "serve": "always"}), target, c._method)
     assert chosen(c) == (S.RESTING, R.NO_ROOM)
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from spec_plugin.folders import memory, own_folder
+from spec_plugin.folders import memory, own_folder, place_for
 from spec_plugin_verl_cpu.platform import copy_saved_weights
 
 BACKEND = "file"
@@ -59,9 +59,10 @@ class FileCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Walk the weights on every rank, since gathering them is collective; the first one writes."""
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in weights}
         if self._master:
-            partial = self._folder / "partial"
-            save_file(tensors, partial)
-            partial.rename(self._folder / "weights")
+            place = place_for(sum(tensor.nbytes for tensor in tensors.values()))
+            file = self._ours.enter_context(own_folder(place)) / "weights"
+            save_file(tensors, file)
+            (self._folder / "weights").symlink_to(file)  # the others wait for it where all were told to
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Wait for the file, then hand its tensors on."""

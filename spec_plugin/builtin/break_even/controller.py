@@ -28,6 +28,7 @@ from spec_plugin.events import (
 )
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
+from spec_plugin.model_runner import runner_of, v2_verifies_in_chunks
 from spec_plugin.outside import write_whole
 from spec_plugin.speculation import Reason, Speculation, as_metrics, in_words, sizes_shown
 from spec_plugin.step_cost.chances import tokens_per_step
@@ -49,7 +50,8 @@ _PROVEN = 1.05
 _BREAK_EVEN_UNKNOWN = 1.5
 #: chance of each token of a draft that has learnt for a step or two, and steps within which its head start must pay back
 _HOPED_CHANCE, _PAYS_BACK_WITHIN = 0.7, 3
-#: bytes that the sampler may take on a card, outside of what vLLM has counted
+#: bytes that the sampler may take on a card, outside of what vLLM has counted: its ``gpu_memory_utilization`` leaves more, but
+#: what of that the trainer's own tensors hold while rollouts run nobody tells
 _SAMPLER_ROOM = 2 << 30
 
 
@@ -179,7 +181,10 @@ class BreakEvenController:
         chosen = self._choose()
         vocabulary = self._target.vocab_size
         if self._target.device_type == "cuda" and vocabulary is not None and chosen.speculates:
-            table = plan.fit_sampler_memory(chosen.table, vocabulary, _SAMPLER_ROOM)
+            in_chunks = runner_of(self._method.settings, "cuda").v2 and v2_verifies_in_chunks()
+            table = plan.fit_sampler_memory(
+                chosen.table, vocabulary, _SAMPLER_ROOM, in_chunks, self._target.tensor_parallel
+            )
             table = tuple(k * (k == self._config.k) for k in table) if self._method.whole else table
             chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)
         if chosen.table != self._plan.table and not self._fixed:
@@ -266,7 +271,8 @@ class BreakEvenController:
         """The k that the method can draft, 0 among them."""
         return (0, most) if self._method.whole else range(most + 1)
 
-    def head_start(self) -> float:
+    @hookimpl
+    def spec_head_start(self) -> float:
         """Seconds that the next slice of training may take beyond its share; of all ranks' answers the largest holds.
 
         A newborn draft gets them while nothing is drafted, for what it would save in each step, had it learnt for one; nothing is
@@ -292,12 +298,14 @@ class BreakEvenController:
         known = self.states.tried if self._method.newborn else not self.acceptance_estimate.knows_nothing
         return not known and self._plain_seconds > 0.0
 
-    def times_as_long_without(self, stats: RolloutStats) -> float | None:
+    @hookimpl
+    def spec_slowdown_without_drafts(self, stats: RolloutStats) -> float | None:
         """What the steps of a rollout that ``spec_rollout_end`` has seen take without drafts, over what they took; or None."""
         plain = not stats.drafts and all(s.paused for s in stats.steps if not s.k)
         return 1.0 if plain else self._without(partial(times_as_long, own_load=self._own_load.factor), stats, max)
 
-    def times_as_long_at_most(self, stats: RolloutStats) -> float | None:
+    @hookimpl
+    def spec_max_slowdown_without_drafts(self, stats: RolloutStats) -> float | None:
         """The same of all its steps, at most: what is not known of it lengthens what it would have taken; None: not known."""
         return self._without(times_as_long_at_most, stats, min) if stats.drafts else None
 

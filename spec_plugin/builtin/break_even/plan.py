@@ -15,8 +15,8 @@ from spec_plugin.step_cost.model import StepCost
 MARGIN = 1.05
 #: another k than the present one must be better by this factor
 _K_MARGIN = 1.05
-#: bytes of the V1 rejection sampler for each logit
-_SAMPLER_BYTES = 18
+#: bytes for each logit of a request with which vLLM profiles its V1 rejection sampler, and those that V2 processes at once
+_V1_PROFILED, _CHUNK = 30, 1 << 30
 #: batch sizes of a band that are looked at, about
 _SAMPLED = 8
 
@@ -45,13 +45,45 @@ def fixed(k: int, size: int, reason: Reason = Reason.PREDICTED_TO_PAY) -> Plan:
     return Plan((0,) + (k,) * size, 1.0, reason)
 
 
-def fit_sampler_memory(table: Sequence[int], vocab_size: int, room: int) -> tuple[int, ...]:
-    """A table with k cut to where the sampler's own tensors fit into ``room`` bytes.
+def fit_sampler_memory(
+    table: Sequence[int], vocab_size: int, room: int, in_chunks: bool = False, ranks: int = 1
+) -> tuple[int, ...]:
+    """A table with k cut to where the sampler's tensors fit into what vLLM's memory profile has seen of them, and ``room``.
 
-    vLLM's V1 rejection sampler with log-probs holds about 4.5 float32 tensors [batch * (k + 1), V] at once, which its memory
-    profile does not know of; the V2 runner needs less, and at such batch sizes there is little to gain anyway.
+    The profile samples for ``max_num_seqs`` requests, whatever ``gpu_memory_utilization`` is; a step of b requests verifies
+    b * (k + 1) rows of V logits. Bytes for each of the V, in vLLM 0.29 with bfloat16 logits and log-probs of the samples:
+
+    ======  ================================================================  ==================  ===================
+    runner  live at once                                                      a step              seen in the profile
+    ======  ================================================================  ==================  ===================
+    V1      logits 2 a row; of the bonus row its copy 2 and raw logits 4; of  14 b (k + 1) + 8 b  30 max_num_seqs: it
+            drafted rows raw and processed logits 4 + 4; of all rows again    k + 6 b             verifies k = 1
+            for their log-probs, as one, chosen, and log_softmax: 4 + 4 + 4
+    V2      logits 2 a row, and with tensor parallelism while they are        2 g b (k + 1)       2 g max_num_seqs
+            gathered two copies and a shard (g = 2 + 1 / ranks, else 1);      and 1 GiB
+            processed logits 4 in chunks of a GiB at most
+    ======  ================================================================  ==================  ===================
+
+    Args:
+        table: k for each batch size from 0 to ``max_num_seqs``.
+        vocab_size: of the target.
+        room: bytes that a card has beside what vLLM counts.
+        in_chunks: is it the V2 runner, of a vLLM that verifies in chunks.
+        ranks: of tensor parallelism.
     """
-    return tuple(min(k, max(0, room // (max(1, b) * vocab_size * _SAMPLER_BYTES) - 1)) for b, k in enumerate(table))
+    most = len(table) - 1
+    gathered = 2.0 if ranks == 1 else 2.0 * (2.0 + 1.0 / ranks)
+
+    def bytes_of(b: int, k: int) -> float:
+        if not in_chunks:
+            return vocab_size * (14 * b * (k + 1) + 8 * b * k + 6 * b)
+        rows = vocab_size * b * (k + 1)
+        return max(gathered * rows, 2 * rows + min(4 * rows, _CHUNK))
+
+    seen = vocab_size * most * (gathered if in_chunks else _V1_PROFILED)
+    return tuple(
+        next((fit for fit in range(k, 0, -1) if bytes_of(b, fit) <= seen + room), 0) for b, k in enumerate(table)
+    )
 
 
 def threshold(k: int, acceptance: float, break_even: float, serving: bool, size: int) -> Plan:

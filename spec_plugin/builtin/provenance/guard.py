@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -41,7 +39,6 @@ class ProvenanceGuard:
         self._differences: dict[str, float] = {}  # of the last batch, as metrics
         self._lag = 0.0  # mean, of the last batch's tokens
         self._versions_known = 0.0
-        self.refused: LogprobProvenanceError | None = None  # in the last batch
         self._coarse = False  # was it said that plain text is coarser than its dtype
         self._alarms = 0
         self._alarmed: int | None = None  # the last policy version whose plain text raised one
@@ -65,9 +62,8 @@ class ProvenanceGuard:
         Raises:
             LogprobProvenanceError: on the first violation.
         """
-        with self._refusing():
-            check_finite("rollout", batch.rollout, batch.mask)
-            check_versions(batch)
+        check_finite("rollout", batch.rollout, batch.mask)
+        check_versions(batch)
 
     @hookimpl
     def spec_check_logprobs(self, batch: LogprobBatch) -> None:
@@ -76,20 +72,6 @@ class ProvenanceGuard:
         Raises:
             LogprobProvenanceError: on the first violation.
         """
-        with self._refusing():
-            self._check(batch)
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Keep what was refused: the session asks for it, whatever a plugin around this one has made of the exception."""
-        self.refused = None
-        try:
-            yield
-        except LogprobProvenanceError as error:
-            self.refused = error
-            raise
-
-    def _check(self, batch: LogprobBatch) -> None:
         check_finite("recomputed", batch.recomputed, batch.mask)
         check_versions(batch)
         self._versions_known = float(((batch.versions >= 0) & batch.mask).any(-1).double().mean())

@@ -8,7 +8,7 @@ group are no help to each other, since they are decoded side by side; those of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, KeysView, Sequence
+from collections.abc import Container, Hashable, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,7 @@ class PromptTrees:
         self._shared, self._in_shared = self._new_tree(), deque[tuple[int, int]]()
         self._shared_tokens = self._numbers = self._phase = 0
         self._fresh: dict[int, Rollout] = {}  # of the present phase, by number; no more than are kept
+        self._outgoing = deque[Rollout]()  # of the phase before, as long as nobody has asked for it
         self._rounds, self._would = 0, [0] * self._width
 
     def _new_tree(self) -> Any:
@@ -147,47 +148,91 @@ class PromptTrees:
         self._rounds, self._would = 0, [0] * self._width
         return found
 
-    def take(self) -> list[Rollout]:
-        """What was sampled since the last call and is kept, and the beginning of another phase; nothing is sampled now."""
-        for request in list(self._active):  # vLLM stops a request when the next one runs
-            self.stop_request(request)
-        self._phase += 1
-        fresh, self._fresh = self._fresh, {}
-        return list(fresh.values())
+    def take(self, most_tokens: int | None = None, more: bool = False) -> list[Rollout]:
+        """What was sampled since the last call and is kept, and the beginning of another phase; nothing is sampled now.
+
+        Args:
+            most_tokens: of the answer, but for a first rollout that is longer; None: all.
+            more: no other phase begins; what the call before has left over. It is gone when the next phase begins.
+        """
+        if not more:
+            for request in list(self._active):  # vLLM stops a request when the next one runs
+                self.stop_request(request)
+            self._phase += 1
+            self._outgoing, self._fresh = deque(self._fresh.values()), {}
+        taken: list[Rollout] = []
+        left = sum(r.tokens for r in self._outgoing) if most_tokens is None else most_tokens
+        while self._outgoing and (not taken or self._outgoing[0].tokens <= left):
+            taken.append(self._outgoing.popleft())
+            left -= taken[-1].tokens
+        return taken
 
     def remember(self, rollouts: Iterable[Rollout]) -> None:
-        """What other engines sampled in the phase that was taken last, or a run before this one."""
-        for rollout in rollouts:
-            number = self._plant(rollout.prompt)
-            response = np.frombuffer(rollout.response, dtype=np.int32).copy()  # the tree takes no read-only array
-            self._trees[rollout.prompt].tree.extend_ndarray(number, response)
-            self._shared.extend_ndarray(number, response)
-            self._keep(rollout, number, self._phase - 1)
+        """What other engines sampled in the phase that was taken last, or a run before this one.
+
+        A token in a tree takes about a microsecond, and of a large batch little is kept: that is decided for all of them first.
+        """
+        fresh = dict(enumerate(rollouts, self._numbers + 1))
+        self._numbers += len(fresh)
+        kept, recent = set(fresh), set(fresh)
+        for number, rollout in fresh.items():
+            kept -= self._make_room(rollout, number, self._phase - 1, fresh)
+            recent -= self._make_room_in_shared(rollout, number, fresh)
+        for number, rollout in fresh.items():
+            prompt, response = (
+                np.frombuffer(part, dtype=np.int32).copy() for part in (rollout.prompt, rollout.response)
+            )
+            if number in kept:
+                tree = self._plant_own(rollout.prompt, number, prompt)
+                tree.extend_ndarray(number, response)  # which takes no read-only array
+            if number in recent:
+                self._shared.extend_ndarray(number, prompt[-1:])
+                self._shared.extend_ndarray(number, response)
 
     def _plant(self, prompt: bytes) -> int:
         """A new sequence in the tree of its prompt, and in the one of all; its number."""
         self._numbers += 1
-        ids = np.frombuffer(prompt, dtype=np.int32)
-        mine = self._trees.setdefault(prompt, _Tree(self._new_tree()))
-        mine.sequences += 1
-        mine.tree.extend_ndarray(self._numbers, ids[-_TAIL:].copy())
-        self._shared.extend_ndarray(self._numbers, ids[-1:].copy())
+        ids = np.frombuffer(prompt, dtype=np.int32).copy()
+        self._plant_own(prompt, self._numbers, ids)
+        self._shared.extend_ndarray(self._numbers, ids[-1:])
         return self._numbers
 
+    def _plant_own(self, prompt: bytes, number: int, ids: Ids) -> Any:
+        """A new sequence in the tree of its prompt; the tree."""
+        mine = self._trees.setdefault(prompt, _Tree(self._new_tree()))
+        mine.sequences += 1
+        mine.tree.extend_ndarray(number, ids[-_TAIL:].copy())
+        return mine.tree
+
     def _keep(self, rollout: Rollout, number: int, phase: int) -> None:
-        for prompt, old in self._latest.add(rollout.prompt, number, rollout.tokens, phase):
+        self._make_room(rollout, number, phase)
+        self._make_room_in_shared(rollout, number)
+
+    def _make_room(self, rollout: Rollout, number: int, phase: int, unplanted: Container[int] = ()) -> set[int]:
+        """Remove from the prompts' trees what this one displaces; numbers of what is displaced, planted or not."""
+        displaced = self._latest.add(rollout.prompt, number, rollout.tokens, phase)
+        for prompt, old in displaced:
             self._fresh.pop(old, None)
-            self._trees[prompt].tree.remove(old)
-            self._trees[prompt].sequences -= 1
-            if not self._trees[prompt].sequences:
-                del self._trees[prompt]
+            if old not in unplanted:
+                self._trees[prompt].tree.remove(old)
+                self._trees[prompt].sequences -= 1
+                if not self._trees[prompt].sequences:
+                    del self._trees[prompt]
+        return {old for _, old in displaced}
+
+    def _make_room_in_shared(self, rollout: Rollout, number: int, unplanted: Container[int] = ()) -> set[int]:
+        """The same of the tree of all prompts, which has those that came last."""
         tokens = len(rollout.response) // 4
         self._in_shared.append((number, tokens))
         self._shared_tokens += tokens
+        displaced = set()
         while self._shared_tokens > _SHARED * self._most and self._in_shared:
             old, tokens = self._in_shared.popleft()
-            self._shared.remove(old)
             self._shared_tokens -= tokens
+            displaced.add(old)
+            if old not in unplanted:
+                self._shared.remove(old)
+        return displaced
 
     def _look_up(self, active: _Active, context: Ids, most: int, factor: float, least: float) -> list[int]:
         ends = np.ascontiguousarray(context[-self._depth :], dtype=np.int32)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -238,6 +239,17 @@ def test_a_draft_is_handed_over_in_a_file_that_is_gone_afterwards_also_where_a_w
         asyncio.run(front.install_tensors(refresh(), force=False))
     assert front.engine.calls.count("file there: True") == 2
     assert len(made) == 2 and not any(file.parent.exists() for file in made)
+
+
+def test_a_draft_goes_where_its_bytes_have_room(front, monkeypatch, tmp_path):
+    asked: list[int] = []
+    monkeypatch.setattr("spec_plugin.engine.front.place_for", lambda size: asked.append(size) or tmp_path)
+    draft = refresh()
+    with contextlib.suppress(RuntimeError):
+        front.engine = Core(answers={})
+        front.engine.broken = "spec_install_file"
+        asyncio.run(front.install_tensors(draft, force=False))
+    assert asked == [sum(t.numel() * t.element_size() for t in draft.tensors.values())] and asked[0] > 0
 
 
 def test_workers_that_hold_several_drafts_are_no_state(front):

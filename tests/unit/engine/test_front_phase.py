@@ -121,9 +121,8 @@ def test_law_8_a_draft_reaches_the_workers_in_a_file_that_only_this_user_can_rea
 def test_a_draft_that_a_killed_engine_had_in_memory_is_removed_when_the_next_one_is_built(front, tmp_path, monkeypatch):
     memory = tmp_path / "memory"
     memory.mkdir()
-    for module in (front_module, folders):
-        monkeypatch.setattr(module, "memory", lambda: memory)
-    monkeypatch.setattr(folders, "disk", lambda: memory)
+    for place in ("memory", "disk"):
+        monkeypatch.setattr(folders, place, lambda: memory)
     monkeypatch.setattr(locks, "_YOUNG_S", 0.0)
     context = multiprocessing.get_context("fork")
     there = context.Event()
