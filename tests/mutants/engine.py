@@ -19,6 +19,20 @@ _STATES = "spec_plugin/engine/states.py"
 
 MUTATIONS = (
     Mutation(
+        "spec_plugin/engine/repairs/draft_noise.py",
+        "return original(self, hidden_states, positions + SALT, *args, **kwargs)",
+        "return original(self, hidden_states, positions, *args, **kwargs)",
+        "law 2: with vLLM 0.24 to 0.28 a rejected proposal is replaced by a draw with its own noise",
+        ("engine/test_draft_noise.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/extension.py",
+        'if v2 and vllm_config.speculative_config.draft_sample_method == "probabilistic":',
+        'if v2 and vllm_config.speculative_config.draft_sample_method == "greedy":',
+        "law 2: an engine that samples its proposals starts without the repair of their noise",
+        ("engine/test_draft_noise.py",),
+    ),
+    Mutation(
         "spec_plugin/engine/parent.py",
         'if parent is None or not here.name.startswith("EngineCore"):',
         "if parent is None:",
