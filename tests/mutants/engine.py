@@ -19,6 +19,27 @@ _STATES = "spec_plugin/engine/states.py"
 
 MUTATIONS = (
     Mutation(
+        _STEPS,
+        "hits = sum(request.num_computed_tokens > 0 for",
+        "hits = sum(request.num_computed_tokens < 0 for",
+        "nobody counts what vLLM drops of each hit in the prefix cache for the draft's sake",
+        ("engine/test_steps.py",),
+    ),
+    Mutation(
+        _MIXIN,
+        'drops = getattr(self, "use_eagle_block_drop", self.use_eagle)',
+        "drops = self.use_eagle",
+        "a block is counted as read anew of an engine that was told to keep it",
+        ("engine/test_scheduler_mixin.py",),
+    ),
+    Mutation(
+        "spec_plugin/ledger.py",
+        "- 1.0) - recomputing",
+        "- 1.0)",
+        "law 7: what drafts save is stated without what the prefix cache loses by them",
+        ("test_ledger.py",),
+    ),
+    Mutation(
         "spec_plugin/engine/repairs/draft_noise.py",
         "return original(self, hidden_states, positions + SALT, *args, **kwargs)",
         "return original(self, hidden_states, positions, *args, **kwargs)",

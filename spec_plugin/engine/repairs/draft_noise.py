@@ -1,4 +1,4 @@
-"""What sampled proposals need on vLLM's second model runner, so that what replaces a rejected one is drawn independently of it."""
+"""What sampled proposals need on vLLM's second model runner: what replaces a rejected one is drawn independently of it."""
 
 from __future__ import annotations
 

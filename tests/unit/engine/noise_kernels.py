@@ -2,15 +2,13 @@
 
     SPEC_PLUGIN_CPU_RUNNER=v2 python noise_kernels.py FOLDER REQUESTS
 
-``FOLDER`` holds a package ``vllm`` whose two files of kernels and ``sample_draft`` are taken; all else is the installed one's. Prints
-JSON, for proposals as vLLM drew them before its repair (``before``) and with ours (``after``): ``same``, the share of requests
-whose proposal from even logits is the token that the target draws there; ``tokens``, how often each token was emitted where
-each of the requests verifies one proposal; and ``expected``, the policy's own share of each.
+``FOLDER`` holds a package ``vllm`` whose two files of kernels and ``sample_draft`` are taken; all else is the installed one's.
+Prints JSON, for proposals as vLLM drew them before its repair (``before``) and with ours (``after``): ``same``, the share of
+requests whose proposal from even logits is the token that the target draws there; ``tokens``, how often each token was emitted
+where each of the requests verifies one proposal; and ``expected``, the policy's own share of each.
 """
 
 from __future__ import annotations
-
-import spec_plugin_cpu.v2_runner.in_force  # noqa: F401  # before Triton
 
 import ast
 import importlib.util
@@ -23,6 +21,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import spec_plugin_cpu.v2_runner.in_force  # noqa: F401  # before Triton
 import torch
 
 from spec_plugin.engine.repairs.draft_noise import with_noise_of_its_own
@@ -82,7 +81,9 @@ class Rounds:
             draft_watermarker=None,
         )
         kept = torch.zeros(self.requests, 1, logits.shape[-1])
-        before_one = "sample_src_positions" not in getattr(sample_draft, "__wrapped__", sample_draft).__code__.co_varnames
+        before_one = (
+            "sample_src_positions" not in getattr(sample_draft, "__wrapped__", sample_draft).__code__.co_varnames
+        )
         positions = torch.full((self.requests,), POSITION - before_one)
         many = logits.expand(self.requests, -1).contiguous()
         drawn = sample_draft(

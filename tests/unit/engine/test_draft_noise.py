@@ -20,9 +20,13 @@ from spec_plugin.engine.repairs.draft_noise import SALT, draft_has_the_targets_n
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = Path(__file__).parent / "noise_kernels.py"
-#: folders with a package vllm whose kernels run here: the installed one, and those of tools/make_env.py that are there
+#: folders with a package vllm whose kernels run here: the installed one, and of tools/make_env.py's those that have the fault
 FOLDERS = [Path(find_spec("vllm").origin).parents[1]] if find_spec("vllm") else []
-FOLDERS += sorted(ROOT.glob(".envs/verl-vllm*/lib/*/site-packages"))
+FOLDERS += [
+    kernels.parents[5]
+    for kernels in sorted(ROOT.glob(".envs/*/lib/*/site-packages/vllm/v1/worker/gpu/sample/gumbel.py"))
+    if "_DRAFT_NOISE_SALT" not in kernels.read_text()
+]
 
 
 def gumbel_sample(logits, rows, temperature, seeds, pos, **_):
