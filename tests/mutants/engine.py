@@ -19,6 +19,13 @@ _STATES = "spec_plugin/engine/states.py"
 
 MUTATIONS = (
     Mutation(
+        "spec_plugin/builtin/methods/tables.py",
+        "**({} if keeps_states(target.hf_config) else whole_hits()),",
+        "**{},",
+        "law 7: a block of each hit in the prefix cache is read anew where vLLM could keep it",
+        ("test_method_settings.py",),
+    ),
+    Mutation(
         _STEPS,
         "hits = sum(request.num_computed_tokens > 0 for",
         "hits = sum(request.num_computed_tokens < 0 for",

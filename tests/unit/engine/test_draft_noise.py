@@ -116,7 +116,8 @@ def test_law_2_with_vllms_kernels_a_proposal_says_nothing_of_the_targets_noise_a
 def drawn_by_kernels(folder: Path, requests: int) -> dict:
     """What ``noise_kernels.py`` prints."""
     environment = {**os.environ, "SPEC_PLUGIN_CPU_RUNNER": "v2", "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, str(SCRIPT), str(folder), str(requests)]
+    python = Path(sys.prefix) / "bin" / "python"  # not one that is forked with vLLM in it, as sys.executable may be
+    command = [str(python), str(SCRIPT), str(folder), str(requests)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
