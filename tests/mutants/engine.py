@@ -51,14 +51,14 @@ MUTATIONS = (
         "return original(self, hidden_states, positions + SALT, *args, **kwargs)",
         "return original(self, hidden_states, positions, *args, **kwargs)",
         "law 2: with vLLM 0.24 to 0.28 a rejected proposal is replaced by a draw with its own noise",
-        ("engine/test_draft_noise.py",),
+        ("engine/test_draft_noise.py::test_the_fault_is_found_and_gone_behind_the_repair",),
     ),
     Mutation(
         "spec_plugin/engine/extension.py",
         'if v2 and vllm_config.speculative_config.draft_sample_method == "probabilistic":',
         'if v2 and vllm_config.speculative_config.draft_sample_method == "greedy":',
         "law 2: an engine that samples its proposals starts without the repair of their noise",
-        ("engine/test_draft_noise.py",),
+        ("engine/test_draft_noise.py::test_law_2_an_engine_of_v2_that_samples_its_proposals_starts_with_the_patch",),
     ),
     Mutation(
         "spec_plugin/engine/parent.py",
