@@ -53,7 +53,9 @@ class SpecConfig(BaseModel):
         "than 7",
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
-        "greedy", description="how the draft proposes tokens; both are lossless; probabilistic is refused on a CPU"
+        "greedy",
+        description="how the draft proposes tokens; both are lossless (on vLLM 0.24 to 0.28 by a repair); probabilistic is "
+        "refused on a CPU",
     )
     rejection_sample_method: Literal["standard", "block"] = Field(
         "standard", description="acceptance rule in the engine; both are exact, and no other is allowed"

@@ -217,6 +217,9 @@ class RolloutStats:
     #: requests in a step, and the drafted tokens that all steps of so many have added to responses
     kept_by_batch: tuple[tuple[int, int], ...] = ()
     past_end_per_pos: tuple[int, ...] = ()  # [k]: accepted, but more than the response had room for
+    prompt_tokens: int = 0  # read in steps of this phase, without those that the prefix cache had
+    #: of these, what the prefix cache had but vLLM dropped for the draft's sake: one block of each request that it knew
+    recomputed_tokens: int = 0
     busy_seconds: float = 0.0  # of the slowest engine, in steps of all kinds
     parts: tuple[RolloutStats, ...] = ()  # of several engines, what each of them did
 
@@ -235,6 +238,23 @@ class RolloutStats:
     def tokens_per_forward(self) -> float | None:
         """Mean tokens that ``forwards`` added to responses, bonus token included; None when nothing was drafted."""
         return 1.0 + (self.accepted_tokens - sum(self.past_end_per_pos)) / self.forwards if self.drafts else None
+
+    @property
+    def recomputing_seconds(self) -> float:
+        """At most what ``recomputed_tokens`` took, of one engine; 0 where the log does not say what its prompts took.
+
+        Their share of what steps that read prompts took longer than the decoding of as many requests, or, where no step of the
+        phase only decoded, of all that these took.
+        """
+        if not self.recomputed_tokens or not self.prompt_tokens:
+            return 0.0
+
+        def decoding(m: MixedSteps) -> float:
+            alike = min(self.steps, key=lambda s: (abs(s.batch - m.batch), abs(s.k - m.k)), default=None)
+            return alike.seconds * m.steps if alike is not None else 0.0
+
+        longer = sum(max(0.0, m.seconds - decoding(m)) for m in self.mixed if m.prompts)
+        return longer * min(1.0, self.recomputed_tokens / self.prompt_tokens)
 
     @property
     def shadow_tokens_per_forward(self) -> float | None:

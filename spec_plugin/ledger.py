@@ -1,11 +1,12 @@
 """What drafts earn and what they cost, in seconds for which the trainer's step is shorter or longer.
 
 Earned is generation that the trainer did not wait for: how long the rollout's steps would have taken without drafts (from
-its own, as the controller's pairs and timings have them), less what it took. Where rollouts go on while the trainer
-trains, only what would have been left of that behind the trainer's own work counts. What plain steps amid drafts lose, those
-of pairs and of the control group, is missing there already. Spent is what was added to the trainer's process: draft
-training, harvest, refreshes and self-tests; that part of it may have been hidden, where the trainer waits, is not counted in
-its favour.
+its own, as the controller's pairs and timings have them), less what it took, and less what it took to read the ends of
+prompts that the prefix cache had: vLLM drops them for the draft's sake, in phases without drafts, too. Where rollouts go on
+while the trainer trains, only what would have been left of that behind the trainer's own work counts. What plain steps amid
+drafts lose, those of pairs and of the control group, is missing there already. Spent is what was added to the trainer's
+process: draft training, harvest, refreshes and self-tests; that part of it may have been hidden, where the trainer waits, is
+not counted in its favour.
 """
 
 from __future__ import annotations
@@ -91,10 +92,11 @@ class Ledger:
             engines = at_most or [(stats, None)]
             most = max(self._most_without(engine, times_as_long, ratio) for engine, ratio in engines) - work
             self._judge_hidden(max(waited, most) / phase)
-        if times_as_long is None:
+        recomputing = max(engine.recomputing_seconds for engine in stats.parts or (stats,))
+        if times_as_long is None and not recomputing:
             return
         busy = stats.busy_seconds
-        longer = busy * (times_as_long - 1.0)
+        longer = busy * ((1.0 if times_as_long is None else times_as_long) - 1.0) - recomputing
         if not math.isfinite(longer):
             return
         if self.overlaps:

@@ -246,6 +246,8 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         mixed=tuple(m for p in parts for m in p.mixed),
         kept_by_batch=_sum_batches([p.kept_by_batch for p in parts]),
         past_end_per_pos=_sum_positions([p.past_end_per_pos for p in parts]),
+        prompt_tokens=sum(p.prompt_tokens for p in parts),
+        recomputed_tokens=sum(p.recomputed_tokens for p in parts),
         pairs=tuple(pair for p in parts for pair in p.pairs),
         shadow_rounds=sum(p.shadow_rounds for p in parts),
         shadow_per_pos=_sum_positions([p.shadow_per_pos for p in parts]),

@@ -76,6 +76,13 @@ SCHEMA = (
     Metric("spec/net_so_far_s", "s", -1e9, 1e9, "saved_so_far_s less cost_so_far_s"),
     Metric("spec/generation_s", "s", 0, 1e5, "time of the rollout phase in the engine"),
     Metric("spec/generation_tokens", "", 1, 1e12, "tokens that it generated"),
+    Metric(
+        "spec/prefix_tokens_recomputed",
+        "",
+        0,
+        1e12,
+        "prompt tokens that the prefix cache had and that were read anew: vLLM drops a block of each hit for the draft's sake",
+    ),
     Metric("spec/policy_version", "", 0, 1e9, "version of the policy that rolled out"),
     Metric(
         "spec/policy_lag",
@@ -147,6 +154,7 @@ class MetricsSink:
         kept["spec/policy_version"] = float(stats.policy_version)
         kept["spec/generation_s"] = stats.seconds
         kept["spec/generation_tokens"] = float(stats.tokens)
+        kept["spec/prefix_tokens_recomputed"] = float(stats.recomputed_tokens)
         kept["spec/acceptance_length"] = stats.acceptance_length or 1.0
         kept["spec/tokens_per_forward"] = stats.tokens_per_forward or 1.0
         if stats.shadow_tokens_per_forward is not None:

@@ -186,6 +186,7 @@ def examine_patches() -> tuple[Diagnosis, ...]:
     """Apply the repairs that this build of vLLM may need in this process, and say what became of each."""
     try:
         from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, on_cpu, register_kernels
+        from spec_plugin.engine.repairs.draft_noise import NOISE_PATCHES
         from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES
         from spec_plugin.engine.repairs.patches import apply_each
 
@@ -193,7 +194,7 @@ def examine_patches() -> tuple[Diagnosis, ...]:
             register_kernels()
             statuses = apply_cpu_patches()
         else:
-            statuses = apply_each(GRAPH_PATCHES)
+            statuses = apply_each((*GRAPH_PATCHES, *NOISE_PATCHES))
     except PatchError as error:
         return (Diagnosis("patches", "fail", str(error), "use a vLLM of the range that spec-plugin declares"),)
     except ImportError as error:

@@ -32,6 +32,7 @@ from spec_plugin.engine.refresh.swap import HOST, Staging
 from spec_plugin.engine.repairs import patches
 from spec_plugin.engine.repairs.adapters import ADAPTER_PATCHES
 from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, repack
+from spec_plugin.engine.repairs.draft_noise import NOISE_PATCHES
 from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES
 from spec_plugin.engine.repairs.hidden_states import complete_target
 from spec_plugin.engine.schedule.pause import pause_draft
@@ -85,6 +86,8 @@ class SpecWorkerExtension:
                 patches.apply_each(ADAPTER_PATCHES, skip)
             if v2 and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
                 patches.apply_each(GRAPH_PATCHES, skip)
+            if v2 and vllm_config.speculative_config.draft_sample_method == "probabilistic":
+                patches.apply_each(NOISE_PATCHES, skip)
             complete_target(vllm_config)
         apply_cpu_patches(skip)
         prepare_proposer(own_settings(vllm_config))

@@ -406,6 +406,8 @@ class EngineFront:
             mixed=rest.mixed,
             kept_by_batch=rest.kept_by_batch,
             past_end_per_pos=rest.past_end_per_pos,
+            prompt_tokens=rest.prompt_tokens,
+            recomputed_tokens=rest.recomputed_tokens,
             pairs=await take_pairs(self.engine),
             interrupted=self.interrupted,
             **(await self._shadow() if self.session.method.memory is not None else {}),

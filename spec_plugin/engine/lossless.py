@@ -126,7 +126,13 @@ SPECULATIVE: Mapping[str, OptionRule] = {
         _false, "false", "verifies a part of the draft; not read closely enough to trust"
     ),
     "dspark_draft_topk": OptionRule(_none, "none", "belongs to a method that is not on this list"),
-    "disable_eagle_block_drop": OptionRule(_false, "false", "from 0.32, for measurements; " + _UNTRIED),
+    "disable_eagle_block_drop": OptionRule(
+        _one_of(None, True, False),
+        "true | false",
+        "the policy's own keys and values in the block that is kept depend on the tokens before them alone; the draft's last one "
+        "may be made with the token that follows in another request, which changes what is proposed only "
+        "(read: vLLM 0.31 and 0.32; where a target keeps recurrent states the prefix cache is off)",
+    ),
     "target_model_config": OptionRule(_none, "none", _INTERNAL),
     "target_parallel_config": OptionRule(_none, "none", _INTERNAL),
     "draft_model_config": OptionRule(_none, "none", _INTERNAL),

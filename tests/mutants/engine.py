@@ -19,6 +19,48 @@ _STATES = "spec_plugin/engine/states.py"
 
 MUTATIONS = (
     Mutation(
+        "spec_plugin/builtin/methods/tables.py",
+        "**({} if keeps_states(target.hf_config) else whole_hits()),",
+        "**{},",
+        "law 7: a block of each hit in the prefix cache is read anew where vLLM could keep it",
+        ("test_method_settings.py",),
+    ),
+    Mutation(
+        _STEPS,
+        "hits = sum(request.num_computed_tokens > 0 for",
+        "hits = sum(request.num_computed_tokens < 0 for",
+        "nobody counts what vLLM drops of each hit in the prefix cache for the draft's sake",
+        ("engine/test_steps.py",),
+    ),
+    Mutation(
+        _MIXIN,
+        'drops = getattr(self, "use_eagle_block_drop", self.use_eagle)',
+        "drops = self.use_eagle",
+        "a block is counted as read anew of an engine that was told to keep it",
+        ("engine/test_scheduler_mixin.py",),
+    ),
+    Mutation(
+        "spec_plugin/ledger.py",
+        "- 1.0) - recomputing",
+        "- 1.0)",
+        "law 7: what drafts save is stated without what the prefix cache loses by them",
+        ("test_ledger.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/repairs/draft_noise.py",
+        "return original(self, hidden_states, positions + SALT, *args, **kwargs)",
+        "return original(self, hidden_states, positions, *args, **kwargs)",
+        "law 2: with vLLM 0.24 to 0.28 a rejected proposal is replaced by a draw with its own noise",
+        ("engine/test_draft_noise.py::test_the_fault_is_found_and_gone_behind_the_repair",),
+    ),
+    Mutation(
+        "spec_plugin/engine/extension.py",
+        'if v2 and vllm_config.speculative_config.draft_sample_method == "probabilistic":',
+        'if v2 and vllm_config.speculative_config.draft_sample_method == "greedy":',
+        "law 2: an engine that samples its proposals starts without the repair of their noise",
+        ("engine/test_draft_noise.py::test_law_2_an_engine_of_v2_that_samples_its_proposals_starts_with_the_patch",),
+    ),
+    Mutation(
         "spec_plugin/engine/parent.py",
         'if parent is None or not here.name.startswith("EngineCore"):',
         "if parent is None:",

@@ -166,7 +166,7 @@ def _output(running: Sequence[_Request], new: Sequence[_Request]) -> SimpleNames
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,
         scheduled_spec_decode_tokens={names[id(r)]: [7] * r.width for r in running if r.width},
-        scheduled_new_reqs=list(new),
+        scheduled_new_reqs=[SimpleNamespace(req_id=names[id(r)], num_computed_tokens=0) for r in new],
         scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=[r.prompt + r.made for r in running]),
     )
 

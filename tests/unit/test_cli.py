@@ -143,16 +143,17 @@ def test_a_patch_that_no_longer_fits_is_a_failure_with_its_text(monkeypatch):
     assert finding.state == "fail" and finding.detail == "the symbol changed" and finding.fix
 
 
-def test_on_a_gpu_the_repairs_of_its_graphs_are_tried(monkeypatch):
-    from spec_plugin.engine.repairs import cpu_compat, graphs, patches
+def test_on_a_gpu_the_repairs_of_its_graphs_and_of_its_drafts_noise_are_tried(monkeypatch):
+    from spec_plugin.engine.repairs import cpu_compat, draft_noise, graphs, patches
 
     monkeypatch.setattr(cpu_compat, "on_cpu", lambda: False)
     try:
-        (finding,) = doctor.examine_patches()
+        findings = doctor.examine_patches()
     finally:
-        patches.revert(graphs.GRAPH_PATCHES[0])
-    assert finding.name == "graphs_of_every_k" and finding.state == "ok"
-    assert finding.detail.startswith(("in force: ", "not needed: "))
+        for patch in (*graphs.GRAPH_PATCHES, *draft_noise.NOISE_PATCHES):
+            patches.revert(patch)
+    assert [(f.name, f.state) for f in findings] == [("graphs_of_every_k", "ok"), ("draft_noise", "ok")]
+    assert all(f.detail.startswith(("in force: ", "not needed: ")) for f in findings)
 
 
 @pytest.mark.parametrize("trainer", ["verl", "openrlhf", "trl"])

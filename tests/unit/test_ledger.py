@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from spec_plugin import ledger as module
-from spec_plugin.events import RolloutStats
+from spec_plugin.events import MixedSteps, RolloutStats, StepTiming
 from spec_plugin.ledger import Ledger
 
 
@@ -229,3 +231,38 @@ def test_of_several_engines_the_one_that_would_be_waited_for_longest_decides(clo
         clock.now += 8.0
         book.rolled_out(engine, 1.2, [(engine, 1.0), (engine, 1.1)])
     assert book.hidden
+
+
+def reading(recomputed: int, *steps: StepTiming) -> RolloutStats:
+    """Ten seconds, of which four steps of eight requests read 320 tokens of prompts for four."""
+    mixed = (MixedSteps(8, 3, True, 4.0, 4, 8), MixedSteps(8, 3, False, 2.0, 4, 8))
+    return replace(rollout(10.0), mixed=mixed, steps=steps, prompt_tokens=320, recomputed_tokens=recomputed)
+
+
+def test_what_vllm_drops_of_the_prefix_cache_costs_no_more_than_its_share_of_what_reading_took():
+    decoding = StepTiming(8, 3, False, 0.25, 10), StepTiming(1, 0, False, 0.01, 10)
+    assert reading(80, *decoding).recomputing_seconds == pytest.approx((4.0 - 4 * 0.25) / 4)
+    assert reading(80).recomputing_seconds == pytest.approx(1.0), "nothing is known of decoding: all of these steps"
+    assert reading(0, *decoding).recomputing_seconds == 0.0
+    assert reading(80, StepTiming(8, 3, False, 9.0, 10)).recomputing_seconds == 0.0, "never less than nothing"
+
+
+@pytest.mark.parametrize(("times_as_long", "saved"), [(1.6, 5.0), (1.0, -1.0), (None, -1.0)])
+def test_it_is_taken_from_what_drafts_save_also_of_a_phase_without_them(clock, times_as_long, saved):
+    book = Ledger()
+    book.waits()
+    clock.now += 10.0
+    book.rolled_out(reading(80), times_as_long)
+    book.close()
+    assert book.metrics()["spec/saved_s"] == pytest.approx(saved)
+    assert book.metrics()["spec/net_s"] == pytest.approx(saved)
+
+
+def test_of_engines_side_by_side_the_one_counts_that_recomputed_longest(clock):
+    book = Ledger()
+    book.waits()
+    clock.now += 10.0
+    both = replace(reading(160), parts=(reading(80), reading(0)))
+    book.rolled_out(both, 1.0)
+    book.close()
+    assert book.metrics()["spec/saved_s"] == pytest.approx(-1.0)

@@ -21,7 +21,8 @@ def refresh(sink: MetricsSink, installed: bool, version: int) -> None:
 
 def test_acceptance_counts_the_bonus_token_and_positions_are_rates():
     sink = MetricsSink()
-    sink.spec_rollout_end(RolloutStats(4, 8, 500, 2.0, 100, 300, 250, (95, 85, 70)))
+    sink.spec_rollout_end(RolloutStats(4, 8, 500, 2.0, 100, 300, 250, (95, 85, 70), recomputed_tokens=48))
+    assert sink.spec_metrics()["spec/prefix_tokens_recomputed"] == 48.0
     metrics = sink.spec_metrics()
     assert metrics["spec/acceptance_length"] == 3.5
     assert [metrics[f"spec/acceptance_pos_{i}"] for i in range(3)] == [0.95, 0.85, 0.70]

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from spec_plugin.config import SpecConfig
+from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
+from spec_plugin.sources import source_of
+
+_KEEPS = "disable_eagle_block_drop"
 
 
 def common_settings(config: SpecConfig, target: TargetInfo, whole: bool = False) -> dict[str, Any]:
@@ -22,7 +26,17 @@ def common_settings(config: SpecConfig, target: TargetInfo, whole: bool = False)
         "num_speculative_tokens": config.k,
         "num_speculative_tokens_per_batch_size": table,
         "rejection_sample_method": config.rejection_sample_method,
+        **({} if keeps_states(target.hf_config) else whole_hits()),  # those have no prefix cache here
     }
+
+
+def whole_hits() -> dict[str, bool]:
+    """Where the installed vLLM can (0.31, 0.32): leave no block of a hit in the prefix cache out for the draft's sake.
+
+    The last entry of the draft's own cache in that block may have been made with the token that follows in another request. In
+    samples of one prompt, and in the turns of a conversation, that is the same token, and elsewhere it is one entry of the draft.
+    """
+    return {_KEEPS: True} if f"    {_KEEPS}: bool" in source_of("vllm", "config/speculative.py") else {}
 
 
 #: options that say something of a draft model, and of the shape of a new one

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from spec_plugin.engine.repairs import patches
 from spec_plugin.engine.repairs.adapters import ADAPTER_PATCHES
 from spec_plugin.engine.repairs.convolutions import CONVOLUTIONS
+from spec_plugin.engine.repairs.draft_noise import NOISE_PATCHES
 from spec_plugin.engine.repairs.drafts_0_24 import DRAFTS_0_24
 from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES
 from spec_plugin.engine.repairs.norms import NORMS
@@ -243,7 +244,7 @@ def apply_cpu_patches(skip: Iterable[str] = ()) -> list[PatchStatus]:
         PatchError: if a patch no longer fits the installed vLLM.
     """
     skipped = frozenset(skip)
-    known = [patch.name for patch in (*CPU_PATCHES, *ADAPTER_PATCHES, *GRAPH_PATCHES)]
+    known = [patch.name for patch in (*CPU_PATCHES, *ADAPTER_PATCHES, *GRAPH_PATCHES, *NOISE_PATCHES)]
     if unknown := sorted(skipped.difference(known)):
         raise SpecConfigError(f"additional_config.spec_plugin.skip_patches={unknown}: no such patch; known: {known}")
     if not on_cpu():

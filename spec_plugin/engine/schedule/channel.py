@@ -28,13 +28,16 @@ class RestOfSteps(NamedTuple):
     mixed: tuple[MixedSteps, ...]
     kept_by_batch: tuple[tuple[int, int], ...]  # as in ``RolloutStats``
     past_end_per_pos: tuple[int, ...]
+    prompt_tokens: int
+    recomputed_tokens: int
 
     @classmethod
     def of(cls, answer: Sequence[Any]) -> RestOfSteps:
         """From what ``spec_rest_of_steps`` returns."""
-        busy, rows, kept, past_end = answer
+        busy, rows, kept, past_end, (prompt_tokens, recomputed_tokens) = answer
         mixed = tuple(MixedSteps(*row) for row in rows)
-        return cls(busy, mixed, tuple((batch, tokens) for batch, tokens in kept), tuple(past_end))
+        kept_by_batch = tuple((batch, tokens) for batch, tokens in kept)
+        return cls(busy, mixed, kept_by_batch, tuple(past_end), prompt_tokens, recomputed_tokens)
 
 
 async def rest_of_steps(engine: Engine) -> RestOfSteps:

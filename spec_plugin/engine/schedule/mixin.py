@@ -33,6 +33,8 @@ class SpecSchedulerMixin:
     vllm_config: Any
     requests: dict[str, Any]
     num_spec_tokens: int
+    use_eagle: bool
+    block_size: int
     dynamic_sd_lookup: list[int] | None  # k by batch size, which vLLM reads at each step
     has_unfinished_requests: Any
 
@@ -43,7 +45,7 @@ class SpecSchedulerMixin:
         if settings.get("own_table") and self.vllm_config.parallel_config.data_parallel_size == 1:
             sizes = self.vllm_config.scheduler_config.max_num_seqs + 1
             self.dynamic_sd_lookup = [self.num_spec_tokens] * sizes
-        self.spec_steps = StepLog(bool(settings.get("ragged")))
+        self.spec_steps = StepLog(bool(settings.get("ragged")), self._spec_dropped)
         self.spec_pairs = PairedSteps(bool(settings.get("ragged")))
         self.spec_cutoff = DraftCutoff([], ())  # until a table is set: never
         self.spec_preemption = PreemptWhereDraftsEnd() if self.vllm_config.model_config.is_hybrid else None
@@ -56,6 +58,15 @@ class SpecSchedulerMixin:
         self._spec_batch = 0  # requests in the step whose output is being taken up
         #: drafted tokens accepted of the request whose output is being taken up; None: it had no draft
         self._spec_accepted: int | None = None
+
+    @property
+    def _spec_dropped(self) -> int:
+        """Tokens of a hit in the prefix cache that vLLM drops: the last block, in which the draft may have read another token.
+
+        Where a hit is that one block, none of it is left, and the step log does not see that there was one.
+        """
+        drops = getattr(self, "use_eagle_block_drop", self.use_eagle)  # a word of its own since vLLM 0.31
+        return int(self.block_size) if drops and self.vllm_config.cache_config.enable_prefix_caching else 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own; before it requests may be preempted, and the step before it is over."""

@@ -52,8 +52,13 @@ class _Sum:
 class StepLog:
     """Durations of steps by kind, since the last ``take``."""
 
-    def __init__(self, ragged: bool = False) -> None:
-        """``ragged``: the method may propose fewer than k tokens for a request, or none."""
+    def __init__(self, ragged: bool = False, dropped: int = 0) -> None:
+        """Nothing noted.
+
+        Args:
+            ragged: the method may propose fewer than k tokens for a request, or none.
+            dropped: tokens of each hit in the prefix cache that vLLM has the request compute anew, for the draft's sake.
+        """
         self._timed: dict[Kind, deque[tuple[float, float]]] = defaultdict(
             lambda: deque(maxlen=_KEPT)
         )  # seconds, context
@@ -62,12 +67,16 @@ class StepLog:
         self._kept: dict[int, int] = defaultdict(int)  # by requests of the step
         self._past_end: list[int] = []  # by position
         self._busy = 0.0
+        self._dropped, self._prompt_tokens, self._recomputed = dropped, 0, 0
         self._open: _Open | None = None
         self.mixed: list[MixedSteps] = []  # beside those that the last ``take`` returned
         self.busy_seconds = 0.0  # of all of these steps
         #: requests of a step, and drafted tokens that all such steps have added to responses
         self.kept: list[tuple[int, int]] = []
         self.past_end: list[int] = []  # drafted tokens accepted for which a response had no room, by position
+        self.prompt_tokens = self.recomputed_tokens = (
+            0  # read in these steps, and those of them that the prefix cache had
+        )
         self.ragged = ragged
 
     def end(self, now: float) -> Timed | None:
@@ -107,6 +116,7 @@ class StepLog:
         if not scheduled:
             return  # nothing runs
         widths = _widths(output)
+        self._read(output, widths)
         kind = kind_of(output, table, paused, self.ragged, widths)
         if kind is not None:
             batch, k, _ = kind
@@ -119,6 +129,14 @@ class StepLog:
             k = max(widths.values()) or (table[batch] if batch < len(table) else 0)
             drafted = decoding * (k > 0) if self.ragged else sum(width > 0 for width in widths.values())
         self._open = _Open(now, kind, (batch, k, prompts), drafted, context_of(output))
+
+    def _read(self, output: Any, widths: Mapping[str, int]) -> None:
+        """Count the tokens of prompts in a step; of each request that the prefix cache knows a block was dropped."""
+        new = {request.req_id for request in output.scheduled_new_reqs}
+        for request, tokens in output.num_scheduled_tokens.items():
+            self._prompt_tokens += tokens if request in new else max(0, tokens - widths[request] - 1)
+        hits = sum(request.num_computed_tokens > 0 for request in output.scheduled_new_reqs)
+        self._recomputed += self._dropped * hits
 
     def accept(self, batch: int, accepted: int, kept: int) -> None:
         """Of a request in a step of so many requests so many drafted tokens were accepted, and kept: there the response ended."""
@@ -140,7 +158,8 @@ class StepLog:
     def take(self) -> list[StepTiming]:
         """Durations since the last call, one ``StepTiming`` for each kind of step; each is returned once.
 
-        What is not in them is in ``mixed``, ``busy_seconds``, ``kept`` and ``past_end`` until the next call.
+        What is not in them is in ``mixed``, ``busy_seconds``, ``kept``, ``past_end``, ``prompt_tokens`` and ``recomputed_tokens``
+        until the next call.
         """
         found = []
         for kind, timed in self._timed.items():
@@ -151,7 +170,8 @@ class StepLog:
         self.mixed = [MixedSteps(*kind, s.seconds, s.steps, s.drafted, s.context / s.steps) for kind, s in sums]
         self.busy_seconds, self._busy = self._busy, 0.0
         self.kept, self.past_end = sorted(self._kept.items()), self._past_end
-        self._past_end = []
+        self.prompt_tokens, self.recomputed_tokens = self._prompt_tokens, self._recomputed
+        self._past_end, self._prompt_tokens, self._recomputed = [], 0, 0
         self._kept.clear()
         self._timed.clear()
         self._sums.clear()

@@ -49,6 +49,7 @@ def test_every_sampling_option_of_the_installed_vllm_is_decided():
         {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1},
         {"method": "suffix", "suffix_decoding_min_token_prob": 0.1},
         {"method": "mtp", "model": None},
+        {"disable_eagle_block_drop": True},
     ],
 )
 def test_exact_settings_start(extra):

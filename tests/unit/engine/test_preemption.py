@@ -24,8 +24,12 @@ class Vllms:
     def __init__(self, hybrid: bool = True, tokens: int = 1000) -> None:
         speculative = SimpleNamespace(max_num_new_slots_for_drafting=0)
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(is_hybrid=hybrid), speculative_config=speculative, additional_config={}
+            model_config=SimpleNamespace(is_hybrid=hybrid),
+            speculative_config=speculative,
+            additional_config={},
+            cache_config=SimpleNamespace(enable_prefix_caching=False),
         )
+        self.use_eagle = True
         self.dynamic_sd_lookup = None
         self.scheduler_config = SimpleNamespace(max_num_batched_tokens=tokens, long_prefill_token_threshold=0)
         self.max_num_scheduled_tokens, self.max_model_len, self.num_spec_tokens = tokens, CONTEXT, K

@@ -18,9 +18,13 @@ K = 3
 class Vllms:
     """vLLM's half: calls back for each drafted request of a step, as its scheduler does."""
 
-    def __init__(self, *, ragged: bool = False, hybrid: bool = False) -> None:
+    use_eagle, block_size = True, 16
+
+    def __init__(self, *, ragged: bool = False, hybrid: bool = False, caching: bool = False) -> None:
         self.vllm_config = SimpleNamespace(
-            additional_config={"spec_plugin": {"ragged": ragged}}, model_config=SimpleNamespace(is_hybrid=hybrid)
+            additional_config={"spec_plugin": {"ragged": ragged}},
+            model_config=SimpleNamespace(is_hybrid=hybrid),
+            cache_config=SimpleNamespace(enable_prefix_caching=caching),
         )
         self.requests: dict[str, Any] = {}
         self.dynamic_sd_lookup: list[int] | None = [0] + [K] * 8
@@ -270,3 +274,23 @@ def test_in_a_stretch_that_is_timed_plainly_no_draft_is_asked_for_and_the_table_
         scheduler.schedule()
     scheduler.schedule()
     assert seen[-1] is table
+
+
+@pytest.mark.parametrize(
+    ("words", "caching", "dropped"),
+    [
+        ({}, True, 16),
+        ({}, False, 0),
+        ({"use_eagle": False}, True, 0),
+        ({"use_eagle_block_drop": True}, True, 16),
+        ({"use_eagle_block_drop": False}, True, 0),  # since vLLM 0.31 it can be left out
+    ],
+)
+def test_what_vllm_drops_of_a_hit_in_the_prefix_cache_is_counted_only_where_it_does(words, caching, dropped):
+    scheduler = type("Told", (Scheduler,), words)(caching=caching)
+    arrival = SimpleNamespace(req_id="a", num_computed_tokens=256)
+    scheduler.next = output(1)
+    scheduler.next.num_scheduled_tokens["a"], scheduler.next.scheduled_new_reqs = 32, [arrival]
+    scheduler.schedule()
+    scheduler.spec_steps.take()
+    assert scheduler.spec_steps.recomputed_tokens == dropped and scheduler.spec_steps.prompt_tokens == 32

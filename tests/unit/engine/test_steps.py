@@ -19,6 +19,10 @@ def output(batch=2, k=3, **changes):
     return SimpleNamespace(**(fields | changes))
 
 
+def new(request, cached=0):
+    return SimpleNamespace(req_id=request, num_computed_tokens=cached)
+
+
 PLAIN, K3 = (0,) * 9, (0,) + (3,) * 8
 
 
@@ -31,7 +35,7 @@ def test_a_decoding_step_has_one_kind():
 @pytest.mark.parametrize(
     "mixed",
     [
-        output(scheduled_new_reqs=["new"]),
+        output(scheduled_new_reqs=[new("r0")]),
         output(num_scheduled_tokens={}),
         output(num_scheduled_tokens={"r0": 4, "r1": 17}),  # a chunk of a prompt
         output(scheduled_spec_decode_tokens={"r0": [7, 7, 7]}),  # r1 is plain
@@ -59,7 +63,7 @@ def test_time_without_requests_is_not_counted_and_steps_that_are_not_alike_are_c
     log.interrupt(0.5)
     log.interrupt(7.0)
     log.begin(output(num_scheduled_tokens={}), K3, 50.0)
-    log.begin(output(scheduled_new_reqs=["new"]), K3, 100.0)
+    log.begin(output(scheduled_new_reqs=[new("r0")]), K3, 100.0)
     log.begin(output(k=0), PLAIN, 200.0)
     log.begin(output(k=0), PLAIN, 201.0)
     assert log.take() == [StepTiming(2, 0, True, 1.0, 1, 150.0)]
@@ -104,7 +108,7 @@ def test_steps_in_which_some_request_has_no_draft_are_known_by_how_many_have_one
     control = output(num_scheduled_tokens={"r0": 4, "r1": 1}, scheduled_spec_decode_tokens={"r0": [7, 7, 7]})
     both = output(num_scheduled_tokens={"r0": 1, "r1": 1}, scheduled_spec_decode_tokens={})
     prompt = output(num_scheduled_tokens={"r0": 4, "r1": 17}, scheduled_spec_decode_tokens={"r0": [7, 7, 7]})
-    arrives = output(num_scheduled_tokens={"r0": 4, "r1": 1}, scheduled_new_reqs=["r1"])
+    arrives = output(num_scheduled_tokens={"r0": 4, "r1": 1}, scheduled_new_reqs=[new("r1")])
     log = StepLog()
     for now, step in (
         (0.0, output()),
@@ -126,3 +130,18 @@ def test_steps_in_which_some_request_has_no_draft_are_known_by_how_many_have_one
         (9, 3, False): (2.0, 1, 9),  # the table does not know of it
     }
     assert log.busy_seconds == 27.0
+
+
+def test_tokens_of_prompts_are_counted_and_of_each_prompt_that_the_cache_knew_the_block_that_vllm_dropped():
+    log = StepLog(dropped=16)
+    widths = {"r0": [7, 7, 7]}
+    reads = {"r0": 4, "r1": 40, "r2": 24, "r3": 100}  # r0 decodes, r1 goes on with its prompt
+    arrivals = [new("r2", 256), new("r3")]
+    log.begin(
+        output(num_scheduled_tokens=reads, scheduled_spec_decode_tokens=widths, scheduled_new_reqs=arrivals), K3, 0.0
+    )
+    log.begin(output(), K3, 1.0)
+    log.take()
+    assert (log.prompt_tokens, log.recomputed_tokens) == (39 + 24 + 100, 16)
+    log.take()
+    assert (log.prompt_tokens, log.recomputed_tokens) == (0, 0), "each is told once"
