@@ -418,8 +418,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
-        "(_mixed(places) | np.uint64(1))",
-        "(_mixed(places * 0) | np.uint64(1))",
+        "return _mixed(places) | np.uint64(1)",
+        "return _mixed(places * 0) | np.uint64(1)",
         "law 3: two documents of the same tokens in another order are taken for one",
         ("test_spans.py",),
     ),
@@ -460,8 +460,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
-        "np.searchsorted(self._marks, marks)",
-        'np.searchsorted(self._marks, marks, side="right")',
+        "np.searchsorted(self._marks, marks[likely])",
+        'np.searchsorted(self._marks, marks[likely], side="right")',
         "law 3: which version sampled a token is not found though an engine has said it",
         ("test_every_token.py",),
     ),
@@ -502,8 +502,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/witness.py",
-        "if said and end > start:",
-        "if said:",
+        "if said is not None and len(said) and end > start:",
+        "if said is not None and len(said):",
         "a turn that ended before the batch's first token stops the run",
         ("test_every_token.py",),
     ),
