@@ -157,10 +157,10 @@ class EngineSchedule:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Decoding steps of the engine that were alike: nothing but decoding, the same k before and after, one band of batch sizes.
+    """Decoding steps of the engine that were alike: only decoding, the same k before and after, one band of batch sizes.
 
-    See ``spec_plugin.step_cost.bands``. ``seconds``, ``batch`` and ``context`` are means over the same steps, those in the middle of
-    the seconds.
+    See ``spec_plugin.step_cost.bands``. ``seconds``, ``batch`` and ``context`` are means over the same steps, those in the
+    middle of the seconds.
     """
 
     batch: float  # requests in such a step

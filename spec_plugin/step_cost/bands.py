@@ -1,4 +1,4 @@
-"""Bands of batch sizes: steps of nearly as many requests are counted together, so that a log has no more kinds than a few hundred.
+"""Bands of batch sizes: steps of nearly as many requests are counted together, so that a log has a few hundred kinds at most.
 
 The sizes 1 to 16 are bands of their own; above, each octave is cut into eight: 17-18, 19-20, ..., 31-32, 33-36, ..., 961-1024.
 What is said of a band goes with the mean batch of the steps that it was seen in, so that no step is taken for a larger one.

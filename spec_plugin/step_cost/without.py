@@ -177,10 +177,10 @@ def _tokens_made(
 ) -> Numbers:
     """Tokens of a request with a draft in one step of each kind, [n]: what the rollout has shown of such steps.
 
-    What a band of batch sizes has shown, and not the rollout's mean: the last requests of a rollout are others than the first, and
-    text that repeats itself is both long and easy to draft. ``at_most``: or that mean, where it is more, and with the tokens for
-    which responses had no room: the one that the rollout waits for has ended once only. Among several k they are shared out as is
-    expected.
+    What a band of batch sizes has shown, and not the rollout's mean: the last requests of a rollout are others than the first,
+    and text that repeats itself is both long and easy to draft. ``at_most``: or that mean, where it is more, and with the tokens
+    for which responses had no room: the one that the rollout waits for has ended once only. Among several k they are shared
+    out as is expected.
 
     Args:
         stats: of the rollout.

@@ -418,6 +418,27 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
+        "(kept <= _REMEMBERED or version == max(self._by_version))",
+        "True",
+        "what every rank remembers of old samples fills its memory",
+        ("test_scale.py",),
+    ),
+    Mutation(
+        "spec_plugin/spans.py",
+        "if len(self._marks) > 2 * len(self) + KEPT:",
+        "if False:",
+        "the marks of what was forgotten stay for ever",
+        ("test_scale.py",),
+    ),
+    Mutation(
+        "spec_plugin/actor/links.py",
+        "steps=together([s for p in parts for s in p.steps])",
+        "steps=tuple(s for p in parts for s in p.steps)",
+        "rank 0 goes through the steps of all engines one by one",
+        ("test_scale.py", "test_links_merged.py"),
+    ),
+    Mutation(
+        "spec_plugin/spans.py",
         "return _mixed(places) | np.uint64(1)",
         "return _mixed(places * 0) | np.uint64(1)",
         "law 3: two documents of the same tokens in another order are taken for one",
