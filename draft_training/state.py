@@ -9,7 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from draft_training.checkpoint import digest_like, fingerprint, replacing_folder, settled_folder, write_json, write_tensors
+from draft_training.checkpoint import (
+    digest_like,
+    fingerprint,
+    replacing_folder,
+    settled_folder,
+    write_json,
+    write_tensors,
+)
 from draft_training.draft import DraftKind
 from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.files import read_json

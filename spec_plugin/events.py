@@ -160,21 +160,30 @@ class EngineSchedule:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Decoding steps of the engine that were alike: nothing but decoding, the same k before and after."""
+    """Decoding steps of the engine that were alike: only decoding, the same k before and after, one band of batch sizes.
 
-    batch: int  # requests in the step
+    See ``spec_plugin.step_cost.bands``. ``seconds``, ``batch`` and ``context`` are means over the same steps, those in the
+    middle of the seconds.
+    """
+
+    batch: float  # requests in such a step
     k: int  # tokens drafted, and verified, of each
     paused: bool  # with k = 0: was the draft's forward pass left out
-    seconds: float  # median, from the start of one step to the start of the next
-    steps: int
-    context: float = 0.0  # mean number of tokens that a request of such a step had in the KV cache; 0: not known
+    seconds: float  # from the start of one step to the start of the next
+    steps: int  # all of them
+    context: float = 0.0  # tokens that a request of such a step had in the KV cache; 0: not known
+    forwards: int = -1  # requests of all these steps together; where it is not said, ``batch * steps``
+
+    def __post_init__(self) -> None:
+        if self.forwards < 0:
+            object.__setattr__(self, "forwards", round(self.batch * self.steps))
 
 
 @dataclass(frozen=True)
 class MixedSteps:
-    """Steps of the engine that were not alike: some request drafted fewer tokens than others, or read its prompt."""
+    """Steps of one band that were not alike: some request drafted fewer tokens than others, or read its prompt."""
 
-    batch: int  # requests in each of the steps
+    batch: float  # requests in a step, in the mean
     k: int  # most tokens that one of them drafted, or would have by the table
     prompts: bool  # did some of them read their prompt; else all decoded
     seconds: float  # of all these steps together
@@ -214,7 +223,7 @@ class RolloutStats:
     interrupted: bool = False
     pairs: tuple[StepPair, ...] = ()  # of this phase, in the order of time within each engine
     mixed: tuple[MixedSteps, ...] = ()  # of this phase, all that are not in ``steps``
-    #: requests in a step, and the drafted tokens that all steps of so many have added to responses
+    #: bands of batch sizes, and the drafted tokens that all steps of each have added to responses
     kept_by_batch: tuple[tuple[int, int], ...] = ()
     past_end_per_pos: tuple[int, ...] = ()  # [k]: accepted, but more than the response had room for
     prompt_tokens: int = 0  # read in steps of this phase, without those that the prefix cache had
@@ -226,7 +235,7 @@ class RolloutStats:
     @property
     def drafted_by_k(self) -> list[tuple[int, int]]:
         """k, and the forwards of single requests with a draft of so many tokens, of each kind of step in the log."""
-        alike = [(s.k, s.batch * s.steps) for s in self.steps if s.k > 0]
+        alike = [(s.k, s.forwards) for s in self.steps if s.k > 0]
         return alike + [(m.k, m.drafted) for m in self.mixed if m.drafted]
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -19,13 +20,16 @@ from torch import Tensor
 
 #: that an engine keeps at most, until it is asked
 KEPT = 65_536
-#: versions after which nobody will ask for a span any more
-_VERSIONS = 64
+#: versions after which nobody will ask for a span any more, and spans of all engines that are remembered at most, about
+_VERSIONS, _REMEMBERED = 64, 262_144
+
+#: bits of a mark by which most tokens are told from all ends of spans
+_LOW = np.uint64((1 << 22) - 1)
 
 Tokens = Sequence[int] | NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """One request, or what one policy version sampled of it."""
 
@@ -45,11 +49,22 @@ def fingerprints(tokens: Tokens) -> NDArray[np.uint64]:
         tokens: [n] token ids.
     """
     ids = np.asarray(tokens, dtype=np.uint64)
-    places = np.arange(1, len(ids) + 1, dtype=np.uint64)
+    sums = np.zeros(len(ids) + 1, np.uint64)
     with np.errstate(over="ignore"):
-        terms = _mixed(ids + np.uint64(1)) * (_mixed(places) | np.uint64(1))
-        sums = np.cumsum(terms, dtype=np.uint64)
-    return np.concatenate([np.zeros(1, np.uint64), sums])
+        np.cumsum(_mixed(ids + np.uint64(1)) * _weights(len(ids)), out=sums[1:])
+    return sums
+
+
+def _weights(length: int) -> NDArray[np.uint64]:
+    """Of the places of a document, [length]: odd, and the same for every document."""
+    size = 1 << max(10, (length - 1).bit_length())
+    return _weights_of(size)[:length]
+
+
+@lru_cache(maxsize=4)
+def _weights_of(size: int) -> NDArray[np.uint64]:
+    places = np.arange(1, size + 1, dtype=np.uint64)
+    return _mixed(places) | np.uint64(1)
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -77,10 +92,14 @@ def span_of(
         plain: its tokens from this one on, up to that one, counted from the document's first, were sampled without drafts.
         log_probs: of the response, where the trainer gets them: it does not get those of another request of the same text.
     """
-    document = np.concatenate([np.asarray(prompt, np.int64), np.asarray(response, np.int64)])
-    mark = int(fingerprints(document)[-1])
+    mark = int(fingerprints(joined(prompt, response))[-1])
     stated = None if log_probs is None else math.fsum(log_probs)
-    return Span(mark, len(prompt), len(document), version, *plain, stated)
+    return Span(mark, len(prompt), len(prompt) + len(response), version, *plain, stated)
+
+
+def joined(prompt: Tokens, response: Tokens) -> NDArray[np.int64]:
+    """A prompt and its response as one document, [n]."""
+    return np.concatenate([np.asarray(prompt, np.int64), np.asarray(response, np.int64)])
 
 
 class Spans:
@@ -88,19 +107,47 @@ class Spans:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], list[Span]] = {}  # several requests may have sampled the same text
-        self._marks: NDArray[np.uint64] = np.zeros(0, np.uint64)  # of ``_known``, in order
+        self._by_version: dict[int, dict[Span, None]] = {}  # the same, in the order in which they came
+        #: of ``_known`` and of what was forgotten since they were last gone through, in order
+        self._marks: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._maybe = np.zeros(
+            int(_LOW) + 1, bool
+        )  # by their lowest bits: most tokens end no span, and are seen to at once
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_version.values()))
 
     def add(self, spans: Iterable[Span], policy_version: int) -> None:
-        """Take note; what was sampled long before this version is forgotten."""
+        """Take note; what was sampled long before this version is forgotten, and of very many the oldest versions."""
+        added = []
         for span in spans:
             same = self._known.setdefault((span.until, span.mark), [])
             if span in same:
                 same.remove(span)  # the last one to say so is the newest
             same.append(span)
-        oldest = policy_version - _VERSIONS
-        kept = ((key, [s for s in same if s.version >= oldest]) for key, same in self._known.items())
-        self._known = {key: same for key, same in kept if same}
-        self._marks = np.unique(np.array([mark for _, mark in self._known], np.uint64))
+            self._by_version.setdefault(span.version, {})[span] = None
+            added.append(span.mark)
+        self._forget(policy_version - _VERSIONS)
+        if len(self._marks) > 2 * len(self) + KEPT:  # most of them are of what was forgotten
+            added, self._marks = [mark for _, mark in self._known], self._marks[:0]
+            self._maybe[:] = False
+        new = np.sort(np.array(added, np.uint64))
+        self._maybe[new & _LOW] = True
+        # two sorted runs, which are merged in a time that grows with their length
+        self._marks = np.sort(np.concatenate([self._marks, new]), kind="stable")
+
+    def _forget(self, oldest: int) -> None:
+        """Versions before this one, and as many more as are too many, but never the newest."""
+        kept = len(self)
+        for version in sorted(self._by_version):
+            if version >= oldest and (kept <= _REMEMBERED or version == max(self._by_version)):
+                return
+            for span in self._by_version.pop(version):
+                same = self._known[span.until, span.mark]
+                same.remove(span)
+                if not same:
+                    del self._known[span.until, span.mark]
+                kept -= 1
 
     def of(
         self,
@@ -146,8 +193,9 @@ class Spans:
         if not len(self._marks):
             return []
         marks = fingerprints(document.cpu().numpy())
-        places = np.searchsorted(self._marks, marks).clip(max=len(self._marks) - 1)
-        ends = np.flatnonzero(self._marks[places] == marks)
+        likely = np.flatnonzero(self._maybe[marks & _LOW])
+        places = np.searchsorted(self._marks, marks[likely]).clip(max=len(self._marks) - 1)
+        ends = likely[self._marks[places] == marks[likely]]
         found = (self._known.get((int(until), int(marks[until]))) for until in ends)
         return [same for same in found if same]
 

@@ -15,18 +15,29 @@ import torch
 from torch import Tensor
 
 from spec_plugin.events import LogprobBatch
-from spec_plugin.spans import fingerprints
+from spec_plugin.spans import Tokens, fingerprints
 
 #: requests of a phase that each engine keeps
 KEPT = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Witness:
     """One request: a turn of a conversation is a prefix of the document that it became part of."""
 
-    tokens: tuple[int, ...]  # prompt and response
-    log_probs: tuple[float, ...]  # of the response, which ends ``tokens``
+    mark: int  # fingerprint of prompt and response
+    until: int  # tokens of both
+    stated: bytes  # log-probs of the response, which ends there: float64, in a form that is cheap to send
+
+    @classmethod
+    def of(cls, tokens: Tokens, log_probs: Sequence[float]) -> Witness:
+        """From the tokens of prompt and response, and the log-probs of the response."""
+        return cls(int(fingerprints(tokens)[-1]), len(tokens), np.asarray(log_probs, np.float64).tobytes())
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Of the response, [n] float64."""
+        return torch.from_numpy(np.frombuffer(self.stated, np.float64).copy())
 
 
 def witnessed(
@@ -40,7 +51,7 @@ def witnessed(
         starts: where the first column of ``batch`` lies in each document.
         witnesses: of the same phase.
     """
-    known = {(len(w.tokens), int(fingerprints(w.tokens)[-1])): w.log_probs for w in witnesses}
+    known = {(w.until, w.mark): w.log_probs for w in witnesses}
     lengths = np.array(sorted({length for length, _ in known}), np.int64)
     rollout, seen = batch.recomputed.clone(), torch.zeros_like(batch.mask)
     for row, (document, start) in enumerate(zip(documents, starts, strict=True)):
@@ -48,10 +59,10 @@ def witnessed(
         marks = fingerprints(document.cpu().numpy())[ends]
         for end, mark in zip(ends.tolist(), marks.tolist(), strict=True):
             said = known.get((end, mark))
-            if said and end > start:  # else it is all of the prompt
+            if said is not None and len(said) and end > start:  # else it is all of the prompt
                 first = max(end - len(said), start)
                 columns = slice(first - start, end - start)
-                rollout[row, columns] = torch.tensor(said[len(said) - (end - first) :], dtype=rollout.dtype)
+                rollout[row, columns] = said[len(said) - (end - first) :].to(rollout.dtype)
                 seen[row, columns] = True
     mask = batch.mask & seen
     rows = mask.any(-1)

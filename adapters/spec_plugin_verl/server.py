@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -53,7 +54,7 @@ class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
         trainer_asked = bool(sampling_params.get("logprobs"))
         options = {name: v for name, v in sampling_params.items() if name not in ("logprobs", "max_new_tokens")}
         async with self._spec_front.sample(prompt_ids, options) as request:
-            asked = {**sampling_params, "extra_args": request.extra_args, "logprobs": True}
+            asked = {**sampling_params, **_cheaply_stated(sampling_params), "extra_args": request.extra_args}
             output = await super().generate(prompt_ids, asked, *args, **kwargs)
             request.completed(output.token_ids, int(self.global_steps or 0), output.log_probs, asked=trainer_asked)
         if not trainer_asked:
@@ -68,6 +69,15 @@ class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
             await self._spec_front.look_at_draft()  # before it sleeps for the first time
             if self.lora_as_adapter:
                 self._spec_front.adapter = LoRARequest(VLLM_LORA_NAME, VLLM_LORA_INT_ID, VLLM_LORA_PATH)
+
+
+def _cheaply_stated(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by which vLLM states the log-prob of every sampled token, and does no more than that.
+
+    verl reads neither the text of an answer nor that of a token, and goes through log-probs place by place. As vLLM makes them by
+    default, with a dictionary, an object and a text for each token, they take several times as long as all else in its front end.
+    """
+    return {"logprobs": True, "flat_logprobs": True, "detokenize": bool(sampling.get("stop"))}
 
 
 class SpecReplica(vLLMReplica):  # type: ignore[misc]

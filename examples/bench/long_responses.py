@@ -96,7 +96,9 @@ def run(settings: Settings) -> dict[str, Any]:
     trainer = Measured(settings)
     trainer.run()
     steps = [json.loads(line) for line in (settings.out / "metrics.jsonl").read_text().splitlines()]
-    drafted = [step.get("spec/state") in (Speculation.TRYING, Speculation.SERVING, Speculation.DROPPED) for step in steps]
+    drafted = [
+        step.get("spec/state") in (Speculation.TRYING, Speculation.SERVING, Speculation.DROPPED) for step in steps
+    ]
     first = next((i for i, on in enumerate(drafted) if on), None)
     sampled = settings.prompts * settings.group * settings.max_tokens
     return {
@@ -127,7 +129,9 @@ def main() -> None:
     base = Settings(target, options.out, options.steps, spec={"k": options.k}, group=2, max_num_seqs=8)
     found: dict[str, Any] = {}
     if options.only != "long":
-        short = replace(base, out=options.out / "short", max_tokens=options.short, max_model_len=256, steps=4 * options.steps)
+        short = replace(
+            base, out=options.out / "short", max_tokens=options.short, max_model_len=256, steps=4 * options.steps
+        )
         found["short"] = run(short)
     if options.only != "short":
         found["long"] = run(replace(base, out=options.out / "long", max_tokens=options.long, max_model_len=4096))

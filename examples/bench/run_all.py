@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("speedup", "control", "methods", "learning", "off_cost", "refresh", "harvest", "overheads", "tokens")
+NAMES = ("speedup", "control", "methods", "learning", "off_cost", "refresh", "harvest", "overheads", "tokens", "front")
 
 HELP = """Run the benchmarks, each in a process of its own. OPTIONS after -- go to every one of them.
 
@@ -24,6 +24,7 @@ HELP = """Run the benchmarks, each in a process of its own. OPTIONS after -- go 
   overheads  harvest, training, refresh, provenance at growing sizes
   harvest    copying hidden states out of the log-prob pass
   tokens     judging the log-probs of a step, up to a million tokens
+  front      what log-probs and bookkeeping cost the engine's front end
 What their numbers mean is in README.md beside this file. control alone took
 half an hour to an hour a dtype on two cores. training.py, long_run.py and async_run.py, which compare whole runs of a trainer,
 and curves.py, the learning curves of two optimizers, are run by themselves, and so are projection_cpu.py and projection.py, which

@@ -80,7 +80,7 @@ def measure(sequences: int, length: int, rounds: int) -> Cost:
         tokens = document.tolist()
         cut = PROMPT + half
         spans.add([span_of(tokens[:PROMPT], tokens[PROMPT:cut], 1), span_of(tokens[:cut], tokens[cut:], 2)], 2)
-    known = [Witness(tuple(d.tolist()), tuple(recomputed[i].tolist())) for i, d in enumerate(documents[:64])]
+    known = [Witness.of(tuple(d.tolist()), tuple(recomputed[i].tolist())) for i, d in enumerate(documents[:64])]
     versions, plain = spans.of(documents, starts, mask)
     batch = LogprobBatch(
         policy_version=2,

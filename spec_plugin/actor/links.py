@@ -22,6 +22,7 @@ from spec_plugin.events import (
 )
 from spec_plugin.rollouts import CHUNK_TOKENS, Rollout, chunks
 from spec_plugin.spans import Span
+from spec_plugin.step_cost.bands import mixed_together, together
 from spec_plugin.witness import Witness
 
 
@@ -232,7 +233,7 @@ def chosen_error(answers: Sequence[Any]) -> BaseException | None:
 
 
 def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
-    """Several engines' phases as one: counts add up, the slowest decides the time."""
+    """Several engines' phases as one: counts add up, the slowest decides the time, steps of one kind are told as one."""
     return RolloutStats(
         policy_version=parts[0].policy_version,
         requests=sum(p.requests for p in parts),
@@ -242,8 +243,8 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         draft_tokens=sum(p.draft_tokens for p in parts),
         accepted_tokens=sum(p.accepted_tokens for p in parts),
         accepted_per_pos=_sum_positions([p.accepted_per_pos for p in parts]),
-        steps=tuple(s for p in parts for s in p.steps),
-        mixed=tuple(m for p in parts for m in p.mixed),
+        steps=together([s for p in parts for s in p.steps]),
+        mixed=mixed_together([m for p in parts for m in p.mixed]),
         kept_by_batch=_sum_batches([p.kept_by_batch for p in parts]),
         past_end_per_pos=_sum_positions([p.past_end_per_pos for p in parts]),
         prompt_tokens=sum(p.prompt_tokens for p in parts),

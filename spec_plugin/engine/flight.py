@@ -8,6 +8,7 @@ policy: one response is then of several versions. The engine's core knows how fa
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from spec_plugin.engine.control import ControlStretch
 from spec_plugin.engine.schedule.utilities import NUMBER
 from spec_plugin.events import UNKNOWN
-from spec_plugin.spans import KEPT, Span, span_of
+from spec_plugin.spans import KEPT, Span, fingerprints, joined
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class RequestTracker:
         drafted: bool,
         control: ControlStretch | None,
         log_probs: Sequence[float] | None = None,
-    ) -> None:
+    ) -> int:
         """Keep the spans of a complete request.
 
         Args:
@@ -177,7 +178,11 @@ class RequestTracker:
             drafted: does the engine draft in this phase.
             control: its stretch of the control group, if it has one.
             log_probs: of the response, where they are known.
+
+        Returns:
+            The fingerprint of all of its tokens.
         """
+        marks = fingerprints(joined(prompt, response))
         version, drafted = request.over or (version, drafted)
         request.cut(len(response), version, drafted)
         undrafted = (0, 0) if control is None else control.span(len(prompt), len(response))
@@ -189,9 +194,9 @@ class RequestTracker:
             if part.drafted:
                 plain = max(first, undrafted[0]), min(until, undrafted[1])
             known = plain if plain[0] < plain[1] else (0, 0)
-            of = slice(part.first, part.until)
-            stated = None if log_probs is None else log_probs[of]
-            self._spans.append(span_of([*prompt, *response[: part.first]], response[of], part.version, known, stated))
+            stated = None if log_probs is None else math.fsum(log_probs[part.first : part.until])
+            self._spans.append(Span(int(marks[until]), first, until, part.version, *known, stated))
+        return int(marks[-1])
 
     def take_spans(self) -> list[Span]:
         """Spans of the requests that completed since the last call; each is returned once."""

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from safetensors.torch import save_file
 from vllm import SamplingParams
 
@@ -172,12 +173,12 @@ class EngineFront:
         if one.version is not None:  # of all of it, whatever came in between
             request, version = Request(request.number, one.version), one.version
         with self.noting("which policy version sampled a response"):
-            self._tracker.completed(
+            mark = self._tracker.completed(
                 request, prompt, one.response, version, self.schedule.drafting, one.control, one.log_probs
             )
             if one.log_probs is not None and not one.asked:
-                tokens = tuple(map(int, (*prompt, *one.response)))
-                self.witnesses.append(Witness(tokens, tuple(one.log_probs)))
+                stated = np.asarray(one.log_probs, np.float64).tobytes()
+                self.witnesses.append(Witness(mark, len(prompt) + len(one.response), stated))
 
     @contextmanager
     def request(self) -> Iterator[Request]:

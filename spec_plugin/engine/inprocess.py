@@ -172,5 +172,6 @@ def _with_evidence(params: Any, request: SampledRequest) -> Any:
     """The request's own options, with log-probs where the trainer wants none: without them nothing can be verified."""
     params = copy.copy(params)
     params.extra_args = request.extra_args
-    params.logprobs = 0 if params.logprobs is None else params.logprobs
+    if params.logprobs is None:
+        params.logprobs, params.flat_logprobs = 0, True  # in lists: nobody but us reads them
     return params

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
 
 from spec_plugin.engine.control import ControlStretch
 from spec_plugin.engine.flight import Request
@@ -51,7 +52,11 @@ class SampledRequest:
 
     def answered(self, answer: Any, asked: bool = True) -> None:
         """The same from vLLM's ``CompletionOutput``, with the log-prob of each sampled token where it has them."""
-        stated = [of[token].logprob for of, token in zip(answer.logprobs or (), answer.token_ids, strict=False)]
+        said = answer.logprobs or ()
+        if isinstance(said, FlatLogprobs):  # of each place the sampled token's come first
+            stated = [said.logprobs[first] for first in said.start_indices]
+        else:
+            stated = [of[token].logprob for of, token in zip(said, answer.token_ids, strict=False)]
         self.completed(answer.token_ids, log_probs=stated or None, asked=asked)
 
 

@@ -63,13 +63,13 @@ def calibrated(steps: Sequence[StepTiming], experts: Experts | None = None) -> C
 
 
 @dataclass(frozen=True)
-class ScaledCost:
+class ScaledCost(StepCost):
     """A cost model whose every step takes a factor longer."""
 
     cost: StepCost
     factor: float
 
-    def seconds(self, batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
+    def seconds(self, batch: float, k: int, paused: bool = True, context: float | None = None) -> float:
         """See ``StepCost.seconds``."""
         return self.factor * self.cost.seconds(batch, k, paused, context)
 

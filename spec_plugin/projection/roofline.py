@@ -14,6 +14,7 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.projection.constants import Constants
 from spec_plugin.projection.hardware import Card
 from spec_plugin.projection.shapes import ModelShape
+from spec_plugin.step_cost.model import StepCost
 
 #: bytes of activations that cards exchange, for each number
 _ACTIVATION_BYTES = 2
@@ -62,14 +63,14 @@ class Deployment:
 
 
 @dataclass(frozen=True)
-class Roofline:
-    """The cost of steps, in seconds; the same interface as ``step_cost.model.CostModel``."""
+class Roofline(StepCost):
+    """The cost of steps, in seconds."""
 
     deployment: Deployment
     constants: Constants
     mean_context: float = 0.0  # tokens of a request in the KV cache, where nobody says
 
-    def seconds(self, batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
+    def seconds(self, batch: float, k: int, paused: bool = True, context: float | None = None) -> float:
         """Seconds of one step.
 
         Args:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from draft_training.outside import is_size, text_part
+
+Number = TypeVar("Number", float, NDArray[np.float64])
 
 #: what families call the number of experts of a layer
 NAMES = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
@@ -28,15 +33,16 @@ class Experts:
         total, taken = (next((text[n] for n in names if is_size(text.get(n))), 0) for names in (NAMES, _TAKEN))
         return cls(total, min(total, taken)) if total and taken else None
 
-    def touched(self, tokens: float, evenness: float = 1.0) -> float:
+    def touched(self, tokens: Number, evenness: float = 1.0) -> Number:
         """Experts that at least one of so many tokens takes: E (1 - (1 - top/E)^n), if routing is even.
 
         MoESD, arXiv 2505.19645, section 3: from a few dozen tokens on nearly all of them are read, and verification
         reads no more than plain decoding; before that each drafted token brings experts of its own.
 
         Args:
-            tokens: n.
+            tokens: n, or an array of them.
             evenness: tokens that are alike take the same experts: n counts as so many times n.
         """
-        missed: float = (1.0 - self.taken / self.total) ** (evenness * tokens)
-        return self.total * (1.0 - missed)
+        missed = (1.0 - self.taken / self.total) ** (evenness * tokens)
+        touched: Number = self.total * (1.0 - missed)
+        return touched

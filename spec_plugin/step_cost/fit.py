@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from spec_plugin.step_cost.experts import Experts
 
@@ -21,34 +22,45 @@ _EVENNESS = (1.0, 0.4)
 _CONTEXTS, _CONTEXT_FACTOR = 64.0, 2.0
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What was measured of one kind of step."""
+Numbers = NDArray[np.float64]
 
-    seconds: float
-    steps: float
-    context: float
+
+@dataclass(frozen=True)
+class Kinds:
+    """Steps of several kinds, [n] each; see ``CostModel.seconds``."""
+
+    batch: Numbers
+    k: Numbers
+    paused: NDArray[np.bool_]
+    context: Numbers  # NaN: as the rollouts have shown
+
+    @classmethod
+    def of(cls, batch: ArrayLike, k: Any, paused: Any = True, context: Any = math.nan) -> Kinds:
+        """From batches, [n], or one, and what is one for all of them or [n]; what drafts is never paused."""
+        batches = np.array(batch, np.float64, ndmin=1)
+        nothing = np.zeros_like(batches)
+        ks, contexts = k + nothing, context + nothing
+        return cls(batches, ks, np.logical_and(paused, ks == 0), contexts)
 
 
 class Fit:
     """A robust non-negative regression: monotone in tokens, linear in draft forwards; see ``model``."""
 
-    def __init__(self, cells: Mapping[tuple[int, int, bool], Cell], experts: Experts | None = None) -> None:
+    def __init__(self, kinds: Kinds, seconds: Numbers, steps: Numbers, experts: Experts | None = None) -> None:
+        """From what was measured of so many steps of these kinds: seconds of one, [n]."""
         self._experts = experts
-        contexts = [cell.context for cell in cells.values()]
+        shortest, longest = float(kinds.context.min()), float(kinds.context.max())
         # else it could not be told from what a request costs, whatever its length
-        self._reads_context = max(contexts) > max(min(contexts) + _CONTEXTS, _CONTEXT_FACTOR * min(contexts))
-        most = max(batch * (k + 1) for batch, k, _ in cells)
+        self._reads_context = longest > max(shortest + _CONTEXTS, _CONTEXT_FACTOR * shortest)
+        most = float((kinds.batch * (kinds.k + 1)).max())
         # n tokens in one step never take longer than n steps of one, and a draft's forward pass no longer than the target's:
         # so timings that contradict each other cannot bring any step down to nothing
-        self._least = min(cell.seconds / (batch * (2 * k + 1)) for (batch, k, _), cell in cells.items())
-        self._knots = [2.0**i for i in range(math.ceil(math.log2(max(2, most))) + 1)]
-        keys = list(cells)
-        rows = np.array([self._features(*key, cells[key].context) for key in keys])
-        seconds = np.array([cells[key].seconds for key in keys])
-        weights = np.sqrt(np.minimum([cells[key].steps for key in keys], MEMORY_STEPS)) / seconds
+        self._least = float((seconds / (kinds.batch * (2 * kinds.k + 1))).min())
+        self._knots = 2.0 ** np.arange(math.ceil(math.log2(max(2.0, most))) + 1)
+        rows = self._features(kinds)
+        weights = np.sqrt(np.minimum(steps, MEMORY_STEPS)) / seconds
         smooth = self._smoothness(rows.shape[1]) * float(np.abs(weights * seconds).max()) / float(seconds.min())
-        robust = np.ones(len(keys))
+        robust = np.ones(len(seconds))
         for _ in range(6):  # iteratively reweighted least squares with Huber's weights
             w = weights * np.sqrt(robust)
             a = np.vstack([rows * w[:, None], smooth])
@@ -57,19 +69,33 @@ class Fit:
             before, robust = robust, np.minimum(1.0, _HUBER / np.maximum(residual, 1e-12))
             if np.array_equal(robust, before):
                 break  # the next solution would be the same
+        # the ramps together, at each knot
+        self._heights = np.cumsum(self._x[: len(self._knots)] * np.append(1.0, np.diff(self._knots)))
+        self._last_slope = self._x[len(self._knots) - 1]
 
-    def seconds(self, batch: int, k: int, paused: bool, context: float) -> float:
-        """Of a step; arguments as for ``CostModel.seconds``."""
-        return max(self._least, float(np.dot(self._features(batch, k, paused, context), self._x)))
+    def seconds(self, kinds: Kinds) -> Numbers:
+        """Of one step of each kind, [n]."""
+        tokens = kinds.batch * (kinds.k + 1)
+        ramps = np.interp(tokens, self._knots, self._heights)
+        ramps += np.maximum(0.0, tokens - self._knots[-1]) * self._last_slope
+        found: Numbers = np.maximum(self._least, ramps + self._beside(kinds, tokens) @ self._x[len(self._knots) :])
+        return found
 
-    def _features(self, batch: int, k: int, paused: bool, context: float) -> list[float]:
-        tokens = float(batch * (k + 1))
-        ramps = [min(max(tokens - a, 0.0), b - a) for a, b in zip(self._knots, self._knots[1:], strict=False)]
-        ramps[-1] += max(0.0, tokens - self._knots[-1])  # beyond all that was seen the last slope goes on
-        first, more = float(not paused), float(max(0, k - 1))
-        cached = batch * context if self._reads_context else 0.0
+    def _features(self, kinds: Kinds) -> Numbers:
+        tokens = kinds.batch * (kinds.k + 1)
+        begin, end = (
+            self._knots[:-1],
+            np.append(self._knots[1:-1], np.inf),
+        )  # the last slope goes on beyond all that was seen
+        ramps = np.minimum(np.maximum(tokens[:, None] - begin, 0.0), end - begin)
+        return np.column_stack([np.ones_like(tokens), ramps, self._beside(kinds, tokens)])
+
+    def _beside(self, kinds: Kinds, tokens: Numbers) -> Numbers:
+        """What a step takes beside the target's pass over so many tokens."""
+        first, more = np.where(kinds.paused, 0.0, 1.0), np.maximum(0.0, kinds.k - 1.0)
+        cached = kinds.batch * kinds.context if self._reads_context else np.zeros_like(tokens)
         read = [self._experts.touched(tokens, evenness) for evenness in _EVENNESS] if self._experts else []
-        return [1.0, *ramps, first, first * tokens, more, more * batch, cached, *read]
+        return np.stack([first, first * tokens, more, more * kinds.batch, cached, *read], axis=1)
 
     def _smoothness(self, width: int) -> np.ndarray:
         segments = len(self._knots) - 1

@@ -9,18 +9,24 @@ flat from some dozens of tokens on. On simulated steps of four mixtures (``tests
 The start-up calibration knows short contexts only, and responses grow: what was measured at one context is carried over to
 the rollouts' by that second part. With the acceptance of each drafted position it predicts tokens per second, hence the speed-up
 for each k and the break-even. All functions are pure; the engine is nowhere near.
+
+What was measured is kept by bands of batch sizes (``bands``), of each the latest phases, at the mean batch that they had: so what
+is kept, and the time that it takes, do not grow with the run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from spec_plugin.events import StepTiming
+from spec_plugin.step_cost.bands import Seen, band_of, bands_of, mean, middle, together
 from spec_plugin.step_cost.experts import Experts
-from spec_plugin.step_cost.fit import MEMORY_STEPS, Cell, Fit
+from spec_plugin.step_cost.fit import MEMORY_STEPS, Fit, Kinds, Numbers
 
 #: a measured cell counts against the fitted surface like this many steps
 _PRIOR_STEPS = 8
@@ -32,25 +38,40 @@ _IMPLAUSIBLE = 0.5
 _LONGER = 2.0
 #: what the newest phase weighs in the context of a batch size
 _NEWEST = 0.5
+#: more than twice any k: numbers of kinds of steps within a band
+_KINDS = 1 << 16
+
+Key = tuple[int, int, bool]  # band, k, paused
 
 
 class StepCost(Protocol):
     """Seconds of decoding steps, whether they were measured (``CostModel``) or are projected (``projection.Roofline``)."""
 
-    def seconds(self, batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
+    def seconds(self, batch: float, k: int, paused: bool = True, context: float | None = None) -> float:
         """Seconds of one step with ``batch`` requests; arguments as for ``CostModel.seconds``."""
         ...
 
+    def seconds_of(self, kinds: Kinds) -> Numbers:
+        """The same of one step of each kind, [n]."""
+        columns = (kinds.batch, kinds.k.astype(int), kinds.paused, kinds.context)
+        steps = zip(*(column.tolist() for column in columns), strict=True)
+        return np.array([self.seconds(b, k, p, None if math.isnan(c) else c) for b, k, p, c in steps], np.float64)
 
-class Corrected:
+
+class Corrected(StepCost):
     """A cost model whose drafted steps take ``factor`` times as long."""
 
     def __init__(self, cost: StepCost, factor: float) -> None:
         self._cost, self._factor = cost, factor
 
-    def seconds(self, batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
+    def seconds(self, batch: float, k: int, paused: bool = True, context: float | None = None) -> float:
         """See ``StepCost``."""
         return self._cost.seconds(batch, k, paused, context) * (self._factor if k else 1.0)
+
+    def seconds_of(self, kinds: Kinds) -> Numbers:
+        """See ``StepCost``."""
+        found: Numbers = self._cost.seconds_of(kinds) * np.where(kinds.k > 0, self._factor, 1.0)
+        return found
 
 
 class CostModel:
@@ -63,11 +84,13 @@ class CostModel:
             experts: of the target, where it has some; see the module's first lines.
         """
         self.experts = experts
-        self._seen: dict[tuple[int, int, bool], list[Cell]] = {}  # by batch, k, paused: the latest phases, oldest first
-        self._cells: dict[tuple[int, int, bool], Cell] = {}
-        self._contexts: dict[int, float] = {}  # of the rollouts, by batch size
+        self._seen: dict[Key, list[Seen]] = {}  # the latest phases, oldest first
+        self._cells: dict[Key, Seen] = {}
+        self._contexts: dict[int, float] = {}  # of the rollouts, by band
         self._calibrated = 0.0  # tokens of the longest context that was calibrated
-        self._fit: Fit | None = None
+        self._surface: _Surface | None = None
+        #: why the model must not be believed yet; None when it may be
+        self.problem: str | None = self._missing()
 
     def observe(self, timings: Sequence[StepTiming], calibration: bool = False) -> None:
         """Learn from steps of the engine; what makes no sense (not finite, not positive) is left out.
@@ -76,24 +99,23 @@ class CostModel:
             timings: the engine's step log.
             calibration: these steps are no rollout's, and say nothing of how long contexts are there.
         """
+        # a paused draft drafts nothing, whatever a calibration's file says
+        known = [replace(t, paused=False) if t.paused and t.k else t for t in timings if _makes_sense(t)]
         before = dict(self._cells)
-        for t in timings:
-            if not _makes_sense(t):
-                continue
-            # a paused draft drafts nothing, whatever a calibration's file says
-            key = (t.batch, t.k, t.paused and not t.k)
+        for t in together(known):
+            key = (band_of(t.batch), t.k, t.paused)
             seen = self._seen.setdefault(key, [])
-            seen.append(Cell(t.seconds, t.steps, t.context))
-            while len(seen) > _MEMORY_PHASES and sum(cell.steps for cell in seen[1:]) >= MEMORY_STEPS:
+            seen.append(Seen(t.seconds, t.batch, t.context, t.steps))
+            while len(seen) > _MEMORY_PHASES and sum(s.steps for s in seen[1:]) >= MEMORY_STEPS:
                 del seen[0]
-            self._cells[key] = _together(seen)
+            self._cells[key] = _of_phases(seen)
             self._calibrated = max(self._calibrated, t.context * calibration)
             if t.context > 0 and not calibration:
-                known = self._contexts.get(t.batch, t.context)
-                self._contexts[t.batch] = _NEWEST * t.context + (1 - _NEWEST) * known
+                held = self._contexts.get(key[0], t.context)
+                self._contexts[key[0]] = _NEWEST * t.context + (1 - _NEWEST) * held
         if self._cells != before:
-            self._fit = None
-        self._forget_contradictions()
+            self._surface = None
+        self.problem = self._missing() or self._without_contradictions()
 
     def at_usual_speed(self, timings: Sequence[StepTiming]) -> tuple[StepTiming, ...]:
         """Steps of one rollout as they would have been, had the machine been as fast as it usually is.
@@ -107,9 +129,9 @@ class CostModel:
         alike = bool(self._contexts) or 0.0 < longest <= _LONGER * self._calibrated
         if not alike or self.problem is not None:
             return tuple(timings)
-        slow = sorted(
-            (t.seconds / self.seconds(t.batch, t.k, t.paused, t.context or None), t.seconds * t.steps) for t in known
-        )
+        batch, k, paused, context = zip(*((t.batch, t.k, t.paused, t.context or math.nan) for t in known), strict=True)
+        usually = self.seconds_of(Kinds.of(batch, k, paused, context))
+        slow = sorted((t.seconds / said, t.seconds * t.steps) for t, said in zip(known, usually.tolist(), strict=True))
         half, passed, usual = sum(weight for _, weight in slow) / 2, 0.0, 1.0
         for factor, weight in slow:
             passed, usual = passed + weight, factor
@@ -117,51 +139,47 @@ class CostModel:
                 break
         return tuple(replace(t, seconds=t.seconds / usual) for t in timings)
 
-    def _forget_contradictions(self) -> None:
-        """Leave out the batch sizes at which the timings contradict themselves, as long as others are left to go by.
+    def _missing(self) -> str | None:
+        """What was not timed at all."""
+        if all(k for _, k, _ in self._cells):
+            return "no plain step was timed"
+        return None if any(k for _, k, _ in self._cells) else "no speculating step was timed"
+
+    def _without_contradictions(self) -> str | None:
+        """Leave out the batch sizes at which the timings contradict themselves, as long as others are left to go by; else say so.
 
         Something else had the machine then. Where the rollouts do not come to such a size, nothing would ever set it right.
         """
         kinds: dict[int, set[bool]] = {}
-        for batch, k, _ in self._cells:
-            kinds.setdefault(batch, set()).add(k > 0)
-        while all(self._both_kinds()) and (found := next(self._implausible(), None)):
-            left = [batch for batch, seen in kinds.items() if batch != found[0] and len(seen) == 2]
-            if not left:
-                return
-            del kinds[found[0]]
-            for key in [key for key in self._cells if key[0] == found[0]]:
+        for band, k, _ in self._cells:
+            kinds.setdefault(band, set()).add(k > 0)
+        while (found := self._implausible()) is not None:
+            band, k, ratio = found
+            if not any(len(seen) == 2 for other, seen in kinds.items() if other != band):
+                return (
+                    f"a step with k={k} at batch size {band} seems to take {ratio:.3g} of the time of a plain one: "
+                    "the timings contradict each other"
+                )
+            del kinds[band]
+            for key in [key for key in self._cells if key[0] == band]:
                 del self._cells[key], self._seen[key]
-            self._fit = None
-
-    def _both_kinds(self) -> tuple[bool, bool]:
-        """Was a plain step timed, and a speculating one."""
-        return any(k == 0 for _, k, _ in self._cells), any(k > 0 for _, k, _ in self._cells)
-
-    def _implausible(self) -> Iterator[tuple[int, int, float]]:
-        """Batch size, k and share of a plain step, of speculating ones that cannot be so fast."""
-        for batch, k, _ in list(self._cells):
-            if k > 0:
-                cell = self._cells[batch, k, False]
-                ratio = cell.seconds / self._at(batch, 0, True, cell.context)
-                if not ratio > _IMPLAUSIBLE:
-                    yield batch, k, ratio
-
-    @property
-    def problem(self) -> str | None:
-        """Why the model must not be believed yet; None when it may be."""
-        plain, speculating = self._both_kinds()
-        if not plain or not speculating:
-            return "no plain step was timed" if not plain else "no speculating step was timed"
-        for batch, k, ratio in self._implausible():
-            return (
-                f"a step with k={k} at batch size {batch} seems to take {ratio:.3g} of the time of a plain one: "
-                "the timings contradict each other"
-            )
+            self._surface = None
+            if (missing := self._missing()) is not None:
+                return missing
         return None
 
-    def seconds(self, batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
-        """Predicted seconds of one step: the fitted surface, corrected by what was measured in this very cell.
+    def _implausible(self) -> tuple[int, int, float] | None:
+        """Band, k and share of a plain step, of the first speculating one that cannot be so fast."""
+        drafted = [(key, cell) for key, cell in self._cells.items() if key[1] > 0]
+        batch, context = [cell.batch for _, cell in drafted], [cell.context for _, cell in drafted]
+        plain = self.seconds_of(Kinds.of(batch, 0, True, context))
+        for (key, cell), seconds in zip(drafted, plain.tolist(), strict=True):
+            if not cell.seconds / seconds > _IMPLAUSIBLE:
+                return key[0], key[1], cell.seconds / seconds
+        return None
+
+    def seconds(self, batch: float, k: int, paused: bool = True, context: float | None = None) -> float:
+        """Predicted seconds of one step: the fitted surface, corrected by what was measured in this very band.
 
         Args:
             batch: requests in the step.
@@ -172,29 +190,21 @@ class CostModel:
         Raises:
             RuntimeError: if nothing was observed.
         """
-        held = self.context(batch) if context is None else context
-        return self._at(batch, k, paused and k == 0, held)
+        return float(self.seconds_of(Kinds.of(batch, k, paused, math.nan if context is None else context))[0])
 
-    def context(self, batch: int) -> float:
-        """Tokens that a request has in the KV cache when so many run, as far as the rollouts have shown."""
-        if self._contexts:
-            return self._contexts[min(self._contexts, key=lambda b: abs(math.log(b / batch)))]
-        steps = sum(cell.steps for cell in self._cells.values())
-        return sum(cell.context * cell.steps for cell in self._cells.values()) / steps if steps else 0.0
-
-    def _at(self, batch: int, k: int, paused: bool, context: float) -> float:
-        if self._fit is None:
+    def seconds_of(self, kinds: Kinds) -> Numbers:
+        """The same of one step of each kind, [n]."""
+        if self._surface is None:
             if not self._cells:
                 raise RuntimeError("the cost model has seen no step yet")
-            self._fit = Fit(self._cells, self.experts)
-        fitted = self._fit.seconds(batch, k, paused, context)
-        cell = self._cells.get((batch, k, paused))
-        if cell is None:
-            return fitted
-        measured = cell.seconds * fitted / self._fit.seconds(batch, k, paused, cell.context)
-        return (measured * cell.steps + fitted * _PRIOR_STEPS) / (cell.steps + _PRIOR_STEPS)
+            self._surface = _Surface(self._cells, self._contexts, self.experts)
+        return self._surface.seconds(kinds)
 
-    def break_even(self, batch: int, k: int, paused: bool = True) -> float:
+    def context(self, batch: float) -> float:
+        """Tokens that a request has in the KV cache when so many run, as far as the rollouts have shown."""
+        return float(_Contexts(self._contexts, self._cells).of(np.array([batch], np.float64))[0])
+
+    def break_even(self, batch: float, k: int, paused: bool = True) -> float:
         """Acceptance length at which k drafted tokens give as many tokens per second as none, with the draft paused or not."""
         return self.seconds(batch, k, paused) / self.seconds(batch, 0, paused)
 
@@ -208,17 +218,55 @@ def _makes_sense(t: StepTiming) -> bool:
     return t.batch >= 1 and t.k >= 0 and t.steps >= 1 and positive(t.seconds)
 
 
-def _together(seen: Sequence[Cell]) -> Cell:
-    """What several phases measured: the median by steps, so that one phase on a busy machine says nothing; of two the mean."""
-    steps = sum(cell.steps for cell in seen)
-    context = sum(cell.context * cell.steps for cell in seen) / steps
-    if len(seen) < 3:
-        return Cell(sum(cell.seconds * cell.steps for cell in seen) / steps, steps, context)
-    passed, ordered = 0.0, sorted(seen, key=lambda cell: cell.seconds)
-    for i, cell in enumerate(ordered):
-        passed += cell.steps
-        if passed > steps / 2:
-            return Cell(cell.seconds, steps, context)
-        if passed == steps / 2:
-            return Cell((cell.seconds + ordered[i + 1].seconds) / 2, steps, context)
-    raise AssertionError("no step was counted")
+def _of_phases(seen: Sequence[Seen]) -> Seen:
+    """What several phases measured: one on a busy machine says nothing of seconds, and as much as others of contexts."""
+    of_all = mean(seen)
+    return of_all if len(seen) < 3 else middle(seen)._replace(context=of_all.context)
+
+
+class _Contexts:
+    """Tokens that a request has in the KV cache, by batch size."""
+
+    def __init__(self, rollouts: Mapping[int, float], cells: Mapping[Key, Seen]) -> None:
+        """Of the rollouts, by band; where these have shown none yet, of all cells."""
+        of_all = mean(cells.values()).context if cells else 0.0
+        known = sorted(rollouts.items()) or [(1, of_all)]
+        places = np.log([band for band, _ in known])
+        self._until, self._held = (places[1:] + places[:-1]) / 2, np.array([held for _, held in known])
+
+    def of(self, batch: Numbers) -> Numbers:
+        """Of the band that is nearest to each batch size, [n]."""
+        found: Numbers = self._held[np.searchsorted(self._until, np.log(batch))]
+        return found
+
+
+class _Surface:
+    """What the cells say of any step."""
+
+    def __init__(self, cells: Mapping[Key, Seen], contexts: Mapping[int, float], experts: Experts | None) -> None:
+        measured = sorted((_number(*key), cell.batch, key[1], key[2], *cell) for key, cell in cells.items())
+        numbers, batch, k, paused, seconds, _, context, steps = (
+            np.array(column) for column in zip(*measured, strict=True)
+        )
+        kinds = Kinds.of(batch, k, paused, context)
+        self._fit = Fit(kinds, seconds, steps, experts)
+        self._contexts = _Contexts(contexts, cells)
+        self._numbers = numbers
+        # a cell counts against the surface by its steps
+        self._off = (seconds / self._fit.seconds(kinds) - 1.0) * steps / (steps + _PRIOR_STEPS)
+
+    def seconds(self, kinds: Kinds) -> Numbers:
+        """Of one step of each kind, [n]."""
+        if np.isnan(kinds.context).any():
+            held = np.where(np.isnan(kinds.context), self._contexts.of(kinds.batch), kinds.context)
+            kinds = replace(kinds, context=held)
+        numbers = _number(bands_of(kinds.batch), kinds.k.astype(np.int64), kinds.paused)
+        places = np.searchsorted(self._numbers, numbers).clip(max=len(self._numbers) - 1)
+        off = np.where(self._numbers[places] == numbers, self._off[places], 0.0)
+        found: Numbers = self._fit.seconds(kinds) * (1.0 + off)
+        return found
+
+
+def _number(band: Any, k: Any, paused: Any) -> Any:
+    """One number for each kind of step, or an array of them."""
+    return band * _KINDS + 2 * k + paused

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spec_plugin.events import RolloutStats
+from spec_plugin.step_cost.bands import bands_of
 from spec_plugin.step_cost.chances import tokens_per_step
+from spec_plugin.step_cost.fit import Kinds, Numbers
 from spec_plugin.step_cost.model import StepCost
 
 #: rollouts that are remembered of a run's own load
 _ROLLOUTS = 16
 
 
-class _Steps(NamedTuple):
-    """Steps of one kind, alike (``StepTiming``) or not (``MixedSteps``)."""
+@dataclass(frozen=True)
+class _Steps:
+    """Steps of several kinds, alike (``StepTiming``) or not (``MixedSteps``), [n] each."""
 
-    seconds: float  # of all of them
-    steps: int
-    tokens: float  # of a request with a draft, in each
-    share: float  # of their requests that had one
-    prompts: bool
-    plain: float  # seconds of a plain step in the place of one of them, by the cost model
-    own: float  # of one of them, by the cost model, were no prompts read
+    seconds: Numbers  # of all of a kind
+    steps: Numbers
+    tokens: Numbers  # of a request with a draft, in each
+    share: Numbers  # of their requests that had one
+    prompts: NDArray[np.bool_]
+    plain: Numbers  # seconds of a plain step in the place of one of them, by the cost model
+    own: Numbers  # of one of them, by the cost model, were no prompts read
 
     @property
-    def stands_for(self) -> float:
+    def stands_for(self) -> Numbers:
         """Plain steps that make as many tokens as one of them."""
         return 1.0 + self.share * (self.tokens - 1.0)
 
@@ -46,7 +53,7 @@ class OwnLoad:
 
     def note(self, stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> None:
         """A rollout that drafted is over; arguments as for ``times_as_long``."""
-        slow = _slow(list(_all(stats, cost, acceptance)))
+        slow = _slow(_all(stats, cost, acceptance))
         if slow is not None and math.isfinite(slow):
             self._slow.append(slow)
 
@@ -74,15 +81,11 @@ def times_as_long(
     Returns:
         None where the engine has timed no steps.
     """
-    found = list(_all(stats, cost, acceptance))
+    found = _all(stats, cost, acceptance)
     slow = _slow(found) or 1.0
-    took = without = 0.0
-    for s in found:
-        took += s.seconds
-        decoding = min(s.seconds, s.steps * s.own * slow) if s.prompts else s.seconds
-        ratio = (s.stands_for * s.plain / s.own + own_load - 1.0) / own_load
-        without += decoding * ratio + (s.seconds - decoding)
-    return without / took if took > 0.0 else None
+    decoding = np.where(found.prompts, np.minimum(found.seconds, found.steps * found.own * slow), found.seconds)
+    ratio = (found.stands_for * found.plain / found.own + own_load - 1.0) / own_load
+    return _over(decoding * ratio + (found.seconds - decoding), found.seconds)
 
 
 def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> float | None:
@@ -101,85 +104,109 @@ def times_as_long_at_most(stats: RolloutStats, cost: StepCost, acceptance: Seque
     Returns:
         None where the engine has timed no steps.
     """
-    found = list(_all(stats, cost, acceptance, at_most=True))
+    found = _all(stats, cost, acceptance, at_most=True)
     slow = max(1.0, _slow(found) or float("inf"))
-    took = without = 0.0
-    for s in found:
-        plain = min(s.seconds, s.steps * s.plain * slow) if s.share else s.seconds
-        took += s.seconds
-        without += (s.seconds if s.prompts else plain) + plain * (s.tokens - 1.0)
-    return without / took if took > 0.0 else None
+    plain = np.where(found.share > 0.0, np.minimum(found.seconds, found.steps * found.plain * slow), found.seconds)
+    return _over(np.where(found.prompts, found.seconds, plain) + plain * (found.tokens - 1.0), found.seconds)
 
 
-def _slow(found: Sequence[_Steps]) -> float | None:
+def _slow(found: _Steps) -> float | None:
     """By what factor steps without prompts took longer than the cost model says; None: there were none."""
-    decoding = [s for s in found if not s.prompts]
-    own = sum(s.steps * s.own for s in decoding)
-    return sum(s.seconds for s in decoding) / own if own > 0.0 else None
+    decoding = ~found.prompts
+    return _over(found.seconds[decoding], (found.steps * found.own)[decoding])
 
 
-def _all(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float], at_most: bool = False) -> Iterator[_Steps]:
-    made = _tokens_made(stats, acceptance, at_most)
-
-    def seconds(batch: int, k: int, paused: bool, context: float, share: float) -> tuple[float, float]:
-        """Of a plain step, and of such a one: what is verified is of those requests that have a draft, its passes are for all."""
-        held = context if context >= 1.0 else None
-        plain = cost.seconds(batch, 0, context=held)
-        reading, drafted = (cost.seconds(batch, n, paused, held) for n in (0, k))
-        passes = reading if at_most else plain + max(1, k) * (reading - plain)
-        return plain, drafted - (1.0 - share) * max(0.0, drafted - passes)
-
-    for s in stats.steps:
-        share = float(s.k > 0)
-        times = seconds(s.batch, s.k, s.paused and not s.k, s.context, share)
-        yield _Steps(s.seconds * s.steps, s.steps, made(s.batch, s.k), share, False, *times)
-    for m in stats.mixed:
-        share = min(1.0, m.drafted / (m.batch * m.steps))
-        times = seconds(m.batch, m.k, False, m.context, share)
-        yield _Steps(m.seconds, m.steps, made(m.batch, m.k) if share else 1.0, share, m.prompts, *times)
+def _over(one: Numbers, other: Numbers) -> float | None:
+    """The sum of one over the sum of the other; None where there is nothing."""
+    of_all = float(other.sum())
+    return float(one.sum()) / of_all if of_all > 0.0 else None
 
 
-def _tokens_made(stats: RolloutStats, acceptance: Sequence[float], at_most: bool) -> Callable[[int, int], float]:
-    """Tokens of a request with a draft in one step, by requests of the step and k: what the rollout has shown of such steps.
+def _all(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float], at_most: bool = False) -> _Steps:
+    alike = [
+        (s.batch, s.k, s.paused, s.context, s.seconds * s.steps, s.steps, s.forwards * (s.k > 0), float(s.k > 0), False)
+        for s in stats.steps
+    ]
+    mixed = [
+        (
+            m.batch,
+            m.k,
+            False,
+            m.context,
+            m.seconds,
+            m.steps,
+            m.drafted,
+            min(1.0, m.drafted / (m.batch * m.steps)),
+            m.prompts,
+        )
+        for m in stats.mixed
+    ]
+    columns = np.array(alike + mixed, np.float64).reshape(-1, 9).T
+    batch, k, paused, context, seconds, steps, drafted, share, prompts = columns
+    kinds = Kinds.of(batch, k, paused > 0.0, np.where(context >= 1.0, context, math.nan))
+    plain, own = _plain_and_own(kinds, share, cost, at_most)
+    tokens = np.where(share > 0.0, _tokens_made(stats, bands_of(batch), k, drafted, acceptance, at_most), 1.0)
+    return _Steps(seconds, steps, tokens, share, prompts > 0.0, plain, own)
 
-    What a batch size has shown, and not the rollout's mean: the last requests of a rollout are others than the first, and text
-    that repeats itself is both long and easy to draft. ``at_most``: or that mean, where it is more, and with the tokens for which
-    responses had no room: the one that the rollout waits for has ended once only.
+
+def _plain_and_own(kinds: Kinds, share: Numbers, cost: StepCost, at_most: bool) -> tuple[Numbers, Numbers]:
+    """Of a plain step, and of such a one: what is verified is of those requests that have a draft, its passes are for all.
+
+    Args:
+        kinds: of steps.
+        share: of their requests that have a draft, [n].
+        cost: as for ``times_as_long``.
+        at_most: is a pass for all taken to be no longer than one that only reads.
+    """
+    nothing, always = np.zeros_like(kinds.k), np.ones_like(kinds.paused)
+    # a plain step, one that only reads, and this one
+    ks, paused = np.concatenate([nothing, nothing, kinds.k]), np.concatenate([always, kinds.paused, kinds.paused])
+    three = Kinds.of(np.tile(kinds.batch, 3), ks, paused, np.tile(kinds.context, 3))
+    plain, reading, drafted = cost.seconds_of(three).reshape(3, -1)
+    passes = reading if at_most else plain + np.maximum(1.0, kinds.k) * (reading - plain)
+    return plain, drafted - (1.0 - share) * np.maximum(0.0, drafted - passes)
+
+
+def _tokens_made(
+    stats: RolloutStats,
+    bands: NDArray[np.int64],
+    ks: Numbers,
+    drafted: Numbers,
+    acceptance: Sequence[float],
+    at_most: bool,
+) -> Numbers:
+    """Tokens of a request with a draft in one step of each kind, [n]: what the rollout has shown of such steps.
+
+    What a band of batch sizes has shown, and not the rollout's mean: the last requests of a rollout are others than the first,
+    and text that repeats itself is both long and easy to draft. ``at_most``: or that mean, where it is more, and with the tokens
+    for which responses had no room: the one that the rollout waits for has ended once only. Among several k they are shared
+    out as is expected.
+
+    Args:
+        stats: of the rollout.
+        bands: of the kinds, [n].
+        ks: of the kinds, [n].
+        drafted: forwards of single requests with a draft, of all steps of each kind, [n].
+        acceptance: as for ``times_as_long``.
+        at_most: see above.
     """
     gained = (stats.tokens_per_forward or 1.0) - 1.0
     cut = stats.accepted_tokens / (gained * stats.forwards) if at_most and gained > 0.0 else 1.0
-    whole = _Shown(acceptance, stats.drafted_by_k, cut * gained)
-    kinds: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for s in stats.steps:
-        kinds[s.batch] += [(s.k, s.batch * s.steps)] * (s.k > 0)
-    for m in stats.mixed:
-        kinds[m.batch] += [(m.k, m.drafted)] * (m.drafted > 0)
+    gains = np.array([tokens_per_step(acceptance, k) - 1.0 for k in range(int(ks.max(initial=0)) + 1)])[ks.astype(int)]
+    whole = 1.0 + np.where(ks > 0, _shared(cut * gained, gains, drafted.sum(), (drafted * gains).sum()), 0.0)
+    if not stats.kept_by_batch:
+        return whole
+    names, of = np.unique(bands, return_inverse=True)
     kept = dict(stats.kept_by_batch)
-    shown = {
-        batch: _Shown(acceptance, found, cut * kept.get(batch, 0) / sum(count for _, count in found))
-        for batch, found in kinds.items()
-        if found and kept
-    }
-
-    def made(batch: int, k: int) -> float:
-        found = shown.get(batch, whole).tokens(k)
-        return max(found, whole.tokens(k)) if at_most else found
-
-    return made
+    forwards, expected = (np.bincount(of, counts, len(names)) for counts in (drafted, drafted * gains))
+    shown = np.array([cut * kept.get(band, 0) for band in names.tolist()]) / np.maximum(forwards, 1.0)
+    found = 1.0 + np.where(ks > 0, _shared(shown[of], gains, forwards[of], expected[of]), 0.0)
+    found = np.where(forwards[of] > 0.0, found, whole)
+    return np.maximum(found, whole) if at_most else found
 
 
-class _Shown:
-    """What forwards with a draft have made, among several k as is expected."""
-
-    def __init__(self, acceptance: Sequence[float], by_k: Sequence[tuple[int, int]], found: float) -> None:
-        """``by_k``: k and forwards; ``found``: drafted tokens that each forward has added to a response."""
-        self._acceptance, self._found = acceptance, found
-        expected = sum(count * (tokens_per_step(acceptance, k) - 1.0) for k, count in by_k)
-        self._scale = found * sum(count for _, count in by_k) / expected if expected > 0.0 else None
-
-    def tokens(self, k: int) -> float:
-        """Of one forward, bonus token included."""
-        if not k:
-            return 1.0
-        gained = self._found if self._scale is None else self._scale * (tokens_per_step(self._acceptance, k) - 1.0)
-        return 1.0 + gained
+def _shared(found: Any, gains: Numbers, forwards: Any, expected: Any) -> Numbers:
+    """What a forward of each kind has gained, of ``found`` in the mean of so many, of which ``expected`` was expected in all."""
+    scale = found * forwards / np.where(expected > 0.0, expected, 1.0)
+    shared: Numbers = np.where(expected > 0.0, scale * gains, found)
+    return shared

@@ -15,6 +15,13 @@ _REFUSED = ("test_check_command_verl.py::test_an_objection_names_the_option_and_
 
 MUTATIONS = (
     Mutation(
+        "adapters/spec_plugin_verl/server.py",
+        '"detokenize": bool(sampling.get("stop"))',
+        '"detokenize": False',
+        "verl: every request that ends at a text is refused by vLLM",
+        ("test_verl_adapter.py",),
+    ),
+    Mutation(
         "adapters/spec_plugin_verl/gate.py",
         "        if self._spec_late and any(schedule.table):\n            return self",
         "        if False:\n            return self",

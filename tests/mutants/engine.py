@@ -400,6 +400,27 @@ MUTATIONS = (
     ),
     Mutation(
         _STEPS,
+        "self._alike[band_of(batch), k, paused].add(",
+        "self._alike[batch, k, paused].add(",
+        "an engine of a thousand requests tells rank 0 of a thousand kinds of steps",
+        ("test_bands.py",),
+    ),
+    Mutation(
+        _FLIGHT,
+        "Span(int(marks[until]), first,",
+        "Span(int(fingerprints(joined(prompt, response)[:until])[-1]), first,",
+        "a response is gone through as often as weight syncs have cut it",
+        ("engine/test_flight.py",),
+    ),
+    Mutation(
+        "spec_plugin/engine/sampling.py",
+        "for first in said.start_indices]",
+        "for first in range(len(said.logprobs))]",
+        "law 3: log-probs of tokens that were not sampled are taken for evidence",
+        ("engine/test_flight.py",),
+    ),
+    Mutation(
+        _STEPS,
         "            self._open = self._open._replace(kind=None)\n            self.end(now)\n",
         "            pass\n",
         "law 7: an idle engine's time is taken for a step's",
@@ -407,8 +428,8 @@ MUTATIONS = (
     ),
     Mutation(
         _STEPS,
-        "        if step.kind is None:\n            self._add(step, seconds)\n            return None\n",
-        "        if step.kind is None:\n            return None\n",
+        "            self._sums[band_of(batch), k, prompts].add(step, seconds)\n",
+        "",
         "law 7: where one of nearly every batch is of the control group, what drafting saves is not known",
         ("engine/test_steps.py",),
     ),

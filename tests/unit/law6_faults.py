@@ -165,7 +165,7 @@ class FakeLink:
         return await self._answer("spans", [span_of([1], [2, 3], 0)])
 
     async def witnesses(self) -> Any:
-        return await self._answer("witnesses", [Witness((1, 2), (-1.0,))])
+        return await self._answer("witnesses", [Witness.of((1, 2), (-1.0,))])
 
     async def state(self, moment: str) -> Any:
         return await self._answer("state", EngineState(moment, 0, 0, "", ""))

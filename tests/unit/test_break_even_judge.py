@@ -10,7 +10,7 @@ import pytest
 
 from spec_plugin.builtin.break_even.judge import PAIRS_TO_A_FALSE_ALARM, Judge
 from spec_plugin.events import MixedSteps, RolloutStats, StepPair, StepTiming
-from spec_plugin.step_cost.model import CostModel
+from spec_plugin.step_cost.model import CostModel, StepCost
 
 K = 3
 #: a paused draft saves a tenth of a plain step
@@ -19,12 +19,14 @@ CALIBRATION = tuple(StepTiming(b, 0, paused, 0.9 if paused else 1.0, 16) for b i
 TABLE = (0,) + (K,) * 8
 
 
-class FLAT:
+class _Flat(StepCost):
     """A cost model in which each drafted token makes a step a tenth longer."""
 
-    @staticmethod
-    def seconds(batch: int, k: int, paused: bool = True, context: float | None = None) -> float:
+    def seconds(self, batch: float, k: int, paused: bool = True, context: float | None = None) -> float:
         return 1.0 + 0.1 * k
+
+
+FLAT = _Flat()
 
 
 def pairs(ratios: list[float], batch: int = 8) -> RolloutStats:

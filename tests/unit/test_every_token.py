@@ -50,13 +50,14 @@ def test_witnesses_are_those_that_a_comparison_of_all_beginnings_finds(seed: int
     rng = random.Random(seed)
     texts = documents(rng)
     ends = [(text, rng.randrange(1, len(text) + 1)) for text in texts + documents(rng)]
-    known = [Witness(tuple(t[:n]), tuple(-rng.random() for _ in range(rng.randrange(1, n + 1)))) for t, n in ends]
+    stated = [(tuple(t[:n]), tuple(-rng.random() for _ in range(rng.randrange(1, n + 1)))) for t, n in ends]
+    known = [Witness.of(*one) for one in stated]
     starts = [rng.randrange(len(text)) for text in texts]
     width = max(len(t) - s for t, s in zip(texts, starts, strict=True))
     mask = torch.arange(width) < torch.tensor([len(t) - s for t, s in zip(texts, starts, strict=True)])[:, None]
     batch = batch_of(mask)
     expected, seen = batch.recomputed.clone(), torch.zeros_like(mask)
-    said = {w.tokens: w.log_probs for w in known}
+    said = dict(stated)
     for row, (text, start) in enumerate(zip(texts, starts, strict=True)):
         for end in range(1, len(text) + 1):
             for back, value in enumerate(reversed(said.get(tuple(text[:end]), ()))):

@@ -195,7 +195,9 @@ def lognormal(count):
 
 
 @pytest.mark.parametrize(
-    "lengths", [lognormal(16), [2000, *[8000] * 9], [16_384] * 8, [1100] * 64, [50] * 2000], ids=lambda n: f"{n[0]}x{len(n)}"
+    "lengths",
+    [lognormal(16), [2000, *[8000] * 9], [16_384] * 8, [1100] * 64, [50] * 2000],
+    ids=lambda n: f"{n[0]}x{len(n)}",
 )
 def test_each_token_is_harvested_as_often_as_any_other_however_long_its_response_and_wherever_in_it(lengths):
     steps = 300 if len(lengths) < 100 else 40

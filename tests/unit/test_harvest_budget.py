@@ -113,7 +113,9 @@ def test_tokens_that_find_no_room_count_for_the_next_step():
             actor.runs(160)
         assert actor.harvest.plan.passed == 1600
         if step:
-            assert len(actor.heard.lengths) <= 4 and 64 <= sum(map(sum, actor.heard.lengths)) <= 128, "two teeth of a comb"
+            assert len(actor.heard.lengths) <= 4 and 64 <= sum(map(sum, actor.heard.lengths)) <= 128, (
+                "two teeth of a comb"
+            )
         actor.heard.lengths.clear()
         actor.harvest.close()
 

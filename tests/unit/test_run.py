@@ -74,7 +74,7 @@ class Engines(FakeLink):
         return list(self.said)
 
     async def witnesses(self) -> list[Witness]:
-        return [Witness((1, 2, 3, 4), (-1.0, -1.0, -1.0))]
+        return [Witness.of((1, 2, 3, 4), (-1.0, -1.0, -1.0))]
 
 
 def make(overlaps: bool = False, link: Any = ...) -> tuple[SpecRun, Seen, Harvest]:

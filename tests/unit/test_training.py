@@ -96,7 +96,9 @@ def test_a_newborn_draft_is_judged_at_once_on_text_that_was_held_back(monkeypatc
     for _ in range(8):
         p.spec_target_forward(hidden=hidden(torch.arange(40) % V))
     p.spec_train_draft(step=1, seconds=30.0)
-    assert len(seen) == 2 and 220 <= seen[0] <= 280 and seen[1] == 40, "an eighth is held back from the first slice, and the draft is judged on it after that"
+    assert len(seen) == 2 and 220 <= seen[0] <= 280 and seen[1] == 40, (
+        "an eighth is held back from the first slice, and the draft is judged on it after that"
+    )
     assert p.spec_draft_weights(event=sync(1)).expected_chances
     p.spec_train_draft(step=2, seconds=30.0)
     assert seen[2:] == [320, 320], "from then on what is new is unseen: judged first, all of it trained on"

@@ -9,12 +9,13 @@ import pytest
 
 from spec_plugin.events import MixedSteps, RolloutStats, StepTiming
 from spec_plugin.step_cost.chances import tokens_per_step
+from spec_plugin.step_cost.model import StepCost
 from spec_plugin.step_cost.without import OwnLoad, times_as_long, times_as_long_at_most
 
 CHANCES = (0.8, 0.7, 0.6, 0.5)
 
 
-class Cost:
+class Cost(StepCost):
     """A step takes 10 ms and 1 ms for each request; drafting adds a fifth a token, reading a tenth."""
 
     def seconds(self, batch: int, k: int, paused: bool = True, context: float | None = None) -> float:

@@ -71,7 +71,7 @@ class BreakEvenController:
         self._own_load = OwnLoad()
         self.acceptance_estimate = AcceptanceEstimate()
         self._calibration: tuple[StepTiming, ...] = ()
-        self._load: dict[int, float] = {}  # tokens that a rollout generates at each batch size
+        self._load: dict[float, float] = {}  # tokens that a rollout generates at each batch size
         self._plan = plan.no_drafts(0, Reason.NO_DRAFT_YET)
         self._forecast = 1.0  # speed-up that was predicted before the last rollout, whether it drafted or not
         self._promised = 1.0  # the same when the judge convicted
@@ -106,7 +106,7 @@ class BreakEvenController:
         judge = Judge(report.steps)
         self.judge = judge if self.judge.deaf or not judge.deaf else self.judge
         if not self._load:  # nothing is known of the rollouts yet: they are as likely at each size that was measured
-            self._load = {t.batch: float(t.batch) for t in report.steps}
+            self._load = {t.batch: t.batch for t in report.steps}
 
     @hookimpl
     def spec_save(self, path: Path) -> None:
@@ -318,7 +318,7 @@ class BreakEvenController:
     def spec_metrics(self) -> dict[str, float]:
         """Schedule, break-even per batch size, predicted and realised speed-up."""
         size = len(self._plan.table) - 1
-        trusted = self.cost.problem is None  # looks at every cell
+        trusted = self.cost.problem is None
         out = {"spec/dropped": float(self._dropped)}
         out |= as_metrics(
             self._plan.reason, Speculation.DROPPED if self._dropped and not self._plan.speculates else None

@@ -22,7 +22,9 @@ import numpy as np
 
 from spec_plugin.builtin.break_even.plan import MARGIN
 from spec_plugin.events import RolloutStats, StepTiming
+from spec_plugin.step_cost.bands import band_of
 from spec_plugin.step_cost.chances import tokens_per_step
+from spec_plugin.step_cost.fit import Kinds, Numbers
 from spec_plugin.step_cost.model import StepCost, positive
 
 PAIRS_TO_A_FALSE_ALARM = 100
@@ -95,8 +97,8 @@ class Judge:
             mixed = [m for m in stats.mixed if m.drafted and not m.prompts]
             drafted = sum(s.seconds * s.steps for s in stats.steps if s.k > 0) + sum(m.seconds for m in mixed)
             # there the plain steps are those of pairs
-            sizes = {s.batch for s in stats.steps if s.k > 0} | {m.batch for m in mixed}
-            others = (s for s in stats.steps if s.k == 0 and not s.paused and s.batch not in sizes)
+            sizes = {band_of(s.batch) for s in (*stats.steps, *mixed) if s.k > 0}
+            others = (s for s in stats.steps if s.k == 0 and not s.paused and band_of(s.batch) not in sizes)
             reading = sum(s.seconds * s.steps for s in others)
             self._reading = reading / (drafted + reading) if drafted + reading > 0.0 else 0.0
         for pair in good:
@@ -106,14 +108,15 @@ class Judge:
 
     def hear_both(self, plain: RolloutStats, drafted: RolloutStats, tokens: Callable[[int], float]) -> None:
         """Two rollouts in a row, of an engine that cannot change k while requests run: steps of like batches make one pair."""
-        found = {s.batch: s for s in plain.steps if s.k == 0 and s.paused and positive(s.seconds)}
-        both = [(s, found[s.batch]) for s in drafted.steps if s.k > 0 and s.batch in found and positive(s.seconds)]
+        found = {band_of(s.batch): s for s in plain.steps if s.k == 0 and s.paused and positive(s.seconds)}
+        timed = [s for s in drafted.steps if s.k > 0 and positive(s.seconds)]
+        both = [(s, found[band_of(s.batch)]) for s in timed if band_of(s.batch) in found]
         if not both:
             return
         weights = [float(min(d.steps, p.steps)) for d, p in both]
         ratio = sum(w * math.log(p.seconds / d.seconds) for w, (d, p) in zip(weights, both, strict=True)) / sum(weights)
         most, _ = max(both, key=lambda pair: pair[0].steps)
-        self._take(most.batch, most.k, most.context, ratio, tokens)
+        self._take(round(most.batch), most.k, most.context, ratio, tokens)
 
     def _take(self, batch: int, k: int, context: float, ratio: float, tokens: Callable[[int], float]) -> None:
         self._pairs.append((self._phase, batch, k, context, ratio))
@@ -139,14 +142,13 @@ class Judge:
 
         A burst may have spoilt a few pairs: of these the larger of 1 and what they say, or the smaller, as ``doubt`` has it.
         """
-        off = [
-            math.log(cost.seconds(batch, 0, context=context or None))
-            - math.log(cost.seconds(batch, k, paused=False, context=context or None))
-            - ratio
-            for _, batch, k, context, ratio in self._pairs
-        ]
-        if not off:
+        if not self._pairs:
             return 1.0
+        _, batch, k, context, ratio = self._columns
+        off = np.log(
+            cost.seconds_of(Kinds.of(batch, 0, True, context)) / cost.seconds_of(Kinds.of(batch, k, False, context))
+        )
+        off = (off - ratio).tolist()
         middle, noise = _middle_and_noise(off)
         sure = max(0.0, abs(middle) - noise)
         found = math.exp(math.copysign(sure, middle))
@@ -164,11 +166,13 @@ class Judge:
         most = math.log(tokens_per_step(acceptance, max(table)))
         if self._of_all(most) < 0.0:
             return False  # the draft reads so much that nothing would pay, were drafted steps as short as plain ones
-        found = []
-        for _, batch, k, context, ratio in self._pairs:
-            if wanted := table[min(batch, len(table) - 1)]:
-                then, now = (cost.seconds(batch, n, paused=False, context=context or None) for n in (k, wanted))
-                found.append(ratio + math.log(then / now * tokens_per_step(acceptance, wanted)))
+        if not self._pairs:
+            return None
+        _, batch, k, context, ratio = self._columns
+        wanted = np.asarray(table)[np.minimum(batch, len(table) - 1).astype(int)]
+        then, now = (cost.seconds_of(Kinds.of(batch, n, False, context)) for n in (k, wanted))
+        made = np.array([tokens_per_step(acceptance, n) for n in wanted.tolist()])
+        found = (ratio + np.log(then / now * made))[wanted > 0].tolist()
         if len(found) < _ENOUGH:
             return None
         middle, noise = _middle_and_noise(found)
@@ -183,6 +187,12 @@ class Judge:
         alike = [gain for batch, k, gain in gains if table and k == table[min(batch, len(table) - 1)]]
         found = alike if len(alike) >= _FEW else [gain for *_, gain in gains]
         return math.exp(self._of_all(statistics.median(found))) if found else None
+
+    @property
+    def _columns(self) -> tuple[Numbers, ...]:
+        """Of the pairs: rollouts, batches, k, contexts (NaN: not known) and ratios, [n] each."""
+        phase, batch, k, context, ratio = np.array(self._pairs, np.float64).T
+        return phase, batch, k, np.where(context > 0.0, context, math.nan), ratio
 
     def _of_all(self, gain: float) -> float:
         """The gain of all steps, log scale, from that of the drafted ones: in the others the draft reads, and gains nothing."""

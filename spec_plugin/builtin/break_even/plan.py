@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+
+import numpy as np
 
 from spec_plugin.events import RolloutStats
 from spec_plugin.speculation import Reason
+from spec_plugin.step_cost.bands import band_of
 from spec_plugin.step_cost.chances import tokens_per_step
+from spec_plugin.step_cost.fit import Kinds
 from spec_plugin.step_cost.model import StepCost
 
 #: speculation is switched on above break-even by this factor, off below break-even: no flapping on noise
@@ -17,8 +22,6 @@ MARGIN = 1.05
 _K_MARGIN = 1.05
 #: bytes for each logit of a request with which vLLM profiles its V1 rejection sampler, and those that V2 processes at once
 _V1_PROFILED, _CHUNK = 30, 1 << 30
-#: batch sizes of a band that are looked at, about
-_SAMPLED = 8
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def threshold(k: int, acceptance: float, break_even: float, serving: bool, size:
 
 
 def best(
-    cost: StepCost, acceptance: Sequence[float], load: Mapping[int, float], current: Sequence[int], ks: Sequence[int]
+    cost: StepCost, acceptance: Sequence[float], load: Mapping[float, float], current: Sequence[int], ks: Sequence[int]
 ) -> Plan:
     """The table with the most tokens per second, or plain decoding where the whole phase would gain nothing.
 
@@ -125,10 +128,18 @@ def fastest(
 
     The other arguments are those of ``best``; ``current`` may be empty.
     """
-    table = [0]
-    for band in bands(size):
-        now = current[band[-1]] if current else 0
-        table += [_best_k(cost, acceptance, band, now, ks, any(current))] * len(band)
+    parts = bands(size)
+    looked_at = [sorted({(b[0] + b[-1]) // 2 for b in _measured_together(part)}) for part in parts]
+    batches = np.array([batch for sizes in looked_at for batch in sizes])[:, None]
+    every = Kinds.of(*(grid.ravel() for grid in np.broadcast_arrays(batches, np.array(ks))), False)
+    each = (
+        cost.seconds_of(every).reshape(-1, len(ks)) / batches
+    )  # [sizes, ks] seconds of a step for each of its requests
+    tokens, table, done = [tokens_per_step(acceptance, k) for k in ks], [0], 0
+    for part, sizes in zip(parts, looked_at, strict=True):
+        rates = dict(zip(ks, (tokens / each[done : done + len(sizes)].sum(0)).tolist(), strict=True))
+        now, done = current[part[-1]] if current else 0, done + len(sizes)
+        table += [_best_k(rates, now, any(current))] * len(part)
     return tuple(table)
 
 
@@ -138,25 +149,25 @@ def bands(size: int) -> list[range]:
     return [range(a + 1, b + 1) for a, b in pairwise([0, *edges])]
 
 
-def _best_k(
-    cost: StepCost, acceptance: Sequence[float], band: range, current: int, ks: Sequence[int], serving: bool
-) -> int:
-    sizes = band[:: max(1, len(band) // _SAMPLED)]
-    seconds = {k: sum(cost.seconds(batch, k, paused=False) / batch for batch in sizes) for k in ks}
-    rates = {k: tokens_per_step(acceptance, k) / s for k, s in seconds.items()}
-    top = max(ks, key=rates.__getitem__)
+def _measured_together(part: range) -> Iterator[list[int]]:
+    """The batch sizes of a band of this table, by bands of the cost model, which does not tell those of one apart."""
+    return (list(sizes) for _, sizes in groupby(part, band_of))
+
+
+def _best_k(rates: Mapping[int, float], current: int, serving: bool) -> int:
+    top = max(rates, key=rates.__getitem__)
     return current if serving and rates[top] < _K_MARGIN * rates.get(current, 0.0) else top
 
 
 def phase_speedup(
-    cost: StepCost, acceptance: Sequence[float], load: Mapping[int, float], table: Sequence[int]
+    cost: StepCost, acceptance: Sequence[float], load: Mapping[float, float], table: Sequence[int]
 ) -> float:
     """Predicted decoding time with a paused draft / with this table, for a phase of this load."""
-    plain = drafting = 0.0
-    for batch, tokens in load.items():
-        k = table[min(batch, len(table) - 1)]
-        plain += tokens / batch * cost.seconds(batch, 0)
-        drafting += tokens / (batch * tokens_per_step(acceptance, k)) * cost.seconds(batch, k, paused=False)
+    batches, tokens = (np.array([*column], np.float64) for column in (load.keys(), load.values()))
+    ks = [table[min(math.ceil(batch), len(table) - 1)] for batch in load]
+    steps, made = tokens / batches, np.array([tokens_per_step(acceptance, k) for k in range(max(table) + 1)])[ks]
+    plain = float((steps * cost.seconds_of(Kinds.of(batches, 0))).sum())
+    drafting = float((steps / made * cost.seconds_of(Kinds.of(batches, ks, False))).sum())
     return plain / drafting if drafting > 0 else 1.0
 
 
@@ -166,15 +177,19 @@ def break_even_of(cost: StepCost, table: Sequence[int]) -> tuple[float, ...]:
     Against a step that keeps the draft's KV cache current, not a paused draft: where a batch of this size drafts for the sake
     of a later, smaller one, the phase as a whole has been compared by ``best``.
     """
-    drafted = (cost.seconds(batch, table[batch], paused=False) for batch in range(1, len(table)))
-    return (1.0, *(took / cost.seconds(batch, 0, paused=False) for batch, took in enumerate(drafted, 1)))
+    alike = [list(sizes) for _, sizes in groupby(range(1, len(table)), lambda batch: (band_of(batch), table[batch]))]
+    middles = [(sizes[0] + sizes[-1]) // 2 for sizes in alike]
+    drafted = cost.seconds_of(Kinds.of(middles, [table[batch] for batch in middles], False))
+    ratios = (drafted / cost.seconds_of(Kinds.of(middles, 0, False))).tolist()
+    return (1.0, *(ratio for ratio, sizes in zip(ratios, alike, strict=True) for _ in sizes))
 
 
-def load_of(stats: RolloutStats, acceptance: Sequence[float]) -> dict[int, float]:
-    """Batch size -> tokens that a phase generated at that size, from its step log."""
-    load: dict[int, float] = {}
-    alike = [(s.batch, s.k, s.steps, s.batch * s.steps) for s in stats.steps]
-    for batch, k, steps, drafted in alike + [(m.batch, m.k, m.steps, m.drafted) for m in stats.mixed if not m.prompts]:
-        gained = drafted * (tokens_per_step(acceptance, k) - 1.0)
-        load[batch] = load.get(batch, 0.0) + batch * steps + gained
+def load_of(stats: RolloutStats, acceptance: Sequence[float]) -> dict[float, float]:
+    """Batch size -> tokens that a phase generated at about that size, from its step log."""
+    load: dict[float, float] = {}
+    alike = [(s.batch, s.k, s.forwards, s.forwards) for s in stats.steps]
+    mixed = [(m.batch, m.k, m.batch * m.steps, m.drafted) for m in stats.mixed if not m.prompts]
+    made = {k: tokens_per_step(acceptance, k) for k in {kind[1] for kind in (*alike, *mixed)}}
+    for batch, k, forwards, drafted in alike + mixed:
+        load[batch] = load.get(batch, 0.0) + forwards + drafted * (made[k] - 1.0)
     return load

@@ -4,19 +4,19 @@ A step lasts from one call of ``schedule`` to the next: under synchronous schedu
 scheduling the pace at which steps follow each other. What a step of some kind takes is told by steps that are alike: nothing
 but decoding, the same number of drafted tokens for all, and not the last one before the engine runs empty. All others are
 counted beside them with the requests that had a draft (``MixedSteps``): where one request of the control group is in nearly
-every batch, hardly any two steps are alike.
+every batch, hardly any two steps are alike. Batch sizes are counted by bands, so that a log is small however many requests run.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spec_plugin.events import MixedSteps, StepTiming
+from spec_plugin.step_cost.bands import Seen, band_of, mean, middle
 
-_KEPT = 64  # latest steps of one kind; the median is theirs
+_KEPT = 64  # latest steps of one kind; what such a step takes is told by these
 
 Kind = tuple[int, int, bool]  # requests, k, was the draft paused
 
@@ -41,12 +41,37 @@ class _Open(NamedTuple):
     context: float
 
 
+class _Alike:
+    """Steps of one kind and band that were alike."""
+
+    def __init__(self) -> None:
+        self.latest: deque[Seen] = deque(maxlen=_KEPT)
+        self.steps = self.forwards = 0
+
+    def add(self, batch: int, seconds: float, context: float) -> None:
+        self.latest.append(Seen(seconds, batch, context, 1))
+        self.steps, self.forwards = self.steps + 1, self.forwards + batch
+
+    def timing(self, k: int, paused: bool, uneven: bool) -> StepTiming:
+        found = _without_the_longest(self.latest) if uneven else middle(self.latest)
+        return StepTiming(found.batch, k, paused, found.seconds, self.steps, found.context, self.forwards)
+
+
 class _Sum:
-    """Of mixed steps of one kind."""
+    """Of mixed steps of one kind and band."""
 
     def __init__(self) -> None:
         self.seconds = self.context = 0.0
-        self.steps = self.drafted = 0
+        self.steps = self.drafted = self.requests = 0
+
+    def add(self, step: _Open, seconds: float) -> None:
+        self.seconds, self.steps = self.seconds + seconds, self.steps + 1
+        self.drafted, self.requests = self.drafted + step.drafted, self.requests + step.mixed[0]
+        self.context += step.context
+
+    def mixed(self, k: int, prompts: bool) -> MixedSteps:
+        batch, context = self.requests / self.steps, self.context / self.steps
+        return MixedSteps(batch, k, prompts, self.seconds, self.steps, self.drafted, context)
 
 
 class StepLog:
@@ -59,24 +84,20 @@ class StepLog:
             ragged: the method may propose fewer than k tokens for a request, or none.
             dropped: tokens of each hit in the prefix cache that vLLM has the request compute anew, for the draft's sake.
         """
-        self._timed: dict[Kind, deque[tuple[float, float]]] = defaultdict(
-            lambda: deque(maxlen=_KEPT)
-        )  # seconds, context
-        self._steps: dict[Kind, int] = defaultdict(int)
+        self._alike: dict[Kind, _Alike] = defaultdict(_Alike)  # with the band for the requests
         self._sums: dict[tuple[int, int, bool], _Sum] = defaultdict(_Sum)
-        self._kept: dict[int, int] = defaultdict(int)  # by requests of the step
+        self._kept: dict[int, int] = defaultdict(int)  # by band
         self._past_end: list[int] = []  # by position
         self._busy = 0.0
         self._dropped, self._prompt_tokens, self._recomputed = dropped, 0, 0
         self._open: _Open | None = None
         self.mixed: list[MixedSteps] = []  # beside those that the last ``take`` returned
         self.busy_seconds = 0.0  # of all of these steps
-        #: requests of a step, and drafted tokens that all such steps have added to responses
+        #: bands of batch sizes, and drafted tokens that all steps of each have added to responses
         self.kept: list[tuple[int, int]] = []
         self.past_end: list[int] = []  # drafted tokens accepted for which a response had no room, by position
-        self.prompt_tokens = self.recomputed_tokens = (
-            0  # read in these steps, and those of them that the prefix cache had
-        )
+        #: read in these steps, and those of them that the prefix cache had
+        self.prompt_tokens = self.recomputed_tokens = 0
         self.ragged = ragged
 
     def end(self, now: float) -> Timed | None:
@@ -91,16 +112,12 @@ class StepLog:
         seconds = now - step.begun
         self._busy += seconds
         if step.kind is None:
-            self._add(step, seconds)
+            batch, k, prompts = step.mixed
+            self._sums[band_of(batch), k, prompts].add(step, seconds)
             return None
-        self._timed[step.kind].append((seconds, step.context))
-        self._steps[step.kind] += 1
+        batch, k, paused = step.kind
+        self._alike[band_of(batch), k, paused].add(batch, seconds, step.context)
         return Timed(*step.kind, seconds, step.context)
-
-    def _add(self, step: _Open, seconds: float) -> None:
-        found = self._sums[step.mixed]
-        found.seconds, found.steps = found.seconds + seconds, found.steps + 1
-        found.drafted, found.context = found.drafted + step.drafted, found.context + step.context
 
     def begin(self, output: Any, table: Sequence[int], now: float, paused: bool = True) -> None:
         """A step begins, and the one before it is over.
@@ -140,7 +157,7 @@ class StepLog:
 
     def accept(self, batch: int, accepted: int, kept: int) -> None:
         """Of a request in a step of so many requests so many drafted tokens were accepted, and kept: there the response ended."""
-        self._kept[batch] += kept
+        self._kept[band_of(batch)] += kept
         self._past_end += [0] * (accepted - len(self._past_end))
         for position in range(kept, accepted):
             self._past_end[position] += 1
@@ -156,33 +173,27 @@ class StepLog:
             self.end(now)
 
     def take(self) -> list[StepTiming]:
-        """Durations since the last call, one ``StepTiming`` for each kind of step; each is returned once.
+        """Durations since the last call, one ``StepTiming`` for each kind of step and band; each is returned once.
 
         What is not in them is in ``mixed``, ``busy_seconds``, ``kept``, ``past_end``, ``prompt_tokens`` and ``recomputed_tokens``
         until the next call.
         """
-        found = []
-        for kind, timed in self._timed.items():
-            seconds, contexts = zip(*timed, strict=True)
-            middle = _trimmed_mean(seconds) if self.ragged and kind[1] else statistics.median(seconds)
-            found.append(StepTiming(*kind, middle, self._steps[kind], statistics.fmean(contexts)))
-        sums = self._sums.items()
-        self.mixed = [MixedSteps(*kind, s.seconds, s.steps, s.drafted, s.context / s.steps) for kind, s in sums]
+        found = [a.timing(k, paused, self.ragged and k > 0) for (_, k, paused), a in self._alike.items()]
+        self.mixed = [s.mixed(k, prompts) for (_, k, prompts), s in self._sums.items()]
         self.busy_seconds, self._busy = self._busy, 0.0
         self.kept, self.past_end = sorted(self._kept.items()), self._past_end
         self.prompt_tokens, self.recomputed_tokens = self._prompt_tokens, self._recomputed
         self._past_end, self._prompt_tokens, self._recomputed = [], 0, 0
         self._kept.clear()
-        self._timed.clear()
+        self._alike.clear()
         self._sums.clear()
-        self._steps.clear()
         return found
 
 
-def _trimmed_mean(seconds: Sequence[float]) -> float:
-    """Mean without the longest eighth, for steps that verify different numbers of tokens."""
-    kept = sorted(seconds)
-    return statistics.fmean(kept[: max(1, len(kept) - len(kept) // 8)])
+def _without_the_longest(seen: Iterable[Seen]) -> Seen:
+    """The mean without the longest eighth, for steps that verify different numbers of tokens."""
+    ordered = sorted(seen)
+    return mean(ordered[: len(ordered) - len(ordered) // 8])
 
 
 def kind_of(

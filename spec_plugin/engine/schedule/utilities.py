@@ -86,7 +86,7 @@ def spec_pause(core: EngineCore, paused: bool) -> bool:
 def spec_take_steps(core: EngineCore) -> list[list[Any]]:
     """(EngineCore utility) The step log since the last call, as plain lists in the order of ``StepTiming``'s fields."""
     scheduler: Any = core.scheduler
-    return [[t.batch, t.k, t.paused, t.seconds, t.steps, t.context] for t in scheduler.spec_steps.take()]
+    return [[t.batch, t.k, t.paused, t.seconds, t.steps, t.context, t.forwards] for t in scheduler.spec_steps.take()]
 
 
 def spec_rest_of_steps(core: EngineCore) -> tuple[float, list[list[Any]], list[list[int]], list[int], list[int]]:

@@ -281,7 +281,12 @@ def test_a_folder_that_earlier_code_wrote_is_read_and_written_again_bit_by_bit(t
     trainer.save(tmp_path / "again", extra)
     for name in ("trainer.json", "draft/config.json"):
         before, after = (json.loads((folder / name).read_text()) for folder in (SAVED, tmp_path / "again"))
-        for key in ("settings", "draft_digest", "trainer_digest", "unroll"):  # said otherwise; the last one is no state any more
+        for key in (
+            "settings",
+            "draft_digest",
+            "trainer_digest",
+            "unroll",
+        ):  # said otherwise; the last one is no state any more
             before.pop(key, None), after.pop(key, None)
         assert after == before, "versions, schedule, extra"
     before, after = (load_file(folder / "trainer.safetensors") for folder in (SAVED, tmp_path / "again"))

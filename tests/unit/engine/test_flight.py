@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.logprobs import FlatLogprobs, Logprob
+
+from spec_plugin.engine import flight
 from spec_plugin.engine.control import ControlStretch
 from spec_plugin.engine.flight import UNKNOWN, Clock, Request, RequestTracker
-from spec_plugin.spans import Span, span_of
+from spec_plugin.engine.sampling import SampledRequest
+from spec_plugin.spans import Span, fingerprints, span_of
 
 PROMPT, RESPONSE = [5, 6, 7], [10, 11, 12, 13, 14, 15]
 
@@ -139,3 +144,34 @@ def test_a_clock_counts_while_it_runs(monkeypatch):
     assert clock.seconds == 2.0
     clock.reset()
     assert clock.seconds == 0.0
+
+
+def test_a_response_that_many_syncs_have_cut_is_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty-four stretches of 16,000 tokens were once sixty-four copies of the document."""
+    seen: list[int] = []
+    monkeypatch.setattr(flight, "fingerprints", lambda tokens: seen.append(len(tokens)) or fingerprints(tokens))
+    tracker, response = RequestTracker(), list(range(640))
+    with tracker.request(0) as request:
+        for version in range(63):
+            tracker.pause({request.number: 10 * (version + 1)}, version, drafted=True)
+            tracker.begin(version + 1)
+            tracker.resume()
+        mark = tracker.completed(request, PROMPT, response, 63, True, None, [-0.5] * 640)
+    spans = tracker.take_spans()
+    assert [s.version for s in spans] == list(range(64)) and seen == [643]
+    assert spans[7] == span_of([*PROMPT, *response[:70]], response[70:80], 7, log_probs=[-0.5] * 10)
+    assert mark == spans[-1].mark
+
+
+def test_log_probs_in_flat_lists_are_those_of_the_sampled_tokens() -> None:
+    flat = FlatLogprobs()
+    for token, said in ((7, -0.25), (9, -0.5)):
+        flat.append({token: Logprob(said), 3: Logprob(-0.125)})  # the sampled one comes first
+    with RequestTracker().request(0) as request:
+        one = SampledRequest(request, None, {})
+        one.answered(SimpleNamespace(token_ids=[7, 9], logprobs=flat), asked=False)
+        assert one.log_probs == [-0.25, -0.5] and one.response == [7, 9] and not one.asked
+        one.answered(SimpleNamespace(token_ids=[7, 9], logprobs=list(flat)))
+        assert one.log_probs == [-0.25, -0.5]
+        one.answered(SimpleNamespace(token_ids=[7], logprobs=None))
+        assert one.log_probs is None

@@ -365,7 +365,7 @@ def test_log_probs_that_the_trainer_has_not_asked_for_are_kept_aside(front):
             request.completed([2, 3], 4, [-0.5, -0.25], asked=False)
 
     asyncio.run(one())
-    assert list(front.witnesses) == [Witness((1, 2, 3), (-0.5, -0.25))]
+    assert list(front.witnesses) == [Witness.of((1, 2, 3), (-0.5, -0.25))]
 
 
 def test_a_request_waits_while_the_engine_is_paused_for_new_weights(front):
