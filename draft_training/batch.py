@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+#: what a document is made of
+TENSORS = ("input_ids", "aux", "last", "loss_mask")
+
 
 @dataclass(frozen=True)
 class Document:

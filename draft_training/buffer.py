@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_training.batch import Document, trainable_positions
+from draft_training.batch import TENSORS, Document, trainable_positions
 from draft_training.parts import Part, stretch, teeth
 
 #: a document of more than this share of all tokens is only left out in part: see ``without``
@@ -67,8 +67,8 @@ class HiddenBuffer:
             if not (_finite(document.aux) and _finite(document.last)):
                 return False
             with torch.inference_mode(False):  # a harvest under inference mode must still be usable in a backward pass
-                names = ("input_ids", "aux", "last", "loss_mask")
-                document = replace(document, **{name: _copy(getattr(document, name)) for name in names})
+                copies: dict[str, Any] = {name: _copy(getattr(document, name)) for name in TENSORS}
+                document = replace(document, **copies)
         self._documents.append(document)
         self._tokens += len(document)
         self._bytes += document.nbytes

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from draft_training.batch import Document
+from draft_training.batch import TENSORS, Document
 
 logger = logging.getLogger(__name__)
 
@@ -127,14 +129,12 @@ class Resident:
             return document
         found = self._moved.get(id(document))
         if found is None:
-            embeds = F.embedding(document.input_ids, embed.detach()) if embed.device.type == "cpu" else None
-            parts = (document.input_ids, document.aux, document.last, document.loss_mask)
-            moved = Document(
-                *(part.to(self._device, non_blocking=True) for part in parts),
-                document.policy_version,
-                document.offset,
-                None if embeds is None else embeds.to(self._device),
-            )
+            there: dict[str, Any] = {
+                name: getattr(document, name).to(self._device, non_blocking=True) for name in TENSORS
+            }
+            if embed.device.type == "cpu":
+                there["embeds"] = F.embedding(document.input_ids, embed.detach()).to(self._device)
+            moved: Document = replace(document, **there)
             found = self._moved[id(document)] = (document, moved)
         return found[1]
 

@@ -212,7 +212,7 @@ def replay_stats(
     chunk = max(1, (chunk_elements or chunk_elements_on(lm_head.device)) // lm_head.shape[0])
     for j, state in enumerate(draft.states(batch, embed, steps)):
         at = alive.nonzero().squeeze(1)
-        for some in at.split(chunk):
+        for some in torch.split(at, chunk):
             token = (state[batch.rows[some] - 1 - j].to(head.dtype) @ head.T).argmax(-1)
             match[j, some] = (token if ids is None else ids[token]) == sampled[some]
         if j + 1 == steps or not bool(match[j].any()):

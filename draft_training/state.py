@@ -77,7 +77,7 @@ def write_state(
 ) -> str:
     """Write a folder, all or nothing; returns the fingerprint of the draft's tensors.
 
-    Not their sha256, for which the other ranks would wait: a fingerprint is made where the tensors lie, on a card in milliseconds.
+    Not their sha256, for which other ranks would wait: a fingerprint is made where the tensors lie, on a card in milliseconds.
 
     Args:
         path: the folder; ``path/draft`` is served by vLLM as it is.

@@ -229,7 +229,7 @@ def packed(
     """
     with torch.inference_mode(False), torch.no_grad():
         finite = torch.stack([torch.isfinite(state).all(-1) for state in states]).all(0)
-        good = torch.stack([part.all() for part in finite.split([len(piece) for piece in pieces])]).tolist()
+        good = torch.stack([part.all() for part in torch.split(finite, [len(piece) for piece in pieces])]).tolist()
         if not all(good):
             keep = torch.cat([torch.full((len(p),), ok) for p, ok in zip(pieces, good, strict=True)]).to(finite.device)
             pieces, states = list(compress(pieces, good)), [state[keep] for state in states]

@@ -211,8 +211,8 @@ def _actor_memory(run: RunFacts, method: Method, draft: DraftShape) -> str:
         f"{draft.parameters / 1e6:.0f}M parameters on every rank: {_size(weights)} of weights, {_size(weights)} of "
         f"gradients while it trains, {_size(weights)} of optimizer state (float32), {_size(policy)} of copies of the "
         f"policy's embedding and head (on a GPU, host memory keeps these two between slices), and, whatever the length of "
-        f"responses, up to {_size(buffer)} of captured hidden states in host memory and {_size(on_the_way)} on their way there (a "
-        "GPU holds the former while the draft trains); spec-plugin doctor --target adds a step of training"
+        f"responses, up to {_size(buffer)} of captured hidden states in host memory and {_size(on_the_way)} on their way there "
+        "(a GPU holds the former while the draft trains); spec-plugin doctor --target adds a step of training"
     )
 
 

@@ -18,7 +18,7 @@ from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, OtherRankFai
 from draft_training.parts import Part
 
 SETTINGS = TrainSettings(tokens_per_step=32, warmup_steps=1, ttt_steps=2, first_steps=2, offload=True)
-#: of all allocations of a slice, one in so many fails in a run of this test; SPEC_PLUGIN_TEST_STRIDE=1 for each of them (15 minutes)
+#: of all allocations of a slice one in so many fails in this test; with SPEC_PLUGIN_TEST_STRIDE=1 each of them (15 minutes)
 STRIDE = int(os.environ.get("SPEC_PLUGIN_TEST_STRIDE", "43"))
 
 
