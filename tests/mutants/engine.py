@@ -51,7 +51,7 @@ MUTATIONS = (
         "return original(self, hidden_states, positions + SALT, *args, **kwargs)",
         "return original(self, hidden_states, positions, *args, **kwargs)",
         "law 2: with vLLM 0.24 to 0.28 a rejected proposal is replaced by a draw with its own noise",
-        ("engine/test_draft_noise.py::test_the_fault_is_found_and_gone_behind_the_repair",),
+        ("engine/test_draft_noise.py",),
     ),
     Mutation(
         "spec_plugin/engine/extension.py",

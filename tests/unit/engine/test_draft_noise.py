@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from spec_plugin.engine import extension
-from spec_plugin.engine.repairs import draft_noise, patches
 from spec_plugin.engine.repairs.draft_noise import SALT, draft_has_the_targets_noise, with_noise_of_its_own
-
-ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = Path(__file__).parent / "noise_kernels.py"
-#: folders with a package vllm whose kernels run here: the installed one, and of tools/make_env.py's those that have the fault
-FOLDERS = [Path(find_spec("vllm").origin).parents[1]] if find_spec("vllm") else []
-FOLDERS += [
-    kernels.parents[5]
-    for kernels in sorted(ROOT.glob(".envs/*/lib/*/site-packages/vllm/v1/worker/gpu/sample/gumbel.py"))
-    if "_DRAFT_NOISE_SALT" not in kernels.read_text()
-]
 
 
 def gumbel_sample(logits, rows, temperature, seeds, pos, **_):
@@ -69,16 +52,6 @@ def test_each_position_keeps_a_noise_of_its_own():
     assert positions.tolist() == [0, 1, 2, 3], "others read them, too"
 
 
-@pytest.mark.skipif(not FOLDERS, reason="needs vLLM")
-def test_behind_the_patch_the_installed_vllm_has_no_such_fault():
-    (patch,) = draft_noise.NOISE_PATCHES
-    try:
-        assert patches.apply(patch).state in ("in force", "not needed")
-        assert not draft_has_the_targets_noise(patches.resolve(patch)[2])
-    finally:
-        patches.revert(patch)
-
-
 @dataclasses.dataclass
 class Speculation:
     draft_sample_method: str
@@ -103,21 +76,3 @@ def test_law_2_an_engine_of_v2_that_samples_its_proposals_starts_with_the_patch(
     )
     extension.SpecWorkerExtension.__new__(extension.SpecWorkerExtension, vllm_config=config)
     assert applied == (["draft_noise"] if patched else [])
-
-
-@pytest.mark.skipif(not find_spec("triton") or not FOLDERS, reason="needs Triton and vLLM")
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parents[2].name)
-def test_law_2_with_vllms_kernels_a_proposal_says_nothing_of_the_targets_noise_at_its_position(folder):
-    found = drawn_by_kernels(folder, 0)
-    assert found["before"]["same"] == 1.0, "vLLM's own draws with another noise: has the repair become needless?"
-    assert found["after"]["same"] < 0.2  # of 24; by chance 1 in 64
-
-
-def drawn_by_kernels(folder: Path, requests: int) -> dict:
-    """What ``noise_kernels.py`` prints."""
-    environment = {**os.environ, "SPEC_PLUGIN_CPU_RUNNER": "v2", "VLLM_LOGGING_LEVEL": "ERROR"}
-    python = Path(sys.prefix) / "bin" / "python"  # not one that is forked with vLLM in it, as sys.executable may be
-    command = [str(python), str(SCRIPT), str(folder), str(requests)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
