@@ -156,7 +156,7 @@ def test_a_resumed_run_continues_the_saved_draft(tmp_path: Path, torn: bool) -> 
     p.spec_weight_sync(event=sync())
     for _ in range(9):
         p.spec_target_forward(hidden=hidden(torch.arange(40)))
-    p.spec_train_draft(step=1, seconds=30.0)
+    p.spec_train_draft(step=1, seconds=300.0)
     p.spec_save(path=tmp_path)
     if torn:  # the old draft was set aside, and the new one not yet put in its place
         (tmp_path / "draft").rename(tmp_path / ".draft.previous")
