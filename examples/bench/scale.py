@@ -127,7 +127,7 @@ def controller(size: Size, clock: Clock) -> None:
     sent = [pickle.dumps(report(engine)) for engine in range(size.engines)]
     ask = {name: getattr(run, name, None) for name in ("times_as_long_without", "times_as_long_at_most")}
     ask |= {"times_as_long_without": ask["times_as_long_without"] or getattr(run, "spec_slowdown_without_drafts", None)}
-    ask |= {"times_as_long_at_most": ask["times_as_long_at_most"] or getattr(run, "spec_slowdown_without_drafts_at_most", None)}
+    ask |= {"times_as_long_at_most": ask["times_as_long_at_most"] or getattr(run, "spec_max_slowdown_without_drafts", None)}
     start = run.head_start if hasattr(run, "head_start") else run.spec_head_start
     with clock.running():
         stats = merge_stats([pickle.loads(part) for part in sent])
