@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -48,6 +49,8 @@ def test_a_mean_of_sizes_of_one_band_is_in_it_however_floats_are_rounded() -> No
             Seen(draw.random(), draw.choice(sizes), 0.0, draw.randrange(1, 50)) for _ in range(draw.randrange(1, 9))
         ]
         assert band_of(middle(seen).batch) == bands_of([middle(seen).batch])[0] == top
+    beyond = math.nextafter(18.0, 19.0)  # as sums of floats may come out
+    assert band_of(beyond) == bands_of([beyond])[0] == 18
 
 
 @pytest.mark.parametrize("size", [32, 100, SIZE])
