@@ -376,7 +376,7 @@ class SelfTestReport:
         return not self.passed and all(c.passed or c.out_of_time for c in self.checks)
 
     @property
-    def break_even(self) -> dict[int, float]:
+    def break_even(self) -> dict[float, float]:
         """Batch size -> acceptance length from which the largest k that was run is faster than plain decoding."""
         k = max((s.k for s in self.steps), default=0)
         plain = {s.batch: s.seconds for s in self.steps if s.k == 0 and s.paused}

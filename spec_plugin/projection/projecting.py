@@ -294,7 +294,8 @@ class _Draw:
         plain = self._phase(chances, (0,))
         most = max(plain.load)
         choices = [k for k in CHOICES if k <= max(question.ks)]
-        chosen = best(self.cost, chances, plain.load, (0,) * (most + 1), choices).table
+        load = {float(batch): tokens for batch, tokens in plain.load.items()}
+        chosen = best(self.cost, chances, load, (0,) * (most + 1), choices).table
         tables: dict[int, tuple[int, ...]] = {0: (0,), **{k: (k,) for k in question.ks}, AUTO: chosen}
         share = question.draft_share * step_seconds(self._stages(plain, 0.0), question.lag)
         found = {}

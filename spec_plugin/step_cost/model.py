@@ -127,7 +127,7 @@ class CostModel:
         known = [t for t in timings if _makes_sense(t)]
         longest = max((t.context for t in known), default=0.0)
         alike = bool(self._contexts) or 0.0 < longest <= _LONGER * self._calibrated
-        if not alike or self.problem is not None:
+        if not known or not alike or self.problem is not None:
             return tuple(timings)
         batch, k, paused, context = zip(*((t.batch, t.k, t.paused, t.context or math.nan) for t in known), strict=True)
         usually = self.seconds_of(Kinds.of(batch, k, paused, context))

@@ -48,6 +48,13 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/model.py",
+        "if not known or not alike or self.problem is not None:",
+        "if not alike or self.problem is not None:",
+        "law 6: a rollout of which no step was timed turns the controller off",
+        ("test_cost.py",),
+    ),
+    Mutation(
+        "spec_plugin/step_cost/model.py",
         "seen.append(Seen(t.seconds, t.batch, t.context, t.steps))",
         "seen.append(Seen(t.seconds, key[0], t.context, t.steps))",
         "law 7: what steps of few requests took is taken for that of the largest batch of their band",

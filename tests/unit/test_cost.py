@@ -277,3 +277,16 @@ def test_a_rollout_on_a_busy_machine_says_only_how_its_kinds_of_steps_compare():
         assert found.seconds == pytest.approx(expected.seconds, rel=0.1)
     odd = (replace(busy[0], seconds=1.5 * busy[0].seconds), *busy[1:])
     assert model.at_usual_speed(odd)[0].seconds == pytest.approx(1.5 * quiet[0].seconds, rel=0.1)
+
+
+def test_a_rollout_of_which_no_step_was_timed_changes_nothing() -> None:
+    """As one whose requests all ran beside prompts, or in the control group."""
+    model = CostModel()
+    model.observe(timings(compute_bound), calibration=True)
+    model.observe([StepTiming(8, 2, False, compute_bound(8, 2, False), 50, 300.0)])
+    known = model.seconds(8, 2)
+    assert model.at_usual_speed(()) == ()
+    broken = (StepTiming(8, 2, False, math.nan, 3),)
+    assert model.at_usual_speed(broken) == broken
+    model.observe(())
+    assert model.seconds(8, 2) == known

@@ -46,7 +46,7 @@ def seconds(batch: float, k: int) -> float:
 
 def an_engine(table: tuple[int, ...], rng: random.Random) -> RolloutStats:
     """A phase whose batch has drained from all requests to one, some of whose steps were not alike."""
-    ks = [(b, table[b]) for b in BANDS]
+    ks = [(b - (b > 16) * rng.uniform(0.0, 0.9), table[b]) for b in BANDS]  # means of a band's steps
     alike = [StepTiming(b, k, not any(table), seconds(b, k) * rng.uniform(0.97, 1.03), 40, 4000.0) for b, k in ks]
     mixed = [MixedSteps(b, k, False, 3 * seconds(b, k), 3, 2 * b * (k > 0), 4000.0) for b, k in ks]
     n = sum(t.forwards for t in alike if t.k)

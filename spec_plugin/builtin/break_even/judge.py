@@ -60,7 +60,7 @@ class Judge:
             calibration: steps of the start-up, all kinds in turn: they tell what a plain step takes with the draft paused, of one
                 in which the draft reads. Where it has not both, nothing is made of pairs.
         """
-        found: dict[tuple[int, bool], list[StepTiming]] = {}
+        found: dict[tuple[float, bool], list[StepTiming]] = {}
         for t in calibration:
             if t.k == 0 and positive(t.seconds) and t.steps >= _CALIBRATED:
                 found.setdefault((t.batch, t.paused), []).append(t)
@@ -97,7 +97,7 @@ class Judge:
             mixed = [m for m in stats.mixed if m.drafted and not m.prompts]
             drafted = sum(s.seconds * s.steps for s in stats.steps if s.k > 0) + sum(m.seconds for m in mixed)
             # there the plain steps are those of pairs
-            sizes = {band_of(s.batch) for s in (*stats.steps, *mixed) if s.k > 0}
+            sizes = {band_of(s.batch) for s in stats.steps if s.k > 0} | {band_of(m.batch) for m in mixed}
             others = (s for s in stats.steps if s.k == 0 and not s.paused and band_of(s.batch) not in sizes)
             reading = sum(s.seconds * s.steps for s in others)
             self._reading = reading / (drafted + reading) if drafted + reading > 0.0 else 0.0

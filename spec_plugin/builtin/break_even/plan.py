@@ -131,7 +131,7 @@ def fastest(
     parts = bands(size)
     looked_at = [sorted({(b[0] + b[-1]) // 2 for b in _measured_together(part)}) for part in parts]
     batches = np.array([batch for sizes in looked_at for batch in sizes])[:, None]
-    every = Kinds.of(*(grid.ravel() for grid in np.broadcast_arrays(batches, np.array(ks))), False)
+    every = Kinds.of(np.repeat(batches, len(ks)), np.tile(ks, len(batches)), False)
     each = (
         cost.seconds_of(every).reshape(-1, len(ks)) / batches
     )  # [sizes, ks] seconds of a step for each of its requests
