@@ -1,8 +1,8 @@
 """What the bookkeeping of a step costs rank 0 and an engine's front as responses and engines grow; another build beside it.
 
 Each part is the project's own code, driven with what a trainer and engines of that size would hand it: a part in a process of
-its own, by its CPU time. Tensors are as wide as at 8B where their width costs something on the host, else narrow. A part that would
-take longer than --limit is measured at fewer requests and multiplied, and is marked so.
+its own, by its CPU time. Tensors are as wide as at 8B where their width costs something on the host, else narrow. Of the
+earlier build, a part that would take longer than --limit is measured at fewer requests and multiplied, and is marked so.
 
     python examples/bench/scale.py --before ../another-checkout --out runs/bench
 """
@@ -101,11 +101,17 @@ def controller(size: Size, clock: Clock) -> None:
 
     rng, run = random.Random(0), BreakEvenController()
     target = TargetInfo(
-        "x", {"vocab_size": VOCABULARY, "hidden_size": HIDDEN}, "bfloat16", device_type="cuda", max_num_seqs=size.requests
+        "x",
+        {"vocab_size": VOCABULARY, "hidden_size": HIDDEN},
+        "bfloat16",
+        device_type="cuda",
+        max_num_seqs=size.requests,
     )
     run.spec_configure(SpecConfig.parse({"k": K}), target, Method("eagle3", {}))
     kinds = [(b, k, k == 0) for b in (1, 8, 32, 128) for k in (0, 1, 3, K)] + [(b, 0, False) for b in (1, 8, 32, 128)]
-    run.spec_engine_ready(SelfTestReport((), 1.0, tuple(StepTiming(*kind, seconds(*kind[:2]), 16, 50.0) for kind in kinds)))
+    run.spec_engine_ready(
+        SelfTestReport((), 1.0, tuple(StepTiming(*kind, seconds(*kind[:2]), 16, 50.0) for kind in kinds))
+    )
     run.acceptance_estimate.predicted((0.8, 0.75, 0.7))
     run.states.tried = True
     for phase in range(PHASES if len(batches) < 200 else 10):  # ten of them have brought the older build to its size
@@ -115,8 +121,12 @@ def controller(size: Size, clock: Clock) -> None:
 
     def report(engine: int) -> RolloutStats:
         ks = [(b, table[min(len(table) - 1, math.ceil(b))]) for b in batches]
-        alike = tuple(StepTiming(b, k, not any(table), seconds(b, k) * rng.uniform(0.97, 1.03), 40, 0.5 * size.tokens) for b, k in ks)
-        mixed = tuple(MixedSteps(b, k, False, 3 * seconds(b, k), 3, int(2 * b) * (k > 0), 0.5 * size.tokens) for b, k in ks)
+        context, plain = 0.5 * size.tokens, not any(table)
+        took = [seconds(b, k) * rng.uniform(0.97, 1.03) for b, k in ks]
+        alike = tuple(StepTiming(b, k, plain, s, 40, context) for (b, k), s in zip(ks, took, strict=True))
+        mixed = tuple(
+            MixedSteps(b, k, False, 3 * s, 3, int(2 * b) * (k > 0), context) for (b, k), s in zip(ks, took, strict=True)
+        )
         n = int(sum(t.batch * t.steps for t in alike if t.k))
         per_position = tuple(int(n * share) for share in (0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1, 0.05))
         return RolloutStats(
@@ -127,7 +137,9 @@ def controller(size: Size, clock: Clock) -> None:
     sent = [pickle.dumps(report(engine)) for engine in range(size.engines)]
     ask = {name: getattr(run, name, None) for name in ("times_as_long_without", "times_as_long_at_most")}
     ask |= {"times_as_long_without": ask["times_as_long_without"] or getattr(run, "spec_slowdown_without_drafts", None)}
-    ask |= {"times_as_long_at_most": ask["times_as_long_at_most"] or getattr(run, "spec_max_slowdown_without_drafts", None)}
+    ask |= {
+        "times_as_long_at_most": ask["times_as_long_at_most"] or getattr(run, "spec_max_slowdown_without_drafts", None)
+    }
     start = run.head_start if hasattr(run, "head_start") else run.spec_head_start
     with clock.running():
         stats = merge_stats([pickle.loads(part) for part in sent])
@@ -291,8 +303,10 @@ RANK_0 = ("controller", "spans", "guard", "harvest")
 
 
 def moved(steps: int = 16) -> dict[str, dict[str, float]]:
-    """GB between host and card in a step, counted from the sizes: a draft for Qwen3-8B, V=152k, bfloat16 policy, AdamW and Muon in
-    float32, a harvest of 16,384 tokens, so many optimizer steps of 8192 tokens out of a buffer of 1 GiB.
+    """GB between host and card in a step, counted from the sizes.
+
+    Of a draft for Qwen3-8B, V=152k: the policy's copies in bfloat16, the optimizer's state in float32, a harvest of 16,384
+    tokens, so many optimizer steps of 8192 tokens out of a buffer that holds two harvests.
     """
     matrix, state = VOCABULARY * HIDDEN * 2, 4 * 268_000_000
     token = 4 * HIDDEN * 2

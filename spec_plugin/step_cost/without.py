@@ -85,6 +85,8 @@ def times_as_long(
     slow = _slow(found) or 1.0
     decoding = np.where(found.prompts, np.minimum(found.seconds, found.steps * found.own * slow), found.seconds)
     ratio = (found.stands_for * found.plain / found.own + own_load - 1.0) / own_load
+    # a step without a draft's tokens saves nothing, whatever two measurements of busy moments say of the draft's own pass
+    ratio = np.where(found.share > 0.0, ratio, np.minimum(1.0, ratio))
     return _over(decoding * ratio + (found.seconds - decoding), found.seconds)
 
 

@@ -19,6 +19,13 @@ _LEDGER, _HUB = "spec_plugin/ledger.py", "spec_plugin/hub.py"
 
 MUTATIONS = (
     Mutation(
+        "spec_plugin/step_cost/without.py",
+        "ratio = np.where(found.share > 0.0, ratio, np.minimum(1.0, ratio))",
+        "pass",
+        "a phase without a single draft is said to have saved minutes",
+        ("test_without.py",),
+    ),
+    Mutation(
         _LEDGER,
         "self._judge_hidden(max(waited, most) / phase)",
         "self._judge_hidden(waited / phase)",

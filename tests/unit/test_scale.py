@@ -82,7 +82,9 @@ def a_controller() -> BreakEvenController:
 def a_step(controller: BreakEvenController, stats: RolloutStats) -> Schedule:
     controller.spec_rollout_end(stats)
     assert controller.spec_slowdown_without_drafts(stats=max(stats.parts, key=lambda e: e.busy_seconds)) is not None
-    assert all(controller.spec_max_slowdown_without_drafts(stats=engine) is not None for engine in stats.parts if engine.drafts)
+    assert all(
+        controller.spec_max_slowdown_without_drafts(stats=engine) is not None for engine in stats.parts if engine.drafts
+    )
     controller.spec_head_start()
     assert any(name.startswith("spec/break_even") for name in controller.spec_metrics())
     return controller.spec_schedule(2)

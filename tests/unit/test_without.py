@@ -213,3 +213,17 @@ def test_at_most_nothing_is_known_of_a_rollout_without_steps_and_of_prompts_alon
     assert times_as_long_at_most(RolloutStats(1, 8, 1000, 5.0, 100, 300, 200), Cost(), CHANCES) is None
     stats = RolloutStats(1, 8, 1000, 5.0, 100, 300, 200, mixed=(MixedSteps(8, 3, True, 5.0, 100, 100),))
     assert times_as_long_at_most(stats, Cost(), CHANCES) == pytest.approx(3.0)
+
+
+def test_steps_without_a_draft_save_nothing_whatever_busy_moments_have_been_measured():
+    """Seen in a run of long responses: plain steps were timed beside other work, the others not, and a phase without a single
+    draft was said to have saved 126 s.
+    """
+
+    class Busy(Cost):
+        def seconds(self, batch: float, k: int, paused: bool = True, context: float | None = None) -> float:
+            return super().seconds(batch, k, paused, context) * (1.7 if paused and not k else 1.0)
+
+    stats = RolloutStats(1, 8, 1000, 5.0, steps=(StepTiming(8, 0, False, 0.05, 100),))
+    assert times_as_long(stats, Busy(), CHANCES) == 1.0
+    assert times_as_long(stats, Cost(), CHANCES) < 1.0, "the draft's own pass is still counted"
