@@ -76,6 +76,7 @@ SHAPES = {
         "lora-adapters",
         "packed",
         "mistral",
+        "long",
         "colocate",
         "separate",
         "separate2",

@@ -129,6 +129,24 @@ def make_processor(tiny_target: TinyTarget) -> Any:
     return whole(tokenizer=tokenizer, chat_template=tokenizer.chat_template, **parts)
 
 
+def go_on(folder: Path) -> None:
+    """Make a policy of ``make_target`` one that never ends a response, though its tokenizer has a token for the end.
+
+    One number of each embedding is the same, so that the final norm's output has it, too; the end's row of the head turns away
+    from it. What was followed by the end is followed by the token behind it.
+    """
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    embed, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    if bool((embed[:, -1] == 2.0).all()):
+        return
+    embed[:, -1], head[:, -1] = 2.0, 0.0
+    head[STEP] += head[0]
+    head[0] = 0.0
+    head[0, -1] = -20.0
+    save_file(tensors, file, {"format": "pt"})
+
+
 def add_mtp_layer(folder: Path, seed: int = 0) -> None:
     """Make a saved Qwen2 a MiMo: the same model, and beside it a layer for multi-token prediction, initialised at random.
 

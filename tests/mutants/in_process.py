@@ -59,7 +59,7 @@ MUTATIONS = (
     ),
     Mutation(
         _ENGINE,
-        "params.logprobs = 0 if params.logprobs is None else params.logprobs",
+        "params.logprobs, params.flat_logprobs = 0, True",
         "pass",
         "law 3: a trainer that asks for no log-probs has nothing to verify",
         ("test_inprocess.py",),

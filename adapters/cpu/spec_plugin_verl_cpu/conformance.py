@@ -59,6 +59,7 @@ class Shape:
     format: checkpoints.Format = checkpoints.FSDP
     kv_heads: int = 1  # of the policy; ranks that split them need one each
     v2: bool = False  # has the engine vLLM's V2 model runner, with asynchronous scheduling, as on a card
+    tokens: int = SMALL_TOKENS  # of a response, at most; of a policy that never ends one if there are more than usual
     known: Mapping[str, str] = field(default_factory=dict)  # see ``ConformanceDriver.known_in``
 
 
@@ -129,6 +130,15 @@ SHAPES = {
         ),
     ),
     "mistral": Shape("a Mistral policy", (), family="mistral"),
+    "long": Shape(
+        "responses of 1100 tokens, each of them: none fits into what a draft is measured on",
+        (
+            "data.max_response_length=1100",
+            f"{_ROLLOUT}.max_model_len=1152",
+            f"{_ROLLOUT}.max_num_batched_tokens=1152",
+        ),
+        tokens=1100,
+    ),
     "colocate": Shape(
         "asynchronous, actor and engine in turn: rollouts are cut short for training, and go on under the next policy",
         COLOCATE,
@@ -197,11 +207,16 @@ class VerlDriver(ConformanceDriver):
         self._shape = SHAPES[shape] if shape else Shape("", ())
         self.asynchronous = self._shape.asynchronous
         # of a response that goes on under the next policy, the rest
-        self.requests = {"max_tokens": (1, SMALL_TOKENS) if self.asynchronous else SMALL_TOKENS}
+        most = self._shape.tokens
+        self.requests = {"max_tokens": (1, most) if self.asynchronous else most}
         root.mkdir(parents=True, exist_ok=True)
         self._room = tiny_targets()[family or self._shape.family]
         split: dict[str, Any] = {"num_key_value_heads": self._shape.kv_heads} if self._shape.kv_heads > 1 else {}
+        if most > SMALL_TOKENS:
+            split["max_position_embeddings"] = 2048
         self._target = tiny.make_target(root / "policy", family=family or self._shape.family, **split)
+        if most > SMALL_TOKENS:
+            tiny.go_on(self._target)
         if self._shape.mtp:
             tiny.add_mtp_layer(self._target)
         self._data = root / "data.parquet"
