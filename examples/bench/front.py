@@ -74,7 +74,9 @@ def outputs(requests: int, tokens: int, log_probs: bool, rng: np.random.Generato
 
 def front_seconds(requests: int, tokens: int, reader: Any, log_probs: bool, **options: Any) -> tuple[float, list[Any]]:
     """CPU seconds of vLLM's front end for so many requests side by side, and their completed outputs."""
-    params = SamplingParams(max_tokens=tokens, logprobs=0 if log_probs else None, detokenize=reader is not None, **options)
+    params = SamplingParams(
+        max_tokens=tokens, logprobs=0 if log_probs else None, detokenize=reader is not None, **options
+    )
     processor = OutputProcessor(reader, log_stats=False)
     for i in range(requests):
         asked = EngineCoreRequest(str(i), list(range(PROMPT)), None, params, None, 0.0, None, None, None)
@@ -121,11 +123,9 @@ def kept(requests: int, tokens: int, witness: bool) -> tuple[float, float, float
 @click.command(help=HELP)
 @click.option("--requests", default=32, show_default=True, help="side by side, in the measurement.")
 @click.option("--tokens", default=4096, show_default=True, help="of a response, in the measurement of vLLM's part.")
-@click.option("--quick", is_flag=True, help="few and short ones: to see that it works.")
 @click.option("--out", type=click.Path(path_type=Path), default=common.RESULTS, help="Folder of the JSON file.")
-def main(requests: int, tokens: int, quick: bool, out: Path) -> None:
+def main(requests: int, tokens: int, out: Path) -> None:
     """Measure and print."""
-    requests, tokens = (4, 64) if quick else (requests, tokens)
     rows, reader = [], tokenizer()
     for text, arm in (("text", reader), ("no text", None)):
         for name, log_probs, options in (
