@@ -123,11 +123,9 @@ def kept(requests: int, tokens: int, witness: bool) -> tuple[float, float, float
 @click.command(help=HELP)
 @click.option("--requests", default=32, show_default=True, help="side by side, in the measurement.")
 @click.option("--tokens", default=4096, show_default=True, help="of a response, in the measurement of vLLM's part.")
-@click.option("--quick", is_flag=True, help="few and short ones: to see that it works.")
 @click.option("--out", type=click.Path(path_type=Path), default=common.RESULTS, help="Folder of the JSON file.")
-def main(requests: int, tokens: int, quick: bool, out: Path) -> None:
+def main(requests: int, tokens: int, out: Path) -> None:
     """Measure and print."""
-    requests, tokens = (4, 64) if quick else (requests, tokens)
     rows, reader = [], tokenizer()
     for text, arm in (("text", reader), ("no text", None)):
         for name, log_probs, options in (

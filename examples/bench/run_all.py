@@ -56,6 +56,7 @@ def quick_options(name: str) -> tuple[str, ...]:
     """Options of one benchmark for a quick look."""
     few = {
         "refresh": ("--refreshes", "4"),
+        "front": ("--requests", "4", "--tokens", "64"),
         "methods": ("--rounds", "1", "--steps", "2", "--batch", "4"),
         "learning": ("--rounds", "1", "--steps", "2", "--at", "0", "--at", "2", "--start-steps", "40"),
     }
