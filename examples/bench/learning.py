@@ -28,6 +28,7 @@ from examples.bench.learning_report import report, tell, write_picture  # noqa: 
 from examples.bench.recorded import FIRST, LATER, Row, Step, record  # noqa: E402
 from examples.bench.steering import Steered, calibrate  # noqa: E402
 from examples.bench.subjects import Subject  # noqa: E402
+from spec_plugin.builtin.held_out import CONTEXT, EACH  # noqa: E402
 from spec_plugin.events import SelfTestReport  # noqa: E402
 
 if TYPE_CHECKING:
@@ -264,11 +265,11 @@ def learn(
         for document in now.documents:
             buffer.add(document)
         # as in the plugin, some of its first text is kept from a newborn draft, so that it can be judged at once
-        held = buffer.take_newest(int(0.125 * buffer.tokens)) if unseen else []
-        trainer.train_slice(buffer, math.inf, (FIRST if unseen else LATER) // settings.tokens_per_step)
-        buffer.give_back(held)
+        held = buffer.newest(int(0.125 * buffer.tokens) if unseen else 0, EACH)
+        with buffer.without(held):
+            trainer.train_slice(buffer, math.inf, (FIRST if unseen else LATER) // settings.tokens_per_step)
         if held:
-            promised = trainer.evaluate(held, steps=options.k).chances
+            promised = trainer.evaluate(held, options.k, CONTEXT).chances
 
 
 def serve(

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from spec_plugin.builtin.break_even import plan
@@ -181,9 +181,8 @@ class BreakEvenController:
         chosen = self._choose()
         vocabulary = self._target.vocab_size
         if self._target.device_type == "cuda" and vocabulary is not None and chosen.speculates:
-            in_chunks = runner_of(self._method.settings, "cuda").v2 and v2_verifies_in_chunks()
             table = plan.fit_sampler_memory(
-                chosen.table, vocabulary, _SAMPLER_ROOM, in_chunks, self._target.tensor_parallel
+                chosen.table, vocabulary, _SAMPLER_ROOM, self._in_chunks, self._target.tensor_parallel
             )
             table = tuple(k * (k == self._config.k) for k in table) if self._method.whole else table
             chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)
@@ -196,6 +195,11 @@ class BreakEvenController:
         self._plan, self._table = chosen, chosen.table if chosen.speculates else self._table
         self.acceptance_estimate.serving(chosen.speculates)
         return Schedule(chosen.table, self._break_even(chosen.table), plain_share=self._plain_share(chosen))
+
+    @cached_property
+    def _in_chunks(self) -> bool:
+        """Does the engine's runner verify in chunks; read once, since vLLM's sources are parsed for it."""
+        return runner_of(self._method.settings, "cuda").v2 and v2_verifies_in_chunks()
 
     def _plain_share(self, chosen: Plan) -> float:
         if self._fixed or not chosen.speculates or self._config.break_even is not None:
