@@ -20,12 +20,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RANKS, VOCABULARY, HIDDEN, K, PROMPT, PHASES = 64, 151_936, 4096, 8, 256, 1000
+RANKS, VOCABULARY, HIDDEN, K, PROMPT, PHASES, STEPS = 64, 151_936, 4096, 8, 256, 1000, 16
 
 
 @dataclass(frozen=True)
@@ -212,14 +212,20 @@ def spans(size: Size, clock: Clock) -> None:
     mine = tracker.take_spans()
     shape = mine[0]
     others = size.engines * size.requests - len(mine)
-    fields = {f: getattr(shape, f) for f in shape.__dataclass_fields__ if f != next(iter(shape.__dataclass_fields__))}
-    first = next(iter(shape.__dataclass_fields__))
-    all_of_them = mine + [Span(**{first: int(mark)}, **fields) for mark in rng.integers(1, 2**62, others)]
+    first, *rest = shape.__dataclass_fields__
+
+    def of_others(version: int) -> list[Span]:
+        fields = {name: getattr(shape, name) for name in rest} | {"version": version}
+        return [Span(**{first: int(mark)}, **fields) for mark in rng.integers(1, 2**62, others)]
+
+    for version in range(STEPS):  # before this one, as a run that is under way has seen
+        held.add(of_others(version), version)
+    all_of_them = [replace(span, version=STEPS) for span in mine] + of_others(STEPS)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     with clock.running():
-        held.add(all_of_them, 1)
+        held.add(all_of_them, STEPS)
         versions, _ = held.of(documents, [PROMPT] * len(documents), mask)
-    assert bool((versions[mask] == 1).all())
+    assert bool((versions[mask] == STEPS).all())
 
 
 def guard(size: Size, clock: Clock) -> None:
