@@ -269,8 +269,12 @@ def undrafted(extra_args: Mapping[str, Any] | None, tokens: int) -> int:
 def perturb(output: Any, stated: float) -> None:
     """Set the log-prob of each response's first token, in place, in a ``RequestOutput``."""
     for sample in output.outputs:
-        if sample.logprobs and sample.token_ids:
-            sample.logprobs[0][sample.token_ids[0]].logprob = stated
+        said = sample.logprobs
+        if said and sample.token_ids:
+            if hasattr(said, "start_indices"):  # vLLM's FlatLogprobs, which makes an object of a place for whoever asks
+                said.logprobs[said.start_indices[0]] = stated
+            else:
+                said[0][sample.token_ids[0]].logprob = stated
 
 
 def sampling_of(options: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_session import TARGET
 from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs, Logprob
 
 from draft_training import digest
 from spec_plugin import SpecConfig
@@ -221,3 +222,11 @@ def test_a_batch_of_a_synchronous_engine_is_seen_as_its_requests_are(tmp_path, n
     assert all(what == {"test": False, "clock": "own", "engine": 0} for _, what in begins)
     assert [len(r["log_probs"]) for r in requests] == [2, 1] and [r["plain"] for r in requests] == [0, 1]
     assert {r["engine"] for r in requests} == {0} and not any(r["test"] for r in requests)
+
+
+def test_a_wrong_log_prob_is_planted_in_flat_lists_too():
+    said = FlatLogprobs()
+    for token, log_prob in ((5, -1.0), (6, -2.0)):
+        said.append({token: Logprob(log_prob, 1, None)})
+    watch.perturb(SimpleNamespace(outputs=[SimpleNamespace(logprobs=said, token_ids=[5, 6])]), PERTURBED)
+    assert [said[i][token].logprob for i, token in enumerate((5, 6))] == [PERTURBED, -2.0]
