@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from draft_training.batch import Document, trainable_positions
 
 #: a document that is at most this share of what is drawn is taken whole or not at all: cut, it would lack its beginning
-_WHOLE = 1 / 8
+WHOLE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def stretch(documents: Sequence[Document], tokens: int, rng: random.Random) -> l
     total = sum(map(len, order))
     if total <= tokens:
         return [Part(d, 0, len(d)) for d in order]
-    return _from(order, rng.random() * total, tokens, tokens * _WHOLE)
+    return _from(order, rng.random() * total, tokens, tokens * WHOLE)
 
 
 def teeth(documents: Sequence[Document], tokens: int, each: int, rng: random.Random) -> list[Part]:

@@ -163,14 +163,14 @@ class RolloutControl:
         with self.ledger.spending():
             await self._install(refresh)
 
+    async def _reach(self, call: Awaitable[T], seconds: float = 0.0) -> T:
+        """An answer of the engines, in time: a link may have forgotten its own limit, and nothing may wait for ever."""
+        return await asyncio.wait_for(call, _PATIENCE * self.session.config.refresh_timeout_s + seconds)
+
     async def _reach_rollouts(self, call: Awaitable[T]) -> T:
         """The same of calls that hand rollouts on, chunk by chunk: each has the link's own limit, see ``CHUNK_TOKENS``."""
         config = self.session.config
         return await self._reach(call, 2 * (config.memory_tokens // CHUNK_TOKENS) * config.refresh_timeout_s)
-
-    async def _reach(self, call: Awaitable[T], seconds: float = 0.0) -> T:
-        """An answer of the engines, in time: a link may have forgotten its own limit, and nothing may wait for ever."""
-        return await asyncio.wait_for(call, _PATIENCE * self.session.config.refresh_timeout_s + seconds)
 
     async def _install(self, refresh: DraftRefresh | None) -> None:
         if self._keep is not None:
@@ -337,8 +337,8 @@ class RolloutControl:
         if self._running is None or self.link is None:
             return
         version, self._running = self._running, None
-        memory = None if self.session.failed else self.session.method.memory
         session = self.session
+        memory = None if session.failed else session.method.memory
         with session.guarded(Work.STATISTICS):
             stats = expect_instance(await self._reach(self.link.stats(version)), RolloutStats, "stats")
             self.lags = self.lags or bool(stats.interrupted)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draft_training.card import host_memory
+from draft_training.parts import WHOLE
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.decoder import Decoder
 from spec_plugin.actor.taps import Taps
@@ -36,8 +37,6 @@ _FIRST = 4
 _READ = 1024
 #: a piece of fewer tokens is not worth its place, unless it is a whole document
 _LEAST = 32
-#: a document that is at most this share of a stretch is harvested whole or not at all
-_WHOLE = 1 / 8
 
 
 class SequenceShards(Protocol):
@@ -143,7 +142,7 @@ class HarvestPlan:
             return
         width = max(1, min(self._window, self._budget))
         stride = width * self._expected / self._budget
-        if tokens <= width * _WHOLE:  # cut, it would lack its beginning
+        if tokens <= width * WHOLE:  # cut, it would lack its beginning
             if (before - self._phase * stride) % stride < width:
                 yield 0, tokens
             return

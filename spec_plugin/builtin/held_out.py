@@ -53,7 +53,7 @@ class HeldOut:
         Returns:
             Whether any rank had text to measure it on.
         """
-        found = trainer.evaluate(lambda: parts(), k, CONTEXT)
+        found = trainer.evaluate(parts, k, CONTEXT)
         if found.tokens:
             mine = found.seconds / max(1, found.tokens // trainer.ranks)
             self._token_seconds = mine if self._token_seconds is None else (self._token_seconds + mine) / 2.0

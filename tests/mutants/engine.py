@@ -27,6 +27,13 @@ MUTATIONS = (
     ),
     Mutation(
         _STEPS,
+        "        self._kept[batch] += kept\n",
+        "        self._kept[band_of(batch)] += kept\n",
+        "the scheduler looks a band up for each request of each step",
+        ("engine/test_steps.py",),
+    ),
+    Mutation(
+        _STEPS,
         "hits = sum(request.num_computed_tokens > 0 for",
         "hits = sum(request.num_computed_tokens < 0 for",
         "nobody counts what vLLM drops of each hit in the prefix cache for the draft's sake",

@@ -275,8 +275,8 @@ MUTATIONS = (
     ),
     Mutation(
         "draft_training/parts.py",
-        "order, rng.random() * total, tokens, tokens * _WHOLE",
-        "order, 0.0, tokens, tokens * _WHOLE",
+        "order, rng.random() * total, tokens, tokens * WHOLE",
+        "order, 0.0, tokens, tokens * WHOLE",
         "draws begin where documents begin: the ends of long ones are never learnt",
         ("draft_training/test_draft_buffer.py",),
     ),

@@ -86,7 +86,7 @@ class StepLog:
         """
         self._alike: dict[Kind, _Alike] = defaultdict(_Alike)  # with the band for the requests
         self._sums: dict[tuple[int, int, bool], _Sum] = defaultdict(_Sum)
-        self._kept: dict[int, int] = defaultdict(int)  # by band
+        self._kept: dict[int, int] = defaultdict(int)  # by requests of the step
         self._past_end: list[int] = []  # by position
         self._busy = 0.0
         self._dropped, self._prompt_tokens, self._recomputed = dropped, 0, 0
@@ -133,12 +133,12 @@ class StepLog:
         if not scheduled:
             return  # nothing runs
         widths = _widths(output)
-        self._read(output, widths)
         kind = kind_of(output, table, paused, self.ragged, widths)
         if kind is not None:
             batch, k, _ = kind
             prompts, drafted = False, batch * (k > 0)
-        else:
+        else:  # only such a step may read prompts
+            self._read(output, widths)
             batch = len(scheduled)
             decoding = sum(n == widths[r] + 1 for r, n in scheduled.items())
             prompts = bool(output.scheduled_new_reqs) or decoding < batch
@@ -157,7 +157,7 @@ class StepLog:
 
     def accept(self, batch: int, accepted: int, kept: int) -> None:
         """Of a request in a step of so many requests so many drafted tokens were accepted, and kept: there the response ended."""
-        self._kept[band_of(batch)] += kept
+        self._kept[batch] += kept
         self._past_end += [0] * (accepted - len(self._past_end))
         for position in range(kept, accepted):
             self._past_end[position] += 1
@@ -181,13 +181,21 @@ class StepLog:
         found = [a.timing(k, paused, self.ragged and k > 0) for (_, k, paused), a in self._alike.items()]
         self.mixed = [s.mixed(k, prompts) for (_, k, prompts), s in self._sums.items()]
         self.busy_seconds, self._busy = self._busy, 0.0
-        self.kept, self.past_end = sorted(self._kept.items()), self._past_end
+        self.kept, self.past_end = _by_band(self._kept), self._past_end
         self.prompt_tokens, self.recomputed_tokens = self._prompt_tokens, self._recomputed
         self._past_end, self._prompt_tokens, self._recomputed = [], 0, 0
         self._kept.clear()
         self._alike.clear()
         self._sums.clear()
         return found
+
+
+def _by_band(counts: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Counts by band, from those by batch size: these are made for each request of each step, and so without looking bands up."""
+    bands: dict[int, int] = defaultdict(int)
+    for batch, count in counts.items():
+        bands[band_of(batch)] += count
+    return sorted(bands.items())
 
 
 def _without_the_longest(seen: Iterable[Seen]) -> Seen:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from spec_plugin.engine.schedule import steps as steps_module
 from spec_plugin.engine.schedule.steps import StepLog, kind_of
 from spec_plugin.events import MixedSteps, StepTiming
 
@@ -145,3 +146,15 @@ def test_tokens_of_prompts_are_counted_and_of_each_prompt_that_the_cache_knew_th
     assert (log.prompt_tokens, log.recomputed_tokens) == (39 + 24 + 100, 16)
     log.take()
     assert (log.prompt_tokens, log.recomputed_tokens) == (0, 0), "each is told once"
+
+
+def test_what_is_done_for_each_request_of_a_step_looks_no_band_up(monkeypatch):
+    """A step of 1024 requests comes every few milliseconds, and does this 1024 times."""
+    log, looked_up = StepLog(), []
+    monkeypatch.setattr(steps_module, "band_of", lambda batch: looked_up.append(batch) or 1024)
+    for batch in (1024, 1023):
+        for _ in range(batch):
+            log.accept(batch, 2, 2)
+    assert not looked_up
+    log.take()
+    assert log.kept == [(1024, 2 * (1024 + 1023))] and len(looked_up) == 2
