@@ -32,7 +32,7 @@ class _Manager(pluggy.PluginManager):
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         """What pluggy finds, but nothing for a property."""
-        if isinstance(getattr(type(plugin), name, None), property):
+        if isinstance(getattr(type(plugin), name, None), property | functools.cached_property):
             return None
         return super().parse_hookimpl_opts(plugin, name)
 

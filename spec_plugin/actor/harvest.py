@@ -104,7 +104,7 @@ class HarvestPlan:
         self._budget = self.left = self.ranks * tokens
         self.active = tokens > 0
         self._expected, self.passed = expected, 0
-        self._opened += 1
+        self._opened += self.active  # budgets so far, less one
         self._turn = self._opened  # the same on all ranks, whatever failed on one of them before
         self._phase = random.Random(self._opened).random()
 

@@ -126,7 +126,7 @@ def test_ranks_that_share_their_documents_share_their_budgets():
         patch.setattr(RolloutHarvest, "_held_at_most", lambda self: 0)
         actor.harvest.open()
     actor.runs(20, 20, 24)
-    assert actor.heard.lengths == [(20,)] and actor.harvest.plan.left == 0, (
+    assert actor.heard.lengths == [(20, 24)] and actor.harvest.plan.left == 0, (
         "three documents fit two budgets, and every second one is the other rank's"
     )
 
