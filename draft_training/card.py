@@ -49,6 +49,7 @@ class HostOffload:
         device: torch.device,
         changing: Callable[[], Iterable[Tensor]],
         constant: Callable[[], Iterable[Tensor]] = tuple,
+        rounded: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         """Nothing moves before the first ``on_device`` ends.
 
@@ -56,9 +57,11 @@ class HostOffload:
             device: where the tensors are worked with.
             changing: names them as they are then; more, and others, may come in the block and between two.
             constant: those that nothing changes in the block: they are copied to the device, and not back.
+            rounded: those of the changing ones that rest in bfloat16, half as large.
         """
-        self._device, self._changing, self._constant = device, changing, constant
+        self._device, self._changing, self._constant, self._rounded = device, changing, constant, rounded
         self._host = WeakTensorKeyDictionary()
+        self._worked_in = WeakTensorKeyDictionary()  # the dtype of each on the device
         self._constant_then: set[int] = set()  # of those on the device
 
     @contextmanager
@@ -68,13 +71,14 @@ class HostOffload:
             constant = {id(t) for t in _distinct(self._constant())}
             for tensor in self._distinct():
                 if self._is_offloaded(tensor):
-                    tensor.data = self._host[tensor].to(self._device, copy=True)
+                    tensor.data = self._host[tensor].to(self._device, self._worked_in[tensor], copy=True)
                     if id(tensor) in constant:
                         self._constant_then.add(id(tensor))
             yield
         finally:
+            rounded = {id(t) for t in self._rounded()}
             for tensor in self._distinct():
-                self._to_host(tensor)
+                self._to_host(tensor, torch.bfloat16 if id(tensor) in rounded else tensor.dtype)
             self._constant_then.clear()
 
     def _distinct(self) -> list[Tensor]:
@@ -83,11 +87,11 @@ class HostOffload:
     def _is_offloaded(self, tensor: Tensor) -> bool:
         return tensor in self._host and self._host[tensor].data_ptr() == tensor.data_ptr()
 
-    def _to_host(self, tensor: Tensor) -> None:
+    def _to_host(self, tensor: Tensor, dtype: torch.dtype) -> None:
         if self._is_offloaded(tensor):
             return
         if tensor not in self._host:
-            self._host[tensor] = host_memory(tensor)
+            self._host[tensor], self._worked_in[tensor] = host_memory(tensor, dtype), tensor.dtype
         host: Tensor = self._host[tensor]
         if id(tensor) not in self._constant_then:
             host.copy_(tensor.data)
@@ -99,14 +103,14 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(t): t for t in tensors if t.numel() > 1}.values())
 
 
-def host_memory(like: Tensor) -> Tensor:
+def host_memory(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Memory of the host for a copy of a tensor, pinned where there is a card, so that it moves at the speed of the bus."""
     pinned = torch.cuda.is_available()
     try:
-        return torch.empty_like(like, device="cpu", pin_memory=pinned)
+        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pinned)
     except RuntimeError as error:  # a limit on locked memory
         logger.info("spec-plugin: the draft's host memory is not pinned, its moves are slower: %s", error)
-        return torch.empty_like(like, device="cpu")
+        return torch.empty_like(like, dtype=dtype, device="cpu")
 
 
 class Resident:

@@ -132,6 +132,10 @@ class DraftOptimizer:
             for kind, value in part.state.get(parameter, {}).items()
         }
 
+    def momenta(self) -> list[Tensor]:
+        """Muon's, of which a card orthogonalises the bfloat16 anyway: they may rest in it between slices."""
+        return [state["momentum"] for part, _ in self._parts if isinstance(part, Muon) for state in part.state.values()]
+
     def restore(self, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
         """Put a saved state back.
 
@@ -152,7 +156,7 @@ class DraftOptimizer:
             if saved:
                 # AdamW's step counts on the host
                 part.state[parameter] = {
-                    kind: value.clone() if kind == "step" else value.to(parameter.device, copy=True)
+                    kind: value.clone() if kind == "step" else value.to(parameter.device, parameter.dtype, copy=True)
                     for kind, value in saved.items()
                 }
             elif f"exp_avg.{name}" in tensors:

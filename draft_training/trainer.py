@@ -97,7 +97,9 @@ class DraftTrainer:
             )
         self._resident = Resident(self.device)
         self._offload = (
-            HostOffload(self.device, lambda: self._optimizer.state().values(), self._policy_in_slices)
+            HostOffload(
+                self.device, lambda: self._optimizer.state().values(), self._policy_in_slices, self._optimizer.momenta
+            )
             if settings.offload
             else None
         )

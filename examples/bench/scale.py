@@ -346,7 +346,7 @@ def moved(steps: int = 16) -> dict[str, dict[str, float]]:
     after = {
         "policy's copies, at the sync": 2 * matrix,
         "policy's copies, to the card and back, judge and slice": matrix,  # the head, once; of the embedding rows alone
-        "optimizer's state, to the card and back, judge and slice": 2 * state,
+        "optimizer's state, to the card and back, judge and slice": 2 * state / 2,  # momenta rest in bfloat16
         "harvest, to the host": 16_384 * token,
         "documents, to the card": min(read, buffer) * 1.25,  # each once, with its rows of the embedding
     }

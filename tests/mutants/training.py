@@ -309,6 +309,20 @@ MUTATIONS = (
         ("draft_training/test_draft_card.py",),
     ),
     Mutation(
+        "draft_training/card.py",
+        "torch.bfloat16 if id(tensor) in rounded else tensor.dtype",
+        "tensor.dtype",
+        "momenta move to the card and back in float32",
+        ("draft_training/test_draft_card.py",),
+    ),
+    Mutation(
+        "draft_training/optimizer.py",
+        "value.to(parameter.device, parameter.dtype, copy=True)",
+        "value.to(parameter.device, copy=True)",
+        "a resumed run goes on with momenta in bfloat16",
+        ("draft_training/test_draft_card.py",),
+    ),
+    Mutation(
         "draft_training/trainer.py",
         "with self._offload.on_device() if self._offload and outermost else nullcontext():",
         "with self._offload.on_device() if self._offload else nullcontext():",
