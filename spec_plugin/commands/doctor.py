@@ -185,13 +185,13 @@ def examine_engine() -> tuple[Diagnosis, ...]:
 def examine_patches() -> tuple[Diagnosis, ...]:
     """Apply the repairs that this build of vLLM may need in this process, and say what became of each."""
     try:
-        from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, on_cpu, register_kernels
         from spec_plugin.engine.repairs.draft_noise import NOISE_PATCHES
         from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES
+        from spec_plugin.engine.repairs.on_cpu import apply_cpu_patches, cpu_repairs, on_cpu
         from spec_plugin.engine.repairs.patches import apply_each
 
         if on_cpu():
-            register_kernels()
+            cpu_repairs().register_kernels()
             statuses = apply_cpu_patches()
         else:
             statuses = apply_each((*GRAPH_PATCHES, *NOISE_PATCHES))
@@ -364,7 +364,7 @@ def examine_memory(hf_config: Mapping[str, Any]) -> list[Diagnosis]:
 
 def _on_cpu() -> bool:
     try:
-        from spec_plugin.engine.repairs.cpu_compat import on_cpu
+        from spec_plugin.engine.repairs.on_cpu import on_cpu
 
         return on_cpu()
     except ImportError:

@@ -160,12 +160,12 @@ def _probe_sleep_mode() -> Capability:
 
 
 def _probe_cpu_sampling() -> Capability:
-    from spec_plugin.engine.repairs import cpu_compat
+    from spec_plugin.engine.repairs.on_cpu import cpu_repairs, on_cpu
 
-    if not cpu_compat.on_cpu():
+    if not on_cpu():
         return Capability("sampling kernels", True, "not the CPU build", "")
     kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
-    wrong = cpu_compat.expand_is_wrong(kernels._expand_kernel_impl)
+    wrong = cpu_repairs().expand_is_wrong(kernels._expand_kernel_impl)
     detail = "vllm issue 55005 is present" if wrong else "vllm issue 55005 is not present"
     return Capability("sampling kernels", not wrong, detail, "the worker extension repairs it in the engine's process")
 

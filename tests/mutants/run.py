@@ -85,9 +85,7 @@ class Copy:
         where = str(self._folder)
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(
-                (where, f"{where}/adapters", f"{where}/adapters/cpu", f"{where}/adapters/trl")
-            ),
+            "PYTHONPATH": os.pathsep.join((where, f"{where}/adapters", f"{where}/testing", f"{where}/adapters/trl")),
             "TMPDIR": str(self._folder.parent),
             "VLLM_CACHE_ROOT": f"{where}/.cache/vllm",
             **ONE_THREAD,

@@ -131,22 +131,22 @@ def test_a_missing_capability_fails_only_where_the_adapter_cannot_do_without(mon
 
 
 def test_a_patch_that_no_longer_fits_is_a_failure_with_its_text(monkeypatch):
-    from spec_plugin.engine.repairs import cpu_compat
+    from spec_plugin.engine.repairs import on_cpu
     from spec_plugin.errors import PatchError
 
     def refuse():
         raise PatchError("the symbol changed")
 
-    monkeypatch.setattr(cpu_compat, "on_cpu", lambda: True)
-    monkeypatch.setattr(cpu_compat, "apply_cpu_patches", refuse)
+    monkeypatch.setattr(on_cpu, "on_cpu", lambda: True)
+    monkeypatch.setattr(on_cpu, "apply_cpu_patches", refuse)
     (finding,) = doctor.examine_patches()
     assert finding.state == "fail" and finding.detail == "the symbol changed" and finding.fix
 
 
 def test_on_a_gpu_the_repairs_of_its_graphs_and_of_its_drafts_noise_are_tried(monkeypatch):
-    from spec_plugin.engine.repairs import cpu_compat, draft_noise, graphs, patches
+    from spec_plugin.engine.repairs import draft_noise, graphs, on_cpu, patches
 
-    monkeypatch.setattr(cpu_compat, "on_cpu", lambda: False)
+    monkeypatch.setattr(on_cpu, "on_cpu", lambda: False)
     try:
         findings = doctor.examine_patches()
     finally:
@@ -166,7 +166,7 @@ def test_with_vllms_cpu_build_and_without_the_cpu_packages_the_doctor_says_how_t
     before = dict(os.environ)
     (finding,) = doctor._examine_adapter(adapter(trainer))
     assert finding.state == "fail" and f"spec_plugin_{trainer}_cpu" in finding.detail
-    assert "pip install ./adapters/cpu" in finding.fix and dict(os.environ) == before
+    assert "pip install ./testing" in finding.fix and dict(os.environ) == before
 
 
 def test_the_plugins_are_listed_with_their_hooks():

@@ -21,13 +21,13 @@ NUMBERS = {"draft_training/weights.py": {"torch.load"}}
 #: The kit, which no run imports: its fork server lies in a folder of its own user, it asks for a free port on which it does not
 #: listen, and it reads what its own run has saved.
 KIT = {
-    "spec_plugin/conformance/launch.py": {"socket"},
-    "adapters/cpu/spec_plugin_cpu/forks/__init__.py": {"socket"},
-    "adapters/cpu/spec_plugin_cpu/forks/server.py": {"socket", "exec"},
-    "adapters/cpu/spec_plugin_cpu/forks/stand_in.py": {"socket"},
-    "adapters/cpu/spec_plugin_verl_cpu/checkpoints.py": {"torch.load"},
-    "adapters/cpu/spec_plugin_openrlhf_cpu/conformance.py": {"torch.load"},
-    "adapters/cpu/spec_plugin_trl_cpu/conformance.py": {"torch.load"},
+    "testing/spec_plugin_conformance/launch.py": {"socket"},
+    "testing/spec_plugin_cpu/forks/__init__.py": {"socket"},
+    "testing/spec_plugin_cpu/forks/server.py": {"socket", "exec"},
+    "testing/spec_plugin_cpu/forks/stand_in.py": {"socket"},
+    "testing/spec_plugin_verl_cpu/checkpoints.py": {"torch.load"},
+    "testing/spec_plugin_openrlhf_cpu/conformance.py": {"torch.load"},
+    "testing/spec_plugin_trl_cpu/conformance.py": {"torch.load"},
 }
 
 

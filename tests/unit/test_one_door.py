@@ -19,7 +19,7 @@ FOR_PEOPLE = ("config.py", "conformance/cli.py", "hookspecs.py", "builtin/metric
 #: an option of the trainer itself is called like it; and the kit makes a policy that has such a layer
 THEIRS = {
     "mtp": [
-        "adapters/cpu/spec_plugin_verl_cpu/conformance.py",
+        "testing/spec_plugin_verl_cpu/conformance.py",
         "adapters/spec_plugin_verl_check/options.py",
         "conformance/tiny.py",
     ]

@@ -13,11 +13,11 @@ CPU, TRL = ROOT / "adapters" / "cpu", ROOT / "adapters" / "trl"
 #: a distribution's project file, and the folders of its packages
 PROJECTS = {
     "spec-plugin": (ROOT, [ROOT / "spec_plugin", ROOT / "draft_training", *(ROOT / "adapters").glob("spec_plugin_*")]),
-    "spec-plugin-cpu": (CPU, [folder for folder in CPU.glob("spec_plugin_*") if folder.suffix != ".egg-info"]),
+    "spec-plugin-testing": (CPU, [folder for folder in CPU.glob("spec_plugin_*") if folder.suffix != ".egg-info"]),
     "spec-plugin-trl": (TRL, [TRL / "spec_plugin_trl"]),
 }
 #: of which setuptools is told each package and file; hatchling takes all that is in a package
-LISTED = ("spec-plugin", "spec-plugin-cpu")
+LISTED = ("spec-plugin", "spec-plugin-testing")
 
 
 def settings(name: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def test_law_1_the_start_up_file_asks_for_the_variable_before_it_imports_anythin
 def test_law_1_a_plain_install_has_no_entry_point_that_any_trainer_or_engine_loads_unasked() -> None:
     for name in ("spec-plugin", "spec-plugin-trl"):
         assert set(settings(name)["project"]["entry-points"]) == {"spec_plugin_adapters"}
-    ours = set(settings("spec-plugin-cpu")["project"]["entry-points"])
+    ours = set(settings("spec-plugin-testing")["project"]["entry-points"])
     assert ours == {"spec_plugin_conformance", "vllm.general_plugins"}
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of a draft for a vocabulary of 152k, behind responses of 16k tokens: whole, small, and in no time that grows with them."""
+"""A checkpoint of a draft for a vocabulary of 152k, behind responses of 16k tokens: whole, small, soon written."""
 
 from __future__ import annotations
 
