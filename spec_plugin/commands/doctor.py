@@ -22,7 +22,7 @@ from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
 from spec_plugin.commands.untried import graphs_by_method, untried_anywhere
-from spec_plugin.diagnosis import AdapterDoctor, Diagnosis, State, version_of
+from spec_plugin.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, State, version_of
 from spec_plugin.errors import PatchError, SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hub import DraftNotHereError, draft_folder
@@ -197,6 +197,8 @@ def examine_patches() -> tuple[Diagnosis, ...]:
             statuses = apply_each((*GRAPH_PATCHES, *NOISE_PATCHES))
     except PatchError as error:
         return (Diagnosis("patches", "fail", str(error), "use a vLLM of the range that spec-plugin declares"),)
+    except SpecConfigError as error:
+        return (Diagnosis("patches", "fail", str(error), INSTALL_CPU),)
     except ImportError as error:
         return (Diagnosis("patches", "note", f"cannot be tried: {error}", _install_vllm()),)
     return tuple(

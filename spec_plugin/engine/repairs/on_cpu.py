@@ -36,7 +36,7 @@ def cpu_repairs() -> Any:
     for found in metadata.entry_points(group=GROUP):
         return found.load()
     raise SpecConfigError(
-        f"vLLM's CPU build cannot speculate without the repairs of spec-plugin-testing, which is not installed: {INSTALL_CPU}"
+        f"vLLM's CPU build cannot speculate without its repairs, of spec-plugin-testing, which is not installed: {INSTALL_CPU}"
     )
 
 
