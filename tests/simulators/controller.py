@@ -94,6 +94,7 @@ class Truth:
     spread: float = 0.6  # log-scale of responses
     least: int = 8  # tokens of any
     most: int | None = None  # where all are cut
+    grows: bool = False  # is a step's context told as it is then; else as that of a whole response
     #: drafted steps of the start-up calibration took so many times as long as they do in rollouts
     calibrated: float = 1.0
     whole: bool = False
@@ -190,7 +191,8 @@ class Phase:
         while batch := len(left):
             plain = pairs.plain
             k = 0 if plain else table[min(batch, len(table) - 1)]
-            context = _PROMPT + (whole - int(left.sum())) / batch
+            grown = (whole - int(left.sum())) / batch
+            context = _PROMPT + (grown if self.truth.grows else self.truth.tokens)
             # drafts that were asked for in the step before are verified in this one
             asked, verified = k, min(verified, self.truth.k)
             true = engine.seconds(batch, verified, paused and not k, context)
@@ -401,7 +403,18 @@ TRUTHS: Sequence[Truth] = (
 #: of a card with some 14 billion parameters: 256 tokens are computed while the weights are read
 CARD = Engine(token=0.04e-3, beside=256, draft=0.8e-3, draft_token=2e-6)
 _LONG = Truth(
-    "", learns, k=8, engine=CARD, requests=1024, tokens=3000, spread=0.8, least=32, most=16_384, runs=2, phases=20
+    "",
+    learns,
+    k=8,
+    engine=CARD,
+    requests=1024,
+    tokens=3000,
+    spread=0.8,
+    least=32,
+    most=16_384,
+    grows=True,
+    runs=2,
+    phases=20,
 )
 #: one engine of sixteen, with long responses
 AT_SCALE: Sequence[Truth] = (
