@@ -264,7 +264,7 @@ def path() -> str:
         ROOT / "examples" / "minimal_adapter",
         ROOT,
         ROOT / "adapters",
-        ROOT / "adapters" / "cpu",
+        ROOT / "testing",
     ]
     return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
