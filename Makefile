@@ -83,5 +83,5 @@ bench-card: verl-env  ## what the flag costs and gains on one GPU, in parts; wit
 	$(PY) examples/bench/card.py $(ARGS)
 
 clean:  ## remove caches and runs; the environment stays (rm -r .envs)
-	rm -rf .cache runs outputs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info adapters/cpu/{build,dist,*.egg-info}
+	rm -rf .cache runs outputs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info testing/{build,dist,*.egg-info}
 	find . -name __pycache__ -not -path './.envs/*' -prune -exec rm -rf {} +

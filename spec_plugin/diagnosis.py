@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 #: of a distribution of its own, which a run on GPUs needs nothing of
-INSTALL_CPU = "in a clone of spec-plugin's repository: pip install ./adapters/cpu"
+INSTALL_CPU = "in a clone of spec-plugin's repository: pip install ./testing"
 
 State = Literal["ok", "note", "fail"]
 

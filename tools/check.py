@@ -145,6 +145,7 @@ PARTS = (
         STARTS_VERL,
     ),
     Part("unit", (f"{PYTEST} tests/unit -n 2",), ("verl",), 3),
+    Part("wheels", (f"{PYTEST} tests/wheels",), ("verl",), 2),
     Part(
         "trainers-openrlhf",
         (

@@ -21,7 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECTS = (ROOT, ROOT / "adapters" / "trl", ROOT / "adapters" / "cpu")  # what is installed from this repository
+PROJECTS = (
+    ROOT,
+    ROOT / "adapters" / "trl",
+    ROOT / "testing",
+    ROOT / "projection",
+)  # what is installed from this repository
 TRAINERS = ("verl", "openrlhf", "trl")
 #: megatron and veomni are verl with other actors; the last ones are trainers with other versions of vLLM
 ENVIRONMENTS = (

@@ -197,7 +197,7 @@ def environment() -> dict[str, str]:
     paths = [
         str(ROOT),
         str(ROOT / "adapters"),
-        str(ROOT / "adapters" / "cpu"),
+        str(ROOT / "testing"),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
     defaults = {

@@ -15,9 +15,10 @@ import click
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
+from spec_plugin_conformance.targets import tiny_targets  # noqa: E402
+
 from spec_plugin.commands.check import find_check, judge_run  # noqa: E402
 from spec_plugin.commands.judgement import find_model  # noqa: E402
-from spec_plugin.conformance.targets import tiny_targets  # noqa: E402
 from spec_plugin.engine_class import engine_class  # noqa: E402
 from spec_plugin.errors import SpecConfigError  # noqa: E402
 from spec_plugin.refusals import OURS, read_json  # noqa: E402

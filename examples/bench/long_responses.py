@@ -24,9 +24,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples/minimal_adapter")]
 from minimal_adapter import cpu  # noqa: E402
 from minimal_adapter.adapter import MinimalAdapter  # noqa: E402
 from minimal_adapter.loop import Settings  # noqa: E402
+from spec_plugin_conformance.tiny import make_target  # noqa: E402
 
 from draft_training.parts import Part  # noqa: E402
-from spec_plugin.conformance.tiny import make_target  # noqa: E402
 from spec_plugin.speculation import Speculation  # noqa: E402
 
 THOUSAND = 1000

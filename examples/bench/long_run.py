@@ -17,6 +17,7 @@ import click
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
+from spec_plugin_conformance.launch import Launch  # noqa: E402
 from spec_plugin_verl_cpu.run import SPEC  # noqa: E402
 
 from examples.bench import common  # noqa: E402
@@ -25,7 +26,6 @@ from examples.bench.turns import BusyLoop, Contestant, Step, in_turns  # noqa: E
 from examples.quickstart.policy import QUICKSTART, cached_policy  # noqa: E402
 from examples.quickstart.trainers import TRAINERS, Start, Trainer  # noqa: E402
 from spec_plugin.config import SpecConfig  # noqa: E402
-from spec_plugin.conformance.launch import Launch  # noqa: E402
 
 HELP = """Compare whole steps of the quickstart's GRPO run, with the flag and without, and the rewards that come of it.
 

@@ -15,11 +15,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
+from spec_plugin_conformance import tiny  # noqa: E402
+from spec_plugin_projection.shapes import ModelShape, shape_of  # noqa: E402
+
 from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import interleave, say, show, spread  # noqa: E402
-from spec_plugin.conformance import tiny  # noqa: E402
 from spec_plugin.events import StepTiming  # noqa: E402
-from spec_plugin.projection.shapes import ModelShape, shape_of  # noqa: E402
 from spec_plugin.step_cost.experts import Experts  # noqa: E402
 from spec_plugin.step_cost.fit import non_negative_least_squares  # noqa: E402
 from spec_plugin.step_cost.model import CostModel  # noqa: E402

@@ -18,6 +18,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
+from spec_plugin_conformance.tiny import tiny_config  # noqa: E402
+
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings, digest  # noqa: E402
 from examples.bench import common  # noqa: E402
 from examples.bench.common import show, track  # noqa: E402
@@ -27,7 +29,6 @@ from spec_plugin.actor.taps import Taps  # noqa: E402
 from spec_plugin.builtin.provenance import ProvenanceGuard  # noqa: E402
 from spec_plugin.builtin.trainer import documents_of  # noqa: E402
 from spec_plugin.config import SpecConfig  # noqa: E402
-from spec_plugin.conformance.tiny import tiny_config  # noqa: E402
 from spec_plugin.events import Drafts, LogprobBatch, TargetInfo  # noqa: E402
 
 HELP = """Measure what harvest, draft training, refresh and provenance cost, at growing hidden size, vocabulary and length.

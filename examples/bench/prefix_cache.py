@@ -123,11 +123,11 @@ def turns(engine: Engine, length: int) -> Counts:
 def make_models(folder: Path) -> None:
     """A policy of three layers and a draft that knows nothing."""
     import torch
+    from spec_plugin_conformance import tiny
 
     from draft_training.config import DraftConfig
     from draft_training.eagle3 import save_draft
     from draft_training.layouts import expected_shapes
-    from spec_plugin.conformance import tiny
 
     tiny.make_target(folder / "target", num_hidden_layers=3, max_position_embeddings=1024)
     config = DraftConfig.from_target(json.loads((folder / "target" / "config.json").read_text()))

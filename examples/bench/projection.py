@@ -16,15 +16,16 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
+from spec_plugin_projection.constants import Constants  # noqa: E402
+from spec_plugin_projection.hardware import find_card  # noqa: E402
+from spec_plugin_projection.lengths import lognormal  # noqa: E402
+from spec_plugin_projection.measured import calibrated  # noqa: E402
+from spec_plugin_projection.projecting import Overrides, ProjectedRow, Question, chances_through, max_running, project  # noqa: E402
+from spec_plugin_projection.rollout import Workload, simulate  # noqa: E402
+from spec_plugin_projection.roofline import Deployment, Roofline  # noqa: E402
+from spec_plugin_projection.shapes import find_model  # noqa: E402
+
 from spec_plugin.events import StepTiming  # noqa: E402
-from spec_plugin.projection.constants import Constants  # noqa: E402
-from spec_plugin.projection.hardware import find_card  # noqa: E402
-from spec_plugin.projection.lengths import lognormal  # noqa: E402
-from spec_plugin.projection.measured import calibrated  # noqa: E402
-from spec_plugin.projection.projecting import Overrides, ProjectedRow, Question, chances_through, max_running, project  # noqa: E402
-from spec_plugin.projection.rollout import Workload, simulate  # noqa: E402
-from spec_plugin.projection.roofline import Deployment, Roofline  # noqa: E402
-from spec_plugin.projection.shapes import find_model  # noqa: E402
 from spec_plugin.step_cost.chances import conditional_acceptance, tokens_per_step  # noqa: E402
 from spec_plugin.step_cost.model import CostModel  # noqa: E402
 

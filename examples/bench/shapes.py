@@ -11,9 +11,8 @@ import tempfile
 from pathlib import Path
 
 import click
-
-from spec_plugin.conformance.driver import RunSettings
-from spec_plugin.conformance.plugin import load_driver, shaped
+from spec_plugin_conformance.driver import RunSettings
+from spec_plugin_conformance.plugin import load_driver, shaped
 
 #: drafts from the first step, and training that is long enough for a policy of 0.3M parameters
 OPTIONS = {"serve": "always", "train_share": 0.5, "train_max_steps": 64, "self_test": False}

@@ -27,8 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # so that this file is found by path, from anywhere
 
 import supervise  # noqa: E402
-
-from spec_plugin.conformance.launch import Launch, StepMetrics, Steps, log_tail, read_lines, stop  # noqa: E402
+from spec_plugin_conformance.launch import Launch, StepMetrics, Steps, log_tail, read_lines, stop  # noqa: E402
 
 #: seconds without a step after which a run is given up; the first step has imports, an engine and a self-test before it
 STALL_S, LOOK_S = 1200.0, 0.02

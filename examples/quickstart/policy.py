@@ -23,11 +23,11 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from spec_plugin_conformance.tiny import END, PAD, add_mtp_layer, byte_tokenizer, tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from draft_training.folders import claimed, sweep
 from draft_training.optimizer import Muon
-from spec_plugin.conformance.tiny import END, PAD, add_mtp_layer, byte_tokenizer, tiny_config
 
 SPECIAL_TOKENS = (END, PAD, "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (

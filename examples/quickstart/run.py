@@ -18,10 +18,11 @@ from transformers.utils.logging import disable_progress_bar
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
+from spec_plugin_conformance.launch import RunFailed  # noqa: E402
+
 from examples.quickstart import report  # noqa: E402
 from examples.quickstart.policy import QUICKSTART, cached_policy, policy_folder  # noqa: E402
 from examples.quickstart.trainers import PROMPTS_PER_STEP, TRAINERS, Run, Start, Trainer  # noqa: E402
-from spec_plugin.conformance.launch import RunFailed  # noqa: E402
 
 HELP = f"""Train a tiny policy with GRPO in verl, OpenRLHF or TRL, on this CPU, with speculative rollouts.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from importlib import import_module
+from importlib import metadata
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from spec_plugin.commands.check import check_run
 from spec_plugin.commands.check import to_json as judgement_to_json
 from spec_plugin.commands.check import to_text as judgement_to_text
 from spec_plugin.commands.doctor import Section, examine, hook_summaries, to_json, works
-from spec_plugin.commands.project import project
 from spec_plugin.commands.terminal import Refused, echo, visible
 from spec_plugin.config import SpecConfig, describe_range, options_table
 from spec_plugin.diagnosis import Diagnosis
@@ -59,8 +58,10 @@ Examples:
 """
 
 
-#: commands that nothing else here knows of, each imported when it is asked for
-_ELSEWHERE = {"conformance": "spec_plugin.conformance.cli"}
+#: entry points of commands of other distributions, each imported when it is asked for
+_GROUP = "spec_plugin_commands"
+#: of those that are ours the distribution, and its folder in a clone
+_ELSEWHERE = {"conformance": ("spec-plugin-testing", "testing"), "project": ("spec-plugin-projection", "projection")}
 
 
 class _Commands(click.Group):
@@ -70,15 +71,15 @@ class _Commands(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Our commands and those of other rooms."""
-        return sorted([*super().list_commands(ctx), *_ELSEWHERE])
+        """Our commands and those of other distributions."""
+        return sorted({*super().list_commands(ctx), *_ELSEWHERE, *metadata.entry_points(group=_GROUP).names})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """A command, imported from its room when it is asked for."""
-        if cmd_name not in _ELSEWHERE:
-            return super().get_command(ctx, cmd_name)
-        command: click.Command = getattr(import_module(_ELSEWHERE[cmd_name]), cmd_name)
-        return command
+        """A command; one of another distribution is imported now, or says what to install."""
+        own = super().get_command(ctx, cmd_name)
+        if own is None and (found := [*metadata.entry_points(group=_GROUP, name=cmd_name)]):
+            own = found[0].load()
+        return own or (_missing(cmd_name) if cmd_name in _ELSEWHERE else None)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an OSError becomes one sentence."""
@@ -89,6 +90,19 @@ class _Commands(click.Group):
                 raise
             where = f"{error.filename}: " if error.filename else ""
             raise Refused(f"{where}{error.strerror or error}: the command stopped there") from error
+
+
+def _missing(name: str) -> click.Command:
+    """In the place of a command whose distribution is not installed."""
+    distribution, folder = _ELSEWHERE[name]
+    how = f"pip install {distribution}, or in a clone of spec-plugin's repository: pip install ./{folder}"
+
+    def refuse(arguments: tuple[str, ...]) -> None:
+        raise Refused(f"spec-plugin {name} comes with {distribution}, which is not installed: {how}")
+
+    anything = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
+    settings = {"ignore_unknown_options": True}
+    return click.Command(name, settings, refuse, [anything], help=f"Not installed: {how}.")
 
 
 @click.group(
@@ -308,9 +322,6 @@ def hooks() -> None:
     for name, when in hook_summaries():
         table.add_row(Text(name), Text(when))
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
-
-
-main.add_command(project)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
 from spec_plugin.commands.untried import graphs_by_method, untried_anywhere
-from spec_plugin.diagnosis import AdapterDoctor, Diagnosis, State, version_of
+from spec_plugin.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, State, version_of
 from spec_plugin.errors import PatchError, SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hub import DraftNotHereError, draft_folder
@@ -185,18 +185,20 @@ def examine_engine() -> tuple[Diagnosis, ...]:
 def examine_patches() -> tuple[Diagnosis, ...]:
     """Apply the repairs that this build of vLLM may need in this process, and say what became of each."""
     try:
-        from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, on_cpu, register_kernels
         from spec_plugin.engine.repairs.draft_noise import NOISE_PATCHES
         from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES
+        from spec_plugin.engine.repairs.on_cpu import apply_cpu_patches, cpu_repairs, on_cpu
         from spec_plugin.engine.repairs.patches import apply_each
 
         if on_cpu():
-            register_kernels()
+            cpu_repairs().register_kernels()
             statuses = apply_cpu_patches()
         else:
             statuses = apply_each((*GRAPH_PATCHES, *NOISE_PATCHES))
     except PatchError as error:
         return (Diagnosis("patches", "fail", str(error), "use a vLLM of the range that spec-plugin declares"),)
+    except SpecConfigError as error:
+        return (Diagnosis("patches", "fail", str(error), INSTALL_CPU),)
     except ImportError as error:
         return (Diagnosis("patches", "note", f"cannot be tried: {error}", _install_vllm()),)
     return tuple(
@@ -364,7 +366,7 @@ def examine_memory(hf_config: Mapping[str, Any]) -> list[Diagnosis]:
 
 def _on_cpu() -> bool:
     try:
-        from spec_plugin.engine.repairs.cpu_compat import on_cpu
+        from spec_plugin.engine.repairs.on_cpu import on_cpu
 
         return on_cpu()
     except ImportError:

@@ -12,6 +12,8 @@ from typing import Any, get_args
 
 from torch import nn
 
+from spec_plugin.diagnosis import INSTALL_CPU
+from spec_plugin.errors import SpecConfigError
 from spec_plugin.model_runner import A_TRAINED_DRAFT, METHODS, leaves_a_draft_unread, runner_of
 from spec_plugin.sources import nothing_collected
 
@@ -160,12 +162,16 @@ def _probe_sleep_mode() -> Capability:
 
 
 def _probe_cpu_sampling() -> Capability:
-    from spec_plugin.engine.repairs import cpu_compat
+    from spec_plugin.engine.repairs.on_cpu import cpu_repairs, on_cpu
 
-    if not cpu_compat.on_cpu():
+    if not on_cpu():
         return Capability("sampling kernels", True, "not the CPU build", "")
+    try:
+        repairs = cpu_repairs()
+    except SpecConfigError as error:
+        return Capability("sampling kernels", False, str(error), INSTALL_CPU)
     kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
-    wrong = cpu_compat.expand_is_wrong(kernels._expand_kernel_impl)
+    wrong = repairs.expand_is_wrong(kernels._expand_kernel_impl)
     detail = "vllm issue 55005 is present" if wrong else "vllm issue 55005 is not present"
     return Capability("sampling kernels", not wrong, detail, "the worker extension repairs it in the engine's process")
 

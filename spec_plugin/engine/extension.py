@@ -31,10 +31,10 @@ from spec_plugin.engine.refresh.layout import Layout, draft_layout
 from spec_plugin.engine.refresh.swap import HOST, Staging
 from spec_plugin.engine.repairs import patches
 from spec_plugin.engine.repairs.adapters import ADAPTER_PATCHES
-from spec_plugin.engine.repairs.cpu_compat import apply_cpu_patches, repack
 from spec_plugin.engine.repairs.draft_noise import NOISE_PATCHES
 from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES
 from spec_plugin.engine.repairs.hidden_states import complete_target
+from spec_plugin.engine.repairs.on_cpu import apply_cpu_patches, repack
 from spec_plugin.engine.schedule.pause import pause_draft
 from spec_plugin.rollouts import Rollout
 

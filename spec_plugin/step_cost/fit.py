@@ -16,6 +16,9 @@ MEMORY_STEPS = 64
 _HUBER = 0.05  # relative residual from which an observation loses weight
 _SMOOTH = 1e-3  # weight of "neighbouring segments have the same slope", where nothing was measured between them
 _SMOOTH_OF_EXPERTS = 1.0  # the same where the bend has a form: else noise would be taken for one
+#: tokens of the largest step over those at which the last segment begins, at least: its slope goes on beyond all that was seen,
+#: and two steps that are nearly alike, and of different phases, say nothing of it
+_LAST = 1.5
 #: how unlike in the experts that they take the tokens of a step may be; what fits best is mixed of these
 _EVENNESS = (1.0, 0.4)
 #: tokens by which contexts must differ before anything is said of what they cost; and by which factor
@@ -52,7 +55,7 @@ class Fit:
         shortest, longest = float(kinds.context.min()), float(kinds.context.max())
         # else it could not be told from what a request costs, whatever its length
         self._reads_context = longest > max(shortest + _CONTEXTS, _CONTEXT_FACTOR * shortest)
-        most = float((kinds.batch * (kinds.k + 1)).max())
+        most = float((kinds.batch * (kinds.k + 1)).max()) / _LAST
         # n tokens in one step never take longer than n steps of one, and a draft's forward pass no longer than the target's:
         # so timings that contradict each other cannot bring any step down to nothing
         self._least = float((seconds / (kinds.batch * (2 * kinds.k + 1))).min())

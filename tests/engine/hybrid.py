@@ -11,10 +11,10 @@ from typing import Any
 import small
 import torch
 from live import K, LiveEngine
+from spec_plugin_conformance import tiny
+from spec_plugin_conformance.targets import tiny_targets
 
 from draft_training.eagle3 import save_draft
-from spec_plugin.conformance import tiny
-from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.schedule.scheduler import SCHEDULER
 

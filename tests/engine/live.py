@@ -19,12 +19,12 @@ import runner  # before vLLM
 import small
 import torch
 from safetensors.torch import load_file, save_file
+from spec_plugin_conformance import tiny
+from spec_plugin_conformance.tiny import HIDDEN, VOCAB, tiny_config
 
 from draft_training.eagle3 import save_draft
 from draft_training.mtp import PREFIX
 from spec_plugin.config import SpecConfig
-from spec_plugin.conformance import tiny
-from spec_plugin.conformance.tiny import HIDDEN, VOCAB, tiny_config
 from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method

@@ -9,10 +9,10 @@ from typing import Any
 
 import runner  # before vLLM
 import torch
+from spec_plugin_conformance import tiny
 
 from draft_training.config import DraftConfig
 from draft_training.layouts import expected_shapes
-from spec_plugin.conformance import tiny
 
 VOCAB, EXTENSION = tiny.VOCAB, "spec_plugin.engine.extension.SpecWorkerExtension"
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(6 + i)] for i in range(6)]

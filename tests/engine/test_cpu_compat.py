@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import small
 import torch
+from spec_plugin_cpu.repairs import compat as cpu_compat
+from spec_plugin_cpu.repairs.drafts_0_24 import DRAFTS_0_24
+from spec_plugin_cpu.repairs.norms import NORMS
 
-from spec_plugin.engine.repairs import cpu_compat, patches
-from spec_plugin.engine.repairs.drafts_0_24 import DRAFTS_0_24
-from spec_plugin.engine.repairs.norms import NORMS
+from spec_plugin.engine.repairs import on_cpu, patches
 
 pytestmark = pytest.mark.engine
 
@@ -56,7 +57,7 @@ def sampler_expands_right() -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_cpu():
-    if not cpu_compat.on_cpu():
+    if not on_cpu.on_cpu():
         pytest.skip("repairs of the CPU build")
 
 

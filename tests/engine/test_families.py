@@ -14,6 +14,7 @@ import pytest
 import small
 import torch
 from safetensors.torch import save_file
+from spec_plugin_conformance.targets import tiny_targets
 from test_refresh import acceptance_length
 
 from draft_training import DraftConfig, digest
@@ -21,7 +22,6 @@ from draft_training.eagle3 import save_draft
 from spec_plugin.actor.decoder import find_decoder, load_policy
 from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end
 from spec_plugin.actor.taps import Taps
-from spec_plugin.conformance.targets import tiny_targets
 
 pytestmark = pytest.mark.engine
 #: the others run by themselves: half a minute each

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import small  # noqa: F401
 import torch
+from spec_plugin_cpu.repairs import compat as cpu_compat
 
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.repairs import cpu_compat, patches
+from spec_plugin.engine.repairs import patches
 from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES, graphs_are_missed
 from spec_plugin.events import TargetInfo
 from spec_plugin.session import SpecSession

@@ -15,11 +15,11 @@ import runner
 import small
 import torch
 from safetensors.torch import save_file
+from spec_plugin_conformance import tiny
 
 from draft_training import DraftTrainer, HiddenBuffer, TrainSettings, digest
 from spec_plugin import SpecConfig
 from spec_plugin.builtin.methods import suffix
-from spec_plugin.conformance import tiny
 from spec_plugin.engine.additional import with_own_settings
 from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.engine.schedule.scheduler import SCHEDULER

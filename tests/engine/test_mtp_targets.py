@@ -14,9 +14,8 @@ import small
 import test_methods
 import torch
 from safetensors.torch import load_file, save_file
+from spec_plugin_conformance import tiny
 from transformers import AutoModelForCausalLM
-
-from spec_plugin.conformance import tiny
 
 pytestmark = pytest.mark.engine
 HIDDEN, LAYERS = tiny.HIDDEN, 3

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from live import MAX_NUM_SEQS, K, live_engine, prompts
+from spec_plugin_conformance.tiny import tiny_config
 
 from spec_plugin import SpecConfig
-from spec_plugin.conformance.tiny import tiny_config
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.schedule.channel import schedule_state
 from spec_plugin.events import RolloutStats, Schedule, TargetInfo

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from spec_plugin.conformance.tiny import byte_tokenizer, make_target
+from spec_plugin_conformance.tiny import byte_tokenizer, make_target
 
 pytestmark = pytest.mark.engine
 

@@ -60,7 +60,7 @@ def send_target(llm: Any, tensors: dict[str, torch.Tensor]) -> None:
     """A weight sync, as a trainer's worker extension does it."""
 
     def load(worker: Any) -> None:
-        from spec_plugin.engine.repairs.cpu_compat import repack
+        from spec_plugin_cpu.repairs.compat import repack
 
         model = worker.model_runner.get_model()
         model.load_weights(tensors.items())

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import small
 from live import MAX_NUM_SEQS, K, live_engine
+from spec_plugin_conformance.tiny import tiny_config
 
 from draft_training.eagle3 import save_draft
 from spec_plugin import SpecConfig
-from spec_plugin.conformance.tiny import tiny_config
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.schedule.channel import put_in_force
 from spec_plugin.engine.schedule.scheduler import SCHEDULER

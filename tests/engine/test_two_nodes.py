@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import small
 from safetensors.torch import save_file
+from spec_plugin_conformance.launch import free_port
 from test_refresh import acceptance_length
 
 from draft_training import digest
-from spec_plugin.conformance.launch import free_port
 
 pytestmark = pytest.mark.engine
 

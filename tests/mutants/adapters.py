@@ -113,14 +113,14 @@ MUTATIONS = (
         ("test_doctor_adapters.py",),
     ),
     Mutation(
-        "spec_plugin/conformance/launch.py",
+        "testing/spec_plugin_conformance/launch.py",
         "(p for p in others if p.pid not in starters)",
         "(p for p in psutil.Process().children(recursive=True) if p.pid != driver.pid)",
         "the kit: a run that hangs takes the fork server with it, and all later ones start cold",
         ("test_forks.py::test_a_server_outlives_a_run_that_hangs",),
     ),
     Mutation(
-        "adapters/cpu/spec_plugin_cpu/forks/stand_in.py",
+        "testing/spec_plugin_cpu/forks/stand_in.py",
         'if os.environ.get("RAY_RAYLET_PID") == str(parent):',
         "if False:",
         "where Ray's raylet is killed, the forked workers outlive it",

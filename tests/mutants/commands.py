@@ -9,9 +9,9 @@ _PLACES, _READ, _COMPARE, _FINDINGS, _CHANGES, _STATES, _PANELS, _FIGURES, _PAGE
     for name in ("places", "read", "compare", "findings", "changes", "states", "panels", "figures", "page", "build")
 )
 _CONTROLLER = "spec_plugin/builtin/break_even/controller.py"
-_COMMAND = "spec_plugin/commands/project/command.py"
+_COMMAND = "projection/spec_plugin_projection/command.py"
 _PROJECTING, _LENGTHS, _SHAPES, _ROLLOUT = (
-    f"spec_plugin/projection/{name}.py" for name in ("projecting", "lengths", "shapes", "rollout")
+    f"projection/spec_plugin_projection/{name}.py" for name in ("projecting", "lengths", "shapes", "rollout")
 )
 
 MUTATIONS = (

@@ -128,7 +128,7 @@ MUTATIONS = (
         ("test_trl_run.py", "test_trl_adapter.py"),
     ),
     Mutation(
-        "spec_plugin/conformance/omissions.py",
+        "testing/spec_plugin_conformance/omissions.py",
         'sum(bool(e["plain"]) for e in answered) >= _CONTROLS',
         'any(e["plain"] for e in answered)',
         "the kit fails an adapter for a response whose text another one has, too",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from mutants.mutation import Mutation
 
 _OMISSIONS, _REPORTED, _RECORDER, _WATCH, _JUDGE = (
-    f"spec_plugin/conformance/{name}.py" for name in ("omissions", "reported", "recorder", "watch", "judge")
+    f"testing/spec_plugin_conformance/{name}.py" for name in ("omissions", "reported", "recorder", "watch", "judge")
 )
-_ENGINES, _CHECKS = "spec_plugin/conformance/engines.py", "spec_plugin/conformance/checks.py"
-_READ, _EVIDENCE = "spec_plugin/commands/report/read.py", "spec_plugin/commands/project/evidence.py"
-_LENGTHS = "spec_plugin/projection/lengths.py"
+_ENGINES, _CHECKS = "testing/spec_plugin_conformance/engines.py", "testing/spec_plugin_conformance/checks.py"
+_READ, _EVIDENCE = "spec_plugin/commands/report/read.py", "projection/spec_plugin_projection/evidence.py"
+_LENGTHS = "projection/spec_plugin_projection/lengths.py"
 
 MUTATIONS = (
     Mutation(
@@ -20,7 +20,7 @@ MUTATIONS = (
         ("conformance/test_plugin.py::test_a_session_is_watched_also_where_its_own_plugins_bring_the_recorder",),
     ),
     Mutation(
-        "spec_plugin/conformance/faults.py",
+        "testing/spec_plugin_conformance/faults.py",
         "if self._is_late(str(error)):",
         "if False:",
         "an asynchronous run is stopped by what the kit itself has planted, phases after the guard refused it",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "adapters" / "cpu")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "testing")]
 
 from spec_plugin_cpu.forks import ForkServer  # noqa: E402  (this tree's, wherever an installed one lies)
 
@@ -31,7 +31,10 @@ from mutants import ROOMS  # noqa: E402
 from mutants.mutation import Mutation, NotApplicable  # noqa: E402
 
 #: what tests need of the tree
-COPIED = ("spec_plugin", "draft_training", "adapters", "tests", "examples", "docs", "README.md", "pyproject.toml")
+COPIED = (
+    *("spec_plugin", "draft_training", "adapters", "testing", "projection", "tests", "examples", "docs"),
+    *("README.md", "pyproject.toml", "LICENSE"),
+)
 #: of third parties only: our own modules are each copy's
 WARM = (
     "torch.distributed",
@@ -86,7 +89,7 @@ class Copy:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
-                (where, f"{where}/adapters", f"{where}/adapters/cpu", f"{where}/adapters/trl")
+                (where, *(f"{where}/{folder}" for folder in ("adapters", "testing", "projection", "adapters/trl")))
             ),
             "TMPDIR": str(self._folder.parent),
             "VLLM_CACHE_ROOT": f"{where}/.cache/vllm",

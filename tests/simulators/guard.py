@@ -4,15 +4,16 @@ Truth. Log-probs of engine and actor differ by rounding: heavy-tailed (Student's
 sequence's own, of a run's own, which drifts from phase to phase, and is larger by an honest factor where text was drafted for
 (verifying steps have other shapes than plain ones). A fifth of the phases is plain, as the controller decides. In every phase
 with drafts some requests are the control group's, with a stretch of 64 plain tokens. Where text is a policy version old the
-policy has moved, by so much in each step as learning rate and batch say (lognormal over steps, and over sequences).
-A fault begins at some phase and stays: what it does is done to drafted text only, unless said otherwise.
+policy has moved, by so much in each step as learning rate and batch say (lognormal over steps, and over sequences). Towards
+the end of a long text differences are larger. A fault begins at some phase and stays: what it does is done to drafted text only,
+unless said otherwise. ``AT_SCALE`` has what one of 64 ranks trains on: 256 sequences of up to 16k tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,8 +32,26 @@ _SEQUENCES, _DRIFT, _DRAFTED = 0.5, 0.03, (1.0, 1.5)
 _PLAIN_EVERY = 5
 #: by which the policy moves in a step: median in nats, log-scale over steps
 _MOVE, _STEPS = 0.03, 0.8
+#: tokens behind which honest differences are larger by a half
+_FAR = 16_384
 
-Fault = Callable[[Tensor, torch.Generator], Tensor]
+
+@dataclass(frozen=True)
+class Texts:
+    """The responses of a phase."""
+
+    lengths: Tensor  # [B]
+    place: Tensor  # [B, T] of each token: which one it is
+    mask: Tensor  # [B, T] bool
+
+    @classmethod
+    def of(cls, lengths: Tensor) -> Texts:
+        """Of so many tokens, [B]."""
+        place = torch.arange(int(lengths.max()), dtype=torch.float32).expand(len(lengths), -1)
+        return cls(lengths, place, place < lengths[:, None])
+
+
+Fault = Callable[[Tensor, Texts, torch.Generator], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,10 +62,15 @@ class Setting:
     dtype: str = "bfloat16"
     sequences: int = 64  # of a phase
     judged: int = 64  # of them that are judged together: the trainer's micro-batch, or mini-batch
-    tokens: int = 192
+    tokens: int = 192  # of each response; the median, where they differ
+    spread: float = 0.0  # log-scale of their lengths
+    most: int | None = None  # tokens where all are cut
     lag: int = 0  # policy versions between sampling and recomputation
     mixed: bool = False  # only a half of the sequences is that old, the others are new
     drift: float = _DRIFT
+    #: of ``make guards``, at most: a phase of a million tokens takes long here, too
+    runs: int | None = None
+    phases: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +101,7 @@ class Off:
     nats: float
     share: float = 1.0
 
-    def __call__(self, difference: Tensor, generator: torch.Generator) -> Tensor:
+    def __call__(self, difference: Tensor, texts: Texts, generator: torch.Generator) -> Tensor:
         """What becomes of honest differences, [B, T]."""
         return difference + self.nats * (torch.rand(difference.shape, generator=generator) < self.share)
 
@@ -88,16 +112,35 @@ class Noisier:
 
     times: float
 
-    def __call__(self, difference: Tensor, generator: torch.Generator) -> Tensor:
+    def __call__(self, difference: Tensor, texts: Texts, generator: torch.Generator) -> Tensor:
         """What becomes of honest differences, [B, T]."""
         return difference * self.times
 
 
+@dataclass(frozen=True)
+class Late:
+    """All is right but the last two fifths of the responses that are no shorter than their mean."""
+
+    fault: Fault
+
+    def __call__(self, difference: Tensor, texts: Texts, generator: torch.Generator) -> Tensor:
+        """What becomes of honest differences, [B, T]."""
+        long = texts.lengths >= texts.lengths.double().mean()
+        late = long[:, None] & (texts.place >= 0.6 * texts.lengths[:, None])
+        return self.fault(difference, texts, generator).where(late, difference)
+
+
 def heavy(generator: torch.Generator, sequences: int, tokens: int) -> Tensor:
     """[sequences, tokens] with a mean of the absolute of about 1."""
-    normal, chi = (torch.randn(*shape, sequences, tokens, generator=generator) for shape in ((), (3,)))
-    scale = (_SEQUENCES * torch.randn(sequences, 1, generator=generator)).exp()
-    return normal / chi.pow(2).mean(0).sqrt() * scale / 1.25
+    return heavy_of(generator, torch.full((sequences,), tokens)).view(sequences, tokens)
+
+
+def heavy_of(generator: torch.Generator, lengths: Tensor) -> Tensor:
+    """The same of responses of so many tokens, [B], one after the other: [sum of the lengths]."""
+    tokens = int(lengths.sum())
+    normal, chi = (torch.randn(*shape, tokens, generator=generator) for shape in ((), (3,)))
+    scale = (_SEQUENCES * torch.randn(len(lengths), generator=generator)).exp()
+    return normal / chi.pow(2).mean(0).sqrt() * scale.repeat_interleave(lengths) / 1.25
 
 
 class _Run:
@@ -128,27 +171,31 @@ class _Run:
         s = self.setting
         speculating = version % _PLAIN_EVERY != 0
         self.scale *= math.exp(s.drift * self._normal())
-        plain = self._control(speculating)
-        difference = self.scale * heavy(self.generator, s.sequences, s.tokens)
+        texts = self._texts()
+        plain = self._control(speculating, texts)
+        difference = self._heavy(texts).mul_(self.scale).mul_(1.0 + texts.place / (2 * _FAR))
         difference = difference.where(plain, difference * self.drafted)
         old = torch.zeros(s.sequences, 1, dtype=torch.bool)
         if s.lag:
             old |= (torch.arange(s.sequences)[:, None] % 2 == 0) if s.mixed else True
             moved = s.lag * _MOVE * math.exp(_STEPS * self._normal())
-            difference += old * moved * heavy(self.generator, s.sequences, s.tokens)
+            difference += self._heavy(texts).mul_(moved).mul_(old)
         if fault is not None:
-            wrong = fault(difference, self.generator)
+            wrong = fault(difference, texts, self.generator)
             difference = wrong if everywhere else difference.where(plain, wrong)
-        versions = (version - s.lag * old.long()).expand(-1, s.tokens)
-        drafts = torch.where(plain, Drafts.CONTROL, Drafts.ON) * speculating
+        self._check(version, difference, torch.where(plain, Drafts.CONTROL, Drafts.ON) * speculating, old, texts.mask)
+
+    def _check(self, version: int, difference: Tensor, drafts: Tensor, old: Tensor, mask: Tensor) -> None:
+        s = self.setting
+        versions = (version - s.lag * old.long()).expand(-1, mask.shape[1])
         for rows in torch.arange(s.sequences).split(s.judged):
-            recomputed = torch.full((len(rows), s.tokens), -500.0, dtype=torch.float64)
+            recomputed = torch.full((len(rows), mask.shape[1]), -500.0, dtype=torch.float64)
             self.guard.spec_check_logprobs(
                 batch=LogprobBatch(
                     policy_version=version,
                     recomputed=recomputed,
                     rollout=recomputed + difference[rows],
-                    mask=torch.ones(len(rows), s.tokens, dtype=torch.bool),
+                    mask=mask[rows],
                     versions=versions[rows],
                     drafted=drafts[rows],
                     rollout_in_loss=False,
@@ -156,17 +203,30 @@ class _Run:
                 )
             )
 
-    def _control(self, speculating: bool) -> Tensor:
-        """[B, T] which tokens are plain: those of the control group, as the engine draws it."""
+    def _texts(self) -> Texts:
         s = self.setting
-        plain = torch.full((s.sequences, s.tokens), not speculating)
+        if not s.spread:
+            return Texts.of(torch.full((s.sequences,), s.tokens))
+        lengths = s.tokens * (s.spread * torch.randn(s.sequences, generator=self.generator)).exp()
+        return Texts.of(lengths.clamp(1, s.most).long())
+
+    def _heavy(self, texts: Texts) -> Tensor:
+        """``heavy`` where there is text, [B, T]."""
+        return torch.zeros(texts.mask.shape).masked_scatter_(texts.mask, heavy_of(self.generator, texts.lengths))
+
+    def _control(self, speculating: bool, texts: Texts) -> Tensor:
+        """[B, T] which tokens are plain: those of the control group, as the engine draws it."""
+        plain = torch.full(texts.mask.shape, not speculating)
         if not speculating:
             return plain
         self.group.begin()
-        for row in range(s.sequences):
+        for row, length in enumerate(texts.lengths.tolist()):
             if stretch := self.group.draw():
-                begin, end = stretch.span(0, s.tokens)
+                begin, end = stretch.span(0, length)
                 plain[row, begin:end] = True
+        if self.setting.spread:
+            for length in texts.lengths.tolist():
+                self.group.ended(length)
         return plain
 
 
@@ -206,6 +266,20 @@ SETTINGS: Sequence[Setting] = (
     Setting("bfloat16, lag 1, mini-batches of 16", judged=16, lag=1),
     Setting("bfloat16, lag 1 for a half", judged=32, lag=1, mixed=True),
 )
+_LONG = Setting("", sequences=256, tokens=2600, spread=1.0, most=16_384, judged=256, runs=3, phases=10)
+#: what rank 0 of 64 trains on in a step of 16 engines with 1024 requests each
+AT_SCALE: Sequence[Setting] = (
+    replace(_LONG, name="bfloat16, 256 responses of up to 16k"),
+    replace(
+        _LONG,
+        name="bfloat16, 64 responses of 16k, micro-batches of 8",
+        sequences=64,
+        tokens=16_384,
+        spread=0.0,
+        judged=8,
+    ),
+    replace(_LONG, name="bfloat16, lag 1, 256 of 4k, mini-batches of 64", tokens=4096, spread=0.0, judged=64, lag=1),
+)
 #: name, and what it does
 FAULTS: Sequence[tuple[str, Fault]] = (
     ("0.1 nats a token", Off(0.1)),
@@ -213,4 +287,9 @@ FAULTS: Sequence[tuple[str, Fault]] = (
     ("0.8 nats a token", Off(0.8)),
     ("8 nats, 1 token of 100", Off(8.0, 0.01)),
     ("noise six times as large", Noisier(6.0)),
+)
+#: the same of long texts alone
+LATE: Sequence[tuple[str, Fault]] = (
+    ("0.4 nats a token", Late(Off(0.4))),
+    ("0.8 nats a token", Late(Off(0.8))),
 )

@@ -11,12 +11,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
@@ -27,6 +27,16 @@ from rich.table import Table  # noqa: E402
 from simulators import controller, guard, rules, selftest, waiting  # noqa: E402
 
 Map = Callable[[Callable[[int], Any], Sequence[int]], Iterable[Any]]
+
+
+class _Limited(Protocol):
+    """A kind of run that may have fewer runs, and shorter ones, than are asked for."""
+
+    @property
+    def runs(self) -> int | None: ...
+
+    @property
+    def phases(self) -> int | None: ...
 
 
 @dataclass
@@ -49,19 +59,34 @@ def _most(seen: int, of: int) -> float:
     return 3.0 / of if seen == 0 else (seen + 1.645 * seen**0.5 + 1.645**2) / of
 
 
-def correct_guard(mapped: Map, runs: int, phases: int) -> Shown:
+def _as_asked(kind: _Limited, runs: int, phases: int) -> tuple[int, int]:
+    """Runs and phases of a kind: as many as are asked for, unless it has fewer."""
+    return min(runs, kind.runs or runs), min(phases, kind.phases or phases)
+
+
+def correct_guard(
+    mapped: Map, runs: int, phases: int, settings: Sequence[guard.Setting] = (*guard.SETTINGS, *guard.AT_SCALE)
+) -> Shown:
     """Correct runs under the provenance guard."""
     out = Shown(
-        f"Provenance guard, correct runs of {phases} phases",
-        ("kind of run", "runs", "stopped", "phases with an alarm", "chance of a stop in a phase, at most"),
+        "Provenance guard, correct runs",
+        (
+            "kind of run",
+            "runs",
+            "phases of each",
+            "stopped",
+            "phases with an alarm",
+            "chance of a stop in a phase, at most",
+        ),
     )
-    for setting in guard.SETTINGS:
-        found = list(mapped(partial(guard.run, setting, phases=phases), range(runs)))
+    for setting in settings:
+        of, long = _as_asked(setting, runs, phases)
+        found = list(mapped(partial(guard.run, setting, phases=long), range(of)))
         stopped, alarms = sum(o.false_stop for o in found), sum(o.alarms for o in found)
-        at_most = f"{_most(stopped, runs * phases):.1e}"
-        out.rows.append((setting.name, str(runs), str(stopped), str(alarms), at_most))
-        out.hold(stopped == 0, f"{setting.name}: {stopped} of {runs} correct runs were stopped")
-        out.hold(alarms <= max(1, runs * phases // 20_000), f"{setting.name}: {alarms} false alarms")
+        at_most = f"{_most(stopped, of * long):.1e}"
+        out.rows.append((setting.name, str(of), str(long), str(stopped), str(alarms), at_most))
+        out.hold(stopped == 0, f"{setting.name}: {stopped} of {of} correct runs were stopped")
+        out.hold(alarms <= max(1, of * long // 20_000), f"{setting.name}: {alarms} false alarms")
     return out
 
 
@@ -86,44 +111,67 @@ def guard_words(*_: object) -> Shown:
 _MUST_NOTICE = {"0.4 nats a token": 0.97, "0.8 nats a token": 0.99, "noise six times as large": 0.9}
 
 
-def wrong_guard(mapped: Map, runs: int, phases: int) -> Shown:
+def wrong_guard(
+    mapped: Map, runs: int, phases: int, settings: Sequence[guard.Setting] = (*guard.SETTINGS, *guard.AT_SCALE)
+) -> Shown:
     """Runs that become wrong: a third as many, and half as long, of each kind and fault."""
-    runs, phases = max(1, runs // 3), max(8, phases // 2)
-    out = Shown(
-        f"Provenance guard, {runs} runs of {phases} phases that become wrong: stopped, in the median after so many wrong phases",
-        ("kind of run", *(name for name, _ in guard.FAULTS)),
+    return _wrong(mapped, runs // 3, phases // 2, settings, guard.FAULTS, _MUST_NOTICE)
+
+
+def late_guard(mapped: Map, runs: int, phases: int) -> Shown:
+    """The same of runs with long texts, of which only the last two fifths are wrong."""
+    return _wrong(
+        mapped, runs // 3, phases // 2, guard.AT_SCALE, guard.LATE, {}, ", in the last 40 % of long texts alone"
     )
-    for setting in guard.SETTINGS:
+
+
+def _wrong(
+    mapped: Map,
+    runs: int,
+    phases: int,
+    settings: Sequence[guard.Setting],
+    faults: Sequence[tuple[str, guard.Fault]],
+    bounds: Mapping[str, float],
+    where: str = "",
+) -> Shown:
+    """Runs that become wrong; of each fault the share that must be stopped, where there is a bound."""
+    out = Shown(
+        f"Provenance guard, runs that become wrong{where}: stopped, in the median after so many wrong phases",
+        ("kind of run", "runs", "phases of each", *(name for name, _ in faults)),
+    )
+    for setting in settings:
+        of, long = _as_asked(setting, max(1, runs), max(8, phases))
         cells = []
-        for name, fault in guard.FAULTS:
-            found = list(mapped(partial(guard.run, setting, phases=phases, fault=fault), range(10_000, 10_000 + runs)))
+        for name, fault in faults:
+            found = list(mapped(partial(guard.run, setting, phases=long, fault=fault), range(10_000, 10_000 + of)))
             after = [o.noticed_after for o in found if o.noticed_after is not None]
-            share = len(after) / runs
+            share = len(after) / of
             cells.append(f"{share:.0%}, {statistics.median(after):.0f}" if after else "0%")
-            bound = _MUST_NOTICE.get(name, 0.0)
+            bound = bounds.get(name, 0.0)
             out.hold(share >= bound, f"{setting.name}, {name}: {share:.0%} noticed, at least {bound:.0%} is stated")
-        out.rows.append((setting.name, *cells))
+        out.rows.append((setting.name, str(of), str(long), *cells))
     return out
 
 
-def self_tests(mapped: Map, runs: int, phases: int) -> Shown:
+def self_tests(mapped: Map, runs: int, phases: int, wide: bool = False) -> Shown:
     """Engines under the self-test."""
+    vocabulary = selftest.WIDE if wide else selftest.V
     out = Shown(
-        f"Self-test, {selftest.N * selftest.PROMPTS} sequences an arm, what becomes of an engine",
+        f"Self-test, {selftest.N * selftest.PROMPTS} sequences an arm, a vocabulary of {vocabulary:,}, what becomes of an engine",
         ("engine", "runs", "refused", "with the same mistake in plain requests: refused", "named unproven"),
     )
-    found = list(mapped(partial(_selftest, None, False, selftest.ALPHA), range(runs)))
+    found = list(mapped(partial(_selftest, None, False, selftest.ALPHA, wide), range(runs)))
     refused, unproven = sum(v.failed for v in found), sum(v.unproven for v in found)
     out.rows.append(("right", str(runs), str(refused), "", str(unproven)))
     out.hold(refused == unproven == 0, f"{refused} of {runs} right engines refused, {unproven} unproven")
     level = 0.05
-    at_level = sum(v.failed for v in mapped(partial(_selftest, None, False, level), range(runs)))
+    at_level = sum(v.failed for v in mapped(partial(_selftest, None, False, level, wide), range(runs)))
     out.rows.append((f"right, at an error level of {level:.0%}", str(runs), str(at_level), "", ""))
     slack = 3 * (level * (1 - level) * runs) ** 0.5
     out.hold(at_level <= level * runs + slack, f"at {level:.0%}, {at_level} of {runs} right engines refused")
     for index, (name, _) in enumerate(selftest.MISTAKES):
-        wrong = list(mapped(partial(_selftest, index, False, selftest.ALPHA), range(10_000, 10_000 + runs)))
-        both = list(mapped(partial(_selftest, index, True, selftest.ALPHA), range(10_000, 10_000 + runs)))
+        wrong = list(mapped(partial(_selftest, index, False, selftest.ALPHA, wide), range(10_000, 10_000 + runs)))
+        both = list(mapped(partial(_selftest, index, True, selftest.ALPHA, wide), range(10_000, 10_000 + runs)))
         seen = sum(v.failed for v in wrong)
         shares = (seen, sum(v.failed for v in both), sum(v.unproven for v in both))
         out.rows.append((name, str(runs), *(f"{n / runs:.0%}" for n in shares)))
@@ -131,24 +179,30 @@ def self_tests(mapped: Map, runs: int, phases: int) -> Shown:
     return out
 
 
-def _selftest(index: int | None, everywhere: bool, alpha: float, seed: int) -> selftest.Verdict:
-    return selftest.run(seed, None if index is None else selftest.MISTAKES[index][1], everywhere, alpha)
+def wide_self_tests(mapped: Map, runs: int, phases: int) -> Shown:
+    """Engines of models with a real vocabulary under the self-test: a tenth as many, since each takes seconds."""
+    return self_tests(mapped, max(1, runs // 10), phases, wide=True)
 
 
-#: by the order of ``controller.TRUTHS``, the most that a whole run may take of what it takes without drafts
-_RATIOS = (0.75, 1.03, 0.9, 0.9, 0.7, 1.03, 0.9, 1.0, 0.7, 1.09, 0.75, 0.8, 0.9, 1.04)
-#: and of phases in a row in which a draft that would pay by a tenth is not served
+def _selftest(index: int | None, everywhere: bool, alpha: float, wide: bool, seed: int) -> selftest.Verdict:
+    mistake = None if index is None else selftest.MISTAKES[index][1]
+    return selftest.run(seed, mistake, everywhere, alpha, wide)
+
+
+#: most phases in a row in which a draft that would pay by a tenth is not served
 _MOST_WAITED = 10
 
 
-def controllers(mapped: Map, runs: int, phases: int) -> Shown:
+def controllers(
+    mapped: Map, runs: int, phases: int, truths: Sequence[controller.Truth] = (*controller.TRUTHS, *controller.AT_SCALE)
+) -> Shown:
     """Runs under the break-even controller: a third as many, since each takes seconds."""
-    runs = max(1, runs // 3)
     out = Shown(
-        f"Break-even controller, runs of {phases} phases; median of the runs (worst run)",
+        "Break-even controller; median of the runs (worst run)",
         (
             "draft",
             "runs",
+            "phases of each",
             "seconds against plain",
             "of the worst 50 phases in a row",
             "against the best k of each phase, from the tenth on",
@@ -159,21 +213,25 @@ def controllers(mapped: Map, runs: int, phases: int) -> Shown:
             "steps plain only to be compared",
         ),
     )
-    for index, (truth, bound) in enumerate(zip(controller.TRUTHS, _RATIOS, strict=True)):
-        found = list(mapped(partial(_controller, index, phases), range(runs)))
+    for truth in truths:
+        of, long = _as_asked(truth, max(1, runs // 3), phases)
+        found = list(mapped(partial(controller.run, truth, phases=long), range(of)))
         ratios = [o.ratio for o in found]
         seconds = (_median_and_most([getattr(o, name) for o in found], ".3f") for name in ("ratio", "worst", "regret"))
         counts = (_median_and_most([getattr(o, name) for o in found], ".0f") for name in ("missed", "waited", "slower"))
         worth = f"{statistics.median(o.worth for o in found):.0f}"
         paired = _median_and_most([o.paired for o in found], ".1%")
-        out.rows.append((truth.name, str(runs), *seconds, worth, *counts, paired))
+        out.rows.append((truth.name, str(of), str(long), *seconds, worth, *counts, paired))
         told = [o.told for o in found]
         out.hold(
-            min(told) >= 0.85 and max(told) <= (1.1 if truth.calibrated >= 1.0 else 1.15),
+            min(told) >= 0.85 and max(told) <= truth.told_at_most,
             f"{truth.name}: the time without drafts was told as {min(told):.2f} to {max(told):.2f} of the true one",
         )
         took, waited = max(ratios), max(o.waited for o in found)
-        out.hold(took <= bound, f"{truth.name}: a run took {took:.3f} of a plain one, at most {bound} is stated")
+        out.hold(
+            took <= truth.at_most,
+            f"{truth.name}: a run took {took:.3f} of a plain one, at most {truth.at_most} is stated",
+        )
         out.hold(
             waited <= _MOST_WAITED, f"{truth.name}: {waited} phases missed in a row, at most {_MOST_WAITED} are stated"
         )
@@ -186,13 +244,16 @@ _EXPOSED = 0.1
 _WRONGLY = 0.05
 
 
-def waitings(mapped: Map, runs: int, phases: int) -> Shown:
+def waitings(
+    mapped: Map, runs: int, phases: int, settings: Sequence[waiting.Setting] = (*waiting.SETTINGS, *waiting.AT_SCALE)
+) -> Shown:
     """Asynchronous trainers, most of whose steps mix requests with drafts and without: a third as many runs, of fewer phases."""
-    runs, phases = max(1, runs // 3), max(20, phases // 4)
     out = Shown(
-        f"Asynchronous trainers, {runs} runs of {phases} phases; least to most of the runs",
+        "Asynchronous trainers; least to most of the runs",
         (
             "trainer",
+            "runs",
+            "phases of each",
             "of a phase without drafts it would wait for",
             "steps not alike",
             "found hidden, runs",
@@ -201,21 +262,22 @@ def waitings(mapped: Map, runs: int, phases: int) -> Shown:
             "time without drafts, told over true",
         ),
     )
-    for index, setting in enumerate(waiting.SETTINGS):
-        found = list(mapped(partial(_waiting, index, phases), range(runs)))
+    for setting in settings:
+        of, long = _as_asked(setting, max(1, runs // 3), max(20, phases // 4))
+        found = list(mapped(partial(waiting.run, setting, phases=long), range(of)))
         after = [o.first + 1 for o in found if o.first is not None]
         exposed, told = ([getattr(o, name) for o in found] for name in ("exposed", "told"))
         spans = f"{min(exposed):.0%}-{max(exposed):.0%}", f"{statistics.median(o.mixed for o in found):.0%}"
-        noticed = f"{len(after) / runs:.0%}", f"{statistics.median(after):.0f}" if after else ""
-        off = f"{statistics.mean(o.hidden for o in found) / phases:.0%}"
-        out.rows.append((setting.name, *spans, *noticed, off, f"{min(told):.2f}-{max(told):.2f}"))
+        noticed = f"{len(after) / of:.0%}", f"{statistics.median(after):.0f}" if after else ""
+        off = f"{statistics.mean(o.hidden for o in found) / long:.0%}"
+        out.rows.append((setting.name, str(of), str(long), *spans, *noticed, off, f"{min(told):.2f}-{max(told):.2f}"))
         wrongly = [o.hidden for o in found if o.exposed >= _EXPOSED and o.hidden]
         out.hold(
-            len(wrongly) <= _WRONGLY * runs and sum(wrongly) <= _WRONGLY / 5 * runs * phases,
-            f"{setting.name}: {len(wrongly)} of {runs} runs lost drafts that the trainer waits for, in {sum(wrongly)} phases",
+            len(wrongly) <= _WRONGLY * of and sum(wrongly) <= _WRONGLY / 5 * of * long,
+            f"{setting.name}: {len(wrongly)} of {of} runs lost drafts that the trainer waits for, in {sum(wrongly)} phases",
         )
         late = [o for o in found if setting.noticed and (o.first is None or o.first >= setting.noticed)]
-        out.hold(len(late) <= 0.1 * runs, f"{setting.name}: {len(late)} of {runs} are not noticed in {setting.noticed}")
+        out.hold(len(late) <= 0.1 * of, f"{setting.name}: {len(late)} of {of} are not noticed in {setting.noticed}")
         out.hold(
             max(told) <= 1.3, f"{setting.name}: the time without drafts was told as {max(told):.2f} of the true one"
         )
@@ -223,22 +285,14 @@ def waitings(mapped: Map, runs: int, phases: int) -> Shown:
     return out
 
 
-def _waiting(index: int, phases: int, seed: int) -> waiting.Outcome:
-    return waiting.run(waiting.SETTINGS[index], seed, phases)
-
-
 def _median_and_most(values: Sequence[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({max(values):{form}})"
 
 
-def _controller(index: int, phases: int, seed: int) -> controller.Outcome:
-    return controller.run(controller.TRUTHS[index], seed, phases)
-
-
 PARTS: dict[str, tuple[Callable[[Map, int, int], Shown], ...]] = {
     "rules": (guard_rules, guard_floors, guard_words),
-    "guard": (correct_guard, wrong_guard),
-    "selftest": (self_tests,),
+    "guard": (correct_guard, wrong_guard, late_guard),
+    "selftest": (self_tests, wide_self_tests),
     "controller": (controllers,),
     "waiting": (waitings,),
 }

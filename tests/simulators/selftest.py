@@ -2,7 +2,8 @@
 
 Truth. A language model of first order (the next token depends on the last one), random and as sharp or as flat as real ones are;
 an engine samples from it, plain requests rightly, and requests with drafts rightly or by one of the mistakes that engines have
-had. It states the log-probs of the model. Both arms have the default number of samples, at k = 3.
+had. It states the log-probs of the model. Both arms have the default number of samples, at k = 3. ``WIDE`` is a model with the
+vocabulary of a real one: what follows a token depends on its class, and is Zipf's law over tokens in an order of the class's own.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from numpy.typing import NDArray
 from spec_plugin.engine.selftest.verdicts import Sampled, counts_check, evidence_check
 
 Model = NDArray[np.float64]
+Ints = NDArray[np.int64]
 #: vocabulary, tokens of a sequence, prompts, sequences of each, and tokens whose log-probs are stated
 V, M, PROMPTS, N, TOP = 50, 9, 4, 256, 20
 #: chance that the self-test of a right engine fails, over its two statistics of samples
 ALPHA = 1e-6
 SHARPNESS = (1.0, 2.5, 5.0)
+#: of a wide model: vocabulary, classes of tokens, powers of Zipf's law (entropies of 3 to 0.5 nats), and the log-scale by which
+#: the order of a class differs from that of all text
+WIDE, CLASSES, POWERS, _ORDERS = 151_936, 16, (1.5, 3.2), 2.0
 
 
 def model(rng: np.random.Generator, sharpness: float = 2.5) -> Model:
@@ -30,12 +35,30 @@ def model(rng: np.random.Generator, sharpness: float = 2.5) -> Model:
     return np.asarray(p / p.sum(1, keepdims=True))
 
 
-def sample(rng: np.random.Generator, of: Model, n: int, length: int = M) -> NDArray[np.int64]:
+def wide_model(rng: np.random.Generator) -> Model:
+    """[CLASSES + 1, WIDE]: distributions of the next token after each class of tokens, and of the first one."""
+    commonness = np.log(rng.permutation(WIDE) + 1.0)
+    out = np.empty((CLASSES + 1, WIDE))
+    for row, power in zip(out, rng.uniform(*POWERS, CLASSES + 1), strict=True):
+        chances = np.arange(1, WIDE + 1) ** -power
+        row[np.argsort(commonness + _ORDERS * rng.normal(size=WIDE))] = chances / chances.sum()
+    return out
+
+
+def states_after(of: Model, tokens: Ints) -> Ints:
+    """Rows of the model behind these tokens: of a narrow one each token has its own."""
+    return tokens % (len(of) - 1)
+
+
+def sample(rng: np.random.Generator, of: Model, n: int, length: int = M) -> Ints:
     """[n, length] sequences."""
-    below, state, out = of.cumsum(1), np.full(n, V), []
+    below, state, out = of.cumsum(1), np.full(n, len(of) - 1), []
     for _ in range(length):
-        state = np.minimum((below[state] < rng.random((n, 1))).sum(1), V - 1)
-        out.append(state)
+        chance, token = rng.random(n), np.empty(n, int)
+        for row in np.unique(state):
+            token[state == row] = np.searchsorted(below[row], chance[state == row])
+        out.append(np.minimum(token, of.shape[1] - 1))
+        state = states_after(of, out[-1])
     return np.stack(out, 1)
 
 
@@ -47,13 +70,13 @@ def tempered(of: Model, power: float) -> Model:
 
 def mixed(of: Model, share: float) -> Model:
     """A share of the mass is uniform."""
-    return (1 - share) * of + share / V
+    return (1 - share) * of + share / of.shape[1]
 
 
 def copies_draft(of: Model, share: float, place: int = 0) -> Model:
     """A sampler that takes the draft's proposal, the token of that place, unasked, in a share of the steps."""
     out = (1 - share) * of
-    out[np.arange(len(out)), np.argsort(-of, 1)[:, place]] += share
+    out[np.arange(len(out)), np.argpartition(-of, place, 1)[:, place]] += share
     return out
 
 
@@ -99,7 +122,9 @@ class Verdict:
         return not (self.counts and self.log_probs)
 
 
-def run(seed: int, mistake: Mistake | None = None, everywhere: bool = False, alpha: float = ALPHA) -> Verdict:
+def run(
+    seed: int, mistake: Mistake | None = None, everywhere: bool = False, alpha: float = ALPHA, wide: bool = False
+) -> Verdict:
     """One self-test.
 
     Args:
@@ -107,26 +132,34 @@ def run(seed: int, mistake: Mistake | None = None, everywhere: bool = False, alp
         mistake: of the sampler; None: a right engine.
         everywhere: do plain requests have it, too.
         alpha: error level, shared by both statistics, and by one more that is not simulated.
+        wide: has the model a real one's vocabulary.
     """
     rng = np.random.default_rng(seed)
-    true = model(rng, SHARPNESS[seed % len(SHARPNESS)])
+    true = wide_model(rng) if wide else model(rng, SHARPNESS[seed % len(SHARPNESS)])
     wrong = true if mistake is None else mistake(true)
     spec, plain = (_arm(rng, by, true) for by in (wrong, wrong if everywhere else true))
     counts = counts_check(spec, plain, alpha / 3)
-    log_probs = evidence_check(spec, plain, V, alpha / 3)
+    log_probs = evidence_check(spec, plain, true.shape[1], alpha / 3)
     return Verdict(counts.passed, log_probs.passed, log_probs.unproven)
 
 
-def _arm(rng: np.random.Generator, sampler: Model, states: Model) -> list[Sampled]:
+def _arm(rng: np.random.Generator, sampler: Model, true: Model) -> list[Sampled]:
     tokens = sample(rng, sampler, N * PROMPTS)
-    before = np.concatenate([np.full((len(tokens), 1), V), tokens[:, :-1]], 1)
-    order = np.argsort(-states, 1)[:, :TOP]
-    top_ids = order[before]
-    top = np.log(states[before[..., None], top_ids])
+    first = np.full((len(tokens), 1), len(true) - 1)
+    before = np.concatenate([first, states_after(true, tokens[:, :-1])], 1)
+    top_ids = _likeliest(true)[before]
+    top = np.log(true[before[..., None], top_ids])
     hit = top_ids == tokens[..., None]
     rank = np.where(hit.any(2), hit.argmax(2), -1)
-    stated = np.log(states[before, tokens])
+    stated = np.log(true[before, tokens])
     return [
         Sampled(i % PROMPTS, tuple(map(int, row)), stated[i], top[i], top_ids[i], rank[i])
         for i, row in enumerate(tokens)
     ]
+
+
+def _likeliest(of: Model) -> Ints:
+    """[states, TOP] tokens, the likeliest first."""
+    found = np.argpartition(-of, TOP, 1)[:, :TOP]
+    order = np.argsort(-np.take_along_axis(of, found, 1), 1)
+    return np.take_along_axis(found, order, 1)

@@ -10,16 +10,18 @@ The step log, the pairs, the control group, the controller and the ledger are th
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 
-from simulators.controller import Engine, Machine
+from simulators.controller import CALIBRATED, CARD, Engine, Machine, Quiet
 from spec_plugin import ledger as ledger_module
 from spec_plugin.actor.judged import share_for
 from spec_plugin.builtin.break_even.controller import BreakEvenController
@@ -39,6 +41,8 @@ from spec_plugin.events import (
 from spec_plugin.ledger import Ledger
 from spec_plugin.method import Method, StartingDraft
 
+_ENGINE = Engine()
+Ints = NDArray[np.int_]
 K, PLACES = 3, 8
 #: from the sync to the first request, and seconds to read a token of a prompt
 _IDLE_S, _READING_S = 0.05, 0.05e-3
@@ -53,6 +57,10 @@ class Setting:
     chance: float = 0.7  # of a drafted token to be accepted, about
     requests: int = 16  # of a batch
     tokens: int = 100  # of a response, about
+    spread: float = 0.5  # log-scale of responses
+    most: int = 1 << 30  # tokens where all are cut
+    places: int = PLACES  # of the engine
+    engine: Engine = _ENGINE
     prompt: int = 60
     share: float | None = None  # of the control group; None: as a run of that batch has it
     calibrated: float = (
@@ -60,6 +68,9 @@ class Setting:
     )
     quiet: bool = False  # is the machine nobody else's
     noticed: int | None = None  # phases within which it must be found hidden
+    #: of ``make guards``, at most: a long phase takes long here, too
+    runs: int | None = None
+    phases: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,13 +87,16 @@ class Outcome:
 
 
 @dataclass
-class _Request:
-    length: int
-    chance: float
-    plain: tuple[int, int]  # tokens that are sampled without drafts
+class _Requests:
+    """Of one batch, [n] each."""
+
+    length: Ints
+    chance: NDArray[np.float64]
+    plain: Ints  # [n, 2]: the tokens from here until there are sampled without drafts
     prompt: int
-    made: int = 0
-    width: int = 0  # drafted tokens that the next step verifies
+
+    def __len__(self) -> int:
+        return len(self.length)
 
 
 @dataclass
@@ -103,82 +117,125 @@ class _Clock:
         return self.now
 
 
-def _requests(rng: np.random.Generator, setting: Setting, group: ControlGroup) -> list[_Request]:
-    made = []
+def _requests(rng: np.random.Generator, setting: Setting, group: ControlGroup) -> _Requests:
+    length, chance, plain = [], [], []
     for _ in range(setting.requests):
-        length = max(8, int(rng.lognormal(math.log(setting.tokens), 0.5)))
+        length.append(min(setting.most, max(8, int(rng.lognormal(math.log(setting.tokens), setting.spread)))))
         stretch = group.draw()
-        low, high = stretch.extra_args["spec_off"] if stretch else (0, 0)
-        group.ended(length)
-        chance = min(0.98, setting.chance * math.exp(0.1 * rng.normal()))
-        made.append(_Request(length, chance, (low, high), setting.prompt))
-    return made
+        plain.append(stretch.extra_args["spec_off"] if stretch else [0, 0])
+        group.ended(length[-1])
+        chance.append(min(0.98, setting.chance * math.exp(0.1 * rng.normal())))
+    return _Requests(np.array(length), np.array(chance), np.array(plain), setting.prompt)
+
+
+def plain_seconds(engine: Engine, requests: _Requests, places: int) -> float:
+    """What they take without drafts and without the machine's noise: between two ends of requests all steps are alike."""
+    waiting, running, now, seconds = deque(requests.length.tolist()), list[int](), 0, 0.0
+    while waiting or running:
+        new = min(places - len(running), len(waiting))
+        for _ in range(new):
+            heapq.heappush(running, now + waiting.popleft())  # the step in which it is complete
+        batch, steps = len(running), running[0] - now
+        seconds += steps * engine.seconds(batch, 0, True) + _READING_S * new * requests.prompt
+        now += steps
+        while running and running[0] == now:
+            heapq.heappop(running)
+    return seconds
+
+
+class _Running:
+    """The requests that have a place in the engine, in the order in which they got it."""
+
+    def __init__(self, requests: _Requests) -> None:
+        self.all, self.waiting = requests, 0  # the first one without a place yet
+        self.index = np.zeros(0, int)
+        self.made = np.zeros(len(requests), int)
+        self.width = np.zeros(len(requests), int)  # drafted tokens that the next step verifies
+
+    def admit(self, places: int) -> int:
+        """As many as there is room for; how many."""
+        new = min(places - len(self.index), len(self.all) - self.waiting)
+        if new:
+            self.index = np.concatenate([self.index, np.arange(self.waiting, self.waiting + new)])
+            self.waiting += new
+        return new
+
+    @property
+    def over(self) -> bool:
+        """Are all complete."""
+        return not len(self.index) and self.waiting == len(self.all)
+
+    def step(self, rng: np.random.Generator, k: int, out: _Batch, log: StepLog | None) -> None:
+        """Each has one token more, and what is accepted of its draft; then drafts of k are asked for."""
+        index, requests = self.index, self.all
+        self.made[index] += 1
+        drafted = index[self.width[index] > 0]
+        if len(drafted):
+            width = int(self.width[drafted[0]])  # all that was drafted was drafted in the step before
+            draws = rng.random((len(drafted), width)) < requests.chance[drafted, None]
+            come = np.logical_and.accumulate(draws, 1).sum(1)
+            out.drafts += len(drafted)
+            out.per_pos[:width] += (come[:, None] > np.arange(width)).sum(0)
+            if log is not None:
+                room = np.maximum(0, requests.length[drafted] - self.made[drafted])
+                for accepted, kept in zip(come.tolist(), np.minimum(come, room).tolist(), strict=True):
+                    log.accept(len(index), accepted, kept)
+            self.made[drafted] += come
+        made, plain = self.made[index], requests.plain[index]
+        self.width[index] = np.where((plain[:, 0] <= made) & (made < plain[:, 1]), 0, k)
+        self.index = index[made < requests.length[index]]
 
 
 def sample(
     rng: np.random.Generator,
-    requests: Sequence[_Request],
+    engine: Engine,
+    requests: _Requests,
     table: Sequence[int],
-    machine: Machine | None = None,
-    log: StepLog | None = None,
-    pairs: PairedSteps | None = None,
+    machine: Machine,
+    log: StepLog,
+    pairs: PairedSteps,
 ) -> _Batch:
-    """Step by step, as an engine's scheduler has it."""
-    engine, out, queue, running = Engine(), _Batch(), deque(requests), list[_Request]()
-    for request in requests:
-        request.made = request.width = 0
-    idle = not any(table)
-    while queue or running:
-        new = [queue.popleft() for _ in range(min(PLACES - len(running), len(queue)))]
-        running += new
-        lookup = [0] * len(table) if pairs is not None and pairs.plain else table
-        k, batch = lookup[len(running)], len(running)
-        verified = sum(1 + request.width for request in running)
-        target = engine.least + engine.token * max(0, verified - 16) + _READING_S * sum(r.prompt for r in new)
-        drafting = 0.0 if idle else max(1, k) * (engine.draft + engine.draft_token * batch)
-        true = target + drafting
-        if log is not None:
-            log.begin(_output(running, new), lookup, out.seconds, idle)
+    """Step by step, as an engine's scheduler has it; its places are as many as the table has batch sizes."""
+    out, running, idle = _Batch(), _Running(requests), not any(table)
+    none, names = [0] * len(table), [str(i) for i in range(len(requests))]
+    while not running.over:
+        new = running.admit(len(table) - 1)
+        lookup = none if pairs.plain else table
+        batch = len(running.index)
+        widths = running.width[running.index]
+        true = engine.target(batch + int(widths.sum())) + _READING_S * requests.prompt * new
+        true += 0.0 if idle else engine.drafting(batch, lookup[batch])
+        log.begin(_output(running, widths.tolist(), new, names), lookup, out.seconds, idle)
         out.true += true
-        out.seconds += true if machine is None else machine.took(true)
-        for request in running:
-            request.made += 1
-            if request.width:
-                out.drafts += 1
-                come = int(np.argmin(np.append(rng.random(request.width) < request.chance, False)))
-                out.per_pos[:come] += 1
-                if log is not None:
-                    log.accept(batch, come, min(come, max(0, request.length - request.made)))
-                request.made += come
-            low, high = request.plain
-            request.width = 0 if low <= request.made < high else k
-        running = [request for request in running if request.made < request.length]
-        if log is not None and pairs is not None:
-            if not queue and not running:
-                log.interrupt(out.seconds)
-            pairs.note(log.end(out.seconds))
+        out.seconds += machine.took(true)
+        running.step(rng, lookup[batch], out, log)
+        if running.over:
+            log.interrupt(out.seconds)
+        pairs.note(log.end(out.seconds))
     return out
 
 
-def _output(running: Sequence[_Request], new: Sequence[_Request]) -> SimpleNamespace:
-    names = {id(request): str(i) for i, request in enumerate(running)}
-    scheduled = {names[id(r)]: r.width + 1 for r in running} | {names[id(r)]: r.prompt for r in new}
+def _output(running: _Running, widths: Sequence[int], new: int, names: Sequence[str]) -> SimpleNamespace:
+    """The ``SchedulerOutput`` of a step, as far as the step log reads it; the last ones that run are new."""
+    here, prompt = [names[i] for i in running.index.tolist()], running.all.prompt
+    fresh = here[len(here) - new :]
+    scheduled = dict(zip(here, [width + 1 for width in widths], strict=True)) | dict.fromkeys(fresh, prompt)
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,
-        scheduled_spec_decode_tokens={names[id(r)]: [7] * r.width for r in running if r.width},
-        scheduled_new_reqs=[SimpleNamespace(req_id=names[id(r)], num_computed_tokens=0) for r in new],
-        scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=[r.prompt + r.made for r in running]),
+        scheduled_spec_decode_tokens={name: [7] * w for name, w in zip(here, widths, strict=True) if w},
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=0) for name in fresh],
+        scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=(prompt + running.made[running.index]).tolist()),
     )
 
 
-def _stats(version: int, log: StepLog, pairs: PairedSteps, batch: _Batch, requests: Sequence[_Request]) -> RolloutStats:
+def _stats(version: int, log: StepLog, pairs: PairedSteps, batch: _Batch, requests: _Requests) -> RolloutStats:
     """As ``EngineFront.stats`` has them."""
     steps, accepted = tuple(log.take()), tuple(int(n) for n in batch.per_pos)
     decoding = sum(s.seconds * s.steps for s in steps) + sum(m.seconds for m in log.mixed if not m.prompts)
     return RolloutStats(
         policy_version=version,
         requests=len(requests),
-        tokens=sum(r.length for r in requests),
+        tokens=int(requests.length.sum()),
         seconds=batch.seconds,
         drafts=batch.drafts,
         draft_tokens=batch.drafts * K,
@@ -196,7 +253,8 @@ def _stats(version: int, log: StepLog, pairs: PairedSteps, batch: _Batch, reques
 def run(setting: Setting, seed: int, phases: int) -> Outcome:
     """One run of so many phases."""
     rng, clock = np.random.default_rng(seed), _Clock()
-    controller, machine, ledger = _controller(setting, rng), Machine(rng), Ledger(overlaps=True)
+    controller, ledger = _controller(setting, rng), Ledger(overlaps=True)
+    machine = Quiet(rng) if setting.quiet else Machine(rng)
     share = share_for(0.02, setting.requests) if setting.share is None else setting.share
     group, log, pairs = ControlGroup(share, K, seed), StepLog(), PairedSteps()
     works = setting.works * _usual_seconds(setting)
@@ -207,13 +265,13 @@ def run(setting: Setting, seed: int, phases: int) -> Outcome:
         for version in range(phases):
             machine.begin()
             requests = _requests(rng, setting, group)
-            plain = sample(rng, requests, [0] * (PLACES + 1))
-            waited, longest = waited + max(0.0, plain.true - works), longest + max(plain.true, works)
+            plain = plain_seconds(setting.engine, requests, setting.places)
+            waited, longest = waited + max(0.0, plain - works), longest + max(plain, works)
             schedule = controller.spec_schedule(version)
             if ledger.hidden:
-                off, schedule = off + 1, Schedule((0,) * (PLACES + 1))
+                off, schedule = off + 1, Schedule((0,) * (setting.places + 1))
             pairs.follow(schedule.plain_share)
-            batch = sample(rng, requests, schedule.table, None if setting.quiet else machine, log, pairs)
+            batch = sample(rng, setting.engine, requests, schedule.table, machine, log, pairs)
             _pass(clock, ledger, works, batch.seconds)
             stats = _stats(version, log, pairs, batch, requests)
             controller.spec_rollout_end(stats)
@@ -223,7 +281,7 @@ def run(setting: Setting, seed: int, phases: int) -> Outcome:
             if stats.drafts:
                 drafted, known = drafted + 1, known + (usual is not None)
                 longer = ((usual or 1.0) - 1.0) * stats.busy_seconds / stats.seconds  # as the ledger counts it
-                told, true_plain = told + batch.true * (1.0 + longer), true_plain + plain.true
+                told, true_plain = told + batch.true * (1.0 + longer), true_plain + plain
                 steps += sum(s.steps for s in stats.steps) + sum(m.steps for m in stats.mixed)
                 mixed += sum(m.steps for m in stats.mixed)
     return Outcome(
@@ -250,19 +308,21 @@ def _usual_seconds(setting: Setting) -> float:
     """What a batch takes without drafts, in the mean."""
     rng = np.random.default_rng(0)
     group = ControlGroup(0.0, K, 0)
-    return float(np.mean([sample(rng, _requests(rng, setting, group), [0] * (PLACES + 1)).true for _ in range(20)]))
+    batches = [_requests(rng, setting, group) for _ in range(20)]
+    return float(np.mean([plain_seconds(setting.engine, batch, setting.places) for batch in batches]))
 
 
 def _controller(setting: Setting, rng: np.random.Generator) -> BreakEvenController:
     controller = BreakEvenController()
     draft = StartingDraft(None, None)  # type: ignore[arg-type]
-    target = TargetInfo("", {}, "bfloat16", max_num_seqs=PLACES)
+    target = TargetInfo("", {}, "bfloat16", max_num_seqs=setting.places)
     controller.spec_configure(SpecConfig.parse({"k": K}), target, Method("simulated", {}, draft=draft))
-    engine, kinds = Engine(), [(b, k, p) for b in (1, 4, 8) for k, p in ((0, True), (0, False), (1, False), (K, False))]
+    sizes = (1, 4, 8) if setting.places == PLACES else (1, 8, 32, min(setting.places, CALIBRATED))
+    kinds = [(b, k, p) for b in sizes for k, p in ((0, True), (0, False), (1, False), (K, False))]
     timings = [
         StepTiming(
             *kind,
-            engine.seconds(*kind) * (setting.calibrated if kind[1] else 1.0) * math.exp(0.03 * rng.normal()),
+            setting.engine.seconds(*kind) * (setting.calibrated if kind[1] else 1.0) * math.exp(0.03 * rng.normal()),
             16,
             50.0,
         )
@@ -286,4 +346,10 @@ SETTINGS: Sequence[Setting] = (
     Setting("works for 0.9 of a batch, timed half as long again at start-up", 0.9, calibrated=1.5),
     Setting("works for 0.9 of a batch of 8, which drains", 0.9, requests=8),
     Setting("works for 0.4 of a batch", 0.4),
+)
+_LONG = Setting("", 2.5, requests=1024, tokens=3000, spread=0.8, most=16_384, places=256, engine=CARD, runs=2, phases=6)
+#: one engine of sixteen, with long responses
+AT_SCALE: Sequence[Setting] = (
+    replace(_LONG, name="1024 responses of up to 16k, 256 places, works for 2.5 batches", noticed=10),
+    replace(_LONG, name="1024 responses of up to 16k, 256 places, works for 0.8 of a batch", works=0.8),
 )

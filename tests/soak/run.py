@@ -25,9 +25,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spec_plugin_conformance import tiny
+from spec_plugin_conformance.launch import ENVIRONMENT, read_lines
+
 from soak.chaos import children
-from spec_plugin.conformance import tiny
-from spec_plugin.conformance.launch import ENVIRONMENT, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 #: seconds in which a run must start, a step must end, a killed run's processes must be gone
@@ -263,7 +264,7 @@ def path() -> str:
         ROOT / "examples" / "minimal_adapter",
         ROOT,
         ROOT / "adapters",
-        ROOT / "adapters" / "cpu",
+        ROOT / "testing",
     ]
     return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 

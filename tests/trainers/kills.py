@@ -19,12 +19,12 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
+from spec_plugin_conformance.launch import RunFailed, StepMetrics
+from spec_plugin_conformance.recorder import read_trace
 from spec_plugin_cpu.forks import server_processes
 
 from draft_training import digest
 from spec_plugin import hookimpl
-from spec_plugin.conformance.launch import RunFailed, StepMetrics
-from spec_plugin.conformance.recorder import read_trace
 from spec_plugin.folders import disk, memory
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from rank_scripts import results
-
-from spec_plugin.conformance import tiny
+from spec_plugin_conformance import tiny
 
 pytestmark = [
     pytest.mark.trainer,

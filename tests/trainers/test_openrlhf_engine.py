@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-
-from spec_plugin.conformance import tiny
-from spec_plugin.conformance.launch import ENVIRONMENT
+from spec_plugin_conformance import tiny
+from spec_plugin_conformance.launch import ENVIRONMENT
 
 pytestmark = pytest.mark.trainer
 SECONDS = 600  # of the script

@@ -12,12 +12,12 @@ from pathlib import Path
 import kills
 import pytest
 import torch
+from spec_plugin_conformance import tiny
+from spec_plugin_conformance.launch import StepMetrics, follow
 from spec_plugin_openrlhf.checkpoints import latest
 from spec_plugin_openrlhf_cpu.run import OpenRLHFRun
 
 from spec_plugin import hookimpl
-from spec_plugin.conformance import tiny
-from spec_plugin.conformance.launch import StepMetrics, follow
 
 pytestmark = pytest.mark.trainer
 
@@ -96,7 +96,7 @@ class Cold:
 
 
 def openrlhf(stage: tuple[Path, Path, Path], out: Path, *plugins: str, more: tuple[str, ...] = ()) -> OpenRLHFRun:
-    recorder = f"spec_plugin.conformance.recorder:Recorder={out / 'trace'}"
+    recorder = f"spec_plugin_conformance.recorder:Recorder={out / 'trace'}"
     flags = {**FLAGS, "--spec.plugins": ",".join((recorder, *plugins))}
     words = [str(word) for pair in flags.items() for word in pair]
     return OpenRLHFRun(*stage, out, STEPS, overrides=(*words, *more))

@@ -171,10 +171,9 @@ def test_the_launchers_help_teaches() -> None:
 
 def test_a_launched_script_speculates_with_its_arguments_and_evaluates_in_between(tmp_path: Path) -> None:
     """By the launcher, with an evaluation after each step, whose samples are a phase of their own, and two generations a step."""
+    from spec_plugin_conformance.launch import ENVIRONMENT, free_port
     from spec_plugin_trl_cpu.conformance import TrlDriver
     from spec_plugin_trl_cpu.run import SCRIPT
-
-    from spec_plugin.conformance.launch import ENVIRONMENT, free_port
 
     driver = TrlDriver(tmp_path / "kit")
     fields: dict[str, Any] = {

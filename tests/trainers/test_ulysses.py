@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rank_scripts import results
-
-from spec_plugin.conformance import tiny
+from spec_plugin_conformance import tiny
 
 pytestmark = pytest.mark.trainer
 SECONDS, LENGTHS = 300, (9, 14, 6, 20)  # of the script

@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+from spec_plugin_conformance.forward import read_pack
+from spec_plugin_conformance.launch import RunFailed, StepMetrics
+from spec_plugin_conformance.recorder import read_trace
 from spec_plugin_verl_cpu import run as verl_run
 from spec_plugin_verl_cpu.run import SMALL, SPEC, VerlRun
-
-from spec_plugin.conformance.forward import read_pack
-from spec_plugin.conformance.launch import RunFailed, StepMetrics
-from spec_plugin.conformance.recorder import read_trace
 
 pytestmark = pytest.mark.trainer
 
@@ -87,7 +86,7 @@ def test_turns_of_an_agent_and_validation_with_other_options_are_verified_too(
         f"{SPEC}serve=always",
         f"{SPEC}self_test=False",
         f"{SPEC}train_share=0.5",
-        f'{SPEC}plugins=["spec_plugin.conformance.recorder:Recorder={records}"]',
+        f'{SPEC}plugins=["spec_plugin_conformance.recorder:Recorder={records}"]',
     )
     assert [m["actor/spec/failed"] for m in metrics] == [0.0] * 4
     assert metrics[-1]["actor/spec/acceptance_length"] > 1.2  # of the turns that draft

@@ -19,7 +19,7 @@ def verl(
     stage: tuple[Path, Path, Path, Path], out: Path, steps: int, *plugins: str, more: tuple[str, ...] = ()
 ) -> VerlRun:
     _, policy, train, val = stage
-    recorder = f"spec_plugin.conformance.recorder:Recorder={out / 'trace'}"
+    recorder = f"spec_plugin_conformance.recorder:Recorder={out / 'trace'}"
     options = {"serve": "always", "audit": "True", "train_share": "0.5", "train_max_steps": "4", "control_share": "0.5"}
     words = [f"{SPEC}{option}={value}" for option, value in options.items()]
     words.append(f"{SPEC}plugins=[{','.join(repr(p) for p in (recorder, *plugins))}]")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import kills
 import pytest
+from spec_plugin_conformance.recorder import read_trace
 from spec_plugin_verl_cpu.run import SEPARATE, SMALL, SPEC, VerlRun
 
 from spec_plugin import hookimpl
-from spec_plugin.conformance.recorder import read_trace
 from spec_plugin.events import WeightSync
 
 pytestmark = pytest.mark.trainer
@@ -47,7 +47,7 @@ def verl(
     stage: tuple[Path, Path, Path, Path], name: str, steps: int, *plugins: str, more: tuple[str, ...] = ()
 ) -> VerlRun:
     root, policy, train, val = stage
-    recorder = f"spec_plugin.conformance.recorder:Recorder={root / name / 'trace'}"
+    recorder = f"spec_plugin_conformance.recorder:Recorder={root / name / 'trace'}"
     options = {"serve": "always", "audit": "True", "train_share": "0.5", "train_max_steps": "4", "gate_timeout_s": "5"}
     words = [f"{SPEC}{option}={value}" for option, value in options.items()]
     words.append(f"{SPEC}plugins=[{','.join(repr(p) for p in (recorder, *plugins))}]")

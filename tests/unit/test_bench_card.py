@@ -316,7 +316,7 @@ def test_every_row_is_scored_once_in_passes_of_bounded_size() -> None:
 
 
 def test_scores_are_the_log_probs_of_the_response_at_that_temperature(tmp_path) -> None:
-    from spec_plugin.conformance import tiny
+    from spec_plugin_conformance import tiny
 
     scorer = score.Scorer(tiny.make_target(tmp_path / "target"), "float32", "cpu")
     prompt, response = [5, 6, 7], [8, 9]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from spec_plugin_conformance import tiny
 from transformers import AutoModelForCausalLM
 
 from draft_training import DraftConfig, DraftTrainer, TrainSettings, load_draft, save_draft
 from examples.bench import large
-from spec_plugin.conformance import tiny
 
 SHAPE = large.Shape(
     hidden_size=256,

@@ -12,6 +12,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from spec_plugin_conformance.tiny import byte_tokenizer  # noqa: E402
+
 from draft_training import Document, DraftConfig, DraftTrainer, TrainSettings  # noqa: E402
 from examples.bench import learning, starts  # noqa: E402
 from examples.bench.common import spread  # noqa: E402
@@ -19,7 +21,6 @@ from examples.bench.comparison import ARMS, Arm, Replay, Served, conclusions, to
 from examples.bench.learning_report import report, write_picture  # noqa: E402
 from examples.bench.recorded import Step  # noqa: E402
 from examples.bench.subjects import Subject  # noqa: E402
-from spec_plugin.conformance.tiny import byte_tokenizer  # noqa: E402
 
 HF = {
     "model_type": "qwen3",

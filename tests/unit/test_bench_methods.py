@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from spec_plugin_conformance import tiny
 
 from draft_training.mtp import PREFIX, MtpShape
 from draft_training.mtp_module import MtpKind
 from examples.bench import common, methods_engines, methods_report, workload
 from examples.bench.common import Spread
-from spec_plugin.conformance import tiny
 
 
 def cell(method: str, batch: int, speedup: float) -> methods_report.Cell:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from spec_plugin_conformance.launch import Launch, Steps, stop
 
 from examples.bench.long_run import equivalence, without_ours
 from examples.bench.turns import Contestant, Step, TurnsError, in_turns
-from spec_plugin.conformance.launch import Launch, Steps, stop
 
 #: a "trainer" of two processes: the child computes, the parent logs; a step takes 0.4 s
 TRAINER = """

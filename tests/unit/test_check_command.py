@@ -15,6 +15,7 @@ import spec_plugin_openrlhf.check as openrlhf
 import spec_plugin_openrlhf.options as openrlhf_options
 import torch
 from click.testing import CliRunner, Result
+from spec_plugin_conformance.targets import tiny_targets
 from spec_plugin_verl_check.check import check as verl_check
 
 from draft_training import DraftConfig, DraftTrainer, Eagle3Draft, TrainSettings, save_draft
@@ -24,7 +25,6 @@ from spec_plugin.commands.check import find_check, judge_run
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.judgement import find_model
 from spec_plugin.commands.shown import SHOWN
-from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin.refusals import refuse
 from spec_plugin.run_plan import Model, split_launch
 

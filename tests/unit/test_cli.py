@@ -13,13 +13,14 @@ from click.testing import CliRunner
 
 from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft
 from spec_plugin import SpecConfig, diagnosis, hookspecs
-from spec_plugin.commands import doctor
+from spec_plugin.commands import cli, doctor
 from spec_plugin.commands.adapters import ADAPTER_GROUP
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.doctor import Section, examine_draft, examine_target, hook_summaries, works
 from spec_plugin.config import options_table
 from spec_plugin.diagnosis import Diagnosis
 from spec_plugin.engine.capabilities import Capability
+from spec_plugin.errors import SpecConfigError
 
 TARGET = {
     "model_type": "qwen3",
@@ -131,22 +132,22 @@ def test_a_missing_capability_fails_only_where_the_adapter_cannot_do_without(mon
 
 
 def test_a_patch_that_no_longer_fits_is_a_failure_with_its_text(monkeypatch):
-    from spec_plugin.engine.repairs import cpu_compat
+    from spec_plugin.engine.repairs import on_cpu
     from spec_plugin.errors import PatchError
 
     def refuse():
         raise PatchError("the symbol changed")
 
-    monkeypatch.setattr(cpu_compat, "on_cpu", lambda: True)
-    monkeypatch.setattr(cpu_compat, "apply_cpu_patches", refuse)
+    monkeypatch.setattr(on_cpu, "on_cpu", lambda: True)
+    monkeypatch.setattr(on_cpu, "apply_cpu_patches", refuse)
     (finding,) = doctor.examine_patches()
     assert finding.state == "fail" and finding.detail == "the symbol changed" and finding.fix
 
 
 def test_on_a_gpu_the_repairs_of_its_graphs_and_of_its_drafts_noise_are_tried(monkeypatch):
-    from spec_plugin.engine.repairs import cpu_compat, draft_noise, graphs, patches
+    from spec_plugin.engine.repairs import draft_noise, graphs, on_cpu, patches
 
-    monkeypatch.setattr(cpu_compat, "on_cpu", lambda: False)
+    monkeypatch.setattr(on_cpu, "on_cpu", lambda: False)
     try:
         findings = doctor.examine_patches()
     finally:
@@ -166,7 +167,7 @@ def test_with_vllms_cpu_build_and_without_the_cpu_packages_the_doctor_says_how_t
     before = dict(os.environ)
     (finding,) = doctor._examine_adapter(adapter(trainer))
     assert finding.state == "fail" and f"spec_plugin_{trainer}_cpu" in finding.detail
-    assert "pip install ./adapters/cpu" in finding.fix and dict(os.environ) == before
+    assert "pip install ./testing" in finding.fix and dict(os.environ) == before
 
 
 def test_the_plugins_are_listed_with_their_hooks():
@@ -262,3 +263,28 @@ def test_in_a_complete_environment_everything_is_found_through_verls_own_registr
     assert found["verl replica"] == "spec_plugin_verl.server.SpecReplica"
     assert found["verl engine fsdp2"] == "spec_plugin_verl.backends.fsdp.SpecFSDPEngineWithLMHead"
     assert "fits the target" in found["draft"]
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("conformance", "testing"), ("project", "projection")], ids=["conformance", "project"]
+)
+def test_a_command_whose_distribution_is_not_installed_says_what_to_install(monkeypatch, name, folder):
+    monkeypatch.setattr(cli.metadata, "entry_points", lambda **_: metadata.EntryPoints())
+    for arguments in ((name, "verl", "--shape", "tp2"), (name,)):
+        result = invoke(*arguments)
+        assert result.exit_code == 1 and f"pip install spec-plugin-{folder}" in result.output
+        assert f"pip install ./{folder}" in result.output and "Traceback" not in result.output
+    assert name in invoke("--help").output and "Not installed: pip install" in invoke(name, "--help").output
+
+
+def test_on_a_cpu_without_the_repairs_the_doctor_and_the_engine_say_what_to_install(monkeypatch):
+    from spec_plugin.engine import capabilities
+    from spec_plugin.engine.repairs import on_cpu
+
+    monkeypatch.setattr(on_cpu.metadata, "entry_points", lambda **_: metadata.EntryPoints())
+    monkeypatch.setattr(on_cpu, "on_cpu", lambda: True)
+    (finding,) = doctor.examine_patches()
+    assert finding.state == "fail" and finding.fix == diagnosis.INSTALL_CPU
+    assert not capabilities._probe_cpu_sampling().available
+    with pytest.raises(SpecConfigError, match="spec-plugin-testing, which is not installed"):
+        on_cpu.apply_cpu_patches()

@@ -290,3 +290,19 @@ def test_a_rollout_of_which_no_step_was_timed_changes_nothing() -> None:
     assert model.at_usual_speed(broken) == broken
     model.observe(())
     assert model.seconds(8, 2) == known
+
+
+@pytest.mark.parametrize("slower", [0.95, 1.0, 1.1, 1.3])
+def test_law_7_what_a_full_batch_would_take_with_drafts_is_not_told_by_two_steps_that_are_nearly_alike(slower):
+    """Calibrated up to 128 requests (1152 tokens with k=8), then a plain phase of 1024 on a machine that is slower."""
+
+    def card(batch, k, paused):
+        drafting = 0.0 if paused else max(1, k) * (0.8e-3 + 2e-6 * batch)
+        return 10e-3 + 0.04e-3 * max(0, batch * (k + 1) - 256) + drafting
+
+    cost = CostModel()
+    cost.observe(timings(card, (1, 8, 32, 128), (0, 1, 8), noise=0.03, steps=16), calibration=True)
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 960, 1000, 1024)
+    cost.observe([StepTiming(b, 0, True, slower * card(b, 0, True), 64, 4000.0) for b in sizes])
+    true = card(1024, 1, False) / card(1024, 0, True)
+    assert 0.85 * true < cost.break_even(1024, 1) < 1.15 * true

@@ -6,15 +6,15 @@ import random
 from collections.abc import Callable
 
 import pytest
+from spec_plugin_projection.constants import KNOWN, Constants
+from spec_plugin_projection.hardware import CARDS
+from spec_plugin_projection.roofline import Deployment, Roofline
+from spec_plugin_projection.shapes import MODELS
 
 from spec_plugin.builtin.break_even.controller import BreakEvenController
 from spec_plugin.config import SpecConfig
 from spec_plugin.events import StepTiming, TargetInfo
 from spec_plugin.method import Method
-from spec_plugin.projection.constants import KNOWN, Constants
-from spec_plugin.projection.hardware import CARDS
-from spec_plugin.projection.roofline import Deployment, Roofline
-from spec_plugin.projection.shapes import MODELS
 from spec_plugin.step_cost.chances import tokens_per_step
 from spec_plugin.step_cost.experts import Experts
 from spec_plugin.step_cost.model import CostModel

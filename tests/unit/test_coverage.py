@@ -148,8 +148,7 @@ def test_each_accepted_line_is_mapped_to_shapes_and_a_target_that_exist(rows: st
     """Shapes that a test of the trainer, and not the kit, proves are named here."""
     sys.path.insert(0, str(ROOT / "tools"))
     from check import ACTORS, SHAPES
-
-    from spec_plugin.conformance.targets import tiny_targets
+    from spec_plugin_conformance.targets import tiny_targets
 
     known = {*SHAPES["verl"], *(shape for shapes in ACTORS.values() for shape in shapes), "sp2", "fully", "one-step"}
     for table in json.loads((ROOT / "examples" / "bench" / "results" / f"coverage-{rows}.json").read_text()):

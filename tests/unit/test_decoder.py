@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from spec_plugin_conformance import tiny
+from spec_plugin_conformance.targets import tiny_targets
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from spec_plugin.actor.decoder import find_decoder, load_policy, shared_with_draft, text_sizes, unwrapped
 from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end
 from spec_plugin.actor.taps import Taps
-from spec_plugin.conformance import tiny
-from spec_plugin.conformance.targets import tiny_targets
 from spec_plugin.engine_class import engine_class
 
 ROOMS = tiny_targets()

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spec_plugin_conformance import launch
 from spec_plugin_cpu import forks
 from spec_plugin_cpu.forks import ForkServer
-
-from spec_plugin.conformance import launch
 
 
 @pytest.fixture(scope="module")

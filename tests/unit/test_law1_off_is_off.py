@@ -55,7 +55,7 @@ SCRIPT = """
         if entry_point.name.startswith("spec_plugin"):
             entry_point.load()()
     ours += [n for n in sys.modules if n.startswith(("spec_plugin.engine", "draft_training")) or n == "spec_plugin_verl"]
-    rooms = ("session", "manager", "builtin.registry", "commands.cli", "engine.repairs.cpu_compat", "engine.extension",
+    rooms = ("session", "manager", "builtin.registry", "commands.cli", "engine.repairs.on_cpu", "engine.extension",
              "engine.schedule.scheduler", "engine.selftest.test", "engine.lossless")
     for module in ("spec_plugin", *(f"spec_plugin.{room}" for room in rooms)):
         importlib.import_module(module)

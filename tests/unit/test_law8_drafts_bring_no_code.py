@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spec_plugin_conformance.tiny import tiny_config
 
 from draft_training.files import CODE, without_code
 from spec_plugin import SpecConfig, SpecConfigError
-from spec_plugin.conformance.tiny import tiny_config
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method, create_manager
 from spec_plugin.session import method_of

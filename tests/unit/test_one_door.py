@@ -13,15 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 #: rooms of the methods themselves; the list of them; the allow-list of what vLLM may be told; and which runner serves which
 MAY_KNOW = ("builtin/methods/", "builtin/registry.py", "engine/lossless.py", "engine/suffix/", "model_runner.py")
 #: words for people: what an option or a metric means
-FOR_PEOPLE = ("config.py", "conformance/cli.py", "hookspecs.py", "builtin/metrics.py")
+FOR_PEOPLE = ("config.py", "hookspecs.py", "builtin/metrics.py")
 
 
-#: an option of the trainer itself is called like it; and the kit makes a policy that has such a layer
+#: an option of the trainer itself is called like it
 THEIRS = {
     "mtp": [
-        "adapters/cpu/spec_plugin_verl_cpu/conformance.py",
         "adapters/spec_plugin_verl_check/options.py",
-        "conformance/tiny.py",
     ]
 }
 #: a plain word: only where it stands between quotation marks is it a name

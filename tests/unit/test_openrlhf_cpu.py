@@ -11,11 +11,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from spec_plugin_conformance.tiny import VOCAB, tiny_config
 from spec_plugin_cpu import MAX_NUM_SEQS
 from spec_plugin_openrlhf_cpu import chosen, patch_vllm, setup_worker, shims
 from transformers import Qwen3ForCausalLM
 
-from spec_plugin.conformance.tiny import VOCAB, tiny_config
 from spec_plugin.errors import PatchError
 
 

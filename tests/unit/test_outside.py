@@ -13,11 +13,11 @@ from unittest import mock
 
 import pytest
 from click.testing import CliRunner, Result
+from spec_plugin_conformance.tiny import make_target
 
 from spec_plugin import SpecConfigError
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.terminal import visible
-from spec_plugin.conformance.tiny import make_target
 from spec_plugin.outside import TooMuchError, lines_of, text_of, write_whole
 
 

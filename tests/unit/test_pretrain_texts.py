@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spec_plugin_conformance.tiny import byte_tokenizer
 
 from spec_plugin.commands.train import PretrainSettings, pretrain
 from spec_plugin.commands.train.texts import read_prompts, read_rollouts
-from spec_plugin.conformance.tiny import byte_tokenizer
 from spec_plugin.engine.offline import lines_of
 from spec_plugin.errors import SpecConfigError
 

@@ -12,16 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from draft_training import DraftConfig
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import StepTiming
-from spec_plugin.projection.constants import KNOWN, Constants
-from spec_plugin.projection.hardware import CARDS, find_card
-from spec_plugin.projection.lengths import from_file, from_responses, lognormal, percentiles
-from spec_plugin.projection.measured import Measured, StepTimes, Work, calibrated, draft_pass_from
-from spec_plugin.projection.projecting import AUTO, Overrides, Question, chances_through, max_running, project
-from spec_plugin.projection.rollout import (
+from spec_plugin_projection.constants import KNOWN, Constants
+from spec_plugin_projection.hardware import CARDS, find_card
+from spec_plugin_projection.lengths import from_file, from_responses, lognormal, percentiles
+from spec_plugin_projection.measured import Measured, StepTimes, Work, calibrated, draft_pass_from
+from spec_plugin_projection.projecting import AUTO, Overrides, Question, chances_through, max_running, project
+from spec_plugin_projection.rollout import (
     SimulatedPhase,
     Workload,
     effective_lengths,
@@ -29,9 +25,13 @@ from spec_plugin.projection.rollout import (
     simulate,
     split,
 )
-from spec_plugin.projection.roofline import Deployment, Roofline
-from spec_plugin.projection.shapes import MODELS, find_model, shape_of
-from spec_plugin.projection.stages import Stages, exposed_seconds, step_seconds, trainer_seconds
+from spec_plugin_projection.roofline import Deployment, Roofline
+from spec_plugin_projection.shapes import MODELS, find_model, shape_of
+from spec_plugin_projection.stages import Stages, exposed_seconds, step_seconds, trainer_seconds
+
+from draft_training import DraftConfig
+from spec_plugin.errors import SpecConfigError
+from spec_plugin.events import StepTiming
 from spec_plugin.step_cost.chances import constant_acceptance, tokens_per_step
 from spec_plugin.step_cost.experts import Experts
 

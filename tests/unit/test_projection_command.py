@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from spec_plugin_projection.evidence import read_calibration, read_run
 
 from spec_plugin.builtin.break_even.controller import BreakEvenController
 from spec_plugin.commands.cli import main
-from spec_plugin.commands.project.evidence import read_calibration, read_run
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import SelfTestReport, StepTiming
 

@@ -19,6 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from spec_plugin_conformance import launch  # noqa: E402
 from spec_plugin_openrlhf_cpu import run as openrlhf  # noqa: E402
 from spec_plugin_verl_cpu import run as verl  # noqa: E402
 
@@ -38,7 +39,6 @@ from examples.quickstart.policy import (  # noqa: E402
 )
 from examples.quickstart.reward import compute_score, reward_func  # noqa: E402
 from examples.quickstart.trainers import TRAINERS  # noqa: E402
-from spec_plugin.conformance import launch  # noqa: E402
 
 TINY = PolicySettings(steps=3, batch_size=2, hidden_size=64, digits=(2,))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,24 +12,52 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from simulators import controller, guard, run, waiting  # noqa: E402
+from simulators import controller, guard, run, selftest, waiting  # noqa: E402
+
+
+def _tenth(kind):
+    """A kind of run at scale, with responses a tenth as long."""
+    return replace(kind, tokens=kind.tokens // 10, most=kind.most // 10)
+
+
+#: of each simulator's twin at scale as much as takes seconds; all of them: ``make guards``
+A_QUARTER = (replace(guard.AT_SCALE[0], sequences=64, judged=64),)
+DRAINS = (_tenth(controller.AT_SCALE[0]),)
+QUEUES = (replace(_tenth(waiting.AT_SCALE[0]), tokens=100),)
 
 
 @pytest.mark.parametrize(
-    ("simulate", "runs", "phases"),
+    ("simulate", "runs", "phases", "kinds"),
     [
-        (run.correct_guard, 4, 50),
-        (run.wrong_guard, 6, 30),
-        (run.self_tests, 12, 0),
-        (run.controllers, 3, 200),
-        (run.waitings, 9, 120),
+        (run.correct_guard, 4, 50, {"settings": guard.SETTINGS}),
+        (run.wrong_guard, 6, 30, {"settings": guard.SETTINGS}),
+        (run.self_tests, 12, 0, {}),
+        (run.controllers, 3, 200, {"truths": controller.TRUTHS}),
+        (run.waitings, 9, 120, {"settings": waiting.SETTINGS}),
+        pytest.param(run.correct_guard, 1, 6, {"settings": A_QUARTER}, id="correct_guard_at_scale"),
+        pytest.param(run.controllers, 1, 15, {"truths": DRAINS}, id="controllers_at_scale"),
+        pytest.param(run.waitings, 1, 0, {"settings": QUEUES}, id="waitings_at_scale"),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_is_stated_of_a_guard_holds_in_a_few_runs(simulate, runs, phases) -> None:
-    shown = simulate(map, runs, phases)
+def test_what_is_stated_of_a_guard_holds_in_a_few_runs(simulate, runs, phases, kinds) -> None:
+    shown = simulate(map, runs, phases, **kinds)
+    print(*shown.rows, sep="\n")
     assert shown.broken == []
     assert all(len(row) == len(shown.head) for row in shown.rows) and shown.rows
+
+
+def test_a_wide_vocabulary_hides_no_wrong_temperature_and_no_draft_that_is_accepted_unasked() -> None:
+    """Twins at scale: a right engine is not refused, and one of each kind of mistake is."""
+    mistakes = dict(selftest.MISTAKES)
+    wrong = mistakes["temperature 0.8 for 1.0"], mistakes["a bad draft accepted unasked in 10 % of the steps"]
+    assert not selftest.run(0, wide=True).failed
+    assert all(selftest.run(1, mistake, wide=True).failed for mistake in wrong)
+
+
+def test_text_that_is_wrong_from_its_first_token_is_noticed_among_texts_of_up_to_16k() -> None:
+    found = guard.run(A_QUARTER[0], 3, 6, guard.Off(0.4))
+    assert found.noticed_after == 0
 
 
 def test_a_fault_begins_in_a_phase_that_drafts_and_is_noticed_no_earlier() -> None:
@@ -55,15 +84,19 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert controller.run(truth, 7, 40) == controller.run(truth, 7, 40) != controller.run(truth, 8, 40)
 
 
-def test_a_bound_that_does_not_hold_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_RATIOS", (0.1,) * len(controller.TRUTHS))
-    assert sum("a run took" in what for what in run.controllers(map, 1, 20).broken) == len(controller.TRUTHS)
+def test_a_bound_that_does_not_hold_is_told() -> None:
+    truths = [replace(truth, at_most=0.1) for truth in controller.TRUTHS]
+    assert sum("a run took" in what for what in run.controllers(map, 1, 20, truths).broken) == len(truths)
 
 
 def test_the_page_has_the_tables_of_the_command() -> None:
     page = (ROOT / "docs" / "guards.md").read_text()
-    for kind in (*(s.name for s in (*guard.SETTINGS, *waiting.SETTINGS)), *(t.name for t in controller.TRUTHS)):
+    at_scale = (module.AT_SCALE for module in (guard, waiting, controller))
+    for kind in (
+        kind.name for kinds in (guard.SETTINGS, waiting.SETTINGS, controller.TRUTHS, *at_scale) for kind in kinds
+    ):
         assert re.search(rf"^\| {re.escape(kind)} \|", page, re.M), kind
+    assert f"a vocabulary of {selftest.WIDE:,}" in page
     assert "make guards" in page
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from spec_plugin_conformance import tiny
+from spec_plugin_conformance.driver import ConformanceDriver, RunSettings
+from spec_plugin_conformance.launch import Launch, Steps, follow
 from torch import Tensor
 
 from minimal_adapter.loop import Settings
-from spec_plugin.conformance import tiny
-from spec_plugin.conformance.driver import ConformanceDriver, RunSettings
-from spec_plugin.conformance.launch import Launch, Steps, follow
 
 
 class Driver(ConformanceDriver):

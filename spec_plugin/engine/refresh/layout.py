@@ -81,7 +81,7 @@ def draft_layout(draft: nn.Module, target: nn.Module) -> Layout:
             if parameter.numel() == 0:
                 problem = (
                     f"{qualified} was packed at load and dropped; the patch live_weights of "
-                    "spec_plugin.engine.repairs.cpu_compat must be in force before the engine loads the model"
+                    "spec-plugin-testing must be in force before the engine loads the model"
                 )
                 continue
             storage = _storage(parameter)

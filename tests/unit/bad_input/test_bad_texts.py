@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from bad_input import TARGET, draft_in, missing, written
 from click.testing import CliRunner, Result
+from spec_plugin_conformance.tiny import byte_tokenizer
 
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.train import PretrainSettings, pretrain
 from spec_plugin.commands.train.texts import read_prompts, read_rollouts
-from spec_plugin.conformance.tiny import byte_tokenizer
 from spec_plugin.errors import SpecConfigError
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from spec_plugin_conformance import engines, omissions
+from spec_plugin_conformance.checks import _same_bits
+from spec_plugin_conformance.watch import asked_of
 from traces import Trace
 
 from draft_training import row_digests
-from spec_plugin.conformance import engines, omissions
-from spec_plugin.conformance.checks import _same_bits
-from spec_plugin.conformance.watch import asked_of
 
 CONFIGURED = {"max_tokens": 8}
 

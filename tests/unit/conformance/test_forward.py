@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from spec_plugin_conformance.forward import Pack, compare, judge_packs, plain_forward
+from spec_plugin_conformance.tiny import tiny_config
 from transformers import Qwen3ForCausalLM
-
-from spec_plugin.conformance.forward import Pack, compare, judge_packs, plain_forward
-from spec_plugin.conformance.tiny import tiny_config
 
 LAYERS = (2, 4, 5)
 

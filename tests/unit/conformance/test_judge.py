@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from spec_plugin_conformance import judge, versions
+from spec_plugin_conformance.faults import WRONG
+from spec_plugin_conformance.plants import PLANTED
 from traces import Trace, metrics, tour
-
-from spec_plugin.conformance import judge, versions
-from spec_plugin.conformance.faults import WRONG
-from spec_plugin.conformance.plants import PLANTED
 
 
 def one(problems: list[str], text: str) -> None:

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from spec_plugin_conformance import omissions
 from traces import Trace, handed, metrics
-
-from spec_plugin.conformance import omissions
 
 
 def one(problems: list[str], text: str) -> None:

@@ -9,11 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 from fake_driver import NEEDS_A_TRAINER, Driver
-
-from spec_plugin.conformance import plugin
-from spec_plugin.conformance.checks import CHECKS
-from spec_plugin.conformance.plugin import load_driver, shaped
-from spec_plugin.conformance.recorder import read_trace
+from spec_plugin_conformance import plugin
+from spec_plugin_conformance.checks import CHECKS
+from spec_plugin_conformance.plugin import load_driver, shaped
+from spec_plugin_conformance.recorder import read_trace
 
 Done = subprocess.CompletedProcess[str]
 HERE = Path(__file__).parent
@@ -24,7 +23,7 @@ WRITTEN = re.findall(r"^def (\w+)\(runs: KitRuns\) -> None:$", plugin.CHECKS_FIL
 def kit(run: Callable[..., Done], folder: Path, driver: str | None, *more: str) -> Done:
     adapter = [] if driver is None else ["--adapter", driver]
     return run(
-        *("-m", "pytest", "-p", "spec_plugin.conformance", "-p", "no:cacheprovider", *adapter, *more),
+        *("-m", "pytest", "-p", "spec_plugin_conformance", "-p", "no:cacheprovider", *adapter, *more),
         cwd=folder,
         env={
             **os.environ,
@@ -130,7 +129,7 @@ def test_an_unknown_adapter_is_an_error_that_says_what_to_name(tmp_path, warm_ru
 @pytest.mark.parametrize("name", ["verl", "openrlhf"])
 def test_where_the_cpu_packages_are_not_installed_the_kit_says_how_to_install_them(monkeypatch, name):
     monkeypatch.setattr(plugin, "entry_points", lambda group: ())
-    said = rf"the driver of {name} is not installed: it comes with spec-plugin-cpu, .*: pip install \./adapters/cpu$"
+    said = rf"the driver of {name} is not installed: it comes with spec-plugin-testing, .*: pip install \./testing$"
     with pytest.raises(pytest.UsageError, match=said):
         load_driver(name)
 
@@ -168,7 +167,7 @@ def test_a_family_that_cannot_be_had_is_an_error(family, takes, said):
 
 
 def test_the_kit_is_not_imported_by_the_recorder(warm_run):
-    code = "import sys, spec_plugin.conformance.recorder; print('pytest' in sys.modules)"
+    code = "import sys, spec_plugin_conformance.recorder; print('pytest' in sys.modules)"
     done = warm_run("-c", code, check=True)
     assert done.stdout.strip() == "False"
 
@@ -177,8 +176,8 @@ def test_a_session_is_watched_also_where_its_own_plugins_bring_the_recorder(warm
     """As in each process of a run: nothing has imported the kit before the session makes its plugins."""
     code = (
         "import sys; from spec_plugin.config import SpecConfig; from spec_plugin.events import TargetInfo;"
-        "from spec_plugin.session import SpecSession; assert 'spec_plugin.conformance.recorder' not in sys.modules;"
-        f"plugins = ['spec_plugin.conformance.recorder:Recorder={tmp_path}'];"
+        "from spec_plugin.session import SpecSession; assert 'spec_plugin_conformance.recorder' not in sys.modules;"
+        f"plugins = ['spec_plugin_conformance.recorder:Recorder={tmp_path}'];"
         "target = TargetInfo('x', {'vocab_size': 9}, 'float32', max_num_seqs=2);"
         "SpecSession(SpecConfig.parse({'method': 'ngram', 'plugins': plugins}), target).metrics()"
     )
@@ -187,7 +186,7 @@ def test_a_session_is_watched_also_where_its_own_plugins_bring_the_recorder(warm
 
 
 def test_options_of_the_plugin_are_read_and_judged_before_anything_runs():
-    from spec_plugin.conformance.plugin import options_of
+    from spec_plugin_conformance.plugin import options_of
 
     assert options_of(["method=suffix", "k=4", "train=false"]) == {"method": "suffix", "k": 4, "train": False}
     for words, said in (

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from batches import batch_of, stated_of
+from spec_plugin_conformance import faults, judge, reported
+from spec_plugin_conformance.faults import SHORT, STEPS, TOUR, FaultTour, read_tour
+from spec_plugin_conformance.forward import read_pack
+from spec_plugin_conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, PlantedErrors
+from spec_plugin_conformance.recorder import Recorder, mutants, read_trace
 from test_session import TARGET, step
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
-from spec_plugin.conformance import faults, judge, reported
-from spec_plugin.conformance.faults import SHORT, STEPS, TOUR, FaultTour, read_tour
-from spec_plugin.conformance.forward import read_pack
-from spec_plugin.conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, PlantedErrors
-from spec_plugin.conformance.recorder import Recorder, mutants, read_trace
 from spec_plugin.events import (
     EngineState,
     HiddenStates,
@@ -38,7 +38,7 @@ def session_of(*plugins: str) -> SpecSession:
 
 
 def recorder(folder) -> str:
-    return f"spec_plugin.conformance.recorder:Recorder={folder}"
+    return f"spec_plugin_conformance.recorder:Recorder={folder}"
 
 
 def test_every_hook_of_a_session_is_recorded_and_nothing_fails(tmp_path):
@@ -171,7 +171,7 @@ def drive(
 @pytest.mark.parametrize("bypassed", [False, True])
 def test_the_tour_breaks_and_heals_every_hook_and_then_stops_the_run(tmp_path, bypassed):
     """Its end is the guard's own refusal of a NaN, which the session insists on."""
-    session = session_of(f"spec_plugin.conformance.faults:FaultTour={tmp_path}")
+    session = session_of(f"spec_plugin_conformance.faults:FaultTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError, match=r"rollout log-probs are not finite.*=nan"):
         drive(session, STEPS, engine=PlantedErrors(tmp_path), bypassed=bypassed)
     story = read_tour(tmp_path)
@@ -185,7 +185,7 @@ def test_the_tour_breaks_and_heals_every_hook_and_then_stops_the_run(tmp_path, b
 def test_what_was_in_a_queue_when_it_was_refused_is_forgiven_where_phases_overlap(tmp_path):
     """Half of a batch is of the phase before: its first mini-batch is refused, the next one is right, and the next step not."""
     plants = PlantedErrors(tmp_path)
-    session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
+    session = session_of(f"spec_plugin_conformance.faults:ShortTour={tmp_path}")
     check, before = session.check_logprobs, [batch(0)]
 
     def mini_batches(now: LogprobBatch) -> None:
@@ -211,7 +211,7 @@ def test_what_cleans_a_nan_before_the_guard_sees_it_is_seen(tmp_path, monkeypatc
         return replace(found, rollout=found.rollout.nan_to_num(0.0))
 
     monkeypatch.setitem(globals(), "batch", cleaned)
-    session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
+    session = session_of(f"spec_plugin_conformance.faults:ShortTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError, match=PLANTED):
         drive(session, SHORT, engine=PlantedErrors(tmp_path))
     (problem,) = reported.planted_errors_refused(read_tour(tmp_path), asynchronous=False)
@@ -219,7 +219,7 @@ def test_what_cleans_a_nan_before_the_guard_sees_it_is_seen(tmp_path, monkeypatc
 
 
 def test_what_the_engine_says_wrong_is_missed_by_an_adapter_that_says_something_else(tmp_path):
-    session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
+    session = session_of(f"spec_plugin_conformance.faults:ShortTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError, match=PLANTED):
         drive(session, SHORT)
     story = read_tour(tmp_path)
@@ -237,7 +237,7 @@ def test_an_engine_that_is_compared_with_itself_is_no_guard(tmp_path, monkeypatc
         return replace(found, recomputed=found.rollout.clone())
 
     monkeypatch.setitem(globals(), "batch", twice)
-    session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
+    session = session_of(f"spec_plugin_conformance.faults:ShortTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError, match="not finite"):
         drive(session, SHORT, engine=PlantedErrors(tmp_path))
     (problem, _) = reported.planted_errors_refused(read_tour(tmp_path), asynchronous=False)
@@ -245,13 +245,13 @@ def test_an_engine_that_is_compared_with_itself_is_no_guard(tmp_path, monkeypatc
 
 
 def test_a_violation_that_was_not_planted_stops_the_run_at_once(tmp_path):
-    session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
+    session = session_of(f"spec_plugin_conformance.faults:ShortTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError, match="not sampled by policy version 3"):
         session.check_logprobs(batch_of(3, -torch.rand(2, 4), None, sampled_by=2))
 
 
 def test_another_rank_leaves_to_the_first_one_what_that_has_planted(tmp_path, monkeypatch):
-    session = session_of(f"spec_plugin.conformance.faults:ShortTour={tmp_path}")
+    session = session_of(f"spec_plugin_conformance.faults:ShortTour={tmp_path}")
     wrong = batch_of(3, -torch.rand(2, 4), None, sampled_by=2)
     monkeypatch.setattr(faults, "is_first", lambda: False)
     with pytest.raises(LogprobProvenanceError):
@@ -266,14 +266,14 @@ def test_another_rank_leaves_to_the_first_one_what_that_has_planted(tmp_path, mo
 
 
 def test_an_engine_that_drafts_on_after_a_fault_is_seen(tmp_path):
-    session = session_of(f"spec_plugin.conformance.faults:FaultTour={tmp_path}")
+    session = session_of(f"spec_plugin_conformance.faults:FaultTour={tmp_path}")
     with pytest.raises(LogprobProvenanceError):
         drive(session, STEPS, drafts_when_failed=True)
     assert any("verification steps" in p for p in judge.faults(read_tour(tmp_path)))
 
 
 def test_saving_breaks_when_a_checkpoint_comes(tmp_path):
-    session = session_of(f"spec_plugin.conformance.faults:FaultTour={tmp_path}")
+    session = session_of(f"spec_plugin_conformance.faults:FaultTour={tmp_path}")
     tour = next(p for p in session.manager.get_plugins() if isinstance(p, FaultTour))
     tour.spec_rollout_end(stats=RolloutStats(0, 2, 10, 1.0, 9))
     session.save(tmp_path / "checkpoint")

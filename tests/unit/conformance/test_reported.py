@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from spec_plugin_conformance import judge, reported
+from spec_plugin_conformance.plants import LOGPROB, NAN, PLANTED, VERSION
 from traces import Trace, handed, metrics, tour
-
-from spec_plugin.conformance import judge, reported
-from spec_plugin.conformance.plants import LOGPROB, NAN, PLANTED, VERSION
 
 
 def one(problems: list[str], text: str) -> None:

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 from fake_driver import Driver
-
-from spec_plugin.conformance.faults import SHORT, STEPS
-from spec_plugin.conformance.plants import SELF_TEST, PlantedErrors
-from spec_plugin.conformance.runs import KitRuns
+from spec_plugin_conformance.faults import SHORT, STEPS
+from spec_plugin_conformance.plants import SELF_TEST, PlantedErrors
+from spec_plugin_conformance.runs import KitRuns
 
 
 def seen(folder, **what):
@@ -42,7 +41,7 @@ def test_a_plugin_that_was_asked_for_is_loaded_beside_the_kits_own(tmp_path):
     runs, asked_of_driver = seen(tmp_path, options={"plugins": ["my_rewards:Plugin"]})
     runs.run("refused")
     recorder, theirs = asked_of_driver["refused"].options["plugins"]
-    assert recorder.startswith("spec_plugin.conformance.recorder:Recorder=") and theirs == "my_rewards:Plugin"
+    assert recorder.startswith("spec_plugin_conformance.recorder:Recorder=") and theirs == "my_rewards:Plugin"
 
 
 def test_the_engine_of_the_refused_run_fails_its_self_test_and_the_others_do_not(tmp_path):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from spec_plugin_conformance import judge, versions
+from spec_plugin_conformance.plants import LOGPROB
 from traces import Trace
-
-from spec_plugin.conformance import judge, versions
-from spec_plugin.conformance.plants import LOGPROB
 
 
 class Lagging(Trace):

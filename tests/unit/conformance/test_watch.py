@@ -5,6 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from spec_plugin_conformance import watch
+from spec_plugin_conformance.plants import LOGPROB, PERTURBED, VERSION, PlantedErrors
+from spec_plugin_conformance.recorder import log_probs_of, read_trace
 from test_session import TARGET
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
@@ -14,9 +17,6 @@ from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.decoder import Decoder
 from spec_plugin.actor.harvest import DecoderHarvest
-from spec_plugin.conformance import watch
-from spec_plugin.conformance.plants import LOGPROB, PERTURBED, VERSION, PlantedErrors
-from spec_plugin.conformance.recorder import log_probs_of, read_trace
 from spec_plugin.events import HiddenStates, WeightSync
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
@@ -87,7 +87,7 @@ def test_a_policy_version_is_late_only_while_that_is_planted(tmp_path):
 
 @pytest.fixture
 def session(tmp_path):
-    plugins = (f"spec_plugin.conformance.recorder:Recorder={tmp_path}",)
+    plugins = (f"spec_plugin_conformance.recorder:Recorder={tmp_path}",)
     config = SpecConfig.parse({"serve": "always", "train_tokens": 32, "plugins": plugins})
     return SpecSession(config, TARGET, create_manager((), config.plugins, load_entry_points=False))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from spec_plugin_conformance.faults import TOUR, WRONG
+from spec_plugin_conformance.plants import PLANTED
 from torch import Tensor
 
 from draft_training import row_digests
-from spec_plugin.conformance.faults import TOUR, WRONG
-from spec_plugin.conformance.plants import PLANTED
 
 Event = dict[str, Any]
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from spec_plugin.engine.repairs import drafts_0_24 as repairs
+from spec_plugin_cpu.repairs import drafts_0_24 as repairs
 
 
 class CPUModelRunner:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from spec_plugin_conformance.tiny import tiny_config
 from vllm import SamplingParams
 
 from spec_plugin.config import SpecConfig
-from spec_plugin.conformance.tiny import tiny_config
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.sampling import SampledRequest
 from spec_plugin.engine.schedule.plain import PLAIN

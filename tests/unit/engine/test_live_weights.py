@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
+from spec_plugin_cpu.repairs.compat import live_gemm, weights_are_dead
 from torch import nn
 from torch.nn.functional import linear
-
-from spec_plugin.engine.repairs.cpu_compat import live_gemm, weights_are_dead
 
 
 def packing(layer, remove_weight):

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from spec_plugin_conformance.tiny import tiny_config
 
 from spec_plugin import SpecConfig, SpecConfigError, model_runner
 from spec_plugin.builtin.methods.eagle3 import Eagle3Method
-from spec_plugin.conformance.tiny import tiny_config
 from spec_plugin.engine import lossless
 from spec_plugin.events import TargetInfo
 from spec_plugin.model_runner import METHODS, runner_of

@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from spec_plugin_conformance.tiny import tiny_config
+
 from spec_plugin.config import SpecConfig
-from spec_plugin.conformance.tiny import tiny_config
 from spec_plugin.engine import front as fronts
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.selftest.plan import SelfTestPlan

@@ -1,5 +1,0 @@
-"""Llama."""
-
-from spec_plugin.conformance.targets import TinyTarget
-
-TARGET = TinyTarget("llama", "LlamaForCausalLM")

@@ -1,5 +1,0 @@
-"""Qwen2."""
-
-from spec_plugin.conformance.targets import TinyTarget
-
-TARGET = TinyTarget("qwen2", "Qwen2ForCausalLM")

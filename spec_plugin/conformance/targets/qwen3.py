@@ -1,5 +1,0 @@
-"""Qwen3."""
-
-from spec_plugin.conformance.targets import TinyTarget
-
-TARGET = TinyTarget("qwen3", "Qwen3ForCausalLM")

@@ -1,5 +1,0 @@
-"""Seed-OSS: vLLM's class hands out no hidden states by itself."""
-
-from spec_plugin.conformance.targets import TinyTarget
-
-TARGET = TinyTarget("seed_oss", "SeedOssForCausalLM")
