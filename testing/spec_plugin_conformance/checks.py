@@ -257,8 +257,10 @@ def hidden_states_equal_a_plain_forward(runs: KitRuns) -> None:
     if not packs:
         pytest.fail("no hidden states of policy version 0 were harvested", pytrace=False)
     configured = judge.events_of(run.trace, "spec_configure")[0]
-    problems = judge_packs(packs, runs.driver.target, configured["aux_layers"], [configured["actor_dtype"]])
-    problems += judge.response_lengths([pack.masks() for pack in packs], run.trace)
+    sampled = judge.sequences(run.trace)
+    layers, dtypes = configured["aux_layers"], [configured["actor_dtype"]]
+    problems = judge_packs(packs, runs.driver.target, layers, dtypes, sampled)
+    problems += judge.response_lengths([pack.masks(sampled) for pack in packs], run.trace)
     _fail_if(problems + reported.states_of_the_policy(run.trace))
 
 

@@ -31,6 +31,7 @@ class Pack:
     loss_mask: Tensor  # [N] bool
     lengths: tuple[int, ...]
     policy_version: int
+    offsets: tuple[int, ...] = ()  # tokens of each document before its first one here; (): none
 
     def documents(self) -> list[slice]:
         """The tokens of each document, as slices of [0, N)."""
@@ -40,9 +41,31 @@ class Pack:
             offset += n
         return out
 
-    def masks(self) -> dict[str, Any]:
-        """Loss masks of the documents as lists of bools, for ``judge.response_lengths``."""
-        return {"policy_version": self.policy_version, "masks": [self.loss_mask[d].tolist() for d in self.documents()]}
+    def masks(self, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Loss masks of the documents that hold a whole response, as lists of bools, for ``judge.response_lengths``.
+
+        Args:
+            sequences: prompts and responses that the engine sampled; a document that is a part of one of them is left out if
+                that begins, or goes on, outside it.
+        """
+        found = []
+        for place, offset in zip(self.documents(), self.places(), strict=True):
+            mask = self.loss_mask[place].tolist()
+            whole = sequence_of(self.input_ids[place], offset, sequences) if any(self.offsets) else None
+            goes_on = whole is not None and len(whole) > offset + len(mask)
+            if not goes_on and not (offset and mask[0]):
+                found.append(mask)
+        return {"policy_version": self.policy_version, "masks": found}
+
+    def places(self) -> Sequence[int]:
+        """Tokens before each document."""
+        return self.offsets or [0] * len(self.lengths)
+
+
+def sequence_of(ids: Tensor, offset: int, sequences: Sequence[Sequence[int]]) -> Sequence[int] | None:
+    """The sequence that has these tokens [n] in this place; None if there is none."""
+    wanted = ids.tolist()
+    return next((s for s in sequences if list(s[offset : offset + len(wanted)]) == wanted), None)
 
 
 def read_pack(file: Path) -> Pack:
@@ -50,7 +73,8 @@ def read_pack(file: Path) -> Pack:
     found = load_file(file)
     lengths = tuple(found["lengths"].tolist())
     version = int(found["policy_version"])
-    return Pack(found["input_ids"], found["aux"], found["last"], found["loss_mask"].bool(), lengths, version)
+    offsets = tuple(found["offsets"].tolist()) if "offsets" in found else ()
+    return Pack(found["input_ids"], found["aux"], found["last"], found["loss_mask"].bool(), lengths, version, offsets)
 
 
 def plain_forward(
@@ -128,7 +152,11 @@ def other_layers(
         if max(aux_layers) + step > layers:
             continue  # behind the final norm there is no layer
         moved = plain_forward(target, documents, [layer + step for layer in aux_layers], pack.aux.dtype)
-        others = torch.cat([aux for aux, _ in moved]).float().chunk(parts, -1)
+        others = (
+            torch.cat([aux[before:] for (aux, _), before in zip(moved, pack.places(), strict=True)])
+            .float()
+            .chunk(parts, -1)
+        )
         for i, layer in enumerate(aux_layers):
             here, there = (float(_relative(found[i], x[i]).median()) for x in (own, others))
             if not here < there:
@@ -148,7 +176,27 @@ def _relative(a: Tensor, b: Tensor) -> Tensor:
     return error
 
 
-def judge_packs(packs: Sequence[Pack], target: Path, aux_layers: Sequence[int], dtypes: Sequence[str]) -> list[str]:
+def _from_their_beginning(pack: Pack, sequences: Sequence[Sequence[int]]) -> tuple[list[Tensor], list[str]]:
+    """Each document with what stands before it, and what is wrong with those of which nobody knows that."""
+    documents, strange = [], []
+    for j, (place, before) in enumerate(zip(pack.documents(), pack.places(), strict=True)):
+        ids = pack.input_ids[place]
+        if before:
+            if (whole := sequence_of(ids, before, sequences)) is None:
+                strange.append(f"document {j}: no sampled sequence has these {len(ids)} tokens behind {before} others")
+                continue
+            ids = torch.tensor(list(whole[: before + len(ids)]))
+        documents.append(ids)
+    return documents, strange
+
+
+def judge_packs(
+    packs: Sequence[Pack],
+    target: Path,
+    aux_layers: Sequence[int],
+    dtypes: Sequence[str],
+    sequences: Sequence[Sequence[int]] = (),
+) -> list[str]:
     """Every document of every pack against the target's own forward pass.
 
     Args:
@@ -156,13 +204,18 @@ def judge_packs(packs: Sequence[Pack], target: Path, aux_layers: Sequence[int], 
         target: checkpoint of that version.
         aux_layers: layers whose input was harvested.
         dtypes: in which the trainer computes, besides the packs' own.
+        sequences: prompts and responses that the engine sampled: what stands before a document that is a part of one.
     """
     problems = []
     for i, pack in enumerate(packs):
         names = [str(pack.last.dtype).removeprefix("torch."), *dtypes]
         tolerance = max(TOLERANCE[n] for n in names)
-        documents = [pack.input_ids[d] for d in pack.documents()]
-        expected = plain_forward(target, documents, aux_layers, pack.last.dtype)
+        documents, strange = _from_their_beginning(pack, sequences)
+        if strange:
+            problems += [f"pack {i} {what}" for what in strange]
+            continue
+        plain = plain_forward(target, documents, aux_layers, pack.last.dtype)
+        expected = [(aux[n:], last[n:]) for (aux, last), n in zip(plain, pack.places(), strict=True)]
         for j, (place, (aux, last)) in enumerate(zip(pack.documents(), expected, strict=True)):
             where = f"pack {i} document {j}"
             problems += compare(f"{where} input of layer", pack.aux[place], aux, tolerance, len(aux_layers))

@@ -394,6 +394,11 @@ def metric_values(metrics: Mapping[int, Mapping[str, float]], prefix: str) -> li
     return problems if seen else ["no spec/ metric was logged"]
 
 
+def sequences(trace: Trace) -> list[list[int]]:
+    """Token ids of all that the engines sampled for the trainer, each with its prompt."""
+    return [ids for e in trace if e["hook"] == "engine_request" for ids in e.get("sequences", ())]
+
+
 def response_lengths(packs: Sequence[Mapping[str, Any]], trace: Trace) -> list[str]:
     """The loss mask of each harvested document covers exactly its sampled tokens, which lie at its end.
 

@@ -173,7 +173,8 @@ def _wrap_generate(original: Any, plants: PlantedErrors, write: Write, shown: Ma
                     answer.add(output)
                     yield output
         finally:
-            write("engine_request", test=testing, began=began, engine=_number(self), **answer.summary())
+            said = {} if testing else {"sequences": answer.sequences}
+            write("engine_request", test=testing, began=began, engine=_number(self), **said, **answer.summary())
 
     return generate
 
@@ -216,7 +217,8 @@ def _wrap_batch(original: Any, plants: PlantedErrors, write: Write) -> Any:
             _plant(output, plants)
             answer = CollectedOutput(one)
             answer.add(output)
-            write("engine_request", test=False, began=began, engine=_number(self.llm_engine), **answer.summary())
+            said = {"sequences": answer.sequences, **answer.summary()}
+            write("engine_request", test=False, began=began, engine=_number(self.llm_engine), **said)
         return outputs
 
     return generate
@@ -229,12 +231,27 @@ class CollectedOutput:
         self._params = sampling_params
         self._parts = sampling_params.output_kind.name == "DELTA"
         self._found: dict[int, list[float | None]] = {}
-        self.prompt = 0  # tokens
+        self._tokens: dict[int, list[int]] = {}
+        self._asked: list[int] = []
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._asked)
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        """Token ids of prompt and response, sample by sample."""
+        return [self._asked + self._tokens[index] for index in sorted(self._tokens)]
 
     def add(self, output: Any) -> None:
         """Take up the next ``RequestOutput``."""
-        self.prompt = len(output.prompt_token_ids or ())
+        self._asked = list(output.prompt_token_ids or ())
         for sample in output.outputs:
+            self._tokens[sample.index] = [
+                *(self._tokens.get(sample.index, []) if self._parts else []),
+                *map(int, sample.token_ids),
+            ]
             before = self._found.get(sample.index, []) if self._parts else []
             values = zip(sample.logprobs, sample.token_ids, strict=False) if sample.logprobs else ()
             found: list[float | None] = [at[token].logprob for at, token in values]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from spec_plugin_conformance.forward import Pack, compare, judge_packs, plain_forward
@@ -74,3 +76,34 @@ def test_shapes_nan_and_states_that_prove_nothing_are_seen():
     assert "relative error" in compare("x", a * float("nan"), a, 0.1)[0]
     same = torch.ones(4, 6)
     assert "so alike" in compare("x", same, same, 0.1)[0]
+
+
+def parts_of(pack: Pack) -> tuple[Pack, list[list[int]]]:
+    """Of each document all but its first three tokens and its last one, and the sequences that they are of."""
+    sequences = [pack.input_ids[d].tolist() for d in pack.documents()]
+    rows = torch.cat([torch.arange(d.start + 3, d.stop - 1) for d in pack.documents()])
+    lengths = tuple(n - 4 for n in pack.lengths)
+    cut = {name: getattr(pack, name)[rows] for name in ("input_ids", "aux", "last", "loss_mask")}
+    return replace(pack, **cut, lengths=lengths, offsets=(3,) * len(lengths)), sequences
+
+
+def test_a_part_of_a_document_is_judged_behind_what_stands_before_it(target, pack):
+    parts, sequences = parts_of(pack)
+    assert judge_packs([parts], target, LAYERS, ["float32"], sequences) == []
+    assert "at token 0" in judge_packs([replace(parts, offsets=())], target, LAYERS, ["float32"], sequences)[0]
+    wrong = replace(parts, aux=parts.aux.roll(1, 0))
+    assert any("at token" in p for p in judge_packs([wrong], target, LAYERS, ["float32"], sequences))
+
+
+def test_a_part_of_what_nobody_sampled_is_seen(target, pack):
+    parts, sequences = parts_of(pack)
+    moved = replace(parts, offsets=(2,) * len(parts.lengths))
+    assert "no sampled sequence has these" in judge_packs([moved], target, LAYERS, ["float32"], sequences)[0]
+
+
+def test_only_documents_that_hold_a_whole_response_say_how_long_it_is(pack):
+    parts, sequences = parts_of(pack)
+    assert parts.masks(sequences)["masks"] == []
+    (first, *_), n = parts.documents(), len(sequences[0])
+    ended = replace(parts, loss_mask=torch.arange(len(parts.loss_mask)) > 0)
+    assert ended.masks([sequences[0][: n - 1]])["masks"][0] == ended.loss_mask[first].tolist()
