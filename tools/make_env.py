@@ -21,12 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECTS = (
-    ROOT,
-    ROOT / "adapters" / "trl",
-    ROOT / "testing",
-    ROOT / "projection",
-)  # what is installed from this repository
+PROJECTS = (ROOT, ROOT / "testing", ROOT / "projection")  # what is installed from this repository
 TRAINERS = ("verl", "openrlhf", "trl")
 #: megatron and veomni are verl with other actors; the last ones are trainers with other versions of vLLM
 ENVIRONMENTS = (
@@ -243,7 +238,7 @@ def bring_up_to_date(folder: Path, pins: Path) -> None:
     """Do what is missing; the stamp files say what is there."""
     pins_text = with_included(pins)
     environment = digest(pins_text, Path(__file__).read_text(), sys.version)
-    built_from = [file for project in PROJECTS for file in (project / "pyproject.toml", *project.glob("*.pth"))]
+    built_from = [project / "pyproject.toml" for project in PROJECTS]
     project = digest(environment, str(ROOT), *(file.read_bytes() for file in built_from))
     start = time.monotonic()
     if not is_current(folder / ".stamp-environment", environment):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from spec_plugin_openrlhf_cpu.run import PLUGIN_FLAG as OPENRLHF_FLAG
 from spec_plugin_openrlhf_cpu.run import PLUGIN_MODULE, OpenRLHFRun
-from spec_plugin_trl_cpu.run import FLAG as TRL_FLAG
 from spec_plugin_trl_cpu.run import TrlCpuRun
 from spec_plugin_verl_cpu.run import PLUGIN_FLAG as VERL_FLAG
 from spec_plugin_verl_cpu.run import VerlRun
@@ -138,7 +137,7 @@ TRAINERS = {
     ),
     "trl": Trainer(
         name="TRL",
-        flag=f"{TRL_FLAG}=1",
+        flag="python -m spec_plugin_trl",
         metric_prefix="",
         metric_names={
             "reward": "reward",

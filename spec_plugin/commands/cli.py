@@ -36,14 +36,14 @@ without it:
 \b
   verl      actor_rollout_ref.model.external_lib=spec_plugin_verl
   OpenRLHF  python -m spec_plugin_openrlhf … --spec.enable
-  TRL       SPEC_PLUGIN_TRL=1 python train.py
+  TRL       accelerate launch -m spec_plugin_trl train.py
 
 No draft checkpoint is needed. Every option has a default; set one like this:
 
 \b
   verl      +actor_rollout_ref.rollout.custom.spec.k=5
   OpenRLHF  --spec.k 5
-  TRL       SPEC_PLUGIN_TRL="k=5"
+  TRL       -m spec_plugin_trl --spec.k 5 train.py
 
 Examples:
 
@@ -148,7 +148,7 @@ Examples:
   spec-plugin check openrlhf -- --actor.model_name_or_path Qwen/Qwen3-8B --vllm.num_engines 4 --spec.k 5
   spec-plugin check openrlhf --json -- ray job submit -- python -m openrlhf.cli.train_ppo_ray …
   spec-plugin check trl -- accelerate launch train.py …
-  spec-plugin check trl -- SPEC_PLUGIN_TRL="k=5" trl grpo --model_name_or_path Qwen/Qwen3-8B --use_vllm …
+  spec-plugin check trl -- --spec.k 5 trl grpo --model_name_or_path Qwen/Qwen3-8B --use_vllm …
 
 It lists everything that stands in the way, each with the option, its value and what to set instead; the run itself
 refuses with the same words. A model that is not on this disk is listed as not checked, and the rest is judged.
@@ -310,7 +310,7 @@ def options(markdown: bool) -> None:
     console.print(table)
     console.print("\nverl: +actor_rollout_ref.rollout.custom.spec.<option>=<value>", highlight=False)
     console.print("OpenRLHF: --spec.<option> <value>", highlight=False)
-    console.print('TRL: SPEC_PLUGIN_TRL="<option>=<value> …"', highlight=False, markup=False)
+    console.print("TRL: -m spec_plugin_trl --spec.<option> <value> train.py", highlight=False, markup=False)
 
 
 @main.command()

@@ -17,7 +17,7 @@ from spec_plugin_cpu.forks import Preloaded
 
 from spec_plugin_trl_cpu import REPLAY, SWITCH
 
-FLAG = "SPEC_PLUGIN_TRL"
+OPTIONS = "SPEC_PLUGIN_TRL"
 SCRIPT = Path(__file__).with_name("script.py")
 #: what the processes of a run import
 MODULES = (
@@ -31,15 +31,6 @@ MODULES = (
     "trl.trainer.grpo_trainer",
     "trl.trainer.rloo_trainer",
 )
-
-
-@dataclass(frozen=True)
-class PreloadedWithoutFlag(Preloaded):
-    """Each process looks at its own flag when it starts: the imports before it must not have seen another run's."""
-
-    def executable(self, env: Mapping[str, str]) -> str:
-        """See ``Preloaded``."""
-        return super().executable({name: value for name, value in env.items() if name != FLAG})
 
 
 @dataclass(frozen=True)
@@ -76,18 +67,17 @@ class TrlCpuRun:
         torchrun = ("-m", "torch.distributed.run", "--master_port", port, "--nproc_per_node", str(self.ranks))
         ranks = self.launcher or torchrun
         by = ("-m", "spec_plugin_trl_cpu") if "deepspeed" in self.settings else ()
-        command = (sys.executable, *(ranks if self.ranks > 1 else ()), *by, str(SCRIPT), *map(str, words))
+        flag = () if self.plain else ("-m", "spec_plugin_trl")
+        command = (sys.executable, *(ranks if self.ranks > 1 else ()), *flag, *by, str(SCRIPT), *map(str, words))
         env = {**ENVIRONMENT, **base, SWITCH: "1", "TRL_EXPERIMENTAL_SILENCE": "1", "MASTER_PORT": port}
         env |= {"DS_ACCELERATOR": "cpu"} if by else {}
-        env.pop(FLAG, None)
-        if not self.plain:
-            env[FLAG] = " ".join(["1", *ours])
+        env |= {OPTIONS: " ".join(ours)}
         if self.max_num_seqs is not None:
             env[MAX_NUM_SEQS] = str(self.max_num_seqs)
         if self.replay is not None:
             env[REPLAY] = str(self.replay)
         again = partial(self.launch, base)
-        return Launch(command, env, self.out, self.steps, "trl", PreloadedWithoutFlag(MODULES), again)
+        return Launch(command, env, self.out, self.steps, "trl", Preloaded(MODULES), again)
 
     def follow(self) -> Generator[tuple[int, StepMetrics], None, None]:
         """Run it and yield (step, metrics); see :func:`spec_plugin_conformance.launch.follow`."""

@@ -99,14 +99,14 @@ MUTATIONS = (
         ("test_doctor_adapters.py",),
     ),
     Mutation(
-        "adapters/trl/spec_plugin_trl/doctor.py",
+        "adapters/spec_plugin_trl/doctor.py",
         "    registration.keep_quiet()\n",
         "",
         "doctor, with TRL's flag set, ends with the words that it had no effect",
         ("test_doctor_adapters.py",),
     ),
     Mutation(
-        "adapters/trl/spec_plugin_trl/registration.py",
+        "adapters/spec_plugin_trl/registration.py",
         'if module.__name__ == ENGINE and not hasattr(module, "LLM"):',
         "if False:",
         "a TRL without vLLM passes the doctor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutants.mutation import Mutation
 
 _RANKS, _ENGINE = "spec_plugin/actor/rank_engines.py", "spec_plugin/engine/inprocess.py"
-_FLAG, _OPTIONS, _TRAINER = (f"adapters/trl/spec_plugin_trl/{name}.py" for name in ("flag", "options", "trainer"))
+_FLAG, _OPTIONS, _TRAINER = (f"adapters/spec_plugin_trl/{name}.py" for name in ("flag", "options", "trainer"))
 
 MUTATIONS = (
     Mutation(
@@ -87,8 +87,8 @@ MUTATIONS = (
     ),
     Mutation(
         _FLAG,
-        "return bool(given) and given[0].lower() not in _OFF",
-        "return bool(given)",
+        "return bool(first) and first[0].lower() in _OFF",
+        "return False",
         "law 1: SPEC_PLUGIN_TRL=0 turns it on",
         ("test_trl_adapter.py",),
     ),

@@ -89,7 +89,7 @@ class Copy:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
-                (where, *(f"{where}/{folder}" for folder in ("adapters", "testing", "projection", "adapters/trl")))
+                (where, *(f"{where}/{folder}" for folder in ("adapters", "testing", "projection")))
             ),
             "TMPDIR": str(self._folder.parent),
             "VLLM_CACHE_ROOT": f"{where}/.cache/vllm",

@@ -26,7 +26,7 @@ def python(code: str, said: str | None, *words: str, **more: str) -> subprocess.
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
 
 
-@pytest.mark.parametrize("said", [None, "0", ""])
+@pytest.mark.parametrize("said", [None, "0", "1 k=5"])
 def test_law_1_without_the_flag_nothing_of_ours_is_there(said: str | None) -> None:
     code = (
         "import sys, trl.trainer.grpo_trainer as g, trl.generation.vllm_generation as v\n"
@@ -37,13 +37,14 @@ def test_law_1_without_the_flag_nothing_of_ours_is_there(said: str | None) -> No
     )
     found = python(code, said)
     modules, wrapped, is_class = found.stdout.splitlines()[-3:]
-    allowed = [] if not said else ["spec_plugin_trl", "spec_plugin_trl.flag", "spec_plugin_trl.registration"]
-    assert json.loads(modules.replace("'", '"')) == allowed, found
+    assert modules == "[]", found
     assert wrapped == "[False, False, False]" and is_class == "True"
 
 
-def test_with_the_flag_all_that_it_wraps_is_there_and_only_wrapped_once() -> None:
+def test_enabled_all_that_it_wraps_is_there_and_only_wrapped_once() -> None:
     code = (
+        "import spec_plugin_trl\n"
+        "spec_plugin_trl.enable(k=5)\n"
         "import trl.trainer.grpo_trainer as g, trl.trainer.rloo_trainer as r, trl.generation.vllm_generation as v\n"
         "from spec_plugin_trl import registration\n"
         "registration.register()\n"
@@ -54,7 +55,7 @@ def test_with_the_flag_all_that_it_wraps_is_there_and_only_wrapped_once() -> Non
         "registration.look(v.VLLMGeneration, registration.GENERATION)\n"
         "print(v.LLM)\n"
     )
-    found = python(code, "1")
+    found = python(code, None)
     assert found.returncode == 0, found.stderr[-3000:]
     assert found.stdout.splitlines()[-3:-1] == ["[False, False]"] * 2 and "_llm" in found.stdout
     assert "had no effect in this process: it made no GRPOTrainer or RLOOTrainer" in found.stderr
@@ -68,6 +69,25 @@ def test_modules_that_were_imported_before_the_launcher_are_wrapped_all_the_same
         "print(g.GRPOTrainer.compute_loss.__code__.co_filename.endswith('registration.py'))\n"
     )
     assert python(code, None).stdout.splitlines()[-1] == "True"
+
+
+def test_trls_own_parser_reads_the_options_and_the_variable_turns_the_same_script_off(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("spec_k: 5\nlearning_rate: 0.1\n")
+    code = (
+        "import os, sys, spec_plugin_trl\n"
+        "from trl import GRPOConfig, TrlParser\n"
+        "training, spec = TrlParser((GRPOConfig, spec_plugin_trl.SpecArguments)).parse_args_and_config()\n"
+        "spec_plugin_trl.enable(spec)\n"
+        "import trl.trainer.grpo_trainer as g\n"
+        "print(os.environ.get('SPEC_PLUGIN_TRL'), hasattr(g.GRPOTrainer.compute_loss, '__wrapped__'))\n"
+    )
+    words = ("--config", str(file), "--output_dir", str(tmp_path), "--spec_train_share", "0.3", "--bf16", "false")
+    assert python(code, None, *words).stdout.splitlines()[-1] == "1 k=5 train_share=0.3 True"
+    assert python(code, "0", *words).stdout.splitlines()[-1] == "0 False"
+    assert python(code, None, *words, "--spec", "false").stdout.splitlines()[-1] == "None False"
+    wrong = python(code, None, *words, "--spec_k", "99")
+    assert wrong.returncode == 1 and "SPEC_PLUGIN_TRL: k='99'" in wrong.stderr
 
 
 def test_what_another_version_lacks_is_named() -> None:
@@ -88,7 +108,7 @@ def test_what_another_version_lacks_is_named() -> None:
     scope: dict[str, Any] = {}
     exec(source, scope)
     with pytest.raises(
-        PatchError, match=r"T._generate_and_score_completions takes other arguments .* unset SPEC_PLUGIN_TRL"
+        PatchError, match=r"T._generate_and_score_completions takes other arguments .* set SPEC_PLUGIN_TRL=0"
     ):
         registration.look(scope["T"], registration.METHODS)
     del scope["T"]._generate_and_score_completions
@@ -98,6 +118,8 @@ def test_what_another_version_lacks_is_named() -> None:
 
 REFUSED = """
 import json, sys, types
+import spec_plugin_trl
+spec_plugin_trl.enable()
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
@@ -127,14 +149,14 @@ attempt("unsloth", grpo())
 
 
 def test_what_is_not_supported_is_refused_by_name_before_a_model_is_read(tmp_path: Path) -> None:
-    found = python(REFUSED, "1", str(tmp_path))
+    found = python(REFUSED, None, str(tmp_path))
     said = {
         row[0]: row[1:] for row in map(json.loads, (line for line in found.stdout.splitlines() if line[:2] == '["'))
     }
     expected = {
         "plain": "use_vllm=False",
         "rloo": "use_vllm=False",
-        "server": "vLLM's server mode yet (vllm_mode=server): set it to colocate, or unset SPEC_PLUGIN_TRL",
+        "server": "vLLM's server mode yet (vllm_mode=server): set it to colocate, or set SPEC_PLUGIN_TRL=0",
         "tp": "vllm_tensor_parallel_size=2",
         "top_p": "top_p=0.9",
         "rollout_func": "rollout_func=print",

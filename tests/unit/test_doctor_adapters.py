@@ -166,28 +166,11 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return found
 
 
-def test_trls_start_up_file_is_looked_for_where_python_looks(
-    trl: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, users = tmp_path / "here", tmp_path / "users"
-    users.mkdir()
-    monkeypatch.setattr(trl.site, "getsitepackages", lambda: [str(here)])
-    monkeypatch.setattr(trl.site, "getusersitepackages", lambda: str(users))
-    monkeypatch.setattr(trl.site, "ENABLE_USER_SITE", True)
-    missing = trl.start_up_file()
-    assert missing.state == "note" and "SPEC_PLUGIN_TRL has no effect" in missing.detail
-    assert "python -m spec_plugin_trl script.py" in missing.fix
-    (users / "spec_plugin_trl.pth").write_text("")
-    assert trl.start_up_file() == Diagnosis("trl start-up file", "ok", str(users / "spec_plugin_trl.pth"))
-    monkeypatch.setattr(trl.site, "ENABLE_USER_SITE", False)  # Python does not look there
-    assert trl.start_up_file().state == "note"
-
-
 @pytest.mark.parametrize(
     ("value", "state", "said"),
     [
-        ("1", "ok", "on, all options at their defaults"),
-        ("k=5 train_share=0.25", "ok", "on, k=5, train_share=0.25"),
+        ("1", "note", "all options at their defaults; by itself it turns nothing on"),
+        ("k=5 train_share=0.25", "note", "k=5, train_share=0.25; by itself it turns nothing on"),
         ("0", "ok", "off"),
         ("k=99", "fail", "k"),
         ("fast", "fail", "'fast' is neither 1 nor 0 nor name=value"),
@@ -206,10 +189,10 @@ def test_a_flag_that_is_not_set_is_not_spoken_of_and_unsloth_is_where_it_is_inst
     trl: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trl, "wrapped_symbols", lambda: iter(()))
-    assert [f.name for f in trl.examine()] == ["trl start-up file"]
+    assert not list(trl.examine())
     monkeypatch.setenv("SPEC_PLUGIN_TRL", "1")
     monkeypatch.setattr(trl, "find_spec", lambda name: SimpleNamespace() if name == "unsloth" else None)
-    _, flag, unsloth = trl.examine()
+    flag, unsloth = trl.examine()
     assert flag.name == "trl flag"
     assert unsloth.state == "note" and "generated trainers and engines are refused" in unsloth.detail
 

@@ -1,4 +1,4 @@
-"""What the four wheels hold, and what a process meets that has one of them installed."""
+"""What the three wheels hold, and what a process meets that has one of them installed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import pytest
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-TRL = ROOT / "adapters" / "trl"
 #: each distribution's project file, and where its packages are
 PROJECTS = {
     "spec-plugin": (ROOT, (ROOT, ROOT / "adapters")),
     "spec-plugin-testing": (ROOT / "testing", (ROOT / "testing",)),
     "spec-plugin-projection": (ROOT / "projection", (ROOT / "projection",)),
-    "spec-plugin-trl": (TRL, (TRL,)),
 }
 
 
@@ -44,18 +42,9 @@ def test_each_is_built_alike_and_brings_its_license(name: str) -> None:
     assert (PROJECTS[name][0] / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
-def test_the_start_up_file_of_trl_is_in_its_wheel() -> None:
-    assert wheel("spec-plugin-trl")["force-include"] == {"spec_plugin_trl.pth": "spec_plugin_trl.pth"}
-
-
-def test_law_1_the_start_up_file_asks_for_the_variable_before_it_imports_anything() -> None:
-    (line,) = (TRL / "spec_plugin_trl.pth").read_text().splitlines()
-    assert line.startswith('import os; os.environ.get("SPEC_PLUGIN_TRL") and ')
-
-
 def test_law_1_a_plain_install_has_no_entry_point_that_any_trainer_or_engine_loads_unasked() -> None:
-    for name in ("spec-plugin", "spec-plugin-trl"):
-        assert set(settings(name)["project"]["entry-points"]) == {"spec_plugin_adapters"}
+    assert set(settings("spec-plugin")["project"]["entry-points"]) == {"spec_plugin_adapters"}
+    assert not [*ROOT.glob("adapters/**/*.pth"), *ROOT.glob("testing/**/*.pth"), *ROOT.glob("projection/**/*.pth")]
     assert set(settings("spec-plugin-projection")["project"]["entry-points"]) == {"spec_plugin_commands"}
     ours = set(settings("spec-plugin-testing")["project"]["entry-points"])
     assert ours == {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,20 +23,46 @@ ON = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_corre
     ("said", "on", "k"),
     [
         ("1", True, 8),
-        ("true", True, 8),
         ("k=5", True, 5),
         ("1 k=5 train_share=0.3", True, 5),
         ("0", False, None),
-        ("off k=5", False, None),
-        ("", False, None),
-        ("  ", False, None),
+        ("Off k=5", False, None),
+        ("", True, 8),
+        ("  ", True, 8),
     ],
 )
-def test_the_variable_turns_it_on_and_sets_options(said: str, on: bool, k: int | None, monkeypatch: Any) -> None:
+def test_the_variable_sets_options_and_turns_a_script_off_that_enables_it(
+    said: str, on: bool, k: int | None, monkeypatch: Any
+) -> None:
     monkeypatch.setenv(flag.FLAG, said)
-    assert flag.wanted() is on
-    if on:
-        assert flag.options().k == k
+    assert flag.choose() is on
+    assert not on or flag.options().k == k
+    assert on or os.environ[flag.FLAG] == said
+
+
+def test_options_of_the_script_take_the_place_of_those_of_the_variable(monkeypatch: Any) -> None:
+    from spec_plugin_trl import SpecArguments
+
+    monkeypatch.setenv(flag.FLAG, "k=5 train_share=0.3")
+    assert flag.choose(SpecArguments(spec_k="4", spec_block="pace,metrics", spec_draft="a folder/x"), {"k": 3})
+    found = flag.options()
+    assert (found.k, found.train_share, list(found.block)) == (3, 0.3, ["pace", "metrics"])
+    assert found.draft == "a folder/x"
+    assert not flag.choose(SpecArguments(spec=False))
+    with pytest.raises(SpecConfigError, match="k='99'"):
+        flag.choose(given={"k": 99})
+    with pytest.raises(SpecConfigError, match="unknown option"):
+        flag.choose(given={"speed": 1})
+
+
+def test_every_option_is_in_the_dataclass_for_trls_parser() -> None:
+    from spec_plugin_trl import SpecArguments
+
+    from spec_plugin.config import SpecConfig
+
+    named = {field.name for field in dataclasses.fields(SpecArguments)}
+    assert named == {"spec", *(f"spec_{name}" for name in SpecConfig.model_fields)}
+    assert all(field.metadata["help"] for field in dataclasses.fields(SpecArguments))
 
 
 def test_lists_are_split_none_is_none_and_quotes_keep_a_path_together(monkeypatch: Any) -> None:
@@ -139,7 +167,7 @@ def test_a_trainer_is_refused_before_it_reads_its_model(monkeypatch: Any, tmp_pa
     monkeypatch.setenv(flag.FLAG, "1")
     good = SimpleNamespace(**ON)
     options.refuse_before(Trainer, {"args": good, "model": object()})
-    with pytest.raises(SpecConfigError, match=r"use_vllm=None.*unset SPEC_PLUGIN_TRL"):
+    with pytest.raises(SpecConfigError, match=r"use_vllm=None.*set SPEC_PLUGIN_TRL=0"):
         options.refuse_before(Trainer, {})
     with pytest.raises(SpecConfigError, match=r"a function of the user's.*rollout_func=my_rollouts"):
 
@@ -286,16 +314,17 @@ def test_the_fields_of_the_installed_trl_are_found_by_its_source(monkeypatch: An
     assert check_module.known_fields() == frozenset(check_module.DEFAULTS)
 
 
-def test_the_cpu_run_sets_the_variable_only_with_the_flag(tmp_path: Path) -> None:
+def test_the_cpu_run_has_the_launcher_only_with_the_flag(tmp_path: Path) -> None:
     from spec_plugin_trl_cpu.run import TrlCpuRun, step_record
 
     files = (tmp_path / "policy", tmp_path / "data", tmp_path / "reward", tmp_path / "out")
     run = TrlCpuRun(*files, 3, overrides=("spec.k=5", "beta=0.1"), max_num_seqs=8, settings={"bf16": False})
     on = run.launch({"SPEC_PLUGIN_TRL": "0"})
-    assert on.env["SPEC_PLUGIN_TRL"] == "1 k=5" and on.env["SPEC_PLUGIN_CPU_MAX_NUM_SEQS"] == "8"
+    assert on.command[1:3] == ("-m", "spec_plugin_trl") and on.env["SPEC_PLUGIN_TRL"] == "k=5"
+    assert on.env["SPEC_PLUGIN_CPU_MAX_NUM_SEQS"] == "8"
     assert on.command[-3:] == ("--set", "bf16=false", "beta=0.1")
     off = TrlCpuRun(*files, 3, plain=True).launch({"SPEC_PLUGIN_TRL": "1"})
-    assert "SPEC_PLUGIN_TRL" not in off.env
+    assert "spec_plugin_trl" not in off.command
     line = json.dumps({"step": 2, "loss": 0.5, "note": "x"})
     assert step_record(line) == (2, {"loss": 0.5})
 

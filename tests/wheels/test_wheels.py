@@ -18,7 +18,6 @@ FOLDERS = {
     "spec_plugin": (".", "spec_plugin/known_drafts.json"),
     "spec_plugin_testing": ("testing", "spec_plugin_conformance/targets/qwen3.py"),
     "spec_plugin_projection": ("projection", "spec_plugin_projection/command.py"),
-    "spec_plugin_trl": ("adapters/trl", "spec_plugin_trl.pth"),
 }
 
 

@@ -15,11 +15,9 @@ import gc
 import importlib
 import json
 import os
-import pathlib
 import runpy
 import selectors
 import signal
-import site
 import socket
 import sys
 import threading
@@ -201,7 +199,6 @@ def run(job: dict[str, Any], path: list[str]) -> None:
     sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
     sys.argv = ["-c" if what == "-c" else value, *arguments]
     importlib.invalidate_caches()
-    ask_the_environment()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()  # random and uuid see to themselves
@@ -216,15 +213,6 @@ def run(job: dict[str, Any], path: list[str]) -> None:
         with open(value, "rb") as file:
             source = file.read()
     exec(compile(source, "<string>" if what == "-c" else value, "exec"), main.__dict__)
-
-
-def ask_the_environment() -> None:
-    """Run those start-up lines of installed packages (``.pth``) that look at the environment: it is the stand-in's now."""
-    for folder in site.getsitepackages():
-        for file in sorted(pathlib.Path(folder).glob("*.pth")):
-            for line in file.read_text().splitlines():
-                if line.startswith("import ") and "os.environ" in line:
-                    exec(line)
 
 
 def leave_rays_random_numbers_alone() -> None:

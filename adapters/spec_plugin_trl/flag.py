@@ -1,6 +1,7 @@
-"""The flag: the environment variable ``SPEC_PLUGIN_TRL``, which Python looks at when it starts (``spec_plugin_trl.pth``).
+"""The options of a run: of the launcher, of ``enable``, and of the environment variable ``SPEC_PLUGIN_TRL``.
 
-``1`` turns speculative rollouts on, ``0`` off; so do words ``name=value``, which set options: ``"k=5 block=metrics,pace"``.
+Its words ``name=value`` set options, ``"k=5 block=metrics,pace"``; ``0`` turns a run off that has the launcher or ``enable``. By
+itself it turns nothing on: Python does not look at it.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spec_plugin.adapter import SpecConfig
 
 FLAG = "SPEC_PLUGIN_TRL"
-LEAVE_OUT = f"unset {FLAG}"
+LEAVE_OUT = f"set {FLAG}=0"
 _ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 
 
@@ -43,10 +44,41 @@ def joined(given: Sequence[str], ours: Mapping[str, str | list[str]]) -> str:
     return shlex.join([*given, *more])
 
 
-def wanted() -> bool:
-    """Is the flag set."""
-    given = os.environ.get(FLAG, "").split()
-    return bool(given) and given[0].lower() not in _OFF
+def turned_off() -> bool:
+    """Does the variable say that a run with the launcher, or ``enable``, is to be a plain one."""
+    first = os.environ.get(FLAG, "").split()[:1]
+    return bool(first) and first[0].lower() in _OFF
+
+
+def choose(arguments: Any = None, given: Mapping[str, Any] | None = None) -> bool:
+    """Take options of a script; the variable has them all from then on, for this process and those that it starts.
+
+    Args:
+        arguments: of ``SpecArguments``; None: there are none.
+        given: options by name.
+
+    Returns:
+        Is the run one with drafts.
+
+    Raises:
+        SpecConfigError: naming an option that does not exist, or whose value is out of bounds.
+    """
+    if turned_off() or not getattr(arguments, "spec", True):
+        return False
+    said = (
+        {name.removeprefix("spec_"): value for name, value in vars(arguments).items()} if arguments is not None else {}
+    )
+    said.pop("spec", None)
+    ours = {name: value for name, value in said.items() if value is not None} | dict(given or {})
+    os.environ[FLAG] = joined(["1", *words()], {name: _word(value) for name, value in ours.items()})
+    options()
+    return True
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return "none" if value is None else str(value)
 
 
 def options(said: str | None = None) -> SpecConfig:

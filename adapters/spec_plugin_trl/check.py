@@ -67,7 +67,7 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         found.append(Objection("", "", "a spec option", str(error), "`spec-plugin options` lists them"))
     script = _Script.among(words)
     given, unseen = _given(words, script)
-    rloo = "rloo" in words or (script is not None and "RLOOConfig" in script.names)
+    rloo = bool({"rloo", "trl.scripts.rloo"} & set(words)) or (script is not None and "RLOOConfig" in script.names)
     fields = {**DEFAULTS, **({"vllm_importance_sampling_correction": None} if rloo else {}), **given}
     if not _trl_is_here():
         found.append(Objection("", "", "no TRL", "TRL is not installed here", "run it where it is", "trl"))
@@ -153,7 +153,7 @@ def _given(words: Sequence[str], script: _Script | None) -> tuple[dict[str, Any]
     fields: dict[str, Any] = {}
     if script is not None:
         fields = _of_script(script, unseen)
-    elif not any(word in ("grpo", "rloo") for word in words):
+    elif not any(word.removeprefix("trl.scripts.") in ("grpo", "rloo") for word in words):
         unseen.append(
             "no script and neither `trl grpo` nor `trl rloo` is among the arguments: only their flags were read"
         )

@@ -1,19 +1,16 @@
-"""What ``spec-plugin doctor`` looks at for TRL: its distributions, the start-up file, what the adapter wraps, and the flag."""
+"""What ``spec-plugin doctor`` looks at for TRL: its distributions, what the adapter wraps, and the variable."""
 
 from __future__ import annotations
 
 import os
-import site
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 from spec_plugin.adapter import AdapterDoctor, Diagnosis, SpecConfigError, missing_for_cpu
 from spec_plugin_trl import flag
 
-START_UP = "spec_plugin_trl.pth"
-_LAUNCHER = "python -m spec_plugin_trl script.py"
+_LAUNCHER = "accelerate launch -m spec_plugin_trl script.py"
 _CPU, _SWITCH = "spec_plugin_trl_cpu", "SPEC_PLUGIN_TRL_CPU"
 _TRL = "pip install 'trl>=1.8,<2'"
 
@@ -28,8 +25,7 @@ def on_cpu() -> Iterable[Diagnosis]:
 
 
 def examine() -> Iterator[Diagnosis]:
-    """The start-up file, each symbol of TRL that is wrapped, what the flag says now, and Unsloth."""
-    yield start_up_file()
+    """Each symbol of TRL that is wrapped, what the variable says now, and Unsloth."""
     yield from wrapped_symbols()
     if flag.FLAG in os.environ:
         yield what_the_flag_says()
@@ -38,22 +34,12 @@ def examine() -> Iterator[Diagnosis]:
         yield Diagnosis("unsloth", "note", "installed: its generated trainers and engines are refused", fix)
 
 
-def start_up_file() -> Diagnosis:
-    """The file by which Python looks at the flag when it starts: without it only the launcher turns anything on."""
-    folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
-    found = [file for file in (Path(folder) / START_UP for folder in folders) if file.is_file()]
-    if found:
-        return Diagnosis("trl start-up file", "ok", str(found[0]))
-    detail = f"{START_UP} is in none of {', '.join(folders)}: the variable {flag.FLAG} has no effect"
-    return Diagnosis("trl start-up file", "note", detail, f"use {_LAUNCHER}, or pip install spec-plugin-trl")
-
-
 def wrapped_symbols() -> Iterator[Diagnosis]:
     """Each class of TRL that the adapter wraps, imported and looked at as in a run; a failure names what is not as expected."""
     try:
         registration = import_module("spec_plugin_trl.registration")
     except ImportError as error:
-        yield Diagnosis("trl adapter", "fail", f"it cannot be imported: {error}", "pip install spec-plugin-trl")
+        yield Diagnosis("trl adapter", "fail", f"it cannot be imported: {error}", "pip install 'spec-plugin[trl]'")
         return
     registration.keep_quiet()
     for module, owner in registration.WRAPPED.items():
@@ -70,7 +56,7 @@ def what_the_flag_says() -> Diagnosis:
     """The variable as it is set now; a failure if a run would refuse it."""
     said = f"{flag.FLAG}={os.environ[flag.FLAG]!r}"
     try:
-        if not flag.wanted():
+        if flag.turned_off():
             return Diagnosis("trl flag", "ok", f"{said}: off")
         given = flag.options().model_dump(exclude_unset=True)
     except (SpecConfigError, ValueError) as error:  # ValueError: a quotation mark without its other
@@ -78,7 +64,8 @@ def what_the_flag_says() -> Diagnosis:
             "trl flag", "fail", f"{said}: {error}", "`spec-plugin options` lists names, defaults and bounds"
         )
     options = ", ".join(f"{name}={value}" for name, value in given.items())
-    return Diagnosis("trl flag", "ok", f"{said}: on, {options or 'all options at their defaults'}")
+    detail = f"{said}: {options or 'all options at their defaults'}; by itself it turns nothing on"
+    return Diagnosis("trl flag", "note", detail, f"a run has the flag by {_LAUNCHER}, or spec_plugin_trl.enable()")
 
 
 DOCTOR = AdapterDoctor(

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import wrapt
 
-from spec_plugin_trl.flag import FLAG, wanted
+from spec_plugin_trl.flag import LEAVE_OUT
 
 ENGINE = "trl.generation.vllm_generation"
 TRAINERS: Mapping[str, str] = {"trl.trainer.grpo_trainer": "GRPOTrainer", "trl.trainer.rloo_trainer": "RLOOTrainer"}
@@ -75,13 +75,7 @@ _BASE = "trl.trainer.base_trainer"  # of all trainers
 _trainer: ContextVar[Any] = ContextVar("trainer", default=None)  # that is being made
 _generation: ContextVar[Any] = ContextVar("generation", default=None)
 _made: list[str] = []  # trainers that speculate, or were refused
-_ADVICE = f"use trl >=1.8,<=1.16 with vLLM installed, or report this; or unset {FLAG}"
-
-
-def obey() -> None:
-    """Python calls this when it starts, where the variable is there (``spec_plugin_trl.pth``)."""
-    if wanted():
-        register()
+_ADVICE = f"use trl >=1.8,<=1.16 with vLLM installed, or report this; or {LEAVE_OUT}"
 
 
 @functools.cache
@@ -104,13 +98,13 @@ def keep_quiet() -> None:
 def _say_if_in_vain() -> None:
     if not _made and os.environ.get("RANK", "0") == "0":
         print(
-            f"spec-plugin: {FLAG} is set and had no effect in this process: it made no GRPOTrainer or RLOOTrainer of TRL",
+            "spec-plugin: it is enabled and had no effect in this process, which made no GRPOTrainer or RLOOTrainer of TRL",
             file=sys.stderr,
         )
 
 
 def _gone(message: str) -> Exception:
-    from spec_plugin.adapter import PatchError  # late: Python runs ``register`` whenever it starts
+    from spec_plugin.adapter import PatchError
 
     return PatchError(message)
 
@@ -208,8 +202,8 @@ def _llm(original: Callable[..., Any], **kwargs: Any) -> Any:
     trainer, generation = _trainer.get(), _generation.get()
     if trainer is None or generation is None:
         raise _gone(
-            f"{FLAG} is set, and {sys._getframe(1).f_globals.get('__name__')} makes an engine for a trainer that is none of "
-            f"{', '.join(TRAINERS.values())}: unset {FLAG}"
+            f"{sys._getframe(1).f_globals.get('__name__')} makes an engine for a trainer that is none of "
+            f"{', '.join(TRAINERS.values())}: {LEAVE_OUT}"
         )
     from spec_plugin_trl.trainer import TrlRun
 

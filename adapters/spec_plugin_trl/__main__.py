@@ -1,6 +1,7 @@
-"""The launcher: ``python -m spec_plugin_trl [--spec.NAME VALUE …] script.py …``, or ``… -m module …``: the same as the variable.
+"""The launcher, and the flag: ``accelerate launch -m spec_plugin_trl [--spec.NAME VALUE …] script.py …``, or ``… -m module …``.
 
-``accelerate launch -m spec_plugin_trl script.py …`` and ``torchrun -m spec_plugin_trl script.py …`` work alike.
+``python -m spec_plugin_trl script.py …`` and ``torchrun -m spec_plugin_trl script.py …`` work alike; in the place of
+``trl grpo …`` it is ``accelerate launch -m spec_plugin_trl -m trl.scripts.grpo …``.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         theirs, ours = split_arguments(given)
         if not theirs or (theirs[0] == "-m" and len(theirs) < 2):
             raise SpecConfigError("no script is named: python -m spec_plugin_trl [--spec.NAME VALUE …] script.py …")
-        if ours.pop(ENABLE, True):
-            os.environ[flag.FLAG] = flag.joined(["1", *flag.words()], ours)
-            flag.options()
+        if ours.pop(ENABLE, True) and flag.choose(given=ours):
             registration.register()
     except SpecConfigError as error:
         sys.exit(f"spec-plugin: {error}")
