@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECTS = (ROOT, ROOT / "testing", ROOT / "projection")  # what is installed from this repository
+EDITABLES = "editables==0.5"  # hatchling's, which finds the packages of an editable install
 TRAINERS = ("verl", "openrlhf", "trl")
 #: megatron and veomni are verl with other actors; the last ones are trainers with other versions of vLLM
 ENVIRONMENTS = (
@@ -207,9 +208,9 @@ def create(folder: Path, pins: Pins) -> None:
 
 
 def install_project(folder: Path) -> None:
-    """Install this repository's distributions, editable; their dependencies are pinned above."""
+    """Install this repository's distributions, editable; their dependencies are pinned above, but for what that takes."""
     editable = [word for project in PROJECTS for word in ("-e", project)]
-    run(folder / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", *editable)
+    run(folder / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", EDITABLES, *editable)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
