@@ -96,7 +96,7 @@ def test_turns_of_an_agent_and_validation_with_other_options_are_verified_too(
     checked = [e for e in trace if e["hook"] == "spec_check_logprobs"]
     assert checked and not any(e["caught"]["unchanged"] for e in checked)
     assert all(e["caught"]["another model"] and e["caught"]["the next token"] for e in checked)
-    tools = [mask for pack in map(read_pack, records.glob("*.safetensors")) for mask in pack.masks()["masks"]]
+    tools = [mask for pack in map(read_pack, records.glob("*.safetensors")) for mask in pack.masks([])["masks"]]
     assert tools and all(_runs(mask) == [False, True, False, True] for mask in tools)
 
 
