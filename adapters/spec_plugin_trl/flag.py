@@ -38,10 +38,9 @@ def words(said: str | None = None) -> list[str]:
     return [] if given[:1] and given[0].lower() in _OFF else [word for word in given if word.lower() not in _ON]
 
 
-def joined(given: Sequence[str], ours: Mapping[str, str | list[str]]) -> str:
+def joined(given: Sequence[str], ours: Mapping[str, Any]) -> str:
     """A value of the variable: words that were in it, and options of a command line behind them."""
-    more = (f"{name}={','.join(value) if isinstance(value, list) else value}" for name, value in ours.items())
-    return shlex.join([*given, *more])
+    return shlex.join([*given, *(f"{name}={_word(value)}" for name, value in ours.items())])
 
 
 def turned_off() -> bool:
@@ -65,12 +64,9 @@ def choose(arguments: Any = None, given: Mapping[str, Any] | None = None) -> boo
     """
     if turned_off() or not getattr(arguments, "spec", True):
         return False
-    said = (
-        {name.removeprefix("spec_"): value for name, value in vars(arguments).items()} if arguments is not None else {}
-    )
-    said.pop("spec", None)
-    ours = {name: value for name, value in said.items() if value is not None} | dict(given or {})
-    os.environ[FLAG] = joined(["1", *words()], {name: _word(value) for name, value in ours.items()})
+    said = {} if arguments is None else vars(arguments)
+    ours = {n.removeprefix("spec_"): value for n, value in said.items() if n != "spec" and value is not None}
+    os.environ[FLAG] = joined(["1", *words()], {**ours, **(given or {})})
     options()
     return True
 

@@ -73,7 +73,7 @@ def read_pack(file: Path) -> Pack:
     found = load_file(file)
     lengths = tuple(found["lengths"].tolist())
     version = int(found["policy_version"])
-    offsets = tuple(found["offsets"].tolist()) if "offsets" in found else ()
+    offsets = tuple(found["offsets"].tolist())
     return Pack(found["input_ids"], found["aux"], found["last"], found["loss_mask"].bool(), lengths, version, offsets)
 
 

@@ -138,7 +138,7 @@ class Recorder:
             self._packs += 1
             tensors = {"input_ids": hidden.input_ids, "aux": hidden.aux, "last": hidden.last}
             tensors |= {"loss_mask": hidden.loss_mask, "lengths": torch.tensor(hidden.lengths)}
-            tensors["offsets"] = torch.tensor(hidden.offsets or [0] * len(hidden.lengths))
+            tensors["offsets"] = torch.tensor(hidden.offsets, dtype=torch.int64)
             tensors["policy_version"] = torch.tensor(hidden.policy_version)
             save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, self._folder / name)
         self._write(

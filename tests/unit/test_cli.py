@@ -282,6 +282,7 @@ def test_on_a_cpu_without_the_repairs_the_doctor_and_the_engine_say_what_to_inst
     from spec_plugin.engine.repairs import on_cpu
 
     monkeypatch.setattr(on_cpu.metadata, "entry_points", lambda **_: metadata.EntryPoints())
+    on_cpu.cpu_repairs.cache_clear()
     monkeypatch.setattr(on_cpu, "on_cpu", lambda: True)
     (finding,) = doctor.examine_patches()
     assert finding.state == "fail" and finding.fix == diagnosis.INSTALL_CPU

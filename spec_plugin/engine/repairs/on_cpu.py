@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
@@ -27,8 +28,9 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+@functools.cache
 def cpu_repairs() -> Any:
-    """The module of the repairs.
+    """The module of the repairs, looked for once: a refresh asks each time.
 
     Raises:
         SpecConfigError: if it is not installed: without it samples of vLLM's CPU build are not the policy's.
