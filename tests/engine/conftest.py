@@ -34,11 +34,19 @@ MODULES = (
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of the shared engine come first: an engine that starts takes the counters of those before it away.
+    """Tests of the engine ``llm`` come first, those of ``live_engine`` last, engines of a test's own between them.
 
-    Those of the other model runner are skipped: which one serves, ``runner.assert_serves`` asks every engine.
+    An engine that starts takes away the counters of those before it in its process, and tests of both shared
+    engines read counters. Those of the other model runner are skipped: which one serves, ``runner.assert_serves`` asks
+    every engine.
     """
-    items.sort(key=lambda item: "llm" not in getattr(item, "fixturenames", ()))
+
+    def place(item: pytest.Item) -> int:
+        if "llm" in getattr(item, "fixturenames", ()):
+            return 0
+        return 2 if hasattr(getattr(item, "module", None), "live_engine") else 1
+
+    items.sort(key=place)
     other, why = (
         ("v1", "not on V2") if runner.V2 else ("v2", f"needs {runner.SWITCH}: python3 tools/check.py engine-v2")
     )
