@@ -1,7 +1,7 @@
 """Make each mistake of ``tests/mutants`` in a copy of this tree, run the tests that it names, and say which of them survive.
 
-``python tests/mutants/run.py [-k WORD] [--jobs N] [--list]``, or ``make mutants``. Exit code 1 if a mistake survives, 2 if one
-cannot be made any more, or a test that is named fails without it. Tests start as forks of a process that has imported the
+``python tests/mutants/run.py [-k WORD] [--jobs N] [--list] [--check]``, or ``make mutants``. Exit code 1 if a mistake survives,
+2 if one cannot be made any more, a test that is named fails without it, or the machine was too slow to tell. Tests start as forks of a process that has imported the
 libraries (:class:`spec_plugin_cpu.forks.ForkServer`), so a mistake costs a few seconds.
 """
 
@@ -49,9 +49,10 @@ WARM = (
 COLD = "tests/unit/test_forks.py"
 #: threads that wait for each other on a busy machine take minutes
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-#: seconds after which a mistake that makes tests go on for ever has been noticed
+#: seconds after which a mistake may be one that makes tests go on for ever: it has died if the same tests, run again at once
+#: without it, end in a third of that; else the machine is slow, and nothing was seen
 LIMIT_S = 180.0
-DIED, SURVIVED, BROKEN = "died", "SURVIVED", "BROKEN"
+DIED, SURVIVED, BROKEN, SLOW = "died", "SURVIVED", "BROKEN", "SLOW"
 T = TypeVar("T")
 
 
@@ -110,7 +111,7 @@ class Copy:
         try:
             done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            return Outcome(DIED, LIMIT_S, f"no end within {LIMIT_S:.0f} s")
+            return Outcome(SLOW, LIMIT_S, f"no end within {LIMIT_S:.0f} s")
         output, seconds = done.stdout + done.stderr, time.perf_counter() - began
         failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.M)
         if done.returncode == 0:
@@ -133,10 +134,15 @@ class Copy:
         moment = was.st_mtime_ns + self._made * 10**9  # bytecode is told from that of other sources by their second
         os.utime(file, ns=(moment, moment))
         try:
-            return self.test(mutation.paths())
+            outcome = self.test(mutation.paths())
         finally:
             file.write_text(source, encoding="utf-8")
             os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+        if outcome.verdict == SLOW:
+            without = self.test(mutation.paths())
+            verdict = DIED if without.verdict == SURVIVED and without.seconds < LIMIT_S / 3 else SLOW
+            return Outcome(verdict, outcome.seconds, f"{outcome.by}, without it {without.seconds:.0f} s")
+        return outcome
 
 
 def each(copies: Sequence[Copy], work: Sequence[T], what: Callable[[Copy, T], Outcome]) -> Iterable[tuple[T, Outcome]]:
@@ -200,19 +206,39 @@ def tried(copies: Sequence[Copy], mutations: Sequence[Mutation], useless: set[st
 
 def table(outcomes: dict[Mutation, Outcome], seconds: float) -> str:
     """How many of each room died, and all that did not."""
-    lines = [f"\n{'room':20} {'mistakes':>8} {'died':>6} {'survived':>9} {'broken':>7}"]
+    lines = [f"\n{'room':20} {'mistakes':>8} {'died':>6} {'survived':>9} {'broken':>7} {'slow':>5}"]
     for room, mutations in ROOMS.items():
         verdicts = [outcomes[m].verdict for m in mutations if m in outcomes]
-        counts = (len(verdicts), *(verdicts.count(v) for v in (DIED, SURVIVED, BROKEN)))
-        lines.append(f"{room:20} {counts[0]:8} {counts[1]:6} {counts[2]:9} {counts[3]:7}")
+        counts = (len(verdicts), *(verdicts.count(v) for v in (DIED, SURVIVED, BROKEN, SLOW)))
+        lines.append(f"{room:20} {counts[0]:8} {counts[1]:6} {counts[2]:9} {counts[3]:7} {counts[4]:5}")
     verdicts = [o.verdict for o in outcomes.values()]
-    counts = (len(verdicts), *(verdicts.count(v) for v in (DIED, SURVIVED, BROKEN)))
-    lines.append(f"{'all':20} {counts[0]:8} {counts[1]:6} {counts[2]:9} {counts[3]:7}   in {seconds:.0f} s")
+    counts = (len(verdicts), *(verdicts.count(v) for v in (DIED, SURVIVED, BROKEN, SLOW)))
+    lines.append(f"{'all':20} {counts[0]:8} {counts[1]:6} {counts[2]:9} {counts[3]:7} {counts[4]:5}   in {seconds:.0f} s")
     for mutation, outcome in outcomes.items():
         if outcome.verdict != DIED:
             what = outcome.by or f"none of {', '.join(mutation.tests)} notices"
             lines.append(f"{outcome.verdict}: {mutation.breaks}\n  {mutation.file}: {mutation.text!r}\n  {what}")
     return "\n".join(lines)
+
+
+def check(mutations: Sequence[Mutation]) -> int:
+    """Say which cannot be made any more, or name tests that are not there; the exit code."""
+    wrong = []
+    for mutation in mutations:
+        try:
+            mutation.applied((ROOT / mutation.file).read_text(encoding="utf-8"))
+            wrong += [f"no {path}" for path in mutation.paths() if not named(path)]
+        except (NotApplicable, OSError) as error:
+            wrong.append(str(error))
+    print("\n".join([*wrong, f"{len(mutations)} mistakes, {len(wrong)} of them cannot be made or noticed"]))
+    return 2 if wrong else 0
+
+
+def named(path: str) -> bool:
+    """Whether the test is there; a file whose tests start processes of their own is not taken whole."""
+    file, _, name = path.partition("::")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return bool(re.search(rf"^(async )?def {name}\(", text, re.M)) if name else "warm_run" not in text
 
 
 def main() -> int:
@@ -221,11 +247,14 @@ def main() -> int:
     parser.add_argument("-k", default="", metavar="WORD", help="only mistakes with this word in file, text or meaning")
     parser.add_argument("--jobs", type=int, default=2, help="so many at a time (2)")
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
+    parser.add_argument("--check", action="store_true", help="make each of them, and run no test: part of make lint (seconds)")
     options = parser.parse_args()
     mutations = chosen(options.k)
     if options.list or not mutations:
         print("\n".join(f"{m.file}: {m.breaks}" for m in mutations) or f"no mistake has {options.k!r} in it")
         return 0 if mutations else 2
+    if options.check:
+        return check(mutations)
     began = time.perf_counter()
     server = ForkServer(WARM, {**os.environ, **ONE_THREAD, "VLLM_CONFIGURE_LOGGING": "0"})
     try:
@@ -236,7 +265,7 @@ def main() -> int:
         server.close()
     print(table(outcomes, time.perf_counter() - began))
     verdicts = {outcome.verdict for outcome in outcomes.values()}
-    return 2 if BROKEN in verdicts else int(SURVIVED in verdicts)
+    return 2 if {BROKEN, SLOW} & verdicts else int(SURVIVED in verdicts)
 
 
 if __name__ == "__main__":
