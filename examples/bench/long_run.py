@@ -45,6 +45,8 @@ part, and not that they never would.
 """
 
 TEN = 10
+#: of our metrics, those that a reader of the results follows from step to step
+SHOWN = ("on", "acceptance_length", "k_b1", "k_b8", "train_ms", "saved_s", "cost_s", "net_s", "net_so_far_s", "speedup_realised")
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def main(
         "busy": busy,
         "overrides": overrides,
     }
-    logged = {run.name: run.steps for run in runs}
+    logged = {run.name: [kept(trainer, step) for step in run.steps] for run in runs}
     file = common.write_results("long-run", settings, {"found": found, "runs": logged}, where, out)
     write_picture(trainer, runs, file.with_suffix(".png"))
     say(f"picture: {file.with_suffix('.png')}")
@@ -184,6 +186,13 @@ def half_the_share(trainer: Trainer, overrides: Sequence[str]) -> list[str]:
         return []
     share = SpecConfig().train_share / 2
     return [f"{SPEC}train_share={share}"] if trainer.name == "verl" else ["--spec.train_share", str(share)]
+
+
+def kept(trainer: Trainer, step: Step) -> Step:
+    """What the comparison and the picture read, to six digits: a trainer logs a hundred numbers more in each step."""
+    names = {*trainer.metric_names.values(), *(f"{trainer.metric_prefix}spec/{name}" for name in SHOWN)}
+    metrics = {name: float(f"{value:.6g}") for name, value in step.metrics.items() if name in names}
+    return replace(step, metrics=metrics)
 
 
 def compare(
