@@ -46,7 +46,18 @@ part, and not that they never would.
 
 TEN = 10
 #: of our metrics, those that a reader of the results follows from step to step
-SHOWN = ("on", "acceptance_length", "k_b1", "k_b8", "train_ms", "saved_s", "cost_s", "net_s", "net_so_far_s", "speedup_realised")
+SHOWN = (
+    "on",
+    "acceptance_length",
+    "k_b1",
+    "k_b8",
+    "train_ms",
+    "saved_s",
+    "cost_s",
+    "net_s",
+    "net_so_far_s",
+    "speedup_realised",
+)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Make each mistake of ``tests/mutants`` in a copy of this tree, run the tests that it names, and say which of them survive.
 
-``python tests/mutants/run.py [-k WORD] [--jobs N] [--list] [--check]``, or ``make mutants``. Exit code 1 if a mistake survives,
-2 if one cannot be made any more, a test that is named fails without it, or the machine was too slow to tell. Tests start as forks of a process that has imported the
-libraries (:class:`spec_plugin_cpu.forks.ForkServer`), so a mistake costs a few seconds.
+``python tests/mutants/run.py [-k WORD] [--jobs N] [--list] [--check]``, or ``make mutants``. Exit code 1 if a mistake
+survives; 2 if one cannot be made any more, a test that is named fails without it, or the machine was too slow to tell. Tests
+start as forks of a process that has imported the libraries (:class:`spec_plugin_cpu.forks.ForkServer`), so a mistake costs a
+few seconds.
 """
 
 from __future__ import annotations
@@ -213,7 +214,9 @@ def table(outcomes: dict[Mutation, Outcome], seconds: float) -> str:
         lines.append(f"{room:20} {counts[0]:8} {counts[1]:6} {counts[2]:9} {counts[3]:7} {counts[4]:5}")
     verdicts = [o.verdict for o in outcomes.values()]
     counts = (len(verdicts), *(verdicts.count(v) for v in (DIED, SURVIVED, BROKEN, SLOW)))
-    lines.append(f"{'all':20} {counts[0]:8} {counts[1]:6} {counts[2]:9} {counts[3]:7} {counts[4]:5}   in {seconds:.0f} s")
+    lines.append(
+        f"{'all':20} {counts[0]:8} {counts[1]:6} {counts[2]:9} {counts[3]:7} {counts[4]:5}   in {seconds:.0f} s"
+    )
     for mutation, outcome in outcomes.items():
         if outcome.verdict != DIED:
             what = outcome.by or f"none of {', '.join(mutation.tests)} notices"
@@ -247,7 +250,9 @@ def main() -> int:
     parser.add_argument("-k", default="", metavar="WORD", help="only mistakes with this word in file, text or meaning")
     parser.add_argument("--jobs", type=int, default=2, help="so many at a time (2)")
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
-    parser.add_argument("--check", action="store_true", help="make each of them, and run no test: part of make lint (seconds)")
+    parser.add_argument(
+        "--check", action="store_true", help="make each of them, and run no test: part of make lint (seconds)"
+    )
     options = parser.parse_args()
     mutations = chosen(options.k)
     if options.list or not mutations:

@@ -11,9 +11,9 @@ import numpy as np
 
 from spec_plugin.events import RolloutStats
 from spec_plugin.speculation import Reason
-from spec_plugin.step_cost.bands import band_of
+from spec_plugin.step_cost.bands import band_of, bands_of
 from spec_plugin.step_cost.chances import tokens_per_step
-from spec_plugin.step_cost.fit import Kinds
+from spec_plugin.step_cost.fit import Kinds, Numbers
 from spec_plugin.step_cost.model import StepCost
 
 #: speculation is switched on above break-even by this factor, off below break-even: no flapping on noise
@@ -77,16 +77,17 @@ def fit_sampler_memory(
     most = len(table) - 1
     gathered = 2.0 if ranks == 1 else 2.0 * (2.0 + 1.0 / ranks)
 
-    def bytes_of(b: int, k: int) -> float:
+    def bytes_of(b: Numbers, k: int) -> Numbers:
         if not in_chunks:
             return vocab_size * (14 * b * (k + 1) + 8 * b * k + 6 * b)
         rows = vocab_size * b * (k + 1)
-        return max(gathered * rows, 2 * rows + min(4 * rows, _CHUNK))
+        return np.maximum(gathered * rows, 2 * rows + np.minimum(4 * rows, _CHUNK))
 
     seen = vocab_size * most * (gathered if in_chunks else _V1_PROFILED)
-    return tuple(
-        next((fit for fit in range(k, 0, -1) if bytes_of(b, fit) <= seen + room), 0) for b, k in enumerate(table)
-    )
+    batches, ks, cut = np.arange(most + 1.0), np.array(table), np.zeros(most + 1, np.int64)
+    for k in range(1, max(table) + 1):  # a longer draft takes more, so the last that fits is the longest
+        cut += (ks >= k) & (bytes_of(batches, k) <= seen + room)
+    return tuple(cut.tolist())
 
 
 def threshold(k: int, acceptance: float, break_even: float, serving: bool, size: int) -> Plan:
@@ -177,7 +178,8 @@ def break_even_of(cost: StepCost, table: Sequence[int]) -> tuple[float, ...]:
     Against a step that keeps the draft's KV cache current, not a paused draft: where a batch of this size drafts for the sake
     of a later, smaller one, the phase as a whole has been compared by ``best``.
     """
-    alike = [list(sizes) for _, sizes in groupby(range(1, len(table)), lambda batch: (band_of(batch), table[batch]))]
+    band = bands_of(range(len(table))).tolist()
+    alike = [list(sizes) for _, sizes in groupby(range(1, len(table)), lambda batch: (band[batch], table[batch]))]
     middles = [(sizes[0] + sizes[-1]) // 2 for sizes in alike]
     drafted = cost.seconds_of(Kinds.of(middles, [table[batch] for batch in middles], False))
     ratios = (drafted / cost.seconds_of(Kinds.of(middles, 0, False))).tolist()
