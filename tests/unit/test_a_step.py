@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from law6_faults import LINK_CALLS
-from test_rollout_control import Engines
-from test_training import TARGET, sync
+from builders.law6_faults import LINK_CALLS
+from builders.paths import ROOT
+from builders.rollout_control import Engines
+from builders.training import TARGET, sync
 from torch import Tensor, nn
 
 from spec_plugin import SpecConfig, events, hookspecs, spans
@@ -30,7 +30,7 @@ from spec_plugin.manager import create_manager
 from spec_plugin.method import Memory
 from spec_plugin.session import SpecSession
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "a-step.md").read_text()
+PAGE = (ROOT / "docs" / "a-step.md").read_text()
 PICTURE = re.findall(r"```mermaid\n(.*?)```", PAGE, re.S)[0]
 HOOKS = {name for name in vars(hookspecs) if name.startswith("spec_")}
 #: who has what is called at an arrow that ends there; the control reaches the front through a link

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from builders.paths import ROOT
 
 import draft_training
 import spec_plugin.adapter as door
@@ -55,7 +56,7 @@ def test_options_load_neither_torch_nor_vllm(found_by):
 
 def test_the_minimal_adapter_imports_the_door_and_nothing_else_of_ours_and_is_short():
     """An import contract says so of the others; its driver belongs to the kit, ``cpu`` to vLLM's CPU build."""
-    folder = Path(__file__).resolve().parents[2] / "examples" / "minimal_adapter" / "minimal_adapter"
+    folder = ROOT / "examples" / "minimal_adapter" / "minimal_adapter"
     for file in set(folder.glob("*.py")) - {folder / "driver.py", folder / "cpu.py"}:
         nodes = [
             node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from builders.bench import HF
+from builders.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft  # noqa: E402
-from examples.bench import async_run, common, harvest, off_cost, refresh, run_all, speedup, workload  # noqa: E402
-from spec_plugin.actor.decoder import find_decoder  # noqa: E402
-from spec_plugin.builtin.trainer import documents_of  # noqa: E402
-from spec_plugin.events import HiddenStates  # noqa: E402
-
-HF = {
-    "model_type": "qwen3",
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft
+from examples.bench import async_run, common, harvest, off_cost, refresh, run_all, speedup, workload
+from spec_plugin.actor.decoder import find_decoder
+from spec_plugin.builtin.trainer import documents_of
+from spec_plugin.events import HiddenStates
 
 
 def tiny_model(intermediate: int = 24) -> torch.nn.Module:

@@ -14,16 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.paths import ROOT
 from click.testing import CliRunner
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from examples.bench import card  # noqa: E402
-from examples.bench.card_parts import __main__ as child  # noqa: E402
-from examples.bench.card_parts import compare, record, report, score, setup, smoke  # noqa: E402
-from spec_plugin.engine.selftest.verdicts import Sampled  # noqa: E402
-from spec_plugin.events import TargetInfo  # noqa: E402
+from examples.bench import card
+from examples.bench.card_parts import __main__ as child
+from examples.bench.card_parts import compare, record, report, score, setup, smoke
+from spec_plugin.engine.selftest.verdicts import Sampled
+from spec_plugin.events import TargetInfo
 
 WHERE = {"card": None, "card_memory": None, "cpu": "some", "versions": {}, "date": "today", "commit": "c"}
 #: what a part does, without the seconds that importing torch takes

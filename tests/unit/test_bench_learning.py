@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 import pytest
 import torch
+from builders.bench import HF
+from spec_plugin_conformance.tiny import byte_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from draft_training import Document, DraftConfig, DraftTrainer, TrainSettings
+from examples.bench import learning, starts
+from examples.bench.common import spread
+from examples.bench.comparison import ARMS, Arm, Replay, Served, conclusions, to_serve
+from examples.bench.learning_report import report, write_picture
+from examples.bench.recorded import Step
+from examples.bench.subjects import Subject
 
-from spec_plugin_conformance.tiny import byte_tokenizer  # noqa: E402
-
-from draft_training import Document, DraftConfig, DraftTrainer, TrainSettings  # noqa: E402
-from examples.bench import learning, starts  # noqa: E402
-from examples.bench.common import spread  # noqa: E402
-from examples.bench.comparison import ARMS, Arm, Replay, Served, conclusions, to_serve  # noqa: E402
-from examples.bench.learning_report import report, write_picture  # noqa: E402
-from examples.bench.recorded import Step  # noqa: E402
-from examples.bench.subjects import Subject  # noqa: E402
-
-HF = {
-    "model_type": "qwen3",
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
 OPTIONS = learning.Options(2, (0, 2), (1, 3), "strings", 4, 2, 1, 8, 48, 0, 1)
 
 

@@ -14,12 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))
-
-import supervise  # noqa: E402
-from check import PARTS, Part, Row, parse  # noqa: E402
+import supervise
+from builders.paths import ROOT
+from check import PARTS, Part, Row, parse
 
 DRIVER = """
 import signal, sys

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ import pytest
 import spec_plugin_openrlhf.check as openrlhf
 import spec_plugin_openrlhf.options as openrlhf_options
 import torch
+from builders.check_command import PATH, QWEN3, ROLLOUT, VLLM, a_qwen3, needs_verl
 from click.testing import CliRunner, Result
 from spec_plugin_conformance.targets import tiny_targets
 from spec_plugin_verl_check.check import check as verl_check
@@ -28,28 +28,7 @@ from spec_plugin.commands.shown import SHOWN
 from spec_plugin.refusals import refuse
 from spec_plugin.run_plan import Model, split_launch
 
-needs_verl = pytest.mark.skipif(not (find_spec("verl") and find_spec("hydra")), reason="reads verl's own configuration")
-ROOT = Path(__file__).resolve().parents[2]
 openrlhf_check = partial(judge_run, "openrlhf")
-QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-}
-PATH = "actor_rollout_ref.model.path=Qwen/Qwen3-8B"
-VLLM = "actor_rollout_ref.rollout.name=vllm"
-SPEC = "+actor_rollout_ref.rollout.custom.spec."
-ROLLOUT, MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
-
-
-def a_qwen3(name: str) -> Model:
-    return Model(name, QWEN3, "a test")
 
 
 def invoke(*arguments: str) -> Result:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from builders.check_command import MODEL, PATH, ROLLOUT, VLLM, a_qwen3, needs_verl
 from omegaconf import OmegaConf
 from spec_plugin_verl_check import fields
-from test_check_command import MODEL, PATH, ROLLOUT, VLLM, a_qwen3, needs_verl
 
 from spec_plugin.commands.check import judge_run
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from builders.check_command import MODEL, PATH, VLLM, a_qwen3, needs_verl
 from spec_plugin_verl_check import options
-from test_check_command import MODEL, PATH, VLLM, a_qwen3, needs_verl
 
 from spec_plugin.commands.check import judge_run
 

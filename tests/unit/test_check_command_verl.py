@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from builders.check_command import MODEL, PATH, ROLLOUT, SPEC, VLLM, a_qwen3, needs_verl
+from builders.paths import ROOT
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from spec_plugin_verl_check import compose, options
-from test_check_command import MODEL, PATH, ROLLOUT, SPEC, VLLM, a_qwen3, needs_verl
 
 from spec_plugin import SpecConfigError
 from spec_plugin.commands.check import judge_run
 from spec_plugin.run_plan import Model
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session", autouse=True)

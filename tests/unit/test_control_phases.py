@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_training import TARGET, sync
+from builders.training import TARGET, sync
 
 from spec_plugin import LosslessError, SpecConfig
 from spec_plugin import ledger as ledger_module

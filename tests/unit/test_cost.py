@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from builders.cost import compute_bound, memory_bound, model, timings
 from scipy.optimize import nnls
 
 from examples.bench.control import closed_form_speedup
@@ -13,34 +14,6 @@ from spec_plugin.events import StepTiming
 from spec_plugin.step_cost.chances import conditional_acceptance, constant_acceptance, tokens_per_step
 from spec_plugin.step_cost.fit import non_negative_least_squares
 from spec_plugin.step_cost.model import CostModel
-
-BATCHES, KS = (1, 8, 32, 64), (0, 1, 3)
-
-
-def timings(seconds, batches=BATCHES, ks=KS, noise=0.0, steps=50, seed=0):
-    rng = random.Random(seed)
-    return [
-        StepTiming(b, k, k == 0, seconds(b, k, k == 0) * rng.lognormvariate(0.0, noise), steps)
-        for b in batches
-        for k in ks
-    ]
-
-
-def model(seconds, **options) -> CostModel:
-    out = CostModel()
-    out.observe(timings(seconds, **options))
-    return out
-
-
-def memory_bound(draft: float):
-    """A target forward takes 10 ms whatever its tokens, a draft forward ``draft`` times that: Leviathan's setting."""
-    return lambda batch, k, paused: 0.010 * (1 + draft * k)
-
-
-def compute_bound(batch, k, paused):
-    """1 ms a token, and a draft of a tenth of that."""
-    tokens = batch * (k + 1)
-    return 1e-3 * tokens + (0.0 if paused else 1e-4 * tokens) + 1e-4 * batch * max(0, k - 1)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 0.95, 1.0])
@@ -136,10 +109,10 @@ def test_a_batch_size_at_which_the_timings_contradict_themselves_is_left_out(bat
     right.observe(steps(1.0), calibration=True)
     wrong.observe(steps(8.0), calibration=True)
     rolled_out.observe(steps(8.0))
-    for model in (wrong, rolled_out):
-        assert model.problem is None
+    for learnt in (wrong, rolled_out):
+        assert learnt.problem is None
         for b in (1, 8, 32):
-            assert model.break_even(b, 3) == pytest.approx(right.break_even(b, 3), rel=0.5)
+            assert learnt.break_even(b, 3) == pytest.approx(right.break_even(b, 3), rel=0.5)
 
 
 def test_no_step_is_free_however_the_timings_contradict_each_other():

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.paths import ROOT
+from check import ACTORS, SHAPES
 from click.testing import CliRunner
+from spec_plugin_conformance.targets import tiny_targets
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from draft_training import DraftConfig, DraftConfigError  # noqa: E402
-from examples.bench import coverage  # noqa: E402
-from spec_plugin.commands.judgement import Judgement  # noqa: E402
-from spec_plugin.engine_class import engine_class, unreadable  # noqa: E402
-from spec_plugin.refusals import Objection  # noqa: E402
-from spec_plugin.run_plan import Model  # noqa: E402
+from draft_training import DraftConfig, DraftConfigError
+from examples.bench import coverage
+from spec_plugin.commands.judgement import Judgement
+from spec_plugin.engine_class import engine_class, unreadable
+from spec_plugin.refusals import Objection
+from spec_plugin.run_plan import Model
 
 TRAINERS = {
     "verl-release": "verl_release_examples.jsonl",
@@ -146,10 +145,6 @@ def test_the_documents_show_the_last_results(trainer: str) -> None:
 @pytest.mark.parametrize("rows", ["verl-release", "verl"])
 def test_each_accepted_line_is_mapped_to_shapes_and_a_target_that_exist(rows: str) -> None:
     """Shapes that a test of the trainer, and not the kit, proves are named here."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    from check import ACTORS, SHAPES
-    from spec_plugin_conformance.targets import tiny_targets
-
     known = {*SHAPES["verl"], *(shape for shapes in ACTORS.values() for shape in shapes), "sp2", "fully", "one-step"}
     for table in json.loads((ROOT / "examples" / "bench" / "results" / f"coverage-{rows}.json").read_text()):
         if table["judged"] and set(table["reasons"]) <= set(table["of_trainer"]):

@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 
 import torch
+from builders.batches import whole_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_witness import batch as whole_batch
 
 from spec_plugin.builtin.provenance import by_lag
 from spec_plugin.events import LogprobBatch

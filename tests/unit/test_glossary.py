@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "glossary.md").read_text()
+from builders.paths import ROOT
+
+PAGE = (ROOT / "docs" / "glossary.md").read_text()
 
 
 def test_there_are_at_most_forty_terms_and_each_has_one_meaning():

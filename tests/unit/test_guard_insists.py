@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from batches import batch_of, stated_of
-from test_training import TARGET
+from builders.batches import batch_of, stated_of
+from builders.training import TARGET
 
 from spec_plugin import LogprobProvenanceError, SpecConfig, SpecConfigError, hookimpl
 from spec_plugin.events import Drafts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_training import LAYERS, TARGET
+from builders.training import LAYERS, TARGET
 from torch import Tensor, nn
 
 from spec_plugin import SpecConfig

@@ -10,9 +10,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from builders.frozen import HF
 from click.testing import CliRunner
 from huggingface_hub import constants, errors
-from test_method_frozen import HF
 
 from draft_training import DraftTrainer, TrainSettings
 from draft_training.config import DraftConfig

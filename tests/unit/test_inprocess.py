@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_training import TARGET
+from builders.training import TARGET
 from vllm import SamplingParams
 
 from spec_plugin import SpecConfig

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from law6_faults import (
+from builders.law6_faults import (
     ANSWERS,
     LINK_CALLS,
     NO_HOOKS,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from law6_faults import TIME_OUT, Drafter, FakeLink, Fault, make, steps
-from test_training import TARGET, sync
+from builders.law6_faults import TIME_OUT, Drafter, FakeLink, Fault, make, steps
+from builders.training import TARGET, sync
 
 from spec_plugin import SpecConfig, hookimpl
 from spec_plugin.actor.control import RolloutControl

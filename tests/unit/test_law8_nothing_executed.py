@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from builders.paths import ROOT
 
 from spec_plugin.sources import parsed
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("spec_plugin", "draft_training", "adapters", "testing", "projection")
 #: of what they read code can be made, or anybody can send them something
 FORBIDDEN = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "zmq", "socket", "socketserver", "http"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_training import TARGET
+from builders.training import TARGET
 
 from spec_plugin import SpecConfig
 from spec_plugin.builtin.methods.eagle3 import Eagle3Method

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.frozen import HF
 from safetensors.torch import save_file
 
 from draft_training.weights import refuse_broken_mask
@@ -20,17 +21,6 @@ from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
 from spec_plugin.session import method_of
 
-HF = {
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-}
 KINDS = {
     "eagle": ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "layers.0.mlp.up_proj.weight"]),
     "eagle3": ({"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2}, ["fc.weight"]),

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 import torch
+from builders.paths import ROOT
 
 from spec_plugin.builtin.metrics import SCHEMA, MetricsSink, describe
 from spec_plugin.events import DraftRefresh, HiddenStates, RefreshReport, RolloutStats
@@ -76,7 +76,7 @@ def test_every_name_has_the_prefix_and_every_value_is_a_float():
 
 
 def test_the_documents_table_is_the_schema():
-    reference = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
+    reference = (ROOT / "docs" / "reference.md").read_text()
     rows = dict(re.findall(r"^\| `(?:actor/)?(spec/[^`]+)` \| (.*) \|$", reference, re.M))
     assert rows == {m.name: m.meaning for m in SCHEMA}
 

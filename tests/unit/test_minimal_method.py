@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
+from builders.paths import ROOT
 
 from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.engine.lossless import check_speculative_config
@@ -13,7 +13,7 @@ from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method, create_manager
 from spec_plugin.session import SpecSession
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "minimal_method"
+FOLDER = ROOT / "examples" / "minimal_method"
 TARGET = TargetInfo(path="/nowhere", hf_config={"vocab_size": 32}, dtype="float32", max_num_seqs=4)
 
 

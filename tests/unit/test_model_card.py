@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_training import hidden, plugin, sync
+from builders.training import hidden, plugin, sync
 
 from spec_plugin.builtin.model_card import ModelCard
 from spec_plugin.commands.train.run import _command

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from mutants import MUTATIONS
 from mutants.mutation import ROOT, Mutation, NotApplicable
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from builders.paths import ROOT
 
 from spec_plugin.builtin.registry import built_in_methods
 
-ROOT = Path(__file__).resolve().parents[2]
 #: rooms of the methods themselves; the list of them; the allow-list of what vLLM may be told; and which runner serves which
 MAY_KNOW = ("builtin/methods/", "builtin/registry.py", "engine/lossless.py", "engine/suffix/", "model_runner.py")
 #: words for people: what an option or a metric means

@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from builders.paths import ROOT
 from click.testing import CliRunner, Result
 from spec_plugin_conformance.tiny import make_target
 
@@ -154,7 +155,7 @@ def test_ctrl_c_while_the_command_is_imported_ends_in_a_line(tmp_path: Path) -> 
             "spec_plugin.commands",
             "--help",
         ],  # one that has imported nothing
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         capture_output=True,
         text=True,
     )

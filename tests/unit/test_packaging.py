@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import tomllib
+from builders.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 #: each distribution's project file, and where its packages are
 PROJECTS = {
     "spec-plugin": (ROOT, (ROOT, ROOT / "adapters")),

@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from test_cost import compute_bound, memory_bound, model
+from builders.cost import compute_bound, memory_bound, model
 
 from spec_plugin.builtin.break_even import plan
 from spec_plugin.events import MixedSteps, RolloutStats, StepTiming

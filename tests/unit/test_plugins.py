@@ -5,10 +5,10 @@ import re
 import sys
 import types
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pluggy
 import pytest
+from builders.paths import ROOT
 
 from spec_plugin import SpecConfigError, hookimpl
 from spec_plugin import manager as plugins
@@ -17,7 +17,7 @@ from spec_plugin.manager import ENTRY_POINT_GROUP, create_manager
 
 METHODS = ("eagle3", "draft_model", "mtp", "suffix", "ngram", "frozen", "auto")
 BUILT_IN = (*METHODS, "trainer", "provenance", "controller", "metrics")
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = ROOT / "README.md"
 
 
 class Counter:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from builders.paths import ROOT
 from click.testing import CliRunner
 from spec_plugin_projection.evidence import read_calibration, read_run
 
@@ -40,7 +41,7 @@ def test_numbers_for_programs_are_json() -> None:
     assert [row["k"] for row in found["rows"]] == ["plain", 3, "by batch size"]
     assert found["asked"]["model"] == "Qwen3-8B"
     assert found["schema"] == 1 and found.keys() == {"schema", "asked", "plain", "rows"}
-    promised = (Path(__file__).resolve().parents[2] / "docs" / "reference.md").read_text()
+    promised = (ROOT / "docs" / "reference.md").read_text()
     spans = {"rollout_s", "rollout_speedup", "step_s", "step_speedup", "exposed_s"}
     for row in found["rows"]:
         assert row.keys() == {"k", "tokens", *spans}

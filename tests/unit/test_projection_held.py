@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
+from builders.paths import ROOT
 
 from examples.bench.projection import FITTED, GOALS, Held, all_rows
 
-RESULTS = Path(__file__).resolve().parents[2] / "examples" / "bench" / "results" / "projection.json"
+RESULTS = ROOT / "examples" / "bench" / "results" / "projection.json"
 #: predicted rows that miss the goal, and by how much more; each has its reason in the benchmark's notes
 MISSES = {
     "RL-Zero, k=7, 5.06 tokens a step": 0.25,

@@ -1,25 +1,19 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from batches import batch_of, with_drafts
+from builders.batches import batch_of
+from builders.provenance import VERSION, at, guard, heavy_tailed, plain, refusal, simulated
 from torch import Tensor
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
 from spec_plugin.builtin.provenance import ProvenanceGuard
 from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from simulators.guard import heavy
-
 B, T, V = 16, 24, 40
-VERSION = 7
 
 
 class TinyLM(torch.nn.Module):
@@ -57,33 +51,10 @@ def honest(policy, tokens) -> LogprobBatch:
     return batch_of(VERSION, recomputed, (recomputed + noise).clamp_max(0), mask)
 
 
-def guard(dtype: str = "float32", sampling: dict[str, float] | None = None, **options: object) -> ProvenanceGuard:
-    out = ProvenanceGuard()
-    target = TargetInfo(path="", hf_config={}, dtype=dtype, actor_dtype=dtype, sampling=sampling or {})
-    out.spec_configure(SpecConfig.parse(options), target)
-    return out
-
-
-def refusal(batch: LogprobBatch, by: ProvenanceGuard | None = None) -> str:
-    with pytest.raises(LogprobProvenanceError) as caught:
-        (by or guard()).spec_check_logprobs(batch)
-    return str(caught.value)
-
-
 def changed(values: Tensor, at: tuple[int, int], to: float) -> Tensor:
     out = values.clone()
     out[at] = to
     return out
-
-
-def plain(batch: LogprobBatch, version: int = VERSION - 1) -> LogprobBatch:
-    """The same differences in a phase without drafts."""
-    return replace(at(batch, version), drafted=with_drafts(batch.mask, Drafts.OFF))
-
-
-def at(batch: LogprobBatch, version: int) -> LogprobBatch:
-    """Sampled and recomputed by another version."""
-    return replace(batch, policy_version=version, versions=torch.full(batch.mask.shape, version))
 
 
 def sampled_by(batch: LogprobBatch, version: int, column: int | slice = slice(None)) -> LogprobBatch:
@@ -420,17 +391,6 @@ def test_only_the_first_violations_are_shown(honest):
 
 
 # ---- simulated runs: how often a correct one is stopped, and what is seen of a wrong one
-
-
-def heavy_tailed(generator: torch.Generator, sequences: int, tokens: int, mean: float = 0.02) -> Tensor:
-    """Differences of a bfloat16 run: Student's t with 3 degrees of freedom, on a scale of each sequence's own."""
-    return mean * heavy(generator, sequences, tokens)
-
-
-def simulated(differences: Tensor, version: int, speculating: bool = True, plain: Tensor | None = None) -> LogprobBatch:
-    recomputed = torch.full_like(differences, -500.0).double()
-    batch = batch_of(version, recomputed, recomputed + differences, drafts=Drafts.ON if speculating else Drafts.OFF)
-    return batch if plain is None else replace(batch, drafted=torch.where(plain, Drafts.CONTROL, batch.drafted))
 
 
 def test_five_million_tokens_with_heavy_tails_are_not_stopped():

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import with_drafts
-from test_provenance import guard, heavy_tailed, refusal, simulated
+from builders.batches import with_drafts
+from builders.provenance import guard, heavy_tailed, refusal, simulated
 
 from spec_plugin.builtin.provenance import by_lag
 from spec_plugin.errors import LogprobProvenanceError

@@ -15,17 +15,14 @@ from types import ModuleType
 
 import pytest
 import torch
+from builders.paths import ROOT
+from spec_plugin_conformance import launch
+from spec_plugin_openrlhf_cpu import run as openrlhf
+from spec_plugin_verl_cpu import run as verl
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from spec_plugin_conformance import launch  # noqa: E402
-from spec_plugin_openrlhf_cpu import run as openrlhf  # noqa: E402
-from spec_plugin_verl_cpu import run as verl  # noqa: E402
-
-from examples.quickstart import report  # noqa: E402
-from examples.quickstart.data import build_data, build_openrlhf_data  # noqa: E402
-from examples.quickstart.policy import (  # noqa: E402
+from examples.quickstart import report
+from examples.quickstart.data import build_data, build_openrlhf_data
+from examples.quickstart.policy import (
     PolicySettings,
     build_model,
     build_policy,
@@ -37,8 +34,8 @@ from examples.quickstart.policy import (  # noqa: E402
     teaching_batches,
     worked_answer,
 )
-from examples.quickstart.reward import compute_score, reward_func  # noqa: E402
-from examples.quickstart.trainers import TRAINERS  # noqa: E402
+from examples.quickstart.reward import compute_score, reward_func
+from examples.quickstart.trainers import TRAINERS
 
 TINY = PolicySettings(steps=3, batch_size=2, hidden_size=64, digits=(2,))
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_ranks import on_two_ranks
-from test_training import TARGET, hidden, sync
+from builders.ranks import on_two_ranks
+from builders.training import TARGET, hidden, sync
 
 from draft_training import digest
 from spec_plugin import SpecConfig

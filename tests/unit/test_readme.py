@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
-from test_session import session_with, step
+from builders.paths import ROOT
+from builders.session import session_with, step
 
 from spec_plugin import __version__
 from spec_plugin.config import options_table
 
-ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 NAMES = (
     "README.md",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_report_findings import made
+from builders.report import made
 
 from spec_plugin.commands.report.build import Report, View, to_json, to_text
 from spec_plugin.commands.report.earned import Earned, duration, earned_of

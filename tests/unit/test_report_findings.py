@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from builders.report import DATA, made
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,22 +17,9 @@ from spec_plugin.commands.report.run import LoggedRun, Notice, Series, Spread, s
 from spec_plugin.commands.report.states import spans_of
 from spec_plugin.speculation import Reason, Speculation, as_metrics
 
-DATA = Path(__file__).resolve().parents[1] / "data" / "report"
-
 
 def real(folder: str) -> LoggedRun:
     return make_report([DATA / folder]).views[0].run
-
-
-def made(count: int = 60, **columns: object) -> LoggedRun:
-    """A run with these metrics, ``spec_on`` for ``spec/on``: a number for all steps, or a function of the step."""
-    names = {name: name.replace("spec_", "spec/", 1) for name in columns}
-    base = {"spec/on": 1.0, "spec/failed": 0.0, "spec/provenance": 1.0, "spec/versions_known": 1.0, "step_s": 10.0}
-    steps = {
-        step: base | {names[n]: float(c(step) if callable(c) else c) for n, c in columns.items()}
-        for step in range(1, count + 1)
-    }
-    return LoggedRun("made", "verl", steps)
 
 
 def texts(run: LoggedRun, level: str | None = None) -> list[str]:

@@ -5,10 +5,10 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from builders.report import DATA
 from click.testing import CliRunner
 
 from spec_plugin.commands.cli import main
@@ -17,7 +17,6 @@ from spec_plugin.commands.report.build import Report, View
 from spec_plugin.commands.report.findings import RunFinding
 from spec_plugin.commands.report.run import LoggedRun, Notice
 
-DATA = Path(__file__).resolve().parents[1] / "data" / "report"
 RUNS = [DATA / name for name in ("verl-flag", "verl-plain", "openrlhf-failed")]
 SVG = re.compile(r"<svg .*?</svg>", re.DOTALL)
 

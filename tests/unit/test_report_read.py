@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from builders.paths import ROOT
+from builders.report import DATA
 
 from spec_plugin.commands.adapters import ADAPTER_GROUP
 from spec_plugin.commands.report import formats
@@ -19,11 +21,7 @@ from spec_plugin.commands.report.places import ReportError, find_places
 from spec_plugin.commands.report.read import read_place
 from spec_plugin.commands.report.run import LoggedRun
 
-DATA = Path(__file__).resolve().parents[1] / "data" / "report"
-FORMATS = [
-    LogFormat.model_validate_json(file.read_text())
-    for file in sorted((Path(__file__).resolve().parents[2] / "adapters").rglob("log.json"))
-]
+FORMATS = [LogFormat.model_validate_json(file.read_text()) for file in sorted((ROOT / "adapters").rglob("log.json"))]
 
 
 def read(path: Path) -> LoggedRun:

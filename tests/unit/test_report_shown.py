@@ -8,6 +8,7 @@ import re
 import time
 from pathlib import Path
 
+from builders.report import DATA
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from spec_plugin.commands.report import make_report, to_html
 from spec_plugin.commands.report.panels import drafted_ks, short_names, together
 from spec_plugin.commands.report.run import Series, Spread
 
-DATA = Path(__file__).resolve().parents[1] / "data" / "report"
 RUNS = [DATA / name for name in ("verl-flag", "verl-plain", "openrlhf-failed")]
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders.paths import ROOT
 
 from spec_plugin.commands.report import build
 from spec_plugin.commands.report.build import make_report, to_text
@@ -21,7 +22,6 @@ from spec_plugin.commands.report.places import ReportError, find_places
 from spec_plugin.commands.report.read import read_place
 from spec_plugin.commands.report.run import LoggedRun, spacing
 
-ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data" / "report" / "trl-flag"
 STATE = "trainer_state.json"
 FORMATS = [LogFormat.model_validate_json(f.read_text()) for f in sorted((ROOT / "adapters").rglob("log.json"))]

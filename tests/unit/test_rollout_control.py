@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import batch_of
-from test_training import TARGET, sync
+from builders.batches import batch_of
+from builders.rollout_control import Engines
+from builders.training import TARGET, sync
 
 from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl
@@ -18,7 +19,6 @@ from spec_plugin.events import (
     DraftRefresh,
     Drafts,
     EngineSchedule,
-    EngineState,
     RefreshReport,
     RolloutStats,
     Schedule,
@@ -31,40 +31,6 @@ from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span, span_of
 from spec_plugin.speculation import Work
-
-
-class Engines:
-    """A link; nothing but the names of the calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
-        self.calls.append("install")
-        return RefreshReport(True, refresh.draft_version, refresh.digest, 1.0)
-
-    async def set_schedule(self, schedule: Any) -> EngineSchedule:
-        self.calls.append("set schedule")
-        return EngineSchedule(schedule)
-
-    async def self_test(self, seconds: float) -> SelfTestReport:
-        self.calls.append("self-test")
-        return SelfTestReport((), 1.0, ())
-
-    async def start_phase(self, policy_version: int) -> None:
-        self.calls.append("start phase")
-
-    async def stats(self, policy_version: int) -> RolloutStats:
-        self.calls.append("stats")
-        return RolloutStats(policy_version, 0, 0, 0.0, 0, 0, 0, ())
-
-    async def spans(self) -> list[Span]:
-        self.calls.append("spans")
-        return []
-
-    async def state(self, moment: str) -> EngineState:
-        self.calls.append(f"read weights: {moment}")
-        return EngineState(moment, 0, 0, "", "")
 
 
 @pytest.mark.parametrize(("overlaps", "shares"), [(False, [None, None]), (True, [0.25, 6 / 40])])

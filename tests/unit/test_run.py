@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from law6_faults import FakeLink, Fault
-from test_training import TARGET
+from builders.law6_faults import FakeLink, Fault
+from builders.training import TARGET
 
 from spec_plugin import LogprobProvenanceError, SpecConfig, hookimpl
 from spec_plugin.actor.links import LocalLink

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_controller import K, controller
-from test_session import TARGET
-from test_speculation import chosen
+from builders.controller import K, chosen, controller
+from builders.session import TARGET
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

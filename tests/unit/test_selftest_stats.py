@@ -5,11 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from simulators.selftest import (
+    PROMPTS,
+    M,
+    N,
+    V,
+    accepts_bad_draft,
+    copies_draft,
+    favours,
+    mixed,
+    sample,
+    tempered,
+)
+from simulators.selftest import model as language_model
 
 from spec_plugin.engine.selftest.evidence import Stated, detectable, evidence
 from spec_plugin.engine.selftest.stats import fisher_exact, mantel_haenszel_exact, smallest_p, tarone, two_sample
@@ -26,22 +37,6 @@ from spec_plugin.engine.selftest.verdicts import (
     not_stated,
     path_check,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from simulators.selftest import (
-    PROMPTS,
-    M,
-    N,
-    V,
-    accepts_bad_draft,
-    copies_draft,
-    favours,
-    mixed,
-    sample,
-    tempered,
-)
-from simulators.selftest import model as language_model
 
 
 def _arms(rng, model, faulty, n=N):

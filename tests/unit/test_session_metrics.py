@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from test_session import session_with
+from builders.session import session_with
 
 from spec_plugin import hookimpl
 

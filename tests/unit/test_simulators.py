@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-
-from simulators import controller, guard, run, selftest, waiting  # noqa: E402
+from builders.paths import ROOT
+from simulators import controller, guard, run, selftest, waiting
 
 
 def _tenth(kind):

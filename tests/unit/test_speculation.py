@@ -5,30 +5,22 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from test_controller import K, controller, refreshed, rolled_out, timed
-from test_recovery import Run
-from test_session import TARGET, raising, session_with
+from builders.controller import K, chosen, controller, refreshed, rolled_out, timed
+from builders.paths import ROOT
+from builders.recovery import Run
+from builders.session import TARGET, raising, session_with
 
 from spec_plugin import SpecConfig, hookimpl
 from spec_plugin.events import EngineSchedule, RolloutStats, Schedule, StepPair
 from spec_plugin.speculation import Reason, Speculation, Work, in_force, in_words, state_of, table_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
 S, R = Speculation, Reason
 
 
 def logged(session) -> tuple[Speculation, Reason]:
     metrics = session.metrics()
-    return Speculation(int(metrics["spec/state"])), Reason(int(metrics["spec/reason"]))
-
-
-def chosen(c) -> tuple[Speculation, Reason]:
-    """What a controller says of the phase that it chooses now."""
-    c.spec_schedule(1)
-    metrics = c.spec_metrics()
     return Speculation(int(metrics["spec/state"])), Reason(int(metrics["spec/reason"]))
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 pytest.importorskip("verl")
+from builders.training import TARGET
 from spec_plugin_verl.actor import SpecActor
 from tensordict import TensorDict
-from test_training import TARGET
 from verl.utils import tensordict_utils as tu
 
 from spec_plugin import SpecConfig

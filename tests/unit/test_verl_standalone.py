@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_training import TARGET
+from builders.training import TARGET
 
 pytest.importorskip("verl")
 from spec_plugin_verl.standalone import Standalone

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import batch_of
-from test_provenance import guard, refusal
+from builders.batches import batch_of
+from builders.provenance import guard, refusal
 
 from spec_plugin.actor.run import Responses
 from spec_plugin.events import LogprobBatch

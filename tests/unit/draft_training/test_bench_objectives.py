@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draft_helpers import TINY, make_document, make_policy
+from builders.drafts import TINY, make_document, make_policy
 
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings
 from draft_training.chains import chain_weights

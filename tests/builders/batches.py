@@ -39,3 +39,9 @@ def stated_of(batch: LogprobBatch) -> StatedLogprobs:
     """The same log-probs, recomputed by nobody."""
     assert batch.rollout is not None
     return StatedLogprobs(batch.policy_version, batch.rollout, batch.mask, batch.versions, batch.drafted)
+
+
+def whole_batch(rows: int, columns: int) -> LogprobBatch:
+    """All were sampled, each with a log-prob of its own; of what the engine said nothing is known."""
+    recomputed = -torch.arange(1.0, rows * columns + 1).view(rows, columns) / 100
+    return batch_of(3, recomputed, None)

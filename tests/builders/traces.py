@@ -160,3 +160,9 @@ def tour() -> list[Event]:
         )
     events.append({"event": "violation", "policy_version": version})
     return events
+
+
+def one_problem(problems: list[str], text: str) -> None:
+    """Exactly one problem, and it says this."""
+    assert len(problems) == 1, problems
+    assert text in problems[0]

@@ -1,10 +1,16 @@
-"""Shared by the tests of draft_training: a tiny target, documents and policy tensors."""
+"""Drafts in training: a tiny target, documents, policy tensors, and a trainer of its draft."""
 
 from __future__ import annotations
 
 import torch
 
-from draft_training import Document
+from draft_training import (
+    Document,
+    DraftTrainer,
+    HiddenBuffer,
+    TrainSettings,
+    digest,
+)
 
 TINY = {
     "model_type": "qwen3",
@@ -19,6 +25,7 @@ TINY = {
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     "max_position_embeddings": 128,
 }
+SETTINGS = TrainSettings(tokens_per_step=60, warmup_steps=2, lr=3e-3, ttt_steps=2)
 
 
 def make_document(n: int, seed: int, version: int = 0, prompt: int = 3, dtype: torch.dtype = torch.float32) -> Document:
@@ -37,3 +44,20 @@ def make_policy(seed: int = 7, dtype: torch.dtype = torch.float32) -> tuple[torc
     g = torch.Generator().manual_seed(seed)
     shape = (TINY["vocab_size"], TINY["hidden_size"])
     return torch.randn(shape, generator=g, dtype=dtype), torch.randn(shape, generator=g, dtype=dtype)
+
+
+def make_buffer(seed: int = 0, documents: int = 12) -> HiddenBuffer:
+    b = HiddenBuffer(10_000, 1 << 30, seed)
+    for i in range(documents):
+        b.add(make_document(12 + i, i, version=i % 2))
+    return b
+
+
+def make_trainer(config, settings: TrainSettings = SETTINGS, seed: int = 3, **kw) -> DraftTrainer:
+    t = DraftTrainer(config, settings, device="cpu", seed=seed, **kw)
+    t.update_policy(*make_policy(), 1)
+    return t
+
+
+def weights(t: DraftTrainer) -> str:
+    return digest(t.engine_tensors())

@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from spec_plugin_conformance.driver import ConformanceDriver, RunFailed
 from spec_plugin_conformance.engines import WRONG_OPTION, WRONG_VALUE
-from traces import Trace, metrics
+
+from builders.traces import Trace, metrics
 
 NEEDS_A_TRAINER = (
     "hidden_states_equal_a_plain_forward",

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from batches import batch_of, stated_of
-from test_training import TARGET, hidden, sync
 
+from builders.batches import batch_of, stated_of
+from builders.training import TARGET, hidden, sync
 from spec_plugin import LogprobProvenanceError, LosslessError, SpecConfig, hookimpl
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.links import EngineLink
