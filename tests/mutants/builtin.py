@@ -555,7 +555,7 @@ MUTATIONS = (
         "            self._documents = before\n",
         "            pass\n",
         "text that a draft was measured on is never learnt from",
-        ("draft_training/test_draft_buffer.py",),
+        ("test_draft_buffer.py",),
     ),
     Mutation(
         "spec_plugin/builtin/held_out.py",
