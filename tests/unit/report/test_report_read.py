@@ -89,7 +89,7 @@ def test_what_a_logger_writes_for_no_number_is_none_and_is_named(file, value):
 
 
 def test_a_misspelt_name_in_a_log_format_is_refused():
-    text = (Path(DATA).parents[2] / "adapters/spec_plugin_verl/log.json").read_text()
+    text = (ROOT / "adapters/spec_plugin_verl/log.json").read_text()
     assert LogFormat.model_validate_json(text).trainer == "verl"
     with pytest.raises(ValueError, match="steps_s"):
         LogFormat.model_validate_json(text.replace('"step_s"', '"steps_s"'))
