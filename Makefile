@@ -41,7 +41,7 @@ test:  ## everything, side by side, with a table at the end; JOBS=1 for one afte
 times:  ## print the table of the last `make test` again
 	@$(CHECK) --times
 
-lint:  ## ruff, mypy and the import arrows
+lint:  ## ruff, mypy, the import arrows, and whether each mistake of `make mutants` can still be made
 	@$(CHECK) --foreground lint
 
 format: verl-env  ## let ruff repair and format the sources
@@ -52,10 +52,10 @@ unit:  ## tests without an engine (seconds)
 	@$(CHECK) --foreground unit -- $(ARGS)
 
 mutants: verl-env  ## make each known mistake in a copy, and see the unit tests notice it (minutes); ARGS="-k law"
-	@$(PY) tests/mutants/run.py $(ARGS)
+	@PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/testing:$$PYTHONPATH $(PY) -m mutants.run $(ARGS)
 
 guards: verl-env  ## simulated runs with known truth under each guard: false alarms, misses, time to notice; ARGS="--only guard --runs 50"
-	.envs/verl/bin/python tests/simulators/run.py $(ARGS)
+	PYTHONPATH=tests:$$PYTHONPATH $(PY) -m simulators.run $(ARGS)
 
 engine-test:  ## tests with a real vLLM engine (minutes)
 	@$(CHECK) --foreground engine -- $(ARGS)

@@ -21,7 +21,7 @@ exception from ``spec_method``, ``spec_configure`` (nothing has started yet), ``
 (law 3). An answer of another type than is written here counts as an exception; a metric that is no finite number is left out,
 with one warning.
 A wrapper (``hookimpl(wrapper=True)``) may change any answer, but nothing may swallow what a guard has raised (law 3).
-Every call and kind of failure: ``tests/unit/test_law6_table.py``.
+Every call and kind of failure: ``tests/unit/session/test_law6_table.py``.
 """
 
 from __future__ import annotations

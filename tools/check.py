@@ -115,6 +115,7 @@ PARTS = (
             f"{VERL}/python -m ruff format --check .",
             f"{VERL}/python -m mypy",
             f"{VERL}/lint-imports",
+            f"env PYTHONPATH=tests:testing {VERL}/python -m mutants.run --check",
         ),
         ("verl",),
         1,

@@ -21,7 +21,7 @@ class Pace:
     """One of three answers every ``WINDOW`` slices: half as much, as before, or twice as much; at the top half as much at once.
 
     A policy that moves lowers the acceptance of a draft that stands still, so the share comes to rest where training just keeps
-    up. Acceptance is that of the draft on newer text than it was trained on. Error rates: ``tests/unit/test_pace.py``.
+    up. Acceptance is that of the draft on newer text than it was trained on. Error rates: ``tests/unit/policy/test_pace.py``.
     """
 
     def __init__(self) -> None:

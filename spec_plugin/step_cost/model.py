@@ -4,8 +4,8 @@ A decoding step with b requests and k drafted tokens each runs one target forwar
 forwards over b tokens. The model is their sum: a target part that never falls with the number of tokens, a part that is
 linear in the tokens of the KV cache, which attention reads once whatever k is, and a draft part that is linear in k and b.
 In a mixture the target's part also follows the experts that the tokens touch: steep where a calibration has few batch sizes,
-flat from some dozens of tokens on. On simulated steps of four mixtures (``tests/unit/test_cost_of_experts.py``; each measurement
-3 % off) 11 of 3360 choices of k are then below 0.97 of plain, where 37 were.
+flat from some dozens of tokens on. On simulated steps of four mixtures (``tests/unit/step_cost/test_cost_of_experts.py``; each
+measurement 3 % off) 11 of 3360 choices of k are then below 0.97 of plain, where 37 were.
 The start-up calibration knows short contexts only, and responses grow: what was measured at one context is carried over to
 the rollouts' by that second part. With the acceptance of each drafted position it predicts tokens per second, hence the speed-up
 for each k and the break-even. All functions are pure; the engine is nowhere near.

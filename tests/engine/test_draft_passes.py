@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import runner
 import small
-from test_methods import K, engine_with, method_of, set_k
+from method_engines import K, engine_with, method_of, set_k
 
 from draft_training.eagle3 import save_draft
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import small
 import torch
+from refreshing import acceptance_length
 from safetensors.torch import save_file
 from spec_plugin_conformance.targets import tiny_targets
-from test_refresh import acceptance_length
 
 from draft_training import DraftConfig, digest
 from draft_training.eagle3 import save_draft

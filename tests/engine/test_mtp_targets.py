@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import method_engines
 import pytest
 import small
-import test_methods
 import torch
 from safetensors.torch import load_file, save_file
 from spec_plugin_conformance import tiny
@@ -95,16 +95,16 @@ def served_exactly(family: str, folder: Path) -> None:
     """The same text as transformers at each k, and drafts that its own weights made."""
     target = make_target(folder, family)
     reference = small.reference(target)
-    method = test_methods.method_of(target, method="mtp", train=False)
+    method = method_engines.method_of(target, method="mtp", train=False)
     assert method.ready and method.draft is None and method.harvest is None
-    llm = test_methods.engine_with(target, method)
-    for k in (test_methods.K, 0, 1):
-        test_methods.set_k(llm, k)
-        test_methods.steps(llm)
-        said, drafts, accepted = test_methods.counted(llm)
+    llm = method_engines.engine_with(target, method)
+    for k in (method_engines.K, 0, 1):
+        method_engines.set_k(llm, k)
+        method_engines.steps(llm)
+        said, drafts, accepted = method_engines.counted(llm)
         assert said == reference, f"k={k}"
         assert (drafts > 0) == (k > 0) and accepted >= 0.8 * k * drafts, "its own weights were loaded, not noise"
-        assert {s.k for s in test_methods.steps(llm)} == {k}
+        assert {s.k for s in method_engines.steps(llm)} == {k}
     if family == "deepseek_v3":  # why it could not be refreshed, either
         assert "latent attention" in small.rpc(llm, "spec_draft_info")["problem"]
 

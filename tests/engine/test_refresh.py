@@ -8,36 +8,15 @@ from typing import Any
 import pytest
 import small
 import torch
+from refreshing import acceptance_length, push, target_bits
 
 from draft_training import digest
-from spec_plugin.engine.schedule.counters import read_spec_counters
 
 pytestmark = pytest.mark.engine
 
 
-def push(llm: Any, tensors: dict[str, torch.Tensor], version: int | None = None, **options: Any) -> dict[str, Any]:
-    """Stage and install as a trainer does; by default the next version and the true digest."""
-    version = small.rpc(llm, "spec_draft_info")["draft_version"] + 1 if version is None else version
-    options = {"digest": digest(tensors), "names": list(tensors), **options}
-    items = list(tensors.items())
-    small.rpc(llm, "spec_stage", version, items[:3])  # in two buckets
-    small.rpc(llm, "spec_stage", version, items[3:])
-    return small.rpc(llm, "spec_install", version, **options)
-
-
-def target_bits(worker: Any) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in worker.model_runner.get_model().named_parameters()}
-
-
 def addresses(worker: Any) -> dict[str, int]:
     return {n: p.data_ptr() for n, p in worker.get_draft_model().named_parameters()}
-
-
-def acceptance_length(llm: Any) -> float:
-    before = read_spec_counters()
-    small.greedy(llm)
-    after = read_spec_counters()
-    return 1 + (after["accepted_tokens"] - before["accepted_tokens"]) / (after["drafts"] - before["drafts"])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import small
 import torch
+from refreshing import acceptance_length, push, target_bits
 from spec_plugin_cpu.sleeping import sleep_on_cpu
-from test_refresh import acceptance_length, push, target_bits
 
 from draft_training import digest
 from spec_plugin.engine.sleep import PARTS, SleepState

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import small
 import torch
+from refreshing import acceptance_length
 from safetensors.torch import load_file, save_file
-from test_refresh import acceptance_length
 
 from draft_training import DraftConfig, digest
 from draft_training.eagle3 import save_draft

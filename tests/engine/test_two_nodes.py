@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import small
+from refreshing import acceptance_length
 from safetensors.torch import save_file
 from spec_plugin_conformance.launch import free_port
-from test_refresh import acceptance_length
 
 from draft_training import digest
 

@@ -12,6 +12,7 @@ _SESSION = "spec_plugin/session.py"
 MUTATIONS = (
     Mutation(
         _HARVEST,
+        "RolloutHarvest.capture",
         "            taps.forget()  # whatever has failed\n",
         "            pass\n",
         "hidden states stay on the card where the pass or its documents fail",
@@ -19,6 +20,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/harvest.py",
+        "RolloutHarvest.capture",
         "if taps is None or not self.plan.active or (session.failed and self.plan.ranks == 1):",
         "if taps is None or not self.plan.active:",
         "law 6: hidden states are captured for a draft that has failed",
@@ -26,6 +28,7 @@ MUTATIONS = (
     ),
     Mutation(
         _HARVEST,
+        "RolloutHarvest.capture",
         'with together("harvest the pass", self._among) if self._among is not None else nullcontext():',
         "with nullcontext():",
         "law 6: a rank that fails before the exchange of rows leaves the others waiting",
@@ -33,6 +36,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/ranks.py",
+        "_groups",
         '        flags = dist.new_group(backend="gloo", timeout=limit)\n',
         "        flags = world\n",
         "what is agreed in a thread meets the trainer's own collective calls",
@@ -40,6 +44,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/control.py",
+        "RolloutControl.synced",
         "False, 0 if unsent else None, True",
         "False, None, True",
         "law 2: a draft that comes back behind a fresh start and a time in which nobody waited for rollouts is served untested",
@@ -47,6 +52,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/control.py",
+        "RolloutControl.synced",
         "            self.session.recovering, self._tested, self._anew = False, 0 if unsent else None, True",
         "            self.session.recovering, self._anew = False, True",
         "law 2: behind a fresh start nobody tests the engines",
@@ -54,6 +60,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/control.py",
+        "RolloutControl._install",
         "            force = self._anew or refresh",
         "            force = refresh",
         "behind a fresh start engines refuse the draft, whose version they know",
@@ -61,6 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/recovery.py",
+        "Recovery.failed",
         "again = self.begun < self._most and not for_good",
         "again = not for_good",
         "draft trouble that stays is tried again for ever",
@@ -68,6 +76,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/recovery.py",
+        "Recovery.failed",
         "again = self.begun < self._most and not for_good",
         "again = self.begun < self._most",
         "law 2: an engine that was found to sample wrongly is served drafts again",
@@ -75,6 +84,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/session.py",
+        "SpecSession.try_again",
         "        self.failure = None\n        return True",
         "        return True",
         "draft trouble is for ever",
@@ -82,6 +92,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl.__init__",
         "self._tested: int | None = None",
         "self._tested: int | None = 0",
         "law 2: the engine is not tested before the first rollout",
@@ -89,6 +100,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl._judge",
         "raise LosslessError(message)",
         "session.fail(Work.SELF_TEST, message)",
         "law 2: a failed self-test only warns",
@@ -96,6 +108,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl._judge",
         '== "raise" and not report.out_of_time',
         '== "raise"',
         "law 6: a self-test that ran out of time stops a correct run",
@@ -103,6 +116,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl.begin",
         "any(schedule.table) and self._tested == 0 < self._installed",
         "any(schedule.table) and self._tested == self._installed == 0",
         "law 2: the accepting half of the sampler is never seen at work: no second test for a trained draft",
@@ -110,6 +124,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl._install",
         "with self.session.guarded(Work.REFRESH):",
         "with ExitStack():",
         "law 6: a refresh that fails stops training",
@@ -117,6 +132,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl._install",
         "refresh.draft_version == self._installed",
         "True",
         "law 5: a stale draft is forced in",
@@ -124,6 +140,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl._install",
         "self._installed, self._anew = operator.index(report.draft_version), False",
         "self._installed, self._anew = refresh.draft_version, False",
         "law 5: a refused draft is believed to be served",
@@ -131,6 +148,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl._recall",
         "with self.session.guarded(Work.RECALL):",
         "if True:",
         "law 6: a method that cannot remember stops training",
@@ -138,6 +156,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
+        "SpecSession.head_start",
         "0.0 if answer is None else finite_float(answer)",
         "0.0 if answer is None else float(answer)",
         "law 6: the draft trains for as long as a controller says that knows no number",
@@ -145,6 +164,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl._set",
         "            session.engines = EngineSchedule()  # one of several may have taken it before the others failed\n",
         "",
         "law 3: a table that engines took without saying so is checked as the one before",
@@ -152,6 +172,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/events.py",
+        "EngineSchedule.of_all",
         "(engine.confirmed is None, engine.drafting)",
         "engine.drafting",
         "law 3: engines of which one has confirmed nothing count as those that did",
@@ -159,6 +180,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/events.py",
+        "EngineSchedule.drafting",
         "any(self.confirmed.table)",
         "self.confirmed.table[-1] > 0",
         "law 3: a phase that drafts for small batches only is checked as a plain one",
@@ -166,6 +188,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl.begin",
         "link.start_phase(self.policy_version)",
         "link.start_phase(self.policy_version + 1)",
         "law 3: engines stamp samples with another policy version",
@@ -173,6 +196,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl.finish",
         "if not self._overlaps:\n            await self._end_phase()",
         "await self._end_phase()",
         "an asynchronous phase ends while requests still run",
@@ -180,6 +204,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl._end_phase",
         "version, self._running = self._running, None",
         "version = self._running",
         "a phase is counted once for each pass of the trainer over it",
@@ -187,6 +212,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl._end_phase",
         "self.lags = self.lags or",
         "self.lags =",
         "law 3: text of an older policy is judged as text of this one, after a phase without interruption",
@@ -194,6 +220,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROL,
+        "RolloutControl.train_draft",
         "share / (1.0 - share) * step_seconds",
         "share * step_seconds",
         "draft training gets less than its share of a step",
@@ -201,6 +228,7 @@ MUTATIONS = (
     ),
     Mutation(
         _HARVEST,
+        "RolloutHarvest.open",
         "self._opened = self._opened or wanted",
         "pass",
         "each step harvests as much as the buffer holds",
@@ -208,6 +236,7 @@ MUTATIONS = (
     ),
     Mutation(
         _HARVEST,
+        "RolloutHarvest._held_at_most",
         "(config.buffer_mb << 20) // token",
         "1 << 40",
         "the first harvest takes what the buffer throws away at once",
@@ -215,6 +244,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CLOCK,
+        "SliceClock.step_seconds",
         "min(seconds, _MOST * usual)",
         "seconds",
         "a step that was stopped for an hour earns an hour's training",
@@ -222,6 +252,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CLOCK,
+        "SliceClock.step_seconds",
         "        self._steps.append(seconds)\n",
         "        self._steps.append(seconds if usual is None else min(seconds, usual))\n",
         "where steps become longer for good, training never gets its share again",
@@ -229,6 +260,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/harvest.py",
+        "HarvestPlan.pieces",
         "self.left -= stop - start",
         "pass",
         "the harvest has no bound: its budget is not counted down",
@@ -236,6 +268,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/harvest.py",
+        "HarvestPlan._teeth",
         "stride = width * self._expected / self._budget",
         "stride = width",
         "the harvest takes the first responses of a pass, and none of the others",
@@ -243,6 +276,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/harvest.py",
+        "HarvestPlan.open",
         "self._phase = random.Random(self._opened).random()",
         "self._phase = 0.0",
         "the harvest begins where responses do",
@@ -250,6 +284,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/harvest.py",
+        "_useful",
         "return max(0, first - max(_READ, len(sampled))), last + 1",
         "return 0, last + 1",
         "a long prompt takes the place of responses",
@@ -257,6 +292,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/harvest.py",
+        "RolloutHarvest.capture",
         "                self.plan.pieces(documents()[1])  # counts them\n",
         "                pass\n",
         "who finds no room is not counted, and the next step takes the first ones again",
@@ -264,6 +300,7 @@ MUTATIONS = (
     ),
     Mutation(
         _HARVEST,
+        "HarvestPlan.open",
         "self._budget = self.left = self.ranks * tokens",
         "self._budget = self.left = tokens",
         "ranks that share a row harvest a part of what each may",
@@ -271,6 +308,7 @@ MUTATIONS = (
     ),
     Mutation(
         _HARVEST,
+        "RolloutHarvest.open",
         "wanted = self._taps is not None and not self.session.failed",
         "wanted = self._taps is not None",
         "law 6: a run whose speculation has failed goes on harvesting",
@@ -278,6 +316,7 @@ MUTATIONS = (
     ),
     Mutation(
         _HARVEST,
+        "RolloutHarvest.close",
         "        self.plan.close()\n",
         "        pass\n",
         "passes that are not the policy's training (the reference's, an evaluation's) are harvested",
@@ -285,6 +324,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/harvest.py",
+        "packed",
         "offsets=tuple(piece.start for piece in pieces),",
         "offsets=(),",
         "what is harvested of the middle of a response is taken for its beginning",
@@ -292,6 +332,7 @@ MUTATIONS = (
     ),
     Mutation(
         _TAPS,
+        "Taps.attached",
         "            for handle in handles:\n                handle.remove()",
         "            handles.clear()",
         "law 4: hooks stay in the policy",
@@ -299,6 +340,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/taps.py",
+        "Taps._output",
         "self._seen[LAST] = self._select(output.detach())",
         "self._seen[LAST] = self._select(output)",
         "law 4: the harvest keeps the policy's graph",
@@ -306,6 +348,7 @@ MUTATIONS = (
     ),
     Mutation(
         _TAPS,
+        "Taps.of",
         "{i: modules[i] for i in layers}",
         "{i: modules[i + 1] for i in layers}",
         "the states of the next layer are harvested",
@@ -313,6 +356,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/harvest.py",
+        "HarvestPlan.pieces",
         "stop = min(stop, start + self.left)",
         "stop = min(stop, start + self.left + 1)",
         "the harvest is larger than its budget",
@@ -320,6 +364,7 @@ MUTATIONS = (
     ),
     Mutation(
         _HARVEST,
+        "responses_at_the_end",
         "torch.arange(len(d)) >= len(d) - n",
         "torch.arange(len(d)) > len(d) - n",
         "the first sampled token of each response is taken for the prompt's",
@@ -327,6 +372,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "merge_refreshes",
         "installed=all(p.installed for p in parts)",
         "installed=any(p.installed for p in parts)",
         "law 5: a refresh counts as installed when one engine has it",
@@ -334,6 +380,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "EngineLink.install",
         'await self.all("spec_settle", report.installed)',
         'await self.all("spec_settle", True)',
         "law 5: engines keep a draft that another one refused",
@@ -341,6 +388,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "EngineLink.install",
         "several = len(self.engines()) > 1",
         "several = False",
         "law 5: nobody can go back when another engine refuses",
@@ -348,6 +396,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "merge_stats",
         "seconds=max(p.seconds for p in parts)",
         "seconds=sum(p.seconds for p in parts)",
         "law 7: engines side by side seem as slow as one after the other",
@@ -355,6 +404,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "merge_stats",
         "accepted_tokens=sum(p.accepted_tokens for p in parts)",
         "accepted_tokens=parts[0].accepted_tokens",
         "law 7: the acceptance of several engines is that of one",
@@ -362,6 +412,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "merge_reports",
         "for i, p in enumerate(parts) for c in p.checks]",
         "for i, p in enumerate(parts[:1]) for c in p.checks]",
         "law 2: only the first engine's self-test counts",
@@ -369,6 +420,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "merge_states",
         "if any(p != held[0] for p in held)",
         "if all(p != held[0] for p in held)",
         "engines that hold different weights are not told apart",
@@ -376,6 +428,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "EngineLink.self_test",
         'self.all("spec_self_test", seconds, len(self.engines()),',
         'self.all("spec_self_test", seconds, 1,',
         "correct runs of many engines are stopped more often than declared",
@@ -383,6 +436,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "merge_stats",
         "interrupted=any(p.interrupted for p in parts)",
         "interrupted=parts[0].interrupted",
         "law 3: text that another engine cut short is judged as if it had not been",
@@ -390,6 +444,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/answers.py",
+        "finite_float",
         "return found if math.isfinite(found) else None",
         "return found",
         "the trainer's logger gets metrics that are not finite",
@@ -397,6 +452,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
+        "SpecSession.fail",
         "            pass_on(error)\n",
         "            pass\n",
         "laws 2 and 3: errors that must stop the run only turn speculation off",
@@ -404,6 +460,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
+        "SpecSession.fail",
         "elif self.failure is None or self.follows:",
         "else:",
         "law 6: one trouble is warned of in every step",
@@ -411,6 +468,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
+        "SpecSession.schedule",
         "if self.failed else chosen",
         "if chosen is None else chosen",
         "law 6: the engines draft on after speculation has failed",
@@ -418,13 +476,15 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
-        '``path``; after a failure nothing is saved."""\n        if not self.failed:',
-        '``path``; after a failure nothing is saved."""\n        if True:',
+        "SpecSession.save",
+        "if not self.failed:",
+        "if True:",
         "law 6: a draft in an unknown state is saved after a failure",
         ("test_session.py::test_law_6_nothing_is_trained_saved_or_harvested_after_a_failure",),
     ),
     Mutation(
         "spec_plugin/ranks.py",
+        "together",
         "on_any_rank(not done)[0]",
         "not done",
         "a rank waits for ever for one that failed",
@@ -432,6 +492,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/manager.py",
+        "create_manager",
         "if name not in blocked or name in builtins:",
         "if name not in blocked:",
         "a third party's plugin cannot replace a built-in one",
@@ -439,6 +500,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/config.py",
+        "SpecConfig",
         'extra="forbid"',
         'extra="ignore"',
         "a misspelt option is ignored without a word",
@@ -446,6 +508,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
+        "Spans._forget",
         "(kept <= _REMEMBERED or version == max(self._by_version))",
         "True",
         "what every rank remembers of old samples fills its memory",
@@ -453,6 +516,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
+        "Spans.add",
         "if len(self._marks) > 2 * len(self) + KEPT:",
         "if False:",
         "the marks of what was forgotten stay for ever",
@@ -460,6 +524,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/links.py",
+        "merge_stats",
         "steps=together([s for p in parts for s in p.steps])",
         "steps=tuple(s for p in parts for s in p.steps)",
         "rank 0 goes through the steps of all engines one by one",
@@ -467,6 +532,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
+        "_weights_of",
         "return _mixed(places) | np.uint64(1)",
         "return _mixed(places * 0) | np.uint64(1)",
         "law 3: two documents of the same tokens in another order are taken for one",
@@ -474,6 +540,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
+        "_of_these",
         "if oldest <= span.version <= newest]",
         "if span.version <= newest]",
         "law 3: a token is said to be of a policy before the one that began its sequence",
@@ -481,6 +548,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
+        "_of_these",
         "max(s.plain_first for s in spans), min(s.plain_until for s in spans)",
         "min(s.plain_first for s in spans), max(s.plain_until for s in spans)",
         "law 3: drafted text passes for plain text, which sets the tolerance",
@@ -488,6 +556,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
+        "Spans.add",
         "same.remove(span)  # the last one to say so is the newest",
         "continue",
         "law 3: a token is of the version that sampled this text before, and not of the one that did so last",
@@ -495,6 +564,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
+        "_nearest",
         "min(reversed(same), key=apart)",
         "same[-1]",
         "law 3: a response passes for that of a newer policy which has answered the same",
@@ -502,6 +572,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/control.py",
+        "RolloutControl.spans",
         "self._spans if needed else Spans()",
         "self._spans if self.lags else Spans()",
         "law 3: OpenRLHF: a response that is older than its step passes for one of unknown version",
@@ -509,6 +580,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/spans.py",
+        "Spans._within",
         "np.searchsorted(self._marks, marks[likely])",
         'np.searchsorted(self._marks, marks[likely], side="right")',
         "law 3: which version sampled a token is not found though an engine has said it",
@@ -516,6 +588,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/run.py",
+        "Responses.versions",
         "said.where(between, disputed(said))",
         "said",
         "law 3: an engine may name versions that the trainer knows to be wrong",
@@ -523,6 +596,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/run.py",
+        "Responses.versions",
         "(said < 0) | (last > now)",
         "said < 0",
         "law 3: a sequence that later weights have ended enters the loss where the engine says otherwise",
@@ -530,6 +604,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/run.py",
+        "Responses.versions",
         "(count == 1) & (last > now)",
         "count < 0",
         "law 3: of a sequence of one token the version that ended it is not looked at",
@@ -537,6 +612,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/run.py",
+        "Responses.versions",
         "told.where(last >= first, disputed(first))",
         "told",
         "law 3: a sequence that is said to have ended under an older policy than it began with enters the loss",
@@ -544,6 +620,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/run.py",
+        "SpecRun._who_sampled",
         "bool((mask & ~plain).any()) if lags else self.control.speculating",
         "True",
         "law 3: text of a phase without drafts is judged as drafted text, and never becomes a measure of it",
@@ -551,6 +628,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/witness.py",
+        "witnessed",
         "if said is not None and len(said) and end > start:",
         "if said is not None and len(said):",
         "a turn that ended before the batch's first token stops the run",
@@ -558,6 +636,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/engine/suffix/trees.py",
+        "PromptTrees.remember",
         "self._make_room(rollout, number, self._phase - 1, fresh)",
         "self._make_room(rollout, number, self._phase, fresh)",
         "what other engines sampled drives out what this one did",
@@ -565,6 +644,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/witness.py",
+        "witnessed",
         "mask = batch.mask & seen",
         "mask = seen",
         "law 3: tokens that the policy did not sample are checked",
@@ -572,6 +652,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/rollouts.py",
+        "LatestRollouts.add",
         "for kept in mine})[-_VISITS:]",
         "for kept in mine})[:_VISITS]",
         "the method that remembers keeps the oldest answers to a prompt",
@@ -579,6 +660,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
+        "SpecSession.guarded",
         "            if is_cancelled():\n                raise\n",
         "            raise\n",
         "law 6: a link call that somebody else cancels stops training",
@@ -586,6 +668,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/answers.py",
+        "is_cancelled",
         "asked is None or asked() > 0",
         "asked is None",
         "a run that the user interrupts goes on plain",
@@ -593,6 +676,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "chosen_error",
         "next((error for error in errors if stops_the_run(error)), errors[0] if errors else None)",
         "errors[0] if errors else None",
         "law 2: what must stop the run is lost behind an engine that only fails",
@@ -600,6 +684,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "EngineLink.all",
         "asyncio.gather(*calls, return_exceptions=True)",
         "asyncio.gather(*calls)",
         "law 5: calls are left in flight behind the first that fails",
@@ -607,6 +692,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/manager.py",
+        "call_each",
         "if found.wrapper or found.hookwrapper}",
         "if found.hookwrapper}",
         "a plugin that wraps spec_metrics is called like one that answers it: its metrics vanish",
@@ -614,6 +700,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/manager.py",
+        "call_each",
         "in manager.list_name_plugin():  # in the order",
         "in reversed(manager.list_name_plugin()):  # in the order",
         "wrappers of one hook change places",
@@ -621,6 +708,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/session.py",
+        "SpecSession._plugins_metrics.each",
         "found.append(dict(numbers))",
         "found.append(numbers)",
         "what a wrapper wrote before it failed is logged as the other plugins' metrics",
@@ -628,6 +716,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
+        "SpecSession._check.each",
         "                self.refused = error\n",
         '                self.refused = error if _ == "provenance" else None\n',
         "law 3: a plugin around a third party's guard swallows what it has refused",
@@ -635,6 +724,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
+        "SpecSession.head_start",
         "answer = self.manager.hook.spec_head_start()",
         "answer = getattr(self.manager.get_plugin('controller'), 'head_start', float)()",
         "the head start is asked of our own controller alone: one in its place loses it",
@@ -642,6 +732,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
+        "SpecSession._slowdown",
         "answer = hook(stats=stats)",
         "answer = getattr(self.manager.get_plugin('controller'), 'likely', hook)(stats)",
         "the ledger asks a plugin by another name than a hook's",
@@ -649,6 +740,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SESSION,
+        "SpecSession.fail",
         'words = f"{work.words} {where}".rstrip()',
         "words = work.words",
         "the warning of a plugin's metrics does not say which plugin's they are",
@@ -656,6 +748,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "EngineLink._take_rollouts",
         "if rollout.tokens <= left:",
         "if True:",
         "more rollouts travel than any engine keeps",
@@ -663,6 +756,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "EngineLink._take_rollouts",
         "min(CHUNK_TOKENS, -(-left // giving))",
         "min(CHUNK_TOKENS, left)",
         "one engine's rollouts leave no room for those of the others",
@@ -670,6 +764,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "EngineLink.share_rollouts",
         "for chunk in chunks(parts):",
         "for chunk in [parts]:",
         "all rollouts of a step are packed into one call",
@@ -677,6 +772,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LINKS,
+        "EngineLink._take_rollouts",
         "if left < before else 0",
         "",
         "engines give one rollout after another for which there is no room",

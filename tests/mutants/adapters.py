@@ -16,6 +16,7 @@ _REFUSED = ("test_check_command_verl.py::test_an_objection_names_the_option_and_
 MUTATIONS = (
     Mutation(
         "adapters/spec_plugin_verl/server.py",
+        "_cheaply_stated",
         '"detokenize": bool(sampling.get("stop"))',
         '"detokenize": False',
         "verl: every request that ends at a text is refused by vLLM",
@@ -23,6 +24,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/gate.py",
+        "Gate.spec_set_schedule",
         "        if self._spec_late and any(schedule.table):\n            return self",
         "        if False:\n            return self",
         "law 6: an actor that is late turns drafts on in a phase that was begun without",
@@ -30,6 +32,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/gate.py",
+        "Gate.spec_at_gate",
         "not (self._spec_at_gate or self._spec_given_up >= syncs)",
         "not self._spec_at_gate",
         "an actor that is late waits for the gate of the next sync, and speculation goes off",
@@ -37,6 +40,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/gate.py",
+        "Gate.set_global_steps",
         "        await super().set_global_steps(global_steps)  # type: ignore[misc]\n        self._spec_syncs += 1\n",
         "        self._spec_syncs += 1\n        await super().set_global_steps(global_steps)  # type: ignore[misc]\n",
         "law 5: a sync counts before its weights are in place",
@@ -44,6 +48,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/gate.py",
+        "Gate.wake_up",
         'tags is None or "kv_cache" in tags',
         "True",
         "a replica counts as awake when only its weights are",
@@ -51,6 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/actor.py",
+        "SpecActor._check_bypassed",
         "        run.check_stated(responses)\n        if not self._sampled:\n",
         "        if not self._sampled:\n            run.check_stated(responses)\n",
         "law 3: where the pass is bypassed all mini-batches but the first of a step go unseen",
@@ -58,6 +64,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/actor.py",
+        "SpecActor.train_batch",
         "            self._passed = self._sampled = False\n",
         "",
         "law 3: where the pass is bypassed only the first step is judged",
@@ -65,6 +72,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/actor.py",
+        "SpecActor._check_sample",
         "rollout_in_loss=True, current_weights=True,",
         "rollout_in_loss=True,",
         "with several steps a sync the sample of the second one is judged as if the weights had not moved, and stops the run",
@@ -72,6 +80,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/rollout.py",
+        "SpecServerAdapter.update_weights",
         "if self._ensure_server_handle():",
         "if not self._ensure_server_handle():",
         "a run whose engine was killed waits without an end at the next weight sync",
@@ -79,6 +88,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/diagnosis.py",
+        "missing_for_cpu",
         "    if find_spec(package) is not None:\n        return []\n",
         "    if package:\n        return []\n",
         "doctor, with vLLM's CPU build alone, names a module that cannot be imported, and not what to install",
@@ -86,6 +96,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/doctor.py",
+        "_examine_adapter",
         "switched = list(doctor.on_cpu()) if doctor and _needs_cpu_switches() else []",
         "switched = list(doctor.on_cpu()) if doctor else []",
         "doctor sets the switches for a CPU beside a vLLM for GPUs",
@@ -93,6 +104,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/doctor.py",
+        "_declared",
         'owners = {"spec-plugin", *(',
         'owners = {"spec-plugin"} or {*(',
         "doctor knows the range of no trainer whose adapter is a distribution of its own",
@@ -100,6 +112,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_trl/doctor.py",
+        "wrapped_symbols",
         "    registration.keep_quiet()\n",
         "",
         "doctor, with TRL's flag set, ends with the words that it had no effect",
@@ -107,6 +120,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_trl/registration.py",
+        "look_at",
         'if module.__name__ == ENGINE and not hasattr(module, "LLM"):',
         "if False:",
         "a TRL without vLLM passes the doctor",
@@ -114,6 +128,7 @@ MUTATIONS = (
     ),
     Mutation(
         "testing/spec_plugin_conformance/launch.py",
+        "abort",
         "(p for p in others if p.pid not in starters)",
         "(p for p in psutil.Process().children(recursive=True) if p.pid != driver.pid)",
         "the kit: a run that hangs takes the fork server with it, and all later ones start cold",
@@ -121,6 +136,7 @@ MUTATIONS = (
     ),
     Mutation(
         "testing/spec_plugin_cpu/forks/stand_in.py",
+        "answer",
         'if os.environ.get("RAY_RAYLET_PID") == str(parent):',
         "if False:",
         "where Ray's raylet is killed, the forked workers outlive it",
@@ -128,6 +144,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CHECKPOINTS,
+        "latest",
         "return beside if beside.is_dir() else folder",
         "return folder",
         "a run that was killed while OpenRLHF saved resumes with a draft that knows nothing",
@@ -135,6 +152,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CHECKPOINTS,
+        "waiting",
         "    shutil.rmtree(checkpoints / _WAITING, ignore_errors=True)\n    return checkpoints",
         "    return checkpoints",
         "what a killed save has left is mixed with the next one's",
@@ -142,6 +160,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CHECKPOINTS,
+        "move_in",
         "        shutil.rmtree(theirs / _OURS, ignore_errors=True)  # of this step, before a run went back\n",
         "",
         "law 6: a checkpoint of a step that was saved before turns speculation off",
@@ -149,6 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl_check/options.py",
+        "target_info",
         '"top_p": rollout.top_p,',
         '"top_p": 1.0,',
         "law 3: truncated sampling is not known of, and its log-probs are compared all the same",
@@ -156,6 +176,7 @@ MUTATIONS = (
     ),
     Mutation(
         _VERL,
+        "",
         '("pipeline_model_parallel_size", 1, "pipeline parallel engines", "set it to 1"),',
         "",
         "pipeline parallel engines, where no draft shares the target's weights, start",
@@ -163,6 +184,7 @@ MUTATIONS = (
     ),
     Mutation(
         _VERL,
+        "lora",
         'return "merged" if _value(model, "lora.merge") else "adapter"',
         'return "merged"',
         "LoRA adapters reach the engine unmerged",
@@ -170,6 +192,7 @@ MUTATIONS = (
     ),
     Mutation(
         _VERL,
+        "_handed_to_vllm",
         '"tensor_parallel_size": ("an engine of another size than its replica", rollout.tensor_model_parallel_size),',
         "",
         "an engine of another size than its replica starts",
@@ -177,6 +200,7 @@ MUTATIONS = (
     ),
     Mutation(
         _VERL,
+        "_mode",
         "elif mode == APART and hybrid:",
         "elif mode == APART and not hybrid:",
         "rollouts both beside the actors and apart from them start",
@@ -184,6 +208,7 @@ MUTATIONS = (
     ),
     Mutation(
         _OPENRLHF,
+        "objections",
         "flags.lora_rank > 0,",
         "flags.lora_rank > 1024,",
         "LoRA, whose adapters vLLM does not load from OpenRLHF, starts",
@@ -191,6 +216,7 @@ MUTATIONS = (
     ),
     Mutation(
         _OPENRLHF,
+        "objections",
         'flags.param_dtype != "bf16",',
         'flags.param_dtype == "fp32",',
         "actors of another dtype than the engine start",
@@ -198,6 +224,7 @@ MUTATIONS = (
     ),
     Mutation(
         _GATE,
+        "Gate._spec_wait",
         "raise LosslessError(self._spec_problem)",
         "logger.warning(self._spec_problem)",
         "law 2: an engine that does not sample from the target rolls out all the same",
@@ -205,6 +232,7 @@ MUTATIONS = (
     ),
     Mutation(
         _GATE,
+        "Gate.abort_all_requests",
         "self._spec_front.interrupted = True",
         "self._spec_front.interrupted = False",
         "law 3: nobody knows that responses were cut short and went on under another policy",
@@ -212,27 +240,31 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/engine/sleep.py",
+        "SleepState.awake",
         "if again := [part for part in PARTS if part not in before]:",
         "if again := [part for part in PARTS if part in before]:",
         "an engine that slept is left awake in the trainer's memory",
-        ("engine/test_sleep.py",),
+        ("test_sleep.py",),
     ),
     Mutation(
         "spec_plugin/engine/schedule/pause.py",
+        "_idle_on_v2",
         'arguments.get("num_speculative_tokens"):',
         "False:",
         "a step that was scheduled before the pause verifies what was drafted long ago, for other requests",
-        ("engine/test_pause.py",),
+        ("test_pause.py",),
     ),
     Mutation(
         "spec_plugin/engine/schedule/pause.py",
+        "_idle_on_v2",
         'if arguments.get("dummy_run") or',
         'if arguments.get("dummy") or',
         "a paused draft leaves the ranks that keep step with it waiting",
-        ("engine/test_pause.py",),
+        ("test_pause.py",),
     ),
     Mutation(
         "adapters/spec_plugin_verl/weights.py",
+        "PolicyStream.complete",
         "        if not base_sync_done:\n            self._base = tap.kept\n            return False\n",
         "        if not base_sync_done:\n            self._base = tap.kept\n",
         "the draft is tested on the base, whose adapters are yet to come",
@@ -240,6 +272,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WEIGHTS,
+        "PolicyStream.complete",
         "            self._base = tap.kept\n            return False\n",
         "            return True\n",
         "verl with adapters: the phase begins between the two streams of the first sync, with a draft that has no embedding",
@@ -247,6 +280,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WEIGHTS,
+        "PolicyStream.complete",
         "tap.kept |= self._base",
         "pass",
         "verl with adapters: embedding and head are forgotten at the second sync",
@@ -254,6 +288,7 @@ MUTATIONS = (
     ),
     Mutation(
         _STANDALONE,
+        "Standalone._begin_phase",
         "self._error, problem = error, str(error) or type(error).__name__",
         "problem = str(error) or type(error).__name__",
         "law 2: separate_async: a failed self-test in the thread stops nothing",
@@ -261,6 +296,7 @@ MUTATIONS = (
     ),
     Mutation(
         _STANDALONE,
+        "Standalone.wait",
         "self._thread.join()\n            self._thread = None",
         "self._thread = None",
         "separate_async: an update begins while the phase before it still begins",
@@ -268,6 +304,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/batches.py",
+        "_span",
         "return (-1, -1) if low is None or high is None else (int(low), int(high))",
         "return (int(low or 0), int(high or 0))",
         "law 3: verl: a sequence of unknown version is taken for one of version 0",
@@ -275,6 +312,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/actor.py",
+        "SpecActor.infer_batch",
         "or self.engine_config.forward_only or self._without_adapter:",
         "or self.engine_config.forward_only:",
         "law 3: a LoRA run stops because its reference's log-probs are not the policy's, and the draft learns the base's states",
@@ -282,6 +320,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/actor.py",
+        "SpecActor.disable_adapter",
         "        finally:\n            self._without_adapter = False\n",
         "        finally:\n            pass\n",
         "law 3: behind the reference's pass nothing is judged any more",
@@ -289,6 +328,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl/actor.py",
+        "SpecActor._check_sample",
         "tu.assign_non_tensor(few, distillation_use_topk=False, distillation_only=False)",
         "pass",
         "a run that distils and bypasses the log-prob pass dies of the one that is made for it",
@@ -296,6 +336,7 @@ MUTATIONS = (
     ),
     Mutation(
         _VERL,
+        "_handed_to_vllm",
         '"enable_expert_parallel": ("expert parallel engines", False),',
         "",
         "expert parallel engines start by vLLM's own option",
@@ -303,6 +344,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl_check/actors.py",
+        "_routing_replay",
         'if getattr(getattr(options, "router_replay", None), "mode", None) == "R3":',
         "if False:",
         "the routes of drafted tokens that were rejected reach the actor",
@@ -310,6 +352,7 @@ MUTATIONS = (
     ),
     Mutation(
         _VERL,
+        "_adapter_without_rank",
         "and lora(model) is None and wanted and misses_an_adapter():",
         "and wanted and misses_an_adapter():",
         "LoRA runs that begin with an adapter are refused",
@@ -317,6 +360,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl_check/fields.py",
+        "fields_of",
         "        fields |= inherited\n",
         "        pass\n",
         "options that a dataclass of verl's has from the one above it are refused",
@@ -324,6 +368,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters/spec_plugin_verl_check/fields.py",
+        "unknown_fields",
         '            if not any(one == option or one.startswith(f"{option}.") for one in said):\n',
         "            if True:\n",
         "what hydra refuses is refused twice",
@@ -331,6 +376,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/cache.py",
+        "kept",
         "rank + turned if rank else 2 * heads * width",
         "2 * heads * width",
         "the check says that a draft of plain heads takes no more cache than a layer of latent attention",

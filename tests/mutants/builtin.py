@@ -20,6 +20,7 @@ _LEDGER, _HUB = "spec_plugin/ledger.py", "spec_plugin/hub.py"
 MUTATIONS = (
     Mutation(
         "spec_plugin/step_cost/without.py",
+        "times_as_long",
         "ratio = np.where(found.share > 0.0, ratio, np.minimum(1.0, ratio))",
         "pass",
         "a phase without a single draft is said to have saved minutes",
@@ -27,6 +28,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LEDGER,
+        "Ledger.rolled_out",
         "self._judge_hidden(max(waited, most) / phase)",
         "self._judge_hidden(waited / phase)",
         "law 7: drafts that hide the rollouts are taken away, since nobody waits for rollouts while they serve",
@@ -34,6 +36,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LEDGER,
+        "Ledger.rolled_out",
         "        self.works()  # some trainers wait",
         "        self._idle_since = None  # some trainers wait",
         "law 7: drafts are off for ever where the trainer waits for its rollouts in the weight sync",
@@ -41,6 +44,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LEDGER,
+        "Ledger.rolled_out",
         "            longer = without - behind\n",
         "",
         "generation that is hidden behind training counts as saved",
@@ -48,6 +52,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LEDGER,
+        "Ledger.spent",
         "self._spent += 0.0 if self._inside else seconds",
         "self._spent += seconds",
         "work within other work costs twice",
@@ -55,6 +60,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/model.py",
+        "CostModel.at_usual_speed",
         "if not known or not alike or self.problem is not None:",
         "if not alike or self.problem is not None:",
         "law 6: a rollout of which no step was timed turns the controller off",
@@ -62,6 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/model.py",
+        "CostModel.observe",
         "seen.append(Seen(t.seconds, t.batch, t.context, t.steps))",
         "seen.append(Seen(t.seconds, key[0], t.context, t.steps))",
         "law 7: what steps of few requests took is taken for that of the largest batch of their band",
@@ -69,6 +76,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/model.py",
+        "CostModel.observe",
         "key = (band_of(t.batch), t.k, t.paused)",
         "key = (round(t.batch * 1e6), t.k, t.paused)",
         "what the controller keeps, and its time, grow with the run",
@@ -76,6 +84,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/model.py",
+        "CostModel.observe",
         "                del seen[0]\n",
         "                break\n",
         "what the controller keeps of each band grows with the run",
@@ -83,6 +92,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/fit.py",
+        "",
         "_LAST = 1.5",
         "_LAST = 1.0",
         "law 7: what a full batch would take with drafts is told by two steps that are nearly alike",
@@ -90,6 +100,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/bands.py",
+        "band_of",
         "math.ceil(batch - _ROUNDING) - 1",
         "math.ceil(batch) - 1",
         "steps of one batch size are taken for those of a larger one, as floats are rounded",
@@ -97,6 +108,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/bands.py",
+        "middle",
         "return mean(chosen)._replace(steps=steps)",
         "return mean(chosen)._replace(steps=steps, batch=mean(ordered).batch)",
         "law 7: the seconds of a band's middle are told of the mean of all its sizes",
@@ -104,6 +116,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "_plain_and_own",
         "nothing, always = np.zeros_like(kinds.k), np.ones_like(kinds.paused)",
         "nothing, always = np.zeros_like(kinds.k), kinds.paused",
         "what a draft costs that only reads is not seen in what was saved",
@@ -111,6 +124,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "_shared",
         "scale = found * forwards / np.where(expected > 0.0, expected, 1.0)",
         "scale = 1.0",
         "what was expected to be accepted counts as saved, and not what was",
@@ -118,6 +132,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "_Steps.stands_for",
         "return 1.0 + self.share * (self.tokens - 1.0)",
         "return self.tokens",
         "requests of the control group count as if they had been drafted",
@@ -125,6 +140,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "times_as_long_at_most",
         "plain * (found.tokens - 1.0)",
         "plain * found.share * (found.tokens - 1.0)",
         "law 7: drafts are taken away where the last request is one that had them, and others had none",
@@ -132,6 +148,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "times_as_long_at_most",
         "found.steps * found.plain * slow)",
         "found.steps * found.plain)",
         "law 7: drafts are taken away where the machine is slower than it was at start-up",
@@ -139,6 +156,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "times_as_long_at_most",
         "slow = max(1.0, _slow",
         "slow = max(0.0, _slow",
         "law 7: drafts are taken away where drafted steps were timed too long at start-up",
@@ -146,6 +164,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "_plain_and_own",
         "drafted - (1.0 - share) * np.maximum(0.0, drafted - passes)",
         "drafted",
         "law 7: drafts are taken away since steps with few of them are taken to be as long as those with many",
@@ -153,6 +172,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "times_as_long",
         "np.minimum(found.seconds, found.steps * found.own * slow)",
         "found.seconds",
         "reading prompts counts as if drafts had saved it",
@@ -160,6 +180,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "times_as_long",
         "np.minimum(found.seconds, found.steps * found.own * slow)",
         "found.steps * found.own * slow",
         "of a step more counts as decoding than it took",
@@ -167,6 +188,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/chances.py",
+        "kept_of",
         "max(0.0, 1.0 - past / accepted)",
         "1.0",
         "law 7: tokens beyond the end of a response count as made",
@@ -174,6 +196,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/break_even/acceptance.py",
+        "AcceptanceEstimate.rolled_out",
         " if self._kept_age < _LOOK_AGAIN else ()",
         "",
         "once answers were short, no more is drafted than those had room for, however long they grow",
@@ -181,6 +204,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "OwnLoad.factor",
         "sorted(self._slow)[len(self._slow) // 4]",
         "max(self._slow)",
         "somebody else's load is taken for the run's own, and less is told than was saved",
@@ -188,6 +212,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "times_as_long",
         "(found.stands_for * found.plain / found.own + own_load - 1.0) / own_load",
         "found.stands_for * found.plain / found.own",
         "the run's own work beside the engine counts as if drafts had spared it",
@@ -195,6 +220,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/model.py",
+        "CostModel.at_usual_speed",
         "bool(self._contexts) or 0.0 < longest <= _LONGER * self._calibrated",
         "bool(self._contexts)",
         "plain steps are taken to be as slow as those of the first rollout, which was cold",
@@ -202,6 +228,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "_plain_and_own",
         "reading if at_most else plain + np.maximum(1.0, kinds.k) * (reading - plain)",
         "reading",
         "what requests without a draft pay for the others' passes counts as saved",
@@ -209,6 +236,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/break_even/acceptance.py",
+        "AcceptanceEstimate.rolled_out",
         "self._kept[len(kept) :] if self._kept_age < _LOOK_AGAIN else ()",
         "()",
         "how soon responses end is forgotten where fewer tokens are drafted, and too many are again",
@@ -216,6 +244,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "_tokens_made",
         "found = np.where(forwards[of] > 0.0, found, whole)",
         "found = whole",
         "what drafts saved is told by the rollout's mean acceptance, and its tail is drafted best",
@@ -223,6 +252,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WITHOUT,
+        "_tokens_made",
         "return np.maximum(found, whole) if at_most else found",
         "return found",
         "law 7: drafts are taken away for a few steps at a batch size that by chance have shown few tokens",
@@ -230,6 +260,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LEDGER,
+        "Ledger._most_without",
         "(stats.busy_seconds or stats.seconds) * max",
         "stats.busy_seconds * max",
         "law 7: drafts are taken away where an engine says nothing of its steps",
@@ -237,6 +268,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/chances.py",
+        "acceptance_of",
         "for k, count in stats.drafted_by_k if k > i",
         "for k, count in [(s.k, s.batch * s.steps) for s in stats.steps] if k > i",
         "acceptance by position is taken from the few steps that are alike",
@@ -244,6 +276,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/session.py",
+        "SpecSession.rollout_end",
         "self.ledger.rolled_out(stats, usual, most)",
         "self.ledger.rolled_out(stats, usual)",
         "what the controller knows of the most that drafts can have saved does not reach the ledger",
@@ -251,6 +284,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PACE,
+        "Pace.judged",
         "top >= _NEARLY_ALL * most",
         "top >= most",
         "a draft that accepts nearly all is trained as much as one that learns",
@@ -258,6 +292,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PACE,
+        "Pace.judged",
         "elif (1.0 - _FALLS) * before <= now < (1.0 + _RISES) * before:",
         "elif now < (1.0 + _RISES) * before:",
         "training is halved while acceptance falls",
@@ -265,6 +300,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PACE,
+        "Pace.judged",
         "self._held = now if settled else max(self._held, now)",
         "self._held = now",
         "a draft that less training lets fall a little at a time is let fall",
@@ -272,6 +308,7 @@ MUTATIONS = (
     ),
     Mutation(
         _HUB,
+        "",
         '_FILES = ("*.json", "*.safetensors", MASK_EMBEDDING)',
         '_FILES = ("*",)',
         "law 8: all that a stranger keeps beside a draft is fetched, code and pickles among it",
@@ -279,6 +316,7 @@ MUTATIONS = (
     ),
     Mutation(
         _HUB,
+        "known_draft",
         '    fitting = [row for row in table["drafts"] if _fits(row["shape"], target.hf_config)]',
         '    fitting = list(table["drafts"])',
         "a draft of another model is named for a policy",
@@ -286,6 +324,7 @@ MUTATIONS = (
     ),
     Mutation(
         _RULES,
+        "",
         "MEASURED = 8",
         "MEASURED = 4",
         "law 3: a correct asynchronous run is stopped where two requests of the control group happen to be quiet",
@@ -293,6 +332,7 @@ MUTATIONS = (
     ),
     Mutation(
         _WINDOWS,
+        "_pieces",
         "start = i * room + rng.randrange(room - size + 1)",
         "start = i * room",
         "law 3: what goes wrong late in a response is never looked at",
@@ -300,6 +340,7 @@ MUTATIONS = (
     ),
     Mutation(
         _EXACT,
+        "by_lag",
         "(counts.nonzero().flatten() + least)",
         "counts.nonzero().flatten()",
         "law 3: tokens that lag are judged as those of another lag",
@@ -307,6 +348,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference.coarse",
         "median(means) > rules.COARSE_FLOAT32 *",
         "median(means) > 1e3 * rules.COARSE_FLOAT32 *",
         "law 3: a float32 run whose sync rounds to bfloat16 from the first step is told nothing",
@@ -314,6 +356,7 @@ MUTATIONS = (
     ),
     Mutation(
         _EXACT,
+        "check_finite",
         "values.isfinite() & (values <= _ABOVE_ZERO)",
         "~values.isnan()",
         "law 3: infinite and positive log-probs enter the loss",
@@ -321,6 +364,7 @@ MUTATIONS = (
     ),
     Mutation(
         _EXACT,
+        "_refuse_versions",
         "wrong.any(-1)",
         "wrong[:, 0]",
         "law 3: a sequence that another policy has ended enters the loss",
@@ -328,6 +372,7 @@ MUTATIONS = (
     ),
     Mutation(
         _EXACT,
+        "by_lag",
         ".masked_fill(versions == later, 1)",
         ".masked_fill(versions == later, 0)",
         "law 3: text of unknown age is judged as if it were this policy's",
@@ -335,6 +380,7 @@ MUTATIONS = (
     ),
     Mutation(
         _GUARD,
+        "ProvenanceGuard.spec_check_stated",
         'check_finite("rollout", batch.rollout, batch.mask)\n        check_versions(batch)\n',
         'check_finite("rollout", batch.rollout, batch.mask)\n',
         "law 3: where the pass is bypassed another version's samples enter the loss",
@@ -342,6 +388,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference.judge",
         "if self._lag and before != version:",
         "if False:",
         "law 3: drafted text of several steps, of which each moved the policy by another length, is judged as one",
@@ -349,6 +396,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference.learn",
         "not drafted and self._too_far(whole, Windows(), rules.DOUBT_LEVEL) is not None",
         "False",
         "law 3: a wrong phase without drafts teaches that wrong is normal",
@@ -356,6 +404,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference.learn",
         "before = doubtful if known else phases.pop() if",
         "before = doubtful if known else None if",
         "law 3: the pieces of a wrong phase that came before the alarm teach that wrong is normal",
@@ -363,6 +412,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference.control",
         "phase.version == version if self._lag else",
         "False if self._lag else",
         "law 3: plain text of the other micro-batches of a step says nothing where the policy has moved",
@@ -370,6 +420,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference._measured_steps",
         "for plain in steps if median(plain) > rules.SMALLEST]",
         "for plain in steps]",
         "a step that has moved nothing stops the run at the next one",
@@ -377,6 +428,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/break_even/controller.py",
+        "BreakEvenController._choose",
         "and (ready or self.acceptance_curve is not None)",
         "and (not self.states.tried or self.acceptance_curve is not None)",
         "law 7: a method without training is off for ever after a first try that showed too little",
@@ -384,6 +436,7 @@ MUTATIONS = (
     ),
     Mutation(
         _ACCEPTANCE,
+        "AcceptanceEstimate.rolled_out",
         "        self.age += not drafted\n",
         "        self.age += not drafted\n        self._measured = None\n",
         "law 7: a method without training is off for ever after one plain phase",
@@ -391,6 +444,7 @@ MUTATIONS = (
     ),
     Mutation(
         _GUARD,
+        "ProvenanceGuard.spec_check_logprobs",
         "elif batch.rollout_in_loss:",
         "elif False:",
         "law 3: log-probs of a truncated distribution enter the loss",
@@ -398,6 +452,7 @@ MUTATIONS = (
     ),
     Mutation(
         _GUARD,
+        "ProvenanceGuard._compare",
         "(batch.drafted == Drafts.ON)",
         "(batch.drafted == Drafts.OFF)",
         "law 3: what was drafted is not judged",
@@ -405,6 +460,7 @@ MUTATIONS = (
     ),
     Mutation(
         _GUARD,
+        "ProvenanceGuard._compare",
         "(batch.drafted == Drafts.ON)",
         "(batch.drafted == Drafts.CONTROL)",
         "law 3: in a phase with a control group drafted text is not judged, and is the measure of it",
@@ -412,6 +468,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference._in_force",
         "return [] if as_far else [(rules.FIRST_STEP, control), (rules.FIRST_LAG, ())]",
         "return []",
         "law 3: in the first steps with a lag nothing is held against the control group",
@@ -419,6 +476,7 @@ MUTATIONS = (
     ),
     Mutation(
         _RULES,
+        "",
         'f"{_LAST}, at this lag", JUMP_FACTOR, MOVE_FLOOR)',
         'f"{_LAST}, at this lag", JUMP_FACTOR, MAX_MOVE)',
         "law 3: text without plain text beside it may be as far off as no step moves the policy, whatever other steps did",
@@ -426,6 +484,7 @@ MUTATIONS = (
     ),
     Mutation(
         _GUARD,
+        "ProvenanceGuard.spec_load",
         'if found["of"] == self._kind:',
         'if found["of"]:',
         "law 3: a resumed run is judged by what another dtype showed",
@@ -433,6 +492,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference.judge_sequences",
         "in means.items() if mean > bound}",
         "in means.items() if mean > 10 * bound}",
         "law 3: one sequence of another model enters the loss",
@@ -440,6 +500,7 @@ MUTATIONS = (
     ),
     Mutation(
         _RULES,
+        "",
         '"bfloat16": _each(0.1, 3.0)',
         '"bfloat16": _each(1.0, 3.0)',
         "law 3: the bfloat16 tolerance of means is ten times wider",
@@ -447,6 +508,7 @@ MUTATIONS = (
     ),
     Mutation(
         _RULES,
+        "",
         '"bfloat16": _each(0.1, 3.0)',
         '"bfloat16": _each(0.1, 30.0)',
         "law 3: the bfloat16 tolerance of single tokens is ten times wider",
@@ -454,6 +516,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference.learn",
         "phase = PlainPhase(version, Windows(whole.means[:KEPT], whole.maxima[:KEPT]), drafted)",
         "phase = PlainPhase(version, whole, drafted)",
         "the baseline's cap: one long phase outweighs all others, and the checkpoint grows",
@@ -461,6 +524,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference.__init__",
         "deque(maxlen=rules.PHASES)",
         "deque()",
         "the baseline's cap: plain text of the run's first day still sets the tolerance",
@@ -468,6 +532,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference._in_force",
         "            return [(rules.DRIFTED if as_far else rules.SAME_POLICY, known)]",
         "            return [] if as_far else [(rules.SAME_POLICY, known)]",
         "law 3: a wrong sync passes for drift, since plain requests show it, too",
@@ -475,6 +540,7 @@ MUTATIONS = (
     ),
     Mutation(
         _RULES,
+        "Precision.of",
         "key=DTYPES.index), 1.0 / temperature)",
         "key=DTYPES.index), temperature)",
         "law 3: a low temperature stops correct runs, a high one hides faults",
@@ -482,6 +548,7 @@ MUTATIONS = (
     ),
     Mutation(
         _RULES,
+        "Precision.of",
         "cls(max(target.dtype",
         "cls(min(target.dtype",
         "law 3: the finer of the two dtypes sets the tolerance",
@@ -489,6 +556,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference.control",
         "len(now) < rules.CONTROL and phase.version >= version - rules.CONTROL_AGE",
         "len(now) < rules.CONTROL",
         "law 3: a control group of long ago excuses what is wrong now",
@@ -496,6 +564,7 @@ MUTATIONS = (
     ),
     Mutation(
         _REFERENCE,
+        "Reference.control",
         "now += phase.plain if phase.drafted else Windows()",
         "now += phase.plain",
         "law 3: phases without drafts pass for the control group of this one",
@@ -503,6 +572,7 @@ MUTATIONS = (
     ),
     Mutation(
         _EXCEEDANCE,
+        "exceedance_test",
         "(min(1.0, 2 * exceedance_p(above, n, r, m)), bound)",
         "(exceedance_p(above, n, r, m), bound)",
         "law 3: two tests at the level of one: correct runs are stopped twice as often",
@@ -510,6 +580,7 @@ MUTATIONS = (
     ),
     Mutation(
         _EXCEEDANCE,
+        "exceedance_test",
         "bound = max(factor * ordered[r - 1], floor)",
         "bound = factor * ordered[r - 1]",
         "law 3: rounding stops a run whose plain text agreed to the last bit",
@@ -517,6 +588,7 @@ MUTATIONS = (
     ),
     Mutation(
         _METRICS,
+        "MetricsSink.spec_refreshed",
         "self._refused += not report.installed",
         "self._refused = int(not report.installed)",
         "refused refreshes are not counted over the run",
@@ -524,6 +596,7 @@ MUTATIONS = (
     ),
     Mutation(
         _METRICS,
+        "MetricsSink.spec_metrics",
         "        self._harvest_ms, self._harvest_tokens = 0.0, 0\n        return out",
         "        return out",
         "the harvest of all steps is reported as this one's",
@@ -531,6 +604,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/events.py",
+        "RolloutStats.acceptance_length",
         "return 1.0 + self.accepted_tokens / self.drafts if",
         "return self.accepted_tokens / self.drafts if",
         "the acceptance length lacks the bonus token",
@@ -538,6 +612,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/events.py",
+        "SelfTestReport.out_of_time",
         "not self.passed and all(c.passed or c.out_of_time for c in self.checks)",
         "not self.passed and any(c.out_of_time for c in self.checks)",
         "law 2: a fault passes for want of time",
@@ -545,6 +620,7 @@ MUTATIONS = (
     ),
     Mutation(
         _TRAINER,
+        "DraftTraining.spec_draft_weights",
         "tensors = self._trainer.engine_tensors(getattr(torch, self._target.dtype))",
         "tensors = self._trainer.engine_tensors()",
         "law 5: the draft is sent in another dtype than is served, so its digest is not the engine's",
@@ -552,13 +628,15 @@ MUTATIONS = (
     ),
     Mutation(
         "draft_training/buffer.py",
+        "HiddenBuffer.without",
         "            self._documents = before\n",
         "            pass\n",
         "text that a draft was measured on is never learnt from",
-        ("draft_training/test_draft_buffer.py",),
+        ("test_draft_buffer.py",),
     ),
     Mutation(
         "spec_plugin/builtin/held_out.py",
+        "HeldOut.tokens",
         "return min(MOST, int(payable * (1.0 + 1e-9))) if payable >= LEAST else 0",
         "return MOST",
         "measuring the draft takes the time in which it should be trained",
@@ -566,6 +644,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/trainer.py",
+        "DraftTraining._train_and_measure",
         "held = buffer.newest(min(tokens, int(_HELD_BACK * buffer.tokens)) if unseen else 0, EACH)",
         "held = buffer.newest(0, EACH)",
         "law 7: a newborn draft is served before anything is known of it",
@@ -573,6 +652,7 @@ MUTATIONS = (
     ),
     Mutation(
         _ACCEPTANCE,
+        "AcceptanceEstimate._compare",
         "max(0.0, min(1.0, ratio, 0.5 * self._correction + 0.5 * ratio))",
         "max(0.0, min(1.0, 0.5 * self._correction + 0.5 * ratio))",
         "law 7: a draft that training praises in vain is believed for a while",
@@ -580,6 +660,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROLLER,
+        "BreakEvenController.spec_refreshed",
         "        if report.installed:\n            self.acceptance_estimate",
         "        if True:\n            self.acceptance_estimate",
         "law 7: a refused draft's promise decides what is served",
@@ -587,6 +668,7 @@ MUTATIONS = (
     ),
     Mutation(
         _ACCEPTANCE,
+        "AcceptanceEstimate._accepted",
         "return (first * self._correction, *more, 0.0)",
         "return (first * self._correction, *more)",
         "law 7: tokens beyond what training unrolls are promised",
@@ -594,6 +676,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROLLER,
+        "BreakEvenController._judged",
         "slower = drafted and self.judge.slower and not self._fixed",
         "slower = False",
         "law 7: steps that are slower with drafts than plain ones beside them change nothing",
@@ -601,6 +684,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROLLER,
+        "BreakEvenController.spec_head_start",
         "left = config.head_start * self._plain_seconds - self._granted",
         "left = config.head_start * self._plain_seconds",
         "law 7: the head start is granted anew in each step",
@@ -608,6 +692,7 @@ MUTATIONS = (
     ),
     Mutation(
         _STATES,
+        "States.rolled_out",
         "self._rest, self._next_rest = self._next_rest, min(REST, 2 * self._next_rest)",
         "self._rest = self._next_rest",
         "law 7: drafts that lose again and again are tried as often as ever",
@@ -615,6 +700,7 @@ MUTATIONS = (
     ),
     Mutation(
         _STATES,
+        "",
         "    (_RESTING, Sign.DUE): _TRYING,\n",
         "",
         "law 7: a draft that rests is never tried again",
@@ -622,6 +708,7 @@ MUTATIONS = (
     ),
     Mutation(
         _JUDGE,
+        "Judge.hear",
         "pair.plain_seconds * paused / pair.drafted_seconds",
         "pair.plain_seconds / pair.drafted_seconds",
         "law 7: plain decoding is taken to be as slow as it is while the draft reads",
@@ -629,6 +716,7 @@ MUTATIONS = (
     ),
     Mutation(
         _JUDGE,
+        "Judge._take",
         "[max(1.0, c) * (1.0 - s * gain)",
         "[c * (1.0 - s * gain)",
         "law 7: a draft that was good for long may be slow for long",
@@ -636,6 +724,7 @@ MUTATIONS = (
     ),
     Mutation(
         _JUDGE,
+        "Judge._take",
         "gain = max(-_MOST, min(_MOST, self._of_all(ratio + math.log(tokens(k)))))",
         "gain = self._of_all(ratio + math.log(tokens(k)))",
         "one burst on the machine convicts a good draft",
@@ -643,6 +732,7 @@ MUTATIONS = (
     ),
     Mutation(
         _JUDGE,
+        "Judge.hear",
         "self._reading = reading / (drafted + reading) if drafted + reading > 0.0 else 0.0",
         "self._reading = 0.0",
         "law 7: batch sizes at which the draft only reads cost nothing",
@@ -650,6 +740,7 @@ MUTATIONS = (
     ),
     Mutation(
         _COST,
+        "CostModel.at_usual_speed",
         "replace(t, seconds=t.seconds / usual)",
         "replace(t, seconds=t.seconds)",
         "a busy machine makes drafts look dear that were timed on it",
@@ -657,6 +748,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PLAN,
+        "threshold",
         "if acceptance > break_even * (",
         "if acceptance >= break_even * (",
         "law 7: drafts that gain nothing are served",
@@ -664,6 +756,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PLAN,
+        "best",
         "if speedup > (1.0 if serving else MARGIN) else no_drafts(size)",
         "if speedup > 1.0 else no_drafts(size)",
         "law 7: noise switches speculation on",
@@ -671,6 +764,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PLAN,
+        "load_of",
         "drafted in alike + mixed:",
         "drafted in alike:",
         "k is chosen for small batches, where large ones have one request of the control group",
@@ -678,6 +772,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROLLER,
+        "BreakEvenController.spec_slowdown_without_drafts",
         "own_load=self._own_load.factor), stats, max)",
         "own_load=self._own_load.factor), stats, min)",
         "a burst on the machine counts as time that drafts have saved",
@@ -685,6 +780,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROLLER,
+        "BreakEvenController.spec_max_slowdown_without_drafts",
         "self._without(times_as_long_at_most, stats, min)",
         "self._without(times_as_long_at_most, stats, max)",
         "law 7: drafts are taken away after a burst on the machine",
@@ -692,6 +788,7 @@ MUTATIONS = (
     ),
     Mutation(
         _JUDGE,
+        "Judge.hear",
         " + sum(m.seconds for m in mixed)",
         "",
         "law 7: a draft is taken to read more than it drafts where some request of each batch is of the control group",
@@ -699,13 +796,15 @@ MUTATIONS = (
     ),
     Mutation(
         _PLAN,
-        "bytes_of(b, fit) <= seen + room",
-        "bytes_of(b, fit - 1) <= seen + room",
+        "fit_sampler_memory",
+        "bytes_of(batches, k) <= seen + room",
+        "bytes_of(batches, k - 1) <= seen + room",
         "the sampler's tensors are larger than the room that was left for them",
         ("test_plan.py",),
     ),
     Mutation(
         _CHANCES,
+        "conditional_acceptance",
         "        out.append(accepted / reached)\n        reached = accepted",
         "        out.append(accepted / reached)",
         "law 7: chances of later positions are taken from all steps, not from those that came so far",
@@ -713,6 +812,7 @@ MUTATIONS = (
     ),
     Mutation(
         _COST,
+        "positive",
         "math.isfinite(seconds) and seconds > 0.0",
         "not seconds <= 0.0",
         "law 7: a timing that is no number spoils the cost model",
@@ -720,6 +820,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/methods/tables.py",
+        "",
         '"draft_vocab_size", "aux_layers")',
         '"draft_vocab_size",)',
         "an option that a method does not have is ignored without a word",
@@ -727,6 +828,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/methods/eagle3.py",
+        "Eagle3Method.spec_method",
         "ready=config.draft is not None",
         "ready=True",
         "law 7: a newborn draft, which knows nothing, is served from the first step",
@@ -734,6 +836,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SERVED,
+        "_holds",
         'digest(load_file(folder / "model.safetensors")) == digest_of',
         '(folder / "model.safetensors").is_file()',
         "law 8: a draft that somebody changed in the cache is served",
@@ -741,6 +844,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SERVED,
+        "cache_root",
         "found.st_uid != os.getuid() or found.st_mode & 0o022 or",
         "found.st_uid != os.getuid() or",
         "law 8: drafts are kept where others may write",
@@ -748,6 +852,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SERVED,
+        "_prune",
         "if ages[old] > _FRESH:",
         "if old.exists():",
         "the draft of another run that just starts is removed",
@@ -755,6 +860,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/registry.py",
+        "built_in_methods",
         '"auto": AutoMethod(methods)',
         '"auto": AutoMethod({**methods, "suffix": SuffixMethod()})',
         "what method=auto has chosen remembers nothing: its memory is no plugin's",
@@ -762,6 +868,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/train/run.py",
+        "_split",
         "[rollout for rollout in rollouts if rollout.prompt not in held]",
         "[rollout for rollout in rollouts if rollout not in firsts.values()]",
         "a draft is measured on prompts that it was trained on",
@@ -769,6 +876,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/rank_engines.py",
+        "RanksLink._refresh",
         "        self._served_before = self._serves  # whatever comes of this one\n",
         "",
         "a rank whose engine refused goes back one draft too far",
@@ -776,6 +884,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/experts.py",
+        "Experts.touched",
         "** (evenness * tokens)",
         "** tokens",
         "law 7: tokens that are alike are taken to read experts of their own",
@@ -783,6 +892,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/break_even/plan.py",
+        "fit_sampler_memory.bytes_of",
         "14 * b * (k + 1) + 8 * b * k",
         "14 * b * (k + 1)",
         "the sampler of V1 takes more memory than is counted",
@@ -790,6 +900,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/builtin/break_even/controller.py",
+        "BreakEvenController._in_chunks",
         ".v2 and v2_verifies_in_chunks()",
         ".refused",
         "the memory of V1's sampler bounds what V2 drafts",

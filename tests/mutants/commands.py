@@ -17,6 +17,7 @@ _PROJECTING, _LENGTHS, _SHAPES, _ROLLOUT = (
 MUTATIONS = (
     Mutation(
         "spec_plugin/manager.py",
+        "ask_method",
         "                refuse_code(Path(config.draft))\n",
         "                pass\n",
         "law 8: a draft's code runs under the policy's trust_remote_code",
@@ -24,6 +25,7 @@ MUTATIONS = (
     ),
     Mutation(
         "draft_training/files.py",
+        "without_code",
         "        name: without_code(value) if isinstance(value, Mapping) else value\n",
         "        name: value\n",
         "law 8: code that a part of a draft's config.json names is not seen",
@@ -31,6 +33,7 @@ MUTATIONS = (
     ),
     Mutation(
         "draft_training/small_lm.py",
+        "own_fields",
         "for name, value in without_code(hf).items()",
         "for name, value in hf.items()",
         "law 8: what is served names code",
@@ -38,6 +41,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/session.py",
+        "SpecSession._check",
         "            if self.refused is not None:\n                raise self.refused\n",
         "",
         "law 3: a plugin around the guard swallows what it has refused",
@@ -45,6 +49,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/session.py",
+        "SpecSession.fail",
         "False, work.reason\n",
         "False, Reason.OTHER_TROUBLE\n",
         "the log does not say in what drafting failed",
@@ -52,6 +57,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/control.py",
+        "RolloutControl.synced",
         "self.session.recovering, self._tested, self._anew = False, 0 if unsent else None, True",
         "self._tested, self._anew = 0 if unsent else None, True",
         "a run that drafts again is logged as one that recovers",
@@ -59,6 +65,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/session.py",
+        "SpecSession.metrics",
         "self._recovery.left is None\n        trouble",
         "self._recovery.left is not None\n        trouble",
         "trouble that is tried again is logged as given up",
@@ -66,6 +73,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/speculation.py",
+        "in_force",
         "    if known or chosen == Speculation.DROPPED:",
         "    if chosen is not None:",
         "engines that draft although the controller chose not to are logged as resting",
@@ -73,6 +81,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CONTROLLER,
+        "BreakEvenController.spec_metrics",
         "Speculation.DROPPED if self._dropped and not self._plan.speculates else None",
         "None",
         "a draft that was dropped within the rollout is logged as one that rests",
@@ -80,6 +89,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/outside.py",
+        "_Limited.chunks",
         "            if self._left < 0:\n",
         "            if False:\n",
         "a few KiB that unpack to GiB take all of the memory",
@@ -87,6 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/engine_limits.py",
+        "Split.fits",
         "if self.replicable and ranks > self.count:",
         "if ranks > self.count:",
         "check accepts a policy of 3 attention heads over 6 tensor parallel ranks, which vLLM refuses",
@@ -94,6 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/engine_limits.py",
+        "Split.fits",
         "return -(-self.count // self.step) * self.step % ranks == 0",
         "return self.count % ranks == 0",
         "a vocabulary that vLLM fills up is refused",
@@ -101,6 +113,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/engine_limits.py",
+        "_tensor_parallel",
         'if method is not None and method.settings.get("draft_tensor_parallel_size") != 1:',
         "if False:",
         "check accepts a draft whose heads vLLM cannot share out",
@@ -108,6 +121,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/engine_limits.py",
+        "longest",
         '        if kind == "yarn":\n',
         "        if False:\n",
         "check accepts sequences that are longer than a model with YaRN allows",
@@ -115,6 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/untried.py",
+        "GpuRun.trains",
         "return self.run.spec.train and",
         "return",
         "a run that trains no draft is told that it would be the first to train one",
@@ -122,6 +137,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/untried.py",
+        "graphs_of",
         'if not runner.v2 and "FULL" in asked.upper():',
         "if False:",
         "a user with a GPU is promised full CUDA graphs where vLLM makes piecewise ones",
@@ -129,6 +145,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/terminal.py",
+        "_obeyed",
         'unicodedata.category(character) == "Cc"',
         "False",
         "law 8: a hostile file writes the terminal's title",
@@ -136,6 +153,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PLACES,
+        "_unpacked",
         'return file.with_suffix("") if file.suffix == _PACKED else file',
         "return file",
         "a packed log is said to hold no step",
@@ -143,6 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
+        "_lines_of",
         "    except BROKEN as error:\n        broken.append",
         "    except EOFError as error:\n        broken.append",
         "a file that is packed in name only ends in a traceback",
@@ -150,6 +169,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/report/numbers.py",
+        "_number",
         "return float(value) if isinstance(value, str) and value.lower() in _NO_NUMBERS else None",
         "return None",
         "a metric that a logger writes as the word NaN is passed over in silence",
@@ -157,6 +177,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/report/raw.py",
+        "Raw.go_on",
         "dropwhile(lambda item: self.steps.get(item[0]) == item[1], later.steps.items())",
         "later.steps.items()",
         "of a run that went back to a checkpoint the report says that it began anew",
@@ -164,6 +185,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/report/numbering.py",
+        "steps_per_epoch",
         "again = [bar.step for bar in bars[start:end] if bar and bar.again]",
         "again = [bar.step for bar in bars[start:end] if bar]",
         "steps of a log are those of the bars that were drawn, and not of the lines that were printed",
@@ -171,6 +193,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/report/numbering.py",
+        "steps_per_epoch",
         "first = bisect_right(printed, start)",
         "first = 0",
         "a run that was resumed into the same log has the steps of another one",
@@ -178,6 +201,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/report/numbering.py",
+        "training_bars",
         "if bar.steps != steps:",
         "if False:",
         "an evaluation's progress bar counts as the training's",
@@ -185,6 +209,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/report/console.py",
+        "_Drawn.taken_out",
         "return before, rest.lstrip() if found else line",
         "return before, line",
         "a step's line with a progress bar in its middle is lost",
@@ -192,6 +217,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PLACES,
+        "_newest",
         "return list(dict.fromkeys([*by_time[-1:], *sorted(states, key=_place_in_run)[-2:]]))",
         "return by_time[-1:]",
         "a checkpoint that was copied last hides all later ones",
@@ -199,6 +225,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/report/earned.py",
+        "earned_of",
         "sum(took.values) * run.every,",
         "sum(took.values),",
         "where one step in ten is logged a run is said to have taken a tenth of its time",
@@ -206,6 +233,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/report/formats.py",
+        "LogFormat.metrics_in",
         "return metrics if self.own_names(metrics) and not any(value is not None for value in others) else None",
         "return metrics if self.own_names(metrics) else None",
         "rollouts with a reward beside their step are taken for steps",
@@ -213,6 +241,7 @@ MUTATIONS = (
     ),
     Mutation(
         _COMPARE,
+        "compare",
         "if hidden and name in _HIDDEN:",
         'if hidden and name == "ms_per_token":',
         "what training hides of generation is called a speed-up of hundreds",
@@ -220,6 +249,7 @@ MUTATIONS = (
     ),
     Mutation(
         _FINDINGS,
+        "_prediction",
         'yield RunFinding("fine" if few else "warn", text',
         'yield RunFinding("warn", text',
         "nearly every second healthy run is warned of",
@@ -227,6 +257,7 @@ MUTATIONS = (
     ),
     Mutation(
         _FINDINGS,
+        "_prediction",
         "few = len(slow) < _OFTEN * len(realised.values) and min(realised.values) >= _FAR_SLOWER",
         "few = True",
         "drafting that loses is no warning",
@@ -234,6 +265,7 @@ MUTATIONS = (
     ),
     Mutation(
         _STATES,
+        "_why",
         '    if state == "failed":\n        for_good',
         '    if state == "failed" and not run.notices:\n        for_good',
         "the report finds what has failed by what stands in the console log",
@@ -241,6 +273,7 @@ MUTATIONS = (
     ),
     Mutation(
         _STATES,
+        "_state",
         'return _STATES.get(logged, "off")',
         'return "on" if values.get("spec/on") else "off"',
         "trouble that the run has logged is no finding of the report",
@@ -248,6 +281,7 @@ MUTATIONS = (
     ),
     Mutation(
         _FINDINGS,
+        "_states",
         "elif span.reason in (Reason.PAIRS_SLOWER.name, Reason.ROLLOUTS_SLOWER.name):",
         "elif False:",
         "law 7: that whole rollouts were slower with drafts is found nowhere but in the console log",
@@ -255,6 +289,7 @@ MUTATIONS = (
     ),
     Mutation(
         _CHANGES,
+        "shifts_of",
         "least_change = _NOISES * max(noise, usual)",
         "least_change = _NOISES * noise",
         "an acceptance that wanders is a series of falls",
@@ -262,6 +297,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PANELS,
+        "drafted_ks",
         "[s for s in ks.steps if s not in failed]",
         "ks.steps",
         "drafts are shown in steps at which speculation had failed",
@@ -269,6 +305,7 @@ MUTATIONS = (
     ),
     Mutation(
         _FIGURES,
+        "Canvas.line",
         "        if len(series.steps) > POINTS:\n",
         "        if len(series.steps) > 100 * POINTS:\n",
         "the page of a long run is megabytes of noise",
@@ -276,6 +313,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PAGE,
+        "_row",
         'rewarded if metric == "reward"',
         'run.numbers[-5:] if metric == "reward"',
         "rewards of different steps stand side by side",
@@ -283,6 +321,7 @@ MUTATIONS = (
     ),
     Mutation(
         _BUILD,
+        "to_json",
         '        "schema": SCHEMA,\n',
         "",
         "the JSON does not say what its keys mean",
@@ -290,6 +329,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/terminal.py",
+        "RefusedOption",
         "    exit_code = 2\n",
         "    exit_code = 1\n",
         "a question that cannot be looks like a run that failed",
@@ -297,6 +337,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LENGTHS,
+        "percentiles",
         "if len(known) < 2 or not whole or tokens != sorted(tokens):",
         "if len(known) < 2 or tokens != sorted(tokens):",
         "a length that is no number ends in a traceback",
@@ -304,6 +345,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PROJECTING,
+        "Question.__post_init__",
         "        if d.model.heads % d.tp:\n",
         "        if False:\n",
         "an engine is projected that vLLM does not start",
@@ -311,6 +353,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PROJECTING,
+        "max_running",
         "    if room < question.prompt + question.lengths.longest:\n",
         "    if False:\n",
         "responses are projected that no KV cache holds",
@@ -318,6 +361,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PROJECTING,
+        "Question.draws",
         "max(_FEWEST_DRAWS, DRAWS * _FREE_RESPONSES // self.responses)",
         "DRAWS",
         "a large batch takes minutes to project",
@@ -325,6 +369,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SHAPES,
+        "_window",
         '(not kinds or "sliding_attention" in kinds)',
         "True",
         "a model is said to have windows that it does not use",
@@ -332,6 +377,7 @@ MUTATIONS = (
     ),
     Mutation(
         _ROLLOUT,
+        "_Engine.run",
         "while waiting and len(running) < self._rollout.seats:",
         "while waiting:",
         "a batch that the KV cache has no room for runs at once",

@@ -10,6 +10,7 @@ _FLAG, _OPTIONS, _TRAINER = (f"adapters/spec_plugin_trl/{name}.py" for name in (
 MUTATIONS = (
     Mutation(
         _RANKS,
+        "RanksLink._refresh",
         "(refresh.draft_version, refresh.digest) != wanted",
         "False",
         "law 5: a rank installs another draft than the first one's",
@@ -17,6 +18,7 @@ MUTATIONS = (
     ),
     Mutation(
         _RANKS,
+        "RanksLink._own",
         '        if method == "spec_settle" and not mine[0]:\n            self._serves = self._served_before\n',
         "",
         "law 5: a rank says that its engine serves a draft which it has given back",
@@ -24,6 +26,7 @@ MUTATIONS = (
     ),
     Mutation(
         _RANKS,
+        "RanksLink._trained",
         "lambda: self._draft[0] == policy_version",
         "lambda: True",
         "a rank that is still making its draft refuses it",
@@ -31,6 +34,7 @@ MUTATIONS = (
     ),
     Mutation(
         _RANKS,
+        "RanksLink.serving",
         "            if thread is None:\n                dist.broadcast_object_list([None], src=0, group=self._group)",
         "            if thread is None:\n                pass",
         "the other ranks serve for ever",
@@ -38,6 +42,7 @@ MUTATIONS = (
     ),
     Mutation(
         _RANKS,
+        "RanksLink._answers",
         "            with random_streams_kept():\n                own",
         "            if True:\n                own",
         "law 4: the engine's work moves the trainer's random streams",
@@ -45,6 +50,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/control.py",
+        "RolloutControl._install",
         "        if self._keep is not None:\n            self._keep(self.policy_version, refresh)\n",
         "",
         "a rank's own draft never reaches the engine in its process",
@@ -52,6 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         _ENGINE,
+        "InProcessCalls._sleep",
         "kept = level if self._spec_front.session.config.sleep_level > 1 else min(level, 1)",
         "kept = level",
         "the engine sleeps at level 2 and comes back without its draft",
@@ -59,6 +66,7 @@ MUTATIONS = (
     ),
     Mutation(
         _ENGINE,
+        "_with_evidence",
         "params.logprobs, params.flat_logprobs = 0, True",
         "pass",
         "law 3: a trainer that asks for no log-probs has nothing to verify",
@@ -66,6 +74,7 @@ MUTATIONS = (
     ),
     Mutation(
         _ENGINE,
+        "_with_evidence",
         "params.extra_args = request.extra_args",
         "pass",
         "the control group is drafted for, and said not to be",
@@ -73,6 +82,7 @@ MUTATIONS = (
     ),
     Mutation(
         _ENGINE,
+        "InProcessEngine.generate",
         "            if not finished:\n                self._engine.abort_request([request_id])",
         "            pass",
         "a request that nobody waits for runs on in the trainer's rollouts",
@@ -80,6 +90,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/harvest.py",
+        "padded_rows.rows",
         "return [row[start : start + n] for row, start, n in zip(state, starts, lengths, strict=True)]",
         "return [row[:n] for row, start, n in zip(state, starts, lengths, strict=True)]",
         "rows that are padded on the left are harvested from their first column on",
@@ -87,6 +98,7 @@ MUTATIONS = (
     ),
     Mutation(
         _FLAG,
+        "turned_off",
         "return bool(first) and first[0].lower() in _OFF",
         "return False",
         "law 1: SPEC_PLUGIN_TRL=0 turns it on",
@@ -94,6 +106,7 @@ MUTATIONS = (
     ),
     Mutation(
         _OPTIONS,
+        "objections",
         'if field("use_liger_kernel") and field("vllm_importance_sampling_correction") is False and _older_than(1, 15):',
         "if False:",
         "law 3: log-probs that the adapter never sees enter the loss",
@@ -101,6 +114,7 @@ MUTATIONS = (
     ),
     Mutation(
         _TRAINER,
+        "TrlRun.get_per_token_logps_and_entropies",
         " and self.recomputed is None and options.recomputes(self.trainer)",
         " and self.recomputed is None",
         "law 3: TRL's reference is judged in the policy's place, and the policy's log-probs enter the loss unseen",
@@ -108,6 +122,7 @@ MUTATIONS = (
     ),
     Mutation(
         _TRAINER,
+        "TrlRun.on_step_end",
         "        if self.unchecked:\n",
         "        if False:\n",
         "law 3: a subclass of TRL's trainer trains on log-probs that nobody has checked",
@@ -115,6 +130,7 @@ MUTATIONS = (
     ),
     Mutation(
         _TRAINER,
+        "TrlRun.sync_weights",
         "        if self.rolling and step == self.synced:\n            return",
         "        if False:\n            return",
         "TRL's ranks wait for each other where only some of them have another turn",
@@ -122,6 +138,7 @@ MUTATIONS = (
     ),
     Mutation(
         _OPTIONS,
+        "rollout_in_loss",
         ' or field("off_policy_mask_threshold") is not None',
         "",
         "law 3: log-probs of the engine that mask the loss are not judged as such",
@@ -129,9 +146,10 @@ MUTATIONS = (
     ),
     Mutation(
         "testing/spec_plugin_conformance/omissions.py",
+        "undrafted_tokens_reported",
         'sum(bool(e["plain"]) for e in answered) >= _CONTROLS',
         'any(e["plain"] for e in answered)',
         "the kit fails an adapter for a response whose text another one has, too",
-        ("conformance/test_omissions.py",),
+        ("test_omissions.py",),
     ),
 )

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: where the tests lie that a mutation names
+#: where the tests lie that a mutation names, in rooms
 TESTS = "tests/unit"
 #: comments, strings, and all else that Python reads as one word; a fragment need not be a whole expression
 _WORDS = re.compile(
@@ -28,6 +28,27 @@ class NotApplicable(ValueError):
 def words(text: str) -> list[tuple[str, int, int]]:
     """What Python reads, without comments and layout: each word with its first and last character's place."""
     return [(m.group(), m.start(), m.end()) for m in _WORDS.finditer(text) if m.group("comment") is None]
+
+
+@cache
+def path_of(name: str) -> str:
+    """Where the test file with this name lies, from the repository's root; a name with folders is that path.
+
+    Raises:
+        NotApplicable: if it is not found exactly once under ``TESTS``.
+    """
+    if "/" in name:
+        return name
+    found = [path.relative_to(ROOT).as_posix() for path in (ROOT / TESTS).rglob(name)]
+    if len(found) != 1:
+        raise NotApplicable(f"{name} is found {len(found)} times under {TESTS}: {found}")
+    return found[0]
+
+
+@cache
+def program(source: str) -> str:
+    """What Python makes of it, whatever its layout."""
+    return ast.dump(ast.parse(source))
 
 
 @cache
@@ -60,7 +81,7 @@ class Mutation:
     text: str  # is found there exactly once
     becomes: str  # nothing: the words, or the statement, are gone
     breaks: str  # what a run would lose, in one line
-    tests: tuple[str, ...]  # somewhere under tests/unit, ``file.py`` or ``file.py::test``; one of them must fail
+    tests: tuple[str, ...]  # ``file.py`` or ``file.py::test`` in any room, elsewhere with its folders; one must fail
 
     def applied(self, source: str) -> str:
         """The file's text with the mistake in it.
@@ -81,11 +102,10 @@ class Mutation:
             place = f"{self.file}, {self.where or 'module'}"
             raise NotApplicable(f"{place}: the text of '{self.breaks}' is found {len(found)} times: {self.text!r}")
         first, last = begin + have[found[0]][1], begin + have[found[0] + size - 1][2]
-        right = ast.dump(ast.parse(source))
         for instead in dict.fromkeys((self.becomes.strip(), self.becomes.strip() or "pass")):
             made = source[:first] + instead + source[last:]
             try:
-                if ast.dump(ast.parse(made)) != right:
+                if ast.dump(ast.parse(made)) != program(source):
                     return made
             except SyntaxError:
                 continue
@@ -95,13 +115,6 @@ class Mutation:
         """The tests, as pytest takes them in the repository's root.
 
         Raises:
-            NotApplicable: if a file is not there, or two have its name.
+            NotApplicable: if a file is not found exactly once.
         """
-        found = []
-        for test in self.tests:
-            file, separator, name = test.partition("::")
-            places = list((ROOT / TESTS).rglob(file))
-            if len(places) != 1:
-                raise NotApplicable(f"{file} is found {len(places)} times under {TESTS}")
-            found.append(f"{places[0].relative_to(ROOT).as_posix()}{separator}{name}")
-        return found
+        return [path_of(file) + colons + test for file, colons, test in (name.partition("::") for name in self.tests)]

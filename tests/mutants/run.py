@@ -1,9 +1,9 @@
 """Make each mistake of ``tests/mutants`` in a copy of this tree, run the tests that it names, and say which of them survive.
 
-``python tests/mutants/run.py [-k WORD] [--jobs N] [--list] [--check]``, or ``make mutants``. Exit code 1 if a mistake
-survives; 2 if one cannot be made any more, a test that is named fails without it, or the machine was too slow to tell. Tests
-start as forks of a process that has imported the libraries (:class:`spec_plugin_cpu.forks.ForkServer`), so a mistake costs a
-few seconds.
+``make mutants``, or with ``tests`` and ``testing`` on the path ``python -m mutants.run [-k WORD] [--jobs N] [--list]
+[--check]``. Exit code 1 if a mistake survives; 2 if one cannot be made any more, a test that is named fails without it, or the
+machine was too slow to tell. Tests start as forks of a process that has imported the libraries
+(:class:`spec_plugin_cpu.forks.ForkServer`), so a mistake costs a few seconds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "testing")]
+from spec_plugin_cpu.forks import ForkServer
 
-from spec_plugin_cpu.forks import ForkServer  # noqa: E402  (this tree's, wherever an installed one lies)
-
-from mutants import ROOMS  # noqa: E402
-from mutants.mutation import Mutation, NotApplicable  # noqa: E402
+from mutants import ROOMS
+from mutants.mutation import ROOT, Mutation, NotApplicable, path_of
 
 #: what tests need of the tree
 COPIED = (
@@ -47,7 +44,7 @@ WARM = (
     "vllm.v1.worker.gpu_worker",
 )
 #: tests of what starts the others: in a fork they would see the tree's own, and not the copy's
-COLD = "tests/unit/test_forks.py"
+COLD = path_of("test_forks.py")
 #: threads that wait for each other on a busy machine take minutes
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 #: seconds after which a mistake may be one that makes tests go on for ever: it has died if the same tests, run again at once

@@ -15,16 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
-from rich.console import Console  # noqa: E402
-from rich.progress import Progress  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from simulators import controller, guard, rules, selftest, waiting  # noqa: E402
+from simulators import controller, guard, rules, selftest, waiting
 
 Map = Callable[[Callable[[int], Any], Sequence[int]], Iterable[Any]]
 

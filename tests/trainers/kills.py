@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import psutil
 import pytest
 import ray
+import supervise
 import torch
 from safetensors.torch import load_file
 from spec_plugin_conformance.launch import RunFailed, StepMetrics
@@ -26,9 +26,6 @@ from spec_plugin_cpu.forks import server_processes
 from draft_training import digest
 from spec_plugin import hookimpl
 from spec_plugin.folders import disk, memory
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-import supervise
 
 #: whom to kill: the process of the hooks, Ray's driver; others by the class of their Ray actor, vLLM's in it with this
 HERE, DRIVER, CORE = "", "driver", "/EngineCore"
@@ -114,9 +111,16 @@ class Run(Protocol):
         """Run it and yield its steps."""
 
 
+def let_runs_find_our_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process of a run imports the modules of these tests, and what they import of the tools."""
+    here = Path(__file__).resolve()
+    found = (str(here.parent), str(here.parents[2] / "tools"), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
+
+
 def prepare(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Have the runs find the plugin, and find what they leave; the processes that are there before them."""
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    let_runs_find_our_plugins(monkeypatch)
     supervise.adopt_orphans()  # then they are found among the descendants
     return started_here()
 

@@ -57,7 +57,7 @@ def verl(
 def test_a_late_actor_costs_a_plain_phase_and_one_that_dies_in_a_refresh_resumes(
     stage: tuple[Path, Path, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    kills.let_runs_find_our_plugins(monkeypatch)
     plugins = ("test_verl_separate:Late", "test_verl_separate:Dies")
     first = verl(stage, "first", 12, *plugins, more=("trainer.save_freq=2",))
     metrics, failure = kills.follow(first)

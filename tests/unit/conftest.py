@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from spec_plugin_cpu.forks import ForkServer
 
+pytest.register_assert_rewrite("builders")  # what they assert is told as in a test
+
 #: of third parties only, and not verl: what its import finds in the environment is itself asked
 WORKERS = ("torch.distributed", "transformers.models.qwen3.modeling_qwen3", "pandas")
 PROCESSES = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 import spec_plugin_openrlhf.check as openrlhf
 import spec_plugin_openrlhf.options as openrlhf_options
-from bad_input import INFINITE, NAN, TARGET, missing, written
+from builders.bad_input import INFINITE, NAN, TARGET, missing, written
+from builders.check_command import needs_verl
 from omegaconf import OmegaConf
 from spec_plugin_openrlhf.__main__ import main as launch
 from spec_plugin_verl_check import options as verl
@@ -215,9 +215,6 @@ def test_a_bad_option_in_verls_spelling_is_named(custom: Any, parts: tuple[str, 
 def test_somebody_elses_part_of_custom_is_left_alone() -> None:
     custom = {"special": {"a": 1}, "spec_x": {"depth": 3}, "mine": {"k": 5}, "spec": {"k": 5}}
     assert verl.read_config(SimpleNamespace(custom=custom)).k == 5
-
-
-needs_verl = pytest.mark.skipif(not (find_spec("verl") and find_spec("hydra")), reason="reads verl's own configuration")
 
 
 @needs_verl

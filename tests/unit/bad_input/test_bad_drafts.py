@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import (
+from builders.bad_input import (
     HUGE,
     INFINITE,
     NAN,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_input import (
+from builders.bad_input import (
     HUGE,
     INFINITE,
     NAN,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_input import TARGET, draft_in, missing, written
+from builders.bad_input import TARGET, draft_in, missing, written
 from click.testing import CliRunner, Result
 from spec_plugin_conformance.tiny import byte_tokenizer
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import spec_plugin_openrlhf.options as openrlhf_options
 import torch
-from bad_input import TARGET, draft_tensors
+from builders.bad_input import TARGET, draft_tensors
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file

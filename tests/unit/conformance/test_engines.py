@@ -6,20 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from builders.traces import Trace, one_problem
 from spec_plugin_conformance import engines, omissions
 from spec_plugin_conformance.checks import _same_bits
 from spec_plugin_conformance.watch import asked_of
-from traces import Trace
 
 from draft_training import row_digests
 
 CONFIGURED = {"max_tokens": 8}
-
-
-def one(problems: list[str], text: str) -> None:
-    """Exactly one problem, and it says this."""
-    assert len(problems) == 1, problems
-    assert text in problems[0]
 
 
 def requests(trace: Trace) -> list[dict[str, Any]]:
@@ -61,14 +55,14 @@ def test_a_right_trace_passes(trace: Trace) -> None:
 def test_a_request_that_asks_for_something_else_is_seen(asked: dict[str, Any], said: str) -> None:
     trace = Trace()
     requests(trace)[3]["asked"] = asked
-    one(engines.requests_as_configured(trace.events, CONFIGURED), said)
+    one_problem(engines.requests_as_configured(trace.events, CONFIGURED), said)
 
 
 def test_a_rest_of_a_response_may_be_shorter_and_no_longer() -> None:
     trace = Trace()
     requests(trace)[3]["asked"] = {"max_tokens": 3}
     assert engines.requests_as_configured(trace.events, {"max_tokens": (1, 8)}) == []
-    one(
+    one_problem(
         engines.requests_as_configured(trace.events, {"max_tokens": (4, 8)}),
         "max_tokens=3; the trainer's configuration says 4 to 8",
     )
@@ -104,7 +98,7 @@ def test_requests_that_wait_for_each_other_are_seen() -> None:
 
 
 def test_where_phases_overlap_two_are_no_evidence() -> None:
-    one(engines.ran_concurrently(Trace().events, True), "0 phases with several requests")
+    one_problem(engines.ran_concurrently(Trace().events, True), "0 phases with several requests")
 
 
 # phases_are_timed_as_they_ran
@@ -127,7 +121,7 @@ def test_a_phase_that_lasted_as_long_as_no_request_did_is_seen(
 def test_a_request_on_a_foreign_clock_is_seen(clock: str, said: str) -> None:
     trace = pair()
     trace.find("engine_request_begins", 2, test=False)["clock"] = clock
-    one(engines.phase_seconds(trace.events, False), f"1 of 8 requests were timed on {said}")
+    one_problem(engines.phase_seconds(trace.events, False), f"1 of 8 requests were timed on {said}")
 
 
 # every_engine_is_told
@@ -164,18 +158,18 @@ def test_an_engine_without_the_table_of_the_others_is_seen(engine: int) -> None:
 
 def test_a_weight_that_stays_behind_or_is_rounded_is_named() -> None:
     trace, policy = Trace(), Trace.weights(2)
-    one(
+    one_problem(
         engines.weights_arrived(trace.events, policy | {"norm": torch.full((3,), 1.0001)}),
         "1 of 2 weights never came to an engine",
     )
     rounded = {name: tensor.bfloat16().float() for name, tensor in policy.items()}
-    one(engines.weights_arrived(trace.events, rounded), "as the checkpoint has them: matrix")
+    one_problem(engines.weights_arrived(trace.events, rounded), "as the checkpoint has them: matrix")
     assert engines.weights_arrived(trace.events, {n: t.bfloat16() for n, t in policy.items()}) == []
 
 
 def test_weights_of_several_versions_are_none_of_one() -> None:
     policy = {"a": Trace.weights(1)["matrix"], "b": Trace.weights(3)["matrix"]}
-    one(engines.weights_arrived(Trace().events, policy), "1 of 2 weights never came")
+    one_problem(engines.weights_arrived(Trace().events, policy), "1 of 2 weights never came")
 
 
 def test_stacked_matrices_and_biases_have_the_rows_of_their_parts() -> None:
@@ -197,7 +191,7 @@ def test_parts_of_rows_are_none() -> None:
 
 
 def test_nothing_is_shown_where_nobody_looked() -> None:
-    one(engines.weights_arrived(Trace().events[:5], Trace.weights(0)), "0 looks at an engine's weights")
+    one_problem(engines.weights_arrived(Trace().events[:5], Trace.weights(0)), "0 looks at an engine's weights")
 
 
 def test_bits_are_bits() -> None:
@@ -216,10 +210,10 @@ def test_bits_are_bits() -> None:
 def test_a_run_that_goes_on_with_a_wrong_option_is_seen() -> None:
     refused = f"SpecConfigError: {engines.WRONG_OPTION}=7.5"
     assert engines.options_refused({}, refused, []) == []
-    one(engines.options_refused({}, None, []), "went on to its end")
-    one(engines.options_refused({}, "out of memory", []), "without naming the option train_share")
-    one(engines.options_refused({1: {}}, refused, []), "sampled or trained before it stopped")
-    one(engines.options_refused({}, refused, Trace().events), "sampled or trained before it stopped")
+    one_problem(engines.options_refused({}, None, []), "went on to its end")
+    one_problem(engines.options_refused({}, "out of memory", []), "without naming the option train_share")
+    one_problem(engines.options_refused({1: {}}, refused, []), "sampled or trained before it stopped")
+    one_problem(engines.options_refused({}, refused, Trace().events), "sampled or trained before it stopped")
 
 
 # hooks_fire_in_order
@@ -229,4 +223,4 @@ def test_more_than_one_budget_a_step_is_seen() -> None:
     trace = Trace()
     place = trace.events.index(trace.find("harvest_opened", 1))
     trace.events.insert(place, trace.events[place] | {"event": trace.events[place]["event"] - 0.5})
-    one(omissions.budgets_opened(trace.events), "policy version 1 RolloutHarvest.open was called 2 times")
+    one_problem(omissions.budgets_opened(trace.events), "policy version 1 RolloutHarvest.open was called 2 times")

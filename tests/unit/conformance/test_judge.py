@@ -1,16 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from builders.traces import Trace, metrics, one_problem, tour
 from spec_plugin_conformance import judge, versions
 from spec_plugin_conformance.faults import WRONG
 from spec_plugin_conformance.plants import PLANTED
-from traces import Trace, metrics, tour
-
-
-def one(problems: list[str], text: str) -> None:
-    """Exactly one problem, and it says this."""
-    assert len(problems) == 1, problems
-    assert text in problems[0]
 
 
 @pytest.mark.parametrize(
@@ -50,23 +44,23 @@ def test_activated():
 
 
 def test_an_engine_without_a_draft_is_seen():
-    one(judge.activated(Trace().drop("spec_method").events, metrics(), ""), "without a draft")
+    one_problem(judge.activated(Trace().drop("spec_method").events, metrics(), ""), "without a draft")
 
 
 def test_an_actor_without_a_session_is_seen():
     only = Trace().events[:2]
-    one(judge.activated(only, metrics(), ""), "no session runs")
+    one_problem(judge.activated(only, metrics(), ""), "no session runs")
 
 
 def test_rollouts_without_drafts_are_seen():
     trace = Trace()
     for version in range(4):
         trace.find("spec_rollout_end", policy_version=version)["drafts"] = 0
-    one(judge.activated(trace.events, metrics(), ""), "nothing was drafted")
+    one_problem(judge.activated(trace.events, metrics(), ""), "nothing was drafted")
 
 
 def test_metrics_that_never_reach_the_log_are_seen():
-    one(judge.activated(Trace().events, {1: {"loss": 1.0}}, "actor/"), "logged no actor/spec/failed")
+    one_problem(judge.activated(Trace().events, {1: {"loss": 1.0}}, "actor/"), "logged no actor/spec/failed")
 
 
 def test_failed_speculation_is_seen():
@@ -74,7 +68,7 @@ def test_failed_speculation_is_seen():
     logged[2]["spec/failed"] = 1.0
     trace = Trace()
     trace.find("spec_metrics", 1)["failure"] = "harvest: no memory"
-    one(judge.activated(trace.events, logged, ""), "failed in steps [2]: harvest: no memory")
+    one_problem(judge.activated(trace.events, logged, ""), "failed in steps [2]: harvest: no memory")
 
 
 # off_is_off
@@ -85,9 +79,9 @@ def test_off():
 
 
 def test_anything_that_is_on_when_off_is_seen():
-    one(judge.off(Trace().events[:3], {}, []), "3 hook calls")
-    one(judge.off([], {1: {"actor/spec/on": 0.0}}, []), "actor/spec/on")
-    one(judge.off([], {}, ["my_adapter"]), "imports my_adapter")
+    one_problem(judge.off(Trace().events[:3], {}, []), "3 hook calls")
+    one_problem(judge.off([], {1: {"actor/spec/on": 0.0}}, []), "actor/spec/on")
+    one_problem(judge.off([], {}, ["my_adapter"]), "imports my_adapter")
 
 
 # hooks_fire_in_order
@@ -124,7 +118,7 @@ def test_a_refresh_before_the_weights_is_seen():
 
 def test_metrics_before_the_drafts_training_are_seen():
     problems = judge.order(Trace().swap("spec_train_draft", "spec_metrics", index=1).events)
-    one(problems, "it misses this step's draft training")
+    one_problem(problems, "it misses this step's draft training")
 
 
 # policy_versions_agree
@@ -141,13 +135,13 @@ def test_a_version_that_stands_still_is_seen():
 def test_an_engine_with_another_version_is_seen():
     trace = Trace()
     trace.find("audit", moment="rollout", policy_version=2)["policy_version"] = 1
-    one(versions.policy_versions(trace.events), "the engine (rollout) has policy version 1")
+    one_problem(versions.policy_versions(trace.events), "the engine (rollout) has policy version 1")
 
 
 def test_a_sequence_of_another_version_is_seen():
     trace = Trace()
     trace.find("spec_check_logprobs", 2)["versions"] = [[2], [2, 1]]
-    one(
+    one_problem(
         versions.policy_versions(trace.events),
         "sequence 1 checked at policy version 2 is reported as sampled by [2, 1]",
     )
@@ -156,7 +150,7 @@ def test_a_sequence_of_another_version_is_seen():
 def test_sequences_that_do_not_say_are_seen():
     trace = Trace()
     trace.find("spec_check_logprobs", 2)["versions"] = [[-1], [-1]]
-    one(versions.policy_versions(trace.events), "no sequence checked at policy version 2")
+    one_problem(versions.policy_versions(trace.events), "no sequence checked at policy version 2")
 
 
 # the engine's weights
@@ -166,19 +160,19 @@ def test_sequences_that_do_not_say_are_seen():
 def test_another_draft_in_the_engine_is_seen(moment):
     trace = Trace()
     trace.find("audit", 2, moment=moment)["draft_digest"] = "d1"
-    one(judge.installed_draft(trace.events), f"{moment}: the engine holds draft 2 (d1…), published was 2 (d2…)")
+    one_problem(judge.installed_draft(trace.events), f"{moment}: the engine holds draft 2 (d1…), published was 2 (d2…)")
 
 
 def test_a_refused_refresh_is_seen():
     trace = Trace()
     trace.find("spec_refreshed", 1).update(installed=False, reason="torn")
-    one(judge.installed_draft(trace.events), "refused draft 1: torn")
+    one_problem(judge.installed_draft(trace.events), "refused draft 1: torn")
 
 
 def test_a_refresh_that_writes_into_the_target_is_seen():
     trace = Trace()
     trace.find("audit", 2, moment="refreshed")["target_digest"] = "changed"
-    one(judge.target_untouched(trace.events), "changed the target's weights")
+    one_problem(judge.target_untouched(trace.events), "changed the target's weights")
 
 
 def test_weights_that_did_not_arrive_are_seen():
@@ -186,20 +180,20 @@ def test_weights_that_did_not_arrive_are_seen():
     for event in trace.events:
         if event.get("target_digest") == "t2":
             event["target_digest"] = "t1"
-    one(judge.target_first(trace.events), "weight sync 2 changed no weight of the engine's target")
+    one_problem(judge.target_first(trace.events), "weight sync 2 changed no weight of the engine's target")
 
 
 def test_weights_that_arrive_after_the_draft_are_seen():
     trace = Trace()
     trace.find("audit", 2, moment="rollout")["target_digest"] = "later"
-    one(judge.target_first(trace.events), "other target weights")
+    one_problem(judge.target_first(trace.events), "other target weights")
 
 
 @pytest.mark.parametrize("moment", ["synced", "refreshed", "rollout"])
 def test_requests_that_run_before_the_phase_has_begun_are_seen(moment):
     trace = Trace()
     trace.find("audit", 2, moment=moment)["admitted"] = 3
-    one(
+    one_problem(
         judge.target_first(trace.events),
         f"3 requests were in flight while policy version {2 - (moment != 'rollout')} was",
     )
@@ -209,27 +203,27 @@ def test_requests_that_run_before_the_phase_has_begun_are_seen(moment):
 
 
 def test_a_missing_late_or_failed_self_test_is_seen():
-    one(judge.samples(Trace().drop("spec_engine_ready").events), "never reported")
-    one(judge.samples(Trace().swap("spec_engine_ready", "spec_rollout_start").events), "before the self-test")
+    one_problem(judge.samples(Trace().drop("spec_engine_ready").events), "never reported")
+    one_problem(judge.samples(Trace().swap("spec_engine_ready", "spec_rollout_start").events), "before the self-test")
     failed = Trace()
     failed.find("spec_engine_ready")["checks"][0]["passed"] = False
-    one(judge.samples(failed.events), "greedy: 8 of 8")
+    one_problem(judge.samples(failed.events), "greedy: 8 of 8")
 
 
 def test_a_guard_that_misses_a_planted_error_is_seen():
     trace = Trace()
     trace.find("spec_check_logprobs", 1)["caught"]["another model"] = False
-    one(judge.logprobs(trace.events), "misses 'another model'")
+    one_problem(judge.logprobs(trace.events), "misses 'another model'")
 
 
 def test_steps_without_evidence_are_seen():
     trace = Trace()
     trace.find("spec_check_logprobs", 1)["rollout"] = False
-    one(judge.logprobs(trace.events), "no log-probs of the rollout")
+    one_problem(judge.logprobs(trace.events), "no log-probs of the rollout")
     trace = Trace()
     trace.find("spec_check_logprobs", 1)["response_lengths"] = [0, 0]
-    one(judge.logprobs(trace.events), "tokens is empty")
-    one(judge.logprobs(Trace().drop("spec_check_logprobs", 1).events), "versions [1] were never checked")
+    one_problem(judge.logprobs(trace.events), "tokens is empty")
+    one_problem(judge.logprobs(Trace().drop("spec_check_logprobs", 1).events), "versions [1] were never checked")
 
 
 # violations and faults
@@ -240,12 +234,12 @@ def test_a_run_that_stops_with_the_reason():
 
 
 def test_a_run_that_goes_on_after_a_violation_is_seen():
-    one(judge.stopped(tour(), None, []), "went on to its end")
-    one(judge.stopped(tour(), "killed", []), "without naming")
-    one(judge.stopped(tour()[:-1], None, []), "ended before")
-    one(judge.stopped(tour()[:-1], "the engine is dead", []), "it stopped before, the engine is dead")
+    one_problem(judge.stopped(tour(), None, []), "went on to its end")
+    one_problem(judge.stopped(tour(), "killed", []), "without naming")
+    one_problem(judge.stopped(tour()[:-1], None, []), "ended before")
+    one_problem(judge.stopped(tour()[:-1], "the engine is dead", []), "it stopped before, the engine is dead")
     later = Trace(first_version=21).events
-    one(judge.stopped(tour(), PLANTED, later), "rolled out after the violation")
+    one_problem(judge.stopped(tour(), PLANTED, later), "rolled out after the violation")
 
 
 def test_a_whole_tour():
@@ -255,29 +249,29 @@ def test_a_whole_tour():
 def test_drafts_after_a_fault_are_seen():
     events = tour()
     events[4]["drafts"] = 3
-    one(judge.faults(events), "spec_rollout_start: 3 verification steps")
+    one_problem(judge.faults(events), "spec_rollout_start: 3 verification steps")
 
 
 def test_a_run_that_stands_still_after_a_fault_is_seen():
     events = tour()
     events[4]["tokens"] = 0
-    one(judge.faults(events), "no token")
+    one_problem(judge.faults(events), "no token")
     events = tour()
     events[5]["policy_version"] = events[4]["policy_version"]
-    one(judge.faults(events), "did not move on")
-    one(judge.faults(tour()[: -3 - 2 * len(WRONG)]), "spec_metrics: no rollout came after the fault")
+    one_problem(judge.faults(events), "did not move on")
+    one_problem(judge.faults(tour()[: -3 - 2 * len(WRONG)]), "spec_metrics: no rollout came after the fault")
 
 
 def test_speculation_that_never_comes_back_and_hooks_that_never_fire_are_seen():
-    one(judge.faults(tour()[: -2 - 2 * len(WRONG)]), "spec_metrics: nothing was drafted after")
+    one_problem(judge.faults(tour()[: -2 - 2 * len(WRONG)]), "spec_metrics: nothing was drafted after")
     events = [e for e in tour() if e.get("hook") != "spec_refreshed"]
-    one(judge.faults(events), "spec_refreshed was never reached")
+    one_problem(judge.faults(events), "spec_refreshed was never reached")
 
 
 def test_a_failure_with_another_cause_is_seen():
     events = tour()
     events[4]["why"] = "refresh: out of memory"
-    one(judge.faults(events), "another reason: refresh: out of memory")
+    one_problem(judge.faults(events), "another reason: refresh: out of memory")
 
 
 # the draft
@@ -290,13 +284,13 @@ def test_learning():
 def test_a_draft_that_does_not_learn_is_seen():
     logged = metrics()
     logged[3]["spec/draft_loss"] = 9.0
-    one(judge.learns(Trace().events, logged, ""), "did not fall: 6.0000 -> 9.0000")
+    one_problem(judge.learns(Trace().events, logged, ""), "did not fall: 6.0000 -> 9.0000")
     trace = Trace()
     trace.find("spec_refreshed", 2)["draft_version"] = 1
-    one(judge.learns(trace.events, metrics(), ""), "expected growth")
+    one_problem(judge.learns(trace.events, metrics(), ""), "expected growth")
     logged = metrics()
     logged[3]["spec/refresh_refused"] = 2.0
-    one(judge.learns(Trace().events, logged, ""), "refused 2 refreshes")
+    one_problem(judge.learns(Trace().events, logged, ""), "refused 2 refreshes")
 
 
 def test_resuming():
@@ -309,18 +303,18 @@ def test_a_draft_that_was_saved_and_not_yet_published_when_the_run_was_killed_is
     killed.find("spec_save", -1)["saved"] = [version, digest]
     assert judge.resumed(killed.events, unknown.events) == []
     killed.find("spec_save", -1)["saved"] = [version, "other"]
-    one(judge.resumed(killed.events, unknown.events), "other weights after resuming")
+    one_problem(judge.resumed(killed.events, unknown.events), "other weights after resuming")
 
 
 def test_a_draft_that_is_not_resumed_is_seen():
     other = Trace(first_version=2, draft=2, steps=2)
     other.find("spec_draft_weights")["published"] = [2, "other"]
-    one(judge.resumed(Trace().events, other.events), "other weights after resuming")
+    one_problem(judge.resumed(Trace().events, other.events), "other weights after resuming")
     new = Trace(first_version=2, draft=2, steps=2)
     new.find("spec_draft_weights")["published"] = [0, "d0"]
-    one(judge.resumed(Trace().events, new.events), "as untrained as")
+    one_problem(judge.resumed(Trace().events, new.events), "as untrained as")
     unknown = Trace(first_version=2, draft=8, steps=2)
-    one(judge.resumed(Trace().events, unknown.events), "publishes draft 8 first")
+    one_problem(judge.resumed(Trace().events, unknown.events), "publishes draft 8 first")
     assert any("spec_load" in p for p in judge.resumed(Trace().events, Trace().events))
 
 
@@ -329,11 +323,11 @@ def test_a_draft_that_is_not_resumed_is_seen():
 
 def test_metric_names_and_bounds():
     assert judge.metric_values(metrics("actor/"), "actor/") == []
-    one(judge.metric_values({1: {"spec/on": 1.0}}, "actor/"), "does not begin with actor/spec/")
-    one(judge.metric_values({1: {"spec/speed": 1.0}}, ""), "not in the schema")
-    one(judge.metric_values({1: {"spec/acceptance_length": 0.5}}, ""), "allowed 1 to 17")
-    one(judge.metric_values({1: {"spec/acceptance_length": float("nan")}}, ""), "= nan")
-    one(judge.metric_values({1: {"loss": 0.5}}, ""), "no spec/ metric")
+    one_problem(judge.metric_values({1: {"spec/on": 1.0}}, "actor/"), "does not begin with actor/spec/")
+    one_problem(judge.metric_values({1: {"spec/speed": 1.0}}, ""), "not in the schema")
+    one_problem(judge.metric_values({1: {"spec/acceptance_length": 0.5}}, ""), "allowed 1 to 17")
+    one_problem(judge.metric_values({1: {"spec/acceptance_length": float("nan")}}, ""), "= nan")
+    one_problem(judge.metric_values({1: {"loss": 0.5}}, ""), "no spec/ metric")
 
 
 def masks(*marked: str) -> list[dict]:
@@ -342,9 +336,9 @@ def masks(*marked: str) -> list[dict]:
 
 def test_loss_masks():
     assert judge.response_lengths(masks("pprrrrr", "prrrrrrr"), Trace().events) == []
-    one(judge.response_lengths(masks("prrrrrr"), Trace().events), "6 tokens marked")
-    one(judge.response_lengths(masks("prrrrrp"), Trace().events), "not the end")
-    one(judge.response_lengths(masks("rrrrr"), Trace().events), "not the end")
+    one_problem(judge.response_lengths(masks("prrrrrr"), Trace().events), "6 tokens marked")
+    one_problem(judge.response_lengths(masks("prrrrrp"), Trace().events), "not the end")
+    one_problem(judge.response_lengths(masks("rrrrr"), Trace().events), "not the end")
 
 
 def remembered(hook: str, **what):

@@ -1,14 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from builders.traces import Trace, handed, metrics, one_problem
 from spec_plugin_conformance import omissions
-from traces import Trace, handed, metrics
-
-
-def one(problems: list[str], text: str) -> None:
-    """Exactly one problem, and it says this."""
-    assert len(problems) == 1, problems
-    assert text in problems[0]
 
 
 def checks(trace: Trace) -> list[dict]:
@@ -30,7 +24,7 @@ def test_a_mask_that_leaves_tokens_of_each_response_out_is_seen(first, last):
     trace = Trace()
     for event in checks(trace):
         event["rows"]["rollout"] = [row[first:last] for row in event["rows"]["rollout"]]
-    one(omissions.responses_checked(trace.events), "8 of 8 sequences that a guard was shown are parts")
+    one_problem(omissions.responses_checked(trace.events), "8 of 8 sequences that a guard was shown are parts")
 
 
 def test_a_trainer_that_cuts_a_long_response_has_left_nothing_out():
@@ -44,7 +38,7 @@ def test_responses_that_no_guard_has_seen_are_counted():
     trace = Trace()
     for event in checks(trace):
         event["rows"]["rollout"] = event["rows"]["rollout"][:1]
-    one(omissions.responses_checked(trace.events), "a guard has seen 4 of 8 responses")
+    one_problem(omissions.responses_checked(trace.events), "a guard has seen 4 of 8 responses")
 
 
 def test_ranks_see_them_together():
@@ -77,7 +71,7 @@ def test_responses_are_compared_as_the_trainer_keeps_them():
     assert omissions.responses_checked(trace.events) == []
     for event in checks(trace):
         event["rows"]["rollout"] = event["rows"]["rollout"][:1]
-    one(omissions.responses_checked(trace.events), "4 of 8")
+    one_problem(omissions.responses_checked(trace.events), "4 of 8")
 
 
 # speculation_is_told_as_it_was
@@ -88,7 +82,9 @@ def test_drafted_tokens_that_are_said_to_be_plain_are_seen():
     assert omissions.undrafted_tokens_reported(trace.events) == []
     for event in checks(trace):
         event["plain"] = 12
-    one(omissions.undrafted_tokens_reported(trace.events), "100% of the tokens are reported as sampled without drafts")
+    one_problem(
+        omissions.undrafted_tokens_reported(trace.events), "100% of the tokens are reported as sampled without drafts"
+    )
     for event in checks(trace):
         event["speculating"] = False
     assert omissions.undrafted_tokens_reported(trace.events) == [], "nothing was drafted"
@@ -100,7 +96,7 @@ def test_a_control_group_that_the_guard_is_not_told_of_is_seen():
         trace.find("engine_request", n)["plain"] = 5
         assert omissions.undrafted_tokens_reported(trace.events) == [], "another response may be of the same text"
     trace.find("engine_request", 3)["plain"] = 5
-    one(
+    one_problem(
         omissions.undrafted_tokens_reported(trace.events),
         "sampled 31.2% of the tokens without drafts, and the adapter reports none",
     )
@@ -116,10 +112,10 @@ def test_a_control_group_that_the_guard_is_not_told_of_is_seen():
 def test_an_engine_that_rolls_out_untested_is_seen():
     trace = Trace()
     trace.find("engine_request_begins", 2)["engine"] = 1
-    one(omissions.engines_tested(trace.events), "1 of 2 engines rolled out before their self-test")
+    one_problem(omissions.engines_tested(trace.events), "1 of 2 engines rolled out before their self-test")
     trace = Trace()
     trace.find("engine_request_begins", 2)["pid"] = 2
-    one(omissions.engines_tested(trace.events), "1 of 2 engines")
+    one_problem(omissions.engines_tested(trace.events), "1 of 2 engines")
 
 
 # hooks_fire_in_order
@@ -127,7 +123,9 @@ def test_an_engine_that_rolls_out_untested_is_seen():
 
 def test_a_step_that_harvests_from_the_budget_of_another_is_seen():
     trace = Trace().drop("harvest_opened", 1)
-    one(omissions.budgets_opened(trace.events), "in the step of policy version 1 hidden states were harvested without")
+    one_problem(
+        omissions.budgets_opened(trace.events), "in the step of policy version 1 hidden states were harvested without"
+    )
     for _ in range(3):
         trace.drop("harvest_opened")
     assert omissions.budgets_opened(trace.events) == [], "an adapter may have a harvest of its own"
@@ -138,7 +136,7 @@ def test_a_step_that_harvests_from_the_budget_of_another_is_seen():
 
 def test_metrics_that_are_logged_a_step_late_are_seen():
     late = {step: handed(max(1, step - 1)) for step in (1, 2, 3, 4)}
-    one(omissions.metrics_a_step_late(Trace().events, late, ""), "logged with the step after it")
+    one_problem(omissions.metrics_a_step_late(Trace().events, late, ""), "logged with the step after it")
     assert omissions.metrics_a_step_late(Trace().events, metrics("train/"), "train/") == []
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from fake_driver import NEEDS_A_TRAINER, Driver
+from builders.fake_driver import NEEDS_A_TRAINER, Driver
+from builders.paths import TESTS
 from spec_plugin_conformance import plugin
 from spec_plugin_conformance.checks import CHECKS
 from spec_plugin_conformance.plugin import load_driver, shaped
 from spec_plugin_conformance.recorder import read_trace
 
 Done = subprocess.CompletedProcess[str]
-HERE = Path(__file__).parent
 NAMES = [c.__name__ for c in CHECKS]
 WRITTEN = re.findall(r"^def (\w+)\(runs: KitRuns\) -> None:$", plugin.CHECKS_FILE.read_text(encoding="utf-8"), re.M)
 
@@ -27,7 +27,7 @@ def kit(run: Callable[..., Done], folder: Path, driver: str | None, *more: str) 
         cwd=folder,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
             "COLUMNS": "200",
         },
     )
@@ -37,7 +37,9 @@ def kit(run: Callable[..., Done], folder: Path, driver: str | None, *more: str) 
 def right(tmp_path_factory, warm_run):
     folder = tmp_path_factory.mktemp("right")
     (folder / "test_of_somebody_else.py").write_text("def test_never():\n    assert False\n")
-    done = kit(warm_run, folder, "fake_driver:Driver", "--badge", "b.md", "--junitxml", "j.xml", "--keep", "kept")
+    done = kit(
+        warm_run, folder, "builders.fake_driver:Driver", "--badge", "b.md", "--junitxml", "j.xml", "--keep", "kept"
+    )
     return done, folder
 
 
@@ -66,13 +68,13 @@ def test_the_terminal_shows_every_check_with_its_state_and_the_runs_with_their_t
 
 def test_the_badge_counts_and_lists(right):
     lines = (right[1] / "b.md").read_text().splitlines()
-    assert lines[0] == "**fake_driver:Driver**: 26 supported, 6 refused (of 32 checks)"
+    assert lines[0] == "**builders.fake_driver:Driver**: 26 supported, 6 refused (of 32 checks)"
     assert "| `off_is_off` | supported |" in lines
     assert "| `violations_stop_the_run` | refused: there is no trainer \\| here |" in lines
 
 
 def test_a_check_that_fails_says_what_it_found(tmp_path, warm_run):
-    done = kit(warm_run, tmp_path, "fake_driver:Impure", "-k", "policy_is_bitwise_equal", "--badge", "b.md")
+    done = kit(warm_run, tmp_path, "builders.fake_driver:Impure", "-k", "policy_is_bitwise_equal", "--badge", "b.md")
     assert done.returncode == 1
     assert "1 failed, 31 deselected" in done.stdout
     assert "`policy_is_bitwise_equal` | failed: weight differs" in (tmp_path / "b.md").read_text()
@@ -80,32 +82,38 @@ def test_a_check_that_fails_says_what_it_found(tmp_path, warm_run):
 
 def test_what_fails_for_anothers_sake_is_known_and_once_it_passes_that_is_said(tmp_path, warm_run):
     done = kit(
-        warm_run, tmp_path, "fake_driver:Excused", "-k", "policy_is_bitwise_equal or off_is_off", "--badge", "b.md"
+        warm_run,
+        tmp_path,
+        "builders.fake_driver:Excused",
+        "-k",
+        "policy_is_bitwise_equal or off_is_off",
+        "--badge",
+        "b.md",
     )
     badge = (tmp_path / "b.md").read_text()
     assert done.returncode == 1 and "1 failed, 30 deselected, 1 xfailed" in done.stdout
     assert "`policy_is_bitwise_equal` | known: the trainer forgets its seed" in badge
     assert "`off_is_off` | failed: [XPASS(strict)] mended long ago" in badge
-    done = kit(warm_run, tmp_path, "fake_driver:Excused", "-k", "policy_is_bitwise_equal")
+    done = kit(warm_run, tmp_path, "builders.fake_driver:Excused", "-k", "policy_is_bitwise_equal")
     assert done.returncode == 0, done.stdout
 
 
 def test_what_is_known_of_one_shape_is_not_known_of_another(tmp_path, warm_run):
     checks = ("-k", "policy_is_bitwise_equal or off_is_off", "--shape", "elsewhere", "--badge", "b.md")
-    done = kit(warm_run, tmp_path, "fake_driver:Excused", *checks)
+    done = kit(warm_run, tmp_path, "builders.fake_driver:Excused", *checks)
     badge = (tmp_path / "b.md").read_text()
     assert done.returncode == 0, done.stdout
     assert "`policy_is_bitwise_equal` | known: its clock is wrong" in badge and "`off_is_off` | supported" in badge
 
 
 def test_a_trainer_that_orders_recorded_rollouts_in_another_way_is_compared_on_recorded_ones(tmp_path, warm_run):
-    done = kit(warm_run, tmp_path, "fake_driver:Reordering", "-k", "policy_is_bitwise_equal", "--keep", "kept")
+    done = kit(warm_run, tmp_path, "builders.fake_driver:Reordering", "-k", "policy_is_bitwise_equal", "--keep", "kept")
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "kept" / "driver" / "launched").read_text().split() == ["main", "off", "on"]
 
 
 def test_a_trainer_that_stops_fails_every_check_that_needs_it_and_says_why(tmp_path, warm_run):
-    done = kit(warm_run, tmp_path, "fake_driver:Broken", "-k", "hooks_fire_in_order or draft_learns")
+    done = kit(warm_run, tmp_path, "builders.fake_driver:Broken", "-k", "hooks_fire_in_order or draft_learns")
     assert done.returncode == 1 and "2 failed" in done.stdout
     assert done.stdout.count("no GPU here") >= 2
 
@@ -117,7 +125,7 @@ def test_a_trainer_that_stops_fails_every_check_that_needs_it_and_says_why(tmp_p
         ("nobody", "no adapter named 'nobody'"),
         ("no_such_module:Driver", "cannot be imported: No module named 'no_such_module'"),
         (":", "cannot be imported: Empty module name"),
-        ("fake_driver:NEEDS_A_TRAINER", "expected a subclass of ConformanceDriver"),
+        ("builders.fake_driver:NEEDS_A_TRAINER", "expected a subclass of ConformanceDriver"),
     ],
 )
 def test_an_unknown_adapter_is_an_error_that_says_what_to_name(tmp_path, warm_run, name, said):

@@ -1,15 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from builders.traces import Trace, handed, metrics, one_problem, tour
 from spec_plugin_conformance import judge, reported
 from spec_plugin_conformance.plants import LOGPROB, NAN, PLANTED, VERSION
-from traces import Trace, handed, metrics, tour
-
-
-def one(problems: list[str], text: str) -> None:
-    """Exactly one problem, and it says this."""
-    assert len(problems) == 1, problems
-    assert text in problems[0]
 
 
 def right(trace: list) -> dict[str, list[str]]:
@@ -44,7 +38,7 @@ def test_an_empty_trace_proves_nothing():
 def test_an_engine_of_another_configuration_than_was_told_is_seen(name, value):
     trace = Trace()
     trace.find("spec_configure")["engine"][name] = value
-    one(reported.engine_facts(trace.events), f"TargetInfo.{name} is {value}, the engine was built with")
+    one_problem(reported.engine_facts(trace.events), f"TargetInfo.{name} is {value}, the engine was built with")
 
 
 def test_what_is_left_open_is_not_compared():
@@ -56,13 +50,13 @@ def test_what_is_left_open_is_not_compared():
 def test_an_option_that_the_allow_list_was_not_shown_is_seen():
     trace = Trace()
     trace.find("engine_configured")["shown"]["logprobs_mode"] = "raw_logprobs"
-    one(reported.engine_facts(trace.events), "was shown the engine option logprobs_mode=raw_logprobs")
+    one_problem(reported.engine_facts(trace.events), "was shown the engine option logprobs_mode=raw_logprobs")
 
 
 def test_a_request_of_another_sampling_than_was_told_is_seen():
     trace = Trace()
     trace.find("engine_request", 3)["sampling"] = {"temperature": 0.7}
-    one(reported.engine_facts(trace.events), "temperature=0.7")
+    one_problem(reported.engine_facts(trace.events), "temperature=0.7")
     trace.find("engine_request", 3)["test"] = True
     assert reported.engine_facts(trace.events) == []
 
@@ -70,20 +64,20 @@ def test_a_request_of_another_sampling_than_was_told_is_seen():
 def test_an_actor_that_computes_in_another_dtype_than_was_told_is_seen():
     trace = Trace()
     trace.find("spec_configure")["actor_dtype"] = "bfloat16"
-    one(reported.trainer_facts(trace.events, False), "actor_dtype is bfloat16")
+    one_problem(reported.trainer_facts(trace.events, False), "actor_dtype is bfloat16")
     for event in trace.events:
         if event["hook"] == "spec_check_logprobs":
             event["differences"] = {"0": 5e-3}  # autocast: wide states, narrow products
     assert reported.trainer_facts(trace.events, False) == []
     trace = Trace()
     trace.find("spec_target_forward")["dtype"] = "bfloat16"
-    one(reported.trainer_facts(trace.events, False), "actor_dtype is float32, the hidden states are")
+    one_problem(reported.trainer_facts(trace.events, False), "actor_dtype is float32, the hidden states are")
 
 
 def test_a_lag_where_there_can_be_none_is_seen():
     trace = Trace()
     trace.find("spec_check_logprobs", 1)["lag_allowed"] = True
-    one(reported.trainer_facts(trace.events, False), "older than the policy")
+    one_problem(reported.trainer_facts(trace.events, False), "older than the policy")
     assert reported.trainer_facts(trace.events, True) == []
 
 
@@ -94,7 +88,7 @@ def test_log_probs_that_no_engine_reported_are_seen():
     trace = Trace()
     event = trace.find("spec_check_logprobs", 1)
     event["rows"]["rollout"][0] = [v - 1e-6 for v in event["rows"]["rollout"][0]]
-    one(reported.logprobs_from_engine(trace.events), "policy version 1: 5 of 12 rollout log-probs were never")
+    one_problem(reported.logprobs_from_engine(trace.events), "policy version 1: 5 of 12 rollout log-probs were never")
 
 
 def test_log_probs_that_the_trainer_keeps_in_half_precision_are_the_engines_all_the_same():
@@ -108,14 +102,14 @@ def test_log_probs_that_the_trainer_keeps_in_half_precision_are_the_engines_all_
 
 def test_a_check_after_the_update_is_seen():
     trace = Trace().swap("spec_check_logprobs", "policy_update", index=1)
-    one(
+    one_problem(
         reported.checked_before_update(trace.events),
         "policy version 1 entered an update and were only checked afterwards",
     )
 
 
 def test_a_step_without_a_check_is_seen():
-    one(
+    one_problem(
         reported.checked_before_update(Trace().drop("spec_check_logprobs", 2).events),
         "policy version 2 entered an update and were never",
     )
@@ -123,7 +117,7 @@ def test_a_step_without_a_check_is_seen():
 
 def test_updates_that_nobody_sees_prove_nothing():
     trace = [e for e in Trace().events if e["hook"] != "policy_update"]
-    one(reported.checked_before_update(trace), "0 updates of the policy were recorded")
+    one_problem(reported.checked_before_update(trace), "0 updates of the policy were recorded")
 
 
 # speculation_is_told_as_it_was
@@ -132,15 +126,15 @@ def test_updates_that_nobody_sees_prove_nothing():
 def test_a_drafted_batch_that_is_said_to_be_plain_is_seen():
     trace = Trace()
     trace.find("spec_check_logprobs", 1)["speculating"] = False
-    one(reported.drafted_batches_reported(trace.events, False), "policy version 1 is reported as plain")
-    one(reported.drafted_batches_reported(trace.events, True), "policy version 1 is reported as plain")
+    one_problem(reported.drafted_batches_reported(trace.events, False), "policy version 1 is reported as plain")
+    one_problem(reported.drafted_batches_reported(trace.events, True), "policy version 1 is reported as plain")
     trace.find("spec_rollout_end", 3)["drafts"] = 0
     assert reported.drafted_batches_reported(trace.events, True) == []  # some of it may be that phase's
 
 
 def test_a_plain_batch_that_is_said_to_be_drafted_is_seen():
     plain = [{"event": "plain", "drafts": 0, "policy_version": 2}]
-    one(reported.undrafted_batches_reported(Trace().events, plain), "policy version 2 is reported as drafted")
+    one_problem(reported.undrafted_batches_reported(Trace().events, plain), "policy version 2 is reported as drafted")
     trace = Trace()
     trace.find("spec_check_logprobs", policy_version=2)["speculating"] = False
     assert reported.undrafted_batches_reported(trace.events, plain) == []
@@ -151,16 +145,16 @@ def test_a_plain_batch_that_is_said_to_be_drafted_is_seen():
 
 def test_a_nan_that_was_made_a_number_is_seen_though_the_guard_refuses_the_number():
     cleaned = [e | {"why": "not the target's"} if e.get("what") == NAN and "why" in e else e for e in tour()]
-    one(reported.planted_errors_refused(cleaned, True), "reached the guard as a number")
+    one_problem(reported.planted_errors_refused(cleaned, True), "reached the guard as a number")
 
 
 def test_a_planted_error_that_nobody_refuses_is_seen():
     assert reported.planted_errors_refused(tour(), False) == []
     missed = [e | {"event": "missed"} if e.get("what") == VERSION else e for e in tour()]
-    one(reported.planted_errors_refused(missed, False), "wrong policy version was planted in each")
+    one_problem(reported.planted_errors_refused(missed, False), "wrong policy version was planted in each")
     assert reported.planted_errors_refused(missed, True) == []
     never = [e for e in tour() if e.get("what") != LOGPROB]
-    one(reported.planted_errors_refused(never, False), "ended before a wrong log-prob")
+    one_problem(reported.planted_errors_refused(never, False), "ended before a wrong log-prob")
 
 
 # failed_self_test_stops_the_run
@@ -169,10 +163,10 @@ def test_a_planted_error_that_nobody_refuses_is_seen():
 def test_a_run_that_goes_on_after_its_self_test_failed_is_seen():
     start = [e for e in Trace().events if e["hook"] == "spec_configure"]
     assert reported.self_test_stopped(start, f"LosslessError: samples: {PLANTED}") == []
-    one(reported.self_test_stopped(start, None), "went on to its end")
-    one(reported.self_test_stopped(start, "CUDA out of memory"), "without naming LosslessError")
-    one(reported.self_test_stopped([], f"LosslessError {PLANTED}"), "0 sessions")
-    one(reported.self_test_stopped(Trace().events, f"LosslessError {PLANTED}"), "8 responses were sampled")
+    one_problem(reported.self_test_stopped(start, None), "went on to its end")
+    one_problem(reported.self_test_stopped(start, "CUDA out of memory"), "without naming LosslessError")
+    one_problem(reported.self_test_stopped([], f"LosslessError {PLANTED}"), "0 sessions")
+    one_problem(reported.self_test_stopped(Trace().events, f"LosslessError {PLANTED}"), "8 responses were sampled")
 
 
 # weights_arrive_as_they_are
@@ -182,7 +176,7 @@ def test_a_run_that_goes_on_after_its_self_test_failed_is_seen():
 def test_a_stale_embedding_or_head_is_seen(key, name):
     trace = Trace()
     trace.find("spec_weight_sync", 2)[key] = "of version 0"
-    one(
+    one_problem(
         reported.weights_arrived(trace.events),
         f"policy version 2: the {name} that the weight sync announced is not the",
     )
@@ -191,7 +185,7 @@ def test_a_stale_embedding_or_head_is_seen(key, name):
 def test_an_announced_head_that_the_update_changes_is_seen():
     trace = Trace()
     trace.find("spec_train_draft", 1)["changed"] = ["head"]
-    one(
+    one_problem(
         reported.weights_arrived(trace.events),
         "step 1: the head that the weight sync announced changed with the update",
     )
@@ -200,7 +194,7 @@ def test_an_announced_head_that_the_update_changes_is_seen():
 def test_weights_that_were_rounded_on_their_way_are_seen():
     trace = Trace()
     trace.find("spec_check_logprobs", 1)["differences"] = {"0": 4e-4}
-    one(reported.weights_arrived(trace.events), "does not have the weights that the actor has")
+    one_problem(reported.weights_arrived(trace.events), "does not have the weights that the actor has")
     trace.find("engine_configured")["dtype"] = "bfloat16"
     assert reported.weights_arrived(trace.events) == []
 
@@ -208,12 +202,14 @@ def test_weights_that_were_rounded_on_their_way_are_seen():
 def test_without_a_draft_a_sync_may_announce_nothing_but_nothing_wrong():
     trace = Trace()
     trace.find("spec_weight_sync", 2)["embed_digest"] = "of version 0"
-    one(reported.weights_arrived(trace.events, draft=False), "the embedding that the weight sync announced is not the")
+    one_problem(
+        reported.weights_arrived(trace.events, draft=False), "the embedding that the weight sync announced is not the"
+    )
     for event in trace.events:
         if event["hook"] == "spec_weight_sync":
             event |= {"embed_digest": "", "head_digest": ""}
     assert reported.weights_arrived(trace.events, draft=False) == []
-    one(reported.weights_arrived(trace.events), "0 embeddings or heads with their engine's were recorded")
+    one_problem(reported.weights_arrived(trace.events), "0 embeddings or heads with their engine's were recorded")
 
 
 def test_ranks_that_hold_a_part_of_the_head_each_are_not_compared():
@@ -239,7 +235,7 @@ def test_hidden_states_of_another_policy_are_seen():
     trace = Trace()
     event = trace.find("spec_target_forward", 1)
     event["log_probs"] = [[v - 1e-2 for v in row] for row in event["log_probs"]]
-    one(
+    one_problem(
         reported.states_of_the_policy(trace.events),
         "policy version 1: hidden states of 2 of 2 documents are not the policy's",
     )
@@ -258,18 +254,22 @@ def test_a_document_that_was_cut_is_compared_by_its_end():
 def test_counts_that_are_not_the_engines_are_seen():
     trace = Trace()
     trace.find("spec_rollout_end", 1)["tokens"] += 6
-    one(reported.tokens_counted(trace.events), "policy version 1: 18 tokens were counted, the engine sampled 12")
+    one_problem(
+        reported.tokens_counted(trace.events), "policy version 1: 18 tokens were counted, the engine sampled 12"
+    )
 
 
 def test_requests_that_a_kill_found_in_flight_may_have_been_counted():
     trace = Trace()
     assert reported.tokens_counted_asynchronous(trace.events) == []
     trace.find("spec_rollout_end", 3)["tokens"] += 6
-    one(reported.tokens_counted_asynchronous(trace.events), "54 tokens were counted, the engine sampled at most 48")
+    one_problem(
+        reported.tokens_counted_asynchronous(trace.events), "54 tokens were counted, the engine sampled at most 48"
+    )
     trace.add("engine_request_begins", session="e", test=False)
     assert reported.tokens_counted_asynchronous(trace.events) == []
     trace.find("spec_rollout_end", 2)["tokens"] += 2
-    one(reported.tokens_counted_asynchronous(trace.events), "at most 55")
+    one_problem(reported.tokens_counted_asynchronous(trace.events), "at most 55")
 
 
 # all_metrics_reach_the_log
@@ -277,13 +277,13 @@ def test_requests_that_a_kill_found_in_flight_may_have_been_counted():
 
 def test_a_metric_that_never_reaches_the_log_is_seen():
     logged = {step: {n: v for n, v in found.items() if n != "a/spec/on"} for step, found in metrics("a/").items()}
-    one(reported.metrics_logged(Trace().events, logged, "a/"), "1 of 5 metrics never reach the log: spec/on")
+    one_problem(reported.metrics_logged(Trace().events, logged, "a/"), "1 of 5 metrics never reach the log: spec/on")
 
 
 def test_a_metric_that_is_logged_with_another_value_is_seen():
     logged = metrics()
     logged[2]["spec/acceptance_length"] = 3.5
-    one(
+    one_problem(
         reported.metrics_logged(Trace().events, logged, ""),
         "acceptance_length is logged as 3.5, it was between 2.5 and 2.5",
     )
@@ -302,5 +302,5 @@ def test_what_was_handed_out_before_a_kill_need_not_have_been_logged():
 
 def test_a_random_stream_that_was_drawn_from_is_seen():
     assert reported.random_streams({"torch": "a"}, {"torch": "a"}) == []
-    one(reported.random_streams({"torch": "a"}, {"torch": "b"}), "the random stream torch is elsewhere")
-    one(reported.random_streams({}, {}), "hold other random streams")
+    one_problem(reported.random_streams({"torch": "a"}, {"torch": "b"}), "the random stream torch is elsewhere")
+    one_problem(reported.random_streams({}, {}), "hold other random streams")

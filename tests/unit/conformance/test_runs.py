@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from fake_driver import Driver
+from builders.fake_driver import Driver
 from spec_plugin_conformance.faults import SHORT, STEPS
 from spec_plugin_conformance.plants import SELF_TEST, PlantedErrors
 from spec_plugin_conformance.runs import KitRuns

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from builders.traces import Trace
 from spec_plugin_conformance import judge, versions
 from spec_plugin_conformance.plants import LOGPROB
-from traces import Trace
 
 
 class Lagging(Trace):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draft_helpers import TINY
+from builders.drafts import TINY
 
 from draft_training import Document, DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings, digest
 

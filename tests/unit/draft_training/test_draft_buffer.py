@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from draft_helpers import make_document
+from builders.drafts import make_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

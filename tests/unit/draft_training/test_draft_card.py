@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_helpers import make_document, make_policy
-from test_draft_trainer import SETTINGS, make_buffer, make_trainer, weights
+from builders.drafts import SETTINGS, make_buffer, make_document, make_policy, make_trainer, weights
 
 from draft_training import DraftTrainer, digest
 from draft_training.card import HostOffload, fast_products

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_helpers import TINY, make_document, make_policy
+from builders.drafts import TINY, make_document, make_policy
 from safetensors.torch import load_file, save_file
 
 from draft_training import (

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draft_helpers import TINY
+from builders.drafts import TINY
 
 from draft_training import DraftConfig, DraftConfigError, Rope, validate_draft
 from draft_training.model import inverse_frequencies, rotary

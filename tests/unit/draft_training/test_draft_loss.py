@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from draft_helpers import TINY, make_document, make_policy
+from builders.drafts import TINY, make_document, make_policy
 
 from draft_training import Document, DraftConfig, Eagle3Draft, LossStats, pack, ttt_loss
 from draft_training import attention as attention_module

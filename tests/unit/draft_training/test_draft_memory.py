@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draft_helpers import TINY
+from builders.drafts import TINY
 from torch.profiler import ProfilerActivity, profile
 
 from draft_training import Document, DraftConfig, DraftTrainer, TrainSettings, training_memory

@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from draft_helpers import TINY, make_document, make_policy
+from builders.drafts import TINY, make_document, make_policy
 
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings, digest
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_helpers import make_document, make_policy
+from builders.drafts import SETTINGS, make_buffer, make_document, make_policy, make_trainer, weights
 
 from draft_training import (
     Document,
@@ -15,25 +15,6 @@ from draft_training import (
     TrainSettings,
     digest,
 )
-
-SETTINGS = TrainSettings(tokens_per_step=60, warmup_steps=2, lr=3e-3, ttt_steps=2)
-
-
-def make_buffer(seed: int = 0, documents: int = 12) -> HiddenBuffer:
-    b = HiddenBuffer(10_000, 1 << 30, seed)
-    for i in range(documents):
-        b.add(make_document(12 + i, i, version=i % 2))
-    return b
-
-
-def make_trainer(config, settings: TrainSettings = SETTINGS, seed: int = 3, **kw) -> DraftTrainer:
-    t = DraftTrainer(config, settings, device="cpu", seed=seed, **kw)
-    t.update_policy(*make_policy(), 1)
-    return t
-
-
-def weights(t: DraftTrainer) -> str:
-    return digest(t.engine_tensors())
 
 
 def test_training_lowers_the_loss_and_counts_its_steps(tiny):

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from builders.training import TARGET
 from safetensors.torch import load_file
-from test_training import TARGET
 
 pytest.importorskip("vllm")
 

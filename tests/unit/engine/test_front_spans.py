@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from test_training import TARGET
+from builders.training import TARGET
 
 from spec_plugin import SpecConfig
 from spec_plugin.engine.control import ControlStretch

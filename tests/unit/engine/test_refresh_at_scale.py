@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_refresh_checks import Vocab, Weight
+from builders.refresh_checks import Vocab, Weight
 from torch import nn
 
 from draft_training import fingerprint

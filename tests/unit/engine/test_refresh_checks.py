@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from builders.refresh_checks import HEADS, KV, D, H, I, V, Vocab, Weight
 from torch import nn
 
 from draft_training import digest, fingerprint
 from spec_plugin.engine.refresh import swap as refresh
 from spec_plugin.engine.refresh.layout import Layout, draft_layout
 from spec_plugin.engine.refresh.swap import Staging
-
-H, V, HEADS, KV, D, I = 16, 40, 4, 2, 4, 24
 
 
 class QKV(nn.Module):
@@ -39,20 +38,6 @@ class Row(nn.Module):
         super().__init__()
         self.input_size, self.input_size_per_partition, self.tp_rank = columns, columns // ranks, rank
         self.weight = nn.Parameter(torch.randn(rows, columns // ranks), requires_grad=False)
-
-
-class Vocab(nn.Module):
-    def __init__(self, rows, padded, first=0, last=None):
-        super().__init__()
-        self.org_vocab_size = rows
-        self.shard_indices = SimpleNamespace(org_vocab_start_index=first, org_vocab_end_index=last or rows)
-        self.weight = nn.Parameter(torch.randn(padded, H), requires_grad=False)
-
-
-class Weight(nn.Module):
-    def __init__(self, *shape):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(*shape), requires_grad=False)
 
 
 class Target(nn.Module):

@@ -1,0 +1,47 @@
+"""Batches for the guards: all of one policy version, and all with drafts or all without."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spec_plugin.events import Drafts, LogprobBatch, StatedLogprobs
+
+
+def batch_of(
+    version: int,
+    recomputed: Tensor,
+    rollout: Tensor | None,
+    mask: Tensor | None = None,
+    drafts: Drafts = Drafts.ON,
+    sampled_by: int | None = None,
+) -> LogprobBatch:
+    """Log-probs [B, T].
+
+    Args:
+        version: that recomputed them.
+        recomputed: by the actor.
+        rollout: by the engine.
+        mask: None: all were sampled.
+        drafts: of all tokens.
+        sampled_by: policy version of all tokens; None: the one that recomputes.
+    """
+    mask = torch.ones_like(recomputed, dtype=torch.bool) if mask is None else mask
+    versions = torch.full(mask.shape, version if sampled_by is None else sampled_by)
+    return LogprobBatch(version, recomputed, rollout, mask, versions, with_drafts(mask, drafts), False)
+
+
+def with_drafts(mask: Tensor, drafts: Drafts) -> Tensor:
+    return torch.full(mask.shape, drafts, dtype=torch.uint8)
+
+
+def stated_of(batch: LogprobBatch) -> StatedLogprobs:
+    """The same log-probs, recomputed by nobody."""
+    assert batch.rollout is not None
+    return StatedLogprobs(batch.policy_version, batch.rollout, batch.mask, batch.versions, batch.drafted)
+
+
+def whole_batch(rows: int, columns: int) -> LogprobBatch:
+    """All were sampled, each with a log-prob of its own; of what the engine said nothing is known."""
+    recomputed = -torch.arange(1.0, rows * columns + 1).view(rows, columns) / 100
+    return batch_of(3, recomputed, None)

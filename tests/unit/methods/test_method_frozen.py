@@ -1,0 +1,167 @@
+"""Drafts that are served as they are: which kinds are told apart, and what each of them asks of the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders.frozen import HF
+from safetensors.torch import save_file
+
+from draft_training.weights import refuse_broken_mask
+from spec_plugin import SpecConfig, SpecConfigError, model_runner
+from spec_plugin.builtin.break_even.controller import BreakEvenController
+from spec_plugin.engine.lossless import check_speculative_config
+from spec_plugin.events import RolloutStats, SelfTestReport, StepTiming, TargetInfo
+from spec_plugin.manager import create_manager
+from spec_plugin.method import Method
+from spec_plugin.session import method_of
+
+KINDS = {
+    "eagle": ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "layers.0.mlp.up_proj.weight"]),
+    "eagle3": ({"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2}, ["fc.weight"]),
+    "dflash": ({"architectures": ["DFlashDraftModel"], "hidden_size": 64}, ["fc.weight"]),
+    "draft_model": ({"architectures": ["GemmaForCausalLM"]}, ["model.embed_tokens.weight"]),
+    "parallel": ({"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2, "pard_token": 3}, ["fc.weight"]),
+}
+
+
+def draft(folder: Path, kind: str) -> str:
+    hf, names = KINDS[kind]
+    (folder / "config.json").write_text(json.dumps(hf))
+    save_file({name: torch.zeros(2) for name in names}, folder / "model.safetensors")
+    return str(folder)
+
+
+def method(folder: str, load_format: str = "auto", **options: Any) -> Method:
+    config = SpecConfig.parse({"draft": folder, "train": False, "k": 4, **options})
+    target = TargetInfo("m", HF, "float32", max_num_seqs=8, load_format=load_format)
+    return method_of(config, target, create_manager((), (), load_entry_points=False))
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_is_told_what_kind_it_is(tmp_path: Path, kind: str, named: bool) -> None:
+    found = method(draft(tmp_path, kind), **({"method": "frozen"} if named else {}))
+    told = found.speculative_config()
+    check_speculative_config(told, device_type="cpu")
+    assert told["method"] == ("eagle3" if kind == "parallel" else kind) and told["model"] == str(tmp_path)
+    assert bool(told.get("parallel_drafting")) == found.whole == (kind == "parallel")
+    assert {k for _, _, k in told["num_speculative_tokens_per_batch_size"]} == ({4} if found.whole else {0, 1, 2, 3, 4})
+    assert found.ready and found.harvest is None and found.draft is None
+
+
+def test_of_what_is_served_as_it_is_nothing_is_read_that_nobody_asks_for(tmp_path: Path) -> None:
+    """Some publish an EAGLE-3 layer under 0 layers; a list of them is vLLM's to judge."""
+    folder = Path(draft(tmp_path, "eagle3"))
+    for layers in (0, [1]):
+        (folder / "config.json").write_text(json.dumps({**KINDS["eagle3"][0], "num_hidden_layers": layers}))
+        assert method(str(folder), method="frozen").speculative_config()["method"] == "eagle3"
+
+
+class Code:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return Path.touch, ("/nonexistent",)
+
+
+@pytest.mark.parametrize("vector", [torch.ones(64), {"embedding": torch.ones(1, 64), "mask_token_id": 3}])
+def test_a_masks_vector_beside_a_draft_is_left_to_vllm(tmp_path: Path, vector: Any) -> None:
+    folder = draft(tmp_path, "dflash")
+    torch.save(vector, tmp_path / "mask_embedding.pt")
+    assert method(folder).model() == folder
+    written = json.loads((tmp_path / "config.json").read_text())
+    width = written.pop("hidden_size")
+    refuse_broken_mask(tmp_path)  # a config.json that does not say how wide it is
+    (tmp_path / "config.json").write_text(json.dumps({**written, "transformer_layer_config": {"hidden_size": width}}))
+    refuse_broken_mask(tmp_path)
+
+
+def test_a_masks_vector_of_another_token_is_refused_as_vllm_would(tmp_path: Path) -> None:
+    folder = draft(tmp_path, "dflash")
+    hf = {**KINDS["dflash"][0], "dflash_config": {"mask_token_id": 3}}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    torch.save({"embedding": torch.ones(64), "mask_token_id": 4}, tmp_path / "mask_embedding.pt")
+    with pytest.raises(SpecConfigError, match=r"of token 4, and config\.json says mask_token_id=3"):
+        method(folder).model()
+    hf = {**KINDS["dflash"][0], "dflash_config": {}, "mask_token_id": 3}  # where vLLM looks next
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(SpecConfigError, match="of token 4"):
+        method(folder).model()
+    torch.save({"embedding": torch.ones(64), "mask_token_id": torch.ones(2)}, tmp_path / "mask_embedding.pt")
+    with pytest.raises(SpecConfigError, match="no vector that can be read"):
+        method(folder).model()
+
+
+def test_what_is_no_file_is_left_alone_as_vllm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = draft(tmp_path, "dflash")
+    os.mkfifo(tmp_path / "mask_embedding.pt")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it would wait for ever"))
+    assert method(folder).model() == folder
+
+
+@pytest.mark.parametrize(
+    "vector", [torch.full((64,), torch.nan), torch.ones(32), {"other": torch.ones(64)}, Code(), "torn"]
+)
+def test_law_8_a_masks_vector_that_is_none_is_refused_before_the_engine_starts(tmp_path: Path, vector: Any) -> None:
+    folder = draft(tmp_path, "dflash")
+    torch.save(vector, tmp_path / "mask_embedding.pt")
+    if vector == "torn":
+        (tmp_path / "mask_embedding.pt").write_bytes(b"PK")
+    with pytest.raises(SpecConfigError, match=r"mask_embedding\.pt"):
+        method(folder).model()
+
+
+def test_a_whole_model_is_not_made_noise_of(tmp_path: Path) -> None:
+    with pytest.raises(SpecConfigError, match=r"load_format to auto, or spec\.method=draft_model"):
+        method(draft(tmp_path, "draft_model"), load_format="dummy")
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
+def test_a_draft_whose_file_v2_would_leave_unread_is_refused(tmp_path: Path, kind: str, monkeypatch) -> None:
+    """Nothing ever sends it: it would be noise to the end of the run. V1 reads it."""
+    folder = draft(tmp_path, kind)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert method(folder, load_format="dummy").speculative_config()["draft_load_config"] == {"load_format": "auto"}
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    if model_runner.loads_drafts_like_targets("dflash" if kind == "dflash" else "eagle3"):  # this vLLM
+        with pytest.raises(SpecConfigError, match=r"leaves the draft's file unread.*load_format to auto"):
+            method(folder, load_format="dummy")
+    assert method(folder).ready
+
+
+def test_what_is_trained_is_not_frozen(tmp_path: Path) -> None:
+    with pytest.raises(SpecConfigError, match=r"spec\.train=false"):
+        method(draft(tmp_path, "eagle"), method="frozen", train=True)
+    with pytest.raises(SpecConfigError, match="only LlamaForCausalLMEagle3 drafts can be trained"):
+        method(draft(tmp_path, "eagle"), train=True)
+
+
+@pytest.mark.parametrize("broken", ["nothing", "config", "tensors", "unknown"])
+def test_what_is_no_draft_is_said_to_be_none(tmp_path: Path, broken: str) -> None:
+    draft(tmp_path, "eagle")
+    if broken == "nothing":
+        (tmp_path / "config.json").unlink()
+    elif broken == "config":
+        (tmp_path / "config.json").write_text("{")
+    elif broken == "tensors":
+        (tmp_path / "model.safetensors").write_text("{")
+    else:
+        save_file({"x": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(SpecConfigError, match="is no draft that is known" if broken == "unknown" else "cannot be read"):
+        method(str(tmp_path))
+
+
+def test_a_draft_of_all_tokens_or_none_is_tried_with_all() -> None:
+    controller = BreakEvenController()
+    target = TargetInfo("m", HF, "float32", max_num_seqs=8)
+    controller.spec_configure(SpecConfig.parse({"k": 5}), target, Method("frozen", {}, ready=True, whole=True))
+    steps = [StepTiming(b, k, k == 0, t, 100) for b in (1, 4, 8) for k, t in ((0, 0.010), (5, 0.012))]
+    controller.spec_engine_ready(SelfTestReport((), 1.0, tuple(steps)))
+    assert controller.spec_schedule(0).table == (0,) + (5,) * 8
+    stats = RolloutStats(0, 8, 800, 1.0, 1300, 6500, 3900, (1200, 1000, 800, 500, 400), tuple(steps))
+    controller.spec_rollout_end(stats)
+    assert set(controller.spec_schedule(1).table) == {0, 5}

@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from builders.report import DATA, made
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_plugin.commands.report.build import make_report
+from spec_plugin.commands.report.changes import shifts_of
+from spec_plugin.commands.report.compare import base_of, compare
+from spec_plugin.commands.report.findings import findings_of
+from spec_plugin.commands.report.places import ReportError
+from spec_plugin.commands.report.run import LoggedRun, Notice, Series, Spread, shares_of
+from spec_plugin.commands.report.states import spans_of
+from spec_plugin.speculation import Reason, Speculation, as_metrics
+
+
+def real(folder: str) -> LoggedRun:
+    return make_report([DATA / folder]).views[0].run
+
+
+def texts(run: LoggedRun, level: str | None = None) -> list[str]:
+    return [f.text for f in findings_of(run) if level in (None, f.level)]
+
+
+def wobble(step: int) -> float:
+    """Between -0.1 and 0.1, without a pattern."""
+    return random.Random(step).uniform(-0.1, 0.1)
+
+
+def test_a_fall_of_acceptance_is_told_with_what_changed_before_it():
+    run = made(
+        spec_acceptance_length=lambda s: (5.0 if s < 41 else 3.2) + wobble(s),
+        lr=lambda s: 1e-6 if s < 39 else 1e-5,
+    )
+    assert texts(run, "warn") == [
+        "acceptance fell at step 41, from 4.99 to 3.18 tokens per forward pass, two steps after the learning rate rose "
+        "from 1e-06 to 1e-05"
+    ]
+
+
+def test_a_fall_of_acceptance_because_fewer_tokens_are_drafted_is_told_so():
+    run = made(spec_acceptance_length=lambda s: 5.0 if s < 30 else 2.5, spec_k_b8=lambda s: 8 if s < 30 else 2)
+    (text,) = texts(run, "warn")
+    assert text.endswith("at the same step as k at batch size 8 fell from 8 to 2")
+
+
+def test_of_what_changed_before_a_fall_the_last_is_told_first():
+    run = made(
+        spec_acceptance_length=lambda s: 5.0 if s < 30 else 2.5,
+        lr=lambda s: 1e-6 if s < 26 else 2e-6,
+        entropy=lambda s: 1.0 if s < 29 else 2.0,
+    )
+    (text,) = texts(run, "warn")
+    assert text.endswith(
+        ", one step after the policy's entropy rose from 1 to 2 and four steps after the learning rate rose from 1e-06 to 2e-06"
+    )
+
+
+def test_acceptance_that_wobbles_or_rises_is_no_warning():
+    run = made(spec_acceptance_length=lambda s: 2.0 + s / 20 + 5 * wobble(s), lr=lambda s: 1e-6 * (1 + (s > 20)))
+    assert texts(run, "warn") == []
+
+
+def test_steps_that_did_not_draft_are_no_fall_of_acceptance():
+    run = made(spec_acceptance_length=lambda s: 1.0 if 20 <= s < 30 else 5.0)
+    assert not [t for t in texts(run) if "fell" in t]
+
+
+@given(st.floats(1.5, 9.0), st.floats(0.3, 0.8), st.integers(5, 45))
+def test_a_clean_fall_is_found_once_and_at_its_step(level, share, where):
+    values = tuple(level if i < where else 1 + (level - 1) * share for i in range(50))
+    shifts = shifts_of(Series(tuple(range(50)), values), least=0.15, floor=1.0)
+    assert [s.step for s in shifts] == [where] and shifts[0].fell
+
+
+@given(st.lists(st.floats(-0.05, 0.05), min_size=10, max_size=60))
+def test_small_noise_alone_is_no_shift(noise):
+    series = Series(tuple(range(len(noise))), tuple(5.0 + n for n in noise))
+    assert shifts_of(series, least=0.15) == []
+
+
+def test_why_a_run_did_not_speculate_is_read_from_its_metrics():
+    first, second, third = spans_of(real("verl-flag"))
+    assert (first.where, first.state, first.why) == (
+        "step 1",
+        "off",
+        "no draft had been trained, and none measured yet",
+    )
+    assert second.why == (
+        "training predicts 1.00 tokens per forward pass; drafting pays from 1.47 at batch size 1, 5.34 at batch size 8"
+    )
+    assert (third.where, third.state) == ("steps 3 to 8", "on")
+
+
+def coded(
+    count: int, code: Callable[[int], dict[str, float]], notices: tuple[Notice, ...] = (), **columns: object
+) -> LoggedRun:
+    """A run that logs ``spec/state`` and ``spec/reason``, by step."""
+    run = made(count, **columns)
+    steps = {step: {**values, **code(step)} for step, values in run.steps.items()}
+    return LoggedRun(run.name, run.trainer, steps, notices)
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_why_a_run_did_or_did_not_speculate_is_what_it_logged(reason):
+    (span,) = spans_of(coded(3, lambda s: as_metrics(reason)))
+    assert span.reason == reason.name and (span.first, span.last) == (1, 3)
+    assert span.why == ("" if reason is Reason.PREDICTED_TO_PAY else reason.meaning)
+    assert span.state == ("on" if reason < 10 else "failed" if 20 <= reason < 30 else "off")
+
+
+def test_numbers_stand_beside_the_reason_that_drafts_do_not_pay():
+    run = coded(3, lambda s: as_metrics(Reason.BELOW_BREAK_EVEN), spec_expected_acceptance=1.4, spec_break_even_b8=2.0)
+    assert (
+        spans_of(run)[-1].why
+        == "training predicts 1.40 tokens per forward pass; drafting pays from 2.00 at batch size 8"
+    )
+
+
+def test_trouble_is_found_by_its_code_and_the_plugins_warning_is_quoted_whatever_it_says():
+    def code(step: int) -> dict[str, float]:
+        if step < 3:
+            return as_metrics(Reason.PREDICTED_TO_PAY)
+        return as_metrics(Reason.HARVEST, Speculation.GIVEN_UP if step > 4 else None)
+
+    for words in ("speculation is off from here on", "etwas ging schief"):
+        run = coded(6, code, (Notice(3, "WARNING", words),))
+        assert [span.where for span in spans_of(run)] == ["steps 1 to 2", "steps 3 to 4", "steps 5 to 6"]
+        assert texts(run, "bad") == [
+            "steps 3 to 4: drafting had failed and was off: trouble in the harvest of hidden states",
+            "steps 5 to 6: drafting had failed and was off: trouble in the harvest of hidden states; it is not tried again "
+            "in this run",
+        ]
+        assert f"the plugin warned at step 3: {words}" in texts(run, "warn")
+
+
+def test_rollouts_that_were_slower_are_a_finding_without_any_log():
+    slower = coded(9, lambda s: as_metrics(Reason.ROLLOUTS_SLOWER if s > 4 else Reason.PREDICTED_TO_PAY))
+    assert "steps 5 to 9: drafting paused: whole rollouts were slower with drafts than without" in texts(slower, "warn")
+
+
+def test_that_the_user_wants_no_drafts_is_no_warning():
+    run = coded(3, lambda s: as_metrics(Reason.SERVE_NEVER), spec_on=0, spec_acceptance_length=1.0)
+    assert "nothing was drafted; at the end: serve=never" in texts(run, "fine") and texts(run, "warn") == []
+
+
+def test_codes_of_a_later_version_are_no_error():
+    (span,) = spans_of(coded(2, lambda s: {"spec/state": 99.0, "spec/reason": 98.0}))
+    assert (span.state, span.reason) == ("off", None) and "98" in span.why
+
+
+def test_of_a_run_from_before_the_codes_it_is_said_what_its_numbers_say():
+    run = real("openrlhf-failed")
+    (span,) = spans_of(run)
+    assert (span.state, span.reason) == ("failed", None) and "console log names it" in span.why
+    assert [text.partition(": ")[0] for text in texts(run, "bad")] == ["steps 1 to 5"]
+    assert texts(run, "warn")[0].startswith(
+        "the plugin warned at step 1: speculation is off from here on, training goes on plain; self-test: the start-up "
+        "self-test failed after 20.5 s"
+    )
+    braked = made(6, spec_on=lambda s: s < 4, spec_expected_acceptance=5.0, spec_break_even_b8=2.0)
+    said = Notice(4, "WARNING", "whole rollouts were slower with drafts than without, whatever the cost model says")
+    for notices in ((), (said,)):
+        why = spans_of(LoggedRun("x", "", braked.steps, notices))[1].why
+        assert why == "training predicts 5.00 tokens per forward pass; drafting pays from 2.00 at batch size 8"
+
+
+def test_a_dropped_draft_says_what_it_made_and_would_have_had_to():
+    run = made(2, spec_dropped=1, spec_on=0, spec_tokens_per_forward=1.2, spec_break_even_b4=1.9)
+    assert (
+        spans_of(run)[0].why == "the draft gave 1.20 tokens per forward pass; drafting pays from 1.90 at batch size 4"
+    )
+
+
+def test_a_draft_that_was_tried_and_lost_is_the_reason_for_the_steps_after_it():
+    tried = made(
+        4,
+        spec_on=lambda s: s == 1,
+        spec_acceptance_length=lambda s: 1.39 if s == 1 else 1.0,
+        spec_tokens_per_forward=lambda s: 1.08 if s == 1 else 1.0,
+        spec_break_even_b8=1.8,
+    )
+    _, after = spans_of(tried)
+    assert (after.where, after.why) == (
+        "steps 2 to 4",
+        "1.08 tokens per forward pass were measured at step 1; drafting pays from 1.80 at batch size 8",
+    )
+
+
+def test_a_try_that_promised_nothing_is_no_broken_promise():
+    run = made(
+        2,
+        spec_speedup_predicted=lambda s: 1.0 if s == 1 else 2.0,
+        spec_speedup_realised=lambda s: 0.9 if s == 1 else 2.0 + s / 1000,
+    )
+    assert any("; 1.00 of the prediction" in text for text in texts(run, "fine"))
+    assert "drafting was slower than plain decoding at step 1" in texts(run, "warn")
+
+
+def test_a_plain_run_is_said_to_be_one():
+    assert texts(real("verl-plain")) == ["a plain run: no spec/* metric was logged, so the flag was off"]
+
+
+def test_prediction_is_compared_with_the_rollout_that_it_was_for():
+    late = real("verl-lag1")
+    assert late.reports_late and not real("verl-flag").reports_late
+    realised, predicted = late.series("spec/speedup_realised"), late.series("spec/speedup_predicted")
+    ratio = Spread.of([value / predicted.before(step) for step, value in realised.pairs() if predicted.before(step)])
+    assert any(f"{ratio.median:.2f} of the prediction" in text for text in texts(late))
+
+
+def test_drafting_that_loses_is_named_by_its_steps():
+    run = made(9, spec_speedup_predicted=2.0, spec_speedup_realised=lambda s: s / 1000 + (0.8 if s in (4, 7) else 1.1))
+    assert "drafting was slower than plain decoding at steps 4, 7" in texts(run, "warn")
+    assert any("0.55 of the prediction" in text for text in texts(run, "warn"))
+
+
+def test_a_few_steps_a_little_slower_are_told_without_a_warning():
+    few = made(40, spec_speedup_realised=lambda s: s / 1000 + (0.9 if s in (4, 7) else 1.3))
+    assert texts(few, "warn") == []
+    assert "drafting was slower than plain decoding at steps 4, 7, of 40" in texts(few, "fine")
+    much = made(40, spec_speedup_realised=lambda s: s / 1000 + (0.6 if s == 4 else 1.3))
+    assert texts(much, "warn") == ["drafting was slower than plain decoding at step 4"]
+
+
+def test_a_speed_that_is_logged_again_is_not_counted_again():
+    run = made(6, spec_speedup_realised=lambda s: 0.5 if s >= 2 else 0.9)
+    assert "drafting was slower than plain decoding at steps 1, 2" in texts(run, "warn")
+
+
+def test_log_probs_above_their_tolerance_are_named_unless_the_policy_had_moved():
+    over = made(5, spec_logprob_diff_mean=lambda s: 0.1 if s == 3 else 1e-4, spec_logprob_tolerance=0.01)
+    assert texts(over, "warn") == ["the mean log-prob difference exceeded the tolerance at step 3"]
+    assert not [t for t in texts(real("verl-lag1"), "warn") if "log-prob" in t]
+
+
+def test_a_draft_of_which_nothing_was_accepted_is_named():
+    assert texts(made(3, spec_acceptance_length=1.0), "warn") == [
+        "the engines drafted, but no drafted token was ever accepted"
+    ]
+
+
+def test_a_run_that_never_drafted_ends_with_the_reason():
+    run = made(3, spec_on=0, spec_expected_acceptance=1.4, spec_break_even_b8=2.0, spec_acceptance_length=1.0)
+    assert texts(run, "warn") == [
+        "nothing was drafted; at the end: training predicts 1.40 tokens per forward pass; drafting pays from 2.00 at batch size 8"
+    ]
+
+
+def test_a_run_whose_log_probs_are_not_compared_is_wrong():
+    assert texts(made(3, spec_provenance=lambda s: s != 2), "bad") == [
+        "the engine's log-probs were not compared with the policy's at step 2"
+    ]
+
+
+def test_refused_refreshes_and_a_draft_that_stands_still_are_named():
+    run = made(
+        8,
+        spec_refresh_refused=lambda s: (s >= 5) * 2,
+        spec_draft_version=lambda s: min(s, 3),
+        spec_train_ms=lambda s: 400 + s,
+    )
+    assert texts(run, "warn") == [
+        "the draft was trained, but the engine kept serving one version from step 3 to 8",
+        "the engine refused 2 refreshes of the draft at step 5; it kept the one before",
+    ]
+
+
+def test_what_is_only_repeated_is_not_counted_as_work():
+    run = made(4, spec_train_ms=lambda s: 1000.0 if s < 3 else 500.0, spec_harvest_ms=100.0)
+    shares = {share.name: share for share in shares_of(run)}
+    assert shares["draft training"].percent.values == (10.0, 0.0, 5.0, 0.0)
+    assert shares["harvest"].percent.values == (1.0, 1.0, 1.0, 1.0)
+    assert shares["draft training"].whole == pytest.approx(3.75)
+
+
+def test_runs_are_compared_step_by_step_with_the_plain_one():
+    flag, plain = real("verl-flag"), real("verl-plain")
+    assert base_of([flag, plain]) is plain and base_of([flag]) is None
+    found = {c.what: c for c in compare([flag, plain], plain)}
+    whole = found["whole step"]
+    ratios = [plain.steps[s]["step_s"] / flag.steps[s]["step_s"] for s in range(3, 9)]
+    assert (whole.first, whole.last, whole.ratio) == (3, 8, Spread.of(ratios))
+    assert "generation, per token" in found
+
+
+def test_the_step_that_starts_things_up_is_no_comparison():
+    quick, slow = (
+        made(4, spec_acceptance_length=3.0),
+        LoggedRun("plain", "verl", {s: {"step_s": 20.0} for s in range(1, 5)}),
+    )
+    (found,) = compare([quick, slow], slow)
+    assert (found.first, found.ratio) == (2, Spread(2.0, 2.0, 2.0, 3))
+
+
+def test_what_training_hides_of_generation_is_no_comparison():
+    report = make_report([DATA / "verl-lag1", DATA / "verl-plain"])
+    assert {c.what for c in report.comparisons} == {"whole step"}
+    assert any("training does not hide" in caveat for caveat in report.caveats)
+
+
+def test_a_base_that_is_no_run_is_refused_with_the_names():
+    with pytest.raises(ReportError, match="--base other: no run of this name; there are: verl-flag, verl-plain"):
+        make_report([DATA / "verl-flag", DATA / "verl-plain"], "other")
+    assert make_report([DATA / "verl-flag", DATA / "verl-plain"], "verl-flag").base == "verl-flag"

@@ -1,0 +1,117 @@
+"""What the report's page shows of long runs, of failures and of runs side by side, and what its JSON promises."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from pathlib import Path
+
+from builders.paths import ROOT
+from builders.report import DATA
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_plugin.commands.cli import main
+from spec_plugin.commands.report import make_report, to_html
+from spec_plugin.commands.report.panels import drafted_ks, short_names, together
+from spec_plugin.commands.report.run import Series, Spread
+
+RUNS = [DATA / name for name in ("verl-flag", "verl-plain", "openrlhf-failed")]
+
+
+def long_run(folder: Path, steps: int) -> Path:
+    record = json.loads((DATA / "verl-flag/metrics.jsonl").read_text().splitlines()[-1])
+    noise = random.Random(0)
+
+    def line(step: int) -> str:
+        data = {n: v if float(v).is_integer() else v * noise.uniform(0.9, 1.1) for n, v in record["data"].items()}
+        return json.dumps({"step": step, "data": data}) + "\n"
+
+    (folder / "metrics.jsonl").write_text("".join(map(line, range(1, steps + 1))))
+    return folder
+
+
+def test_long_runs_are_read_and_drawn_in_seconds_on_a_page_that_a_browser_takes(tmp_path):
+    begin = time.process_time()
+    page = to_html(make_report([long_run(tmp_path, 5000)]))
+    assert time.process_time() - begin < 5
+    assert len(page) < 900_000
+    assert "a line shows the median of 13 neighbouring ones" in page
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 50))
+def test_a_thinned_line_keeps_to_its_values_and_its_steps(values, most):
+    series = Series(tuple(range(len(values))), tuple(values))
+    middle, low, high = series.thinned(most)
+    assert middle.steps == low.steps == high.steps == tuple(sorted(set(middle.steps)))
+    assert 1 <= len(middle.values) <= most
+    assert min(low.values) == min(values) and max(high.values) == max(values)
+    assert all(a <= b <= c for a, b, c in zip(low.values, middle.values, high.values, strict=True))
+    assert most < len(values) or middle.values == series.values
+
+
+def test_after_a_failure_nothing_is_shown_as_drafted():
+    run = make_report([DATA / "openrlhf-failed"]).views[0]
+    assert {run.run.steps[step]["spec/k_b8"] for step in run.run.numbers} == {8.0}  # as it was logged
+    drafted = dict(drafted_ks(run.run, run.spans))
+    assert drafted.keys() == run.run.family("spec/k_b").keys()
+    assert not any(series.steps for series in drafted.values())
+
+
+def test_rewards_side_by_side_are_those_of_the_same_steps():
+    report = make_report(RUNS[:2])
+    page = to_html(report)
+    assert "rewards of the last steps that all runs have, 4 to 8" in page
+    flag, plain = (Spread.of([view.run.steps[s]["reward"] for s in range(4, 9)]) for view in report.views)
+    assert f"<td>{flag.text('.3f')}</td>" in page and f"<td>{plain.text('.3f')}</td>" in page
+
+
+def test_what_a_figure_of_several_runs_leaves_out_is_said_below_it():
+    page = to_html(make_report([DATA / "verl-lag1", DATA / "openrlhf-events"]))
+    together = page.partition("<h2>verl-lag1</h2>")[0]
+    assert "Step 1, which starts things up, reaches 55.3 and is cut off." in together
+
+
+def test_times_of_several_runs_are_drawn_from_zero():
+    runs = [view.run for view in make_report(RUNS[:2]).views]
+    panels = {panel.title: panel.svg for panel in together(runs)}
+    assert all(">0</text>" in panels[title] for title in ("Whole step", "Generation, per token"))
+
+
+def test_the_keys_of_the_json_are_those_that_the_documents_promise():
+    table = json.loads(CliRunner().invoke(main, ["report", *map(str, RUNS), "--json"], catch_exceptions=False).stdout)
+    text = (ROOT / "docs" / "reference.md").read_text()
+    promised = {
+        "": {"schema", "base", "problems", "caveats", "comparisons", "runs"},
+        "comparisons": {"run", "base", "what", "ratio", "first", "last", "sentence"},
+        "runs": {"name", "trainer", "plugin", "sources", "planned_steps", "remarks", "notices", "steps"}
+        | {"earned", "speculation", "findings"},
+        "speculation": {"first", "last", "state", "reason", "why"},
+        "findings": {"level", "text", "step"},
+        "notices": {"step", "level", "text"},
+    }
+    assert table["schema"] == 1 and table.keys() == promised[""]
+    assert table["comparisons"][0].keys() == promised["comparisons"]
+    assert table["comparisons"][0]["ratio"].keys() == {"median", "low", "high", "count"}
+    for run in table["runs"]:
+        assert run.keys() == promised["runs"]
+        for name in ("speculation", "findings", "notices"):
+            assert all(entry.keys() == promised[name] for entry in run[name])
+    part = text.partition("<!-- report-json:begin -->")[2].partition("<!-- report-json:end -->")[0]
+    for keys in promised.values():
+        assert not [key for key in keys if not re.search(rf"`(runs\[\]\.)?{key}`", part)]
+
+
+@given(st.lists(st.text("ab1-_/", min_size=1, max_size=90), min_size=1, max_size=12, unique=True))
+def test_names_in_a_legend_are_short_and_differ(names):
+    short = short_names(names)
+    assert len(set(short)) == len(names)
+    assert max(map(len, short)) <= 31 and (max(map(len, names)) > 27 or short == names)
+
+
+def test_long_names_keep_their_number_and_their_end():
+    names = [f"grpo-qwen3-8b-dapo-math-17k-temperature-1.0-{kind}-lr1e-6-0001" for kind in ("k5", "plain")]
+    assert short_names(names) == ["1: …ure-1.0-k5-lr1e-6-0001", "2: …-1.0-plain-lr1e-6-0001"]
