@@ -36,8 +36,8 @@ def mutation(where: str, text: str, becomes: str) -> Mutation:
         ("Door.open", "self.log(x,)", "self.log(0)", "self.log(0)\n\n"),  # whatever the layout
         ("Door.open", "x = 1\n        self.log(", "self.log(", '1."""\n        self.log(\n'),  # over a comment
         ("Door.open", "wide=True", "wide=False", "wide=False"),
-        ("Door.open", "        self.log(x,)\n", "", "pass"),  # a statement that is gone
-        ("Door.shut", " == 1", "", "return x\n"),
+        ("Door.open", "        self.log(x,)\n", "", "# the first\n        \n"),  # a statement that is gone
+        ("Door.shut", " == 1", "", "return x \n"),
         ("", "class Door", "class Gate", "class Gate"),
     ],
 )
