@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from draft_training.checkpoint import digest as digest
     from draft_training.checkpoint import digest_like as digest_like
     from draft_training.checkpoint import fingerprint as fingerprint
-    from draft_training.checkpoint import is_fingerprint as is_fingerprint
     from draft_training.checkpoint import row_digests as row_digests
     from draft_training.config import DraftConfig as DraftConfig
     from draft_training.config import validate_draft as validate_draft
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 _HOMES: dict[str, str] = {
     "batch": "Document PackedBatch pack",
     "buffer": "HiddenBuffer",
-    "checkpoint": "digest digest_like fingerprint is_fingerprint row_digests",
+    "checkpoint": "digest digest_like fingerprint row_digests",
     "config": "DraftConfig validate_draft",
     "eagle3": "load_draft save_draft",
     "errors": "CheckpointError DraftConfigError OtherRankFailed",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import runner  # before vLLM
 import torch
+from safetensors.torch import save_file
 from spec_plugin_conformance import tiny
 
+from draft_training import digest
 from draft_training.config import DraftConfig
 from draft_training.layouts import expected_shapes
 
@@ -105,6 +108,21 @@ def start_engine(target: Path, draft: Path, **options: Any) -> Any:
     if llm.llm_engine.vllm_config.speculative_config is not None:
         runner.assert_serves(rpc(llm, "spec_draft_info"), llm.llm_engine.vllm_config)
     return llm
+
+
+def install(llm: Any, tensors: dict[str, torch.Tensor], version: int, **options: Any) -> dict[str, Any]:
+    """Replace the draft as the engine's front does; by default with the true digest and names."""
+    sent = {"version": version, "digest": digest(tensors), "names": list(tensors), **options}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "draft.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+        report: dict[str, Any] = rpc(llm, "spec_install_file", path=str(file), **sent)
+    return report
+
+
+def live_digest(llm: Any) -> str:
+    """Of the draft's weights as the worker holds them now."""
+    return str(rpc(llm, "spec_audit")["draft"])
 
 
 def generate(llm: Any, temperature: float = 0.0, tokens: int = TOKENS, **options: Any) -> list[Any]:

@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SWAP,
-        "else mismatch(layout, tensors, costs)",
+        "else mismatch(layout, tensors)",
         "else None",
         "law 5: running weights are not read back",
         ("engine/test_refresh_checks.py",),
@@ -86,7 +86,7 @@ MUTATIONS = (
         _SWAP,
         "tensor.detach().to(place, copy=True).contiguous()",
         "tensor.detach().to(place).contiguous()",
-        "law 5: a staged draft changes when the transport reuses its buffer",
+        "law 5: the draft that is put back is the one that was refused",
         ("engine/test_refresh_checks.py",),
     ),
     Mutation(
@@ -163,7 +163,7 @@ MUTATIONS = (
         _EXTENSION,
         "return own[0].device if free >= 2 * needed else HOST",
         "return own[0].device",
-        "a refresh is staged on a GPU that has no room for it",
+        "a refresh is checked on a GPU that has no room for it",
         ("engine/test_refresh_costs.py",),
     ),
     Mutation(

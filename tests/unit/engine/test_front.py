@@ -222,15 +222,7 @@ def refresh() -> DraftRefresh:
 def test_a_draft_is_handed_over_in_a_file_that_is_gone_afterwards_also_where_a_worker_fails(front, monkeypatch):
     made: list[Path] = []
     monkeypatch.setattr("spec_plugin.engine.front.save_file", lambda tensors, file: (made.append(file), file.touch()))
-    row = {
-        "installed": True,
-        "draft_version": 3,
-        "digest": "digest",
-        "milliseconds": 1.0,
-        "reason": "",
-        "phases": {},
-        "crossed": 0,
-    }
+    row = {"installed": True, "draft_version": 3, "digest": "digest", "milliseconds": 1.0, "reason": ""}
     front.engine = Core(answers={"spec_install_file": [row, row | {"installed": False, "reason": "torn"}]})
     report = asyncio.run(front.install_tensors(refresh(), force=False))
     assert not report.installed and report.reason == "torn", "one worker of two is not enough"
