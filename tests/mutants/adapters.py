@@ -86,7 +86,7 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/doctor.py",
-        "switched = list(doctor.on_cpu()) if doctor and _needs_cpu_switches() else []",
+        "switched = list(doctor.on_cpu()) if doctor and without_accelerator() else []",
         "switched = list(doctor.on_cpu()) if doctor else []",
         "doctor sets the switches for a CPU beside a vLLM for GPUs",
         ("test_doctor_adapters.py",),

@@ -162,7 +162,7 @@ def test_with_vllms_cpu_build_and_without_the_cpu_packages_the_doctor_says_how_t
     for switch in ("VERL_PLATFORM", "SPEC_PLUGIN_TRL_CPU"):
         monkeypatch.delenv(switch, raising=False)
     monkeypatch.setattr(diagnosis, "find_spec", lambda name: None)
-    monkeypatch.setattr(doctor, "_needs_cpu_switches", lambda: True)
+    monkeypatch.setattr(doctor, "without_accelerator", lambda: True)
     monkeypatch.setattr(doctor, "_trainers", lambda: [trainer])
     before = dict(os.environ)
     (finding,) = doctor._examine_adapter(adapter(trainer))

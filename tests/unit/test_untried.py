@@ -126,7 +126,7 @@ def test_full_graphs_are_said_where_they_make_a_difference() -> None:
 
 
 def test_doctor_says_it_in_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_needs_cpu_switches", lambda: False)
+    monkeypatch.setattr(doctor, "without_accelerator", lambda: False)
     runners = {"eagle3": V2, "draft_model": V1, "suffix": Runner(True, "", refused=True)}
     monkeypatch.setattr(untried, "METHODS", {name: {"method": name} for name in runners})
     monkeypatch.setattr(untried, "runner_of", lambda settings, device: runners[settings["method"]])
@@ -135,5 +135,5 @@ def test_doctor_says_it_in_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "full and piecewise for eagle3; piecewise only" in graphs.detail and "for draft_model" in graphs.detail
     assert "will refuse to start for suffix" in graphs.detail
     assert all(part.what in never.detail and (part.where or "every run") in never.detail for part in UNTRIED)
-    monkeypatch.setattr(doctor, "_needs_cpu_switches", lambda: True)
+    monkeypatch.setattr(doctor, "without_accelerator", lambda: True)
     assert [found.state for found in doctor.examine_engine()] == ["ok"] * 3
