@@ -115,8 +115,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/untried.py",
-        "return self.run.spec.train and",
-        "return",
+        "trains = run.spec.train and",
+        "trains =",
         "a run that trains no draft is told that it would be the first to train one",
         ("test_untried.py",),
     ),

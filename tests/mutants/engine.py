@@ -225,8 +225,8 @@ MUTATIONS = (
     ),
     Mutation(
         _FRONT,
-        "hold=hold,",
-        "hold=False,",
+        '"hold": hold}',
+        '"hold": False}',
         "law 5: no engine can go back to the draft before",
         ("engine/test_front_phase.py",),
     ),
