@@ -72,10 +72,6 @@ class DraftKind(ABC, Generic[Shape]):
     def build(self, device: torch.device | str, dtype: torch.dtype) -> Any:
         """The module, a ``Draft``, its parameters uninitialised."""
 
-    def continues(self, saved: Shape) -> bool:
-        """May training go on from a saved draft of that shape."""
-        return saved == self.shape
-
     @abstractmethod
     def read(self, folder: Path) -> tuple[Shape, dict[str, Tensor]]:
         """Shape and tensors of a folder that ``write`` wrote.

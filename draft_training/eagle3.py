@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,6 @@ class Eagle3Kind(DraftKind[DraftConfig]):
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """See ``layouts.check_tensors``, which also names the head layout."""
         check_tensors(self.shape, tensors)
-
-    def continues(self, saved: DraftConfig) -> bool:
-        """True also for one that fed back another state: its tensors are the same, and its later positions are relearnt."""
-        return replace(saved, norm_output=self.shape.norm_output) == self.shape
 
     def read(self, folder: Path) -> tuple[DraftConfig, dict[str, Tensor]]:
         """See ``load_draft``."""

@@ -39,7 +39,7 @@ class TrainerState:
     draft_version: int
     policy_version: int
     skipped: int  # optimizer steps given up so far
-    schedule: Mapping[str, Any]  # see ``TrainingSchedule.state_dict``
+    newborn: bool  # see ``TrainingSchedule``
 
     def own_tensors(self) -> dict[str, Tensor]:
         """Optimizer state and random stream: they go to ``trainer.safetensors``, and to no engine."""
@@ -51,7 +51,7 @@ class TrainerState:
             "draft_version": self.draft_version,
             "policy_version": self.policy_version,
             "skipped": self.skipped,
-            **self.schedule,
+            "newborn": self.newborn,
         }
 
     @classmethod
@@ -64,7 +64,7 @@ class TrainerState:
             draft_version=int(numbers["draft_version"]),
             policy_version=int(numbers["policy_version"]),
             skipped=int(numbers["skipped"]),
-            schedule={name: numbers[name] for name in ("newborn",) if name in numbers},
+            newborn=bool(numbers["newborn"]),
         )
 
 
@@ -118,7 +118,7 @@ def read_state(path: str | Path, kind: DraftKind[Any]) -> tuple[TrainerState, di
             "resume with the version that wrote it, or without the draft's checkpoint"
         )
     shape, weights = kind.read(folder / "draft")
-    if not kind.continues(shape):
+    if shape != kind.shape:
         ours, saved = vars(kind.shape), vars(shape)
         other = {k: (saved[k], ours[k]) for k in ours if saved[k] != ours[k]}
         raise DraftConfigError(

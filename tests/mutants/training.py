@@ -444,9 +444,9 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        _SCHEDULE,
-        'self.newborn = bool(state.get("newborn", self.newborn))',
-        "pass",
+        "draft_training/trainer.py",
+        "        self.schedule.newborn = state.newborn\n",
+        "",
         "a draft that turned out to know nothing learns at the rates of a trained one after a resume",
         ("draft_training/test_draft_trainer.py",),
     ),
