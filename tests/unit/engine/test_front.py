@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from batches import witness_of
 from spec_plugin_conformance.tiny import tiny_config
 from vllm import SamplingParams
 
@@ -24,7 +25,6 @@ from spec_plugin.events import DraftRefresh, Schedule, TargetInfo
 from spec_plugin.manager import create_manager
 from spec_plugin.model_runner import SWITCH
 from spec_plugin.session import SpecSession
-from spec_plugin.witness import Witness
 
 
 @pytest.fixture
@@ -357,7 +357,7 @@ def test_log_probs_that_the_trainer_has_not_asked_for_are_kept_aside(front):
             request.completed([2, 3], 4, [-0.5, -0.25], asked=False)
 
     asyncio.run(one())
-    assert list(front.witnesses) == [Witness.of((1, 2, 3), (-0.5, -0.25))]
+    assert list(front.witnesses) == [witness_of((1, 2, 3), (-0.5, -0.25))]
 
 
 def test_a_request_waits_while_the_engine_is_paused_for_new_weights(front):
