@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 
 import torch
+from spec_plugin_conformance.metrics import SCHEMA, describe
 
-from spec_plugin.builtin.metrics import SCHEMA, MetricsSink, describe
+from spec_plugin.builtin.metrics import MetricsSink
 from spec_plugin.events import DraftRefresh, HiddenStates, RefreshReport, RolloutStats
 
 
