@@ -96,6 +96,7 @@ def ttt_loss(
     counts: Tensor | None = None,
     chunk_elements: int | None = None,
     cap: float | None = None,
+    hidden: Tensor | None = None,
 ) -> tuple[Tensor, LossStats]:
     """EAGLE-3's training-time test (arXiv 2503.01840, section 3): unroll, forward KL to the target, teacher-forced.
 
@@ -116,38 +117,12 @@ def ttt_loss(
             the all-reduced ``batch.counts(steps)`` and *sum* their gradients.
         chunk_elements: bound on rows * V of a temporary; None: ``chunk_elements_on`` the device.
         cap: of the target's logits, see ``outside.logit_cap``; the draft's have none in the engine, which changes no order.
+        hidden: [J, R, H] of ``aligned_states``, where they are known already.
 
     Returns:
         The loss (scalar, float32 or better; differentiable) and the raw sums.
     """
-    hidden = aligned_states(draft, batch, embed, steps)
-    return head_loss(
-        draft,
-        batch,
-        hidden,
-        lm_head,
-        decay=decay,
-        smoothing=smoothing,
-        counts=counts,
-        chunk_elements=chunk_elements,
-        cap=cap,
-    )
-
-
-def head_loss(
-    draft: Draft,
-    batch: PackedBatch,
-    hidden: Tensor,  # [J, R, H] of ``aligned_states``
-    lm_head: Tensor,  # [V, H] the policy's LM head
-    *,
-    decay: float = 1.0,
-    smoothing: float | None = None,
-    counts: Tensor | None = None,
-    chunk_elements: int | None = None,
-    cap: float | None = None,
-) -> tuple[Tensor, LossStats]:
-    """The part of ``ttt_loss``, with its arguments and results, that follows the draft's own layers."""
-    steps = hidden.shape[0]
+    hidden = aligned_states(draft, batch, embed, steps) if hidden is None else hidden
     valid = batch.valid(steps)
     counts = batch.counts(steps) if counts is None else counts
     scale = decay ** torch.arange(steps, device=counts.device, dtype=torch.float64) / counts.clamp_min(1)
@@ -190,7 +165,6 @@ def replay_stats(
     lm_head: Tensor,  # [V, H] the policy's LM head
     *,
     steps: int,
-    chunk_elements: int | None = None,
 ) -> LossStats:
     """What ``LossStats.acceptance_length`` and ``chances`` need, and no more: ``count`` and ``kl`` stay zero.
 
@@ -203,13 +177,12 @@ def replay_stats(
         embed: [V, H], any float dtype.
         lm_head: [V, H], the draft's head, too, unless its vocabulary is pruned.
         steps: J, the number of drafted tokens to unroll.
-        chunk_elements: bound on rows * V of a temporary; None: ``chunk_elements_on`` the device.
     """
     valid, total = batch.valid(steps), len(batch.rows)
     match, alive = torch.zeros_like(valid), valid[0]
     head, ids = draft.head(lm_head)
     sampled = batch.input_ids[batch.rows + 1]
-    chunk = max(1, (chunk_elements or chunk_elements_on(lm_head.device)) // lm_head.shape[0])
+    chunk = max(1, chunk_elements_on(lm_head.device) // lm_head.shape[0])
     for j, state in enumerate(draft.states(batch, embed, steps)):
         at = alive.nonzero().squeeze(1)
         for some in torch.split(at, chunk):

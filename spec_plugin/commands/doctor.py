@@ -28,14 +28,8 @@ from spec_plugin.events import TargetInfo
 from spec_plugin.hub import DraftNotHereError, draft_folder
 from spec_plugin.refusals import read_json
 
-#: Distributions worth knowing about, and what to do where they are missing; an empty text: the run works without it.
-_DISTRIBUTIONS: Mapping[str, str] = {
-    "torch": "pip install torch",
-    "transformers": "pip install transformers",
-    "safetensors": "pip install safetensors",
-    "pluggy": "pip install pluggy",
-    "pydantic": "pip install pydantic",
-}
+#: Distributions that every run needs.
+_DISTRIBUTIONS = ("spec-plugin", "torch", "transformers", "safetensors", "pluggy", "pydantic")
 #: The adapter sets these unconditionally; every other capability has a fallback, which its ``fix`` describes.
 _REQUIRED = frozenset(
     {"vllm", "version", "dynamic schedule", "scheduler factory", "utility calls", "rejection methods"}
@@ -86,11 +80,8 @@ def to_json(sections: list[Section]) -> str:
 
 def examine_versions() -> tuple[Diagnosis, ...]:
     """Which distributions are installed, and whether they lie in the range that spec-plugin declares."""
-    found = [
-        Diagnosis("python", "ok", platform.python_version()),
-        _installed("spec-plugin", "pip install spec-plugin"),
-    ]
-    found += [_installed(name, fix) for name, fix in _DISTRIBUTIONS.items()]
+    found = [Diagnosis("python", "ok", platform.python_version())]
+    found += [_installed(name, f"pip install {name}") for name in _DISTRIBUTIONS]
     trainers = _trainers()  # one in an environment is enough
     asked = [doctor for name, doctor in _doctors().items() if name in trainers or not trainers]
     wanted = {name: fix for doctor in asked for name, fix in doctor.distributions.items()}

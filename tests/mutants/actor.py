@@ -299,8 +299,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/taps.py",
-        "self._seen[LAST] = self._select(output.detach())",
-        "self._seen[LAST] = self._select(output)",
+        "self._select(state().detach())",
+        "self._select(state())",
         "law 4: the harvest keeps the policy's graph",
         ("test_harvest.py",),
     ),
