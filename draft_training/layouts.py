@@ -10,8 +10,8 @@ from torch import Tensor
 
 from draft_training.config import DraftConfig
 from draft_training.errors import DraftConfigError
+from draft_training.files import check_offsets
 from draft_training.outside import DRAFT, TARGET, Speculators, Stack, read, short_repr
-from draft_training.weights import check_offsets
 
 logger = logging.getLogger(__name__)
 

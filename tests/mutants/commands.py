@@ -289,7 +289,7 @@ MUTATIONS = (
         ("test_report_shown.py::test_the_keys_of_the_json_are_those_that_the_documents_promise",),
     ),
     Mutation(
-        "spec_plugin/commands/terminal.py",
+        "projection/spec_plugin_projection/command.py",
         "    exit_code = 2\n",
         "    exit_code = 1\n",
         "a question that cannot be looks like a run that failed",
