@@ -21,8 +21,8 @@ from draft_training.outside import TARGET
 from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
-from spec_plugin.commands.untried import graphs_by_method, untried_anywhere
-from spec_plugin.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, State, version_of, without_accelerator
+from spec_plugin.commands.untried import runners_by_method, untried_anywhere
+from spec_plugin.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, version_of, without_accelerator
 from spec_plugin.errors import PatchError, SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hub import DraftNotHereError, draft_folder
@@ -30,16 +30,8 @@ from spec_plugin.refusals import read_json
 
 #: Distributions that every run needs.
 _DISTRIBUTIONS = ("spec-plugin", "torch", "transformers", "safetensors", "pluggy", "pydantic")
-#: The adapter sets these unconditionally; every other capability has a fallback, which its ``fix`` describes.
-_REQUIRED = frozenset(
-    {"vllm", "version", "dynamic schedule", "scheduler factory", "utility calls", "rejection methods"}
-)
-
 #: vLLM's CPU attention refuses smaller heads, but only when the first request runs, and takes the engine down.
 _CPU_HEAD_DIM = 32
-
-#: what ``probe_vllm`` calls vLLM's model runner
-_RUNNER = "model runner"
 
 
 @dataclass(frozen=True)
@@ -145,31 +137,20 @@ def _declared(name: str) -> Callable[[str], bool] | None:
 
 def examine_capabilities() -> tuple[Diagnosis, ...]:
     """What the installed vLLM can do, found by looking at it."""
-    from spec_plugin.engine.capabilities import probe_vllm
+    try:
+        from spec_plugin.engine.capabilities import probe_vllm
 
-    findings = []
-    for capability in probe_vllm():
-        if capability.name == _RUNNER:
-            continue  # in a section of its own
-        if capability.available:
-            findings.append(Diagnosis(capability.name, "ok", capability.detail))
-            continue
-        state: State = "fail" if capability.name in _REQUIRED else "note"
-        fix = capability.fix if capability.name != "vllm" else _install_vllm()
-        findings.append(Diagnosis(capability.name, state, capability.detail, fix))
-    return tuple(findings)
+        return tuple(probe_vllm())
+    except ImportError as error:
+        return (Diagnosis("vllm", "fail", str(error), _install_vllm()),)
 
 
 def examine_engine() -> tuple[Diagnosis, ...]:
-    """Which of vLLM's model runners and which CUDA graphs each method gets, and what of a run on a GPU nobody has tried."""
-    from spec_plugin.engine.capabilities import probe_vllm
-
+    """Which of vLLM's model runners, with which CUDA graphs, each method gets, and what of a run on a GPU nobody has tried."""
     device_type = "cpu" if without_accelerator() else "cuda"
-    untried = untried_anywhere(device_type)
     return (
-        *(Diagnosis(_RUNNER, "ok", found.detail) for found in probe_vllm() if found.name == _RUNNER),
-        Diagnosis("CUDA graphs", "ok", graphs_by_method(device_type)),
-        Diagnosis("never run on a GPU", "ok" if device_type == "cpu" else "note", untried),
+        Diagnosis("model runner", "ok", runners_by_method(device_type)),
+        Diagnosis("never run on a GPU", "ok" if device_type == "cpu" else "note", untried_anywhere(device_type)),
     )
 
 

@@ -31,8 +31,11 @@ SLOWER_PLAIN = (
 )
 _INTRODUCTION = "spec-plugin was tested on CPUs, and parts of it on a GPU;"
 NOTHING = "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it is here"
-#: of an engine on a GPU of which nobody asked anything, by whether it has the V2 model runner
-_DEFAULT_GRAPHS = {True: "full and piecewise", False: "piecewise only (V1, since k changes while it runs)"}
+#: of an engine on a GPU without enforce_eager, by whether it has the V2 model runner
+_DEFAULT_GRAPHS = {
+    True: "full and piecewise CUDA graphs",
+    False: "piecewise CUDA graphs alone, since k changes while it runs",
+}
 
 
 class Untried(NamedTuple):
@@ -145,16 +148,11 @@ def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool, full: b
     return asked
 
 
-def graphs_by_method(device_type: str) -> str:
-    """The same for each method, where nothing was asked of vLLM; for doctor."""
-    if device_type == "cpu":
-        return "none (vLLM's CPU build)"
-    by_graphs: dict[str, list[str]] = {}
+def runners_by_method(device_type: str) -> str:
+    """Model runner and CUDA graphs of each method, where nothing was asked of vLLM; for doctor."""
+    by_runner: dict[str, list[str]] = {}
     for name, settings in METHODS.items():
         runner = runner_of(settings, device_type)
-        graphs = "none, vLLM will refuse to start" if runner.refused else _DEFAULT_GRAPHS[runner.v2]
-        by_graphs.setdefault(graphs, []).append(name)
-    return (
-        "; ".join(f"{graphs} for {', '.join(names)}" for graphs, names in by_graphs.items())
-        + "; none with enforce_eager"
-    )
+        graphs = "" if runner.refused or device_type == "cpu" else f", with {_DEFAULT_GRAPHS[runner.v2]}"
+        by_runner.setdefault(f"{runner.words}{graphs}", []).append(name)
+    return "; ".join(f"{runner} ({', '.join(names)})" for runner, names in by_runner.items())
