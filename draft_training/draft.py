@@ -94,13 +94,18 @@ class DraftKind(ABC, Generic[Shape]):
             raise DraftConfigError(
                 f"no model can be built from the draft's config.json: {type(error).__name__}: {reason}; correct it there"
             ) from error
-        expected, given = ({name: tuple(t.shape) for name, t in found.items()} for found in (module, tensors))
-        wrong = sorted(n for n in expected.keys() | given.keys() if expected.get(n) != given.get(n))
-        if wrong:
-            first = ", ".join(
-                f"{n}: {given.get(n, 'missing')}, expected {expected.get(n, 'nothing')}" for n in wrong[:3]
+        expected, given = ({name: list(t.shape) for name, t in found.items()} for found in (module, tensors))
+        missing, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+        if missing or unknown:
+            raise DraftConfigError(
+                f"the draft's tensors do not match its config.json: missing {missing[:4]}, unknown {unknown[:4]}"
             )
-            raise DraftConfigError(f"{len(wrong)} tensors do not fit the draft's config.json: {first}")
+        if wrong := [name for name, shape in expected.items() if given[name] != shape]:
+            name = wrong[0]
+            raise DraftConfigError(
+                f"{name} has shape {given[name]}, but config.json implies {expected[name]}; {len(wrong)} of {len(given)} tensors "
+                "are like it: correct it"
+            )
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
         """Write what vLLM serves, config.json and model.safetensors, into an existing folder; returns their fingerprint.

@@ -15,7 +15,7 @@ from spec_plugin_conformance import tiny
 
 from draft_training import digest
 from draft_training.config import DraftConfig
-from draft_training.layouts import expected_shapes
+from draft_training.model import Eagle3Draft
 
 VOCAB, EXTENSION = tiny.VOCAB, "spec_plugin.engine.extension.SpecWorkerExtension"
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(6 + i)] for i in range(6)]
@@ -48,6 +48,11 @@ def reference(target: Path, model: Any = None) -> list[list[int]]:
 def draft_config(target: Path, draft_vocab_size: int | None = None) -> DraftConfig:
     hf = json.loads((target / "config.json").read_text())
     return DraftConfig.from_target(hf, draft_vocab_size=draft_vocab_size)
+
+
+def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of a draft's checkpoint."""
+    return {name: tuple(t.shape) for name, t in sorted(Eagle3Draft(config, device="meta").state_dict().items())}
 
 
 def draft_tensors(config: DraftConfig, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -179,7 +179,7 @@ def test_pickled_checkpoints_are_refused(tmp_path, tiny):
         load_draft(tmp_path / "d")
 
 
-def test_fused_missing_and_misshapen_tensors_are_refused_with_the_head_layout(tmp_path, tiny):
+def test_fused_missing_and_misshapen_tensors_are_refused(tmp_path, tiny):
     tensors = make_trainer(tiny).engine_tensors()
     at = "midlayer.self_attn."
     fused = {**tensors, at + "qkv_proj.weight": torch.zeros(64, 32)}
@@ -190,7 +190,7 @@ def test_fused_missing_and_misshapen_tensors_are_refused_with_the_head_layout(tm
     with pytest.raises(DraftConfigError, match=r"missing \['fc.weight'\]"):
         load_draft(tmp_path / "missing")
     write(tmp_path / "heads", {**tiny.to_hf(), "num_key_value_heads": 4}, tensors)
-    with pytest.raises(DraftConfigError, match=r"k_proj.*kv heads=4"):
+    with pytest.raises(DraftConfigError, match=r"k_proj.* has shape .* implies .*2 of \d+ tensors are like it"):
         load_draft(tmp_path / "heads")
 
 
