@@ -94,38 +94,9 @@ class SpecWorkerExtension:
         worker._spec_state = _State()
         return worker
 
-    def spec_draft_info(self) -> dict[str, Any]:
-        """What this worker serves; also records the weights as they are, if nothing was installed yet.
-
-        Returns:
-            ``has_draft``, ``draft_class``, ``runner``; ``expected``: checkpoint name -> (shape, dtype) that a refresh
-            must bring; ``optional`` names; ``shared``: name -> the target's parameter in its place, never to be sent;
-            ``problem``: why this draft cannot be refreshed, or None; ``draft_version``, ``digest``; ``patches``.
-        """
-        draft, runner = find_draft(self), type(self.model_runner).__name__
-        served = self._spec_state.served
-        info: dict[str, Any] = {
-            "has_draft": draft is not None,
-            "draft_class": type(draft).__name__ if draft is not None else None,
-            "runner": f"{type(self.model_runner).__module__}.{runner}",
-            "patches": [vars(status).copy() for status in patches.statuses()],
-            "draft_version": served.version,
-            "digest": served.digest,
-        }
-        if draft is None:
-            return {**info, "expected": {}, "optional": [], "shared": {}, "problem": "no draft model in this worker"}
-        layout = self._spec_layout()
-        if served.fingerprint is None and layout.problem is None:
-            self._spec_remember(layout)
-        expected = {n: (s.shape, str(s.dtype).removeprefix("torch.")) for n, s in layout.slots.items()}
-        return {
-            **info,
-            "digest": self._spec_state.served.digest,
-            "expected": expected,
-            "optional": sorted(layout.optional),
-            "shared": dict(layout.shared),
-            "problem": layout.problem,
-        }
+    def spec_look_at_draft(self) -> None:
+        """Record the draft as it was loaded, by which one that was lost is known; nothing where one is recorded already."""
+        self._spec_remember(self._spec_layout())
 
     def spec_install_file(
         self, path: str, version: int, digest: str, names: Iterable[str], force: bool = False, hold: bool = False
@@ -257,19 +228,16 @@ class SpecWorkerExtension:
         return {n: weights_digest({"": t[:rows]}) if whole and t is not None else "" for n, t in found.items()}
 
     def spec_lost_draft(self) -> bool:
-        """True if the draft's weights are no longer those that were installed (or first seen by ``spec_draft_info``).
+        """True if the draft's weights are no longer those that were installed (or first seen by ``spec_look_at_draft``).
 
         Ask after every wake-up (sleep level 2 drops them) and every target weight sync; then install again with
         ``force=True``.
         """
         if find_draft(self) is None:
             return False
-        layout, state = self._spec_layout(), self._spec_state
-        if layout.problem is not None:
-            return True
-        if state.served.fingerprint is None:
-            self._spec_remember(layout)
-        return fingerprint(layout.parameters) != state.served.fingerprint
+        layout = self._spec_layout()
+        self._spec_remember(layout)
+        return layout.problem is not None or fingerprint(layout.parameters) != self._spec_state.served.fingerprint
 
     def _spec_held_digest(self, layout: Layout) -> str:
         if layout.problem is not None:
@@ -294,6 +262,8 @@ class SpecWorkerExtension:
 
     def _spec_remember(self, layout: Layout) -> None:
         served = self._spec_state.served
+        if layout.problem is not None or served.fingerprint is not None:
+            return
         seen = fingerprint(layout.parameters)
         draft: Any = find_draft(self)  # is there, or the layout has a problem
         self._spec_state.constants = {
@@ -348,10 +318,8 @@ class SpecWorkerExtension:
         names: Iterable[str],
         force: bool,
     ) -> str | None:
-        state = self._spec_state
-        if layout.problem is None and state.served.fingerprint is None:
-            self._spec_remember(layout)
-        reason = refresh.check_arrived(layout, tensors, version, state.served.version, digest, force)
+        self._spec_remember(layout)
+        reason = refresh.check_arrived(layout, tensors, version, self._spec_state.served.version, digest, force)
         if reason is None and set(names) != tensors.keys():
             reason = f"torn: sent, but never arrived: {sorted(set(names) - tensors.keys())}"
         return reason

@@ -271,7 +271,7 @@ class EngineFront:
     async def look_at_draft(self) -> None:
         """Have every worker remember the draft as it was loaded, by which it knows one that was lost (sleep level 2)."""
         if self.session.config.sleep_level > 1:
-            await self.engine.collective_rpc("spec_draft_info")
+            await self.engine.collective_rpc("spec_look_at_draft")
 
     async def install_tensors(self, refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
         """Have every worker install one draft, handed over in a file (safetensors) that only this user can read.

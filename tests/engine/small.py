@@ -10,6 +10,7 @@ from typing import Any
 
 import runner  # before vLLM
 import torch
+from inspected import EXTENSION
 from safetensors.torch import save_file
 from spec_plugin_conformance import tiny
 
@@ -17,7 +18,7 @@ from draft_training import digest
 from draft_training.config import DraftConfig
 from draft_training.model import Eagle3Draft
 
-VOCAB, EXTENSION = tiny.VOCAB, "spec_plugin.engine.extension.SpecWorkerExtension"
+VOCAB = tiny.VOCAB
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(6 + i)] for i in range(6)]
 TOKENS = 24
 KV_BLOCKS = 64  # of 128 tokens

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from inspected import Inspected
 from spec_plugin_cpu.waiting import sleep_while_waiting
 
 from spec_plugin.engine import extension
-from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.refresh import swap as refresh
 
 sleep_while_waiting()  # each worker imports this module first
 
 
-class OneRankFails(SpecWorkerExtension):
+class OneRankFails(Inspected):
     """``spec_break`` until ``spec_repair``, on rank 1."""
 
     rank: int

@@ -119,8 +119,8 @@ MUTATIONS = (
     ),
     Mutation(
         _EXTENSION,
-        "return fingerprint(layout.parameters) != state.served.fingerprint",
-        "return state.served.fingerprint is None",
+        "or fingerprint(layout.parameters) != self._spec_state.served.fingerprint",
+        "or self._spec_state.served.fingerprint is None",
         "law 5: a draft that sleep has dropped is served",
         ("engine/test_refresh_held.py",),
     ),

@@ -73,7 +73,7 @@ def test_an_engine_is_not_let_drop_a_draft_that_no_refresh_brings_back(tmp_path,
     a_front(tmp_path, monkeypatch, sleep_level=2).engine_arguments({}, "some.Extension")
 
 
-@pytest.mark.parametrize(("level", "asked"), [(1, []), (2, ["spec_draft_info"])])
+@pytest.mark.parametrize(("level", "asked"), [(1, []), (2, ["spec_look_at_draft"])])
 def test_workers_look_at_their_draft_before_it_is_dropped_for_the_first_time(tmp_path, monkeypatch, level, asked):
     front = a_front(tmp_path, monkeypatch, sleep_level=level)
     front.engine = core = Core()

@@ -82,7 +82,7 @@ class Engine:
 
     @property
     def served(self) -> tuple[int, str]:
-        return self.worker.spec_draft_info()["draft_version"], live_digest(self.worker._spec_layout())
+        return self.worker._spec_state.served.version, live_digest(self.worker._spec_layout())
 
 
 class Link(EngineLink):

@@ -53,8 +53,8 @@ def installed(worker: Any, version: int, hold: bool = False) -> dict[str, Any]:
 
 
 def served(worker: Any) -> tuple[int, str, float]:
-    info = worker.spec_draft_info()
-    return info["draft_version"], info["digest"], worker.get_draft_model().fc.weight[0, 0].item()
+    state = worker._spec_state.served
+    return state.version, state.digest, worker.get_draft_model().fc.weight[0, 0].item()
 
 
 @pytest.mark.parametrize(("keep", "version"), [(True, 2), (False, 1)])
@@ -111,7 +111,7 @@ def test_buffers_that_sleep_dropped_come_back_with_the_refresh(worker):
     draft = worker.get_draft_model()
     table = torch.arange(6.0)
     draft.register_buffer("cos_sin_cache", table.clone())
-    worker.spec_draft_info()
+    worker.spec_look_at_draft()
     before = draft.cos_sin_cache.data_ptr()
     draft.cos_sin_cache.fill_(float("nan"))
     installed(worker, 1)
