@@ -53,10 +53,10 @@ class LossStats:
         """Those of the first unrolled steps; the rounds stay those that were long enough for all."""
         return LossStats(self.count[:steps], self.kl[:steps], self.accepted[:steps], self.rounds)
 
-    def loss(self, decay: float) -> float:
-        """Sum over steps of ``decay ** j`` times the mean KL, in nats; 0.0 where nothing was counted."""
-        means: list[float] = (self.kl / self.count.clamp_min(1)).tolist()
-        return sum(decay**j * kl for j, kl in enumerate(means))
+    @property
+    def loss(self) -> float:
+        """Sum over steps of the mean KL, in nats; 0.0 where nothing was counted."""
+        return float((self.kl / self.count.clamp_min(1)).sum())
 
     @property
     def acceptance_length(self) -> float:
@@ -91,7 +91,6 @@ def ttt_loss(
     lm_head: Tensor,  # [V, H] the policy's LM head
     *,
     steps: int,
-    decay: float = 1.0,
     smoothing: float | None = None,
     counts: Tensor | None = None,
     chunk_elements: int | None = None,
@@ -110,8 +109,7 @@ def ttt_loss(
         embed: [V, H], any float dtype.
         lm_head: [V, H]; the teacher, and with the full vocabulary also the draft's head.
         steps: J, the number of drafted tokens to unroll.
-        decay: weight of step j is ``decay ** j``.
-        smoothing: besides, a position weighs what hangs on it in its chain (``chains.chain_weights``), with exp(-KL) for the
+        smoothing: a position weighs what hangs on it in its chain (``chains.chain_weights``), with exp(-KL) for the
             chance that it is accepted; None: all alike, as they also are for a draft that trains a head of its own.
         counts: [J] positions over which each step's mean is taken; None: those of this batch. Data-parallel ranks pass
             the all-reduced ``batch.counts(steps)`` and *sum* their gradients.
@@ -125,7 +123,6 @@ def ttt_loss(
     hidden = aligned_states(draft, batch, embed, steps) if hidden is None else hidden
     valid = batch.valid(steps)
     counts = batch.counts(steps) if counts is None else counts
-    scale = decay ** torch.arange(steps, device=counts.device, dtype=torch.float64) / counts.clamp_min(1)
     head, ids = draft.head(lm_head)
     head = head if torch.is_grad_enabled() else head.detach()
     loss, kl, match = _HeadLoss.apply(  # type: ignore[no-untyped-call]
@@ -136,7 +133,7 @@ def ttt_loss(
         ids,
         batch.input_ids[batch.rows + 1],
         valid,
-        scale.to(valid.device),
+        counts.clamp_min(1).reciprocal().to(valid.device),
         max(1, (chunk_elements or chunk_elements_on(lm_head.device)) // lm_head.shape[0]),
         cap,
         smoothing,

@@ -219,9 +219,7 @@ class DraftTrainer:
                 self._step_seconds /= 2
             self.skipped += skipped
             spent = time.perf_counter() - began
-            return SliceReport.of(
-                total, self.settings.ttt_decay, steps=steps, tokens=tokens, skipped=skipped, seconds=spent
-            )
+            return SliceReport.of(total, steps=steps, tokens=tokens, skipped=skipped, seconds=spent)
 
     def evaluate(
         self,
@@ -254,7 +252,7 @@ class DraftTrainer:
             tokens = torch.tensor([sum(map(len, found))], dtype=torch.float64, device=self.device)
             summed = self._ranks.sum(torch.cat([total.pack(), tokens]))
             stats, seen, spent = LossStats.unpack(summed[:-1]), int(summed[-1]), time.perf_counter() - began
-            return SliceReport.of(stats, self.settings.ttt_decay, steps=0, tokens=seen, skipped=0, seconds=spent)
+            return SliceReport.of(stats, steps=0, tokens=seen, skipped=0, seconds=spent)
 
     def _placed(self, wanted: Document | Part, context: int = 0) -> Document:
         """On the device: it, or the document that it is a part of, is moved there once in a block of ``working``."""
@@ -376,7 +374,6 @@ class DraftTrainer:
             embed,
             lm_head,
             steps=counts.numel(),
-            decay=how.ttt_decay,
             smoothing=how.chain_smoothing,
             counts=counts,
             cap=how.logit_cap,

@@ -156,9 +156,9 @@ MUTATIONS = (
     ),
     Mutation(
         _LOSS,
-        "scale = decay ** torch.arange(",
-        "scale = decay * torch.ones(",
-        "later steps of the unroll weigh as much as earlier ones",
+        "        counts.clamp_min(1).reciprocal().to(valid.device),\n",
+        "        counts.sum().reciprocal().expand(steps).to(valid.device),\n",
+        "later steps of the unroll weigh less than earlier ones, for having fewer positions",
         ("draft_training/test_draft_loss.py",),
     ),
     Mutation(
