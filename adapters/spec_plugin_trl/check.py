@@ -74,11 +74,7 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
     found += options.objections(fields.get)
     model = Model("", None, "none is given")
     if isinstance(fields.get(MODEL), str):
-        try:
-            model = find(fields[MODEL])
-        except SpecConfigError as error:
-            found.append(Objection("model", fields[MODEL], "an unreadable model", str(error), "repair it"))
-            model = Model(fields[MODEL], None, str(error))
+        model = find(fields[MODEL])
         found += options.of_target(fields[MODEL], model.config or {}, spec)
     if "generation_batch_size" in given:
         unseen.append("generation_batch_size: the ranks share it, and it was taken for that of one rank")

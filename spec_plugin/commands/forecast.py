@@ -50,6 +50,8 @@ def judge(plan: RunPlan) -> Judgement:
     facts = {"model": f"{run.model.name} ({run.model.source})" if run.model.config else run.model.name}
     method: Method | None = None
     if run.model.config is None:
+        if run.model.unreadable:
+            objections.append(_of_model(run, "an unreadable model", run.model.source, "repair it"))
         unseen.append(
             f"model {run.model.name}: {run.model.source}, so whether a draft can be made for it, and its size, was "
             "not checked; give its config.json with --model-config FILE"
@@ -128,14 +130,12 @@ def _truncated(run: RunFacts) -> Iterator[Objection]:
 
 def _about_draft(run: RunFacts, error: SpecConfigError) -> Objection:
     if isinstance(error, NoHiddenStates):
-        return Objection(run.model_option, run.model.name, error.reason, error.why, error.instead)
-    return Objection(
-        run.model_option,
-        run.model.name,
-        "a draft for this model",
-        str(error),
-        "change the option or file that is named",
-    )
+        return _of_model(run, error.reason, error.why, error.instead)
+    return _of_model(run, "a draft for this model", str(error), "change the option or file that is named")
+
+
+def _of_model(run: RunFacts, reason: str, why: str, instead: str) -> Objection:
+    return Objection(run.model_option, run.model.name, reason, why, instead)
 
 
 def _untried(hf_config: Mapping[str, Any]) -> Iterator[str]:

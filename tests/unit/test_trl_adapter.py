@@ -13,6 +13,8 @@ import pytest
 from spec_plugin_trl import check as check_module
 from spec_plugin_trl import flag, options
 
+from spec_plugin.commands.forecast import judge
+from spec_plugin.commands.judgement import find_model
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.run_plan import Model, RunPlan
 
@@ -281,12 +283,9 @@ def test_what_cannot_be_read_is_said(words: tuple[str, ...]) -> None:
 def test_a_wrong_option_and_an_unreadable_model_are_objections(tmp_path: Path) -> None:
     plan = checked("SPEC_PLUGIN_TRL=k=99", "trl", "grpo", "--use_vllm", "--model_name_or_path", "policy")
     assert [o.reason for o in plan.objections] == ["a spec option"]
-
-    def broken(name: str) -> Model:
-        raise SpecConfigError("config.json of x: no JSON")
-
-    plan = check_module.check(("trl", "grpo", "--use_vllm", "--model_name_or_path", "x"), broken)
-    assert [o.reason for o in plan.objections] == ["an unreadable model"]
+    (tmp_path / "config.json").write_text("{")
+    plan = check_module.check(("trl", "grpo", "--use_vllm", "--model_name_or_path", str(tmp_path)), find_model)
+    assert [o.reason for o in judge(plan).objections] == ["an unreadable model"]
 
 
 def test_the_cpu_run_has_the_launcher_only_with_the_flag(tmp_path: Path) -> None:
