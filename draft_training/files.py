@@ -65,6 +65,12 @@ def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def own_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without what is the file's and not the shape's: its dtype, its writer, and any code that it names."""
+    of_the_file = ("dtype", "torch_dtype", "transformers_version")
+    return {name: value for name, value in without_code(config).items() if name not in of_the_file}
+
+
 def refuse_code(folder: Path) -> None:
     """A checkpoint that brings code of its own, which is run where the policy's ``trust_remote_code`` is on.
 

@@ -89,13 +89,9 @@ class MtpKind(DraftKind[MtpShape]):
             DraftConfigError: if what it holds is not this layer.
             CheckpointError: if a file cannot be read.
         """
-        indexed = places(folder)
-        if indexed is None:
-            files = sorted(folder.glob("*.safetensors"))
-        else:
-            files = sorted({file for name, file in indexed.items() if name.startswith(PREFIX)})
-        tensors: dict[str, Tensor] = {}
-        for file in files:
+        indexed, tensors = places(folder), dict[str, Tensor]()
+        holders = {file for name, file in (indexed or {}).items() if name.startswith(PREFIX)}
+        for file in sorted(folder.glob("*.safetensors") if indexed is None else holders):
             tensors |= read_tensors(file, lambda name: name.startswith(PREFIX))
         if not tensors:
             return None

@@ -24,6 +24,8 @@ from draft_training.parallel import Ranks
 from draft_training.weights import read_tensors
 
 FORMAT = 1
+#: of a state what is no tensor
+_NUMBERS: Mapping[str, Any] = {"draft_version": int, "policy_version": int, "skipped": int, "newborn": bool}
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,7 @@ class TrainerState:
 
     def numbers(self) -> dict[str, Any]:
         """What is no tensor, JSON-serialisable: a part of ``trainer.json``."""
-        return {
-            "draft_version": self.draft_version,
-            "policy_version": self.policy_version,
-            "skipped": self.skipped,
-            "newborn": self.newborn,
-        }
+        return {name: getattr(self, name) for name in _NUMBERS}
 
     @classmethod
     def of(cls, numbers: Mapping[str, Any], weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> TrainerState:
@@ -61,10 +58,7 @@ class TrainerState:
             weights=weights,
             optimizer={name: tensor for name, tensor in own.items() if name != "generator"},
             generator=own["generator"],
-            draft_version=int(numbers["draft_version"]),
-            policy_version=int(numbers["policy_version"]),
-            skipped=int(numbers["skipped"]),
-            newborn=bool(numbers["newborn"]),
+            **{name: kind(numbers[name]) for name, kind in _NUMBERS.items()},
         )
 
 

@@ -30,9 +30,9 @@ MUTATIONS = (
         ("test_law8_drafts_bring_no_code.py",),
     ),
     Mutation(
-        "draft_training/small_lm.py",
-        "for name, value in without_code(hf).items()",
-        "for name, value in hf.items()",
+        "draft_training/files.py",
+        "for name, value in without_code(config).items()",
+        "for name, value in config.items()",
         "law 8: what is served names code",
         ("test_law8_drafts_bring_no_code.py",),
     ),

@@ -429,8 +429,8 @@ MUTATIONS = (
     ),
     Mutation(
         _STATE,
-        'draft_version=int(numbers["draft_version"]),',
-        'draft_version=int(numbers["draft_version"]) + 1,',
+        '"draft_version": int,',
+        '"draft_version": lambda number: number + 1,',
         "a resumed run says another draft version than it saved",
         ("draft_training/test_draft_checkpoint.py",),
     ),
