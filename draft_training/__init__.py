@@ -6,40 +6,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draft_training.batch import Document as Document
-    from draft_training.batch import PackedBatch as PackedBatch
-    from draft_training.batch import pack as pack
-    from draft_training.buffer import HiddenBuffer as HiddenBuffer
-    from draft_training.checkpoint import digest as digest
-    from draft_training.checkpoint import digest_like as digest_like
-    from draft_training.checkpoint import fingerprint as fingerprint
-    from draft_training.checkpoint import is_fingerprint as is_fingerprint
-    from draft_training.checkpoint import row_digests as row_digests
-    from draft_training.config import DraftConfig as DraftConfig
-    from draft_training.config import validate_draft as validate_draft
-    from draft_training.eagle3 import load_draft as load_draft
-    from draft_training.eagle3 import save_draft as save_draft
-    from draft_training.errors import CheckpointError as CheckpointError
-    from draft_training.errors import DraftConfigError as DraftConfigError
-    from draft_training.errors import OtherRankFailed as OtherRankFailed
-    from draft_training.kinds import kind_of as kind_of
-    from draft_training.loss import LossStats as LossStats
-    from draft_training.loss import ttt_loss as ttt_loss
-    from draft_training.memory import TrainingMemory as TrainingMemory
-    from draft_training.memory import training_memory as training_memory
-    from draft_training.model import Eagle3Draft as Eagle3Draft
-    from draft_training.report import SliceReport as SliceReport
-    from draft_training.rope import Rope as Rope
-    from draft_training.settings import TrainSettings as TrainSettings
-    from draft_training.state import TrainerState as TrainerState
-    from draft_training.trainer import DraftTrainer as DraftTrainer
+    from draft_training.batch import Document, PackedBatch, pack
+    from draft_training.buffer import HiddenBuffer
+    from draft_training.checkpoint import digest, digest_like, fingerprint, row_digests
+    from draft_training.config import DraftConfig, validate_draft
+    from draft_training.eagle3 import load_draft, save_draft
+    from draft_training.errors import CheckpointError, DraftConfigError, OtherRankFailed
+    from draft_training.kinds import kind_of
+    from draft_training.loss import LossStats, ttt_loss
+    from draft_training.memory import TrainingMemory, training_memory
+    from draft_training.model import Eagle3Draft
+    from draft_training.report import SliceReport
+    from draft_training.rope import Rope
+    from draft_training.settings import TrainSettings
+    from draft_training.state import TrainerState
+    from draft_training.trainer import DraftTrainer
 
 #: where each name lives; it is imported when it is first used, since all but the configuration needs torch, which takes seconds.
 #: A test holds the table against the imports above, which are for type checkers.
 _HOMES: dict[str, str] = {
     "batch": "Document PackedBatch pack",
     "buffer": "HiddenBuffer",
-    "checkpoint": "digest digest_like fingerprint is_fingerprint row_digests",
+    "checkpoint": "digest digest_like fingerprint row_digests",
     "config": "DraftConfig validate_draft",
     "eagle3": "load_draft save_draft",
     "errors": "CheckpointError DraftConfigError OtherRankFailed",

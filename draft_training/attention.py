@@ -21,25 +21,25 @@ PADDING_WASTE = 1.25  # documents share a padded batch while it stays below this
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose inputs are [embedding ; hidden state], hence 2 * H wide."""
+    """Grouped-query attention; ``heads``, key-value heads and head dimension; ``bias`` of queries, keys and values."""
 
-    def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, inputs: int, outputs: int, heads: tuple[int, int, int], bias: bool = False) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.q_proj = Linear(2 * hidden_size, heads * head_dim)
-        self.k_proj = Linear(2 * hidden_size, kv_heads * head_dim)
-        self.v_proj = Linear(2 * hidden_size, kv_heads * head_dim)
-        self.o_proj = Linear(heads * head_dim, hidden_size)
+        queries, keys, self.head_dim = heads
+        self.q_proj = Linear(inputs, queries * self.head_dim, bias)
+        self.k_proj = Linear(inputs, keys * self.head_dim, bias)
+        self.v_proj = Linear(inputs, keys * self.head_dim, bias)
+        self.o_proj = Linear(queries * self.head_dim, outputs)
 
     def forward(
         self,
-        x: Tensor,  # [N, 2 * H] packed documents
+        x: Tensor,  # [N, inputs] packed documents
         cos: Tensor,  # [N, head_dim]
         sin: Tensor,  # [N, head_dim]
         lengths: tuple[int, ...],  # tokens of each document, sum == N
         past: list[tuple[Tensor, Tensor]],  # keys and values of earlier steps; this step's are appended
     ) -> Tensor:
-        """[N, H]. Step 0 (``past`` empty) is causal; step j also sees its own row of steps 1..j, not their neighbours."""
+        """[N, outputs]. Step 0 (``past`` empty) is causal; step j also sees its own row of steps 1..j, not their neighbours."""
         n = x.shape[0]
         q, k, v = (project(x).view(n, -1, self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)

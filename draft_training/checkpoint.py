@@ -59,14 +59,9 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return f"{_MARK}{total & (2**64 - 1):016x}"
 
 
-def is_fingerprint(told: str) -> bool:
-    """Is this a fingerprint, and no sha256."""
-    return told.startswith(_MARK)
-
-
 def digest_like(told: str, tensors: Mapping[str, Tensor]) -> str:
     """What these tensors should have been told by: a fingerprint, if ``told`` is one, else a sha256."""
-    return fingerprint(tensors) if is_fingerprint(told) else digest(tensors)
+    return fingerprint(tensors) if told.startswith(_MARK) else digest(tensors)
 
 
 def _described(name: str, tensor: Tensor) -> bytes:

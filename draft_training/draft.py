@@ -35,10 +35,6 @@ class DraftShape(Protocol):
         """Has it a smaller vocabulary, whose head follows the policy's rows."""
 
     @property
-    def of_target(self) -> bool:
-        """Is it a layer that the target's checkpoint brings, so that ``to_hf`` is the target's config.json."""
-
-    @property
     def parameters(self) -> int:
         """How many numbers it has of its own."""
 
@@ -72,10 +68,6 @@ class DraftKind(ABC, Generic[Shape]):
     def build(self, device: torch.device | str, dtype: torch.dtype) -> Any:
         """The module, a ``Draft``, its parameters uninitialised."""
 
-    def continues(self, saved: Shape) -> bool:
-        """May training go on from a saved draft of that shape."""
-        return saved == self.shape
-
     @abstractmethod
     def read(self, folder: Path) -> tuple[Shape, dict[str, Tensor]]:
         """Shape and tensors of a folder that ``write`` wrote.
@@ -98,13 +90,18 @@ class DraftKind(ABC, Generic[Shape]):
             raise DraftConfigError(
                 f"no model can be built from the draft's config.json: {type(error).__name__}: {reason}; correct it there"
             ) from error
-        expected, given = ({name: tuple(t.shape) for name, t in found.items()} for found in (module, tensors))
-        wrong = sorted(n for n in expected.keys() | given.keys() if expected.get(n) != given.get(n))
-        if wrong:
-            first = ", ".join(
-                f"{n}: {given.get(n, 'missing')}, expected {expected.get(n, 'nothing')}" for n in wrong[:3]
+        expected, given = ({name: list(t.shape) for name, t in found.items()} for found in (module, tensors))
+        missing, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+        if missing or unknown:
+            raise DraftConfigError(
+                f"the draft's tensors do not match its config.json: missing {missing[:4]}, unknown {unknown[:4]}"
             )
-            raise DraftConfigError(f"{len(wrong)} tensors do not fit the draft's config.json: {first}")
+        if wrong := [name for name, shape in expected.items() if given[name] != shape]:
+            name = wrong[0]
+            raise DraftConfigError(
+                f"{name} has shape {given[name]}, but config.json implies {expected[name]}; {len(wrong)} of {len(given)} tensors "
+                "are like it: correct it"
+            )
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> str:
         """Write what vLLM serves, config.json and model.safetensors, into an existing folder; returns their fingerprint.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from draft_training.config import DraftConfig
 from draft_training.draft import DraftKind
 from draft_training.errors import DraftConfigError
 from draft_training.files import read_json
-from draft_training.layouts import canonical_tensors, check_tensors, read_config
+from draft_training.layouts import canonical_tensors, read_config
 from draft_training.model import Eagle3Draft
 from draft_training.outside import TARGET, blaming
 from draft_training.weights import check_values, read_folder
@@ -27,14 +26,6 @@ class Eagle3Kind(DraftKind[DraftConfig]):
     def build(self, device: torch.device | str, dtype: torch.dtype) -> Eagle3Draft:
         """See ``DraftKind``."""
         return Eagle3Draft(self.shape, device=device, dtype=dtype)
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """See ``layouts.check_tensors``, which also names the head layout."""
-        check_tensors(self.shape, tensors)
-
-    def continues(self, saved: DraftConfig) -> bool:
-        """True also for one that fed back another state: its tensors are the same, and its later positions are relearnt."""
-        return replace(saved, norm_output=self.shape.norm_output) == self.shape
 
     def read(self, folder: Path) -> tuple[DraftConfig, dict[str, Tensor]]:
         """See ``load_draft``."""
@@ -89,5 +80,6 @@ def load_draft(
     stored = read_folder(folder)
     with blaming(str(folder)):
         tensors = canonical_tensors(config, stored)
+        Eagle3Kind(config).check(tensors)
     check_values(tensors, folder)
     return config, tensors

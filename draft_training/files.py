@@ -65,6 +65,12 @@ def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def own_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without what is the file's and not the shape's: its dtype, its writer, and any code that it names."""
+    of_the_file = ("dtype", "torch_dtype", "transformers_version")
+    return {name: value for name, value in without_code(config).items() if name not in of_the_file}
+
+
 def refuse_code(folder: Path) -> None:
     """A checkpoint that brings code of its own, which is run where the policy's ``trust_remote_code`` is on.
 
@@ -128,6 +134,37 @@ def weight_files(folder: Path) -> list[Path]:
     """
     indexed = places(folder)
     return sorted(folder.glob("*.safetensors") if indexed is None else set(indexed.values()))
+
+
+def check_offsets(d2t: Any, vocab_size: int, where: object, distinct: bool = True) -> None:
+    """Does each token of a pruned draft stand for one of the target's: on a card the engine would die of one that does not.
+
+    Args:
+        d2t: [Vd] whole offsets, a tensor or numpy's array: draft id i is target id ``i + d2t[i]``.
+        vocab_size: the target's.
+        where: file or folder, for the messages.
+        distinct: may no two stand for the same; a refresh of such a draft is refused.
+
+    Raises:
+        DraftConfigError: naming the first that does not.
+    """
+    kind = str(d2t.dtype).removeprefix("torch.")
+    if "int" not in kind or d2t.ndim != 1:
+        raise DraftConfigError(
+            f"d2t in {where} is {kind} of shape {list(d2t.shape)}: expected int64 offsets, one a token; export the draft again"
+        )
+    offsets = d2t.tolist()
+    if wrong := [(i, offset) for i, offset in enumerate(offsets) if not 0 <= i + offset < vocab_size]:
+        at, offset = wrong[0]
+        raise DraftConfigError(
+            f"d2t[{at}]={offset} in {where} makes draft token {at} the target's token {at + offset}: expected 0 to "
+            f"{vocab_size - 1}; {len(wrong)} of {len(offsets)} are like it: take a draft that was made for this target"
+        )
+    doubled = len(offsets) - len({i + offset for i, offset in enumerate(offsets)})
+    if distinct and doubled:
+        raise DraftConfigError(
+            f"d2t in {where} maps {doubled} draft tokens to a target token that another one has; export the draft again"
+        )
 
 
 @contextmanager

@@ -8,15 +8,29 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """Linear map without bias; ``weight`` is [outputs, inputs] and uninitialised."""
+    """Linear map, uninitialised; ``weight`` is [outputs, inputs]."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.float32, device="cpu"))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=torch.float32, device="cpu")) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Linear layer, [..., inputs] to [..., outputs]."""
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202), without biases."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = Linear(size, inner), Linear(size, inner), Linear(inner, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Feed-forward layer, [N, H] to [N, H]; the residual is added by the caller."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class RMSNorm(nn.Module):

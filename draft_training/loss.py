@@ -53,10 +53,10 @@ class LossStats:
         """Those of the first unrolled steps; the rounds stay those that were long enough for all."""
         return LossStats(self.count[:steps], self.kl[:steps], self.accepted[:steps], self.rounds)
 
-    def loss(self, decay: float) -> float:
-        """Sum over steps of ``decay ** j`` times the mean KL, in nats; 0.0 where nothing was counted."""
-        means: list[float] = (self.kl / self.count.clamp_min(1)).tolist()
-        return sum(decay**j * kl for j, kl in enumerate(means))
+    @property
+    def loss(self) -> float:
+        """Sum over steps of the mean KL, in nats; 0.0 where nothing was counted."""
+        return float((self.kl / self.count.clamp_min(1)).sum())
 
     @property
     def acceptance_length(self) -> float:
@@ -91,11 +91,11 @@ def ttt_loss(
     lm_head: Tensor,  # [V, H] the policy's LM head
     *,
     steps: int,
-    decay: float = 1.0,
     smoothing: float | None = None,
     counts: Tensor | None = None,
     chunk_elements: int | None = None,
     cap: float | None = None,
+    hidden: Tensor | None = None,
 ) -> tuple[Tensor, LossStats]:
     """EAGLE-3's training-time test (arXiv 2503.01840, section 3): unroll, forward KL to the target, teacher-forced.
 
@@ -109,48 +109,20 @@ def ttt_loss(
         embed: [V, H], any float dtype.
         lm_head: [V, H]; the teacher, and with the full vocabulary also the draft's head.
         steps: J, the number of drafted tokens to unroll.
-        decay: weight of step j is ``decay ** j``.
-        smoothing: besides, a position weighs what hangs on it in its chain (``chains.chain_weights``), with exp(-KL) for the
+        smoothing: a position weighs what hangs on it in its chain (``chains.chain_weights``), with exp(-KL) for the
             chance that it is accepted; None: all alike, as they also are for a draft that trains a head of its own.
         counts: [J] positions over which each step's mean is taken; None: those of this batch. Data-parallel ranks pass
             the all-reduced ``batch.counts(steps)`` and *sum* their gradients.
         chunk_elements: bound on rows * V of a temporary; None: ``chunk_elements_on`` the device.
         cap: of the target's logits, see ``outside.logit_cap``; the draft's have none in the engine, which changes no order.
+        hidden: [J, R, H] of ``aligned_states``, where they are known already.
 
     Returns:
         The loss (scalar, float32 or better; differentiable) and the raw sums.
     """
-    hidden = aligned_states(draft, batch, embed, steps)
-    return head_loss(
-        draft,
-        batch,
-        hidden,
-        lm_head,
-        decay=decay,
-        smoothing=smoothing,
-        counts=counts,
-        chunk_elements=chunk_elements,
-        cap=cap,
-    )
-
-
-def head_loss(
-    draft: Draft,
-    batch: PackedBatch,
-    hidden: Tensor,  # [J, R, H] of ``aligned_states``
-    lm_head: Tensor,  # [V, H] the policy's LM head
-    *,
-    decay: float = 1.0,
-    smoothing: float | None = None,
-    counts: Tensor | None = None,
-    chunk_elements: int | None = None,
-    cap: float | None = None,
-) -> tuple[Tensor, LossStats]:
-    """The part of ``ttt_loss``, with its arguments and results, that follows the draft's own layers."""
-    steps = hidden.shape[0]
+    hidden = aligned_states(draft, batch, embed, steps) if hidden is None else hidden
     valid = batch.valid(steps)
     counts = batch.counts(steps) if counts is None else counts
-    scale = decay ** torch.arange(steps, device=counts.device, dtype=torch.float64) / counts.clamp_min(1)
     head, ids = draft.head(lm_head)
     head = head if torch.is_grad_enabled() else head.detach()
     loss, kl, match = _HeadLoss.apply(  # type: ignore[no-untyped-call]
@@ -161,7 +133,7 @@ def head_loss(
         ids,
         batch.input_ids[batch.rows + 1],
         valid,
-        scale.to(valid.device),
+        counts.clamp_min(1).reciprocal().to(valid.device),
         max(1, (chunk_elements or chunk_elements_on(lm_head.device)) // lm_head.shape[0]),
         cap,
         smoothing,
@@ -190,7 +162,6 @@ def replay_stats(
     lm_head: Tensor,  # [V, H] the policy's LM head
     *,
     steps: int,
-    chunk_elements: int | None = None,
 ) -> LossStats:
     """What ``LossStats.acceptance_length`` and ``chances`` need, and no more: ``count`` and ``kl`` stay zero.
 
@@ -203,13 +174,12 @@ def replay_stats(
         embed: [V, H], any float dtype.
         lm_head: [V, H], the draft's head, too, unless its vocabulary is pruned.
         steps: J, the number of drafted tokens to unroll.
-        chunk_elements: bound on rows * V of a temporary; None: ``chunk_elements_on`` the device.
     """
     valid, total = batch.valid(steps), len(batch.rows)
     match, alive = torch.zeros_like(valid), valid[0]
     head, ids = draft.head(lm_head)
     sampled = batch.input_ids[batch.rows + 1]
-    chunk = max(1, (chunk_elements or chunk_elements_on(lm_head.device)) // lm_head.shape[0])
+    chunk = max(1, chunk_elements_on(lm_head.device) // lm_head.shape[0])
     for j, state in enumerate(draft.states(batch, embed, steps)):
         at = alive.nonzero().squeeze(1)
         for some in torch.split(at, chunk):

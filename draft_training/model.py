@@ -12,23 +12,8 @@ from torch import Tensor, nn
 from draft_training.attention import Attention
 from draft_training.batch import PackedBatch
 from draft_training.config import DraftConfig
-from draft_training.layers import Linear, RMSNorm, initialise
+from draft_training.layers import MLP, Linear, RMSNorm, initialise
 from draft_training.rope import Rope
-
-
-class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202), without biases."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Feed-forward layer, [N, H] to [N, H]; the residual is added by the caller."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
 
 
 class DecoderLayer(nn.Module):
@@ -36,8 +21,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim)
-        self.mlp = MLP(config)
+        h, heads = config.hidden_size, (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.self_attn = Attention(2 * h, h, heads)
+        self.mlp = MLP(h, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draft_training.errors import DraftConfigError
-from draft_training.files import without_code
+from draft_training.files import own_fields
 from draft_training.outside import TARGET, ModelBasics, MtpTarget, read, short_repr
 from draft_training.rope import Rope
 
@@ -15,8 +15,6 @@ from draft_training.rope import Rope
 TRAINED = ("MiMoForCausalLM",)
 #: of the layer's tensors in a checkpoint; the engine renames them when it reads them
 PREFIX = "model.mtp_layers.0."
-#: of the file, not of the shape
-_OF_THE_FILE = ("dtype", "torch_dtype", "transformers_version")
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class MtpShape:
             )
         read(MtpTarget, hf, where)
         Rope.from_hf(hf, where)  # refuses what the layer does not know
-        return cls({name: value for name, value in without_code(hf).items() if name not in _OF_THE_FILE})
+        return cls(own_fields(hf))
 
     @property
     def layer(self) -> MtpTarget:
@@ -72,11 +70,6 @@ class MtpShape:
     def pruned(self) -> bool:
         """False: see ``draft_vocab_size``."""
         return False
-
-    @property
-    def of_target(self) -> bool:
-        """True."""
-        return True
 
     @property
     def hidden_size(self) -> int:

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_training.attention import packed_attention, rotate
+from draft_training.attention import Attention
 from draft_training.batch import PackedBatch
 from draft_training.draft import DraftKind
 from draft_training.files import places, read_json
-from draft_training.layers import Linear, RMSNorm, initialise
+from draft_training.layers import MLP, Linear, RMSNorm, initialise
 from draft_training.model import rotary
 from draft_training.mtp import PREFIX, MtpShape
 from draft_training.rope import Rope
@@ -29,23 +29,13 @@ class MtpLayer(nn.Module):
         layer = config.layer
         self.rope = Rope.from_hf(config.hf)
         h, inner, eps = layer.hidden_size, layer.intermediate_size, layer.rms_norm_eps
-        heads, kv, width = layer.heads
-        self.head_dim = width
+        self.head_dim = layer.heads[2]
         with torch.device(device):
             for name in ("token", "hidden", "input", "post_attention", "final"):
                 setattr(self, f"{name}_layernorm", RMSNorm(h, eps))
             self.input_proj = Linear(2 * h, h)
-            self.self_attn, self.mlp = nn.Module(), nn.Module()
-            for name, outputs in (("q", heads * width), ("k", kv * width), ("v", kv * width)):
-                linear = Linear(h, outputs)
-                linear.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32))
-                setattr(self.self_attn, f"{name}_proj", linear)
-            self.self_attn.o_proj = Linear(heads * width, h)
-            self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj = (
-                Linear(h, inner),
-                Linear(h, inner),
-                Linear(inner, h),
-            )
+            self.self_attn = Attention(h, h, layer.heads, bias=True)
+            self.mlp = MLP(h, inner)
         self.to(device=device, dtype=dtype)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -72,23 +62,10 @@ class MtpLayer(nn.Module):
             embeds = F.embedding(following[j], table).to(dtype)
             embeds = embeds.masked_fill((positions + j == 0)[:, None], 0.0)  # vLLM: no token stands before the first
             x = self.input_proj(torch.cat([layer.hidden_layernorm(hidden), layer.token_layernorm(embeds)], dim=-1))
-            x = x + self._attend(layer.input_layernorm(x), positions + j, batch.lengths, past)
-            normed = layer.post_attention_layernorm(x)
-            mlp = layer.mlp
-            hidden = layer.final_layernorm(x + mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed)))
+            cos, sin = rotary(self.rope, self.head_dim, positions + j, x.dtype)
+            x = x + self.self_attn(layer.input_layernorm(x), cos, sin, batch.lengths, past)
+            hidden = layer.final_layernorm(x + self.mlp(layer.post_attention_layernorm(x)))
             yield hidden
-
-    def _attend(
-        self, x: Tensor, positions: Tensor, lengths: tuple[int, ...], past: list[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        attention: Any = self.self_attn
-        width, rows = self.head_dim, x.shape[0]
-        cos, sin = rotary(self.rope, width, positions, x.dtype)
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        q, k, v = (F.linear(x, part.weight, part.bias).view(rows, -1, width) for part in parts)
-        past.append((rotate(k, cos, sin), v))
-        out: Tensor = attention.o_proj(packed_attention(rotate(q, cos, sin), past, lengths).reshape(rows, -1))
-        return out
 
 
 class MtpKind(DraftKind[MtpShape]):
@@ -112,13 +89,9 @@ class MtpKind(DraftKind[MtpShape]):
             DraftConfigError: if what it holds is not this layer.
             CheckpointError: if a file cannot be read.
         """
-        indexed = places(folder)
-        if indexed is None:
-            files = sorted(folder.glob("*.safetensors"))
-        else:
-            files = sorted({file for name, file in indexed.items() if name.startswith(PREFIX)})
-        tensors: dict[str, Tensor] = {}
-        for file in files:
+        indexed, tensors = places(folder), dict[str, Tensor]()
+        holders = {file for name, file in (indexed or {}).items() if name.startswith(PREFIX)}
+        for file in sorted(folder.glob("*.safetensors") if indexed is None else holders):
             tensors |= read_tensors(file, lambda name: name.startswith(PREFIX))
         if not tensors:
             return None

@@ -136,16 +136,8 @@ class DraftOptimizer:
         """Muon's, of which a card orthogonalises the bfloat16 anyway: they may rest in it between slices."""
         return [state["momentum"] for part, _ in self._parts if isinstance(part, Muon) for state in part.state.values()]
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """Put a saved state back.
-
-        Args:
-            tensors: as ``state`` returned them, other names are ignored.
-
-        Returns:
-            Matrices of which another optimizer's state was saved (AdamW's, of an earlier version): they start afresh.
-        """
-        foreign = []
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what ``state`` returned; other names are ignored."""
         for part, _ in self._parts:
             part.state.clear()
         for name, parameter in self._parameters.items():
@@ -159,9 +151,6 @@ class DraftOptimizer:
                     kind: value.clone() if kind == "step" else value.to(parameter.device, parameter.dtype, copy=True)
                     for kind, value in saved.items()
                 }
-            elif f"exp_avg.{name}" in tensors:
-                foreign.append(name)
-        return tuple(foreign)
 
 
 _KINDS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {

@@ -13,7 +13,7 @@ class SliceReport:
 
     steps: int  # optimizer steps taken
     tokens: int  # tokens that went through the draft, all ranks
-    loss: float  # mean KL summed over steps with their decay, nats; 0.0 when nothing was measured
+    loss: float  # mean KL summed over steps, nats; 0.0 when nothing was measured
     #: see LossStats.acceptance_length; 1.0 when nothing was measured. Of a slice of a young draft: on prompts, too
     acceptance_length: float
     chances: tuple[float, ...]  # [J] chance that each drafted token is accepted, given those before it; () when unknown
@@ -22,14 +22,11 @@ class SliceReport:
     seconds: float
 
     @classmethod
-    def of(
-        cls, stats: LossStats, decay: float, *, steps: int, tokens: int, skipped: int, seconds: float
-    ) -> SliceReport:
+    def of(cls, stats: LossStats, *, steps: int, tokens: int, skipped: int, seconds: float) -> SliceReport:
         """Divide raw sums; see the fields for the rest.
 
         Args:
             stats: of the optimizer steps, or of the evaluated documents, of all ranks.
-            decay: weight of step j in the loss is ``decay ** j``.
             steps: optimizer steps taken.
             tokens: of all ranks.
             skipped: steps given up.
@@ -38,7 +35,7 @@ class SliceReport:
         return cls(
             steps=steps,
             tokens=tokens,
-            loss=stats.loss(decay),
+            loss=stats.loss,
             acceptance_length=stats.acceptance_length,
             chances=stats.chances,
             rounds=int(stats.rounds),

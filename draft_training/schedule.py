@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from draft_training.settings import TrainSettings
 
 #: of so many optimizer steps one is unrolled as far as the engine drafts
@@ -55,11 +52,3 @@ class TrainingSchedule:
     def tokens(self, step: int) -> int:
         """Tokens of an optimizer step: its positions, unrolled, stay as many, and so its memory and its time."""
         return self._settings.tokens_per_step * self.shallow // self.unroll(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable; ``scale`` is set anew by whoever uses it."""
-        return {"newborn": self.newborn}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned; what it lacks, as one of an earlier version does, stays as it is."""
-        self.newborn = bool(state.get("newborn", self.newborn))

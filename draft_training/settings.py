@@ -16,7 +16,6 @@ class TrainSettings:
     grad_clip: float = 1.0  # norm of the draft's own gradients
     ttt_steps: int = 3  # most unrolled steps of the training-time test; the engine's k
     first_steps: int = 3  # unrolled in most optimizer steps, see ``TrainingSchedule.unroll``
-    ttt_decay: float = 1.0  # weight of step j in the loss is ttt_decay ** j
     chain_smoothing: float | None = 0.5  # of the weights by what hangs on a position, see ``chains``; None: all alike
     logit_cap: float | None = None  # of the target's logits, see ``outside.logit_cap``
     tokens_per_step: int = 1024  # per optimizer step and rank, where first_steps are unrolled

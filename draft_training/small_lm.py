@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draft_training.errors import DraftConfigError
-from draft_training.files import without_code
+from draft_training.files import own_fields
 from draft_training.outside import DRAFT, TARGET, DenseModel, ModelSizes, read, short_repr, text_part
 
 #: decoders that the trainer computes as vLLM does, by ``model_type``: of the draft, whatever the target is
@@ -15,8 +15,6 @@ _IMPLEMENTED = ("qwen3", "qwen2", "llama", "mistral")
 #: of a draft that is born in the run: its layers, its width as a share of the target's, and the least width
 _LAYERS, _WIDTH_SHARE, _LEAST_WIDTH = 2, 4, 64
 _HEAD_DIM = 32  # the least that vLLM's CPU attention takes
-#: of the file, not of the shape
-_DTYPES = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,6 @@ class SmallLmShape:
     @property
     def pruned(self) -> bool:
         """False: see ``draft_vocab_size``."""
-        return False
-
-    @property
-    def of_target(self) -> bool:
-        """False: it has a config.json of its own."""
         return False
 
     @property
@@ -120,11 +113,6 @@ class SmallLmShape:
     def to_hf(self) -> dict[str, Any]:
         """config.json as transformers and vLLM read it, without a dtype."""
         return dict(self.hf)
-
-
-def own_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json without what is the file's and not the shape's: its dtype, and any code that it names."""
-    return {name: value for name, value in without_code(hf).items() if name not in _DTYPES}
 
 
 def _refuse_misfit(hf: Mapping[str, Any], target: ModelSizes, where: str = DRAFT) -> None:

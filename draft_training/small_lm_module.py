@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_training.batch import PackedBatch
 from draft_training.draft import DraftKind
-from draft_training.files import read_json
+from draft_training.files import own_fields, read_json
 from draft_training.layers import initialise
 from draft_training.outside import TARGET
-from draft_training.small_lm import SmallLmShape, own_fields
+from draft_training.small_lm import SmallLmShape
 from draft_training.weights import check_values, read_folder
 
 

@@ -24,6 +24,8 @@ from draft_training.parallel import Ranks
 from draft_training.weights import read_tensors
 
 FORMAT = 1
+#: of a state what is no tensor
+_NUMBERS: Mapping[str, Any] = {"draft_version": int, "policy_version": int, "skipped": int, "newborn": bool}
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class TrainerState:
     draft_version: int
     policy_version: int
     skipped: int  # optimizer steps given up so far
-    schedule: Mapping[str, Any]  # see ``TrainingSchedule.state_dict``
+    newborn: bool  # see ``TrainingSchedule``
 
     def own_tensors(self) -> dict[str, Tensor]:
         """Optimizer state and random stream: they go to ``trainer.safetensors``, and to no engine."""
@@ -47,12 +49,7 @@ class TrainerState:
 
     def numbers(self) -> dict[str, Any]:
         """What is no tensor, JSON-serialisable: a part of ``trainer.json``."""
-        return {
-            "draft_version": self.draft_version,
-            "policy_version": self.policy_version,
-            "skipped": self.skipped,
-            **self.schedule,
-        }
+        return {name: getattr(self, name) for name in _NUMBERS}
 
     @classmethod
     def of(cls, numbers: Mapping[str, Any], weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> TrainerState:
@@ -61,10 +58,7 @@ class TrainerState:
             weights=weights,
             optimizer={name: tensor for name, tensor in own.items() if name != "generator"},
             generator=own["generator"],
-            draft_version=int(numbers["draft_version"]),
-            policy_version=int(numbers["policy_version"]),
-            skipped=int(numbers["skipped"]),
-            schedule={name: numbers[name] for name in ("newborn",) if name in numbers},
+            **{name: kind(numbers[name]) for name, kind in _NUMBERS.items()},
         )
 
 
@@ -118,7 +112,7 @@ def read_state(path: str | Path, kind: DraftKind[Any]) -> tuple[TrainerState, di
             "resume with the version that wrote it, or without the draft's checkpoint"
         )
     shape, weights = kind.read(folder / "draft")
-    if not kind.continues(shape):
+    if shape != kind.shape:
         ours, saved = vars(kind.shape), vars(shape)
         other = {k: (saved[k], ours[k]) for k in ours if saved[k] != ours[k]}
         raise DraftConfigError(

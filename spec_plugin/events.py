@@ -104,8 +104,6 @@ class RefreshReport:
     digest: str  # digest of the weights that the engine serves
     milliseconds: float
     reason: str = ""  # why it was refused; empty when installed
-    phases: Mapping[str, float] = field(default_factory=dict)  # milliseconds of each, in the first worker
-    crossed: int = 0  # bytes that went between its host and its device
 
 
 @dataclass(frozen=True)

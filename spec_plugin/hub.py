@@ -136,44 +136,36 @@ def _of_hub(draft: str, repo: str, revision: str | None, fetch: bool) -> str:
         RevisionNotFoundError,
     )
 
-    said = f"spec.draft={draft!r}: no folder of that name is here, and"
+    said = f"spec.draft={draft!r}: no folder of that name is here, and the hub's model {repo}"
     try:
         folder = Path(
             snapshot_download(repo, revision=revision, allow_patterns=list(_FILES), local_files_only=not fetch)
         )
     except LocalEntryNotFoundError as error:
         if not fetch:
-            raise DraftNotHereError(
-                f"{said} the hub's model {repo} is not in this machine's cache: the run fetches it"
-            ) from None
+            raise DraftNotHereError(f"{said} is not in this machine's cache: the run fetches it") from None
         raise SpecConfigError(
-            f"{said} the hub's model {repo} is neither in this machine's cache nor could it be fetched (offline mode, or no "
+            f"{said} is neither in this machine's cache nor could it be fetched (offline mode, or no "
             f"network): run `hf download {repo}` where there is a network, or give a folder"
         ) from error
     except GatedRepoError as error:
-        raise SpecConfigError(
-            f"{said} the hub's model {repo} asks for consent: accept its terms on the hub, and log in"
-        ) from error
+        raise SpecConfigError(f"{said} asks for consent: accept its terms on the hub, and log in") from error
     except RevisionNotFoundError as error:
-        raise SpecConfigError(
-            f"{said} the hub's model {repo} has no revision {revision}; leave @{revision} out for the newest"
-        ) from error
+        raise SpecConfigError(f"{said} has no revision {revision}; leave @{revision} out for the newest") from error
     except RepositoryNotFoundError as error:
         raise SpecConfigError(
-            f"{said} the hub has no model {repo}, or none that you may see: correct the name, or log in if it is private"
+            f"{said} is not there, or you may not see it: correct the name, or log in if it is private"
         ) from error
     except Exception as error:
         # of the network, whatever the hub's client makes of it; its text may hold a mirror's password
         status = getattr(getattr(error, "response", None), "status_code", None)
         what = type(error).__name__ + (f", status {status}" if status is not None else "")
-        raise SpecConfigError(f"{said} the hub's model {repo} could not be fetched: {what}") from None
+        raise SpecConfigError(f"{said} could not be fetched: {what}") from None
     if not any(folder.glob("*.safetensors")):
         if not fetch:
-            raise DraftNotHereError(
-                f"{said} of the hub's model {repo} only a part is in this machine's cache: the run fetches the rest"
-            )
+            raise DraftNotHereError(f"{said} is in this machine's cache only in part: the run fetches the rest")
         raise SpecConfigError(
-            f"{said} the hub's model {repo} has no *.safetensors: weights in other formats are not loaded, they could run code"
+            f"{said} has no *.safetensors: weights in other formats are not loaded, they could run code"
         )
     if revision is None:
         logger.info(

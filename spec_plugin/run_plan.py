@@ -18,9 +18,10 @@ class Model:
     name: str
     config: Mapping[str, Any] | None  # config.json; None: it could not be looked at
     source: str  # where it was found, or why not
+    unreadable: bool = False  # there is one, and the run could not read it either
 
 
-#: looks for the model's config.json; raises SpecConfigError if there is one and it cannot be read
+#: looks for the model's config.json
 FindModel = Callable[[str], Model]
 
 

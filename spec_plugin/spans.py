@@ -76,27 +76,6 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def span_of(
-    prompt: Tokens,
-    response: Tokens,
-    version: int,
-    plain: tuple[int, int] = (0, 0),
-    log_probs: Sequence[float] | None = None,
-) -> Span:
-    """The span of a request that is complete.
-
-    Args:
-        prompt: token ids that it began with.
-        response: token ids that it sampled.
-        version: policy version that did.
-        plain: its tokens from this one on, up to that one, counted from the document's first, were sampled without drafts.
-        log_probs: of the response, where the trainer gets them: it does not get those of another request of the same text.
-    """
-    mark = int(fingerprints(joined(prompt, response))[-1])
-    stated = None if log_probs is None else math.fsum(log_probs)
-    return Span(mark, len(prompt), len(prompt) + len(response), version, *plain, stated)
-
-
 def joined(prompt: Tokens, response: Tokens) -> NDArray[np.int64]:
     """A prompt and its response as one document, [n]."""
     return np.concatenate([np.asarray(prompt, np.int64), np.asarray(response, np.int64)])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spec_plugin.events import LogprobBatch
-from spec_plugin.spans import Tokens, fingerprints
+from spec_plugin.spans import fingerprints
 
 #: requests of a phase that each engine keeps
 KEPT = 64
@@ -28,11 +28,6 @@ class Witness:
     mark: int  # fingerprint of prompt and response
     until: int  # tokens of both
     stated: bytes  # log-probs of the response, which ends there: float64, in a form that is cheap to send
-
-    @classmethod
-    def of(cls, tokens: Tokens, log_probs: Sequence[float]) -> Witness:
-        """From the tokens of prompt and response, and the log-probs of the response."""
-        return cls(int(fingerprints(tokens)[-1]), len(tokens), np.asarray(log_probs, np.float64).tobytes())
 
     @property
     def log_probs(self) -> Tensor:

@@ -55,11 +55,7 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
     found += [*_unknown(theirs), *unreadable, *options.objections(flags)]
     model = Model("", None, "none is given")
     if flags.model is not None:
-        try:
-            model = find(flags.model)
-        except SpecConfigError as error:
-            found.append(Objection(options.MODEL, flags.model, "an unreadable model", str(error), "repair it"))
-            model = Model(flags.model, None, str(error))
+        model = find(flags.model)
         found += options.of_states(flags.model, model.config or {}, spec)
     facts = RunFacts(
         spec=spec,

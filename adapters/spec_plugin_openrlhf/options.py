@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spec_plugin.adapter import Objection, SpecConfig, TargetInfo, keeps_states, load_hf_config, refuse, unsupported
@@ -12,43 +13,64 @@ LEAVE_OUT = "leave out --spec.enable"
 MODEL = "--actor.model_name_or_path"
 
 
-_AT_LEAST_ONE = {
-    "tensor_parallel": "--vllm.tensor_parallel_size",
-    "max_len": "--data.max_len",
-    "nodes": "--actor.num_nodes",
-    "gpus_per_node": "--actor.num_gpus_per_node",
-    "ring": "--ds.ring_attn_size",
+#: of OpenRLHF's flags the few that matter here: the name under which each is read, and OpenRLHF's default
+_FLAGS: Mapping[str, tuple[str, Any]] = {
+    MODEL: ("model", None),
+    "--vllm.num_engines": ("engines", 0),
+    "--vllm.tensor_parallel_size": ("tensor_parallel", 1),
+    "--vllm.enforce_eager": ("eager", False),
+    "--vllm.enable_sleep": ("sleep", False),
+    "--rollout.temperature": ("temperature", 1.0),
+    "--rollout.top_p": ("top_p", 1.0),
+    "--data.max_len": ("max_len", 2048),
+    "--ds.param_dtype": ("param_dtype", "bf16"),
+    "--ds.lora.rank": ("lora_rank", 0),
+    "--ds.load_in_4bit": ("load_in_4bit", False),
+    "--ds.ring_attn_size": ("ring", 1),
+    "--ds.packing_samples": ("packed", False),
+    "--ds.zero_stage": ("zero_stage", 2),
+    "--ds.tensor_parallel_size": ("actor_tensor_parallel", 1),
+    "--actor.num_nodes": ("nodes", 1),
+    "--actor.num_gpus_per_node": ("gpus_per_node", 8),
+    "--train.dynamic_batch_enable": ("dynamic_batch", False),
+    "--train.async_enable": ("asynchronous", False),
+    "--train.partial_rollout_enable": ("partial", False),
+    "--train.async_queue_size": ("queue", 1),
+    "--train.full_determinism_enable": ("deterministic", False),
+    "--data.max_images_per_prompt": ("images", 0),
+    "--critic.freezing_steps": ("freezing", -1),
+    "--algo.advantage.is_correction_level": ("correction", "off"),
+}
+_AT_LEAST_ONE = ("tensor_parallel", "max_len", "nodes", "gpus_per_node", "ring")
+#: what each may be, what anything else would be, and what to do
+_REFUSED: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
+    "model": (lambda name: name is not None, "a run without a policy", "name a model"),
+    "engines": (lambda count: count >= 1, "rollouts without vLLM", "set it to 1 or more"),
+    "lora_rank": (
+        lambda rank: rank <= 0,
+        "LoRA (OpenRLHF sends adapters unmerged, under names that vLLM does not load)",
+        "set it to 0",
+    ),
+    "load_in_4bit": (operator.not_, "a 4-bit policy", "leave it out"),
+    "actor_tensor_parallel": (lambda size: size == 1, "a tensor parallel actor", "set it to 1"),
+    "freezing": (
+        lambda steps: steps <= 0,
+        "steps that train the critic alone (what they sample stays in the actor's buffer over several weight syncs)",
+        "set it to -1",
+    ),
+    "images": (lambda count: count <= 0, "vision-language policies", "set it to 0"),
+    "deterministic": (operator.not_, "an engine in the actor's own process", "leave it out"),
+    "param_dtype": (lambda name: name == "bf16", "other dtypes (the engine is bfloat16)", "set it to bf16"),
 }
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The few of OpenRLHF's flags that matter here, with its defaults."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(MODEL, dest="model")
-    parser.add_argument("--vllm.num_engines", dest="engines", type=int, default=0)
-    parser.add_argument("--vllm.tensor_parallel_size", dest="tensor_parallel", type=int, default=1)
-    parser.add_argument("--vllm.enforce_eager", dest="eager", action="store_true")
-    parser.add_argument("--vllm.enable_sleep", dest="sleep", action="store_true")
-    parser.add_argument("--rollout.temperature", dest="temperature", type=float, default=1.0)
-    parser.add_argument("--rollout.top_p", dest="top_p", type=float, default=1.0)
-    parser.add_argument("--data.max_len", dest="max_len", type=int, default=2048)
-    parser.add_argument("--ds.param_dtype", dest="param_dtype", default="bf16")
-    parser.add_argument("--ds.lora.rank", dest="lora_rank", type=int, default=0)
-    parser.add_argument("--ds.load_in_4bit", dest="load_in_4bit", action="store_true")
-    parser.add_argument("--ds.ring_attn_size", dest="ring", type=int, default=1)
-    parser.add_argument("--ds.packing_samples", dest="packed", action="store_true")
-    parser.add_argument("--ds.zero_stage", dest="zero_stage", type=int, default=2)
-    parser.add_argument("--ds.tensor_parallel_size", dest="actor_tensor_parallel", type=int, default=1)
-    parser.add_argument("--actor.num_nodes", dest="nodes", type=int, default=1)
-    parser.add_argument("--actor.num_gpus_per_node", dest="gpus_per_node", type=int, default=8)
-    parser.add_argument("--train.dynamic_batch_enable", dest="dynamic_batch", action="store_true")
-    parser.add_argument("--train.async_enable", dest="asynchronous", action="store_true")
-    parser.add_argument("--train.partial_rollout_enable", dest="partial", action="store_true")
-    parser.add_argument("--train.async_queue_size", dest="queue", type=int, default=1)
-    parser.add_argument("--train.full_determinism_enable", dest="deterministic", action="store_true")
-    parser.add_argument("--data.max_images_per_prompt", dest="images", type=int, default=0)
-    parser.add_argument("--critic.freezing_steps", dest="freezing", type=int, default=-1)
-    parser.add_argument("--algo.advantage.is_correction_level", dest="correction", default="off")
+    for flag, (name, default) in _FLAGS.items():
+        if default is False:
+            parser.add_argument(flag, dest=name, action="store_true")
+        else:
+            parser.add_argument(flag, dest=name, default=default, type=str if default is None else type(default))
     return parser
 
 
@@ -77,53 +99,12 @@ def objections(flags: argparse.Namespace) -> Iterator[Objection]:
     Args:
         flags: of ``read_flags``.
     """
-    for dest, option in _AT_LEAST_ONE.items():
-        if (size := getattr(flags, dest)) < 1:
-            yield Objection(option, str(size), "a size below 1", "there is no such size", "set it to 1 or more")
-    checks = (
-        (flags.model is None, MODEL, None, "a run without a policy", "name a model"),
-        (flags.engines < 1, "--vllm.num_engines", flags.engines, "rollouts without vLLM", "set it to 1 or more"),
-        (
-            flags.lora_rank > 0,
-            "--ds.lora.rank",
-            flags.lora_rank,
-            "LoRA (OpenRLHF sends adapters unmerged, under names that vLLM does not load)",
-            "set it to 0",
-        ),
-        (flags.load_in_4bit, "--ds.load_in_4bit", True, "a 4-bit policy", "leave it out"),
-        (
-            flags.actor_tensor_parallel != 1,
-            "--ds.tensor_parallel_size",
-            flags.actor_tensor_parallel,
-            "a tensor parallel actor",
-            "set it to 1",
-        ),
-        (
-            flags.freezing > 0,
-            "--critic.freezing_steps",
-            flags.freezing,
-            "steps that train the critic alone (what they sample stays in the actor's buffer over several weight syncs)",
-            "set it to -1",
-        ),
-        (flags.images > 0, "--data.max_images_per_prompt", flags.images, "vision-language policies", "set it to 0"),
-        (
-            flags.deterministic,
-            "--train.full_determinism_enable",
-            True,
-            "an engine in the actor's own process",
-            "leave it out",
-        ),
-        (
-            flags.param_dtype != "bf16",
-            "--ds.param_dtype",
-            flags.param_dtype,
-            "other dtypes (the engine is bfloat16)",
-            "set it to bf16",
-        ),
-    )
-    for refused, option, value, what, instead in checks:
-        if refused:
-            yield unsupported(option, value, what, instead)
+    for flag, (name, _) in _FLAGS.items():
+        value = getattr(flags, name)
+        if name in _AT_LEAST_ONE and value < 1:
+            yield Objection(flag, str(value), "a size below 1", "there is no such size", "set it to 1 or more")
+        if name in _REFUSED and not _REFUSED[name][0](value):
+            yield unsupported(flag, value, *_REFUSED[name][1:])
 
 
 def of_states(model: str, hf_config: Mapping[str, Any], config: SpecConfig) -> Iterator[Objection]:

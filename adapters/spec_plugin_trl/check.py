@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from spec_plugin.adapter import (
     FindModel,
@@ -22,7 +22,6 @@ from spec_plugin.adapter import (
     SpecConfigError,
     TargetInfo,
     parsed,
-    source_of,
     split_arguments,
 )
 from spec_plugin_trl import flag, options
@@ -39,6 +38,8 @@ DEFAULTS: Mapping[str, Any] = {
     "max_completion_length": 512,
     **options.SAMPLING,
 }
+#: of RLOO, which has no such field
+OF_RLOO: Mapping[str, Any] = {"vllm_importance_sampling_correction": None}
 #: fields that count something; None where TRL chooses
 COUNTS = (
     "per_device_train_batch_size",
@@ -65,24 +66,16 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         spec, words = _options(words)
     except SpecConfigError as error:
         found.append(Objection("", "", "a spec option", str(error), "`spec-plugin options` lists them"))
-    script = _Script.among(words)
-    given, unseen = _given(words, script)
-    rloo = bool({"rloo", "trl.scripts.rloo"} & set(words)) or (script is not None and "RLOOConfig" in script.names)
-    fields = {**DEFAULTS, **({"vllm_importance_sampling_correction": None} if rloo else {}), **given}
-    if not _trl_is_here():
+    given, unseen = _given(words)
+    fields = {**DEFAULTS, **given}
+    if not options.trl_version():
         found.append(Objection("", "", "no TRL", "TRL is not installed here", "run it where it is", "trl"))
     found += _uncounted(fields)
     found += options.objections(fields.get)
     model = Model("", None, "none is given")
     if isinstance(fields.get(MODEL), str):
-        try:
-            model = find(fields[MODEL])
-        except SpecConfigError as error:
-            found.append(Objection("model", fields[MODEL], "an unreadable model", str(error), "repair it"))
-            model = Model(fields[MODEL], None, str(error))
+        model = find(fields[MODEL])
         found += options.of_target(fields[MODEL], model.config or {}, spec)
-    guessed = [name for name in ("use_vllm", "vllm_mode") if name not in given] if script else []
-    unseen += [f"{name}: TRL's default, {DEFAULTS[name]!r}, is taken" for name in guessed]
     if "generation_batch_size" in given:
         unseen.append("generation_batch_size: the ranks share it, and it was taken for that of one rank")
     if not model.name:
@@ -112,67 +105,27 @@ def _options(words: Sequence[str]) -> tuple[SpecConfig, list[str]]:
     return flag.options(f"{'1' if said is None else said} {flag.joined([], ours)}"), theirs
 
 
-def _trl_is_here() -> bool:
-    return bool(options.trl_version())
-
-
-class _Script(NamedTuple):
-    """The Python file among a run's arguments."""
-
-    path: Path
-    tree: ast.Module | None  # None: it cannot be read
-    error: str = ""
-
-    @classmethod
-    def among(cls, words: Sequence[str]) -> _Script | None:
-        path = next((Path(word) for word in words if word.endswith(".py")), None)
-        if path is None:
-            return None
-        try:
-            return cls(path, parsed(path.read_text()))
-        except (OSError, SyntaxError, ValueError) as error:
-            return cls(path, None, str(error))
-
-    @property
-    def names(self) -> set[str]:
-        """Names that it uses."""
-        nodes = ast.walk(self.tree) if self.tree is not None else ()
-        return {name for node in nodes if (name := getattr(node, "id", None) or getattr(node, "attr", None))}
-
-
 # ---- what of the run can be read
 
 
-def _given(words: Sequence[str], script: _Script | None) -> tuple[dict[str, Any], list[str]]:
+def _given(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Fields of the configuration that are written down, and what could not be looked at."""
-    known = known_fields()
-    flags = {
-        name: value for name, value in _flags(words).items() if name in known or name in (MODEL, "config", "use_peft")
-    }
-    unseen: list[str] = []
-    fields: dict[str, Any] = {}
+    flags, fields, unseen = _flags(words), dict[str, Any](), list[str]()
+    recipe = {word.removeprefix("trl.scripts.") for word in words} & {"grpo", "rloo"}
+    if "rloo" in recipe:
+        fields = dict(OF_RLOO)
+    script = next((Path(word) for word in words if word.endswith(".py")), None)
     if script is not None:
-        fields = _of_script(script, unseen)
-    elif not any(word.removeprefix("trl.scripts.") in ("grpo", "rloo") for word in words):
+        fields |= _of_script(script, unseen)
+    elif not recipe:
         unseen.append(
             "no script and neither `trl grpo` nor `trl rloo` is among the arguments: only their flags were read"
         )
     if "config" in flags:
         fields |= _of_yaml(Path(str(flags.pop("config"))), unseen)
-    return fields | flags, unseen
-
-
-def known_fields() -> frozenset[str]:
-    """Fields of TRL's configurations and of transformers' ``TrainingArguments``, by their sources."""
-    files = (
-        ("trl", "trainer/grpo_config.py"),
-        ("trl", "trainer/rloo_config.py"),
-        ("trl", "trainer/base_config.py"),
-        ("transformers", "training_args.py"),
-    )
-    trees = (parsed(source_of(*file)) for file in files)
-    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
-    return frozenset(node.target.id for node in nodes if isinstance(node.target, ast.Name)) or frozenset(DEFAULTS)
+    fields |= flags
+    guessed = [name for name in ("use_vllm", "vllm_mode") if name not in fields] if script else []
+    return fields, [*unseen, *(f"{name}: TRL's default, {DEFAULTS[name]!r}, is taken" for name in guessed)]
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
@@ -190,11 +143,10 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    words = {"true": True, "false": False, "none": None, "null": None}
-    if text.lower() in words:
-        return words[text.lower()]
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(
+            {"true": "True", "false": "False", "null": "None", "none": "None"}.get(text.lower(), text)
+        )
     except (ValueError, SyntaxError):
         return text
 
@@ -210,14 +162,16 @@ def _of_yaml(file: Path, unseen: list[str]) -> dict[str, Any]:
     return {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
 
 
-def _of_script(script: _Script, unseen: list[str]) -> dict[str, Any]:
+def _of_script(script: Path, unseen: list[str]) -> dict[str, Any]:
     """What ``GRPOConfig(…)``, ``RLOOConfig(…)`` and their trainers are given in a script, where it is written out."""
-    if script.tree is None:
-        unseen.append(f"{script.path}: it cannot be read: {script.error}")
+    try:
+        tree = parsed(script.read_text())
+    except (OSError, SyntaxError, ValueError) as error:
+        unseen.append(f"{script}: it cannot be read: {error}")
         return {}
     found: dict[str, Any] = {}
     hidden: list[str] = []
-    for call in (node for node in ast.walk(script.tree) if isinstance(node, ast.Call)):
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         if name in CONFIGS:
             for keyword in call.keywords:
@@ -232,10 +186,11 @@ def _of_script(script: _Script, unseen: list[str]) -> dict[str, Any]:
                 if keyword.arg == "rollout_func":
                     unseen.append("rollout_func: it is refused, if it is not None")
     if hidden:
-        unseen.append(f"{script.path}: fields that are computed: {', '.join(dict.fromkeys(hidden))}")
+        unseen.append(f"{script}: fields that are computed: {', '.join(dict.fromkeys(hidden))}")
     elif not found:
-        unseen.append(f"{script.path}: no GRPOConfig(name=value) was found in it")
-    return found
+        unseen.append(f"{script}: no GRPOConfig(name=value) was found in it")
+    names = {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(tree)}
+    return {**(OF_RLOO if "RLOOConfig" in names else {}), **found}
 
 
 # ---- what is made of it

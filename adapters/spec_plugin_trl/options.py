@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
 from typing import Any
 
 from spec_plugin.adapter import (
@@ -16,6 +15,7 @@ from spec_plugin.adapter import (
     load_hf_config,
     refuse,
     unsupported,
+    version_of,
 )
 from spec_plugin_trl import flag
 
@@ -92,10 +92,7 @@ def recomputes(trainer: Any) -> bool:
 
 def trl_version() -> str:
     """Of the installed TRL; empty where there is none."""
-    try:
-        return metadata.version("trl")
-    except metadata.PackageNotFoundError:
-        return ""
+    return version_of("trl") or ""
 
 
 def _older_than(*version: int) -> bool:

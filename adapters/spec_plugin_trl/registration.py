@@ -74,6 +74,7 @@ GENERATION: Mapping[str, Called] = {
 _BASE = "trl.trainer.base_trainer"  # of all trainers
 _trainer: ContextVar[Any] = ContextVar("trainer", default=None)  # that is being made
 _generation: ContextVar[Any] = ContextVar("generation", default=None)
+_other: ContextVar[Any] = ContextVar("other", default=None)  # one that has no adapter
 _made: list[str] = []  # trainers that speculate, or were refused
 _ADVICE = f"use trl >=1.8,<=1.16 with vLLM installed, or report this; or {LEAVE_OUT}"
 
@@ -213,20 +214,14 @@ def _llm(original: Callable[..., Any], **kwargs: Any) -> Any:
 def _other_module(module: ModuleType) -> None:
     owner = getattr(module, OTHERS[module.__name__], None)
     if owner is not None:
-        owner.__init__ = _refused(owner.__init__)
+        owner.__init__ = _known_while_made(_other, owner.__init__, _before_other)
 
 
-def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from spec_plugin_trl import options
+def _before_other(trainer: Any, given: Mapping[str, Any]) -> None:
+    from spec_plugin_trl import options
 
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        try:
-            options.refuse_other(type(self), given)
-        except Exception:
-            _made.append(type(self).__name__)
-            raise
-        original(self, *args, **kwargs)
-
-    return __init__
+    try:
+        options.refuse_other(type(trainer), given)
+    except Exception:
+        _made.append(type(trainer).__name__)
+        raise

@@ -11,7 +11,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spec_plugin.adapter import (
     FindModel,
-    Model,
     Objection,
     RunFacts,
     RunPlan,
@@ -112,11 +111,7 @@ def _plan(config: Any, entry: Entry, before: list[Objection], find: FindModel) -
     except SpecConfigError as error:
         if not any(str(o) in str(error) for o in found):  # it was said already
             found.append(Objection("", "", "a spec option", str(error), "`spec-plugin options` lists them"))
-    try:
-        looked_up = find(str(model.path))
-    except SpecConfigError as error:
-        found.append(Objection(_MODEL, model.path, "an unreadable model", str(error), "repair it"))
-        looked_up = Model(model.path, None, str(error))
+    looked_up = find(str(model.path))
     hf, packed = looked_up.config or {}, bool(model.use_remove_padding)
     strategy, tried = config.actor_rollout_ref.actor.strategy, spec.recurrent_states == "try"
     found += recurrent.objections(hf, strategy, packed, tried)

@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from spec_plugin.adapter import Objection, folder_of
+from spec_plugin.adapter import Objection, folder_of, version_of
 from spec_plugin_verl_check.entries import MAIN, Entry
 
 #: hydra's flags that choose the configuration; its others say what to do with it, and do not start a run
@@ -33,14 +32,6 @@ class Composed:
     objections: tuple[Objection, ...]
 
 
-def verl_version() -> str:
-    """Of the installed verl; empty where there is none."""
-    try:
-        return metadata.distribution("verl").version
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def refused_by_verl(option: str, value: str, why: str, instead: str = "") -> Objection:
     """An argument that verl itself stops at.
 
@@ -50,7 +41,7 @@ def refused_by_verl(option: str, value: str, why: str, instead: str = "") -> Obj
         why: verl's or hydra's own words.
         instead: an imperative; empty: a general one.
     """
-    version = verl_version()
+    version = version_of("verl") or ""
     reason, why = f"arguments that verl {version} does not take", f"verl {version} refuses this itself: {why}"
     return Objection(option, value, reason, why, instead or f"write it as verl {version} does, or remove it", "verl")
 

@@ -38,7 +38,7 @@ Arms, from the same seeds and with as many tokens through the draft in each step
   unroll   default (the normed output is fed back; three unrolled steps, and eight in every fourth optimizer step; prompts teach,
            too), residual (the residual stream is fed back, as EAGLE-3 has it) and short (three unrolled steps in all)
   losses   what is descended: kl-d-pace (the default, written out as the others are), kl, reverse-kl, jsd, ce, tv, nla, lk-hybrid,
-           ce-tv, hit, d-pace, see objectives.py; and kl with fixed weights by position, decay-0.9, decay-0.8, decay-0.65
+           ce-tv, hit, d-pace, see objectives.py
   text     what a young draft reads: all rollouts (all), without what their prompts teach (no-prompts); and where a quarter of the
            rollouts is all that is kept (quarter): all of the first step's (first), all of a validation before it, too
            (validation), or that quarter without what its prompts teach (quarter-no-prompts)
@@ -97,13 +97,7 @@ class Arm:
 
 GROUPS: dict[str, dict[str, Arm]] = {
     "unroll": {"default": Arm(), "residual": Arm({"norm_output": False}), "short": Arm(settings={"ttt_steps": 3})},
-    "losses": {
-        **{name: Arm(objective=name) for name in OBJECTIVES},
-        **{
-            f"decay-{d:g}": Arm(settings={"ttt_steps": 8, "ttt_decay": d, "chain_smoothing": None})
-            for d in (0.9, 0.8, 0.65)
-        },
-    },
+    "losses": {name: Arm(objective=name) for name in OBJECTIVES},
     "text": {
         "all": Arm(),
         "no-prompts": Arm(settings={"ttt_steps": 8, "context_share": 0.0}),

@@ -16,7 +16,7 @@ from torch import Tensor
 from draft_training import DraftTrainer, LossStats
 from draft_training.batch import PackedBatch
 from draft_training.chains import chain_weights
-from draft_training.loss import aligned_states, head_loss
+from draft_training.loss import aligned_states, ttt_loss
 
 #: log p [1, R, V] and log q [J, R, V] -> loss of each position [J, R]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -108,7 +108,7 @@ class OtherTrainer(DraftTrainer):
     def _loss(self, batch: PackedBatch, embed: Tensor, lm_head: Tensor, counts: Tensor) -> tuple[Tensor, LossStats]:
         hidden = aligned_states(self.draft, batch, embed, counts.numel())
         with torch.no_grad():
-            _, stats = head_loss(self.draft, batch, hidden, lm_head, counts=counts)
+            _, stats = ttt_loss(self.draft, batch, embed, lm_head, steps=counts.numel(), counts=counts, hidden=hidden)
             p = (batch.last[batch.rows].to(lm_head.dtype) @ lm_head.T).log_softmax(-1)[None]
         q = (hidden @ self.draft.head(lm_head)[0].T).log_softmax(-1)
         loss, valid = self.objective.loss(p, q), batch.valid(counts.numel())

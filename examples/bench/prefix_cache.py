@@ -127,11 +127,12 @@ def make_models(folder: Path) -> None:
 
     from draft_training.config import DraftConfig
     from draft_training.eagle3 import save_draft
-    from draft_training.layouts import expected_shapes
+    from draft_training.model import Eagle3Draft
 
     tiny.make_target(folder / "target", num_hidden_layers=3, max_position_embeddings=1024)
     config = DraftConfig.from_target(json.loads((folder / "target" / "config.json").read_text()))
-    save_draft(folder / "draft", config, {n: 0.05 * torch.ones(shape) for n, shape in expected_shapes(config).items()})
+    empty = Eagle3Draft(config, device="meta").state_dict()
+    save_draft(folder / "draft", config, {n: 0.05 * torch.ones(t.shape) for n, t in empty.items()})
 
 
 def takes(option: str) -> bool:

@@ -20,7 +20,7 @@ from examples.bench.common import show, track  # noqa: E402
 from spec_plugin.builtin.provenance import ProvenanceGuard, by_lag  # noqa: E402
 from spec_plugin.config import SpecConfig  # noqa: E402
 from spec_plugin.events import Drafts, LogprobBatch, TargetInfo  # noqa: E402
-from spec_plugin.spans import Spans, span_of  # noqa: E402
+from spec_plugin.spans import Span, Spans, fingerprints  # noqa: E402
 from spec_plugin.witness import Witness, witnessed  # noqa: E402
 
 HELP = """Time what judges the log-probs of a step, from ten thousand to a million tokens.
@@ -79,8 +79,13 @@ def measure(sequences: int, length: int, rounds: int) -> Cost:
     for document in documents:
         tokens = document.tolist()
         cut = PROMPT + half
-        spans.add([span_of(tokens[:PROMPT], tokens[PROMPT:cut], 1), span_of(tokens[:cut], tokens[cut:], 2)], 2)
-    known = [Witness.of(tuple(d.tolist()), tuple(recomputed[i].tolist())) for i, d in enumerate(documents[:64])]
+        marks = fingerprints(tokens)
+        stretches = ((PROMPT, cut, 1), (cut, len(tokens), 2))
+        spans.add([Span(int(marks[end]), first, end, version, 0, 0) for first, end, version in stretches], 2)
+    known = [
+        Witness(int(fingerprints(d.tolist())[-1]), len(d), recomputed[i].double().numpy().tobytes())
+        for i, d in enumerate(documents[:64])
+    ]
     versions, plain = spans.of(documents, starts, mask)
     batch = LogprobBatch(
         policy_version=2,

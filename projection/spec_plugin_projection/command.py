@@ -13,7 +13,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from spec_plugin.commands.terminal import RefusedOption, echo, visible
+from spec_plugin.commands.terminal import Refused, echo, visible
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError, SpecPluginError
 from spec_plugin_projection.evidence import read_calibration, read_run
@@ -43,6 +43,12 @@ simulated until the slowest engine has finished; log-probs and training are roof
 
 _WIDTH = 120  # of a table that is not printed to a terminal
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
+
+
+class RefusedOption(Refused):
+    """An option that was wrong, as click does it."""
+
+    exit_code = 2
 
 
 @click.command(name="project", help=_HELP, context_settings={"show_default": True})

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,17 +37,6 @@ _FIRST = 4
 _READ = 1024
 #: a piece of fewer tokens is not worth its place, unless it is a whole document
 _LEAST = 32
-
-
-class SequenceShards(Protocol):
-    """Ranks that run one packed row of tokens together, each a part of it (sequence parallelism, ring attention)."""
-
-    rank: int
-    size: int
-    group: Any  # of these ranks
-
-    def whole(self, part: Tensor) -> Tensor:
-        """The row of all ranks, [1, N, H] or longer, from this rank's part of it (collective)."""
 
 
 class PackedShards:
@@ -175,7 +164,7 @@ def harvested(
     documents: Documents,
     plan: HarvestPlan,
     policy_version: int = 0,
-    shards: SequenceShards | None = None,
+    shards: PackedShards | None = None,
     rows: Rows | None = None,
     pieces: Sequence[Piece] | None = None,
 ) -> HiddenStates | None:
@@ -418,7 +407,7 @@ class DecoderHarvest(RolloutHarvest):
     """Harvest of a process that runs all layers, on whole rows or on its slices of packed ones."""
 
     def __init__(
-        self, control: RolloutControl, decoder: Callable[[], Decoder], shards: SequenceShards | None = None
+        self, control: RolloutControl, decoder: Callable[[], Decoder], shards: PackedShards | None = None
     ) -> None:
         """Bind to a policy.
 

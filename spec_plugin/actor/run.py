@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.decoder import Decoder
-from spec_plugin.actor.harvest import DecoderHarvest, Documents, RolloutHarvest, Rows, SequenceShards
+from spec_plugin.actor.harvest import DecoderHarvest, Documents, PackedShards, RolloutHarvest, Rows
 from spec_plugin.actor.links import EngineLink
 from spec_plugin.actor.rank_engines import RanksLink
 from spec_plugin.blocking import run_blocking
@@ -84,7 +84,7 @@ class SpecRun:
         link: EngineLink | None,
         decoder: Callable[[], Decoder] | None = None,
         *,
-        shards: SequenceShards | None = None,
+        shards: PackedShards | None = None,
         harvest: Callable[[RolloutControl], RolloutHarvest] | None = None,
         sleeps: bool = False,
         overlaps: bool = False,

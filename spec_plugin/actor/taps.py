@@ -65,17 +65,17 @@ class Taps:
 
     def _input(self, index: int) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            try:
-                self._seen[index] = self._select((args[0] if args else kwargs["hidden_states"]).detach())
-            except Exception as error:  # law 6; ``states`` raises it
-                self._trouble = error
+            self._keep(index, lambda: args[0] if args else kwargs["hidden_states"])
 
         return hook
 
     def _output(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self._keep(LAST, lambda: output)
+
+    def _keep(self, index: int, state: Callable[[], Tensor]) -> None:
         try:
-            self._seen[LAST] = self._select(output.detach())
-        except Exception as error:  # law 6
+            self._seen[index] = self._select(state().detach())
+        except Exception as error:  # law 6; ``states`` raises it
             self._trouble = error
 
     def states(self) -> dict[int, Tensor]:

@@ -6,11 +6,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib import import_module
-from pathlib import Path
 
 from spec_plugin.commands.adapters import installed_adapters, module_for
 from spec_plugin.commands.forecast import judge
-from spec_plugin.commands.judgement import Judgement, find_model, model_from
+from spec_plugin.commands.judgement import Judgement, find_model
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.run_plan import FindModel, RunPlan
 
@@ -44,22 +43,13 @@ def find_check(trainer: str) -> Check:
     return found
 
 
-def check_run(trainer: str, arguments: Sequence[str], model_config: Path | None = None) -> Judgement:
+def judge_run(trainer: str, arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
     """Judge one run.
 
     Args:
         trainer: name of its adapter.
         arguments: those of the trainer.
-        model_config: a config.json that stands in for the model's own.
-
-    Raises:
-        SpecConfigError: if it cannot be judged at all.
-    """
-    return judge_run(trainer, arguments, model_from(model_config) if model_config else find_model)
-
-
-def judge_run(trainer: str, arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
-    """Judge one run, with another way to find its model.
+        find: looks for the model's config.json.
 
     Raises:
         SpecConfigError: if it cannot be judged at all.

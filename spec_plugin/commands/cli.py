@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from spec_plugin import __version__
-from spec_plugin.commands.check import check_run
+from spec_plugin.commands.check import judge_run
 from spec_plugin.commands.check import to_json as judgement_to_json
 from spec_plugin.commands.check import to_text as judgement_to_text
 from spec_plugin.commands.doctor import Section, examine, hook_summaries, to_json, works
+from spec_plugin.commands.judgement import find_model, model_from
 from spec_plugin.commands.terminal import Refused, echo, visible
 from spec_plugin.config import SpecConfig, describe_range, options_table
 from spec_plugin.diagnosis import Diagnosis
@@ -165,7 +166,7 @@ Exit code: 0 accepted, 1 refused.
 def check(trainer: str, arguments: tuple[str, ...], model_config: Path | None, as_json: bool) -> None:
     """Judge one run; the help text is ``_CHECK_HELP``."""
     try:
-        judgement = check_run(trainer, arguments, model_config)
+        judgement = judge_run(trainer, arguments, model_from(model_config) if model_config else find_model)
     except SpecConfigError as error:
         raise Refused(error) from error
     echo(judgement_to_json(judgement) if as_json else "\n".join(judgement_to_text(judgement)))

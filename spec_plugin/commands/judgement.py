@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spec_plugin.errors import SpecConfigError
 from spec_plugin.refusals import Objection, read_json
 from spec_plugin.run_plan import FindModel, Model
 
@@ -28,11 +29,7 @@ class Judgement:
 
 
 def find_model(name: str) -> Model:
-    """Look for a model's config.json in a folder and in the hub's local cache; nothing is ever downloaded.
-
-    Raises:
-        SpecConfigError: if there is one and it cannot be read.
-    """
+    """Look for a model's config.json in a folder and in the hub's local cache; nothing is ever downloaded."""
     file = Path(name) / "config.json"
     try:
         here = file.exists()
@@ -43,7 +40,10 @@ def find_model(name: str) -> Model:
         if cached is None:
             return Model(name, None, "it is neither a folder with a config.json here nor in the hub's local cache")
         file = Path(cached)
-    return Model(name, read_json(file), str(file))
+    try:
+        return Model(name, read_json(file), str(file))
+    except SpecConfigError as error:
+        return Model(name, None, str(error), unreadable=True)
 
 
 def model_from(file: Path) -> FindModel:

@@ -33,9 +33,3 @@ class Refused(click.ClickException):
 
     def __init__(self, error: object) -> None:
         super().__init__(visible(str(error)))
-
-
-class RefusedOption(Refused):
-    """The same for an option that was wrong, as click does it."""
-
-    exit_code = 2

@@ -6,9 +6,8 @@ takes its row out of ``UNTRIED``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.model_runner import (
@@ -32,105 +31,72 @@ SLOWER_PLAIN = (
 )
 _INTRODUCTION = "spec-plugin was tested on CPUs, and parts of it on a GPU;"
 NOTHING = "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it is here"
+#: of an engine on a GPU without enforce_eager, by whether it has the V2 model runner
+_DEFAULT_GRAPHS = {
+    True: "full and piecewise CUDA graphs",
+    False: "piecewise CUDA graphs alone, since k changes while it runs",
+}
 
 
-#: of an engine on a GPU of which nobody asked anything, by whether it has the V2 model runner
-_DEFAULT_GRAPHS = {True: "full and piecewise", False: "piecewise only (V1, since k changes while it runs)"}
-
-
-@dataclass(frozen=True)
-class GpuRun:
-    """What of a run on a GPU decides which parts it uses."""
-
-    run: RunFacts
-    method: Method | None  # None: a plugin's
-    runner: Runner
-
-    @property
-    def trains(self) -> bool:
-        """Is a draft trained along the run, and sent to the engines."""
-        return self.run.spec.train and self.method is not None and self.method.draft is not None
-
-    @property
-    def reads_states(self) -> bool:
-        """Are hidden states kept of the actor's forward passes."""
-        return self.trains and self.method is not None and bool(self.method.harvest)
-
-    @property
-    def scheduled_ahead(self) -> bool:
-        """Does vLLM schedule a step before the last one is done; not with every method, nor beside recurrent states."""
-        settings = {} if self.method is None else self.method.settings
-        return scheduled_ahead(settings) and not keeps_states(self.run.target.hf_config)
-
-
-@dataclass(frozen=True)
-class Untried:
+class Untried(NamedTuple):
     """One part that has not run on a GPU."""
 
     what: str  # a noun phrase for a user
-    where: str  # the runs that use it; empty: all
-    used: Callable[[GpuRun], bool]
+    where: str  # the runs that use it, see ``_uses``; empty: all
 
+
+_EVERY_RUN = ""
+_FULL = "on the V2 model runner, where enforce_eager is off"
+_V2 = "on the V2 model runner"
+_MANY_ON_V1 = "on the V1 model runner with max_num_seqs above 256"
+_AHEAD = f"but for {' and '.join(NEVER_AHEAD)}, and targets with recurrent states"
+_OTHER = "with another method"
+_TESTED = "where spec.self_test is on"
+_TRAINED = "where a draft is trained"
+_STATES = "where a draft learns from hidden states"
+_SLEEPS = "where the engine sleeps between rollouts"
+_RANKS = "where an engine has more than one rank"
 
 UNTRIED = (
-    Untried(
-        "full CUDA graphs of drafting and of verification, for each number of drafted tokens",
-        "on the V2 model runner, where enforce_eager is off",
-        lambda gpu: not gpu.run.eager and "FULL" in gpu.run.graphs.upper() and gpu.runner.v2,
-    ),
-    Untried(
-        "vLLM's own GPU kernels for verification (compiled by Triton; tests interpreted them)",
-        "on the V2 model runner",
-        lambda gpu: gpu.runner.v2,
-    ),
+    Untried("full CUDA graphs of drafting and of verification, for each number of drafted tokens", _FULL),
+    Untried("vLLM's own GPU kernels for verification (compiled by Triton; tests interpreted them)", _V2),
     Untried(
         "verifying more than 256 requests on the V1 model runner, which needs memory that vLLM does not plan for (watch it)",
-        "on the V1 model runner with max_num_seqs above 256",
-        lambda gpu: not gpu.runner.v2 and (gpu.run.target.max_num_seqs or 257) > 256,
+        _MANY_ON_V1,
     ),
     Untried(
-        "steps that are scheduled ahead while the GPU still computes (asynchronous scheduling on real streams)",
-        f"but for {' and '.join(NEVER_AHEAD)}, and targets with recurrent states",
-        lambda gpu: gpu.scheduled_ahead,
+        "steps that are scheduled ahead while the GPU still computes (asynchronous scheduling on real streams)", _AHEAD
     ),
-    Untried(
-        "any method but a trained EAGLE-3",
-        "with another method",
-        lambda gpu: (
-            gpu.method is None or not gpu.reads_states or gpu.method.settings.get("method") != A_TRAINED_DRAFT["method"]
-        ),
-    ),
-    Untried("the engine's self-test on a GPU", "where spec.self_test is on", lambda gpu: gpu.run.spec.self_test),
-    Untried(
-        "how far a GPU's log-probs in bfloat16 lie from the actor's, which the checks compare", "", lambda gpu: True
-    ),
-    Untried("sending the policy's weights by NCCL or CUDA IPC while a draft is loaded", "", lambda gpu: True),
-    Untried(
-        "sending a trained draft from GPU memory into running engines, and checking it there",
-        "where a draft is trained",
-        lambda gpu: gpu.trains,
-    ),
-    Untried(
-        "keeping hidden states in a trainer's actor on a GPU (transformers alone has)",
-        "where a draft learns from hidden states",
-        lambda gpu: gpu.reads_states,
-    ),
-    Untried(
-        "sleep and wake with GPU memory really given back",
-        "where the engine sleeps between rollouts",
-        lambda gpu: gpu.run.sleeps,
-    ),
-    Untried(
-        "tensor parallel ranks over NCCL",
-        "where an engine has more than one rank",
-        lambda gpu: gpu.run.target.tensor_parallel > 1,
-    ),
-    Untried(
-        "a whole run of a trainer: when to draft is measured in yours (spec.serve=auto), not known",
-        "",
-        lambda gpu: True,
-    ),
+    Untried("any method but a trained EAGLE-3", _OTHER),
+    Untried("the engine's self-test on a GPU", _TESTED),
+    Untried("how far a GPU's log-probs in bfloat16 lie from the actor's, which the checks compare", _EVERY_RUN),
+    Untried("sending the policy's weights by NCCL or CUDA IPC while a draft is loaded", _EVERY_RUN),
+    Untried("sending a trained draft from GPU memory into running engines, and checking it there", _TRAINED),
+    Untried("keeping hidden states in a trainer's actor on a GPU (transformers alone has)", _STATES),
+    Untried("sleep and wake with GPU memory really given back", _SLEEPS),
+    Untried("tensor parallel ranks over NCCL", _RANKS),
+    Untried("a whole run of a trainer: when to draft is measured in yours (spec.serve=auto), not known", _EVERY_RUN),
 )
+
+
+def _uses(run: RunFacts, method: Method | None, runner: Runner) -> Mapping[str, bool]:
+    """Of each of these kinds: is this run one of it."""
+    settings: Mapping[str, Any] = {} if method is None else method.settings
+    trains = run.spec.train and method is not None and method.draft is not None
+    reads = trains and method is not None and bool(method.harvest)
+    return {
+        _EVERY_RUN: True,
+        _FULL: not run.eager and "FULL" in run.graphs.upper() and runner.v2,
+        _V2: runner.v2,
+        _MANY_ON_V1: not runner.v2 and (run.target.max_num_seqs or 257) > 256,
+        _AHEAD: scheduled_ahead(settings) and not keeps_states(run.target.hf_config),
+        _OTHER: not reads or settings.get("method") != A_TRAINED_DRAFT["method"],
+        _TESTED: run.spec.self_test,
+        _TRAINED: trains,
+        _STATES: reads,
+        _SLEEPS: run.sleeps,
+        _RANKS: run.target.tensor_parallel > 1,
+    }
 
 
 def untried_in(run: RunFacts, method: Method | None, runner: Runner, device_type: str) -> str:
@@ -144,8 +110,8 @@ def untried_in(run: RunFacts, method: Method | None, runner: Runner, device_type
     """
     if device_type == "cpu":
         return NOTHING
-    gpu = GpuRun(run, method, runner)
-    used = [part.what for part in UNTRIED if part.used(gpu)]
+    uses = _uses(run, method, runner)
+    used = [part.what for part in UNTRIED if uses[part.where]]
     return f"{_INTRODUCTION} {len(used)} parts of this run would be used there for the first time: " + "; ".join(used)
 
 
@@ -182,16 +148,11 @@ def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool, full: b
     return asked
 
 
-def graphs_by_method(device_type: str) -> str:
-    """The same for each method, where nothing was asked of vLLM; for doctor."""
-    if device_type == "cpu":
-        return "none (vLLM's CPU build)"
-    by_graphs: dict[str, list[str]] = {}
+def runners_by_method(device_type: str) -> str:
+    """Model runner and CUDA graphs of each method, where nothing was asked of vLLM; for doctor."""
+    by_runner: dict[str, list[str]] = {}
     for name, settings in METHODS.items():
         runner = runner_of(settings, device_type)
-        graphs = "none, vLLM will refuse to start" if runner.refused else _DEFAULT_GRAPHS[runner.v2]
-        by_graphs.setdefault(graphs, []).append(name)
-    return (
-        "; ".join(f"{graphs} for {', '.join(names)}" for graphs, names in by_graphs.items())
-        + "; none with enforce_eager"
-    )
+        graphs = "" if runner.refused or device_type == "cpu" else f", with {_DEFAULT_GRAPHS[runner.v2]}"
+        by_runner.setdefault(f"{runner.words}{graphs}", []).append(name)
+    return "; ".join(f"{runner} ({', '.join(names)})" for runner, names in by_runner.items())

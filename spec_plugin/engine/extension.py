@@ -4,8 +4,7 @@ Use it alone, ``worker_extension_cls="spec_plugin.engine.extension.SpecWorkerExt
 trainer's own extension, in either order. Every method starts with ``spec_``, because vLLM refuses an extension whose
 names collide with the worker's, and takes and returns plain values, so that ``collective_rpc`` can carry them.
 
-One refresh is ``spec_stage`` (as often as there are buckets) or ``spec_receive``, then ``spec_install``; between two
-engine steps, so no request is aborted.
+A refresh is ``spec_install_file``, between two engine steps, so no request is aborted.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from spec_plugin.engine.capabilities import find_draft
 from spec_plugin.engine.lossless import check_running_config
 from spec_plugin.engine.refresh import swap as refresh
 from spec_plugin.engine.refresh.layout import Layout, draft_layout
-from spec_plugin.engine.refresh.swap import HOST, Staging
+from spec_plugin.engine.refresh.swap import HOST
 from spec_plugin.engine.repairs import patches
 from spec_plugin.engine.repairs.adapters import ADAPTER_PATCHES
 from spec_plugin.engine.repairs.draft_noise import NOISE_PATCHES
@@ -50,10 +49,9 @@ class _Served:
 
 @dataclass
 class _State:
-    """The draft that this worker serves, the one that arrives, and the one before."""
+    """The draft that this worker serves, and the one before."""
 
     served: _Served = field(default_factory=_Served)
-    staging: Staging = field(default_factory=Staging)
     previous: tuple[_Served, dict[str, Tensor]] | None = None  # held until ``spec_settle``
     #: the draft's buffers as they were loaded, on the host, each with its fingerprint
     constants: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
@@ -96,114 +94,39 @@ class SpecWorkerExtension:
         worker._spec_state = _State()
         return worker
 
-    def spec_draft_info(self) -> dict[str, Any]:
-        """What this worker serves; also records the weights as they are, if nothing was installed yet.
+    def spec_look_at_draft(self) -> None:
+        """Record the draft as it was loaded, by which one that was lost is known; nothing where one is recorded already."""
+        self._spec_remember(self._spec_layout())
 
-        Returns:
-            ``has_draft``, ``draft_class``, ``runner``; ``expected``: checkpoint name -> (shape, dtype) that a refresh
-            must bring; ``optional`` names; ``shared``: name -> the target's parameter in its place, never to be sent;
-            ``problem``: why this draft cannot be refreshed, or None; ``draft_version``, ``digest``; ``patches``.
-        """
-        draft, runner = find_draft(self), type(self.model_runner).__name__
-        served = self._spec_state.served
-        info: dict[str, Any] = {
-            "has_draft": draft is not None,
-            "draft_class": type(draft).__name__ if draft is not None else None,
-            "runner": f"{type(self.model_runner).__module__}.{runner}",
-            "patches": [vars(status).copy() for status in patches.statuses()],
-            "draft_version": served.version,
-            "digest": served.digest,
-        }
-        if draft is None:
-            return {**info, "expected": {}, "optional": [], "shared": {}, "problem": "no draft model in this worker"}
-        layout = self._spec_layout()
-        if served.fingerprint is None and layout.problem is None:
-            self._spec_remember(layout)
-        expected = {n: (s.shape, str(s.dtype).removeprefix("torch.")) for n, s in layout.slots.items()}
-        return {
-            **info,
-            "digest": self._spec_state.served.digest,
-            "expected": expected,
-            "optional": sorted(layout.optional),
-            "shared": dict(layout.shared),
-            "problem": layout.problem,
-        }
-
-    def spec_stage(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> int:
-        """Copy some tensors of a refresh, beside the draft if there is room; a new version discards what was staged of another.
-
-        Never raises on content, because a trainer's sender may wait forever for a receiver that died: ``spec_install``
-        reports what is wrong.
-
-        Returns:
-            The number of tensors staged so far.
-        """
-        state = self._spec_state
-        if state.staging.version != version:
-            state.staging = Staging(version)
-        try:
-            if not state.staging.tensors:
-                state.staging.place = _roomy_place(self._spec_layout())
-            state.staging.add(tensors)
-        except Exception as error:
-            problem = f"staging failed with {type(error).__name__}: {error}"
-            state.staging.problem = state.staging.problem or problem
-        return len(state.staging.tensors)
-
-    def spec_receive(self, version: int, receive: Callable[[Callable[..., None]], object]) -> int:
-        """Stage a whole refresh from any transport.
-
-        Args:
-            version: draft version of the refresh.
-            receive: called with ``on_bucket(tensors, *ignored)``, which it calls for every bucket until the last. What it
-                raises becomes the reason of ``spec_install``'s refusal.
-
-        Returns:
-            The number of tensors staged.
-        """
-        self._spec_state.staging = staging = Staging(version)
-
-        def on_bucket(tensors: Sequence[tuple[str, Tensor]], *_: object, **__: object) -> None:
-            self.spec_stage(version, tensors)
-
-        try:
-            receive(on_bucket)
-        except Exception as error:  # spec_install reports it, and every rank must reach that
-            staging.problem = staging.problem or f"receiving failed with {type(error).__name__}: {error}"
-        return len(staging.tensors)
-
-    def spec_install(
-        self, version: int, digest: str, names: Iterable[str] | None = None, force: bool = False, hold: bool = False
+    def spec_install_file(
+        self, path: str, version: int, digest: str, names: Iterable[str], force: bool = False, hold: bool = False
     ) -> dict[str, Any]:
-        """Swap the staged refresh in, all or nothing, on all tensor parallel ranks or on none.
+        """Swap the draft of a safetensors file in, all or nothing, on all tensor parallel ranks or on none.
+
+        Never raises on content: the other ranks wait for this one's verdict.
 
         Args:
+            path: of the file; the first rank's node can read it.
             version: draft version; must be newer than the served one.
             digest: of all tensors as the sender has them, a sha256 or a fingerprint (``draft_training.digest_like``).
-            names: the names that the sender sent, if it wants them compared with what arrived.
+            names: of the tensors that the sender sent.
             force: install although the version is not newer, e.g. after ``spec_lost_draft`` or on resume.
             hold: keep the previous draft until ``spec_settle``, for a run of several engines.
 
         Returns:
             ``installed``, ``draft_version`` and ``digest`` (of what is served now), ``milliseconds``, ``reason`` (empty
-            when installed); ``phases``: milliseconds of each, and ``crossed``: bytes that went from the host to the device or
-            back, of this refresh.
+            when installed).
         """
         started = time.perf_counter()
         state = self._spec_state
         state.previous, before = None, state.served
         backup: list[dict[str, Tensor]] = []
         marks: list[str] = []  # of the new weights
-        costs = state.staging.costs
-        try:
-            reason = self._spec_try_install(version, digest, names, force, backup.append, marks.append)
-        finally:
-            state.staging = Staging()
+        reason = self._spec_try_install(path, version, digest, names, force, backup.append, marks.append)
         if reason is None:
             state.served = _Served(version, digest, marks[-1])
             state.previous = (before, backup[0]) if hold else None
         backup.clear()
-        costs.begin("")
         _give_back()
         return {
             "installed": reason is None,
@@ -211,16 +134,7 @@ class SpecWorkerExtension:
             "digest": state.served.digest,
             "milliseconds": 1e3 * (time.perf_counter() - started),
             "reason": reason or "",
-            "phases": {phase: 1e3 * seconds for phase, seconds in costs.seconds.items()},
-            "crossed": costs.crossed,
         }
-
-    def spec_install_file(
-        self, path: str, version: int, digest: str, names: Iterable[str], force: bool = False, hold: bool = False
-    ) -> dict[str, Any]:
-        """``spec_install`` of the tensors in a safetensors file that the first rank's node can read; see there."""
-        self.spec_receive(version, lambda on_bucket: on_bucket(list(_read_on_all_ranks(path).items())))
-        return self.spec_install(version, digest, names=names, force=force, hold=hold)
 
     def spec_settle(self, keep: bool) -> None:
         """After an install with ``hold``: let go of the previous draft, or go back to it if one was installed.
@@ -276,21 +190,14 @@ class SpecWorkerExtension:
         """The memory that the method's ``proposer`` put on the drafter: take, remember, forget, take_shadow."""
         return self.model_runner.drafter.spec_memory
 
-    def spec_live_digest(self) -> str:
-        """The sha256 of the running draft's own weights as they are now, under their checkpoint names.
-
-        With ``spec.audit`` it equals the sender's if that sent exactly the required names in the dtypes that are served, and
-        there is no tensor parallelism (each rank holds a shard). A draft of pruned vocabulary also sends ``t2d``, which vLLM does
-        not keep; to ask whether the draft is intact, use ``spec_lost_draft``.
-        """
-        return refresh.live_digest(self._spec_layout())
-
     def spec_audit(self) -> dict[str, Any]:
-        """Digests of what this worker really holds: ``target``, its ``embed`` and ``head`` alone, ``draft`` (see
-        ``spec_live_digest``), ``draft_version``.
+        """Digests of what this worker really holds: ``target``, its ``embed`` and ``head`` alone, ``draft``,
+        ``draft_version``.
 
-        Of a shard no digest of the whole can be made: it is that of the draft whose shards were read back when they were
-        installed, if they are still what they were then.
+        The draft's is of its own weights as they are now, under their checkpoint names: the sender's, if that sent exactly the
+        required names in the dtypes that are served. A draft of pruned vocabulary also sends ``t2d``, which vLLM does not keep;
+        to ask whether the draft is intact, use ``spec_lost_draft``. Of a shard no digest of the whole can be made: it is that
+        of the draft whose shards were read back when they were installed, if they are still what they were then.
         """
         layout = self._spec_layout()
         model = self.model_runner.get_model()
@@ -321,19 +228,16 @@ class SpecWorkerExtension:
         return {n: weights_digest({"": t[:rows]}) if whole and t is not None else "" for n, t in found.items()}
 
     def spec_lost_draft(self) -> bool:
-        """True if the draft's weights are no longer those that were installed (or first seen by ``spec_draft_info``).
+        """True if the draft's weights are no longer those that were installed (or first seen by ``spec_look_at_draft``).
 
         Ask after every wake-up (sleep level 2 drops them) and every target weight sync; then install again with
         ``force=True``.
         """
         if find_draft(self) is None:
             return False
-        layout, state = self._spec_layout(), self._spec_state
-        if layout.problem is not None:
-            return True
-        if state.served.fingerprint is None:
-            self._spec_remember(layout)
-        return fingerprint(layout.parameters) != state.served.fingerprint
+        layout = self._spec_layout()
+        self._spec_remember(layout)
+        return layout.problem is not None or fingerprint(layout.parameters) != self._spec_state.served.fingerprint
 
     def _spec_held_digest(self, layout: Layout) -> str:
         if layout.problem is not None:
@@ -358,6 +262,8 @@ class SpecWorkerExtension:
 
     def _spec_remember(self, layout: Layout) -> None:
         served = self._spec_state.served
+        if layout.problem is not None or served.fingerprint is not None:
+            return
         seen = fingerprint(layout.parameters)
         draft: Any = find_draft(self)  # is there, or the layout has a problem
         self._spec_state.constants = {
@@ -367,53 +273,60 @@ class SpecWorkerExtension:
 
     def _spec_try_install(
         self,
+        path: str,
         version: int,
         digest: str,
-        names: Iterable[str] | None,
+        names: Iterable[str],
         force: bool,
         keep: Callable[[dict[str, Tensor]], None],
         mark: Callable[[str], None],
     ) -> str | None:
+        layout, tensors, place = Layout({}, {}), dict[str, Tensor](), HOST
         try:
-            layout, reason = self._spec_check(version, digest, names, force)
+            arrived = _read_on_all_ranks(path)
+            layout = self._spec_layout()
+            place = _roomy_place(layout)
+            tensors = {name: refresh.copied(tensor, place) for name, tensor in arrived.items()}
+            reason = self._spec_check(layout, tensors, version, digest, names, force)
         except Exception as error:  # other ranks wait for this one's verdict
-            layout, reason = Layout({}, {}), f"checking failed with {type(error).__name__}: {error}"
+            reason = f"checking failed with {type(error).__name__}: {error}"
         if not _all_ranks(reason is None):
             return reason or "another tensor parallel rank refused it"
         draft: Any = find_draft(self)  # is there, or layout.problem had refused
-        staging = self._spec_state.staging
 
-        def load(tensors: list[tuple[str, Tensor]]) -> None:
+        def load(weights: list[tuple[str, Tensor]]) -> None:
             self._spec_restore_constants(draft)
-            draft.load_weights(tensors)
+            draft.load_weights(weights)
 
         return refresh.swap(
             layout,
-            staging.tensors,
+            tensors,
             load,
             agree=_all_ranks,
             settle=lambda: repack(draft),
             keep=keep,
             seal=lambda: mark(fingerprint(layout.parameters)),
-            place=staging.place,
-            costs=staging.costs,
+            place=place,
         )
 
     def _spec_check(
-        self, version: int, digest: str, names: Iterable[str] | None, force: bool
-    ) -> tuple[Layout, str | None]:
-        state, layout = self._spec_state, self._spec_layout()
-        state.staging.costs.begin("checking")
-        if layout.problem is None and state.served.fingerprint is None:
-            self._spec_remember(layout)
-        reason = refresh.check_staged(layout, state.staging, version, state.served.version, digest, force)
-        if reason is None and names is not None and set(names) != state.staging.tensors.keys():
-            reason = f"torn: sent, but never arrived: {sorted(set(names) - state.staging.tensors.keys())}"
-        return layout, reason
+        self,
+        layout: Layout,
+        tensors: Mapping[str, Tensor],
+        version: int,
+        digest: str,
+        names: Iterable[str],
+        force: bool,
+    ) -> str | None:
+        self._spec_remember(layout)
+        reason = refresh.check_arrived(layout, tensors, version, self._spec_state.served.version, digest, force)
+        if reason is None and set(names) != tensors.keys():
+            reason = f"torn: sent, but never arrived: {sorted(set(names) - tensors.keys())}"
+        return reason
 
 
 def _roomy_place(layout: Layout) -> torch.device:
-    """Where a refresh is staged and the draft before it kept: beside the draft on its GPU if that has room, else on the host."""
+    """Where a refresh is checked and the draft before it kept: beside the draft on its GPU if that has room, else on the host."""
     own = list(layout.parameters.values())
     if not own or own[0].device.type != "cuda":
         return HOST
@@ -463,12 +376,12 @@ def _read_on_all_ranks(path: str) -> dict[str, Tensor]:
     Raises:
         OSError: if it cannot be read; on every rank.
     """
-    from vllm.distributed.parallel_state import get_tp_group
-
     tensors: dict[str, Tensor] = {}
     if _all_ranks(Path(path).exists()):
         tensors = load_file(path)
         return tensors
+    from vllm.distributed.parallel_state import get_tp_group
+
     group: Any = get_tp_group()
     failure: str | None = None
     if group.rank_in_group == 0:

@@ -271,26 +271,7 @@ class EngineFront:
     async def look_at_draft(self) -> None:
         """Have every worker remember the draft as it was loaded, by which it knows one that was lost (sleep level 2)."""
         if self.session.config.sleep_level > 1:
-            await self.engine.collective_rpc("spec_draft_info")
-
-    async def install(self, method: str, **kwargs: Any) -> RefreshReport:
-        """Have every worker install one draft.
-
-        Args:
-            method: of the worker extension, which returns what ``SpecWorkerExtension.spec_install`` does.
-            kwargs: its arguments.
-        """
-        reports = await self.engine.collective_rpc(method, kwargs=kwargs)
-        first = reports[0]
-        return RefreshReport(
-            installed=all(r["installed"] for r in reports),
-            draft_version=first["draft_version"],
-            digest=first["digest"],
-            milliseconds=first["milliseconds"],
-            reason="; ".join(dict.fromkeys(r["reason"] for r in reports if r["reason"])),
-            phases=first["phases"],
-            crossed=first["crossed"],
-        )
+            await self.engine.collective_rpc("spec_look_at_draft")
 
     async def install_tensors(self, refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
         """Have every worker install one draft, handed over in a file (safetensors) that only this user can read.
@@ -306,15 +287,17 @@ class EngineFront:
         with own_folder(place_for(sum(t.nbytes for t in refresh.tensors.values()))) as folder:
             file = folder / "draft.safetensors"
             save_file({name: t.detach().cpu().contiguous() for name, t in refresh.tensors.items()}, file)
-            return await self.install(
-                "spec_install_file",
-                path=str(file),
-                version=refresh.draft_version,
-                digest=refresh.digest,
-                names=list(refresh.tensors),
-                force=force,
-                hold=hold,
-            )
+            sent = {"path": str(file), "version": refresh.draft_version, "digest": refresh.digest}
+            asked = {**sent, "names": list(refresh.tensors), "force": force, "hold": hold}
+            reports = await self.engine.collective_rpc("spec_install_file", kwargs=asked)
+        first = reports[0]
+        return RefreshReport(
+            installed=all(r["installed"] for r in reports),
+            draft_version=first["draft_version"],
+            digest=first["digest"],
+            milliseconds=first["milliseconds"],
+            reason="; ".join(dict.fromkeys(r["reason"] for r in reports if r["reason"])),
+        )
 
     async def settle(self, keep: bool) -> None:
         """After an install with ``hold``: every worker drops the previous draft (``keep``), or goes back to it."""

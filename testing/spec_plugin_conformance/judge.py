@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from spec_plugin.builtin.metrics import describe
 from spec_plugin_conformance.faults import TOUR
+from spec_plugin_conformance.metrics import describe
 from spec_plugin_conformance.plants import PLANTED
 
 Event = Mapping[str, Any]

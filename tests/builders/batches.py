@@ -1,11 +1,17 @@
-"""Batches for the guards: all of one policy version, and all with drafts or all without."""
+"""Batches for the guards: all of one policy version, and all with drafts or all without; and what engines say of requests."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from spec_plugin.events import Drafts, LogprobBatch, StatedLogprobs
+from spec_plugin.spans import Span, Tokens, fingerprints, joined
+from spec_plugin.witness import Witness
 
 
 def batch_of(
@@ -45,3 +51,29 @@ def whole_batch(rows: int, columns: int) -> LogprobBatch:
     """All were sampled, each with a log-prob of its own; of what the engine said nothing is known."""
     recomputed = -torch.arange(1.0, rows * columns + 1).view(rows, columns) / 100
     return batch_of(3, recomputed, None)
+
+
+def span_of(
+    prompt: Tokens,
+    response: Tokens,
+    version: int,
+    plain: tuple[int, int] = (0, 0),
+    log_probs: Sequence[float] | None = None,
+) -> Span:
+    """The span of a request that is complete.
+
+    Args:
+        prompt: token ids that it began with.
+        response: token ids that it sampled.
+        version: policy version that did.
+        plain: its tokens from this one on, up to that one, counted from the document's first, were sampled without drafts.
+        log_probs: of the response, where the trainer gets them: it does not get those of another request of the same text.
+    """
+    mark = int(fingerprints(joined(prompt, response))[-1])
+    stated = None if log_probs is None else math.fsum(log_probs)
+    return Span(mark, len(prompt), len(prompt) + len(response), version, *plain, stated)
+
+
+def witness_of(tokens: Tokens, log_probs: Sequence[float]) -> Witness:
+    """The witness of a request, by the tokens of prompt and response and the log-probs of the response."""
+    return Witness(int(fingerprints(tokens)[-1]), len(tokens), np.asarray(log_probs, np.float64).tobytes())

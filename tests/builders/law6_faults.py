@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from builders.batches import batch_of, stated_of
+from builders.batches import batch_of, span_of, stated_of, witness_of
 from builders.training import TARGET, hidden, sync
 from spec_plugin import LogprobProvenanceError, LosslessError, SpecConfig, hookimpl
 from spec_plugin.actor.control import RolloutControl
@@ -30,8 +30,6 @@ from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
-from spec_plugin.spans import span_of
-from spec_plugin.witness import Witness
 
 #: nothing happens, or a value is left out; speculation is off and the run goes on, with one warning; the run stops
 ON, OFF, STOPS = "on", "off", "stops"
@@ -165,7 +163,7 @@ class FakeLink:
         return await self._answer("spans", [span_of([1], [2, 3], 0)])
 
     async def witnesses(self) -> Any:
-        return await self._answer("witnesses", [Witness.of((1, 2), (-1.0,))])
+        return await self._answer("witnesses", [witness_of((1, 2), (-1.0,))])
 
     async def state(self, moment: str) -> Any:
         return await self._answer("state", EngineState(moment, 0, 0, "", ""))

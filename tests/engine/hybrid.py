@@ -10,12 +10,12 @@ from typing import Any
 
 import small
 import torch
+from inspected import Inspected
 from live import K, LiveEngine
 from spec_plugin_conformance import tiny
 from spec_plugin_conformance.targets import tiny_targets
 
 from draft_training.eagle3 import save_draft
-from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.schedule.scheduler import SCHEDULER
 
 FAMILY = "qwen3_next"
@@ -35,7 +35,7 @@ def parts() -> tuple[str, str]:
     return str(target), str(root / "draft")
 
 
-class FaultyStates(SpecWorkerExtension):
+class FaultyStates(Inspected):
     """Once told so, what vLLM tells its gated delta nets of a step is wrong in a share of the steps."""
 
     FAULT, SHARE = "", 0.0

@@ -18,6 +18,7 @@ from typing import Any
 import runner  # before vLLM
 import small
 import torch
+from inspected import EXTENSION, Inspected
 from safetensors.torch import load_file, save_file
 from spec_plugin_conformance import tiny
 from spec_plugin_conformance.tiny import HIDDEN, VOCAB, tiny_config
@@ -25,14 +26,12 @@ from spec_plugin_conformance.tiny import HIDDEN, VOCAB, tiny_config
 from draft_training.eagle3 import save_draft
 from draft_training.mtp import PREFIX
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
 
 K, MAX_NUM_SEQS = 3, 32
 #: the method of an engine that names none; V2 takes no draft model
 METHOD = "eagle3" if runner.V2 else "draft_model"
-EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
 
 
 def _save(folder: Path, noise: float) -> str:
@@ -123,7 +122,7 @@ def prompts(n: int = 8, length: int = 12) -> list[list[int]]:
     return [[rng.randrange(2, VOCAB) for _ in range(length)] for _ in range(n)]
 
 
-class LossyExtension(SpecWorkerExtension):
+class LossyExtension(Inspected):
     """A worker whose rejection sampler takes all drafted tokens unasked, in ``SHARE`` of the verifications."""
 
     SHARE = 0.25

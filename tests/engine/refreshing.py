@@ -7,18 +7,13 @@ from typing import Any
 import small
 import torch
 
-from draft_training import digest
 from spec_plugin.engine.schedule.counters import read_spec_counters
 
 
 def push(llm: Any, tensors: dict[str, torch.Tensor], version: int | None = None, **options: Any) -> dict[str, Any]:
-    """Stage and install as a trainer does; by default the next version and the true digest."""
+    """Install; by default as the next version."""
     version = small.rpc(llm, "spec_draft_info")["draft_version"] + 1 if version is None else version
-    options = {"digest": digest(tensors), "names": list(tensors), **options}
-    items = list(tensors.items())
-    small.rpc(llm, "spec_stage", version, items[:3])  # in two buckets
-    small.rpc(llm, "spec_stage", version, items[3:])
-    return small.rpc(llm, "spec_install", version, **options)
+    return small.install(llm, tensors, version, **options)
 
 
 def target_bits(worker: Any) -> dict[str, torch.Tensor]:

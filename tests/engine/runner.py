@@ -23,7 +23,7 @@ def assert_serves(info: dict[str, Any], vllm_config: Any) -> None:
     """An engine has the runner and the scheduling that were chosen, and not what vLLM fell back to.
 
     Args:
-        info: its worker's ``spec_draft_info``.
+        info: its worker's ``inspected.Inspected.spec_draft_info``.
         vllm_config: its own.
     """
     assert info["runner"].rpartition(".")[0] == MODULE, info["runner"]

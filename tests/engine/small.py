@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import runner  # before vLLM
 import torch
+from inspected import EXTENSION
+from safetensors.torch import save_file
 from spec_plugin_conformance import tiny
 
+from draft_training import digest
 from draft_training.config import DraftConfig
-from draft_training.layouts import expected_shapes
+from draft_training.model import Eagle3Draft
 
-VOCAB, EXTENSION = tiny.VOCAB, "spec_plugin.engine.extension.SpecWorkerExtension"
+VOCAB = tiny.VOCAB
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(6 + i)] for i in range(6)]
 TOKENS = 24
 KV_BLOCKS = 64  # of 128 tokens
@@ -45,6 +49,11 @@ def reference(target: Path, model: Any = None) -> list[list[int]]:
 def draft_config(target: Path, draft_vocab_size: int | None = None) -> DraftConfig:
     hf = json.loads((target / "config.json").read_text())
     return DraftConfig.from_target(hf, draft_vocab_size=draft_vocab_size)
+
+
+def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of a draft's checkpoint."""
+    return {name: tuple(t.shape) for name, t in sorted(Eagle3Draft(config, device="meta").state_dict().items())}
 
 
 def draft_tensors(config: DraftConfig, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -105,6 +114,21 @@ def start_engine(target: Path, draft: Path, **options: Any) -> Any:
     if llm.llm_engine.vllm_config.speculative_config is not None:
         runner.assert_serves(rpc(llm, "spec_draft_info"), llm.llm_engine.vllm_config)
     return llm
+
+
+def install(llm: Any, tensors: dict[str, torch.Tensor], version: int, **options: Any) -> dict[str, Any]:
+    """Replace the draft as the engine's front does; by default with the true digest and names."""
+    sent = {"version": version, "digest": digest(tensors), "names": list(tensors), **options}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "draft.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+        report: dict[str, Any] = rpc(llm, "spec_install_file", path=str(file), **sent)
+    return report
+
+
+def live_digest(llm: Any) -> str:
+    """Of the draft's weights as the worker holds them now."""
+    return str(rpc(llm, "spec_audit")["draft"])
 
 
 def generate(llm: Any, temperature: float = 0.0, tokens: int = TOKENS, **options: Any) -> list[Any]:

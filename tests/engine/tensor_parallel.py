@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from inspected import Inspected
 from spec_plugin_cpu.waiting import sleep_while_waiting
 
 from spec_plugin.engine import extension
-from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.refresh import swap as refresh
 
 sleep_while_waiting()  # each worker imports this module first
 
 
-class OneRankFails(SpecWorkerExtension):
+class OneRankFails(Inspected):
     """``spec_break`` until ``spec_repair``, on rank 1."""
 
     rank: int
@@ -24,7 +24,7 @@ class OneRankFails(SpecWorkerExtension):
         if self.rank != 1:
             return
         owner, name, broken = {
-            "check": (refresh, "check_staged", lambda *_, **__: "no memory left"),
+            "check": (refresh, "check_arrived", lambda *_, **__: "no memory left"),
             "load": (self.get_draft_model(), "load_weights", self._half_loaded(self.get_draft_model().load_weights)),
             "read-back": (refresh, "mismatch", lambda *_, **__: "fc.weight differs in 3 of 9 places"),
             "another node": (extension.Path, "exists", lambda path: path.suffix != ".safetensors" and path.is_dir()),
@@ -32,6 +32,10 @@ class OneRankFails(SpecWorkerExtension):
         original = getattr(owner, name)
         setattr(owner, name, broken)
         self._undo = lambda: setattr(owner, name, original)
+
+    def spec_live_digest(self) -> str:
+        """Of this rank's shards as they are now."""
+        return refresh.live_digest(self._spec_layout())
 
     def spec_repair(self) -> None:
         """As it was."""

@@ -112,16 +112,14 @@ def test_a_small_model_is_exact_and_refreshed_whole(
     set_k(llm, K)
     said, drafts, _ = counted(llm)
     assert said == greedy_reference and drafts > 0
-    assert small.rpc(llm, "spec_live_digest") == digest(given.engine_tensors()), "what was given is served"
+    assert small.live_digest(llm) == digest(given.engine_tensors()), "what was given is served"
     other = DraftTrainer(shape, TrainSettings(), device="cpu", seed=2).engine_tensors()
-    small.rpc(llm, "spec_stage", 1, list(other.items()))
-    report = small.rpc(llm, "spec_install", 1, digest=digest(other), names=list(other))
+    report = small.install(llm, other, 1)
     assert report["installed"], report["reason"]
-    assert small.rpc(llm, "spec_live_digest") == digest(other)
+    assert small.live_digest(llm) == digest(other)
     assert counted(llm)[0] == greedy_reference
     torn = dict(list(other.items())[1:])
-    small.rpc(llm, "spec_stage", 2, list(torn.items()))
-    assert "torn" in small.rpc(llm, "spec_install", 2, digest=digest(torn), names=list(torn))["reason"]
+    assert "torn" in small.install(llm, torn, 2)["reason"]
     assert all(torch.isfinite(t).all() for t in other.values())
 
 
@@ -146,7 +144,7 @@ def test_the_targets_own_layer_is_exact_refreshed_and_the_one_that_is_trained(tm
     said, drafts, _ = counted(llm)
     assert said == reference and drafts > 0
     assert small.rpc(llm, "spec_draft_info")["problem"] is None
-    assert small.rpc(llm, "spec_live_digest") == digest(method.draft.tensors), "what the checkpoint holds is served"
+    assert small.live_digest(llm) == digest(method.draft.tensors), "what the checkpoint holds is served"
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     rows = [(prompt, answer) for prompt, answer in zip(small.PROMPTS, reference, strict=True)]
@@ -161,8 +159,7 @@ def test_the_targets_own_layer_is_exact_refreshed_and_the_one_that_is_trained(tm
         buffer.add(document)
     trainer.train_slice(buffer, float("inf"), 60)
     trained = trainer.engine_tensors()
-    small.rpc(llm, "spec_stage", 1, list(trained.items()))
-    report = small.rpc(llm, "spec_install", 1, digest=digest(trained), names=list(trained))
+    report = small.install(llm, trained, 1)
     assert report["installed"], report["reason"]
     said, drafts, accepted = counted(llm)
     assert said == reference
@@ -171,8 +168,7 @@ def test_the_targets_own_layer_is_exact_refreshed_and_the_one_that_is_trained(tm
     # the replay leaves out the last round of each response, which is cut short; otherwise it is the engine's own arithmetic
     assert 1 + accepted / drafts == pytest.approx(predicted.acceptance_length, abs=0.25)
     torn = dict(list(trained.items())[1:])
-    small.rpc(llm, "spec_stage", 2, list(torn.items()))
-    assert "torn" in small.rpc(llm, "spec_install", 2, digest=digest(torn), names=list(torn))["reason"]
+    assert "torn" in small.install(llm, torn, 2)["reason"]
 
 
 _AUX = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "num_aux_hidden_states": 3, "target_hidden_size": 64}

@@ -46,7 +46,7 @@ def test_a_refresh_is_served_from_then_on(llm, config):
     assert acceptance_length(llm) < 1.3
     tensors = small.good_tensors(config)
     report = push(llm, tensors)
-    assert report["installed"] and report["digest"] == digest(tensors) == small.rpc(llm, "spec_live_digest")
+    assert report["installed"] and report["digest"] == digest(tensors) == small.live_digest(llm)
     length = acceptance_length(llm)
     print(f"\nacceptance length after the refresh: {length:.2f} of 4")
     assert length > 3.5
@@ -83,18 +83,18 @@ REFUSALS = {
 def test_a_refused_refresh_leaves_everything_as_it_was(llm, config, greedy_reference, fault):
     make, options, expected = REFUSALS[fault]
     served, target = small.rpc(llm, "spec_draft_info"), small.rpc(llm, target_bits)
-    live = small.rpc(llm, "spec_live_digest")
+    live = small.live_digest(llm)
     report = push(llm, make(small.draft_tensors(config, seed=5)), **options)
     assert not report["installed"] and expected in report["reason"]
     assert (report["draft_version"], report["digest"]) == (served["draft_version"], served["digest"])
-    assert small.rpc(llm, "spec_live_digest") == live and not small.rpc(llm, "spec_lost_draft")
+    assert small.live_digest(llm) == live and not small.rpc(llm, "spec_lost_draft")
     after = small.rpc(llm, target_bits)
     assert all(torch.equal(target[n], after[n]) for n in target)
     assert small.greedy(llm) == greedy_reference
 
 
 def test_a_crash_in_the_middle_of_the_swap_restores_the_previous_draft(llm, config):
-    live, version = small.rpc(llm, "spec_live_digest"), small.rpc(llm, "spec_draft_info")["draft_version"]
+    live, version = small.live_digest(llm), small.rpc(llm, "spec_draft_info")["draft_version"]
 
     def break_loading(worker: Any) -> None:
         draft = worker.get_draft_model()
@@ -113,7 +113,7 @@ def test_a_crash_in_the_middle_of_the_swap_restores_the_previous_draft(llm, conf
     report = push(llm, small.draft_tensors(config, seed=6))
     small.rpc(llm, repair_loading)
     assert not report["installed"] and "connection lost" in report["reason"] and report["draft_version"] == version
-    assert small.rpc(llm, "spec_live_digest") == live
+    assert small.live_digest(llm) == live
     assert push(llm, small.draft_tensors(config, seed=6))["installed"], "the next one is welcome"
 
 
@@ -130,22 +130,6 @@ def test_a_lost_draft_is_noticed_and_can_be_put_back(llm, config):
     assert not push(llm, tensors, version=version)["installed"], "the same version is stale"
     assert push(llm, tensors, version=version, force=True)["installed"]
     assert not small.rpc(llm, "spec_lost_draft")
-
-
-def test_buckets_whose_buffer_is_reused_arrive_whole(llm, config):
-    tensors = small.draft_tensors(config, seed=9)
-    version = small.rpc(llm, "spec_draft_info")["draft_version"] + 1
-
-    def receive(on_bucket: Any) -> None:
-        buffer = torch.empty(64 * 1024)
-        for i, (name, tensor) in enumerate(tensors.items()):
-            view = buffer[: tensor.numel()].view(tensor.shape)
-            view.copy_(tensor)
-            on_bucket([(name, view)], i == len(tensors) - 1)
-
-    assert small.rpc(llm, "spec_receive", version, receive) == len(tensors)
-    assert small.rpc(llm, "spec_install", version, digest(tensors), list(tensors))["installed"]
-    assert small.rpc(llm, "spec_live_digest") == digest(tensors)
 
 
 def test_requests_in_flight_survive_a_refresh(llm, config, greedy_reference):

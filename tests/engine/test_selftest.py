@@ -13,7 +13,8 @@ import runner
 
 pytest.importorskip("vllm")
 
-from live import EXTENSION, MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
+from inspected import EXTENSION
+from live import MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
 
 from spec_plugin.builtin.methods import suffix
 from spec_plugin.engine.front import PATIENCE

@@ -77,13 +77,13 @@ def checkpoint(target) -> dict[str, torch.Tensor]:
 
 
 def test_level_1_brings_target_and_draft_back_and_no_kv_cache(llm, engine, greedy_reference):
-    before, draft = small.rpc(llm, target_bits), small.rpc(llm, "spec_live_digest")
+    before, draft = small.rpc(llm, target_bits), small.live_digest(llm)
     asyncio.run(engine.sleep())
     assert nan_weights(llm) and small.rpc(llm, "spec_lost_draft")
     asyncio.run(engine.wake_up())
     after = small.rpc(llm, target_bits)
     assert all(torch.equal(before[n], after[n]) for n in before)
-    assert small.rpc(llm, "spec_live_digest") == draft and not small.rpc(llm, "spec_lost_draft")
+    assert small.live_digest(llm) == draft and not small.rpc(llm, "spec_lost_draft")
     assert small.greedy(llm) == greedy_reference and acceptance_length(llm) > 3.5
 
 
@@ -108,7 +108,7 @@ def test_the_first_refresh_of_a_sleeping_engine_arrives_and_leaves_it_asleep(llm
     assert asyncio.run(refresh())["installed"]
     assert nan_weights(llm), "the trainer needs the memory"
     asyncio.run(engine.wake_up())
-    assert small.rpc(llm, "spec_live_digest") == digest(tensors) and not small.rpc(llm, "spec_lost_draft")
+    assert small.live_digest(llm) == digest(tensors) and not small.rpc(llm, "spec_lost_draft")
     assert small.greedy(llm) == greedy_reference and acceptance_length(llm) > 3.5
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from draft_training import DraftConfig, digest
 from draft_training.eagle3 import save_draft
-from draft_training.layouts import expected_shapes, t2d_from_d2t
+from draft_training.layouts import t2d_from_d2t
 
 pytestmark = pytest.mark.engine
 
@@ -142,7 +142,7 @@ def test_a_pruned_vocabulary_and_replicated_key_value_heads_are_refreshed_and_dr
     config, kept = pruned
     for info in on_both(pruned_pair, "spec_draft_info"):  # of the whole tensors, on either rank
         required = {n: tuple(s) for n, (s, _) in info["expected"].items() if n not in info["optional"]}
-        assert required == {n: s for n, s in expected_shapes(config).items() if n != "t2d"}
+        assert required == {n: s for n, s in small.expected_shapes(config).items() if n != "t2d"}
         assert info["problem"] is None and info["shared"] == {"embed_tokens.weight": "model.embed_tokens.weight"}
     assert small.greedy(pruned_pair) == greedy_reference and acceptance_length(pruned_pair) < 1.5
     tensors = pruned_tensors(config, target, kept)

@@ -340,9 +340,9 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/actor/taps.py",
-        "Taps._output",
-        "self._seen[LAST] = self._select(output.detach())",
-        "self._seen[LAST] = self._select(output)",
+        "Taps._keep",
+        "self._select(state().detach())",
+        "self._select(state())",
         "law 4: the harvest keeps the policy's graph",
         ("test_harvest.py",),
     ),

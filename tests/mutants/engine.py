@@ -92,7 +92,7 @@ MUTATIONS = (
     ),
     Mutation(
         _FRONT,
-        "EngineFront.install",
+        "EngineFront.install_tensors",
         'installed=all(r["installed"] for r in reports)',
         'installed=any(r["installed"] for r in reports)',
         "law 5: a refresh counts as installed when one worker has it",
@@ -255,8 +255,8 @@ MUTATIONS = (
     Mutation(
         _FRONT,
         "EngineFront.install_tensors",
-        "hold=hold,",
-        "hold=False,",
+        '"hold": hold}',
+        '"hold": False}',
         "law 5: no engine can go back to the draft before",
         ("test_front_phase.py",),
     ),

@@ -30,7 +30,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SWAP,
-        "check_staged",
+        "check_arrived",
         "if version <= served_version and not force",
         "if version < served_version and not force",
         "law 5: a draft of the same version is installed again unasked",
@@ -63,7 +63,7 @@ MUTATIONS = (
     Mutation(
         _SWAP,
         "swap",
-        "else mismatch(layout, tensors, costs)",
+        "else mismatch(layout, tensors)",
         "else None",
         "law 5: running weights are not read back",
         ("test_refresh_checks.py",),
@@ -94,10 +94,10 @@ MUTATIONS = (
     ),
     Mutation(
         _SWAP,
-        "Costs.copied",
+        "copied",
         "tensor.detach().to(place, copy=True).contiguous()",
         "tensor.detach().to(place).contiguous()",
-        "law 5: a staged draft changes when the transport reuses its buffer",
+        "law 5: the draft that is put back is the one that was refused",
         ("test_refresh_checks.py",),
     ),
     Mutation(
@@ -110,7 +110,7 @@ MUTATIONS = (
     ),
     Mutation(
         _EXTENSION,
-        "SpecWorkerExtension.spec_install",
+        "SpecWorkerExtension.spec_install_file",
         "(before, backup[0]) if hold else None",
         "None",
         "law 5: a draft that another engine refused stays in this one",
@@ -135,8 +135,8 @@ MUTATIONS = (
     Mutation(
         _EXTENSION,
         "SpecWorkerExtension.spec_lost_draft",
-        "return fingerprint(layout.parameters) != state.served.fingerprint",
-        "return state.served.fingerprint is None",
+        "or fingerprint(layout.parameters) != self._spec_state.served.fingerprint",
+        "or self._spec_state.served.fingerprint is None",
         "law 5: a draft that sleep has dropped is served",
         ("test_refresh_held.py",),
     ),
@@ -185,7 +185,7 @@ MUTATIONS = (
         "_roomy_place",
         "return own[0].device if free >= 2 * needed else HOST",
         "return own[0].device",
-        "a refresh is staged on a GPU that has no room for it",
+        "a refresh is checked on a GPU that has no room for it",
         ("test_refresh_costs.py",),
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""Part 6: the most memory at large batches, and the phases of a refresh."""
+"""Part 6: the most memory at large batches, and what a refresh takes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _peak(record: Record, engine: Remote, prompts: workload.Prompts, k: int) -> 
 
 
 def _refresh(record: Record, engine: Remote, models: Models) -> None:
-    """Sender and worker, phase by phase, and then as the product does it in one call."""
+    """The sender, phase by phase, and the worker in one call, as in a run."""
     device = "cuda" if record.settings["cuda"] else "cpu"
     config, tensors = load_draft(models.draft)
     trainer = DraftTrainer(config, TrainSettings(), device=device, seed=0, tensors=tensors)
@@ -95,9 +95,8 @@ def _refresh(record: Record, engine: Remote, models: Models) -> None:
             if not report["installed"]:
                 record.row(kind="refresh refused", reason=report["reason"])
                 return
-        worker = {kind: engine.rpc("bench_refresh_phases", file, 7, told[kind]) for kind in DIGESTS}
     installs = {kind: spread(ms) for kind, ms in whole.items()}
-    record.row(kind="refresh", megabytes=megabytes, sender_ms=spent, worker_ms=worker, install_ms=installs)
+    record.row(kind="refresh", megabytes=megabytes, sender_ms=spent, install_ms=installs)
 
 
 def _timed(spent: dict[str, float], name: str, device: str, call: Callable[[], Any]) -> Any:

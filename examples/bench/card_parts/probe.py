@@ -1,13 +1,11 @@
-"""Worker extensions of the benchmark: what a worker is, what it keeps on the card, and what each phase of a refresh takes."""
+"""Worker extensions of the benchmark: what a worker is, and what it keeps on the card."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_training import fingerprint
@@ -75,34 +73,6 @@ class Probe:
 
 class FlagProbe(SpecWorkerExtension, Probe):
     """For an engine with the flag."""
-
-    def bench_refresh_phases(self, path: str, version: int, digest: str) -> dict[str, float]:
-        """Milliseconds of each phase of one refresh from a file, and the MB that crossed between host and device (``crossed``).
-
-        Args:
-            path: of a draft, in safetensors.
-            version: of the refresh.
-            digest: as the sender computed it.
-
-        Raises:
-            RuntimeError: if the draft is refused.
-        """
-        spent: dict[str, float] = {}
-        tensors = _timed(spent, "read file", lambda: load_file(path))
-        self.spec_receive(version, lambda on_bucket: on_bucket(list(tensors.items())))
-        answer = self.spec_install(version, digest, names=list(tensors), force=True)
-        if not answer["installed"]:
-            raise RuntimeError(f"the draft in {path} is refused: {answer['reason']}")
-        return {**spent, **answer["phases"], "crossed": answer["crossed"] / 1e6}
-
-
-def _timed(spent: dict[str, float], name: str, call: Callable[[], Any]) -> Any:
-    began = time.perf_counter()
-    result = call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    spent[name] = 1e3 * (time.perf_counter() - began)
-    return result
 
 
 def _described(tensor: Tensor) -> dict[str, Any]:

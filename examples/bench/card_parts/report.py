@@ -217,7 +217,7 @@ def _memory(content: Content) -> Iterable[Table]:
     yield _plain(content, "peak", "Memory while rolling out with log-probs, MiB", columns)
     for row in rows_of(content, "refresh"):
         phases = [(f"sender: {n}", ms) for n, ms in row["sender_ms"].items()]
-        for kind, worker in row["worker_ms"].items():
+        for kind, worker in row.get("worker_ms", {}).items():  # of older files
             phases += [(f"worker, told a {kind}: {n}", ms) for n, ms in worker.items() if n != "crossed"]
             phases.append((f"worker, told a {kind}: MB between host and device", worker["crossed"]))
         for kind, whole in row["install_ms"].items():

@@ -48,7 +48,7 @@ def _cycles(record: Record, models: Models, level: int, can_sleep: bool, cycles:
     try:
         prompts = workload.addition_prompts(models.small, sizes.sleep_requests, seed=23)
         engine.set_k(settings["k"])
-        engine.rpc("spec_draft_info")  # remembers what a whole draft looks like
+        engine.rpc("spec_look_at_draft")  # remembers what a whole draft looks like
         engine.run(prompts, 0.0, TOKENS)
         reference = engine.run(prompts, 0.0, TOKENS)
         engine.rpc("bench_keep_target")

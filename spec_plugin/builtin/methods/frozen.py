@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_training.errors import CheckpointError, DraftConfigError
-from draft_training.files import read_json
+from draft_training.files import check_offsets, read_json
 from draft_training.outside import ModelBasics, read
 from spec_plugin.builtin.methods.checkpoints import tensor_names, vocabulary_map
 from spec_plugin.builtin.methods.served import INSTEAD
@@ -93,22 +93,10 @@ def _refuse_strange_tokens(draft: str, target: TargetInfo) -> None:
     try:
         vocabulary = read(ModelBasics, target.hf_config, target.file).vocab_size
         offsets = vocabulary_map(Path(draft))
+        if offsets is not None and vocabulary is not None:
+            check_offsets(offsets, vocabulary, draft, distinct=False)
     except (DraftConfigError, CheckpointError) as error:
         raise SpecConfigError(f"spec.draft={draft!r} cannot be served: {error}") from error
-    if offsets is None or vocabulary is None:
-        return
-    if offsets.ndim != 1 or offsets.dtype.kind not in "iu":
-        raise SpecConfigError(
-            f"spec.draft={draft!r} cannot be served: its d2t is {offsets.dtype} of shape {list(offsets.shape)}, expected whole "
-            "offsets, one a token; export the draft again"
-        )
-    wrong = [(i, int(o)) for i, o in enumerate(offsets.tolist()) if not 0 <= i + o < vocabulary]
-    if wrong:
-        at, offset = wrong[0]
-        raise SpecConfigError(
-            f"spec.draft={draft!r} cannot be served: d2t[{at}]={offset} makes draft token {at} the target's token {at + offset}, "
-            f"expected 0 to {vocabulary - 1}; {len(wrong)} of {len(offsets)} are like it: take a draft of this target"
-        )
 
 
 def kind_of(folder: Path) -> tuple[str, bool]:

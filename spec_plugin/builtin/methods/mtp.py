@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.mtp import TRAINED, MtpShape
-from draft_training.outside import Depth, ModelBasics, read
+from draft_training.outside import Depth, Fields, ModelBasics, read
 from spec_plugin.builtin.methods.checkpoints import tensor_names
 from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_draft
 from spec_plugin.config import SpecConfig
@@ -17,6 +17,8 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method, StartingDraft
+
+F = TypeVar("F", bound=Fields)
 
 
 class MtpMethod:
@@ -41,7 +43,7 @@ class MtpMethod:
             **common_settings(config, target),
             "draft_sample_method": config.draft_sample_method,
         }
-        (architecture, *_) = _basics_of(target).architectures or ["none"]
+        (architecture, *_) = _read(ModelBasics, target.hf_config, target).architectures or ["none"]
         if architecture not in TRAINED and not config.train:
             return self._as_it_is(settings, target, architecture)
         draft = self._starting_draft(target)
@@ -89,7 +91,7 @@ def _lacks(target: TargetInfo) -> str | None:
     the target's own, most others under ``mtp``.
     """
     hf = target.hf_config
-    text = _basics_of(target).text_config or hf
+    text = _read(ModelBasics, target.hf_config, target).text_config or hf
     if not any(value for name, value in (*hf.items(), *text.items()) if "nextn" in name or "mtp" in name):
         return "its config.json names no layer for multi-token prediction (num_nextn_predict_layers, or the like)"
     try:
@@ -98,7 +100,7 @@ def _lacks(target: TargetInfo) -> str | None:
         return None
     except (CheckpointError, DraftConfigError) as error:
         return str(error)
-    behind = _number_of_layers(text, target)
+    behind = _read(Depth, text, target).num_hidden_layers
     if any("mtp" in name or _layer_of(name) >= behind for name in names):
         return None
     return (
@@ -107,16 +109,9 @@ def _lacks(target: TargetInfo) -> str | None:
     )
 
 
-def _basics_of(target: TargetInfo) -> ModelBasics:
+def _read(kind: type[F], hf: Mapping[str, Any], target: TargetInfo) -> F:
     try:
-        return read(ModelBasics, target.hf_config, target.file)
-    except DraftConfigError as error:
-        raise SpecConfigError(str(error)) from error
-
-
-def _number_of_layers(text: Mapping[str, Any], target: TargetInfo) -> int:
-    try:
-        return read(Depth, text, target.file).num_hidden_layers
+        return read(kind, hf, target.file)
     except DraftConfigError as error:
         raise SpecConfigError(str(error)) from error
 

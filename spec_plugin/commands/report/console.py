@@ -39,7 +39,7 @@ class _Drawn:
         """How many bars were drawn before what else is in a line, and that; a bar may also stand in the middle of it."""
         if "\r" not in line and "%|" not in line:
             return len(self.bars), line
-        found = next((bars for form in self.formats if (bars := list(form.find_bars(line)))), [])
+        found = next((bars for form in self.formats if (bars := list(form.progress_bar.finditer(line)))), [])
         before, rest, at = len(self.bars), "", 0
         for bar in found:
             rest += self._left_of(line[at : bar.start() + 1])  # with the bar's own \r
@@ -75,7 +75,7 @@ def read_console(lines: Iterable[str], file: Path, formats: Sequence[LogFormat],
             pending.append(said)
             continue
         for form in formats:
-            if (found := form.find_step(line)) and len(step := found.groupdict().get("step") or "") <= _DIGITS:
+            if (found := form.step_line.search(line)) and len(step := found.groupdict().get("step") or "") <= _DIGITS:
                 metrics = {m["name"]: float(m["value"]) for m in form.metric_pattern.finditer(found["metrics"])}
                 if step:
                     last = int(step)
@@ -84,9 +84,9 @@ def read_console(lines: Iterable[str], file: Path, formats: Sequence[LogFormat],
                 else:
                     waiting.append((Unnumbered(metrics, form.epoch_of(metrics), bars, len(printed)), pending))
                 pending = []
-            elif (found := form.find_planned(line)) and len(found["steps"]) <= _DIGITS:
+            elif (found := form.planned_line.search(line)) and len(found["steps"]) <= _DIGITS:
                 raw.planned = int(found["steps"])
-            if form.find_printed(line):
+            if form.printed_line.search(line):
                 printed.append(bars)
     if waiting:
         last = _number(raw, waiting, printed, drawn.bars, per_epoch, file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from functools import cached_property
 from importlib.util import find_spec
@@ -16,8 +16,8 @@ from spec_plugin.commands.adapters import installed_adapters
 from spec_plugin.commands.report.numbers import numbers_of
 
 FILE_NAME = "log.json"
-#: looks into a line of a log
-Find = Callable[[str], "re.Match[str] | None"]
+#: finds nothing in any line
+_NOTHING = re.compile(r"(?!)")
 #: the report's own names for what every trainer measures; seconds are of one step
 Name = Literal[
     "step_s",  # the whole step
@@ -61,39 +61,20 @@ class LogFormat(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     trainer: str
-    step_line: str  # regular expression with the groups ``metrics`` and, if the trainer prints it, ``step``
+    step_line: re.Pattern[str]  # with the groups ``metrics`` and, if the trainer prints it, ``step``
     metric: str  # the same for one metric in the latter: ``name`` and ``value``
-    planned_line: str | None = None  # the same of the line that says how many ``steps`` are planned
-    progress_bar: str | None = None  # the same of its bar, ``step`` and ``steps``; for a ``step_line`` without ``step``
-    printed_line: str | None = None  # the same of each line that it prints in the bar's place, steps' lines among them
+    planned_line: re.Pattern[str] = _NOTHING  # the same of the line that says how many ``steps`` are planned
+    progress_bar: re.Pattern[str] = (
+        _NOTHING  # the same of its bar, ``step`` and ``steps``; for a ``step_line`` without ``step``
+    )
+    printed_line: re.Pattern[str] = (
+        _NOTHING  # the same of each line that it prints in the bar's place, steps' lines among them
+    )
     epoch: str | None = None  # name of the metric that grows by the same amount in each step; for the same
     json_lines: JsonLines | None = None
     state_file: StateFile | None = None
     prefixes: tuple[str, ...] = ("",)  # that a logger may put before all names
     names: Mapping[Name, tuple[str, ...]]  # the trainer's own names, which are added up
-
-    @cached_property
-    def find_step(self) -> Find:
-        """Looks for ``step_line`` in a line of the log."""
-        return _finder(self.step_line)
-
-    @cached_property
-    def find_planned(self) -> Find:
-        """Looks for ``planned_line``; finds nothing where the trainer has none."""
-        return _finder(self.planned_line) if self.planned_line else lambda line: None
-
-    @cached_property
-    def find_printed(self) -> Find:
-        """Looks for ``printed_line``; finds nothing where the trainer has none."""
-        return _finder(self.printed_line) if self.printed_line else lambda line: None
-
-    @cached_property
-    def _bar(self) -> re.Pattern[str] | None:
-        return re.compile(self.progress_bar) if self.progress_bar else None
-
-    def find_bars(self, line: str) -> Iterator[re.Match[str]]:
-        """Each ``progress_bar`` in a line of the log."""
-        return self._bar.finditer(line) if self._bar else iter(())
 
     def epoch_of(self, metrics: Mapping[str, float]) -> float | None:
         """What the trainer logged as ``epoch``; None where it did not."""
@@ -136,12 +117,6 @@ class LogFormat(BaseModel):
                 if values:
                     found.setdefault(name, sum(values))
         return found
-
-
-def _finder(expression: str) -> Find:
-    """One that begins a line is looked for there only: a log has a hundred thousand lines."""
-    pattern = re.compile(expression)
-    return pattern.match if expression.startswith("^") else pattern.search
 
 
 def log_formats() -> list[LogFormat]:

@@ -8,7 +8,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -37,7 +37,7 @@ class Place:
     """One run: its name and the files that it wrote, oldest first."""
 
     name: str
-    files: tuple[Path, ...]
+    files: Mapping[Path, Kind]
 
 
 def find_places(path: Path, formats: Sequence[LogFormat]) -> list[Place]:
@@ -57,7 +57,8 @@ def find_places(path: Path, formats: Sequence[LogFormat]) -> list[Place]:
     if not path.exists():
         raise ReportError(f"{path}: there is no such file or folder")
     if path.is_file():
-        return [Place(_name_of(path, formats), (path,))]
+        kind = kind_of(path, formats) or "console"
+        return [Place(_name_of(path, kind, formats), {path: kind})]
     folders = _folders_of_runs(path, formats)
     if not folders:
         states = "".join(f"{form.state_file.name} in checkpoints, nor " for form in formats if form.state_file)
@@ -68,20 +69,20 @@ def find_places(path: Path, formats: Sequence[LogFormat]) -> list[Place]:
         )
     name = path.resolve().name
     if path in folders:
-        return _split(name, _with_folders_below(path, folders, formats), formats)
-    holders = Counter(kind for files in folders.values() for kind in {kind_of(file, formats) for file in files})
+        return _split(name, _with_folders_below(path, folders))
+    holders = Counter(kind for files in folders.values() for kind in set(files.values()))
     if max(holders.values()) == 1:
-        return _split(name, [file for files in folders.values() for file in files], formats)
-    whole = {folder: _with_folders_below(folder, folders, formats) for folder in folders}
+        return _split(name, {file: kind for files in folders.values() for file, kind in files.items()})
+    whole = {folder: _with_folders_below(folder, folders) for folder in folders}
     taken = {file for folder, files in whole.items() for file in files if file not in folders[folder]}
     runs = {folder: files for folder, files in whole.items() if not taken.issuperset(folders[folder])}
-    return [p for folder, files in runs.items() for p in _split(str(folder.relative_to(path)), files, formats)]
+    return [p for folder, files in runs.items() for p in _split(str(folder.relative_to(path)), files)]
 
 
-def _name_of(file: Path, formats: Sequence[LogFormat]) -> str:
+def _name_of(file: Path, kind: Kind, formats: Sequence[LogFormat]) -> str:
     """What a run is called of which one file was named: by the folder, where the file is called the same in every run."""
     folder, stem = file.resolve().parent, _unpacked(file).stem
-    if kind_of(file, formats) == "state":
+    if kind == "state":
         return folder.parent.name if any(form.is_checkpoint(folder) for form in formats) else folder.name
     return folder.name if stem == "metrics" else stem
 
@@ -122,27 +123,24 @@ def _is_step(line: str, formats: Sequence[LogFormat]) -> bool:
     return ("step" in record and len(record) <= 3) or any(form.metrics_in(record) is not None for form in formats)
 
 
-def _folders(top: Path) -> Iterator[Path]:
-    for folder, below, _ in os.walk(top):
-        if len(Path(folder).relative_to(top).parts) >= _DEPTH:
-            below.clear()
-        below.sort()
-        yield Path(folder)
-
-
-def _folders_of_runs(top: Path, formats: Sequence[LogFormat]) -> dict[Path, list[Path]]:
+def _folders_of_runs(top: Path, formats: Sequence[LogFormat]) -> dict[Path, dict[Path, Kind]]:
     """Each folder with a trainer's files, oldest first, so that what a resumed run has written comes last."""
-    found: dict[Path, list[Path]] = {}
-    for folder in _folders(top):
+    found: dict[Path, dict[Path, Kind]] = {}
+    for name, below, files in os.walk(top):
+        folder = Path(name)
+        if len(folder.relative_to(top).parts) >= _DEPTH:
+            below.clear()
         of_above = folder != top and any(form.is_checkpoint(folder) for form in formats)
-        for file in folder.iterdir():
+        for file in map(folder.joinpath, files):
             if file.is_file() and (kind := kind_of(file, formats)):
-                found.setdefault(folder.parent if of_above and kind == "state" else folder, []).append(file)
-    for folder, files in found.items():
-        states = [file for file in files if kind_of(file, formats) == "state"]
-        kept = [file for file in files if file not in states] + _newest(states)
-        found[folder] = sorted(kept, key=lambda file: (file.stat().st_mtime, _place_in_run(file)))
-    return dict(sorted(found.items()))
+                found.setdefault(folder.parent if of_above and kind == "state" else folder, {})[file] = kind
+    return {folder: _in_order(files) for folder, files in sorted(found.items())}
+
+
+def _in_order(files: Mapping[Path, Kind]) -> dict[Path, Kind]:
+    states = [file for file, kind in files.items() if kind == "state"]
+    kept = [file for file in files if file not in states] + _newest(states)
+    return {file: files[file] for file in sorted(kept, key=lambda file: (file.stat().st_mtime, _place_in_run(file)))}
 
 
 def _newest(states: list[Path]) -> list[Path]:
@@ -157,20 +155,20 @@ def _place_in_run(file: Path) -> tuple[int, str]:
     return (int(digits[-1]) if digits else 0, file.name)
 
 
-def _with_folders_below(folder: Path, folders: Mapping[Path, list[Path]], formats: Sequence[LogFormat]) -> list[Path]:
+def _with_folders_below(folder: Path, folders: Mapping[Path, Mapping[Path, Kind]]) -> dict[Path, Kind]:
     """A run's own files, and its event files and checkpoints in a folder below; where several have such, they are other runs."""
-    files = list(folders[folder])
+    files = dict(folders[folder])
     below = [others for other, others in folders.items() if folder in other.parents]
-    for kind in ("events", "state"):
-        if any(kind_of(file, formats) == kind for file in files):
-            continue
-        found = [of_kind for others in below if (of_kind := [f for f in others if kind_of(f, formats) == kind])]
-        files += found[0] if len(found) == 1 else []
+    kinds: tuple[Kind, ...] = ("events", "state")
+    for kind in kinds:
+        holders = [others for others in below if kind in others.values()]
+        if kind not in files.values() and len(holders) == 1:
+            files |= {file: kind for file, its in holders[0].items() if its == kind}
     return files
 
 
-def _split(name: str, files: list[Path], formats: Sequence[LogFormat]) -> list[Place]:
-    steps = [file for file in files if kind_of(file, formats) == "json"]
+def _split(name: str, files: Mapping[Path, Kind]) -> list[Place]:
+    steps = [file for file, kind in files.items() if kind == "json"]
     if len(steps) < 2:
-        return [Place(name, tuple(files))]
-    return [Place(f"{name}/{file.stem}", (file,)) for file in steps]
+        return [Place(name, files)]
+    return [Place(f"{name}/{file.stem}", {file: "json"}) for file in steps]

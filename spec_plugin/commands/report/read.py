@@ -13,7 +13,7 @@ from typing import Any
 from spec_plugin.commands.report.console import read_console
 from spec_plugin.commands.report.formats import LogFormat
 from spec_plugin.commands.report.numbers import MOST_STEPS, numbers_of, step_number
-from spec_plugin.commands.report.places import BROKEN, Kind, Place, ReportError, kind_of
+from spec_plugin.commands.report.places import BROKEN, Kind, Place, ReportError
 from spec_plugin.commands.report.raw import Raw
 from spec_plugin.commands.report.run import LoggedRun, Notice, spacing
 from spec_plugin.outside import TooMuchError, lines_of, text_of
@@ -30,11 +30,9 @@ def read_place(place: Place, formats: Sequence[LogFormat]) -> LoggedRun:
         ReportError: if no step is in any of them, with what was found instead.
     """
     kinds: dict[Kind, Raw] = {"console": Raw(), "events": Raw(), "state": Raw(), "json": Raw()}
-    for file in sorted(place.files, key=lambda file: kind_of(file, formats) in (None, "console")):  # these come last
-        kind = kind_of(file, formats) or "console"
-        kinds[kind].go_on(
-            _read_file(file, kind, formats, None if kind != "console" else _per_epoch(kinds, formats)), file
-        )
+    for file, kind in sorted(place.files.items(), key=lambda of: of[1] == "console"):  # these come last
+        per_epoch = _per_epoch(kinds, formats) if kind == "console" else None
+        kinds[kind].go_on(_read_file(file, kind, formats, per_epoch), file)
     remarks = [remark for raw in kinds.values() for remark in raw.remarks]
     notices = tuple(notice for raw in kinds.values() for notice in raw.notices)
     names = {name: 0.0 for raw in kinds.values() for metrics in raw.steps.values() for name in metrics}
@@ -221,7 +219,7 @@ def _cut_off(steps: Mapping[int, Mapping[str, float]], planned: int | None) -> I
 
 def _nothing(place: Place, remarks: Sequence[str], notices: Sequence[Notice], formats: Sequence[LogFormat]) -> str:
     """Why there is no step, in a sentence."""
-    where = ", ".join(str(file) for file in place.files[:3])
+    where = ", ".join(str(file) for file in islice(place.files, 3))
     if stopped := [notice for notice in notices if notice.level == "ERROR"]:
         return f"{where}: the run was stopped before its first step: {stopped[0].text}"
     if remarks:

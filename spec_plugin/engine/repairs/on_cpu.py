@@ -17,7 +17,7 @@ from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES
 from spec_plugin.engine.repairs.patches import PatchStatus
 from spec_plugin.errors import SpecConfigError
 
-#: entry points: a module with ``CPU_PATCHES``, ``register_kernels()``, ``repack(model)`` and ``expand_is_wrong(function)``
+#: entry points: a module with ``CPU_PATCHES``, ``register_kernels()`` and ``repack(model)``
 GROUP = "spec_plugin_cpu_repairs"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl
-from spec_plugin.actor.harvest import DecoderHarvest, RolloutHarvest
+from spec_plugin.actor.harvest import DecoderHarvest, PackedShards, RolloutHarvest
 from spec_plugin.events import HiddenStates
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.manager import create_manager
@@ -32,13 +32,12 @@ class Heard:
         self.lengths.append(hidden.lengths)
 
 
-class Shards:
+class Shards(PackedShards):
     """Two ranks that see whole rows each."""
 
-    rank, size, group = 0, 2, None
-
     def __init__(self) -> None:
-        self.gathered = 0
+        self.rank, self.size, self.gathered = 0, 2, 0
+        self.group: Any = None
 
     def whole(self, part: Tensor) -> Tensor:
         self.gathered += 1

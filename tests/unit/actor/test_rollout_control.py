@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.batches import batch_of
+from builders.batches import batch_of, span_of
 from builders.rollout_control import Engines
 from builders.training import TARGET, sync
 
@@ -29,7 +29,7 @@ from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
-from spec_plugin.spans import Span, span_of
+from spec_plugin.spans import Span
 from spec_plugin.speculation import Work
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.batches import span_of, witness_of
 from builders.law6_faults import FakeLink, Fault
 from builders.training import TARGET
 
@@ -19,7 +20,7 @@ from spec_plugin.errors import WrongOrderError
 from spec_plugin.events import Drafts, EngineSchedule, LogprobBatch, StatedLogprobs, WeightSync
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
-from spec_plugin.spans import Span, span_of
+from spec_plugin.spans import Span
 from spec_plugin.speculation import Work
 from spec_plugin.witness import Witness
 
@@ -74,7 +75,7 @@ class Engines(FakeLink):
         return list(self.said)
 
     async def witnesses(self) -> list[Witness]:
-        return [Witness.of((1, 2, 3, 4), (-1.0, -1.0, -1.0))]
+        return [witness_of((1, 2, 3, 4), (-1.0, -1.0, -1.0))]
 
 
 def make(overlaps: bool = False, link: Any = ...) -> tuple[SpecRun, Seen, Harvest]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from builders.batches import span_of
 
-from spec_plugin.spans import Spans, fingerprints, span_of
+from spec_plugin.spans import Spans, fingerprints
 
 PROMPT, FIRST, SECOND = [5, 6, 7], [8, 9], [10, 11, 12]
 DOCUMENT = torch.tensor([*PROMPT, *FIRST, *SECOND])

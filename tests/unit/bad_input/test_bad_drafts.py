@@ -269,10 +269,10 @@ def frozen(folder: Path, offsets: Any = None, weight: float = 1.0) -> str:
 @pytest.mark.parametrize(
     ("offsets", "weight", "parts"),
     [
-        ([0, 0, 62], 1.0, ("d2t[2]=62", "token 64", "0 to 63", "draft of this target")),
-        ([0, -2], 1.0, ("d2t[1]=-2", "token -1", "draft of this target")),
-        ([0.0, 1.0], 1.0, ("float32", "whole offsets")),
-        ([[0, 1]], 1.0, ("[1, 2]", "whole offsets")),
+        ([0, 0, 62], 1.0, ("d2t[2]=62", "token 64", "0 to 63", "made for this target")),
+        ([0, -2], 1.0, ("d2t[1]=-2", "token -1", "made for this target")),
+        ([0.0, 1.0], 1.0, ("float32", "int64 offsets")),
+        ([[0, 1]], 1.0, ("[1, 2]", "int64 offsets")),
         ([0, 1], NAN, ("fc.weight", "not finite", "take another")),
     ],
     ids=str,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from builders.bench import HF
 from builders.paths import ROOT
+from safetensors.torch import load_file
 
 from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft
 from examples.bench import async_run, common, harvest, off_cost, refresh, run_all, speedup, workload
@@ -137,9 +138,9 @@ def test_refreshes_alternate_between_a_spoiled_and_the_real_draft(tmp_path: Path
     config = DraftConfig.from_target(HF)
     trainer = DraftTrainer(config, TrainSettings(), device="cpu", seed=0)
     save_draft(tmp_path / "draft", config, trainer.engine_tensors())
-    first, second, third = islice(refresh.drafts(tmp_path / "draft"), 3)
-    assert first[1] == third[1] != second[1]
-    assert torch.equal(second[0]["fc.weight"], trainer.engine_tensors()["fc.weight"])
+    first, second, third = islice(refresh.drafts(tmp_path / "draft", tmp_path), 3)
+    assert first == third and first["digest"] != second["digest"]
+    assert torch.equal(load_file(second["path"])["fc.weight"], trainer.engine_tensors()["fc.weight"])
 
 
 def timing(rate: float, step: float, drafts: int = 0, accepted: int = 0) -> SimpleNamespace:

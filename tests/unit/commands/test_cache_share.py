@@ -66,7 +66,6 @@ def test_of_a_layer_that_the_target_brings_its_own_config_json_is_told_and_not_c
     draft = MtpShape.from_target(target)
     run = cast(RunFacts, SimpleNamespace(target=TargetInfo("m", target, "bfloat16")))
     assert _engine_memory(run, draft).endswith("3 % more KV cache (one layer beside 36)")
-    assert not DraftConfig.from_target(DENSE).of_target
 
 
 def test_drafts_of_other_kinds() -> None:

@@ -19,7 +19,7 @@ from spec_plugin.commands.cli import main
 from spec_plugin.commands.doctor import Section, examine_draft, examine_target, hook_summaries, works
 from spec_plugin.config import options_table
 from spec_plugin.diagnosis import Diagnosis
-from spec_plugin.engine.capabilities import Capability
+from spec_plugin.engine import capabilities
 from spec_plugin.errors import SpecConfigError
 
 TARGET = {
@@ -126,8 +126,9 @@ def test_notes_do_not_stop_a_run_and_failures_do():
 
 
 def test_a_missing_capability_fails_only_where_the_adapter_cannot_do_without(monkeypatch):
-    found = [Capability(n, False, "gone", "fix it") for n in ("scheduler factory", "sleep mode")]
-    monkeypatch.setattr("spec_plugin.engine.capabilities.probe_vllm", lambda: found)
+    gone = [lambda n=n: (n, False, "gone", "fix it") for n in ("scheduler factory", "sleep mode")]
+    monkeypatch.setattr(capabilities, "_REQUIRED", gone[:1])
+    monkeypatch.setattr(capabilities, "_OTHERS", gone[1:])
     assert [f.state for f in doctor.examine_capabilities()] == ["fail", "note"]
 
 
@@ -162,7 +163,7 @@ def test_with_vllms_cpu_build_and_without_the_cpu_packages_the_doctor_says_how_t
     for switch in ("VERL_PLATFORM", "SPEC_PLUGIN_TRL_CPU"):
         monkeypatch.delenv(switch, raising=False)
     monkeypatch.setattr(diagnosis, "find_spec", lambda name: None)
-    monkeypatch.setattr(doctor, "_needs_cpu_switches", lambda: True)
+    monkeypatch.setattr(doctor, "without_accelerator", lambda: True)
     monkeypatch.setattr(doctor, "_trainers", lambda: [trainer])
     before = dict(os.environ)
     (finding,) = doctor._examine_adapter(adapter(trainer))
@@ -278,7 +279,6 @@ def test_a_command_whose_distribution_is_not_installed_says_what_to_install(monk
 
 
 def test_on_a_cpu_without_the_repairs_the_doctor_and_the_engine_say_what_to_install(monkeypatch):
-    from spec_plugin.engine import capabilities
     from spec_plugin.engine.repairs import on_cpu
 
     monkeypatch.setattr(on_cpu.metadata, "entry_points", lambda **_: metadata.EntryPoints())
@@ -286,6 +286,5 @@ def test_on_a_cpu_without_the_repairs_the_doctor_and_the_engine_say_what_to_inst
     monkeypatch.setattr(on_cpu, "on_cpu", lambda: True)
     (finding,) = doctor.examine_patches()
     assert finding.state == "fail" and finding.fix == diagnosis.INSTALL_CPU
-    assert not capabilities._probe_cpu_sampling().available
     with pytest.raises(SpecConfigError, match="spec-plugin-testing, which is not installed"):
         on_cpu.apply_cpu_patches()

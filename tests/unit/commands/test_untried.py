@@ -125,15 +125,20 @@ def test_full_graphs_are_said_where_they_make_a_difference() -> None:
     ]
 
 
-def test_doctor_says_it_in_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_needs_cpu_switches", lambda: False)
-    runners = {"eagle3": V2, "draft_model": V1, "suffix": Runner(True, "", refused=True)}
+def test_doctor_says_it_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "without_accelerator", lambda: False)
+    runners = {"eagle3": V2, "draft_model": V1, "suffix": Runner(True, "it lacks it", refused=True)}
     monkeypatch.setattr(untried, "METHODS", {name: {"method": name} for name in runners})
     monkeypatch.setattr(untried, "runner_of", lambda settings, device: runners[settings["method"]])
-    runner, graphs, never = doctor.examine_engine()
+    runner, never = doctor.examine_engine()
     assert runner.name == "model runner" and never.state == "note"
-    assert "full and piecewise for eagle3; piecewise only" in graphs.detail and "for draft_model" in graphs.detail
-    assert "will refuse to start for suffix" in graphs.detail
+    for said in (
+        "V2: a test, with full and piecewise CUDA graphs (eagle3)",
+        "V1: a test, with piecewise CUDA graphs alone, since k changes while it runs (draft_model)",
+        "none, vLLM will refuse to start: it lacks it (suffix)",
+    ):
+        assert said in runner.detail
     assert all(part.what in never.detail and (part.where or "every run") in never.detail for part in UNTRIED)
-    monkeypatch.setattr(doctor, "_needs_cpu_switches", lambda: True)
-    assert [found.state for found in doctor.examine_engine()] == ["ok"] * 3
+    monkeypatch.setattr(doctor, "without_accelerator", lambda: True)
+    runner, never = doctor.examine_engine()
+    assert (runner.state, never.state) == ("ok", "ok") and "graphs" not in runner.detail

@@ -129,16 +129,9 @@ def test_drafts_of_other_makers_are_read(tmp_path, tiny, caplog):
     assert config == tiny and digest(back) == digest(tensors) and "lm_head is dropped" in caplog.text
 
 
-def test_a_draft_that_fed_back_its_residual_goes_on_as_one_that_feeds_back_its_norm(tmp_path, tiny):
-    """A checkpoint of a run before ``norm_output``: the tensors are the same."""
-    make_trainer(replace(tiny, norm_output=False)).save(tmp_path / "old")
-    assert "norm_output" not in json.loads((tmp_path / "old/draft/config.json").read_text())
-    trainer = make_trainer(tiny)
-    trainer.load(tmp_path / "old")
-    trainer.save(tmp_path / "new")
-    config, _ = load_draft(tmp_path / "new/draft")
-    assert config == tiny and config.norm_output
-    other = make_trainer(replace(tiny, hidden_size=tiny.hidden_size, intermediate_size=tiny.intermediate_size + 8))
+def test_a_draft_of_another_shape_is_not_gone_on_with(tmp_path, tiny):
+    make_trainer(tiny).save(tmp_path / "old")
+    other = make_trainer(replace(tiny, intermediate_size=tiny.intermediate_size + 8))
     with pytest.raises(DraftConfigError, match="intermediate_size"):
         other.load(tmp_path / "old")
 
@@ -186,7 +179,7 @@ def test_pickled_checkpoints_are_refused(tmp_path, tiny):
         load_draft(tmp_path / "d")
 
 
-def test_fused_missing_and_misshapen_tensors_are_refused_with_the_head_layout(tmp_path, tiny):
+def test_fused_missing_and_misshapen_tensors_are_refused(tmp_path, tiny):
     tensors = make_trainer(tiny).engine_tensors()
     at = "midlayer.self_attn."
     fused = {**tensors, at + "qkv_proj.weight": torch.zeros(64, 32)}
@@ -197,7 +190,7 @@ def test_fused_missing_and_misshapen_tensors_are_refused_with_the_head_layout(tm
     with pytest.raises(DraftConfigError, match=r"missing \['fc.weight'\]"):
         load_draft(tmp_path / "missing")
     write(tmp_path / "heads", {**tiny.to_hf(), "num_key_value_heads": 4}, tensors)
-    with pytest.raises(DraftConfigError, match=r"k_proj.*kv heads=4"):
+    with pytest.raises(DraftConfigError, match=r"k_proj.* has shape .* implies .*2 of \d+ tensors are like it"):
         load_draft(tmp_path / "heads")
 
 
@@ -310,15 +303,6 @@ def test_a_folder_of_earlier_code_and_one_written_from_it_train_on_alike(tmp_pat
         assert trainer.train_slice(buffer, 60, 3).steps == 3
         trained.append((digest(trainer.engine_tensors()), digest(trainer.state().own_tensors())))
     assert trained[0] == trained[1]
-
-
-def test_a_folder_of_before_there_was_a_schedule_is_read_too(tmp_path):
-    shutil.copytree(SAVED, tmp_path / "old")
-    about = json.loads((SAVED / "trainer.json").read_text())
-    del about["unroll"], about["newborn"]
-    (tmp_path / "old" / "trainer.json").write_text(json.dumps(about))
-    trainer, _ = from_saved(tmp_path / "old")
-    assert trainer.draft_version == 5 and trainer.schedule.newborn, "the schedule is as it was made"
 
 
 def test_a_state_makes_another_trainer_that_shares_no_memory_with_the_first(tiny):

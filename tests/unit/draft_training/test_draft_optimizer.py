@@ -66,7 +66,7 @@ def test_a_saved_state_goes_on_bit_by_bit():
     first = optimizer(halves)
     stepped(first, halves, range(3))
     second = optimizer(halves)
-    assert second.restore({k: v.clone() for k, v in first.state().items()}) == ()
+    second.restore({k: v.clone() for k, v in first.state().items()})
     stepped(second, halves, range(3, 6))
     for name in whole:
         assert torch.equal(whole[name], halves[name])
@@ -79,12 +79,3 @@ def test_only_matrices_of_the_layer_go_to_muon():
     kinds = {name: {key.split(".", 1)[0] for key in o.state() if key.endswith(name)} for name in of}
     adam = {"step", "exp_avg", "exp_avg_sq"}
     assert kinds == {"fc.weight": {"momentum"}, "lm_head.weight": adam, "norm.weight": adam}
-
-
-def test_the_state_of_an_earlier_versions_adamw_is_named_and_left_out():
-    of = parameters()
-    saved = {f"{kind}.{n}": torch.ones_like(p) for n, p in of.items() for kind in ("exp_avg", "exp_avg_sq")}
-    saved |= {f"step.{n}": torch.tensor(5.0) for n in of}
-    o = optimizer(of)
-    assert o.restore(saved) == ("fc.weight",)
-    assert "exp_avg.norm.weight" in o.state() and not any("fc" in key for key in o.state())

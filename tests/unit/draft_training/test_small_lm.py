@@ -74,7 +74,7 @@ def test_a_tied_head_is_named_once() -> None:
         ({"vocab_size": V + 1}, "target's tokenizer"),
         ({"max_position_embeddings": 64}, "below the target's"),
         ({"model_type": "gpt2"}, "cannot be a small draft"),
-        ({"num_hidden_layers": 3}, "do not fit"),
+        ({"num_hidden_layers": 3}, "do not match"),
     ],
 )
 def test_a_draft_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, object], why: str) -> None:

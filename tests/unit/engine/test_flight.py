@@ -9,13 +9,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from builders.batches import span_of
 from vllm.logprobs import FlatLogprobs, Logprob
 
 from spec_plugin.engine import flight
 from spec_plugin.engine.control import ControlStretch
 from spec_plugin.engine.flight import UNKNOWN, Clock, Request, RequestTracker
 from spec_plugin.engine.sampling import SampledRequest
-from spec_plugin.spans import Span, fingerprints, span_of
+from spec_plugin.spans import Span, fingerprints
 
 PROMPT, RESPONSE = [5, 6, 7], [10, 11, 12, 13, 14, 15]
 

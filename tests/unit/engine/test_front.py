@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from builders.batches import witness_of
 from spec_plugin_conformance.tiny import tiny_config
 from vllm import SamplingParams
 
@@ -24,7 +25,6 @@ from spec_plugin.events import DraftRefresh, Schedule, TargetInfo
 from spec_plugin.manager import create_manager
 from spec_plugin.model_runner import SWITCH
 from spec_plugin.session import SpecSession
-from spec_plugin.witness import Witness
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_an_engine_is_not_let_drop_a_draft_that_no_refresh_brings_back(tmp_path,
     a_front(tmp_path, monkeypatch, sleep_level=2).engine_arguments({}, "some.Extension")
 
 
-@pytest.mark.parametrize(("level", "asked"), [(1, []), (2, ["spec_draft_info"])])
+@pytest.mark.parametrize(("level", "asked"), [(1, []), (2, ["spec_look_at_draft"])])
 def test_workers_look_at_their_draft_before_it_is_dropped_for_the_first_time(tmp_path, monkeypatch, level, asked):
     front = a_front(tmp_path, monkeypatch, sleep_level=level)
     front.engine = core = Core()
@@ -222,15 +222,7 @@ def refresh() -> DraftRefresh:
 def test_a_draft_is_handed_over_in_a_file_that_is_gone_afterwards_also_where_a_worker_fails(front, monkeypatch):
     made: list[Path] = []
     monkeypatch.setattr("spec_plugin.engine.front.save_file", lambda tensors, file: (made.append(file), file.touch()))
-    row = {
-        "installed": True,
-        "draft_version": 3,
-        "digest": "digest",
-        "milliseconds": 1.0,
-        "reason": "",
-        "phases": {},
-        "crossed": 0,
-    }
+    row = {"installed": True, "draft_version": 3, "digest": "digest", "milliseconds": 1.0, "reason": ""}
     front.engine = Core(answers={"spec_install_file": [row, row | {"installed": False, "reason": "torn"}]})
     report = asyncio.run(front.install_tensors(refresh(), force=False))
     assert not report.installed and report.reason == "torn", "one worker of two is not enough"
@@ -365,7 +357,7 @@ def test_log_probs_that_the_trainer_has_not_asked_for_are_kept_aside(front):
             request.completed([2, 3], 4, [-0.5, -0.25], asked=False)
 
     asyncio.run(one())
-    assert list(front.witnesses) == [Witness.of((1, 2, 3), (-0.5, -0.25))]
+    assert list(front.witnesses) == [witness_of((1, 2, 3), (-0.5, -0.25))]
 
 
 def test_a_request_waits_while_the_engine_is_paused_for_new_weights(front):

@@ -88,8 +88,6 @@ def verdict(installed: bool, version: int = 2, reason: str = "") -> dict[str, An
         "digest": "d",
         "milliseconds": 1.0,
         "reason": reason,
-        "phases": {},
-        "crossed": 0,
     }
 
 

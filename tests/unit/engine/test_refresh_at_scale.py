@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from builders.refresh_checks import Vocab, Weight
+from safetensors.torch import save_file
 from torch import nn
 
 from draft_training import fingerprint
 from spec_plugin.actor.links import EngineLink
 from spec_plugin.engine import extension
 from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin.engine.refresh.swap import live_digest
 from spec_plugin.events import DraftRefresh, RefreshReport
 
 ENGINES, V, KEPT, H = 16, 151_936, 32_000, 16
@@ -57,18 +60,21 @@ class Eagle3Draft(nn.Module):
 class Engine:
     """A worker of vLLM's with our extension, behind the calls of an engine."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, folder: Path) -> None:
         self.worker: Any = object.__new__(SpecWorkerExtension)
         self.worker._spec_state = extension._State()
         self.worker.model_runner = SimpleNamespace(get_model=lambda: target)
         draft = Eagle3Draft(target)
         self.worker.get_draft_model = lambda: draft
+        self.file = str(folder / "draft.safetensors")
         self.on_the_way: Mapping[str, Any] = {}  # what arrives of a tensor in its place
 
     async def spec_refresh(self, refresh: DraftRefresh, force: bool, hold: bool) -> RefreshReport:
         tensors = {**refresh.tensors, **self.on_the_way}
-        self.worker.spec_stage(refresh.draft_version, list(tensors.items()))
-        said = self.worker.spec_install(refresh.draft_version, refresh.digest, force=force, hold=hold)
+        save_file(tensors, self.file)
+        said = self.worker.spec_install_file(
+            self.file, refresh.draft_version, refresh.digest, list(tensors), force=force, hold=hold
+        )
         return RefreshReport(said["installed"], said["draft_version"], said["digest"], 0.0, said["reason"])
 
     async def spec_settle(self, keep: bool) -> None:
@@ -76,7 +82,7 @@ class Engine:
 
     @property
     def served(self) -> tuple[int, str]:
-        return self.worker.spec_draft_info()["draft_version"], self.worker.spec_live_digest()
+        return self.worker._spec_state.served.version, live_digest(self.worker._spec_layout())
 
 
 class Link(EngineLink):
@@ -96,10 +102,12 @@ def a_refresh(version: int) -> DraftRefresh:
     return DraftRefresh(version, 1, tensors, fingerprint(tensors))
 
 
-def test_law_5_all_engines_serve_a_draft_or_the_one_before_and_it_takes_a_second(monkeypatch: Any) -> None:
+def test_law_5_all_engines_serve_a_draft_or_the_one_before_and_it_takes_a_second(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
     monkeypatch.setattr(extension, "_all_ranks", bool)
     target = Target()
-    engines = [Engine(target) for _ in range(ENGINES)]
+    engines = [Engine(target, tmp_path) for _ in range(ENGINES)]
     link = Link(engines, 60.0)
     assert asyncio.run(link.install(a_refresh(1), False)).installed
     began = time.process_time()

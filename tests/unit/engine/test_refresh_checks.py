@@ -12,7 +12,6 @@ from torch import nn
 from draft_training import digest, fingerprint
 from spec_plugin.engine.refresh import swap as refresh
 from spec_plugin.engine.refresh.layout import Layout, draft_layout
-from spec_plugin.engine.refresh.swap import Staging
 
 
 class QKV(nn.Module):
@@ -90,12 +89,6 @@ def whole(seed: int, kv=KV) -> dict[str, torch.Tensor]:
     return {**tensors, "d2t": torch.arange(8) * 2, "t2d": torch.zeros(V, dtype=torch.bool)}
 
 
-def staged(tensors, version=5) -> Staging:
-    staging = Staging(version)
-    staging.add(tensors.items())
-    return staging
-
-
 @pytest.fixture
 def draft() -> FakeEagle3Draft:
     torch.manual_seed(0)
@@ -126,7 +119,7 @@ def test_the_layout_names_what_the_draft_owns_and_what_the_target_does(layout):
 
 def test_a_whole_fresh_refresh_is_installed_bit_for_bit(draft, layout):
     tensors = whole(1)
-    assert refresh.check_staged(layout, staged(tensors), 5, 4, digest(tensors)) is None
+    assert refresh.check_arrived(layout, tensors, 5, 4, digest(tensors)) is None
     assert refresh.swap(layout, tensors, draft.load_weights) is None
     assert refresh.mismatch(layout, tensors) is None
     live = layout.live_tensors()
@@ -135,7 +128,7 @@ def test_a_whole_fresh_refresh_is_installed_bit_for_bit(draft, layout):
 
 def test_both_spellings_of_the_one_layer_are_read(layout):
     tensors = {n.replace("midlayer.", "layers.0."): t for n, t in whole(1).items()}
-    assert refresh.check_staged(layout, staged(tensors), 5, 4, digest(tensors)) is None
+    assert refresh.check_arrived(layout, tensors, 5, 4, digest(tensors)) is None
 
 
 def without(name):
@@ -169,7 +162,7 @@ FAULTS = {
 def test_a_bad_refresh_is_refused_and_says_why(layout, fault):
     make, expected = FAULTS[fault]
     tensors = make(whole(1))
-    reason = refresh.check_staged(layout, staged(tensors), 5, 4, digest(tensors))
+    reason = refresh.check_arrived(layout, tensors, 5, 4, digest(tensors))
     assert reason is not None and expected in reason
 
 
@@ -178,7 +171,7 @@ def test_a_value_that_overflows_in_the_served_dtype_is_refused(draft):
     target.model.embed_tokens = draft.half().model.embed_tokens
     layout = draft_layout(draft, target)
     tensors = {**whole(1), "fc.weight": torch.full((H, 3 * H), 1e6)}
-    reason = refresh.check_staged(layout, staged(tensors), 5, 4, digest(tensors))
+    reason = refresh.check_arrived(layout, tensors, 5, 4, digest(tensors))
     assert reason is not None and "not finite" in reason and "float16" in reason
 
 
@@ -186,39 +179,18 @@ def test_a_value_that_overflows_in_the_served_dtype_is_refused(draft):
 def test_one_flipped_bit_on_the_way_is_refused(layout, made):
     tensors = whole(1)
     sent = made(tensors)
-    assert refresh.check_staged(layout, staged(tensors), 5, 4, sent) is None
-    staging = staged(tensors)
-    staging.tensors["lm_head.weight"].view(torch.int32)[3, 5] ^= 1
-    reason = refresh.check_staged(layout, staging, 5, 4, sent)
+    assert refresh.check_arrived(layout, tensors, 5, 4, sent) is None
+    tensors["lm_head.weight"].view(torch.int32)[3, 5] ^= 1
+    reason = refresh.check_arrived(layout, tensors, 5, 4, sent)
     assert reason is not None and "digest differs" in reason
 
 
 @pytest.mark.parametrize(("version", "served", "refused"), [(5, 5, True), (5, 6, True), (5, 4, False), (5, -1, False)])
 def test_a_stale_version_is_refused_unless_forced(layout, version, served, refused):
     tensors = whole(1)
-    reason = refresh.check_staged(layout, staged(tensors), version, served, digest(tensors))
+    reason = refresh.check_arrived(layout, tensors, version, served, digest(tensors))
     assert (reason is not None and "stale" in reason) if refused else reason is None
-    assert refresh.check_staged(layout, staged(tensors), version, served, digest(tensors), force=True) is None
-
-
-def test_another_version_than_the_staged_one_is_refused(layout):
-    tensors = whole(1)
-    reason = refresh.check_staged(layout, staged(tensors, version=4), 5, 3, digest(tensors))
-    assert reason is not None and "4 is staged" in reason
-
-
-def test_a_name_that_arrives_twice_is_refused(layout):
-    staging = staged(whole(1))
-    staging.add([("fc.weight", torch.zeros(H, 3 * H))])
-    reason = refresh.check_staged(layout, staging, 5, 4, digest(staging.tensors))
-    assert reason == "fc.weight arrived twice"
-
-
-def test_what_is_staged_does_not_change_when_the_transport_reuses_its_buffer():
-    buffer = torch.ones(4)
-    staging = staged({"fc.weight": buffer})
-    buffer.zero_()
-    assert staging.tensors["fc.weight"].sum() == 4
+    assert refresh.check_arrived(layout, tensors, version, served, digest(tensors), force=True) is None
 
 
 def loaders(draft):
@@ -308,5 +280,5 @@ def test_a_draft_that_cannot_be_refreshed_says_why(draft, how):
         draft.model.fc.weight = nn.Parameter(torch.zeros(H, 3 * H, dtype=torch.int8), requires_grad=False)
     else:
         draft.model.layers[0].W_UK_T = torch.zeros(1)
-    reason = refresh.check_staged(draft_layout(draft, Target()), staged(whole(1)), 5, 4, "")
+    reason = refresh.check_arrived(draft_layout(draft, Target()), whole(1), 5, 4, "")
     assert reason is not None and reason.startswith("this draft cannot be refreshed")

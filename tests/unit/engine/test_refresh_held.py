@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from draft_training import digest
 from spec_plugin.engine import extension
 from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.refresh.layout import Layout, Slot, draft_layout
-from spec_plugin.engine.refresh.swap import Staging, check_staged, swap
+from spec_plugin.engine.refresh.swap import check_arrived, swap
 
 
 class Draft(torch.nn.Module):
@@ -26,27 +27,34 @@ class Draft(torch.nn.Module):
 
 
 @pytest.fixture
-def worker(monkeypatch) -> Any:
+def worker(monkeypatch, tmp_path) -> Any:
     draft = Draft()
     monkeypatch.setattr(extension, "_all_ranks", bool)
     out: Any = object.__new__(SpecWorkerExtension)
     out._spec_state = extension._State()
     out.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(2, 2))
     out.get_draft_model = lambda: draft
+    out.file = tmp_path / "draft.safetensors"
     return out
 
 
+def install(worker: Any, version: int, tensors: dict[str, torch.Tensor], **options: bool) -> dict[str, Any]:
+    save_file(tensors, worker.file)
+    report: dict[str, Any] = worker.spec_install_file(
+        str(worker.file), version, digest(tensors), list(tensors), **options
+    )
+    return report
+
+
 def installed(worker: Any, version: int, hold: bool = False) -> dict[str, Any]:
-    tensors = {"fc.weight": torch.full((4, 4), float(version))}
-    worker.spec_stage(version, list(tensors.items()))
-    report: dict[str, Any] = worker.spec_install(version, digest(tensors), hold=hold)
+    report = install(worker, version, {"fc.weight": torch.full((4, 4), float(version))}, hold=hold)
     assert report["installed"], report["reason"]
     return report
 
 
 def served(worker: Any) -> tuple[int, str, float]:
-    info = worker.spec_draft_info()
-    return info["draft_version"], info["digest"], worker.get_draft_model().fc.weight[0, 0].item()
+    state = worker._spec_state.served
+    return state.version, state.digest, worker.get_draft_model().fc.weight[0, 0].item()
 
 
 @pytest.mark.parametrize(("keep", "version"), [(True, 2), (False, 1)])
@@ -72,8 +80,7 @@ def test_law_5_weights_that_are_no_longer_those_that_were_installed_are_noticed(
     with torch.no_grad():
         worker.get_draft_model().fc.weight.zero_()  # as sleep level 2 does
     assert worker.spec_lost_draft()
-    worker.spec_stage(1, [("fc.weight", torch.ones(4, 4))])
-    assert worker.spec_install(1, digest({"fc.weight": torch.ones(4, 4)}), force=True)["installed"]
+    assert install(worker, 1, {"fc.weight": torch.ones(4, 4)}, force=True)["installed"]
     assert not worker.spec_lost_draft()
 
 
@@ -95,9 +102,8 @@ def test_law_5_kernels_are_told_that_the_previous_weights_are_back():
 def test_law_5_a_pruned_draft_maps_each_of_its_tokens_to_one_of_the_targets(last, fits):
     """On a card a token beyond the vocabulary is an assertion that no process survives."""
     layout = Layout({"d2t": Slot("d2t", "d2t", (2,), torch.int64)}, {}, frozenset(), vocab_size=10)
-    staging, tensors = Staging(1), {"d2t": torch.tensor([0, last - 1])}
-    staging.add(tensors.items())
-    reason = check_staged(layout, staging, 1, 0, digest(tensors))
+    tensors = {"d2t": torch.tensor([0, last - 1])}
+    reason = check_arrived(layout, tensors, 1, 0, digest(tensors))
     assert (reason is None) == fits and ("d2t" in (reason or "d2t"))
 
 
@@ -105,7 +111,7 @@ def test_buffers_that_sleep_dropped_come_back_with_the_refresh(worker):
     draft = worker.get_draft_model()
     table = torch.arange(6.0)
     draft.register_buffer("cos_sin_cache", table.clone())
-    worker.spec_draft_info()
+    worker.spec_look_at_draft()
     before = draft.cos_sin_cache.data_ptr()
     draft.cos_sin_cache.fill_(float("nan"))
     installed(worker, 1)
@@ -119,7 +125,6 @@ def test_law_5_a_refresh_whose_buffers_cannot_be_restored_is_refused(worker, mon
     worker.get_draft_model().register_buffer("cos_sin_cache", torch.arange(6.0))
     installed(worker, 1)
     worker._spec_state.constants["cos_sin_cache"] = (torch.ones(7), "another")
-    worker.spec_stage(2, [("fc.weight", torch.full((4, 4), 2.0))])
-    report = worker.spec_install(2, digest({"fc.weight": torch.full((4, 4), 2.0)}))
+    report = install(worker, 2, {"fc.weight": torch.full((4, 4), 2.0)})
     assert not report["installed"] and "while loading" in report["reason"]
     assert served(worker)[::2] == (1, 1.0)

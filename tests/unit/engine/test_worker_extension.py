@@ -1,4 +1,4 @@
-"""The extension's own part of law 5: whatever the transport does, every rank reaches the verdict. No engine."""
+"""The extension's own part of law 5: whatever is wrong with a file, every rank reaches the verdict. No engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from draft_training import digest
 from spec_plugin.engine import extension
@@ -36,47 +37,42 @@ def worker(monkeypatch):
 TENSORS = {"fc.weight": torch.ones(4, 4)}
 
 
-def test_a_refresh_from_a_transport_is_installed(worker):
-    assert worker.spec_receive(1, lambda on_bucket: on_bucket(list(TENSORS.items()), True)) == 1
-    report = worker.spec_install(1, digest(TENSORS), ["fc.weight"])
+@pytest.fixture
+def file(tmp_path):
+    save_file(TENSORS, tmp_path / "draft.safetensors")
+    return tmp_path / "draft.safetensors"
+
+
+def test_a_refresh_from_a_file_is_installed(worker, file):
+    report = worker.spec_install_file(str(file), 1, digest(TENSORS), ["fc.weight"])
     assert report["installed"] and report["draft_version"] == 1 and report["digest"] == digest(TENSORS)
-    assert worker.verdicts == [True, True], "before and after the swap"
+    assert worker.verdicts == [True, True, True], "is the file there; before and after the swap"
 
 
-def test_a_transport_that_fails_becomes_a_refusal_on_every_rank(worker):
-    def receive(on_bucket):
-        on_bucket(list(TENSORS.items()))
-        raise TimeoutError("the sender is gone")
-
-    worker.spec_receive(1, receive)
-    report = worker.spec_install(1, digest(TENSORS))
-    assert not report["installed"] and "the sender is gone" in report["reason"]
-    assert worker.verdicts == [False]
+def test_a_file_that_cannot_be_read_becomes_a_refusal_on_every_rank(worker, file):
+    file.write_bytes(file.read_bytes()[:-20])
+    report = worker.spec_install_file(str(file), 1, digest(TENSORS), ["fc.weight"])
+    assert not report["installed"] and "SafetensorError" in report["reason"]
+    assert worker.verdicts == [True, False]
 
 
-def test_a_check_that_crashes_becomes_a_refusal_on_every_rank(worker, monkeypatch):
+def test_a_check_that_crashes_becomes_a_refusal_on_every_rank(worker, file, monkeypatch):
     monkeypatch.setattr(extension, "draft_layout", lambda *_: 1 / 0)
-    worker.spec_stage(1, list(TENSORS.items()))
-    report = worker.spec_install(1, digest(TENSORS))
-    assert not report["installed"] and "ZeroDivisionError" in report["reason"] and worker.verdicts == [False]
+    report = worker.spec_install_file(str(file), 1, digest(TENSORS), ["fc.weight"])
+    assert not report["installed"] and "ZeroDivisionError" in report["reason"] and worker.verdicts == [True, False]
 
 
-def test_what_cannot_be_staged_is_said_at_the_end_and_not_in_the_receiver(worker):
-    assert worker.spec_stage(1, [("fc.weight", "no tensor")]) == 0
-    assert "AttributeError" in worker.spec_install(1, "")["reason"]
+@pytest.mark.parametrize("names", [[], ["fc.weight", "gone.weight"]])
+def test_other_names_than_the_sender_sent_are_refused(worker, file, names):
+    report = worker.spec_install_file(str(file), 1, digest(TENSORS), names)
+    assert not report["installed"] and "torn" in report["reason"]
 
 
-def test_a_refused_refresh_is_not_kept(worker):
-    worker.spec_stage(1, list(TENSORS.items()))
-    assert not worker.spec_install(1, "0" * 64)["installed"]
-    assert not worker.spec_install(1, digest(TENSORS))["installed"], "nothing is staged any more"
-
-
-def test_without_a_draft_everything_answers(worker):
+def test_without_a_draft_everything_answers(worker, file):
     worker.get_draft_model = lambda: None
-    assert worker.spec_draft_info()["has_draft"] is False
+    worker.spec_look_at_draft()
     assert worker.spec_lost_draft() is False
-    assert "no draft model" in worker.spec_install(1, "")["reason"]
+    assert "no draft model" in worker.spec_install_file(str(file), 1, "", [])["reason"]
 
 
 @pytest.mark.parametrize("place", ["drafter", "speculator"])

@@ -12,7 +12,7 @@ from spec_plugin.builtin.registry import built_in_methods
 #: rooms of the methods themselves; the list of them; the allow-list of what vLLM may be told; and which runner serves which
 MAY_KNOW = ("builtin/methods/", "builtin/registry.py", "engine/lossless.py", "engine/suffix/", "model_runner.py")
 #: words for people: what an option or a metric means
-FOR_PEOPLE = ("config.py", "hookspecs.py", "builtin/metrics.py")
+FOR_PEOPLE = ("config.py", "hookspecs.py")
 
 
 #: an option of the trainer itself is called like it

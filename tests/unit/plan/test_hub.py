@@ -103,7 +103,7 @@ def test_what_is_not_here_is_fetched_by_a_run_alone(hub):
     ):
         draft_folder("owner/name", TARGET, fetch=True)
     cached(hub, "owner/name", "main", config__json=b"{}")
-    with pytest.raises(DraftNotHereError, match="only a part is in this machine's cache"):
+    with pytest.raises(DraftNotHereError, match="is in this machine's cache only in part"):
         draft_folder("owner/name", TARGET, fetch=False)
     with pytest.raises(SpecConfigError, match=r"has no \*\.safetensors: weights in other formats are not loaded"):
         draft_folder("owner/name", TARGET, fetch=True)
@@ -126,7 +126,7 @@ def test_nothing_but_configs_safetensors_and_a_masks_vector_is_asked_of_the_hub(
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (errors.RepositoryNotFoundError, "has no model owner/name, or none that you may see: correct the name"),
+        (errors.RepositoryNotFoundError, "owner/name is not there, or you may not see it: correct the name"),
         (errors.GatedRepoError, "asks for consent: accept its terms on the hub, and log in"),
         (errors.RevisionNotFoundError, "has no revision v9; leave @v9 out"),
         (ConnectionError, "could not be fetched: ConnectionError$"),

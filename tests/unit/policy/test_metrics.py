@@ -5,8 +5,9 @@ import re
 
 import torch
 from builders.paths import ROOT
+from spec_plugin_conformance.metrics import SCHEMA, describe
 
-from spec_plugin.builtin.metrics import SCHEMA, MetricsSink, describe
+from spec_plugin.builtin.metrics import MetricsSink
 from spec_plugin.events import DraftRefresh, HiddenStates, RefreshReport, RolloutStats
 
 

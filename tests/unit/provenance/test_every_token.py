@@ -6,14 +6,14 @@ import random
 from dataclasses import replace
 
 import torch
-from builders.batches import whole_batch
+from builders.batches import span_of, whole_batch, witness_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_plugin.builtin.provenance import by_lag
 from spec_plugin.events import LogprobBatch
-from spec_plugin.spans import Span, Spans, fingerprints, span_of
-from spec_plugin.witness import Witness, witnessed
+from spec_plugin.spans import Span, Spans, fingerprints
+from spec_plugin.witness import witnessed
 
 SEEDS = st.integers(0, 2**32)
 
@@ -51,7 +51,7 @@ def test_witnesses_are_those_that_a_comparison_of_all_beginnings_finds(seed: int
     texts = documents(rng)
     ends = [(text, rng.randrange(1, len(text) + 1)) for text in texts + documents(rng)]
     stated = [(tuple(t[:n]), tuple(-rng.random() for _ in range(rng.randrange(1, n + 1)))) for t, n in ends]
-    known = [Witness.of(*one) for one in stated]
+    known = [witness_of(*one) for one in stated]
     starts = [rng.randrange(len(text)) for text in texts]
     width = max(len(t) - s for t, s in zip(texts, starts, strict=True))
     mask = torch.arange(width) < torch.tensor([len(t) - s for t, s in zip(texts, starts, strict=True)])[:, None]

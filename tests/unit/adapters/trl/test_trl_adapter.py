@@ -13,6 +13,8 @@ import pytest
 from spec_plugin_trl import check as check_module
 from spec_plugin_trl import flag, options
 
+from spec_plugin.commands.forecast import judge
+from spec_plugin.commands.judgement import find_model
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.run_plan import Model, RunPlan
 
@@ -209,20 +211,7 @@ def checked(*words: str) -> RunPlan:
 
 @pytest.fixture(autouse=True)
 def trl_is_here(monkeypatch: Any) -> None:
-    monkeypatch.setattr(check_module, "_trl_is_here", lambda: True)
-    monkeypatch.setattr(check_module, "known_fields", lambda: frozenset([*check_module.DEFAULTS, *MORE]))
-
-
-MORE = (
-    "generation_batch_size",
-    "vllm_enable_sleep_mode",
-    "num_iterations",
-    "steps_per_generation",
-    "bf16",
-    "vllm_max_model_length",
-    "vllm_tensor_parallel_size",
-    "generation_kwargs",
-)
+    monkeypatch.setattr(options, "trl_version", lambda: "1.16.0")
 
 
 def test_trls_command_line_is_read_with_its_file(tmp_path: Path) -> None:
@@ -294,24 +283,9 @@ def test_what_cannot_be_read_is_said(words: tuple[str, ...]) -> None:
 def test_a_wrong_option_and_an_unreadable_model_are_objections(tmp_path: Path) -> None:
     plan = checked("SPEC_PLUGIN_TRL=k=99", "trl", "grpo", "--use_vllm", "--model_name_or_path", "policy")
     assert [o.reason for o in plan.objections] == ["a spec option"]
-
-    def broken(name: str) -> Model:
-        raise SpecConfigError("config.json of x: no JSON")
-
-    plan = check_module.check(("trl", "grpo", "--use_vllm", "--model_name_or_path", "x"), broken)
-    assert [o.reason for o in plan.objections] == ["an unreadable model"]
-
-
-def test_the_fields_of_the_installed_trl_are_found_by_its_source(monkeypatch: Any) -> None:
-    monkeypatch.undo()
-    sources = {
-        "trl": "class GRPOConfig(X):\n    use_vllm: bool = field(default=False)\n    beta: float = field(default=0.0)\n",
-        "transformers": "class TrainingArguments:\n    max_steps: int = 1\n",
-    }
-    monkeypatch.setattr(check_module, "source_of", lambda package, file: sources[package])
-    assert check_module.known_fields() == {"use_vllm", "beta", "max_steps"}
-    monkeypatch.setattr(check_module, "source_of", lambda package, file: "")
-    assert check_module.known_fields() == frozenset(check_module.DEFAULTS)
+    (tmp_path / "config.json").write_text("{")
+    plan = check_module.check(("trl", "grpo", "--use_vllm", "--model_name_or_path", str(tmp_path)), find_model)
+    assert [o.reason for o in judge(plan).objections] == ["an unreadable model"]
 
 
 def test_the_cpu_run_has_the_launcher_only_with_the_flag(tmp_path: Path) -> None:

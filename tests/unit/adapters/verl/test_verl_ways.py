@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("verl")
+from builders.batches import span_of
 from spec_plugin_verl.actor import SpecActor
 from tensordict import TensorDict
 from torch import Tensor
@@ -21,7 +22,7 @@ from spec_plugin.actor.run import SpecRun
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
-from spec_plugin.spans import Spans, span_of
+from spec_plugin.spans import Spans
 
 #: where the control group's stretch lies in a response
 STRETCH = slice(20, 84)
