@@ -20,13 +20,13 @@ def chain_weights(confidence: Tensor, valid: Tensor, smoothing: float) -> Tensor
         [J, R]: for each anchor and position j, the sum over m >= j of the products of smoothed confidences up to m; 0 where
         not valid.
     """
-    ok = _shifted(valid.to(confidence.dtype), -1)  # column i holds the chain of anchor i
-    smooth = torch.where(ok > 0, (1 - smoothing) * _shifted(confidence, -1) + smoothing, torch.ones_like(ok))
+    ok = shifted(valid.to(confidence.dtype), -1)  # column i holds the chain of anchor i
+    smooth = torch.where(ok > 0, (1 - smoothing) * shifted(confidence, -1) + smoothing, torch.ones_like(ok))
     reach = smooth.cumprod(0) * ok
-    return _shifted(reach.flip(0).cumsum(0).flip(0) * ok, 1)
+    return shifted(reach.flip(0).cumsum(0).flip(0) * ok, 1)
 
 
-def _shifted(table: Tensor, way: int) -> Tensor:
+def shifted(table: Tensor, way: int) -> Tensor:
     """[J, R] with line j moved by ``way * j`` columns, zeros coming in."""
     total = table.shape[1]
     moved = []

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draft_training.batch import PackedBatch
-from draft_training.chains import chain_weights
+from draft_training.chains import chain_weights, shifted
 from draft_training.draft import Draft
 
 #: elements of one vocabulary-sized temporary, rows * V: on a CPU; and on a card, where few rows would not repay reading the head
@@ -294,11 +294,8 @@ def replay(match: Tensor, valid: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     accepted, rounds = [0] * steps, 0
     if total:
         # anchor i's chain lies on the diagonal (j, i + j)
-        shifts = [min(j, total) for j in range(steps)]
-        hit = torch.stack([F.pad(match[j, by:], (0, by)) for j, by in enumerate(shifts)]).cumprod(0).sum(0).tolist()
-        whole = torch.stack([F.pad(valid[j, by:], (0, by)) for j, by in enumerate(shifts)]).all(0)
-        row_list = rows.tolist()
-        whole_list = whole.tolist()
+        hit = shifted(match, -1).cumprod(0).sum(0).tolist()
+        row_list, whole_list = rows.tolist(), shifted(valid, -1).all(0).tolist()
         i = 0
         while i < total:
             if not whole_list[i]:  # the tail of a span: walk to the next one

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -18,24 +18,14 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    result: list[T] = []
-    failure: list[BaseException] = []
-
     on_stream = callers_stream()
 
-    def target() -> None:
-        try:
-            with on_stream():
-                result.append(asyncio.run(work))
-        except BaseException as error:
-            failure.append(error)
+    def run() -> T:
+        with on_stream():
+            return asyncio.run(work)
 
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def callers_stream() -> Callable[[], AbstractContextManager[None]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pluggy
 
-from draft_training.errors import CheckpointError, DraftConfigError
+from draft_training.errors import CheckpointError
 from draft_training.files import refuse_code
 from spec_plugin import hookspecs
 from spec_plugin.config import SpecConfig
@@ -20,6 +20,7 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hub import draft_folder
 from spec_plugin.method import Method
+from spec_plugin.refusals import refusing
 
 ENTRY_POINT_GROUP = "spec_plugin"
 
@@ -110,11 +111,9 @@ def ask_method(
     if (
         config.draft is not None and Path(config.draft).resolve() != Path(target.path).resolve()
     ):  # that is trusted, or not
-        try:
-            with suppress(CheckpointError):  # of what cannot be read the method says so, in its own words
-                refuse_code(Path(config.draft))
-        except DraftConfigError as error:
-            raise SpecConfigError(f"spec.draft={config.draft!r} is refused: {error}") from error
+        # of what cannot be read the method says so, in its own words
+        with refusing(f"spec.draft={config.draft!r} is refused"), suppress(CheckpointError):
+            refuse_code(Path(config.draft))
     found: Method | None = manager.hook.spec_method(config=config, target=target)
     return found
 

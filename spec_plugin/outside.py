@@ -37,16 +37,9 @@ def check_regular(file: Path) -> None:
         mode = file.stat().st_mode
     except OSError as error:
         raise SpecConfigError(f"{file} cannot be read: {error.strerror or error}") from error
-    kinds = (
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a pipe"),
-        (stat.S_ISCHR, "a device"),
-        (stat.S_ISBLK, "a device"),
-        (stat.S_ISSOCK, "a socket"),
-    )
-    for is_kind, what in kinds:
-        if is_kind(mode):
-            raise SpecConfigError(f"{file} is {what}: give a file")
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        raise SpecConfigError(f"{file} is {kinds.get(stat.S_IFMT(mode), 'a device')}: give a file")
 
 
 class _Limited:

@@ -17,12 +17,7 @@ class Recovery:
         """
         self._most = most
         self.begun = 0  # fresh starts so far
-        self._left: int | None = None  # weight syncs until the next one; None: there is none to come
-
-    @property
-    def left(self) -> int | None:
-        """Weight syncs until the next fresh start; None: there is none to come."""
-        return self._left
+        self.left: int | None = None  # weight syncs until the next one; None: there is none to come
 
     def failed(self, for_good: bool) -> None:
         """Draft work has failed.
@@ -31,14 +26,14 @@ class Recovery:
             for_good: it is known that trying again would not help.
         """
         again = self.begun < self._most and not for_good
-        self._left = FIRST * 2**self.begun if again else None
+        self.left = FIRST * 2**self.begun if again else None
 
     def synced(self) -> bool:
         """A weight sync without drafts: is it the one behind which they are tried again."""
-        if self._left is None:
+        if self.left is None:
             return False
-        self._left -= 1
-        if self._left > 0:
+        self.left -= 1
+        if self.left > 0:
             return False
-        self._left, self.begun = None, self.begun + 1
+        self.left, self.begun = None, self.begun + 1
         return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,18 +59,25 @@ def refuse(objections: Iterable[Objection], leave_out: str) -> None:
         raise SpecConfigError("\n".join([*lines[:-1], f"{lines[-1]}, or {leave_out}"]))
 
 
+@contextmanager
+def refusing(what: str = "") -> Iterator[None]:
+    """What is wrong with a checkpoint, or with a config.json, is raised as a ``SpecConfigError``, behind these words."""
+    try:
+        yield
+    except (CheckpointError, DraftConfigError, OSError) as error:
+        raise SpecConfigError(f"{what}: {error}" if what else str(error)) from error
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A model's config.json; what every method reads of it is of the kind that it must be.
 
     Raises:
         SpecConfigError: if it cannot be read, or says what cannot be, with the field, its value and the file.
     """
-    try:
+    with refusing():
         config = files.read_json(file)
         read(ModelBasics, config, str(file))
-    except (CheckpointError, DraftConfigError) as error:
-        raise SpecConfigError(str(error)) from error
-    return config
+        return config
 
 
 def load_hf_config(name: str, option: str) -> dict[str, Any]:

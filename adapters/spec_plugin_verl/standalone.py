@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import ray
 from spec_plugin_verl_check.options import EVERYWHERE
@@ -22,10 +22,8 @@ from torch import Tensor
 
 from spec_plugin.adapter import (
     ActorsLink,
-    EngineLink,
     EngineSchedule,
     SpecConfigError,
-    SpecRun,
     SpecSession,
     Work,
     actor_group,
@@ -35,24 +33,17 @@ from spec_plugin.adapter import (
 )
 from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyTap
 
+if TYPE_CHECKING:
+    from spec_plugin_verl.actor import SpecActor
+
 #: names that verl gives the servers of the policy; of one across nodes, the first node's
 _SERVER = re.compile(r"vllm_server_\d+_0")
-
-
-class StandaloneActor(Protocol):
-    """The actor, as far as it is asked here; see ``spec_plugin_verl.actor.SpecActor``."""
-
-    def spec_dtype(self) -> str:
-        """Dtype of its forward pass, as torch names it."""
-
-    def attach(self, session: SpecSession, link: EngineLink | None, *, overlaps: bool = False) -> SpecRun:
-        """Begin speculative rollouts for it; the link is None except on the first rank."""
 
 
 class Standalone:
     """What one rank of such an actor does around each weight sync."""
 
-    def __init__(self, actor: StandaloneActor) -> None:
+    def __init__(self, actor: SpecActor) -> None:
         """Take the options from the servers, which have started by now, and attach to the engine.
 
         Raises:

@@ -18,8 +18,8 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/manager.py",
         "ask_method",
-        "                refuse_code(Path(config.draft))\n",
-        "                pass\n",
+        "            refuse_code(Path(config.draft))\n",
+        "            pass\n",
         "law 8: a draft's code runs under the policy's trust_remote_code",
         ("test_law8_drafts_bring_no_code.py",),
     ),

@@ -78,13 +78,15 @@ def fit_sampler_memory(
     gathered = 2.0 if ranks == 1 else 2.0 * (2.0 + 1.0 / ranks)
 
     def bytes_of(b: Numbers, k: int) -> Numbers:
+        rows: Numbers = vocab_size * b * (k + 1)
         if not in_chunks:
-            return vocab_size * (14 * b * (k + 1) + 8 * b * k + 6 * b)
-        rows = vocab_size * b * (k + 1)
-        return np.maximum(gathered * rows, 2 * rows + np.minimum(4 * rows, _CHUNK))
+            return 14 * rows + vocab_size * (8 * b * k + 6 * b)
+        most_at_once: Numbers = np.maximum(gathered * rows, 2 * rows + np.minimum(4 * rows, _CHUNK))
+        return most_at_once
 
     seen = vocab_size * most * (gathered if in_chunks else _V1_PROFILED)
-    batches, ks, cut = np.arange(most + 1.0), np.array(table), np.zeros(most + 1, np.int64)
+    batches: Numbers = np.arange(most + 1, dtype=np.float64)
+    ks, cut = np.array(table), np.zeros(most + 1, np.int64)
     for k in range(1, max(table) + 1):  # a longer draft takes more, so the last that fits is the longest
         cut += (ks >= k) & (bytes_of(batches, k) <= seen + room)
     return tuple(cut.tolist())

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.outside import logit_cap
 from draft_training.small_lm import SmallLmShape
 from spec_plugin.builtin.methods.served import starting_folder
 from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_shape
 from spec_plugin.config import SpecConfig
-from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method, StartingDraft
+from spec_plugin.refusals import refusing
 
 
 class DraftModelMethod:
@@ -49,7 +48,7 @@ class DraftModelMethod:
 
 
 def _starting_draft(config: SpecConfig, target: TargetInfo) -> StartingDraft:
-    try:
+    with refusing(f"spec.draft={config.draft!r} cannot draft for this target"):
         logit_cap(target.hf_config, target.file)  # refuses what cannot be learned
         if config.draft is None:
             return StartingDraft(SmallLmShape.from_target(target.hf_config, target.file), most_unrolled=1)
@@ -57,5 +56,3 @@ def _starting_draft(config: SpecConfig, target: TargetInfo) -> StartingDraft:
 
         shape, tensors = load_small_lm(Path(config.draft), target.hf_config, target.file)
         return StartingDraft(shape, tensors, most_unrolled=1)
-    except (DraftConfigError, CheckpointError, OSError) as error:
-        raise SpecConfigError(f"spec.draft={config.draft!r} cannot draft for this target: {error}") from error

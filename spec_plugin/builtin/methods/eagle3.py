@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from draft_training.config import DraftConfig, validate_draft
-from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.outside import logit_cap
 from spec_plugin.builtin.methods.served import INSTEAD, starting_folder
 from spec_plugin.builtin.methods.tables import common_settings
@@ -17,6 +16,7 @@ from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method, StartingDraft
 from spec_plugin.model_runner import METHODS, leaves_a_draft_unread
+from spec_plugin.refusals import refusing
 
 Tensors = Mapping[str, Any]
 
@@ -27,28 +27,22 @@ def starting_draft(config: SpecConfig, target: TargetInfo) -> tuple[DraftConfig,
     Raises:
         SpecConfigError: if the checkpoint does not fit the target, or no draft can be made for it.
     """
-    try:
+    with refusing():
         if config.draft is not None:
             return _given_draft(config, config.draft, target)
         logit_cap(target.hf_config, target.file)  # refuses what cannot be learned
         pruned, layers = config.draft_vocab_size, config.aux_layers
         made = DraftConfig.from_target(target.hf_config, draft_vocab_size=pruned, aux_layers=layers, where=target.file)
         return made, None
-    except DraftConfigError as error:
-        raise SpecConfigError(str(error)) from error
 
 
 def _given_draft(config: SpecConfig, folder: str, target: TargetInfo) -> tuple[DraftConfig, Tensors]:
     from draft_training.eagle3 import load_draft
 
-    try:
+    with refusing(f"spec.draft={folder!r} cannot draft for this target"):
         draft_config, tensors = load_draft(folder, target.hf_config, target.file)
         validate_draft(draft_config, target.hf_config, target.file)
         logit_cap(target.hf_config, target.file)
-    except (OSError, CheckpointError) as error:
-        raise SpecConfigError(f"spec.draft={folder!r} cannot be read: {error}") from error
-    except DraftConfigError as error:
-        raise SpecConfigError(f"spec.draft={folder!r} cannot draft for this target: {error}") from error
     for name in ("draft_vocab_size", "aux_layers"):
         asked, has = getattr(config, name), getattr(draft_config, name)
         if asked is not None and asked != has:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.files import check_offsets, read_json
 from draft_training.outside import ModelBasics, read
 from spec_plugin.builtin.methods.checkpoints import tensor_names, vocabulary_map
@@ -18,6 +17,7 @@ from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
 from spec_plugin.model_runner import leaves_a_draft_unread
+from spec_plugin.refusals import refusing
 
 #: what a parallel draft's config.json has, and no other's: the token that stands for those that are not known yet
 _PARALLEL = ("pard_token", "ptd_token_id", "mask_token_id")
@@ -79,24 +79,20 @@ def _verified_folder(draft: str | None) -> str | None:
     """
     from draft_training.weights import refuse_broken, refuse_broken_mask
 
-    try:
+    with refusing(f"spec.draft={draft!r} cannot be served"):
         for file in sorted(Path(str(draft)).glob("*.safetensors")):
             refuse_broken(file)
         refuse_broken_mask(Path(str(draft)))
-    except (DraftConfigError, CheckpointError) as error:
-        raise SpecConfigError(f"spec.draft={draft!r} cannot be served: {error}") from error
     return draft
 
 
 def _refuse_strange_tokens(draft: str, target: TargetInfo) -> None:
     """A pruned draft whose tokens are not all the target's: on a card the engine would die of the first of them."""
-    try:
+    with refusing(f"spec.draft={draft!r} cannot be served"):
         vocabulary = read(ModelBasics, target.hf_config, target.file).vocab_size
         offsets = vocabulary_map(Path(draft))
         if offsets is not None and vocabulary is not None:
             check_offsets(offsets, vocabulary, draft, distinct=False)
-    except (DraftConfigError, CheckpointError) as error:
-        raise SpecConfigError(f"spec.draft={draft!r} cannot be served: {error}") from error
 
 
 def kind_of(folder: Path) -> tuple[str, bool]:
@@ -105,12 +101,10 @@ def kind_of(folder: Path) -> tuple[str, bool]:
     Raises:
         SpecConfigError: if the folder holds no draft that can be told.
     """
-    try:
+    with refusing(f"spec.draft={str(folder)!r} cannot be read"):
         hf = read_json(folder / "config.json")
         architecture = (read(ModelBasics, hf, str(folder / "config.json")).architectures or [""])[0]
         names = tensor_names(folder)
-    except (OSError, CheckpointError, DraftConfigError) as error:
-        raise SpecConfigError(f"spec.draft={str(folder)!r} cannot be read: {error}") from error
     parallel = any(hf.get(name) is not None for name in _PARALLEL)
     if "DFlash" in architecture:
         return "dflash", True

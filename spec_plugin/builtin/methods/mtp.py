@@ -17,6 +17,7 @@ from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method, StartingDraft
+from spec_plugin.refusals import refusing
 
 F = TypeVar("F", bound=Fields)
 
@@ -70,11 +71,9 @@ class MtpMethod:
     def _starting_draft(target: TargetInfo) -> StartingDraft:
         from draft_training.mtp_module import MtpKind  # with torch, whose import takes seconds
 
-        try:
+        with refusing("spec.method='mtp' cannot draft for this target"):
             shape = MtpShape.from_target(target.hf_config, target.file)
             tensors = MtpKind(shape).of_checkpoint(Path(target.path))
-        except (DraftConfigError, CheckpointError, OSError) as error:
-            raise SpecConfigError(f"spec.method='mtp' cannot draft for this target: {error}") from error
         if tensors is None and target.load_format != "dummy":
             raise SpecConfigError(
                 f"spec.method='mtp': {target.path} holds no tensors named model.mtp_layers.0.…, which the engine wants: take a "
@@ -110,10 +109,8 @@ def _lacks(target: TargetInfo) -> str | None:
 
 
 def _read(kind: type[F], hf: Mapping[str, Any], target: TargetInfo) -> F:
-    try:
+    with refusing():
         return read(kind, hf, target.file)
-    except DraftConfigError as error:
-        raise SpecConfigError(str(error)) from error
 
 
 def _layer_of(name: str) -> int:
