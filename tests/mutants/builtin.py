@@ -893,8 +893,8 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/builtin/break_even/plan.py",
         "fit_sampler_memory.bytes_of",
-        "14 * b * (k + 1) + 8 * b * k",
-        "14 * b * (k + 1)",
+        "14 * rows + vocab_size * (8 * b * k + 6 * b)",
+        "14 * rows",
         "the sampler of V1 takes more memory than is counted",
         ("test_plan.py",),
     ),
