@@ -119,9 +119,9 @@ MUTATIONS = (
     ),
     Mutation(
         _EXTENSION,
-        "or fingerprint(layout.parameters) != self._spec_state.served.fingerprint",
-        "or self._spec_state.served.fingerprint is None",
-        "law 5: a draft that sleep has dropped is served",
+        "if fingerprint(layout.parameters) == served.fingerprint",
+        "if served.fingerprint is not None",
+        "law 5: an audit takes shards that sleep has dropped for those that were installed",
         ("engine/test_refresh_held.py",),
     ),
     Mutation(
