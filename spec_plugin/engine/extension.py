@@ -277,7 +277,10 @@ class SpecWorkerExtension:
             layout = self._spec_layout()
             place = _roomy_place(layout)
             tensors = {name: refresh.copied(tensor, place) for name, tensor in arrived.items()}
-            reason = self._spec_check(layout, tensors, version, digest, names, force)
+            self._spec_remember(layout)
+            reason = refresh.check_arrived(layout, tensors, version, self._spec_state.served.version, digest, force)
+            if reason is None and (lost := sorted(set(names) ^ tensors.keys())):
+                reason = f"torn: not both sent and arrived: {lost}"
         except Exception as error:  # other ranks wait for this one's verdict
             reason = f"checking failed with {type(error).__name__}: {error}"
         if not _all_ranks(reason is None):
@@ -298,21 +301,6 @@ class SpecWorkerExtension:
             seal=lambda: mark(fingerprint(layout.parameters)),
             place=place,
         )
-
-    def _spec_check(
-        self,
-        layout: Layout,
-        tensors: Mapping[str, Tensor],
-        version: int,
-        digest: str,
-        names: Iterable[str],
-        force: bool,
-    ) -> str | None:
-        self._spec_remember(layout)
-        reason = refresh.check_arrived(layout, tensors, version, self._spec_state.served.version, digest, force)
-        if reason is None and set(names) != tensors.keys():
-            reason = f"torn: sent, but never arrived: {sorted(set(names) - tensors.keys())}"
-        return reason
 
 
 def _roomy_place(layout: Layout) -> torch.device:

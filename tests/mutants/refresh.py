@@ -42,8 +42,8 @@ MUTATIONS = (
     ),
     Mutation(
         _SWAP,
-        "(ids < layout.vocab_size)",
-        "(ids <= layout.vocab_size)",
+        'check_offsets(arrived["d2t"], layout.vocab_size, "the refresh")',
+        'check_offsets(arrived["d2t"], layout.vocab_size + 1, "the refresh")',
         "law 5: a draft token one past the target's vocabulary is served",
         ("engine/test_refresh_held.py",),
     ),
