@@ -23,22 +23,6 @@ class SliceReport:
 
     @classmethod
     def of(cls, stats: LossStats, *, steps: int, tokens: int, skipped: int, seconds: float) -> SliceReport:
-        """Divide raw sums; see the fields for the rest.
-
-        Args:
-            stats: of the optimizer steps, or of the evaluated documents, of all ranks.
-            steps: optimizer steps taken.
-            tokens: of all ranks.
-            skipped: steps given up.
-            seconds: that it took.
-        """
-        return cls(
-            steps=steps,
-            tokens=tokens,
-            loss=stats.loss,
-            acceptance_length=stats.acceptance_length,
-            chances=stats.chances,
-            rounds=int(stats.rounds),
-            skipped=skipped,
-            seconds=seconds,
-        )
+        """From the raw sums of the optimizer steps, or of the evaluated documents, of all ranks; see the fields for the rest."""
+        length, chances, rounds = stats.acceptance_length, stats.chances, int(stats.rounds)
+        return cls(steps, tokens, stats.loss, length, chances, rounds, skipped, seconds)

@@ -184,8 +184,9 @@ def drafts(source: Path, folder: Path) -> Iterator[dict[str, Any]]:
     }
     both = []
     for name, sent in (("spoiled", spoiled), ("draft", tensors)):
-        save_file({n: t.contiguous() for n, t in sent.items()}, folder / name)
-        both.append({"path": str(folder / name), "digest": fingerprint(sent), "names": list(sent)})
+        file = folder / f"{name}.safetensors"
+        save_file({n: t.contiguous() for n, t in sent.items()}, file)
+        both.append({"path": str(file), "digest": fingerprint(sent), "names": list(sent)})
     for i in count():
         yield both[i % 2]
 

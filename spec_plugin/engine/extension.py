@@ -110,7 +110,7 @@ class SpecWorkerExtension:
             version: draft version; must be newer than the served one.
             digest: of all tensors as the sender has them, a sha256 or a fingerprint (``draft_training.digest_like``).
             names: of the tensors that the sender sent.
-            force: install although the version is not newer, e.g. after ``spec_lost_draft`` or on resume.
+            force: install although the version is not newer, e.g. after sleep level 2 or on resume.
             hold: keep the previous draft until ``spec_settle``, for a run of several engines.
 
         Returns:
@@ -195,9 +195,9 @@ class SpecWorkerExtension:
         ``draft_version``.
 
         The draft's is of its own weights as they are now, under their checkpoint names: the sender's, if that sent exactly the
-        required names in the dtypes that are served. A draft of pruned vocabulary also sends ``t2d``, which vLLM does not keep;
-        to ask whether the draft is intact, use ``spec_lost_draft``. Of a shard no digest of the whole can be made: it is that
-        of the draft whose shards were read back when they were installed, if they are still what they were then.
+        required names in the dtypes that are served. A draft of pruned vocabulary also sends ``t2d``, which vLLM does not keep.
+        Of a shard no digest of the whole can be made: it is that of the draft whose shards were read back when they were
+        installed, if they are still what they were then.
         """
         layout = self._spec_layout()
         model = self.model_runner.get_model()
@@ -227,24 +227,14 @@ class SpecWorkerExtension:
         found = {"embed": embed, "head": ends.get("lm_head", embed)}  # a tied head has no name of its own
         return {n: weights_digest({"": t[:rows]}) if whole and t is not None else "" for n, t in found.items()}
 
-    def spec_lost_draft(self) -> bool:
-        """True if the draft's weights are no longer those that were installed (or first seen by ``spec_look_at_draft``).
-
-        Ask after every wake-up (sleep level 2 drops them) and every target weight sync; then install again with
-        ``force=True``.
-        """
-        if find_draft(self) is None:
-            return False
-        layout = self._spec_layout()
-        self._spec_remember(layout)
-        return layout.problem is not None or fingerprint(layout.parameters) != self._spec_state.served.fingerprint
-
     def _spec_held_digest(self, layout: Layout) -> str:
         if layout.problem is not None:
             return ""
         if self.vllm_config.parallel_config.tensor_parallel_size == 1:
             return refresh.live_digest(layout)
-        return "not what was installed" if self.spec_lost_draft() else self._spec_state.served.digest
+        self._spec_remember(layout)
+        served = self._spec_state.served
+        return served.digest if fingerprint(layout.parameters) == served.fingerprint else "not what was installed"
 
     def _spec_restore_constants(self, draft: Any) -> None:
         """Bring back buffers that sleep level 2 dropped: nothing else ever changes them (tables of rotary embeddings)."""
@@ -287,7 +277,10 @@ class SpecWorkerExtension:
             layout = self._spec_layout()
             place = _roomy_place(layout)
             tensors = {name: refresh.copied(tensor, place) for name, tensor in arrived.items()}
-            reason = self._spec_check(layout, tensors, version, digest, names, force)
+            self._spec_remember(layout)
+            reason = refresh.check_arrived(layout, tensors, version, self._spec_state.served.version, digest, force)
+            if reason is None and (lost := sorted(set(names) ^ tensors.keys())):
+                reason = f"torn: not both sent and arrived: {lost}"
         except Exception as error:  # other ranks wait for this one's verdict
             reason = f"checking failed with {type(error).__name__}: {error}"
         if not _all_ranks(reason is None):
@@ -308,21 +301,6 @@ class SpecWorkerExtension:
             seal=lambda: mark(fingerprint(layout.parameters)),
             place=place,
         )
-
-    def _spec_check(
-        self,
-        layout: Layout,
-        tensors: Mapping[str, Tensor],
-        version: int,
-        digest: str,
-        names: Iterable[str],
-        force: bool,
-    ) -> str | None:
-        self._spec_remember(layout)
-        reason = refresh.check_arrived(layout, tensors, version, self._spec_state.served.version, digest, force)
-        if reason is None and set(names) != tensors.keys():
-            reason = f"torn: sent, but never arrived: {sorted(set(names) - tensors.keys())}"
-        return reason
 
 
 def _roomy_place(layout: Layout) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from draft_training import fingerprint
 from spec_plugin.engine.capabilities import find_draft
 from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.repairs import patches
@@ -13,6 +14,11 @@ EXTENSION = "inspected.Inspected"
 
 class Inspected(SpecWorkerExtension):
     """The plugin's own, looked into."""
+
+    def spec_lost_draft(self) -> bool:
+        """Are the draft's weights no longer those that were installed, or first seen."""
+        self.spec_look_at_draft()
+        return fingerprint(self._spec_layout().parameters) != self._spec_state.served.fingerprint
 
     def spec_draft_info(self) -> dict[str, Any]:
         """What this worker serves; also has it remember the draft as it is, if nothing was installed yet.

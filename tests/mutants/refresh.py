@@ -47,8 +47,8 @@ MUTATIONS = (
     Mutation(
         _SWAP,
         "_check_tensors",
-        "(ids < layout.vocab_size)",
-        "(ids <= layout.vocab_size)",
+        'check_offsets(arrived["d2t"], layout.vocab_size, "the refresh")',
+        'check_offsets(arrived["d2t"], layout.vocab_size + 1, "the refresh")',
         "law 5: a draft token one past the target's vocabulary is served",
         ("test_refresh_held.py",),
     ),
@@ -134,10 +134,10 @@ MUTATIONS = (
     ),
     Mutation(
         _EXTENSION,
-        "SpecWorkerExtension.spec_lost_draft",
-        "or fingerprint(layout.parameters) != self._spec_state.served.fingerprint",
-        "or self._spec_state.served.fingerprint is None",
-        "law 5: a draft that sleep has dropped is served",
+        "SpecWorkerExtension._spec_held_digest",
+        "if fingerprint(layout.parameters) == served.fingerprint",
+        "if served.fingerprint is not None",
+        "law 5: an audit takes shards that sleep has dropped for those that were installed",
         ("test_refresh_held.py",),
     ),
     Mutation(

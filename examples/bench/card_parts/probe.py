@@ -74,6 +74,11 @@ class Probe:
 class FlagProbe(SpecWorkerExtension, Probe):
     """For an engine with the flag."""
 
+    def bench_lost_draft(self) -> bool:
+        """Are the draft's weights no longer those that were installed, or first seen."""
+        self.spec_look_at_draft()
+        return fingerprint(self._spec_layout().parameters) != self._spec_state.served.fingerprint
+
 
 def _described(tensor: Tensor) -> dict[str, Any]:
     return {

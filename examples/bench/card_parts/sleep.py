@@ -81,7 +81,7 @@ def _cycle(
     asleep = engine.rpc("bench_memory")
     _timed(spent, "wake weights", lambda: engine.wake_up("weights"))
     woken = engine.rpc("bench_draft_tensors")
-    lost = engine.rpc("spec_lost_draft")
+    lost = engine.rpc("bench_lost_draft")
     if level == 2:
         _timed(spent, "sync", lambda: engine.rpc("bench_restore_target"))
     _timed(spent, "refresh", lambda: engine.install(file, version=1 + cycle))

@@ -289,7 +289,7 @@ async def _sleep(seen: dict[str, Any], front: Any, engine: Any, prompts: Any, ta
     await engine.sleep(level=1)
     asleep = (await engine.collective_rpc("bench_memory"))[0]
     await engine.wake_up()
-    lost = any(await engine.collective_rpc("spec_lost_draft"))
+    lost = any(await engine.collective_rpc("bench_lost_draft"))
     after = await _sampled(front, prompts, task.settings["k"], 0.0)
     used = "card_used" if task.settings["cuda"] else "now"
     seen |= {"MiB awake": awake[used], "asleep": asleep[used]}

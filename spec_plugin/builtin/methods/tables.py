@@ -39,20 +39,17 @@ def whole_hits() -> dict[str, bool]:
     return {_KEEPS: True} if f"    {_KEEPS}: bool" in source_of("vllm", "config/speculative.py") else {}
 
 
-#: options that say something of a draft model, and of the shape of a new one
-_OF_A_SHAPE = ("draft_vocab_size", "aux_layers")
-_OF_A_DRAFT = ("draft", *_OF_A_SHAPE)
-
-
 def refuse_options_of_a_draft(config: SpecConfig) -> None:
-    """For a method without one.
+    """For a method without one: options that say something of a draft model, or of the shape of a new one.
 
     Raises:
         SpecConfigError: naming the first that is set.
     """
-    for name in _OF_A_DRAFT:
-        if (value := getattr(config, name)) is not None:
-            raise SpecConfigError(f"spec.{name}={value!r}: the method {config.method} has no draft model; leave it out")
+    if config.draft is not None:
+        raise SpecConfigError(
+            f"spec.draft={config.draft!r}: the method {config.method} has no draft model; leave it out"
+        )
+    refuse_options_of_a_shape(config, f"the method {config.method}, which has no draft model")
 
 
 def refuse_options_of_a_shape(config: SpecConfig, who: str) -> None:
@@ -61,7 +58,7 @@ def refuse_options_of_a_shape(config: SpecConfig, who: str) -> None:
     Raises:
         SpecConfigError: naming the first that is set.
     """
-    for name in _OF_A_SHAPE:
+    for name in ("draft_vocab_size", "aux_layers"):
         if (value := getattr(config, name)) is not None:
             raise SpecConfigError(f"spec.{name}={value!r} has no meaning for {who}; leave it out")
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from draft_training import digest, digest_like
+from draft_training import DraftConfigError, digest, digest_like
+from draft_training.files import check_offsets
 from spec_plugin.engine.refresh.layout import Layout
 
 NO_VERSION = -1  # the draft is still the one that the engine loaded at start
@@ -78,11 +79,10 @@ def _check_tensors(layout: Layout, arrived: Mapping[str, Tensor]) -> str | None:
             bad = int((~torch.isfinite(cast)).sum())
             return f"{name} is not finite in {bad} of {cast.numel()} places, served as {slot.dtype}"
     if "d2t" in arrived and "d2t" in layout.slots:
-        offsets = arrived["d2t"].long()
-        ids = torch.arange(offsets.numel(), device=offsets.device) + offsets
-        inside = bool(((ids >= 0) & (ids < layout.vocab_size)).all())
-        if not inside or len(set(ids.tolist())) != ids.numel():
-            return f"d2t maps draft tokens outside the target's {layout.vocab_size} tokens, or two to one"
+        try:
+            check_offsets(arrived["d2t"], layout.vocab_size, "the refresh")
+        except DraftConfigError as error:
+            return str(error)
     return None
 
 

@@ -44,7 +44,7 @@ FIELDS: tuple[tuple[str, Any, str, str], ...] = (
     ("hidden_size", [32], "=[32]", "a whole number"),
     ("hidden_size", 48, "=48", "another width"),
     ("intermediate_size", HUGE, "=1000", "a whole number"),
-    ("intermediate_size", 64, "[32, 64]", "correct it"),
+    ("intermediate_size", 64, "[64, 32]", "correct it"),
     ("num_attention_heads", 0, "num_attention_heads=0", "from 1 to"),
     ("num_attention_heads", 3, "heads=3", "multiple of kv heads"),
     ("num_key_value_heads", "2", "='2'", "without quotation marks"),

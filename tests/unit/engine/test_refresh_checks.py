@@ -152,9 +152,9 @@ FAULTS = {
     "infinite": (changed("lm_head.weight", lambda t: t * float("inf")), "not finite"),
     "integers": (changed("fc.weight", lambda t: t.int()), "is torch.int32"),
     "shared": (changed("embed_tokens.weight", lambda _: torch.zeros(V, H)), "is the target's own parameter"),
-    "map out of range": (changed("d2t", lambda t: t + V), "outside the target's 40 tokens"),
-    "map negative": (changed("d2t", lambda t: t - 1), "outside"),
-    "map not one to one": (changed("d2t", lambda t: -torch.arange(8)), "two to one"),
+    "map out of range": (changed("d2t", lambda t: t + V), "expected 0 to 39"),
+    "map negative": (changed("d2t", lambda t: t - 1), "makes draft token 0 the target's token -1"),
+    "map not one to one": (changed("d2t", lambda t: -torch.arange(8)), "that another one has"),
 }
 
 
