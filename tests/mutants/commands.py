@@ -80,8 +80,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/outside.py",
-        "            if self._left < 0:\n",
-        "            if False:\n",
+        "        if left < 0:\n",
+        "        if False:\n",
         "a few KiB that unpack to GiB take all of the memory",
         ("test_outside.py",),
     ),
