@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from draft_training.parsing import lazily
 
 if TYPE_CHECKING:
     from draft_training.batch import Document, PackedBatch, pack
@@ -22,33 +23,5 @@ if TYPE_CHECKING:
     from draft_training.state import TrainerState
     from draft_training.trainer import DraftTrainer
 
-#: where each name lives; it is imported when it is first used, since all but the configuration needs torch, which takes seconds.
-#: A test holds the table against the imports above, which are for type checkers.
-_HOMES: dict[str, str] = {
-    "batch": "Document PackedBatch pack",
-    "buffer": "HiddenBuffer",
-    "checkpoint": "digest digest_like fingerprint row_digests",
-    "config": "DraftConfig validate_draft",
-    "eagle3": "load_draft save_draft",
-    "errors": "CheckpointError DraftConfigError OtherRankFailed",
-    "kinds": "kind_of",
-    "loss": "LossStats ttt_loss",
-    "memory": "TrainingMemory training_memory",
-    "model": "Eagle3Draft",
-    "report": "SliceReport",
-    "rope": "Rope",
-    "settings": "TrainSettings",
-    "state": "TrainerState",
-    "trainer": "DraftTrainer",
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-__all__ = sorted(_HOME_OF)
-
-if not TYPE_CHECKING:  # mypy sees the imports above, and so a name that is not there
-
-    def __getattr__(name: str) -> Any:
-        home = _HOME_OF.get(name)
-        if home is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(import_module(f"draft_training.{home}"), name)
-        return found
+if not TYPE_CHECKING:  # mypy sees the imports above; all but the configuration needs torch, which takes seconds
+    __all__, __getattr__ = lazily(__name__, __file__)

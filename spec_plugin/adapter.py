@@ -8,8 +8,9 @@ A name is imported when it is first asked for: an actor loads no vLLM for this m
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from draft_training.parsing import lazily
 
 if TYPE_CHECKING:
     from spec_plugin.actor.control import RolloutControl
@@ -74,55 +75,8 @@ if TYPE_CHECKING:
     from spec_plugin.sources import folder_of, parsed, source_of
     from spec_plugin.speculation import Work
 
-#: where each of them lives; a test holds it against the imports above, which are for type checkers
-_HOMES: dict[str, str] = {
-    "actor.control": "RolloutControl",
-    "actor.decoder": "find_decoder shared_with_draft text_sizes",
-    "actor.harvest": "DecoderHarvest Documents PackedShards Piece RolloutHarvest Rows padded_rows response_at_the_end "
-    "responses_at_the_end",
-    "actor.judged": "chosen_to_recompute",
-    "actor.links": "ActorsLink EngineLink LocalLink merge_stats",
-    "actor.rank_engines": "RanksLink random_streams_kept",
-    "actor.run": "Responses SpecRun",
-    "actor.taps": "LAST Taps",
-    "arguments": "ENABLE PREFIX help_text read_config split_arguments",
-    "blocking": "callers_stream run_blocking",
-    "config": "NAME SpecConfig meant_for_us",
-    "diagnosis": "AdapterDoctor Diagnosis look_up missing_for_cpu version_of",
-    "engine.calls": "EngineCalls SpecEngineMethods",
-    "engine.configuration": "configuration planned_configuration",
-    "engine.extension": "SpecWorkerExtension",
-    "engine.front": "EngineFront",
-    "engine.inprocess": "InProcessCalls",
-    "engine.lossless": "check_sampling",
-    "engine.protocol": "Engine",
-    "engine.schedule.channel": "stand_aside",
-    "engine.sleep": "PARTS SleepState",
-    "engine_class": "keeps_states",
-    "errors": "LogprobProvenanceError LosslessError PatchError SpecConfigError SpecPluginError WrongOrderError pass_on",
-    "events": "Check DraftRefresh EngineSchedule EngineState HiddenStates RefreshReport RolloutStats Schedule "
-    "SelfTestReport TargetInfo",
-    "logs": "configure_logging",
-    "manager": "create_manager",
-    "ranks": "actor_group is_first of_first together",
-    "refusals": "Objection load_hf_config refuse unsupported",
-    "run_plan": "FindModel Model RunFacts RunPlan split_launch",
-    "session": "SpecSession method_of",
-    "sources": "folder_of parsed source_of",
-    "speculation": "Work",
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-__all__ = sorted(_HOME_OF)
+if not TYPE_CHECKING:  # mypy sees the imports above, and so a name that is not there
+    __all__, __getattr__ = lazily(__name__, __file__)
 
-
-def __getattr__(name: str) -> Any:
-    """The name, from the module where it lives."""
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"spec_plugin.{home}"), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

@@ -42,18 +42,14 @@ def check_regular(file: Path) -> None:
         raise SpecConfigError(f"{file} is {kinds.get(stat.S_IFMT(mode), 'a device')}: give a file")
 
 
-class _Limited:
-    """A binary stream that ends with an error at its limit."""
-
-    def __init__(self, stream: Any, most: int) -> None:
-        self._stream, self._left, self._most = stream, most, most
-
-    def chunks(self) -> Iterator[bytes]:
-        while chunk := self._stream.read1(_CHUNK):
-            self._left -= len(chunk)
-            if self._left < 0:
-                raise TooMuchError(f"it has more than {self._most >> 20} MiB")
-            yield chunk
+def _chunks(stream: Any, most: int) -> Iterator[bytes]:
+    """What is in a binary stream; it ends with an error at its limit."""
+    left = most
+    while chunk := stream.read1(_CHUNK):
+        left -= len(chunk)
+        if left < 0:
+            raise TooMuchError(f"it has more than {most >> 20} MiB")
+        yield chunk
 
 
 def lines_of(file: Path, most: int = MOST_BYTES) -> Iterator[str]:
@@ -71,7 +67,7 @@ def lines_of(file: Path, most: int = MOST_BYTES) -> Iterator[str]:
         raise SpecConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     rest, first = b"", True
     with stream:
-        for chunk in _Limited(stream, most).chunks():
+        for chunk in _chunks(stream, most):
             *whole, rest = (rest + chunk).split(b"\n")
             for line in whole:
                 yield _text(line, first) + "\n"

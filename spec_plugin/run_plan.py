@@ -35,8 +35,8 @@ class RunFacts:
     model_option: str  # where the user gives the model
     shape: str  # ranks, engines and how they are split, in words
     shapes: tuple[str, ...]  # deployment shapes that it uses, as the conformance kit names them
-    eager: bool  # the engine runs without graphs
-    graphs: str  # the engine's graph mode otherwise
+    eager: bool = False  # the engine runs without graphs
+    graphs: str = "FULL_AND_PIECEWISE (vLLM's own choice)"  # the engine's graph mode otherwise
     tensor_parallel_option: str = "tensor_parallel_size"  # where the user gives the ranks of one engine
     sleeps: bool = False  # the engine gives its memory back between rollouts
     rollout_in_loss: bool = False  # rollout log-probs enter the loss

@@ -65,7 +65,6 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         shape=_shape(flags),
         shapes=_shapes(flags),
         eager=flags.eager,
-        graphs="FULL_AND_PIECEWISE (vLLM's own choice)",
         tensor_parallel_option="--vllm.tensor_parallel_size",
         sleeps=bool(flags.sleep),
         rollout_in_loss=flags.correction != "off",

@@ -87,8 +87,6 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         model_option="model",
         shape="one engine in each rank's own process; the ranks are the launcher's to choose",
         shapes=tuple(_shapes(fields)),
-        eager=False,
-        graphs="FULL_AND_PIECEWISE (vLLM's own choice)",
         tensor_parallel_option="vllm_tensor_parallel_size",
         sleeps=bool(fields.get("vllm_enable_sleep_mode")),
         rollout_in_loss=options.rollout_in_loss(fields.get),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -120,7 +121,7 @@ class SpecActor(BackendParts):
         if self.engine_config.forward_only or (self._run is not None and self._standalone is None):
             return weights, peft_config
         if self._standalone is None:
-            self._standalone = Standalone(self)
+            self._standalone = Standalone(self.spec_dtype(), partial(self.attach, overlaps=True))
         return self._standalone.tap(weights), peft_config
 
     @contextmanager

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import ray
 from spec_plugin_verl_check.options import EVERYWHERE
@@ -22,8 +21,10 @@ from torch import Tensor
 
 from spec_plugin.adapter import (
     ActorsLink,
+    EngineLink,
     EngineSchedule,
     SpecConfigError,
+    SpecRun,
     SpecSession,
     Work,
     actor_group,
@@ -33,9 +34,6 @@ from spec_plugin.adapter import (
 )
 from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyTap
 
-if TYPE_CHECKING:
-    from spec_plugin_verl.actor import SpecActor
-
 #: names that verl gives the servers of the policy; of one across nodes, the first node's
 _SERVER = re.compile(r"vllm_server_\d+_0")
 
@@ -43,8 +41,12 @@ _SERVER = re.compile(r"vllm_server_\d+_0")
 class Standalone:
     """What one rank of such an actor does around each weight sync."""
 
-    def __init__(self, actor: SpecActor) -> None:
-        """Take the options from the servers, which have started by now, and attach to the engine.
+    def __init__(self, dtype: str, attach: Callable[[SpecSession, EngineLink | None], SpecRun]) -> None:
+        """Take the options from the servers, which have started by now, and attach to the actor.
+
+        Args:
+            dtype: of its forward pass, as torch names it.
+            attach: begins speculative rollouts for it; the link is None except on the first rank.
 
         Raises:
             SpecConfigError: if a plugin refuses this run.
@@ -56,9 +58,9 @@ class Standalone:
                 "start engines before they import model.external_lib)"
             )
         config, target = ray.get([server.spec_description.remote() for server in servers])[0]
-        target = replace(target, actor_dtype=actor.spec_dtype(), actor_group=actor_group())
+        target = replace(target, actor_dtype=dtype, actor_group=actor_group())
         self._link = ActorsLink(servers, config.refresh_timeout_s, ray.put) if is_first() else None
-        self._run = actor.attach(SpecSession(config, target), self._link, overlaps=True)
+        self._run = attach(SpecSession(config, target), self._link)
         self._syncs = 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -17,7 +17,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from draft_training.outside import TARGET
+from draft_training.config import DraftConfig
+from draft_training.errors import DraftConfigError
+from draft_training.outside import TARGET, text_part
 from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
@@ -254,8 +256,7 @@ def examine_checkpoints(target: Path | None, draft: Path | None) -> tuple[Diagno
                 Diagnosis("target", "fail", str(error), "--target: the policy's folder with its config.json")
             )
         else:
-            findings.append(examine_target(hf_config, new_draft=draft is None, where=str(file)))
-            findings += examine_memory(hf_config)
+            findings += examine_target(hf_config, new_draft=draft is None, where=str(file))
     if draft is not None and (target is None or hf_config is not None):
         policy = TargetInfo(str(target or ""), hf_config or {}, "bfloat16")
         try:
@@ -267,15 +268,14 @@ def examine_checkpoints(target: Path | None, draft: Path | None) -> tuple[Diagno
     return tuple(findings)
 
 
-def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: str = TARGET) -> Diagnosis:
-    """Can a new draft be made for this target, and can vLLM's CPU build serve it?
+def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: str = TARGET) -> list[Diagnosis]:
+    """Can a new draft be made for this target, can vLLM's CPU build serve it, and what does its training take?
 
     Args:
         hf_config: the target's config.json.
         new_draft: whether the run would start without a draft checkpoint.
         where: the file, for the messages.
     """
-    from draft_training import DraftConfig, DraftConfigError
     from spec_plugin.builtin.methods.served import INSTEAD
     from spec_plugin.engine_class import unreadable
 
@@ -283,39 +283,26 @@ def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: 
         made = DraftConfig.from_target(hf_config, where=where)
     except DraftConfigError as error:
         if not new_draft:
-            return Diagnosis(
-                "target", "note", f"no new draft can be made for it: {error}", "start from a draft checkpoint"
-            )
-        return Diagnosis(
-            "target", "fail", str(error), "change what is named, or start from a draft checkpoint (--draft)"
-        )
-    if new_draft and (found := unreadable(hf_config)) is not None:
-        return Diagnosis("target", "fail", found[1], INSTEAD)
-    if made.head_dim < _CPU_HEAD_DIM and _on_cpu():
-        return Diagnosis(
-            "target",
-            "fail",
-            f"head_dim={made.head_dim}: vLLM's CPU attention takes {_CPU_HEAD_DIM} or more",
-            f"use a target with head_dim >= {_CPU_HEAD_DIM}, or a GPU",
-        )
-    return Diagnosis("target", "ok", f"a draft would use the input of layers {', '.join(map(str, made.aux_layers))}")
+            why, fix = f"no new draft can be made for it: {error}", "start from a draft checkpoint"
+            return [Diagnosis("target", "note", why, fix)]
+        fix = "change what is named, or start from a draft checkpoint (--draft)"
+        return [Diagnosis("target", "fail", str(error), fix)]
+    layers = ", ".join(map(str, made.aux_layers))
+    found = Diagnosis("target", "ok", f"a draft would use the input of layers {layers}")
+    if new_draft and (why_not := unreadable(hf_config)) is not None:
+        found = Diagnosis("target", "fail", why_not[1], INSTEAD)
+    elif made.head_dim < _CPU_HEAD_DIM and _on_cpu():
+        why = f"head_dim={made.head_dim}: vLLM's CPU attention takes {_CPU_HEAD_DIM} or more"
+        found = Diagnosis("target", "fail", why, f"use a target with head_dim >= {_CPU_HEAD_DIM}, or a GPU")
+    return [found, _memory(hf_config, made)]
 
 
-def examine_memory(hf_config: Mapping[str, Any]) -> list[Diagnosis]:
-    """What training a new draft for this target takes beside the actor, with default options; nothing where none can be made.
-
-    Args:
-        hf_config: the target's config.json.
-    """
-    from draft_training import DraftConfig, DraftConfigError, TrainSettings, training_memory
-    from draft_training.outside import text_part
+def _memory(hf_config: Mapping[str, Any], made: DraftConfig) -> Diagnosis:
+    """What training a new draft takes beside the actor, with default options."""
+    from draft_training import TrainSettings, training_memory
     from spec_plugin.builtin.trainer import TRAIN_TOKENS
     from spec_plugin.config import SpecConfig
 
-    try:
-        made = DraftConfig.from_target(hf_config)
-    except DraftConfigError:
-        return []
     device, steps = "cpu" if _on_cpu() else "cuda", TrainSettings.first_steps  # further ones come with fewer tokens
     tokens, tied = TRAIN_TOKENS[device], bool(text_part(hf_config).get("tie_word_embeddings"))
     cuda, held = device == "cuda", SpecConfig.parse({}).buffer_mb << 20
@@ -328,7 +315,7 @@ def examine_memory(hf_config: Mapping[str, Any]) -> list[Diagnosis]:
         else "optimizer, and the policy's embedding and head"
     )
     detail = f"weights {always}; {what} {slices}, {where}"
-    return [Diagnosis("draft training", "ok", f"{detail}; at most {peak} in a step of {tokens} tokens, by counting")]
+    return Diagnosis("draft training", "ok", f"{detail}; at most {peak} in a step of {tokens} tokens, by counting")
 
 
 def _on_cpu() -> bool:
@@ -347,7 +334,7 @@ def examine_draft(draft: Path, hf_config: Mapping[str, Any] | None) -> Diagnosis
         draft: the folder.
         hf_config: the target's config.json; None: only the draft itself is looked at.
     """
-    from draft_training import CheckpointError, DraftConfigError, load_draft, validate_draft
+    from draft_training import CheckpointError, load_draft, validate_draft
 
     try:
         config, tensors = load_draft(draft, hf_config)

@@ -89,9 +89,9 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/outside.py",
-        "_Limited.chunks",
-        "            if self._left < 0:\n",
-        "            if False:\n",
+        "_chunks",
+        "        if left < 0:\n",
+        "        if False:\n",
         "a few KiB that unpack to GiB take all of the memory",
         ("test_outside.py",),
     ),

@@ -204,14 +204,14 @@ def test_a_draft_that_is_not_there_or_torn_fails(tmp_path, draft):
 )
 def test_a_target_that_can_have_no_draft_fails(change, said):
     config = {k: v for k, v in (TARGET | change).items() if v is not None}
-    finding = examine_target(config)
+    finding = examine_target(config)[0]
     assert finding.state == "fail" and said in finding.detail and finding.fix
 
 
 def test_small_heads_fail_on_a_cpu_only(monkeypatch):
     for on_cpu, state in ((True, "fail"), (False, "ok")):
         monkeypatch.setattr(doctor, "_on_cpu", lambda value=on_cpu: value)
-        assert examine_target(TARGET | {"head_dim": 16, "num_attention_heads": 2}).state == state
+        assert examine_target(TARGET | {"head_dim": 16, "num_attention_heads": 2})[0].state == state
 
 
 def test_the_doctor_says_what_training_a_draft_takes_and_where_it_lies(monkeypatch):
@@ -219,7 +219,7 @@ def test_the_doctor_says_what_training_a_draft_takes_and_where_it_lies(monkeypat
     found = {}
     for on_cpu in (True, False):
         monkeypatch.setattr(doctor, "_on_cpu", lambda value=on_cpu: value)
-        (finding,) = doctor.examine_memory(TARGET | shape)
+        _, finding = examine_target(TARGET | shape)
         found[on_cpu] = finding.detail
     assert "in a step of 512 tokens" in found[True] and "always" in found[True]
     assert "in a step of 8192 tokens" in found[False] and "in host memory between them" in found[False]
@@ -230,7 +230,7 @@ def test_the_doctor_says_what_training_a_draft_takes_and_where_it_lies(monkeypat
         f"weights {4 * made.parameters / 2**30:.2f} GiB" in found[False]
         and f"{of_slices / 2**30:.2f} GiB" in found[False]
     )
-    assert doctor.examine_memory({"model_type": "unheard of"}) == []
+    assert len(examine_target({"model_type": "unheard of"})) == 1, "nothing of a draft that cannot be made"
 
 
 def test_what_libraries_print_while_they_are_examined_is_not_in_the_json(monkeypatch):

@@ -59,7 +59,7 @@ SCRIPT = """
     standalone.ray = SimpleNamespace(
         get_actor=servers.get, util=SimpleNamespace(list_named_actors=lambda: ["vllm_server_0_0", "something"]))
     try:
-        standalone.Standalone(None)
+        standalone.Standalone("float32", None)
     except SpecConfigError as error:
         found["stock servers"] = str(error)
     made = []
