@@ -35,6 +35,10 @@ class DraftShape(Protocol):
         """Has it a smaller vocabulary, whose head follows the policy's rows."""
 
     @property
+    def of_target(self) -> bool:
+        """Is it a layer that the target's checkpoint brings, so that ``to_hf`` is the target's config.json."""
+
+    @property
     def parameters(self) -> int:
         """How many numbers it has of its own."""
 

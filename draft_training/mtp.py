@@ -72,6 +72,11 @@ class MtpShape:
         return False
 
     @property
+    def of_target(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def hidden_size(self) -> int:
         """H, the target's."""
         return self.layer.hidden_size

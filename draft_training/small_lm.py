@@ -45,6 +45,11 @@ class SmallLmShape:
         return False
 
     @property
+    def of_target(self) -> bool:
+        """False: it has a config.json of its own."""
+        return False
+
+    @property
     def tied(self) -> bool:
         """Are its embedding and its head one tensor."""
         return self.model.tie_word_embeddings

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draft_training.files import read_json, weight_files
-from draft_training.mtp import MtpShape
 from draft_training.outside import text_part
 from spec_plugin.commands.cache import share
 from spec_plugin.commands.engine_limits import engine_limits
@@ -206,7 +205,7 @@ def _actor_memory(run: RunFacts, method: Method, draft: DraftShape) -> str:
 
 def _engine_memory(run: RunFacts, draft: DraftShape) -> str:
     weights = draft.parameters * _BYTES.get(run.target.dtype, 2) / _MEBIBYTE
-    return f"{_size(weights)} of weights{_beside(run, share(draft.to_hf(), run.target.hf_config, isinstance(draft, MtpShape)))}"
+    return f"{_size(weights)} of weights{_beside(run, share(draft.to_hf(), run.target.hf_config, draft.of_target))}"
 
 
 def _served_memory(run: RunFacts, folder: Path) -> str:

@@ -75,7 +75,11 @@ REFUSALS = {
         {},
         "lm_head.weight is the target's own",
     ),
-    "sent but not arrived": (dict, {"names": ["fc.weight", "gone.weight"]}, "['gone.weight']"),
+    "sent but not arrived": (
+        dict,
+        {"names": ["fc.weight", "gone.weight"]},
+        "not both sent and arrived: ['gone.weight', ",
+    ),
 }
 
 
