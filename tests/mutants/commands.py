@@ -309,7 +309,7 @@ MUTATIONS = (
         "        if len(series.steps) > POINTS:\n",
         "        if len(series.steps) > 100 * POINTS:\n",
         "the page of a long run is megabytes of noise",
-        ("test_report_shown.py::test_long_runs_are_read_and_drawn_in_seconds_on_a_page_that_a_browser_takes",),
+        ("test_report_shown.py::test_a_long_run_takes_as_much_longer_as_it_has_steps_and_a_browser_takes_its_page",),
     ),
     Mutation(
         _PAGE,
