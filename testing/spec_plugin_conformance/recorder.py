@@ -145,6 +145,7 @@ class Recorder:
             "spec_target_forward",
             policy_version=hidden.policy_version,
             lengths=list(hidden.lengths),
+            offsets=list(hidden.offsets),
             aux=list(hidden.aux.shape),
             last=list(hidden.last.shape),
             dtype=str(hidden.last.dtype).removeprefix("torch."),

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from spec_plugin_conformance.judge import Event, Trace, actor_events, at_least, events_of
 from spec_plugin_conformance.plants import LOGPROB, NAN, PLANTED, VERSION
@@ -280,7 +282,8 @@ def states_of_the_policy(trace: Trace) -> list[str]:
         if rows is None or not recomputed:
             continue
         later += version > 0
-        far = [f for row in rows if row and (f := _nearest(row, recomputed)) > max([_AGREE[e["dtype"]], *engines])]
+        nearest = _nearest_part if any(e.get("offsets", ())) else _nearest
+        far = [f for row in rows if row and (f := nearest(row, recomputed)) > max([_AGREE[e["dtype"]], *engines])]
         if far:
             problems.append(
                 f"policy version {version}: hidden states of {len(far)} of {len(rows)} documents are not the policy's: their "
@@ -293,6 +296,12 @@ def _nearest(row: Sequence[float], others: Sequence[Sequence[float]]) -> float:
     """Mean difference to the most similar of those that end as this one is long; a document may have been cut."""
     alike = [other[-len(row) :] for other in others if len(other) >= len(row)]
     return min((sum(abs(a - b) for a, b in zip(row, o, strict=True)) / len(row) for o in alike), default=0.0)
+
+
+def _nearest_part(row: Sequence[float], others: Sequence[Sequence[float]]) -> float:
+    """The same of a part of a document, which ends wherever it was cut: to the most similar stretch of any of them."""
+    alike = [sliding_window_view(np.array(other), len(row)) for other in others if len(other) >= len(row)]
+    return min((float(np.abs(stretches - np.array(row)).mean(1).min()) for stretches in alike), default=0.0)
 
 
 def tokens_counted(trace: Trace) -> list[str]:

@@ -228,4 +228,12 @@ MUTATIONS = (
         "a projection is made of percentiles that are none",
         ("test_bad_runs.py",),
     ),
+    Mutation(
+        "testing/spec_plugin_conformance/reported.py",
+        "states_of_the_policy",
+        '_nearest_part if any(e.get("offsets", ())) else _nearest',
+        "_nearest",
+        "the kit takes the middle of a long response for another policy's text",
+        ("test_reported.py::test_a_part_of_a_document_is_compared_where_it_lies_in_the_response",),
+    ),
 )

@@ -241,6 +241,18 @@ def test_hidden_states_of_another_policy_are_seen():
     )
 
 
+@pytest.mark.parametrize("off", [0.0, 1e-2])
+def test_a_part_of_a_document_is_compared_where_it_lies_in_the_response(off):
+    trace = Trace()
+    event, checked = trace.find("spec_target_forward", 1), trace.find("spec_check_logprobs", 1)
+    recomputed = checked["rows"]["recomputed"]
+    recomputed[:] = [[-0.1 * (3 * i % 7) - row for i in range(20)] for row in range(len(recomputed))]
+    event["log_probs"] = [[v - off for v in row[4:12]] for row in recomputed]
+    assert reported.states_of_the_policy(trace.events), "as documents that end with the response they are others"
+    event["offsets"] = [6] * len(recomputed)
+    assert bool(reported.states_of_the_policy(trace.events)) == (off > 0)
+
+
 def test_a_document_that_was_cut_is_compared_by_its_end():
     trace = Trace()
     event = trace.find("spec_target_forward", 1)
