@@ -326,7 +326,7 @@ MUTATIONS = (
         _RULES,
         "",
         "MEASURED = 8",
-        "MEASURED = 4",
+        "MEASURED = 2",
         "law 3: a correct asynchronous run is stopped where two requests of the control group happen to be quiet",
         ("test_simulators.py::test_two_requests_of_the_control_group_are_no_measure_of_how_far_the_policy_has_moved",),
     ),
