@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # so that this file is found by path, from anywhere
 
-import supervise  # noqa: E402
+import namespaces  # noqa: E402
 from spec_plugin_conformance.launch import Launch, StepMetrics, Steps, log_tail, read_lines, stop  # noqa: E402
 
 #: seconds without a step after which a run is given up; the first step has imports, an engine and a self-test before it
@@ -93,6 +94,8 @@ class Contestant:
             self.records.file.replace(self.records.file.with_suffix(f".before-{len(self.steps)}"))
         self._position = 0
         inside = [] if private is None else _own_tmp(private)
+        # unshare ignores SIGTERM; the kernel ends the namespace with it
+        by = signal.SIGKILL if inside else signal.SIGTERM
         with launch.log_file.open("a" if self.steps else "w") as log:
             self._process = subprocess.Popen(
                 [*inside, *launch.command],
@@ -100,7 +103,7 @@ class Contestant:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=supervise.tied_to_this_process(bool(inside)),  # a stopped trainer outlives nobody
+                preexec_fn=partial(namespaces.die_with_the_parent, by),  # a stopped trainer outlives nobody
             )
 
     def _all(self) -> list[psutil.Process]:
@@ -175,12 +178,10 @@ class Contestant:
 def _own_tmp(private: Path) -> list[str]:
     """The beginning of a command with a /tmp of its own; empty where the kernel does not allow that."""
     try:
-        user = supervise.user_for_namespaces(ROOT, Path(tempfile.mkdtemp(prefix="spec-turns-")))
+        user = namespaces.user_for_namespaces(ROOT, Path(tempfile.mkdtemp(prefix="spec-turns-")))
     except OSError:
         return []
-    private.mkdir(parents=True, exist_ok=True)
-    private.chmod(0o1777)
-    return supervise.namespace(user, private, ROOT)
+    return namespaces.inside(user, private, ROOT)
 
 
 def in_turns(
@@ -254,7 +255,7 @@ class BusyLoop:
             f"while True:\n until = time.monotonic() + {on_s}\n while time.monotonic() < until: pass\n time.sleep({off_s})\n"
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], env=dict(os.environ), preexec_fn=supervise.tied_to_this_process(True)
+            [sys.executable, "-c", code], env=dict(os.environ), preexec_fn=namespaces.die_with_the_parent
         )
 
     def end(self) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import namespaces
 import psutil
 import pytest
 import ray
-import supervise
 import torch
 from safetensors.torch import load_file
 from spec_plugin_conformance.launch import RunFailed, StepMetrics
@@ -121,7 +121,7 @@ def let_runs_find_our_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepare(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Have the runs find the plugin, and find what they leave; the processes that are there before them."""
     let_runs_find_our_plugins(monkeypatch)
-    supervise.adopt_orphans()  # then they are found among the descendants
+    namespaces.adopt_orphans()  # then they are found among the descendants
     return started_here()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import namespaces
 import pytest
-import supervise
 from builders.paths import ROOT
-from check import PARTS, Part, Row, parse
+from check import PARTS, Part, parse
 
 DRIVER = """
 import signal, sys
 sys.path.append({tools!r})
+import check
 from pathlib import Path
 from check import Part, main
 
+check.NOTE_SECONDS = check.SAMPLE_SECONDS = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run where it is ignored
 sys.exit(main(sys.argv[1:], {parts!r}, Path({root!r})))
 """
@@ -63,14 +65,13 @@ def running(marker: str) -> list[int]:
     return found
 
 
-def supervisors(root: Path) -> list[int]:
-    """Processes of ``supervise.py`` for parts in that folder."""
+def children(pid: int) -> list[int]:
+    """Of the process: what it started, and what it adopted."""
     found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
+    for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            program, *arguments = file.read_text(errors="replace").split("\0")
-            if program == sys.executable and any(word.endswith("supervise.py") for word in arguments):
-                found += [int(file.parent.name)] * any(str(root) in word for word in arguments)
+            if int(file.read_text(errors="replace").rpartition(")")[2].split()[1]) == pid:
+                found.append(int(file.parent.name))
     return found
 
 
@@ -79,6 +80,14 @@ def wait_until(holds: Callable[[], bool], seconds: float = 20) -> bool:
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
     return holds()
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_tmp(tmp_path: Path) -> Iterator[None]:
+    """Remove what parts that did not pass leave where they have no /tmp of their own."""
+    yield
+    for link in tmp_path.glob(".cache/check/*/tmp"):
+        shutil.rmtree(link.resolve(), ignore_errors=True)
 
 
 @pytest.fixture
@@ -95,7 +104,7 @@ def namespace(tmp_path: Path) -> None:
     probe = tmp_path / "probe"
     probe.mkdir()
     try:
-        supervise.user_for_namespaces(tmp_path, probe)
+        namespaces.user_for_namespaces(tmp_path, probe)
     except OSError as reason:
         pytest.skip(f"no namespaces here: {reason}")
 
@@ -146,7 +155,7 @@ def test_fail_fast_stops_the_others(tmp_path: Path, marker: str) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--no-namespace",)])
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_nothing_stays_when_the_runner_is_stopped(
     tmp_path: Path, marker: str, name: str, options: tuple[str, ...]
 ) -> None:
@@ -158,42 +167,111 @@ def test_nothing_stays_when_the_runner_is_stopped(
 
 
 @pytest.mark.parametrize("options", [(), ("--no-namespace",)])
-def test_nothing_stays_when_a_supervisor_is_killed(tmp_path: Path, marker: str, options: tuple[str, ...]) -> None:
+def test_nothing_stays_when_the_process_that_starts_the_parts_is_killed(
+    tmp_path: Path, marker: str, options: tuple[str, ...]
+) -> None:
     front = start_daemons(tmp_path, marker, *options)
-    for pid in supervisors(tmp_path):
+    (runner,) = children(front.pid)
+    os.kill(runner, signal.SIGKILL)
+    front.communicate(timeout=20)
+    assert front.returncode == 128 + signal.SIGKILL and not running(marker)
+
+
+@pytest.mark.parametrize("options", [(), ("--no-namespace",)])
+def test_nothing_stays_when_the_first_process_of_a_part_is_killed(
+    tmp_path: Path, marker: str, options: tuple[str, ...]
+) -> None:
+    front = start_daemons(tmp_path, marker, *options)
+    for pid in children(children(front.pid)[0]):
         os.kill(pid, signal.SIGKILL)
-    assert b"failed (-9)" in front.communicate(timeout=20)[0]
+    assert front.communicate(timeout=20)[0].count(b"failed (-9)") == 4, "told, and in the table"
     assert front.returncode == 1 and not running(marker)
 
 
-def test_nothing_stays_when_the_runner_and_all_supervisors_are_killed_at_once(
-    tmp_path: Path, marker: str, namespace: None
+def test_what_a_killed_first_process_leaves_is_ended_before_the_next_part(tmp_path: Path, marker: str) -> None:
+    look = f'for file in /proc/[0-9]*/cmdline; do tr "\\0" "\\n" < $file | grep -qx {marker} && exit 1; done; exit 0'
+    parts = [Part("a", (f"sh -c 'setsid sleep {marker} & kill -9 $PPID'",)), Part("b", (f"sh -c '{look}'",))]
+    done = check(tmp_path, parts, "--jobs", "1", "--no-namespace")
+    assert re.search(r"\| a +\| failed \(-9\)", done.stdout) and re.search(r"\| b +\| passed", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("first_processes", [False, True])
+def test_nothing_stays_when_all_of_these_are_killed_at_once(
+    tmp_path: Path, marker: str, first_processes: bool, namespace: None
 ) -> None:
     front = start_daemons(tmp_path, marker)
-    for pid in [front.pid, *supervisors(tmp_path)]:
+    (runner,) = children(front.pid)
+    for pid in [front.pid, runner, *(children(runner) if first_processes else ())]:
         os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: not running(marker))
     front.communicate()
 
 
-def start_daemons(root: Path, marker: str, *options: str) -> subprocess.Popen[bytes]:
-    """A runner of two parts, each with a process and two daemons that have left its session."""
+@pytest.mark.parametrize("options", [(), ("--no-namespace",)])
+def test_nothing_stays_when_make_is_killed(tmp_path: Path, marker: str, options: tuple[str, ...]) -> None:
+    (tmp_path / "Makefile").write_text(f"all:\n\t@{' '.join([*command(tmp_path, *daemons(marker)), *options])}\n")
+    make = subprocess.Popen(["make", "-C", str(tmp_path)], stdout=subprocess.PIPE)
+    assert wait_until(lambda: len(running(marker)) == 6), "the daemons did not start"
+    make.kill()
+    assert b"SIGTERM: ending everything" in make.communicate(timeout=20)[0] and not running(marker)
+
+
+def daemons(marker: str) -> tuple[Part, ...]:
+    """Two parts, each with a process and two daemons that have left its session."""
     daemon = f"sh -c 'setsid sh -c \"sleep {marker} & sleep {marker} &\"; sleep {marker}'"
-    parts = Part("a", (daemon,)), Part("b", (daemon,))
-    front = subprocess.Popen([*command(root, *parts), *options], stdout=subprocess.PIPE)
+    return Part("a", (daemon,)), Part("b", (daemon,))
+
+
+def start_daemons(root: Path, marker: str, *options: str) -> subprocess.Popen[bytes]:
+    """A runner of them, when all are there."""
+    front = subprocess.Popen([*command(root, *daemons(marker)), *options], stdout=subprocess.PIPE)
     assert wait_until(lambda: len(running(marker)) == 6), "the daemons did not start"
     return front
 
 
-def test_what_a_part_leaves_is_ended_and_measured(tmp_path: Path, marker: str) -> None:
-    burn = "x = bytes([1]) * 200_000_000; sum(range(10_000_000)); open('burnt', 'w'); import time; time.sleep(100)"
-    (tmp_path / "burn.py").write_text(burn)
+def test_one_run_at_a_time_has_the_folder(tmp_path: Path, marker: str) -> None:
+    front = start_daemons(tmp_path, marker)
+    again = check(tmp_path, [Part("a", ("true",))])
+    assert again.returncode == 1 and "another run has" in again.stderr and len(running(marker)) == 6
+    front.terminate()
+    front.communicate(timeout=20)
+    assert check(tmp_path, [Part("a", ("true",))]).returncode == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--no-namespace",)])
+def test_what_a_part_leaves_is_ended_and_measured(tmp_path: Path, marker: str, options: tuple[str, ...]) -> None:
+    (tmp_path / "burn.py").write_text(
+        "import time; x = bytes([1]) * 200_000_000\n"
+        "while time.process_time() < 0.7: pass\n"
+        "open('burnt', 'w'); time.sleep(100)"
+    )
     script = f"setsid sleep {marker} & setsid {sys.executable} burn.py & until [ -e burnt ]; do sleep 0.05; done"
     parts = [Part("a", (f"sh -c '{script}'",))]
-    done = check(tmp_path, parts, "--memory", "0.5")  # a part that needs more than there is runs alone
+    done = check(tmp_path, parts, "--memory", "0.5", *options)  # a part that needs more than there is runs alone
     assert done.returncode == 0 and not running(marker)
-    result = json.loads((tmp_path / ".cache" / "check" / "a" / "result.json").read_text())
-    assert result["left"] == 2 and result["cpu"] > 0.1 and 0.2 < result["peak_gb"] < 0.5 and result["wall"] > 0.1
+    wall, cpu, gigabytes = measured(done.stdout, "a")
+    assert wall >= 1 and cpu >= 1 and 0.2 <= gigabytes < 0.5
+
+
+def measured(text: str, part: str) -> list[float]:
+    """What the table says of a part: seconds, of CPU, GB."""
+    (numbers,) = re.findall(rf"^\| {part} +\| \S[^|]* \|([ 0-9.|]*)\|[^|]*\|$", text, re.M)
+    return [float(number) for number in numbers.split("|")]
+
+
+def test_memory_is_that_of_all_processes_of_a_part(tmp_path: Path) -> None:
+    (tmp_path / "hold.py").write_text(
+        "import glob, os, time; x = bytes([1]) * 100_000_000; open(f'{os.getpid()}.holds', 'w')\n"
+        "while len(glob.glob('*.holds')) < 4: time.sleep(0.05)\n"
+        "time.sleep(2)"
+    )
+    done = check(tmp_path, [Part("a", (f"sh -c '{' & '.join([f'{sys.executable} hold.py'] * 4)}; wait'",))])
+    assert 0.4 <= measured(done.stdout, "a")[2] < 0.6
+
+
+def test_it_says_now_and_then_what_runs(tmp_path: Path) -> None:
+    done = check(tmp_path, [Part("a", ("sleep 1.2",)), Part("b", ("true",))], "--jobs", "1")
+    assert "running: a; waiting: 1\n" in done.stdout
 
 
 def test_a_part_that_hangs_is_ended_at_its_limit_and_shows_what_ran(tmp_path: Path, marker: str) -> None:
@@ -206,17 +284,22 @@ def test_a_part_that_hangs_is_ended_at_its_limit_and_shows_what_ran(tmp_path: Pa
 
 def test_a_program_that_is_not_there_fails_its_part(tmp_path: Path) -> None:
     done = check(tmp_path, [Part("a", ("no-such-program-at-all",))])
-    assert re.search(r"\| a +\| failed \(127\)", done.stdout) and "No such file" in done.stdout
+    assert re.search(r"\| a +\| failed \(127\)", done.stdout) and "not found" in done.stdout
+
+
+def test_a_part_hears_all_signals(tmp_path: Path) -> None:
+    done = check(tmp_path, [Part("a", ("grep -x 'SigBlk:.0*' /proc/self/status",))])
+    assert done.returncode == 0, done.stdout
 
 
 def test_who_ignores_sigterm_is_killed() -> None:
     script = (
-        "import subprocess, supervise, time; supervise.adopt_orphans();"
+        "import os, subprocess, check, namespaces; namespaces.adopt_orphans();"
         "subprocess.Popen(['sh', '-c', 'trap : TERM; echo; while :; do sleep 0.1; done'], stdout=-1).stdout.read(1);"
-        "print(supervise.sweep(0.2) >= 1, supervise.collect())"
+        "check.end_all_below([os.getpid()], seconds=0.2); os.wait()"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT / "tools", capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "None"], done.stderr
+    assert "ChildProcessError" in done.stderr, done.stderr
 
 
 def test_each_part_has_a_tmp_of_its_own_and_sees_the_checkout(tmp_path: Path, namespace: None) -> None:
@@ -241,7 +324,6 @@ def test_without_a_namespace_each_part_has_a_short_tmpdir(tmp_path: Path) -> Non
     assert not folders["good"].exists() and (folders["bad"] / "file").exists()
     check(tmp_path, parts, "--no-namespace")
     assert not folders["bad"].exists(), "the next run removes it"
-    supervise.discard(tmp_path / ".cache" / "check" / "bad")
 
 
 def test_the_table_is_printed_again(tmp_path: Path) -> None:
@@ -249,7 +331,6 @@ def test_the_table_is_printed_again(tmp_path: Path) -> None:
     done, again = check(tmp_path, parts), check(tmp_path, parts, "--times")
     assert again.stdout.splitlines()[0].startswith("| part ") and "3 passed" in again.stdout
     assert again.stdout.strip() in done.stdout
-    assert Row.read(tmp_path / ".cache" / "check" / "a").tests == "3 passed"
 
 
 def test_in_the_foreground_the_arguments_reach_pytest_and_the_first_failure_ends_it(tmp_path: Path) -> None:
@@ -259,6 +340,25 @@ def test_in_the_foreground_the_arguments_reach_pytest_and_the_first_failure_ends
     assert done.stdout.splitlines() == [
         *("echo other", "other", "echo -m pytest tests -k 'x or y'", "-m pytest tests -k x or y", "sh -c 'exit 3'")
     ]
+
+
+def test_arguments_may_leave_a_part_without_a_test(tmp_path: Path) -> None:
+    parts = [Part("a", ("sh -c 'echo $1; exit 5' pytest tests", "echo then -m pytest tests"))]
+    for options in ([], ["--foreground"]):
+        assert check(tmp_path, parts, *options).returncode == (5 if options else 1)
+        assert check(tmp_path, parts, *options, "--", "-k", "x or y").returncode == 0
+    assert log(tmp_path, "a").splitlines()[1:] == [
+        "tests",
+        "$ echo then -m pytest tests -k 'x or y'",
+        "then -m pytest tests -k x or y",
+    ]
+
+
+def test_the_parts_are_listed_and_versions_are_some_of_them(tmp_path: Path) -> None:
+    listed = check(tmp_path, list(PARTS), "--list").stdout
+    assert all(f"{part.name}, {part.gigabytes:g} GB:\n  {part.commands[0]}\n" in listed for part in PARTS)
+    versions, needs = parse(["versions"], PARTS).names, {part.name: part.needs for part in PARTS}
+    assert len(versions) > 3 and all(needs[name] == [name] for name in versions)
 
 
 def test_an_unknown_part_is_refused_and_make_names_only_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
