@@ -7,6 +7,7 @@ There a k that changes makes CUDA graphs piecewise. ``VLLM_USE_V2_MODEL_RUNNER=1
 from __future__ import annotations
 
 import ast
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -159,7 +160,12 @@ def leaves_a_draft_unread(load_format: str, settings: Mapping[str, Any], device_
 
 def _function(file: str, name: str) -> tuple[str, ast.FunctionDef | None]:
     """A function of vLLM's, by its source and its tree; empty and None where there is none."""
-    source = source_of("vllm", file)
+    return _function_in(source_of("vllm", file), name)
+
+
+@functools.lru_cache(maxsize=8)
+def _function_in(source: str, name: str) -> tuple[str, ast.FunctionDef | None]:
+    """The same of a text; parsing a file of vLLM's takes a tenth of a second, and a check asks some ten times."""
     if name not in source:
         return "", None
     found = next((n for n in ast.walk(parsed(source)) if isinstance(n, ast.FunctionDef) and n.name == name), None)

@@ -64,7 +64,7 @@ SHAPES = {
     "openrlhf": "tp2 dp2 zero3 job async partial",
     "trl": "skip accumulate iterations sleep rloo peft skip-peft dp2 zero3 fsdp2",
 }
-DAILY_SHAPES = ("tp2", "dp2", "separate")  # of verl; Ulysses among the trainers has packed rows
+QUICK_SHAPES = ("tp2", "dp2", "separate")  # of verl, some minutes for all three
 #: the checks of a shape that need one short run and no self-test
 QUICK = '"installed or untouched or arrives or hidden or learns"'
 #: of verl with other actors, in environments of their own
@@ -116,11 +116,11 @@ PARTS = (
     Part("kit-openrlhf", _kit("openrlhf", "openrlhf"), 4),
     Part("kit-trl", _kit("trl", "trl"), 4),
     Part("trainers-trl", _trainers("trl", "trl"), 4),
-    Part("shapes", _kit("verl", *(f"verl --shape {shape} -k {QUICK}" for shape in DAILY_SHAPES)), 9, VERL),
     Part("unit", _pytest("verl", "tests/unit -n 2"), 3),
     Part("wheels", _pytest("verl", "tests/wheels"), 2),
     Part("trainers-openrlhf", _trainers("openrlhf", "openrlhf", "openrlhf_engine"), 3),
     Part("kit-minimal", _pytest("verl", f"{MINIMAL} -k keeps_the_contract"), 4),
+    _rare("shapes", _kit("verl", *(f"verl --shape {shape} -k {QUICK}" for shape in QUICK_SHAPES)), 9, verl=True),
     _rare("kit-minimal-others", _pytest("verl", f"{MINIMAL} -k 'behind or two_engines'"), 4),
     _rare("only", _pytest("verl", f"{MINIMAL} -k by_no_other_check"), limit=LONG),
     _rare("families", _pytest("verl", "tests/engine -m family -k 'not by_no_other_check'")),

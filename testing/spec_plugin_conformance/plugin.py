@@ -30,7 +30,6 @@ from spec_plugin_conformance.targets import tiny_targets
 CHECKS_FILE = Path(__file__).with_name("checks.py")
 _STYLE = {"supported": "green", "refused": "yellow", "known": "yellow", "failed": "bold red"}
 _KIT = "spec_plugin_conformance_kit"
-_IN_SPEC_PLUGIN_CPU = ("verl", "openrlhf")  # drivers that the distribution of the kit itself does not bring
 
 
 @dataclass
@@ -59,11 +58,6 @@ def load_driver(name: str) -> type[ConformanceDriver]:
         elif ":" in name:
             module, _, attribute = name.partition(":")
             found = getattr(importlib.import_module(module), attribute)
-        elif name in _IN_SPEC_PLUGIN_CPU:
-            raise pytest.UsageError(
-                f"the driver of {name} is not installed: it comes with spec-plugin-testing, which runs real trainers without an "
-                "accelerator; in a clone of spec-plugin's repository: pip install ./testing"
-            )
         else:
             raise pytest.UsageError(
                 f"no adapter named {name!r} in the entry point group {DRIVER_GROUP}; known: {_names(known)}; or name the "

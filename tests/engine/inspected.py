@@ -35,7 +35,7 @@ class Inspected(SpecWorkerExtension):
             "has_draft": draft is not None,
             "draft_class": type(draft).__name__ if draft is not None else None,
             "runner": f"{type(self.model_runner).__module__}.{type(self.model_runner).__name__}",
-            "patches": [vars(status).copy() for status in patches.statuses()],
+            "patches": [vars(status).copy() for status in patches.statuses.values()],
             "draft_version": served.version,
             "digest": served.digest,
             "expected": {n: (s.shape, str(s.dtype).removeprefix("torch.")) for n, s in layout.slots.items()},

@@ -54,9 +54,29 @@ def test_two_engines_hold_the_same_draft_and_are_counted_together(warm_python):
     assert "8 passed" in done.stdout, done.stdout[-8000:]
 
 
-def one_for_each_check() -> list[Any]:
-    """The wrong adapters; the first for each check runs every day."""
-    seen: set[str] = set()
+#: mistakes that do not get in each other's way, so that one run shows them all
+TOGETHER = (
+    (
+        "plain_claimed",
+        "a_budget_for_each_micro_batch",
+        "engine_options_not_shown",
+        "head_not_copied",
+        "head_pushed_into_aliased_draft",
+        "metrics_a_step_late",
+        "prompt_tokens_counted",
+        "refresh_skipped_after_wake",
+        "requests_that_never_stop",
+    ),
+    ("engines_word_recomputed", "draft_pushed_before_target", "one_matrix_rounded", "one_request_at_a_time"),
+    ("compared_with_themselves", "harvest_of_a_later_pass", "gradient_not_detached", "random_numbers_consumed"),
+    ("clocks_swapped", "refresh_and_audit_of_one_engine", "checked_after_the_update"),
+    ("span_of_the_wrong_end", "gate_left_shut"),
+)
+
+
+def alone() -> list[Any]:
+    """The wrong adapters; the first for each check runs every day, unless it does with others."""
+    seen = {caught_by(name) for names in TOGETHER for name in names}
     found = []
     for name in WRONG:
         found.append(pytest.param(name, marks=[pytest.mark.family] if caught_by(name) in seen else []))
@@ -64,14 +84,24 @@ def one_for_each_check() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", one_for_each_check())
-def test_a_wrong_adapter_is_caught_by_the_check_that_is_meant(name, warm_python):
-    done = kit(warm_python, f"wrong_adapters.{name}:Driver", "-k", caught_by(name))
-    assert done.returncode == 1, done.stdout[-8000:]
-    assert "1 failed" in done.stdout and " passed" not in done.stdout, done.stdout[-8000:]
+def shows(driver: str, checks: set[str], python: str) -> None:
+    """The kit's checks of these names fail, each because of what it found."""
+    done = kit(python, driver, "-k", " or ".join(sorted(checks)))
+    failed = set(re.findall(r"FAILED \S+::(\w+)", done.stdout))
+    assert done.returncode == 1 and failed == checks and " passed" not in done.stdout, done.stdout[-8000:]
     # one that cannot even run fails every check, and shows nothing; one that the guard stops is caught
     stopped = re.search(r"the run '\w+'\s+stopped early", done.stdout)
     assert not stopped or "LogprobProvenanceError" in done.stdout, done.stdout[-8000:]
+
+
+@pytest.mark.parametrize("name", alone())
+def test_a_wrong_adapter_is_caught_by_the_check_that_is_meant(name, warm_python):
+    shows(f"wrong_adapters.{name}:Driver", {caught_by(name)}, warm_python)
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids=lambda names: names[0])
+def test_a_wrong_adapter_of_several_mistakes_is_caught_by_the_check_that_is_meant_for_each(names, warm_python):
+    shows(f"wrong_adapters._together:Driver_of__{'__'.join(names)}", {caught_by(name) for name in names}, warm_python)
 
 
 @pytest.mark.family

@@ -150,7 +150,7 @@ def test_engines_without_such_graphs_are_left_alone(vllm_config):
 def test_it_can_be_left_out(vllm_config):
     vllm_config.additional_config["spec_plugin"] = {"skip_patches": [PATCH.name]}
     SpecWorkerExtension.__new__(SpecWorkerExtension, vllm_config=vllm_config)
-    assert {s.name: s.state for s in patches.statuses()}[PATCH.name] == "skipped"
+    assert {s.name: s.state for s in patches.statuses.values()}[PATCH.name] == "skipped"
 
 
 def knows_tables() -> bool:

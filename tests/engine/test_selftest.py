@@ -49,7 +49,7 @@ def _test(live, seconds=SECONDS, **options):
     return report, {c.name: c for c in report.checks}
 
 
-@pytest.mark.parametrize("attempt", [1, 2, 3])
+@pytest.mark.parametrize("attempt", [1, *(pytest.param(n, marks=pytest.mark.family) for n in (2, 3))])
 def test_a_correct_engine_passes(attempt):
     live = live_engine()
     report, checks = _test(live)
@@ -135,6 +135,7 @@ def test_vllms_cpu_sampling_bug_is_found_where_its_nan_shows():
     assert not checks["finite"].passed, checks["finite"].detail
 
 
+@pytest.mark.family
 @pytest.mark.v1("vLLM's CPU kernels")
 def test_vllms_cpu_sampling_bug_is_found_where_its_nan_is_hidden():
     report, checks = _test(

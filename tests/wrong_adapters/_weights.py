@@ -12,9 +12,9 @@ class ChangesWeights(MinimalAdapter):
         load = self.engine.load_policy
 
         async def load_changed(version: int, weights: dict[str, Tensor]) -> None:
-            await load(version, self.changed(weights))
+            await load(version, self.changed_weights(weights))
 
         self.engine.load_policy = load_changed
 
-    def changed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def changed_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         raise NotImplementedError

@@ -12,7 +12,7 @@ ONLY = True
 
 
 class Adapter(ChangesWeights):
-    def changed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def changed_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: rounded(name, tensor) for name, tensor in weights.items()}
 
 

@@ -11,7 +11,7 @@ CAUGHT_BY = "weights_arrive_as_they_are"
 
 
 class Adapter(ChangesWeights):
-    def changed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def changed_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.half().float() for name, tensor in weights.items()}
 
 

@@ -53,7 +53,7 @@ class PatchStatus:
 _originals: dict[
     str, tuple[Any, str, Callable[..., Any]]
 ] = {}  # patch name -> owner, attribute, library's own function
-_statuses: dict[str, PatchStatus] = {}  # patch name -> status in this process
+statuses: dict[str, PatchStatus] = {}  # patch name -> what became of it in this process
 
 
 def apply(patch: Patch) -> PatchStatus:
@@ -66,7 +66,7 @@ def apply(patch: Patch) -> PatchStatus:
         PatchError: if the symbol is gone, changed so that the replacement may not fit, or is still faulty afterwards.
     """
     if patch.name in _originals:
-        return _statuses[patch.name]
+        return statuses[patch.name]
     try:
         owner, attribute, original = resolve(patch)
     except PatchError:
@@ -107,12 +107,7 @@ def revert(patch: Patch) -> None:
     if patch.name in _originals:
         owner, attribute, original = _originals.pop(patch.name)
         setattr(owner, attribute, original)
-        _statuses.pop(patch.name)
-
-
-def statuses() -> list[PatchStatus]:
-    """Every patch that was looked at in this process, with what became of it."""
-    return list(_statuses.values())
+        statuses.pop(patch.name)
 
 
 _ADVICE = (
@@ -122,8 +117,8 @@ _ADVICE = (
 
 
 def _record(patch: Patch, state: Literal["in force", "not needed", "skipped"], detail: str) -> PatchStatus:
-    _statuses[patch.name] = PatchStatus(patch.name, patch.symbol, state, detail)
-    return _statuses[patch.name]
+    statuses[patch.name] = PatchStatus(patch.name, patch.symbol, state, detail)
+    return statuses[patch.name]
 
 
 def _about(patch: Patch) -> str:

@@ -32,8 +32,8 @@ from spec_plugin.commands.check import judge_run
 from spec_plugin.run_plan import Model
 
 OURS = (DraftConfigError, CheckpointError, SpecConfigError)
-MANY = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-FEWER = settings(MANY, max_examples=60)
+MANY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+FEWER = settings(MANY, max_examples=30)
 DRAFT = DraftConfig.from_target(TARGET, draft_vocab_size=32).to_hf()
 
 numbers = st.one_of(

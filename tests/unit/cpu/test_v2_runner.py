@@ -54,9 +54,8 @@ def test_law_1_without_the_variable_nothing_changes():
 
 
 @pytest.mark.skipif(not find_spec("vllm"), reason="needs vLLM")
-@pytest.mark.parametrize("runner", [v2_runner.V2, v2_runner.V2_ASYNC])
-def test_kernels_run_in_the_interpreter(runner):
-    in_a_process(runner)
+def test_kernels_run_in_the_interpreter():
+    in_a_process(v2_runner.V2_ASYNC)
 
 
 def test_another_value_is_refused(monkeypatch):

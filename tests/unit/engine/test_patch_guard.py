@@ -62,7 +62,7 @@ def test_a_present_fault_is_repaired_once_and_listed(library):
     repaired = module.box.func
     assert repaired(3, 5) == 15
     assert patches.apply(patch()).state == "in force" and module.box.func is repaired
-    assert [s.state for s in patches.statuses() if s.name == "double"] == ["in force"]
+    assert [s.state for s in patches.statuses.values() if s.name == "double"] == ["in force"]
 
 
 def test_reverting_gives_the_library_its_own_function_back(library):
@@ -71,7 +71,7 @@ def test_reverting_gives_the_library_its_own_function_back(library):
     patches.apply(patch())
     assert patches.skip(patch(), "asked for").state == "skipped"
     assert module.box.func is original
-    assert [s.state for s in patches.statuses() if s.name == "double"] == ["skipped"]
+    assert [s.state for s in patches.statuses.values() if s.name == "double"] == ["skipped"]
 
 
 def test_what_upstream_has_fixed_is_left_alone(library):

@@ -367,7 +367,7 @@ def test_an_unknown_part_is_refused_and_make_names_only_known_ones(capsys: pytes
     assert "unknown part 'lin'; known: lint" in capsys.readouterr().err
     named = re.findall(r"--foreground ([a-z -]+?)(?: --|$)", (ROOT / "Makefile").read_text(), re.M)
     daily = {part.name for part in PARTS if part.daily}
-    assert {name for names in named for name in names.split()} == daily - {"shapes", "wheels"}  # those by SHAPES=…
+    assert {name for names in named for name in names.split()} == daily - {"wheels"}
 
 
 def test_shapes_run_when_they_are_asked_for(tmp_path: Path) -> None:

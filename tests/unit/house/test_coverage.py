@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from builders.paths import ROOT
-from check import ACTORS, SHAPES
 from click.testing import CliRunner
+from parts import ACTORS, SHAPES
 from spec_plugin_conformance.targets import tiny_targets
 
 from draft_training import DraftConfig, DraftConfigError
@@ -145,7 +145,13 @@ def test_the_documents_show_the_last_results(trainer: str) -> None:
 @pytest.mark.parametrize("rows", ["verl-release", "verl"])
 def test_each_accepted_line_is_mapped_to_shapes_and_a_target_that_exist(rows: str) -> None:
     """Shapes that a test of the trainer, and not the kit, proves are named here."""
-    known = {*SHAPES["verl"], *(shape for shapes in ACTORS.values() for shape in shapes), "sp2", "fully", "one-step"}
+    known = {
+        *SHAPES["verl"].split(),
+        *(shape for shapes in ACTORS.values() for shape in shapes.split()),
+        "sp2",
+        "fully",
+        "one-step",
+    }
     for table in json.loads((ROOT / "examples" / "bench" / "results" / f"coverage-{rows}.json").read_text()):
         if table["judged"] and set(table["reasons"]) <= set(table["of_trainer"]):
             assert set(table["shapes"]) <= known, table["script"]

@@ -34,7 +34,7 @@ def eager_collector():
 @pytest.mark.parametrize("parse", [ast.parse, parsed])
 def test_a_finalizer_that_parses_does_not_end_a_parse(parse, eager_collector):
     failures = 0
-    for _ in range(200):
+    for _ in range(60):
         ParsesWhenCollected()
         try:
             tree = parse(TEXT)

@@ -26,11 +26,11 @@ QUEUES = (replace(_tenth(waiting.AT_SCALE[0]), tokens=100),)
 @pytest.mark.parametrize(
     ("simulate", "runs", "phases", "kinds"),
     [
-        (run.correct_guard, 4, 50, {"settings": guard.SETTINGS}),
-        (run.wrong_guard, 6, 30, {"settings": guard.SETTINGS}),
-        (run.self_tests, 4, 0, {}),
-        (run.controllers, 1, 200, {"truths": FIVE}),
-        (run.waitings, 3, 120, {"settings": waiting.SETTINGS}),
+        (run.correct_guard, 1, 30, {"settings": guard.SETTINGS}),
+        (run.wrong_guard, 2, 20, {"settings": guard.SETTINGS}),
+        (run.self_tests, 1, 0, {}),
+        (run.controllers, 1, 40, {"truths": FIVE}),
+        (run.waitings, 1, 30, {"settings": waiting.SETTINGS}),
         pytest.param(run.correct_guard, 1, 6, {"settings": A_QUARTER}, id="correct_guard_at_scale"),
         pytest.param(run.controllers, 1, 15, {"truths": DRAINS}, id="controllers_at_scale"),
         pytest.param(run.waitings, 1, 0, {"settings": QUEUES}, id="waitings_at_scale"),
@@ -83,7 +83,7 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 def test_a_bound_that_does_not_hold_is_told() -> None:
     truths = [replace(truth, at_most=0.1) for truth in controller.TRUTHS]
-    assert sum("a run took" in what for what in run.controllers(map, 1, 20, truths).broken) == len(truths)
+    assert sum("a run took" in what for what in run.controllers(map, 1, 5, truths).broken) == len(truths)
 
 
 def test_the_page_has_the_tables_of_the_command() -> None:
