@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -97,18 +97,14 @@ def _factors(device: torch.device) -> Tensor:
     return torch.from_numpy(odd.view(np.int64)).to(device)
 
 
-def row_digests(tensors: Iterable[Tensor]) -> list[str]:
-    """A digest of each row (all of the last dimension) of some weights, each digest once: whoever stacks or splits matrices by
-    rows has the same rows. A vector is stacked along its one dimension, as the biases of queries, keys and values are: its rows
-    are stretches of four.
+def row_digests(tensor: Tensor) -> list[str]:
+    """A digest of each row (all of the last dimension) of a weight, in order: whoever stacks or splits matrices by rows has the
+    same rows. A vector is stacked along its one dimension, as the biases of queries, keys and values are: its rows are stretches
+    of four.
     """
-    found: set[str] = set()
-    for tensor in tensors:
-        width = tensor.shape[-1] if tensor.dim() > 1 else 4 if tensor.numel() % 4 == 0 else 1
-        rows = tensor.detach().to("cpu").contiguous().view(-1, width)
-        for row in rows.view(torch.uint8).numpy():
-            found.add(hashlib.blake2b(row.data, digest_size=8).hexdigest())
-    return sorted(found)
+    width = tensor.shape[-1] if tensor.dim() > 1 else 4 if tensor.numel() % 4 == 0 else 1
+    rows = tensor.detach().to("cpu").contiguous().view(-1, width).view(torch.uint8).numpy()
+    return [hashlib.blake2b(row.data, digest_size=8).hexdigest() for row in rows]
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -209,13 +209,14 @@ class SpecWorkerExtension:
             "draft_version": self._spec_state.served.version,
         }
 
-    def spec_rows(self) -> dict[str, list[str]]:
-        """A digest of each row (last dimension) of every weight of the target, for the conformance kit: how vLLM has packed
-        them leaves rows as they are. In the engine's dtype, and in bfloat16.
+    def spec_rows(self) -> dict[str, dict[str, list[str]]]:
+        """A digest of each row (last dimension) of every weight of the target by its name, for the conformance kit: how vLLM has
+        packed them leaves rows as they are. In the engine's dtype, and in bfloat16.
         """
         model = self.model_runner.get_model()
-        tensors = [t.detach().cpu() for _, t in (*model.named_parameters(), *model.named_buffers()) if t.numel()]
-        return {"own": row_digests(tensors), "bfloat16": row_digests([t.bfloat16() for t in tensors])}
+        held = {n: t.detach().cpu() for n, t in (*model.named_parameters(), *model.named_buffers()) if t.numel()}
+        own = {name: row_digests(tensor) for name, tensor in held.items()}
+        return {"own": own, "bfloat16": {name: row_digests(tensor.bfloat16()) for name, tensor in held.items()}}
 
     def _spec_shared_digests(self, target: Mapping[str, Tensor]) -> dict[str, str]:
         """Digests of embedding and head without vocabulary padding; "" where each rank holds a shard."""

@@ -13,7 +13,7 @@ from inspect import isfunction
 import pytest
 import torch
 
-from spec_plugin_conformance import engines, judge, omissions, reported, versions
+from spec_plugin_conformance import engines, judge, omissions, reported, unchanged, versions
 from spec_plugin_conformance.forward import judge_packs
 from spec_plugin_conformance.runs import REFUSED, SAVED, KitRuns
 
@@ -152,6 +152,15 @@ def told_facts_are_the_engines(runs: KitRuns) -> None:
     """``TargetInfo`` says of engine, sampling and actor what the running engine, its requests and the actor show."""
     trace = runs.finished("main").trace
     _fail_if(reported.engine_facts(trace) + reported.trainer_facts(trace, runs.driver.asynchronous))
+
+
+def the_flag_changes_nothing_else(runs: KitRuns) -> None:
+    """Options of the engine, prompts and their number, and what is asked for them are those of a run without the flag."""
+    flag, plain = runs.finished("main").trace, runs.finished("plain").trace
+    problems = unchanged.options_changed(flag, plain)
+    if not runs.driver.asynchronous:  # whose phases begin before the last one has ended
+        problems += unchanged.requests_changed(flag, plain)
+    _fail_if(problems)
 
 
 def requests_are_the_trainers(runs: KitRuns) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draft_training import row_digests
 from spec_plugin_conformance.judge import Event, Trace, actor_events, at_least
+from spec_plugin_conformance.places import Rows, missing
 from spec_plugin_conformance.reported import rollout_requests
 
 #: share of the requests of one engine and phase that must be in flight at once; and how many there must be to ask that where
@@ -184,7 +185,7 @@ def in_parts(trace: Trace) -> bool:
 
 
 def weights_arrived(trace: Trace, policy: Mapping[str, Tensor]) -> list[str]:
-    """Every row of every weight of a checkpoint is one that the engine had when it rolled out with that policy.
+    """Every weight of a checkpoint is one that the engine had, row by row and in its place, when it rolled out with that policy.
 
     Args:
         trace: of the run.
@@ -198,24 +199,22 @@ def weights_arrived(trace: Trace, policy: Mapping[str, Tensor]) -> list[str]:
             f"the engines have several dtypes, {', '.join(sorted(dtypes))}: none to compare a checkpoint in"
         ]
     (engine,) = dtypes
-    missing = min((_missing(policy, engine, rows) for rows in held), key=len)
-    if missing:
-        names = ", ".join(missing[:4]) + (", …" if len(missing) > 4 else "")
+    lost = min((_missing(policy, engine, rows) for rows in held), key=len)
+    if lost:
+        names = ", ".join(lost[:4]) + (", …" if len(lost) > 4 else "")
         problems.append(
-            f"{len(missing)} of {len(policy)} weights never came to an engine as the checkpoint has them: {names}"
+            f"{len(lost)} of {len(policy)} weights never came to an engine as they are in the checkpoint, in their place: {names}"
         )
     return problems
 
 
-def _missing(policy: Mapping[str, Tensor], engine: str, rows: Mapping[str, Sequence[str]]) -> list[str]:
-    """Names of weights of which the engine lacks a row, in the coarser of both dtypes."""
-    held = {which: set(digests) for which, digests in rows.items()}
+def _missing(policy: Mapping[str, Tensor], engine: str, rows: Mapping[str, Mapping[str, Rows]]) -> list[str]:
+    """Names of weights that the engine does not hold in their place, in the coarser of both dtypes."""
     found = []
-    for name, tensor in policy.items():
-        coarse = tensor.dtype == torch.bfloat16 and engine == "float32"
-        wanted = tensor if coarse else tensor.to(getattr(torch, engine))
-        if not set(row_digests([wanted])) <= held["bfloat16" if coarse else "own"]:
-            found.append(name)
+    for coarse in (False, True):
+        part = {n: t for n, t in policy.items() if (t.dtype == torch.bfloat16 and engine == "float32") == coarse}
+        wanted = {n: row_digests(t if coarse else t.to(getattr(torch, engine))) for n, t in part.items()}
+        found += missing(wanted, rows["bfloat16" if coarse else "own"])
     return found
 
 

@@ -1,6 +1,6 @@
 """What a trace must look like: pure functions from recorded events to problems, so that each can be tested in milliseconds.
 
-A trace is the list of dicts that ``recorder.read_trace`` returns; a problem is one sentence; no problems, no objection.
+A trace is the list of dicts that ``journal.read_trace`` returns; a problem is one sentence; no problems, no objection.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import time
-import uuid
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,6 +37,7 @@ from spec_plugin.events import (
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Memory, Method
 from spec_plugin.rollouts import Rollout
+from spec_plugin_conformance.journal import Journal
 from spec_plugin_conformance.plants import PlantedErrors
 from spec_plugin_conformance.sessions import session_of, watch_sessions
 from spec_plugin_conformance.watch import (
@@ -70,19 +69,12 @@ class Recorder:
     def __init__(self, folder: str) -> None:
         """Write into this folder, which may be missing."""
         self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._session = uuid.uuid4().hex[:8]  # a process may have more than one session
-        self._events = 0
+        journal = Journal(self._folder)
+        self._session, self._write = journal.session, journal.write
         self._packs = 0
         self._head: Tensor | None = None  # [V, H] of the policy that the engine has
         self._announced: dict[str, tuple[Tensor, str]] = {}  # what the last weight sync carried, and its digest
         self._training = False  # the draft, now
-
-    def _write(self, hook: str, **what: Any) -> None:
-        line = {"hook": hook, "time": time.time(), "pid": os.getpid(), "session": self._session, "event": self._events}
-        self._events += 1
-        with (self._folder / f"{os.getpid()}.jsonl").open("a") as file:
-            file.write(json.dumps(line | what) + "\n")
 
     @hookimpl(wrapper=True)
     def spec_method(self) -> Generator[None, Method | None, Method | None]:
@@ -354,15 +346,3 @@ def _with_nan(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     row, column = mask.nonzero()[0].tolist()
     out[row, column] = float("nan")
     return out
-
-
-def read_trace(folder: Path) -> list[dict[str, Any]]:
-    """Every event that any process recorded, by time; a line that a kill cut off is left out."""
-    events = []
-    for file in sorted(folder.glob("[0-9]*.jsonl")):
-        for line in file.read_text().splitlines():
-            try:
-                events.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return sorted(events, key=lambda e: (e["time"], e["event"]))

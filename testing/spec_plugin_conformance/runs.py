@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Container, Generator, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +18,13 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.events import TargetInfo
 from spec_plugin.manager import built_in_method
 from spec_plugin.method import Method
+from spec_plugin_conformance import plain
 from spec_plugin_conformance.driver import ConformanceDriver, RunFailed, RunSettings
 from spec_plugin_conformance.engines import WRONG_OPTION, WRONG_VALUE
 from spec_plugin_conformance.faults import SHORT, STEPS, FaultTour, ShortTour, read_tour
 from spec_plugin_conformance.forward import Pack, read_pack
+from spec_plugin_conformance.journal import read_trace
 from spec_plugin_conformance.plants import SELF_TEST, PlantedErrors
-from spec_plugin_conformance.recorder import read_trace
 from spec_plugin_conformance.targets import tiny_targets
 
 #: of every run with the flag: draft from the first step, hash what the engine holds, and train the draft in slices that
@@ -84,7 +86,7 @@ class Progress:
 
 
 class KitRuns:
-    """The checks' runs, by name: main, off, faults, refused, misconfigured; on if main and off end with other bits."""
+    """The checks' runs, by name: main, off, plain, faults, refused, misconfigured; on if main and off end with other bits."""
 
     def __init__(
         self,
@@ -206,6 +208,16 @@ class KitRuns:
             killed, steps = main.settings, steps + SAVED * max(1, saved)
         settings = RunSettings(self._out("faults"), steps, options=options, save_every=SAVED, resume_from=killed)
         self._launch("faults", settings)
+
+    def _run_plain(self) -> None:
+        """One step without the flag and without recorded rollouts: what engine and requests are to be like."""
+        records = self._records("plain")
+        records.mkdir(parents=True, exist_ok=True)
+        os.environ[plain.FOLDER] = str(records)
+        try:
+            self._launch("plain", RunSettings(self._out("plain"), 1, enabled=False))
+        finally:
+            del os.environ[plain.FOLDER]
 
     def _run_refused(self) -> None:
         """A run whose engine reports a failed self-test."""

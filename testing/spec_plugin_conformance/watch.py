@@ -15,10 +15,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -123,6 +125,26 @@ def watch_engine(plants: PlantedErrors, write: Write) -> None:
     front.start_phase = _wrap_start_phase(front.start_phase, write)
 
 
+def watch_requests(plants: PlantedErrors, write: Write, shown: Mapping[str, Any]) -> None:
+    """Record each request, and the configuration of each engine, of this process's engines that are still to be made.
+
+    Args:
+        plants: errors that their answers get.
+        write: takes the events.
+        shown: options of the engine as the plugin was shown them; it may be filled later.
+    """
+    from vllm import LLM
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    engine: Any = AsyncLLM
+    engine.generate = _wrap_generate(engine.generate, plants, write, shown)
+    batches: Any = LLM
+    batches.generate = _wrap_batch(batches.generate, plants, write)
+    synchronous: Any = LLMEngine
+    synchronous.add_request = _wrap_add_request(synchronous.add_request, write, shown)
+
+
 def _number(engine: Any) -> int:
     """Of an engine of this process, by its configuration, which all that stands before one engine shares."""
     return _numbers.setdefault(id(getattr(engine, "vllm_config", engine)), len(_numbers))
@@ -138,18 +160,9 @@ def _wrap_engine_arguments(original: Any, plants: PlantedErrors, write: Write) -
 
     @functools.wraps(original)
     def engine_arguments(self: Any, given: Mapping[str, Any], extension: str) -> dict[str, Any]:
-        from vllm import LLM
-        from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.engine.llm_engine import LLMEngine
-
         arguments: dict[str, Any] = original(self, given, extension)
         if not shown:  # the first engine of this process is about to be made
-            engine: Any = AsyncLLM
-            engine.generate = _wrap_generate(engine.generate, plants, write, shown)
-            batches: Any = LLM
-            batches.generate = _wrap_batch(batches.generate, plants, write)
-            synchronous: Any = LLMEngine
-            synchronous.add_request = _wrap_add_request(synchronous.add_request, write, shown)
+            watch_requests(plants, write, shown)
             if plants.place_of_version:
                 delay_version(plants.place_of_version, plants)
         shown.update({"extension": extension}, **given)
@@ -184,7 +197,8 @@ def _begins(engine: Any, write: Write, shown: Mapping[str, Any]) -> None:
     number = _number(engine)
     if number not in _configured:
         _configured.add(number)
-        write("engine_configured", **configuration(engine.vllm_config), **_seen_options(engine.vllm_config, shown))
+        config = engine.vllm_config
+        write("engine_configured", **configuration(config), **_seen_options(config, shown), options=options_of(config))
     write("engine_request_begins", test=_testing.get(), clock=_clock_of(engine), engine=number)
 
 
@@ -332,6 +346,22 @@ def _seen_options(vllm_config: Any, shown: Mapping[str, Any]) -> dict[str, Any]:
     fields = AsyncEngineArgs.__dataclass_fields__
     was = {n: shown[n] if shown.get(n) is not None else fields[n].default for n in has}
     return {"has": {n: _plain(v) for n, v in has.items()}, "shown": {n: _plain(v) for n, v in was.items()}}
+
+
+def options_of(vllm_config: Any) -> dict[str, str]:
+    """Every option of an engine that is a number, a word or a list of such, by ``<part>.<name>``."""
+    found = {}
+    for part in fields(vllm_config) if is_dataclass(vllm_config) else ():
+        options = getattr(vllm_config, part.name)
+        named = ((o.name, getattr(options, o.name, None)) for o in fields(options)) if is_dataclass(options) else ()
+        found |= {f"{part.name.removesuffix('_config')}.{name}": str(value) for name, value in named if _simple(value)}
+    return found
+
+
+def _simple(value: Any) -> bool:
+    if isinstance(value, list | tuple | set):
+        return all(map(_simple, value))
+    return value is None or isinstance(value, bool | int | float | str | Enum | torch.dtype)
 
 
 def _plain(value: Any) -> str | None:

@@ -24,7 +24,7 @@ class Trace:
         self.add("spec_configure", aux_layers=[2, 4, 5], actor_dtype="float32", sampling={}, engine=engine)
         self.add("spec_method")
         options = {"logprobs_mode": "processed_logprobs", "pipeline_parallel_size": "1"}
-        self.add("engine_configured", session="e", **engine, has=options, shown=dict(options))
+        self.add("engine_configured", session="e", **engine, has=options, shown=dict(options), options={})
         if draft:
             self.add("spec_load", found=True, path="x")
         for version in range(first_version, first_version + steps):
@@ -53,9 +53,10 @@ class Trace:
         return {"matrix": torch.arange(6.0).view(2, 3) + version / 3, "norm": torch.ones(3)}
 
     @classmethod
-    def rows(cls, version: int) -> dict[str, list[str]]:
-        held = cls.weights(version).values()
-        return {"own": row_digests(held), "bfloat16": row_digests([t.bfloat16() for t in held])}
+    def rows(cls, version: int) -> dict[str, dict[str, list[str]]]:
+        held = cls.weights(version)
+        own = {name: row_digests(tensor) for name, tensor in held.items()}
+        return {"own": own, "bfloat16": {name: row_digests(tensor.bfloat16()) for name, tensor in held.items()}}
 
     def audit(self, moment: str, policy: int, draft: int, digest: int) -> None:
         state = {"draft_version": draft, "draft_digest": f"d{draft}", "target_digest": f"t{digest}", "admitted": 0}

@@ -39,13 +39,13 @@ def kit(python: str, driver: str, *more: str) -> subprocess.CompletedProcess[str
 def test_the_minimal_adapter_keeps_the_contract(warm_python):
     done = kit(warm_python, "minimal_adapter.driver:Driver")
     assert done.returncode == 0, done.stdout[-8000:]
-    assert "32 passed" in done.stdout
+    assert "33 passed" in done.stdout
 
 
 def test_one_whose_rollouts_lag_behind_keeps_it(warm_python):
     done = kit(warm_python, "minimal_adapter.driver:LaggingDriver")
     assert done.returncode == 0, done.stdout[-8000:]
-    assert "32 passed" in done.stdout
+    assert "33 passed" in done.stdout
 
 
 def test_two_engines_hold_the_same_draft_and_are_counted_together(warm_python):
@@ -66,6 +66,7 @@ TOGETHER = (
         "prompt_tokens_counted",
         "refresh_skipped_after_wake",
         "requests_that_never_stop",
+        "a_group_torn",
     ),
     ("engines_word_recomputed", "draft_pushed_before_target", "one_matrix_rounded", "one_request_at_a_time"),
     ("compared_with_themselves", "harvest_of_a_later_pass", "gradient_not_detached", "random_numbers_consumed"),

@@ -19,8 +19,8 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
+from spec_plugin_conformance.journal import read_trace
 from spec_plugin_conformance.launch import RunFailed, StepMetrics
-from spec_plugin_conformance.recorder import read_trace
 from spec_plugin_cpu.forks import server_processes
 
 from draft_training import digest

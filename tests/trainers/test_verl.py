@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from spec_plugin_conformance.forward import read_pack
+from spec_plugin_conformance.journal import read_trace
 from spec_plugin_conformance.launch import RunFailed, StepMetrics
-from spec_plugin_conformance.recorder import read_trace
 from spec_plugin_verl_cpu import run as verl_run
 from spec_plugin_verl_cpu.run import SMALL, SPEC, VerlRun
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import kills
 import pytest
-from spec_plugin_conformance.recorder import read_trace
+from spec_plugin_conformance.journal import read_trace
 from spec_plugin_verl_cpu.run import SEPARATE, SMALL, SPEC, VerlRun
 
 from spec_plugin import hookimpl

@@ -12,8 +12,8 @@ from builders.fake_driver import NEEDS_A_TRAINER, Driver
 from builders.paths import TESTS
 from spec_plugin_conformance import plugin
 from spec_plugin_conformance.checks import CHECKS
+from spec_plugin_conformance.journal import read_trace
 from spec_plugin_conformance.plugin import shaped
-from spec_plugin_conformance.recorder import read_trace
 
 Done = subprocess.CompletedProcess[str]
 NAMES = [c.__name__ for c in CHECKS]
@@ -55,7 +55,7 @@ def test_without_arguments_exactly_the_checks_run_and_what_is_refused_is_reporte
 
 def test_each_run_is_started_once(right):
     launched = (right[1] / "kept" / "driver" / "launched").read_text().split()
-    assert sorted(launched) == ["faults", "main", "misconfigured", "off"]
+    assert sorted(launched) == ["faults", "main", "misconfigured", "off", "plain"]
 
 
 def test_the_terminal_shows_every_check_with_its_state_and_the_runs_with_their_times(right):
@@ -68,7 +68,7 @@ def test_the_terminal_shows_every_check_with_its_state_and_the_runs_with_their_t
 
 def test_the_badge_counts_and_lists(right):
     lines = (right[1] / "b.md").read_text().splitlines()
-    assert lines[0] == "**builders.fake_driver:Driver**: 26 supported, 6 refused (of 32 checks)"
+    assert lines[0] == "**builders.fake_driver:Driver**: 27 supported, 6 refused (of 33 checks)"
     assert "| `off_is_off` | supported |" in lines
     assert "| `violations_stop_the_run` | refused: there is no trainer \\| here |" in lines
 
@@ -76,7 +76,7 @@ def test_the_badge_counts_and_lists(right):
 def test_a_check_that_fails_says_what_it_found(tmp_path, warm_run):
     done = kit(warm_run, tmp_path, "builders.fake_driver:Impure", "-k", "policy_is_bitwise_equal", "--badge", "b.md")
     assert done.returncode == 1
-    assert "1 failed, 31 deselected" in done.stdout
+    assert "1 failed, 32 deselected" in done.stdout
     assert "`policy_is_bitwise_equal` | failed: weight differs" in (tmp_path / "b.md").read_text()
 
 
@@ -91,7 +91,7 @@ def test_what_fails_for_anothers_sake_is_known_and_once_it_passes_that_is_said(t
         "b.md",
     )
     badge = (tmp_path / "b.md").read_text()
-    assert done.returncode == 1 and "1 failed, 30 deselected, 1 xfailed" in done.stdout
+    assert done.returncode == 1 and "1 failed, 31 deselected, 1 xfailed" in done.stdout
     assert "`policy_is_bitwise_equal` | known: the trainer forgets its seed" in badge
     assert "`off_is_off` | failed: [XPASS(strict)] mended long ago" in badge
     done = kit(warm_run, tmp_path, "builders.fake_driver:Excused", "-k", "policy_is_bitwise_equal")

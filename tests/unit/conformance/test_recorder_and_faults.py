@@ -10,8 +10,9 @@ from builders.session import TARGET, step
 from spec_plugin_conformance import faults, judge, reported
 from spec_plugin_conformance.faults import SHORT, STEPS, TOUR, FaultTour, read_tour
 from spec_plugin_conformance.forward import read_pack
+from spec_plugin_conformance.journal import read_trace
 from spec_plugin_conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, PlantedErrors
-from spec_plugin_conformance.recorder import Recorder, mutants, read_trace
+from spec_plugin_conformance.recorder import Recorder, mutants
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
 from spec_plugin.events import (

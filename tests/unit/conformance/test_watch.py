@@ -7,8 +7,9 @@ import pytest
 import torch
 from builders.session import TARGET
 from spec_plugin_conformance import watch
+from spec_plugin_conformance.journal import read_trace
 from spec_plugin_conformance.plants import LOGPROB, PERTURBED, VERSION, PlantedErrors
-from spec_plugin_conformance.recorder import log_probs_of, read_trace
+from spec_plugin_conformance.recorder import log_probs_of
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 
