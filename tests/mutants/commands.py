@@ -120,8 +120,8 @@ MUTATIONS = (
         ("test_engine_limits.py",),
     ),
     Mutation(
-        "spec_plugin/commands/engine_limits.py",
-        "longest",
+        "draft_training/rope.py",
+        "derived_length",
         '        if kind == "yarn":\n',
         "        if False:\n",
         "check accepts sequences that are longer than a model with YaRN allows",

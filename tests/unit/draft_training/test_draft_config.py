@@ -204,13 +204,22 @@ def test_a_config_without_aux_layers_needs_the_target(tiny):
     assert DraftConfig.from_hf(raw, target_layers=8).aux_layers == (2, 4, 5)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"hidden_size": 32}, {"vocab_size": 41}, {"num_hidden_layers": 5}, {"max_position_embeddings": 4096}]
-)
+@pytest.mark.parametrize("changes", [{"hidden_size": 32}, {"vocab_size": 41}, {"num_hidden_layers": 5}])
 def test_a_draft_of_another_target_is_refused(tiny, changes):
     validate_draft(tiny, TINY)
     with pytest.raises(DraftConfigError):
         validate_draft(tiny, target(**changes))
+
+
+def test_a_draft_with_a_window_is_not_read_as_one_that_sees_all(tiny):
+    """vLLM gives it the window; in training it would learn to look further than it can."""
+    windowed = {"layer_types": ["sliding_attention"], "sliding_window": 16}
+    with pytest.raises(DraftConfigError, match="sets sliding_window=16, which this trainer does not implement"):
+        DraftConfig.from_hf({**tiny.to_hf(), **windowed})
+    assert DraftConfig.from_hf({**tiny.to_hf(), **windowed, "layer_types": ["full_attention"]}) == tiny
+    assert DraftConfig.from_hf({**tiny.to_hf(), "sliding_window": 16}) == tiny, (
+        "without layer_types vLLM's Llama has none"
+    )
 
 
 @pytest.mark.parametrize(

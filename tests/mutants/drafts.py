@@ -1,0 +1,94 @@
+"""Mistakes in judging a draft: its length, what is whole of it, what its files may name."""
+
+from __future__ import annotations
+
+from mutants.mutation import Mutation
+
+_ROPE, _FIT, _DAMAGE = (
+    "draft_training/rope.py",
+    "spec_plugin/builtin/methods/fit.py",
+    "spec_plugin/builtin/methods/damage.py",
+)
+
+MUTATIONS = (
+    Mutation(
+        _ROPE,
+        "_fields",
+        "layer.rope_scaling or layer.rope_parameters",
+        "layer.rope_parameters or layer.rope_scaling",
+        "a draft turns positions by another base than the policy, which was stretched by rope_scaling",
+        ("test_engine_limits.py",),
+    ),
+    Mutation(
+        _ROPE,
+        "Rope.positions_for",
+        'return least if self.type == "yarn" else max(least,',
+        "return min(least,",
+        "the run's own draft ends before the engine's texts do, and drafting for the whole batch with it",
+        ("test_draft_length.py",),
+    ),
+    Mutation(
+        _FIT,
+        "refuse_unfit",
+        "and reads[1] < target.length",
+        "and reads[1] < target.length and method.draft is not None",
+        "a frozen draft shorter than the run is accepted without a word",
+        ("test_draft_length.py",),
+    ),
+    Mutation(
+        _FIT,
+        "refuse_unfit",
+        'method.settings.get("method") not in _NO_WEIGHTS',
+        'method.settings.get("method") not in (*_NO_WEIGHTS, "mtp")',
+        "sleep drops an MTP layer that no refresh brings back, and NaN is drafted from there on",
+        ("test_draft_length.py",),
+    ),
+    Mutation(
+        _FIT,
+        "refuse_unfit",
+        "places(Path(target.path))",
+        "pass",
+        "actor and engine load different weights from one folder",
+        ("test_draft_length.py",),
+    ),
+    Mutation(
+        _DAMAGE,
+        "refuse_damaged",
+        "if name not in shapes:",
+        "if False:",
+        "a draft without one of its tensors drafts with what was in memory",
+        ("test_method_frozen.py",),
+    ),
+    Mutation(
+        _DAMAGE,
+        "refuse_damaged",
+        "part.get_dtype() not in _WEIGHTS",
+        "part.get_dtype() in _NO_WEIGHTS",
+        "a draft of int8 is served as if it were weights",
+        ("test_method_frozen.py",),
+    ),
+    Mutation(
+        "draft_training/files.py",
+        "_runs",
+        '"--" in reference',
+        "False",
+        "law 8: code of another repository is let through",
+        ("test_law8_drafts_bring_no_code.py",),
+    ),
+    Mutation(
+        "spec_plugin/manager.py",
+        "ask_method",
+        "str(folder_without_code(Path(config.draft)))",
+        "config.draft",
+        "law 8: what vLLM reads still names code, and a file may come into the folder later",
+        ("test_law8_drafts_bring_no_code.py",),
+    ),
+    Mutation(
+        "draft_training/config.py",
+        "_refuse_variants",
+        'if "sliding_attention" in fields.layer_types and fields.sliding_window:',
+        "if False:",
+        "a windowed draft is trained to look further than it is served",
+        ("test_draft_config.py",),
+    ),
+)
