@@ -7,6 +7,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,6 +131,28 @@ class SpecSession:
             self.fail(work, error, where=where)  # what somebody else has cancelled is an answer that does not come
         except Exception as error:  # law 6
             self.fail(work, error, where=where)
+
+    @contextmanager
+    def _noted(self, work: Work, where: str) -> Iterator[None]:
+        """Bookkeeping that no draft depends on: what fails in this block is warned of once, and drafts go on.
+
+        Args:
+            work: what the block does.
+            where: for the warning, behind the work's own words.
+
+        Raises:
+            BaseException: as ``guarded``.
+        """
+        try:
+            yield
+        except (Exception, CancelledError) as error:
+            pass_on(error)
+            if isinstance(error, CancelledError) and is_cancelled():
+                raise
+            if (work, where) not in self._left_out:
+                self._left_out.add((work, where))
+                words = f"{work.words} {where}"
+                logger.warning("spec-plugin: %s: %s. Drafts go on", words, _message_of(error), exc_info=error)
 
     def fail(self, work: Work, error: BaseException | str, for_good: bool = False, where: str = "") -> None:
         """Turn speculation off; only the first call warns, and only where the trouble is.
@@ -373,20 +396,21 @@ class SpecSession:
 
         def each(plugin: str, metrics: Callable[[], object]) -> dict[str, float]:
             numbers: dict[str, float] = {}
-            with self.guarded(Work.METRICS, f"of plugin {plugin}"):
+            with self._noted(Work.METRICS, f"of plugin {plugin}"):
                 numbers = self._numbers(f"plugin {plugin}", metrics())
             found.append(dict(numbers))  # a wrapper may write into what it gets, and fail then
             return numbers
 
         answers: object = found
-        with self.guarded(Work.METRICS, "in a wrapper"):
+        with self._noted(Work.METRICS, "in a wrapper"):
             answers = call_each(self.manager, "spec_metrics", each)
         if not isinstance(answers, list):
             self._leave_out(_WRAPPER, "all that it made of the metrics", answers, "no list of mappings")
             answers = found
         merged: dict[str, float] = {}
         for answer in answers:
-            merged |= self._numbers(_WRAPPER, answer)
+            with self._noted(Work.METRICS, "in a wrapper's answer"):
+                merged |= self._numbers(_WRAPPER, answer)
         return merged
 
     def _numbers(self, who: str, answer: object) -> dict[str, float]:
@@ -424,10 +448,16 @@ class SpecSession:
         return copy
 
     def save(self, path: Path) -> None:
-        """Save every plugin's state under ``path``; after a failure nothing is saved."""
+        """Save every plugin's state under ``path``, each by itself; after a failure of draft work nothing is saved."""
+
+        def each(plugin: str, save: Callable[[], object]) -> object:
+            with self._noted(Work.SAVE, f"of plugin {plugin} in {path}"):
+                save()
+            return None
+
         if not self.failed:
-            with self.guarded(Work.SAVE):
-                self.manager.hook.spec_save(path=path)
+            with self._noted(Work.SAVE, f"in {path}, in a wrapper"):
+                call_each(self.manager, "spec_save", each, path=path)
 
     def load(self, path: Path) -> None:
         """Restore every plugin's state from what ``save`` wrote; ``path`` may be missing."""
@@ -451,10 +481,11 @@ def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginMana
     """
     found = ask_method(config, target, manager)
     if found is None:
-        names = ", ".join(sorted(n for n, _ in manager.list_name_plugin()))
+        names = sorted(n for n, _ in manager.list_name_plugin())
+        meant = "".join(f" (did you mean {name!r}?)" for name in get_close_matches(config.method, names, n=1))
         raise SpecConfigError(
-            f"spec.method={config.method!r}: no active plugin provides it; active plugins: {names}. Correct the name, "
-            "install the plugin that has it, or take it out of spec.block"
+            f"spec.method={config.method!r}: no active plugin provides it{meant}; active plugins: {', '.join(names)}. Correct "
+            "the name, install the plugin that has it, or take it out of spec.block"
         )
     if not isinstance(found, Method):
         raise SpecConfigError(

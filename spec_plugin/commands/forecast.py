@@ -26,6 +26,7 @@ from spec_plugin.method import Method
 from spec_plugin.model_runner import runner_of
 from spec_plugin.refusals import Objection
 from spec_plugin.run_plan import RunFacts, RunPlan
+from spec_plugin.session import method_of
 
 if TYPE_CHECKING:
     from draft_training.draft import DraftShape
@@ -45,8 +46,9 @@ def judge(plan: RunPlan) -> Judgement:
     run = plan.facts
     if run is None:
         return Judgement(plan.trainer, plan.objections, notes=plan.notes, unseen=plan.unseen)
-    refused = (*plan.objections, *_plugins(run.spec), *_lossless(run), *_truncated(run))
-    objections, unseen, notes = [*refused], [*plan.unseen], [*plan.notes]
+    no_plugins = (*_plugins(run.spec),)
+    objections = [*plan.objections, *no_plugins, *_lossless(run), *_truncated(run)]
+    unseen, notes = [*plan.unseen], [*plan.notes]
     facts = {"model": f"{run.model.name} ({run.model.source})" if run.model.config else run.model.name}
     method: Method | None = None
     if run.model.config is None:
@@ -58,10 +60,11 @@ def judge(plan: RunPlan) -> Judgement:
         )
     else:
         try:
-            method = built_in_method(run.spec, replace(run.target, device_type=_device_type()))
-            if method is None:
-                unseen.append(f"method {run.spec.method}: it comes from a plugin, which was not asked")
-            else:
+            here = replace(run.target, device_type=_device_type())
+            method = built_in_method(run.spec, here)
+            if method is None and not no_plugins:  # that of a plugin, or of nobody
+                method = method_of(run.spec, here, create_manager(run.spec.block, run.spec.plugins))
+            if method is not None:
                 objections += _lossy_method(method)
                 check_states(run.target.hf_config, method.ragged, method.name)
                 if keeps_states(run.target.hf_config):

@@ -22,8 +22,8 @@ MUTATIONS = (
     Mutation(
         _ROPE,
         "Rope.positions_for",
-        'return least if self.type == "yarn" else max(least,',
-        "return min(least,",
+        'least if self.type == "yarn" else max(least,',
+        'least if self.type == "yarn" else min(least,',
         "the run's own draft ends before the engine's texts do, and drafting for the whole batch with it",
         ("test_draft_length.py",),
     ),

@@ -72,7 +72,7 @@ def test_a_line_that_is_no_step_is_left_out_and_said(tmp_path: Path, line: str, 
 def test_a_file_without_any_step_is_named(tmp_path: Path, name: str, content: bytes, parts: tuple[str, ...]) -> None:
     (tmp_path / name).write_bytes(content)
     done = invoke("report", str(tmp_path / name), "--json")
-    assert done.exit_code == 1 and not list(missing(done.output, *parts)), done.output
+    assert done.exit_code == 2 and not list(missing(done.output, *parts)), done.output
 
 
 def test_a_mark_of_byte_order_is_no_part_of_the_first_step(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_folders_loops_and_nothing_are_named(tmp_path: Path) -> None:
     (inside := tmp_path / "run.jsonl").mkdir()
     for place, what in ((loop, "no such file"), (around, "no trainer's output"), (inside, "no trainer's output")):
         done = invoke("report", str(place))
-        assert done.exit_code == 1 and not list(missing(done.output, str(place), what)), done.output
+        assert done.exit_code == 2 and not list(missing(done.output, str(place), what)), done.output
 
 
 def test_a_name_that_is_no_text_is_printed_escaped(tmp_path: Path) -> None:

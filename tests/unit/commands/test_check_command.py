@@ -255,7 +255,7 @@ def test_the_verdict_is_the_last_thing_that_is_printed() -> None:
 
 def test_an_unknown_trainer_is_an_error_that_names_those_that_are_there() -> None:
     done = invoke("nemo", "--", "x=1")
-    assert done.exit_code == 1 and "openrlhf" in done.stderr and "verl" in done.stderr
+    assert done.exit_code == 2 and "openrlhf" in done.stderr and "verl" in done.stderr
 
 
 def test_help_teaches_by_example() -> None:
