@@ -149,9 +149,9 @@ class SpecSession:
             pass_on(error)
             if isinstance(error, CancelledError) and is_cancelled():
                 raise
-            if (work, where) not in self._left_out:
-                self._left_out.add((work, where))
-                words = f"{work.words} {where}"
+            words = f"{work.words} {where}"
+            if (words, error.__class__) not in self._left_out:
+                self._left_out.add((words, error.__class__))
                 logger.warning("spec-plugin: %s: %s. Drafts go on", words, _message_of(error), exc_info=error)
 
     def fail(self, work: Work, error: BaseException | str, for_good: bool = False, where: str = "") -> None:

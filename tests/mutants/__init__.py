@@ -16,6 +16,7 @@ from mutants.in_process import MUTATIONS as IN_PROCESS
 from mutants.kit import MUTATIONS as KIT
 from mutants.mutation import Mutation
 from mutants.refresh import MUTATIONS as REFRESH
+from mutants.survivors import MUTATIONS as SURVIVORS
 from mutants.training import MUTATIONS as TRAINING
 
 ROOMS: dict[str, tuple[Mutation, ...]] = {
@@ -25,6 +26,7 @@ ROOMS: dict[str, tuple[Mutation, ...]] = {
     "builtin plugins": BUILTIN,
     "draft training": TRAINING,
     "judging drafts": DRAFTS,
+    "of an attack": SURVIVORS,
     "adapters": ADAPTERS,
     "one process for trainer and engine": IN_PROCESS,
     "kit and commands": KIT,
