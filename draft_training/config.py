@@ -68,12 +68,6 @@ class DraftConfig:
                 f"head layout heads={self.num_heads}, kv heads={self.num_kv_heads}, head_dim={self.head_dim}: heads must "
                 "be a multiple of kv heads, and head_dim even; correct them there"
             )
-        if self.rope.reach < self.max_position_embeddings:
-            raise DraftConfigError(
-                f"max_position_embeddings={self.max_position_embeddings} is beyond the yarn scaling, factor={self.rope.factor:g} "
-                f"times original_max_position_embeddings={self.rope.original_max_position_embeddings}, where the engine's "
-                "positions end; correct them there"
-            )
         if self.parameters > _MOST_PARAMETERS:
             raise DraftConfigError(
                 f"a draft of these sizes has {self.parameters / 1e9:.0f} billion parameters (hidden_size={self.hidden_size}, "

@@ -95,11 +95,8 @@ class Rope:
 
     def positions_for(self, length: int, least: int) -> int:
         """``max_position_embeddings``, at least ``least``, with which a model of this rope reads texts of ``length`` tokens."""
-        return (
-            least
-            if self.type == "yarn"
-            else max(least, math.ceil(length / (self.factor if self.type == "linear" else 1)))
-        )
+        stretch = self.factor if self.type == "linear" else 1.0
+        return least if self.type == "yarn" else max(least, math.ceil(length / stretch))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], where: str = TARGET) -> Rope:

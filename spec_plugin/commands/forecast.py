@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draft_training.files import read_json, weight_files
+from draft_training.files import weight_files
 from draft_training.outside import text_part
 from spec_plugin.commands.cache import share
 from spec_plugin.commands.engine_limits import engine_limits
@@ -177,7 +177,7 @@ def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
         yield "draft on the actor", _actor_memory(run, method, draft)
         yield "draft in the engine", _engine_memory(run, draft)
     elif method is not None and spec.draft:  # served as it is
-        yield "draft in the engine", _served_memory(run, Path(draft_folder(spec.draft, target, fetch=False)))
+        yield "draft in the engine", _served_memory(run, method, Path(draft_folder(spec.draft, target, fetch=False)))
     requests, length = target.max_num_seqs or "of vLLM", target.max_model_len or "of the model"
     yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
     runner = runner_of(method.settings if method is not None else {"method": spec.method}, _device_type())
@@ -211,10 +211,9 @@ def _engine_memory(run: RunFacts, draft: DraftShape) -> str:
     return f"{_size(weights)} of weights{_beside(run, share(draft.to_hf(), run.target.hf_config, draft.of_target))}"
 
 
-def _served_memory(run: RunFacts, folder: Path) -> str:
+def _served_memory(run: RunFacts, method: Method, folder: Path) -> str:
     weights = sum(file.stat().st_size for file in weight_files(folder) if file.is_file()) / _MEBIBYTE
-    more = share(read_json(folder / "config.json"), run.target.hf_config)
-    return f"{_size(weights)} of weights on disk{_beside(run, more)}"
+    return f"{_size(weights)} of weights on disk{_beside(run, share(method.draft_config or {}, run.target.hf_config))}"
 
 
 def _beside(run: RunFacts, cache: str) -> str:
