@@ -178,7 +178,8 @@ def is_settled(path: str | Path) -> bool:
 
 
 def _aside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.previous")
+    whole = Path(os.path.abspath(target))  # of "." as well
+    return whole.parent / f".{whole.name}.previous"
 
 
 def _sync(path: Path) -> None:

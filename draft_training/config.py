@@ -47,7 +47,7 @@ class DraftConfig:
     aux_layers: tuple[int, ...]  # ascending, distinct
     rms_norm_eps: float = 1e-6
     rope: Rope = field(default_factory=Rope)
-    max_position_embeddings: int = 2048  # the target's: a smaller one clamps RoPE
+    max_position_embeddings: int = 2048  # of the longest text, less what the rope's own scaling adds
     norm_before_residual: bool = False  # True: the residual starts from the normed hidden state (speculators' option)
     #: True: what is fed back is the normed output, not the residual stream, which grows with each step (EAGLE-3.1)
     norm_output: bool = False
@@ -67,12 +67,6 @@ class DraftConfig:
             raise DraftConfigError(
                 f"head layout heads={self.num_heads}, kv heads={self.num_kv_heads}, head_dim={self.head_dim}: heads must "
                 "be a multiple of kv heads, and head_dim even; correct them there"
-            )
-        if self.rope.reach < self.max_position_embeddings:
-            raise DraftConfigError(
-                f"max_position_embeddings={self.max_position_embeddings} is beyond the yarn scaling, factor={self.rope.factor:g} "
-                f"times original_max_position_embeddings={self.rope.original_max_position_embeddings}, where the engine's "
-                "positions end; correct them there"
             )
         if self.parameters > _MOST_PARAMETERS:
             raise DraftConfigError(
@@ -109,6 +103,7 @@ class DraftConfig:
         draft_vocab_size: int | None = None,
         aux_layers: Sequence[int] | None = None,
         intermediate_size: int | None = None,
+        length: int | None = None,
         where: str = TARGET,
     ) -> DraftConfig:
         """The draft for a target, of whatever family: a model of its own, that needs the target's width and vocabulary.
@@ -123,6 +118,7 @@ class DraftConfig:
             draft_vocab_size: size of a pruned vocabulary; None: the target's own.
             aux_layers: target layers whose input feeds the draft; None: see ``default_aux_layers``.
             intermediate_size: of the draft's MLP; None: after the target's.
+            length: tokens of the longest text that the engine serves; None: what the target's config.json says.
             where: the file of ``hf_config``, for the messages.
 
         Raises:
@@ -131,6 +127,7 @@ class DraftConfig:
         text = text_part(hf_config)
         target = read(TargetOfDraft, text, where)
         layers, (heads, kv_heads, head_dim) = target.num_hidden_layers, target.draft_heads
+        rope = Rope.for_draft_of(text, where, length or 0)
         with blaming(where):
             return cls(
                 vocab_size=target.vocab_size,
@@ -142,8 +139,8 @@ class DraftConfig:
                 head_dim=head_dim,
                 aux_layers=default_aux_layers(layers) if aux_layers is None else _within(aux_layers, layers),
                 rms_norm_eps=target.rms_norm_eps,
-                rope=Rope.for_draft_of(text, where),
-                max_position_embeddings=target.max_position_embeddings,
+                rope=rope,
+                max_position_embeddings=rope.positions_for(length or 0, target.max_position_embeddings),
                 norm_output=True,
             )
 
@@ -266,11 +263,6 @@ def validate_draft(config: DraftConfig, target_config: Mapping[str, Any], where:
                 f"the draft's {name}={ours} differs from the target's {theirs}; it was made for another target"
             )
     _within(config.aux_layers, target.num_hidden_layers)
-    if config.max_position_embeddings < target.max_position_embeddings:
-        raise DraftConfigError(
-            f"the draft's max_position_embeddings={config.max_position_embeddings} is below the target's "
-            f"{target.max_position_embeddings}, which clamps its RoPE; raise it in the draft's config.json"
-        )
 
 
 def _within(ids: Sequence[int], layers: int) -> tuple[int, ...]:
@@ -282,7 +274,7 @@ def _within(ids: Sequence[int], layers: int) -> tuple[int, ...]:
 
 
 #: of a draft that this trainer does not implement
-_VARIANTS = ("norm_before_fc", "fc_norm", "attention_bias", "qkv_bias", "mlp_bias")
+_VARIANTS = ("norm_before_fc", "fc_norm", "attention_bias", "qkv_bias", "mlp_bias", "quantization_config")
 
 
 def _refuse_variants(fields: Eagle3, nested: EagleConfig, where: str) -> None:
@@ -295,6 +287,8 @@ def _refuse_variants(fields: Eagle3, nested: EagleConfig, where: str) -> None:
             f"num_hidden_layers={fields.num_hidden_layers} in {where}: only drafts of one layer can be trained"
         )
     on = [name for name in _VARIANTS if getattr(fields, name)]
+    if "sliding_attention" in fields.layer_types and fields.sliding_window:  # as vLLM's decoder layer of Llama reads it
+        on.append(f"sliding_window={fields.sliding_window}")
     on += ["eagle_config.norm_before_fc"] if nested.norm_before_fc else []
     on += [f"logit_scale={fields.logit_scale}"] if fields.logit_scale != 1.0 else []
     on += ["eagle_config.use_aux_hidden_state=false"] if not nested.use_aux_hidden_state else []

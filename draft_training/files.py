@@ -74,13 +74,16 @@ def own_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_code(folder: Path) -> None:
     """A checkpoint that brings code of its own, which is run where the policy's ``trust_remote_code`` is on.
 
+    An ``auto_map`` that names none of the folder's files, nor another repository's, is nothing to run: speculators saves each
+    draft with ``{"": "config.Eagle3SpeculatorConfig"}``, and without ``config.py``.
+
     Raises:
         DraftConfigError: naming file, field and what it names.
         CheckpointError: if a file cannot be read.
     """
-    for file, config in _that_name_code(folder):
+    for file, named in ((file, named) for file, config in _that_name_code(folder) for named in _named(config, folder)):
         raise DraftConfigError(
-            f"{file} names code to run, {next(iter(_named(config)))}: a draft is weights and nothing else; take "
+            f"{file} names code to run, {named}: a draft is weights and nothing else; take "
             f"{' and '.join(CODE)} out of the file if the draft works without, or choose another draft"
         )
 
@@ -101,19 +104,27 @@ def _that_name_code(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield file, config
 
 
-def _named(config: Mapping[str, Any]) -> Iterator[str]:
+def _named(config: Mapping[str, Any], folder: Path) -> Iterator[str]:
     for name, value in config.items():
         if name in CODE:
-            yield f"{name}={short_repr(value)}"
+            if name != "auto_map" or not isinstance(value, Mapping) or any(_runs(v, folder) for v in value.values()):
+                yield f"{name}={short_repr(value)}"
         elif isinstance(value, Mapping):
-            yield from _named(value)
+            yield from _named(value, folder)
+
+
+def _runs(reference: Any, folder: Path) -> bool:
+    """Could ``module.Class`` of an ``auto_map`` be loaded: from a file of the folder, or from another repository."""
+    return (
+        not isinstance(reference, str) or "--" in reference or (folder / f"{reference.partition('.')[0]}.py").exists()
+    )
 
 
 def places(folder: Path) -> dict[str, Path] | None:
     """Which file holds each tensor, from the folder's index; None where it has none.
 
     Raises:
-        CheckpointError: if the index cannot be read, or names a file outside of the folder.
+        CheckpointError: if the index cannot be read, names a file outside of the folder, or lies beside another whole checkpoint.
         DraftConfigError: if it is no index.
     """
     file = folder / "model.safetensors.index.json"
@@ -122,6 +133,12 @@ def places(folder: Path) -> dict[str, Path] | None:
     found = read(Index, read_json(file), str(file)).weight_map
     if odd := sorted({name for name in found.values() if Path(name).name != name}):
         raise CheckpointError(f"{file} names {odd[0]!r}: expected files of this folder; correct it there")
+    single = folder / "model.safetensors"
+    if single.name not in found.values() and single.exists():  # where it was saved again, in one file or in several
+        raise CheckpointError(
+            f"{single} lies beside {file.name}, which does not name it: transformers would load the former, and vLLM what the "
+            "latter names; remove the one that is not meant"
+        )
     return {tensor: folder / name for tensor, name in found.items()}
 
 

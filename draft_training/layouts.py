@@ -49,7 +49,8 @@ def read_config(
             f"transformer_layer_config.model_type={short_repr(layer['model_type'])} in {where}: only 'llama' decoder "
             "layers can be trained"
         )
-    own = {k: hf.get(k) for k in ("norm_before_fc", "fc_norm", "norm_output", "target_hidden_size")}
+    of_the_draft = ("norm_before_fc", "fc_norm", "norm_output", "target_hidden_size", "quantization_config")
+    own = {k: hf.get(k) for k in of_the_draft}
     own["norm_before_residual"] = hf.get("norm_before_residual", True)  # vLLM's reading of a missing key
     own["draft_vocab_size"] = hf.get("draft_vocab_size")
     own["eagle_aux_hidden_state_layer_ids"] = hf.get("eagle_aux_hidden_state_layer_ids")

@@ -225,6 +225,9 @@ class Eagle3(Layer):
     attention_bias: Switch = False
     qkv_bias: Switch = False
     mlp_bias: Switch = False
+    quantization_config: Part = {}
+    layer_types: Names = []
+    sliding_window: Count | None = None
 
 
 class EagleConfig(Fields):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draft_training.errors import DraftConfigError
-from draft_training.outside import TARGET, Layer, Rotary, read, short_repr
+from draft_training.outside import TARGET, Layer, Rotary, is_size, read, short_repr, text_part
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _NUMBERS = {
@@ -25,6 +25,53 @@ _NOT_OF_YARN = (
     "extrapolation_factor",
     "apply_yarn_scaling",
 )
+#: fields of a config.json in which vLLM looks for the longest text
+_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"),
+    *("max_sequence_length", "max_seq_length", "seq_len"),
+)
+#: numbers above it are no model's, and said where the field is read
+_LARGEST = 1 << 40
+
+
+def derived_length(hf: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The field that bounds a text, and the tokens that vLLM derives from it, as its ``_get_and_verify_max_len`` does.
+
+    Args:
+        hf: config.json of a model, a target's or a draft's.
+
+    Returns:
+        None where it names no bound, or scales it in a way unknown here.
+    """
+    text = text_part(hf)
+    bounds: list[tuple[int, str]] = [(text[field], field) for field in _LENGTHS if is_size(text.get(field))]
+    if is_size(text.get("model_max_length")):  # which vLLM prefers to all others
+        bounds = [(text["model_max_length"], "model_max_length")]
+    if not bounds:
+        return None
+    bound, field = min(bounds)
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping) or "gemma3" in str(hf.get("model_type")):
+        return field, bound  # Gemma's bound is scaled already
+    nested = [part for part in rope.values() if isinstance(part, Mapping)]
+    factor: float = 1.0
+    for part in nested or [rope]:
+        kind = part.get("rope_type", part.get("type", "default"))
+        if kind in ("su", "longrope", "llama3"):
+            continue
+        factor = part.get("factor") or factor
+        if kind == "yarn":
+            bound = part.get("original_max_position_embeddings", bound)
+    if not (
+        isinstance(factor, (int, float)) and isinstance(bound, int) and 0 < bound <= _LARGEST and 0 < factor <= _LARGEST
+    ):
+        return None
+    return field, int(bound * factor)
+
+
+def _fields(layer: Layer) -> dict[str, Any]:
+    """A config.json's rope, as transformers reads it: ``rope_scaling`` where it is there, and then nothing of the other."""
+    return dict(layer.rope_scaling or layer.rope_parameters or {})
 
 
 @dataclass(frozen=True)
@@ -46,6 +93,11 @@ class Rope:
         """Positions that the engine has room for; infinite where the model's own maximum decides."""
         return self.factor * self.original_max_position_embeddings if self.type == "yarn" else math.inf
 
+    def positions_for(self, length: int, least: int) -> int:
+        """``max_position_embeddings``, at least ``least``, with which a model of this rope reads texts of ``length`` tokens."""
+        stretch = self.factor if self.type == "linear" else 1.0
+        return least if self.type == "yarn" else max(least, math.ceil(length / stretch))
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], where: str = TARGET) -> Rope:
         """Read ``rope_theta`` and ``rope_parameters`` (transformers 5) or ``rope_scaling`` (transformers 4).
@@ -58,7 +110,7 @@ class Rope:
             DraftConfigError: for a scaling type other than ROPE_TYPES, for partial rotation, and for missing or bad numbers.
         """
         layer = read(Layer, hf, where)
-        raw = {**(layer.rope_scaling or {}), **(layer.rope_parameters or {})}
+        raw = _fields(layer)
         kind = str(raw.get("rope_type", raw.get("type", "default")))
         if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in raw.values()):
             raise DraftConfigError(
@@ -71,15 +123,15 @@ class Rope:
                 "draft without"
             )
         parsed = read(Rotary, raw, f"the rope scaling of {where}")
-        partial = parsed.partial_rotary_factor or layer.partial_rotary_factor or 1.0
+        partial = next((p for p in (layer.partial_rotary_factor, parsed.partial_rotary_factor) if p is not None), 1.0)
         if partial != 1.0:
             raise DraftConfigError(f"partial_rotary_factor={partial} in {where} is not supported; use another method")
         theta = parsed.rope_theta or layer.rope_theta or 10000.0
         return cls(theta) if kind == "default" else cls._scaled(kind, theta, parsed, where)
 
     @classmethod
-    def for_draft_of(cls, hf: Mapping[str, Any], where: str = TARGET) -> Rope:
-        """That of a new draft: its target's, or plain with the target's theta where that is of a kind not known here.
+    def for_draft_of(cls, hf: Mapping[str, Any], where: str = TARGET, length: int = 0) -> Rope:
+        """That of a new draft: its target's, or plain with the target's theta where that is of a kind not known, or too short.
 
         Partial rotation, sections for images (mrope), a rope for each kind of layer: a draft has none of them. It is given the
         positions of the text, and learns with what it has.
@@ -90,22 +142,25 @@ class Rope:
         Args:
             hf: of the target's config.json, the part for texts.
             where: the file, for the messages.
+            length: tokens that it must reach, beside the target's ``max_position_embeddings``.
         """
         layer = read(Layer, hf, where)
-        raw = {**(layer.rope_scaling or {}), **(layer.rope_parameters or {})}
+        raw = _fields(layer)
         kinds = [part for part in raw.values() if isinstance(part, Mapping)]
         if kinds:  # one for each kind of attention: the draft attends to the whole text
             raw = dict(raw.get("full_attention") or kinds[0])
         kind = str(raw.get("rope_type", raw.get("type", "default")))
         if not isinstance(raw.get("rope_type", raw.get("type", "")), str):
             return cls.from_hf(hf, where)  # says what it is
-        plain = kind not in ROPE_TYPES or kinds or "partial_rotary_factor" in raw or layer.partial_rotary_factor
+        plain = (
+            kind not in ROPE_TYPES or kinds or "partial_rotary_factor" in raw or layer.partial_rotary_factor is not None
+        )
         strange = kind == "yarn" and any(raw.get(name) is not None for name in _NOT_OF_YARN)
         # Llama 4: nothing lies between the two, where a draft's would be divided by their difference
         level = kind == "llama3" and raw.get("low_freq_factor") == raw.get("high_freq_factor") is not None
         if not plain and not strange and not level:
             made = cls.from_hf(hf, where)
-            return made if made.reach >= layer.max_position_embeddings else cls(made.theta)
+            return made if made.reach >= max(layer.max_position_embeddings, length) else cls(made.theta)
         theta = read(Rotary, {"rope_theta": raw.get("rope_theta")}, f"the rope scaling of {where}").rope_theta
         return cls(theta or layer.rope_theta or 10000.0)
 

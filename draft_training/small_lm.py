@@ -63,12 +63,13 @@ class SmallLmShape:
         return model.num_hidden_layers * layer + h + (1 if model.tie_word_embeddings else 2) * model.vocab_size * h
 
     @classmethod
-    def from_target(cls, target: Mapping[str, Any], where: str = TARGET) -> SmallLmShape:
+    def from_target(cls, target: Mapping[str, Any], where: str = TARGET, *, length: int | None = None) -> SmallLmShape:
         """An untrained one: two Llama layers of a quarter of the target's width.
 
         Args:
             target: its config.json.
             where: the file of that, for the messages.
+            length: tokens of the longest text that the engine serves; None: what the target's config.json says.
 
         Raises:
             DraftConfigError: if the target's config.json lacks a size, or has one that cannot be.
@@ -85,7 +86,7 @@ class SmallLmShape:
             "num_attention_heads": hidden // _HEAD_DIM,
             "num_key_value_heads": hidden // _HEAD_DIM,
             "head_dim": _HEAD_DIM,
-            "max_position_embeddings": sizes.max_position_embeddings,
+            "max_position_embeddings": max(sizes.max_position_embeddings, length or 0),
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
             "attention_bias": False,
@@ -127,13 +128,12 @@ def _refuse_misfit(hf: Mapping[str, Any], target: ModelSizes, where: str = DRAFT
             f"model_type={short_repr(family)} in {where} cannot be a small draft yet; dense {', '.join(_IMPLEMENTED)} can"
         )
     draft = read(DenseModel, hf, where)
+    if hf.get("quantization_config"):
+        raise DraftConfigError(
+            f"quantization_config in {where}: a quantized draft cannot be refreshed; take one in bfloat16"
+        )
     if draft.vocab_size != target.vocab_size:
         raise DraftConfigError(
             f"the draft's vocab_size={draft.vocab_size} differs from the target's {target.vocab_size}: it needs the "
             "target's tokenizer, so take a smaller model of the same family"
-        )
-    if draft.max_position_embeddings < target.max_position_embeddings:
-        raise DraftConfigError(
-            f"the draft's max_position_embeddings={draft.max_position_embeddings} is below the target's "
-            f"{target.max_position_embeddings}; take a model that reads texts as long as the target's"
         )

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     )
     from spec_plugin.logs import configure_logging
     from spec_plugin.manager import create_manager
+    from spec_plugin.outside import text_of
     from spec_plugin.ranks import actor_group, is_first, of_first, together
     from spec_plugin.refusals import Objection, load_hf_config, refuse, unsupported
     from spec_plugin.run_plan import FindModel, Model, RunFacts, RunPlan, split_launch

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from draft_training.outside import text_part
+from draft_training.outside import is_size, text_part
+from draft_training.rope import derived_length
 
 if TYPE_CHECKING:  # `spec-plugin check` answers without torch, whose import alone takes seconds
     from torch import Tensor
@@ -38,6 +39,14 @@ class TargetInfo:
     def file(self) -> str:
         """The file that ``hf_config`` was read from, as messages name it."""
         return f"the config.json of the target {self.path}"
+
+    @property
+    def length(self) -> int | None:
+        """Tokens of the longest text that the engine serves; None: neither the run nor the target's config.json says."""
+        if is_size(self.max_model_len):
+            return self.max_model_len
+        found = derived_length(self.hf_config)
+        return None if found is None else found[1]
 
     @property
     def vocab_size(self) -> int | None:

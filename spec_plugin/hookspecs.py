@@ -18,8 +18,8 @@ Which process calls what: ``A`` the actor process (draft training, harvest, log-
 builds the engine. Failures: an exception turns speculation off and training goes on, except ``SpecConfigError``,
 ``LosslessError``, ``LogprobProvenanceError`` and ``PatchError``, which stop the run (also as the cause of another), and any
 exception from ``spec_method``, ``spec_configure`` (nothing has started yet), ``spec_check_logprobs`` and ``spec_check_stated``
-(law 3). An answer of another type than is written here counts as an exception; a metric that is no finite number is left out,
-with one warning.
+(law 3). An answer of another type than is written here counts as an exception. One from ``spec_metrics`` or ``spec_save``, on
+which no draft depends, is a warning, and drafts go on; so is a metric that is no finite number.
 A wrapper (``hookimpl(wrapper=True)``) may change any answer, but nothing may swallow what a guard has raised (law 3).
 Every call and kind of failure: ``tests/unit/session/test_law6_table.py``.
 """

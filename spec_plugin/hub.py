@@ -172,11 +172,11 @@ def _of_hub(draft: str, repo: str, revision: str | None, fetch: bool) -> str:
             "spec-plugin: the draft %s is %s@%s: name it so, and each node and each start takes the same",
             *(draft, repo, folder.name),
         )
-    return str(_without_code(folder))
+    return str(folder_without_code(folder))
 
 
 @cache
-def _without_code(folder: Path) -> Path:
+def folder_without_code(folder: Path) -> Path:
     """The folder, or where its configs name code a copy for this process, in which they do not.
 
     What speculators writes names a class of its own for transformers, which neither vLLM nor we need.

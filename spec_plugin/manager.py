@@ -15,10 +15,11 @@ import pluggy
 from draft_training.errors import CheckpointError
 from draft_training.files import refuse_code
 from spec_plugin import hookspecs
+from spec_plugin.builtin.methods.fit import refuse_unfit
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
-from spec_plugin.hub import draft_folder
+from spec_plugin.hub import draft_folder, folder_without_code
 from spec_plugin.method import Method
 from spec_plugin.refusals import refusing
 
@@ -104,7 +105,7 @@ def ask_method(
     vLLM reads a draft's config.json with the *policy's* ``trust_remote_code``, so that code beside it would run unasked.
 
     Raises:
-        SpecConfigError: if a plugin refuses this target, or the draft names code.
+        SpecConfigError: if a plugin refuses this target, the draft names code, or would end while the run goes on.
     """
     if config.draft is not None:
         config = config.model_copy(update={"draft": draft_folder(config.draft, target, fetch)})
@@ -114,7 +115,10 @@ def ask_method(
         # of what cannot be read the method says so, in its own words
         with refusing(f"spec.draft={config.draft!r} is refused"), suppress(CheckpointError):
             refuse_code(Path(config.draft))
+        config = config.model_copy(update={"draft": str(folder_without_code(Path(config.draft)))})
     found: Method | None = manager.hook.spec_method(config=config, target=target)
+    if isinstance(found, Method):
+        refuse_unfit(found, config, target)
     return found
 
 

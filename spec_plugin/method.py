@@ -50,6 +50,7 @@ class Method:
     #: number for the one that enters the final norm), () for the last states alone; None: nothing
     harvest: tuple[int, ...] | None = None
     draft: StartingDraft | None = None  # None: nothing is trained and nothing refreshed
+    hf_config: Mapping[str, Any] | None = None  # config.json of a draft that is served as it is, as vLLM takes it apart
     ready: bool = False  # may it be served before anything was trained
     whole: bool = False  # drafts ``spec.k`` tokens or none: nothing between can be asked of it
     ragged: bool = False  # proposes another number of tokens for each request, often none
@@ -58,6 +59,11 @@ class Method:
     proposer_options: Mapping[str, Any] = field(default_factory=dict)  # plain values
     memory: Memory | None = None  # of a proposer that drafts from rollouts
     why: str = ""  # it was chosen, where the user left that open; in one line
+
+    @property
+    def draft_config(self) -> Mapping[str, Any] | None:
+        """config.json of what the engine loads as the draft; None: nothing, or it is not known."""
+        return self.hf_config if self.draft is None else self.draft.config.to_hf()
 
     @property
     def newborn(self) -> bool:

@@ -7,6 +7,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,25 +112,35 @@ class SpecSession:
         return f"spec.logprob_tolerance={tolerance:g}" if tolerance > _NO_TOLERANCE else ""
 
     @contextmanager
-    def guarded(self, work: Work, where: str = "") -> Iterator[None]:
+    def guarded(self, work: Work, where: str = "", harmless: bool = False) -> Iterator[None]:
         """Draft work: what fails in this block turns speculation off, and the run goes on behind it (law 6).
 
         Args:
             work: what the block does.
             where: for the warning, behind the work's own words.
+            harmless: no draft depends on it, and trouble is a warning.
 
         Raises:
             BaseException: what must stop the run, see ``fail``; and whatever is no ``Exception``, at once, such as the
                 cancellation of the work that this block is part of.
         """
+        failed = self._note if harmless else self.fail
         try:
             yield
         except CancelledError as error:
             if is_cancelled():
                 raise
-            self.fail(work, error, where=where)  # what somebody else has cancelled is an answer that does not come
+            failed(work, error, where=where)  # what somebody else has cancelled is an answer that does not come
         except Exception as error:  # law 6
-            self.fail(work, error, where=where)
+            failed(work, error, where=where)
+
+    def _note(self, work: Work, error: BaseException, where: str) -> None:
+        """In place of ``fail``, of bookkeeping that no draft depends on: one warning, and drafts go on."""
+        pass_on(error)
+        words = f"{work.words} {where}"
+        if (words, type(error)) not in self._left_out:
+            self._left_out.add((words, type(error)))
+            logger.warning("spec-plugin: %s: %s. Drafts go on", words, _message_of(error), exc_info=error)
 
     def fail(self, work: Work, error: BaseException | str, for_good: bool = False, where: str = "") -> None:
         """Turn speculation off; only the first call warns, and only where the trouble is.
@@ -373,20 +384,21 @@ class SpecSession:
 
         def each(plugin: str, metrics: Callable[[], object]) -> dict[str, float]:
             numbers: dict[str, float] = {}
-            with self.guarded(Work.METRICS, f"of plugin {plugin}"):
+            with self.guarded(Work.METRICS, f"of plugin {plugin}", harmless=True):
                 numbers = self._numbers(f"plugin {plugin}", metrics())
             found.append(dict(numbers))  # a wrapper may write into what it gets, and fail then
             return numbers
 
         answers: object = found
-        with self.guarded(Work.METRICS, "in a wrapper"):
+        with self.guarded(Work.METRICS, "in a wrapper", harmless=True):
             answers = call_each(self.manager, "spec_metrics", each)
         if not isinstance(answers, list):
             self._leave_out(_WRAPPER, "all that it made of the metrics", answers, "no list of mappings")
             answers = found
         merged: dict[str, float] = {}
         for answer in answers:
-            merged |= self._numbers(_WRAPPER, answer)
+            with self.guarded(Work.METRICS, "in a wrapper's answer", harmless=True):
+                merged |= self._numbers(_WRAPPER, answer)
         return merged
 
     def _numbers(self, who: str, answer: object) -> dict[str, float]:
@@ -424,10 +436,16 @@ class SpecSession:
         return copy
 
     def save(self, path: Path) -> None:
-        """Save every plugin's state under ``path``; after a failure nothing is saved."""
+        """Save every plugin's state under ``path``, each by itself; after a failure of draft work nothing is saved."""
+
+        def each(plugin: str, save: Callable[[], object]) -> object:
+            with self.guarded(Work.SAVE, f"of plugin {plugin} in {path}", harmless=True):
+                save()
+            return None
+
         if not self.failed:
-            with self.guarded(Work.SAVE):
-                self.manager.hook.spec_save(path=path)
+            with self.guarded(Work.SAVE, f"in {path}, in a wrapper", harmless=True):
+                call_each(self.manager, "spec_save", each, path=path)
 
     def load(self, path: Path) -> None:
         """Restore every plugin's state from what ``save`` wrote; ``path`` may be missing."""
@@ -451,10 +469,11 @@ def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginMana
     """
     found = ask_method(config, target, manager)
     if found is None:
-        names = ", ".join(sorted(n for n, _ in manager.list_name_plugin()))
+        names = sorted(n for n, _ in manager.list_name_plugin())
+        meant = "".join(f" (did you mean {name!r}?)" for name in get_close_matches(config.method, names, n=1))
         raise SpecConfigError(
-            f"spec.method={config.method!r}: no active plugin provides it; active plugins: {names}. Correct the name, "
-            "install the plugin that has it, or take it out of spec.block"
+            f"spec.method={config.method!r}: no active plugin provides it{meant}; active plugins: {', '.join(names)}. Correct "
+            "the name, install the plugin that has it, or take it out of spec.block"
         )
     if not isinstance(found, Method):
         raise SpecConfigError(

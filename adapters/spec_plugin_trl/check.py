@@ -23,6 +23,7 @@ from spec_plugin.adapter import (
     TargetInfo,
     parsed,
     split_arguments,
+    text_of,
 )
 from spec_plugin_trl import flag, options
 
@@ -145,7 +146,7 @@ def _value(text: str) -> Any:
         return ast.literal_eval(
             {"true": "True", "false": "False", "null": "None", "none": "None"}.get(text.lower(), text)
         )
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # no literal, whatever it is
         return text
 
 
@@ -153,18 +154,27 @@ def _of_yaml(file: Path, unseen: list[str]) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        unseen.append(f"--config {file}: it cannot be read: {error}")
+        content = yaml.safe_load(text_of(file))
+    except (SpecConfigError, ValueError, RecursionError, yaml.YAMLError) as error:  # such as of a date that is none
+        unseen.append(f"--config {file}: it cannot be read: {' '.join(str(error).split())}")
         return {}
-    return {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        unseen.append(f"--config {file}: it holds {type(content).__name__}, and no fields with values")
+        return {}
+    return {str(name): value for name, value in content.items()}
 
 
 def _of_script(script: Path, unseen: list[str]) -> dict[str, Any]:
     """What ``GRPOConfig(…)``, ``RLOOConfig(…)`` and their trainers are given in a script, where it is written out."""
     try:
-        tree = parsed(script.read_text())
-    except (OSError, SyntaxError, ValueError) as error:
+        tree = parsed(text_of(script))
+    except (
+        SpecConfigError,
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # the last two: nested too deeply
         unseen.append(f"{script}: it cannot be read: {error}")
         return {}
     found: dict[str, Any] = {}
@@ -175,7 +185,7 @@ def _of_script(script: Path, unseen: list[str]) -> dict[str, Any]:
             for keyword in call.keywords:
                 try:
                     found[str(keyword.arg)] = ast.literal_eval(keyword.value)
-                except ValueError:
+                except (ValueError, TypeError):
                     hidden.append(keyword.arg or "**…")
         elif name in ("GRPOTrainer", "RLOOTrainer"):
             for keyword in call.keywords:

@@ -29,6 +29,7 @@ def read_target(rollout: Any, model: Any, actor_dtype: str = "bfloat16", actor_g
         rollout,
         str(model.local_path),
         load_hf_config(str(model.local_path), "actor_rollout_ref.model.path"),
+        model,
         device_type=get_device_name(),
         actor_dtype=actor_dtype,
         actor_group=actor_group,

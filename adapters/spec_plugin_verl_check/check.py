@@ -120,7 +120,7 @@ def _plan(config: Any, entry: Entry, before: list[Objection], find: FindModel) -
     arguments = options.engine_arguments(rollout)
     facts = RunFacts(
         spec=spec,
-        target=options.target_info(rollout, str(model.path), hf, engine_options=arguments),
+        target=options.target_info(rollout, str(model.path), hf, model, engine_options=arguments),
         model=looked_up,
         model_option=_MODEL,
         shape=_shape(config, entry),

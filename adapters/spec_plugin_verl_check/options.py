@@ -139,13 +139,25 @@ def graph_mode(rollout: Any) -> str:
     return str(config.get("cudagraph_mode") or "FULL_AND_PIECEWISE")
 
 
-def target_info(rollout: Any, path: str, hf_config: Mapping[str, Any], **known: Any) -> TargetInfo:
+def _length(arguments: Mapping[str, Any], hf_config: Mapping[str, Any], model: Any) -> int | None:
+    """Of the engine's texts; where nobody asks it is the model's positions, as ``override_config`` changes them, unscaled."""
+    changed = as_builtin(getattr(model, "override_config", None)) or {}
+    said = {**hf_config, **changed.get("model_config", changed)}
+    known = (
+        arguments["max_model_len"],
+        *(part.get("max_position_embeddings") for part in (said, said.get("text_config") or {})),
+    )
+    return next((length for length in known if isinstance(length, int)), None)
+
+
+def target_info(rollout: Any, path: str, hf_config: Mapping[str, Any], model: Any = None, **known: Any) -> TargetInfo:
     """What verl's configuration tells of the target and its engine.
 
     Args:
         rollout: verl's RolloutConfig.
         path: the target's folder, or its name on the hub.
         hf_config: its config.json.
+        model: verl's HFModelConfig.
         known: further fields of TargetInfo.
     """
     arguments = engine_arguments(rollout)
@@ -155,7 +167,7 @@ def target_info(rollout: Any, path: str, hf_config: Mapping[str, Any], **known: 
         dtype=_DTYPES.get(arguments["dtype"], arguments["dtype"]),
         tensor_parallel=arguments["tensor_parallel_size"],
         max_num_seqs=arguments["max_num_seqs"],
-        max_model_len=arguments["max_model_len"],
+        max_model_len=_length(arguments, hf_config, model),
         load_format=str(engine_kwargs(rollout).get("load_format", rollout.load_format)),
         sampling={
             "temperature": rollout.temperature,

@@ -45,12 +45,6 @@ _WIDTH = 120  # of a table that is not printed to a terminal
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
 
 
-class RefusedOption(Refused):
-    """An option that was wrong, as click does it."""
-
-    exit_code = 2
-
-
 @click.command(name="project", help=_HELP, context_settings={"show_default": True})
 @click.option("--model", required=True, help="A known name, or a folder with a config.json.")
 @click.option("--card", required=True, help="GPU, for example H100.")
@@ -103,7 +97,7 @@ def project(**options: Any) -> None:
         if options["out"]:
             write_picture(question, known, options["out"])
     except SpecPluginError as error:
-        raise RefusedOption(error) from error
+        raise Refused(error) from error
     if options["as_json"]:
         echo(json.dumps(to_json(question, answer), indent=1))
         return

@@ -12,7 +12,7 @@ from draft_training.errors import CheckpointError
 from draft_training.outside import is_size, short_repr, text_part
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.step_cost.experts import NAMES as EXPERTS
-from spec_plugin.step_cost.experts import Experts
+from spec_plugin.step_cost.experts import TAKEN, Experts
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
         raise SpecConfigError(
             f"model {name}: its config.json lacks {', '.join(missing)}, so what it reads is not known"
         )
+    _refuse_nonsense(text, name)
     odd = [k for k in _NOT_COUNTED if text.get(k)]
     if odd:
         raise SpecConfigError(
@@ -157,6 +158,29 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
         window=_window(text),
         source=source,
     )
+
+
+def _refuse_nonsense(text: Mapping[str, Any], name: str) -> None:
+    """Fields that are there, and no sizes; and heads or experts that do not go together.
+
+    Raises:
+        SpecConfigError: naming them.
+    """
+    given = {key: text[key] for key in (*sorted(_SIZES), *TAKEN) if text.get(key) is not None}
+    none = [key for key, value in given.items() if not is_size(value) and not (value == 0 and key not in _NAMES)]
+    heads, kv_heads = given["num_attention_heads"], given.get("num_key_value_heads") or given["num_attention_heads"]
+    total, taken = (next((given[key] for key in keys if given.get(key)), 0) for keys in (EXPERTS, TAKEN))
+    why = ""
+    if none:
+        why = f"{none[0]}={short_repr(given[none[0]])}: expected a whole number above 0"
+    elif heads % kv_heads:
+        why = f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+    elif taken > total:
+        why = f"{taken} experts a token ({' or '.join(TAKEN)}) of {total}"
+    elif given["hidden_size"] < (given.get("head_dim") or 1):
+        why = f"hidden_size={given['hidden_size']} is less than head_dim={given['head_dim']}"
+    if why:
+        raise SpecConfigError(f"model {name}: {why} in its config.json; correct it there")
 
 
 def _window(text: Mapping[str, Any]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from importlib import metadata
 from io import TextIOWrapper
 from pathlib import Path
@@ -23,10 +24,11 @@ from spec_plugin.commands.judgement import find_model, model_from
 from spec_plugin.commands.terminal import Refused, echo, visible
 from spec_plugin.config import SpecConfig, describe_range, options_table
 from spec_plugin.diagnosis import Diagnosis
-from spec_plugin.errors import SpecConfigError, SpecPluginError
+from spec_plugin.errors import SpecPluginError
 from spec_plugin.outside import write_whole
 
 _WIDTH = 250  # of a table that is not printed to a terminal
+_SHOWN = 300  # characters of an error that nobody expected
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "bold red")}
 _HELP = """Lossless speculative rollouts for RL trainers on vLLM.
 
@@ -83,14 +85,23 @@ class _Commands(click.Group):
         return own or (_missing(cmd_name) if cmd_name in _ELSEWHERE else None)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an OSError becomes one sentence."""
+        """Run the command; whatever it raises becomes one sentence, and exit code 2."""
         try:
             return super().invoke(ctx)
+        except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
+            raise  # click's own business; of the last, whoever reads has gone
+        except SpecPluginError as error:
+            raise Refused(error) from error
         except OSError as error:
-            if isinstance(error, BrokenPipeError):  # click's own business: whoever reads has gone
-                raise
             where = f"{error.filename}: " if error.filename else ""
             raise Refused(f"{where}{error.strerror or error}: the command stopped there") from error
+        except Exception as error:
+            *_, last = traceback.walk_tb(error.__traceback__)
+            place = f"{last[0].f_code.co_filename}:{last[1]}"
+            raise Refused(
+                f"{type(error).__name__}: {str(error)[:_SHOWN]} ({place}): spec-plugin did not expect this; please report it, "
+                "with what you typed"
+            ) from error
 
 
 def _missing(name: str) -> click.Command:
@@ -154,7 +165,7 @@ Examples:
 It lists everything that stands in the way, each with the option, its value and what to set instead; the run itself
 refuses with the same words. A model that is not on this disk is listed as not checked, and the rest is judged.
 
-Exit code: 0 accepted, 1 refused.
+Exit code: 0 accepted, 1 refused, 2 not to be judged.
 """
 
 
@@ -165,10 +176,7 @@ Exit code: 0 accepted, 1 refused.
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def check(trainer: str, arguments: tuple[str, ...], model_config: Path | None, as_json: bool) -> None:
     """Judge one run; the help text is ``_CHECK_HELP``."""
-    try:
-        judgement = judge_run(trainer, arguments, model_from(model_config) if model_config else find_model)
-    except SpecConfigError as error:
-        raise Refused(error) from error
+    judgement = judge_run(trainer, arguments, model_from(model_config) if model_config else find_model)
     echo(judgement_to_json(judgement) if as_json else "\n".join(judgement_to_text(judgement)))
     sys.exit(0 if judgement.accepted else 1)
 
@@ -217,10 +225,7 @@ def train(**options: Any) -> None:
     """Train a draft offline; the help text is ``_TRAIN_HELP``."""
     from spec_plugin.commands.train import PretrainSettings, pretrain
 
-    try:
-        outcome = pretrain(PretrainSettings(**options))
-    except SpecPluginError as error:
-        raise Refused(error) from error
+    outcome = pretrain(PretrainSettings(**options))
     for name, chances in (("predicted", outcome.predicted), ("measured", outcome.measured)):
         lengths = ", ".join(
             f"k={k}: {outcome.length(chances, k):.2f}" for k in sorted({1, min(3, outcome.k), outcome.k})
@@ -258,14 +263,9 @@ def report(runs: tuple[Path, ...], out: Path | None, base: str | None, as_json: 
     from spec_plugin.commands.report import make_report, to_html, to_json, to_text
 
     page = out or (None if as_json else Path("spec-report.html"))
-    try:
-        made = make_report(runs, base)
-        if page:
-            write_whole(page, to_html(made))
-    except OSError as error:
-        raise Refused(f"{error.filename}: {error.strerror}") from error
-    except SpecPluginError as error:
-        raise Refused(error) from error
+    made = make_report(runs, base)
+    if page:
+        write_whole(page, to_html(made))
     echo(to_json(made) if as_json else "\n".join(to_text(made)))
     if page and not as_json:
         echo(f"the page: {page.absolute()}")

@@ -20,6 +20,7 @@ from typing import Any
 from draft_training.config import DraftConfig
 from draft_training.errors import DraftConfigError
 from draft_training.outside import TARGET, text_part
+from draft_training.rope import derived_length
 from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
@@ -343,7 +344,8 @@ def examine_draft(draft: Path, hf_config: Mapping[str, Any] | None) -> Diagnosis
     except (DraftConfigError, CheckpointError, OSError) as error:
         return Diagnosis("draft", "fail", str(error), "give another draft, or leave spec.draft out: a new one is made")
     size = sum(t.numel() for t in tensors.values()) / 1e6
-    detail = f"{size:.1f}M parameters, layers {', '.join(map(str, config.aux_layers))}"
+    _, reads = derived_length(config.to_hf()) or ("", 0)
+    detail = f"{size:.1f}M parameters, layers {', '.join(map(str, config.aux_layers))}, reads texts of {reads} tokens"
     if hf_config is None:
         return Diagnosis("draft", "note", detail, "add --target to check it against the policy")
     return Diagnosis("draft", "ok", f"{detail}; fits the target")

@@ -9,34 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from draft_training.outside import text_part
-from spec_plugin.errors import SpecConfigError
+from draft_training.rope import derived_length
 from spec_plugin.method import Method
-from spec_plugin.refusals import OURS, Objection, read_json
+from spec_plugin.refusals import OURS, Objection
 from spec_plugin.run_plan import RunFacts
 from spec_plugin.step_cost.experts import NAMES as EXPERTS
 
 ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 #: vLLM fills a vocabulary up to a multiple of this before it splits it
 _VOCABULARY_STEP = 64
-#: numbers above it are no model's, and said where the field is read
-_LARGEST = 1 << 40
 _MOST_RANKS = 1024
 _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
-_LENGTHS = (
-    *(
-        "max_position_embeddings",
-        "n_positions",
-        "max_seq_len",
-        "seq_length",
-        "model_max_length",
-        "max_target_positions",
-    ),
-    *("max_sequence_length", "max_seq_length", "seq_len"),
-)
 
 
 @dataclass(frozen=True)
@@ -77,7 +63,7 @@ def _tensor_parallel(run: RunFacts, method: Method | None) -> Iterator[Objection
     policy = splits(run.target.hf_config)
     draft: list[Split] = []
     if method is not None and method.settings.get("draft_tensor_parallel_size") != 1:
-        draft = [split for split in splits(_draft_config(method)) if split not in policy]
+        draft = [split for split in splits(method.draft_config or {}) if split not in policy]
     everything = [*policy, *draft]
     fitting = [str(n) for n in range(1, min(ranks, _MOST_RANKS + 1)) if all(split.fits(n) for split in everything)]
     for whose, of_it, by in (("policy", policy, "vLLM"), ("draft", draft, OURS)):  # without the flag there is no draft
@@ -127,23 +113,9 @@ def _count(text: Mapping[str, Any], fields: tuple[str, ...]) -> tuple[str, int] 
     return None
 
 
-def _draft_config(method: Method) -> Mapping[str, Any]:
-    """config.json of the draft that the engine loads; empty where it has none of its own, or none that can be read."""
-    if method.draft is not None:
-        return method.draft.config.to_hf()
-    file = Path(str(method.settings.get("model") or "")) / "config.json"
-    try:
-        return read_json(file) if file.is_file() else {}
-    except SpecConfigError:
-        return {}  # said where the method was made
-
-
 def _length(run: RunFacts) -> Iterator[Objection]:
-    asked, most = run.target.max_model_len, longest(run.target.hf_config)
+    asked, most = run.target.max_model_len, derived_length(run.target.hf_config)
     if asked is None or most is None or asked <= most[1] or os.environ.get(ALLOW_LONG, "0") not in ("", "0"):
-        return
-    larger = run.target.hf_config.get("model_max_length")
-    if isinstance(larger, int) and asked <= larger:
         return
     yield Objection(
         "max_model_len",
@@ -154,36 +126,6 @@ def _length(run: RunFacts) -> Iterator[Objection]:
         "make prompt and response shorter, or give a model with a longer context",
         "vLLM",
     )
-
-
-def longest(hf: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The field that bounds a sequence, and the tokens that vLLM derives from it; None: it names none, or in a way unknown here.
-
-    Args:
-        hf: config.json of a model.
-    """
-    text = text_part(hf)
-    bounds = [(value, field) for field in _LENGTHS if isinstance(value := text.get(field), int) and value > 0]
-    if not bounds:
-        return None
-    bound, field = min(bounds)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping) or "gemma3" in str(hf.get("model_type")):
-        return field, bound  # Gemma's bound is scaled already
-    nested = [part for part in rope.values() if isinstance(part, Mapping)]
-    factor: float = 1.0
-    for part in nested or [rope]:
-        kind = part.get("rope_type", part.get("type", "default"))
-        if kind in ("su", "longrope", "llama3"):
-            continue
-        factor = part.get("factor") or factor
-        if kind == "yarn":
-            bound = part.get("original_max_position_embeddings", bound)
-    if not (
-        isinstance(factor, (int, float)) and isinstance(bound, int) and 0 < bound <= _LARGEST and 0 < factor <= _LARGEST
-    ):
-        return None
-    return field, int(bound * factor)
 
 
 def _batched_tokens(run: RunFacts) -> Iterator[Objection]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draft_training.files import read_json, weight_files
+from draft_training.files import weight_files
 from draft_training.outside import text_part
 from spec_plugin.commands.cache import share
 from spec_plugin.commands.engine_limits import engine_limits
@@ -26,6 +26,7 @@ from spec_plugin.method import Method
 from spec_plugin.model_runner import runner_of
 from spec_plugin.refusals import Objection
 from spec_plugin.run_plan import RunFacts, RunPlan
+from spec_plugin.session import method_of
 
 if TYPE_CHECKING:
     from draft_training.draft import DraftShape
@@ -45,8 +46,9 @@ def judge(plan: RunPlan) -> Judgement:
     run = plan.facts
     if run is None:
         return Judgement(plan.trainer, plan.objections, notes=plan.notes, unseen=plan.unseen)
-    refused = (*plan.objections, *_plugins(run.spec), *_lossless(run), *_truncated(run))
-    objections, unseen, notes = [*refused], [*plan.unseen], [*plan.notes]
+    no_plugins = (*_plugins(run.spec),)
+    objections = [*plan.objections, *no_plugins, *_lossless(run), *_truncated(run)]
+    unseen, notes = [*plan.unseen], [*plan.notes]
     facts = {"model": f"{run.model.name} ({run.model.source})" if run.model.config else run.model.name}
     method: Method | None = None
     if run.model.config is None:
@@ -58,10 +60,11 @@ def judge(plan: RunPlan) -> Judgement:
         )
     else:
         try:
-            method = built_in_method(run.spec, replace(run.target, device_type=_device_type()))
-            if method is None:
-                unseen.append(f"method {run.spec.method}: it comes from a plugin, which was not asked")
-            else:
+            here = replace(run.target, device_type=_device_type())
+            method = built_in_method(run.spec, here)
+            if method is None and not no_plugins:  # that of a plugin, or of nobody
+                method = method_of(run.spec, here, create_manager(run.spec.block, run.spec.plugins))
+            if method is not None:
                 objections += _lossy_method(method)
                 check_states(run.target.hf_config, method.ragged, method.name)
                 if keeps_states(run.target.hf_config):
@@ -174,7 +177,7 @@ def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
         yield "draft on the actor", _actor_memory(run, method, draft)
         yield "draft in the engine", _engine_memory(run, draft)
     elif method is not None and spec.draft:  # served as it is
-        yield "draft in the engine", _served_memory(run, Path(draft_folder(spec.draft, target, fetch=False)))
+        yield "draft in the engine", _served_memory(run, method, Path(draft_folder(spec.draft, target, fetch=False)))
     requests, length = target.max_num_seqs or "of vLLM", target.max_model_len or "of the model"
     yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
     runner = runner_of(method.settings if method is not None else {"method": spec.method}, _device_type())
@@ -208,10 +211,9 @@ def _engine_memory(run: RunFacts, draft: DraftShape) -> str:
     return f"{_size(weights)} of weights{_beside(run, share(draft.to_hf(), run.target.hf_config, draft.of_target))}"
 
 
-def _served_memory(run: RunFacts, folder: Path) -> str:
+def _served_memory(run: RunFacts, method: Method, folder: Path) -> str:
     weights = sum(file.stat().st_size for file in weight_files(folder) if file.is_file()) / _MEBIBYTE
-    more = share(read_json(folder / "config.json"), run.target.hf_config)
-    return f"{_size(weights)} of weights on disk{_beside(run, more)}"
+    return f"{_size(weights)} of weights on disk{_beside(run, share(method.draft_config or {}, run.target.hf_config))}"
 
 
 def _beside(run: RunFacts, cache: str) -> str:

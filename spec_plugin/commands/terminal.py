@@ -29,7 +29,9 @@ def echo(text: str) -> None:
 
 
 class Refused(click.ClickException):
-    """An error that is printed as one sentence; exit code 1."""
+    """An error that is printed as one sentence."""
+
+    exit_code = 2
 
     def __init__(self, error: object) -> None:
         super().__init__(visible(str(error)))

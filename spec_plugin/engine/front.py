@@ -108,11 +108,6 @@ class EngineFront:
             raise SpecConfigError(
                 f"{target.file} names no vocab_size, which the self-test needs: use the model's complete config.json"
             )
-        if self.session.config.sleep_level > 1 and method.draft is None and config.get("model"):
-            raise SpecConfigError(
-                f"spec.sleep_level={self.session.config.sleep_level}: the engine would drop a draft that no refresh brings back "
-                f"(method {method.name}): leave sleep_level out"
-            )
         for name in ("speculative_config", "scheduler_cls"):
             if given.get(name) is not None:
                 raise SpecConfigError(

@@ -16,7 +16,7 @@ Number = TypeVar("Number", float, NDArray[np.float64])
 #: what families call the number of experts of a layer
 NAMES = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 #: and of those that each token is routed to
-_TAKEN = ("num_experts_per_tok", "moe_k")
+TAKEN = ("num_experts_per_tok", "moe_k")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Experts:
     def of(cls, hf: Mapping[str, Any]) -> Experts | None:
         """Of a target's config.json; None where it has none, or does not say."""
         text = text_part(hf)
-        total, taken = (next((text[n] for n in names if is_size(text.get(n))), 0) for names in (NAMES, _TAKEN))
+        total, taken = (next((text[n] for n in names if is_size(text.get(n))), 0) for names in (NAMES, TAKEN))
         return cls(total, min(total, taken)) if total and taken else None
 
     def touched(self, tokens: Number, evenness: float = 1.0) -> Number:

@@ -63,7 +63,9 @@ def load_driver(name: str) -> type[ConformanceDriver]:
                 f"no adapter named {name!r} in the entry point group {DRIVER_GROUP}; known: {_names(known)}; or name the "
                 "driver as module:Class"
             )
-    except (ImportError, AttributeError, ValueError) as error:  # the last of an empty name
+    except pytest.UsageError:
+        raise
+    except Exception as error:  # of a name that is none, or of whatever the module does
         raise pytest.UsageError(f"the driver of adapter {name!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, ConformanceDriver)):
         raise pytest.UsageError(f"{name!r} is {found!r}, expected a subclass of ConformanceDriver")

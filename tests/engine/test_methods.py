@@ -14,6 +14,7 @@ import pytest
 import runner
 import small
 import torch
+from builders import frozen
 from method_engines import K, counted, engine_with, method_of, set_k, steps
 from safetensors.torch import save_file
 from spec_plugin_conformance import tiny
@@ -223,7 +224,8 @@ def test_a_frozen_draft_of_any_kind_is_exact_and_obeys_the_table(
     hf = json.loads((target / "config.json").read_text())
     hf = {name: value for name, value in hf.items() if name not in ("layer_types", "max_window_layers")}
     (tmp_path / "config.json").write_text(json.dumps({**hf, **FROZEN[kind]}))
-    save_file({"fc.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    layout = {"EAGLE-1": "eagle", "DFlash": "dflash"}.get(kind, "eagle3")
+    save_file(frozen.tensors_of(layout, FROZEN[kind]["num_hidden_layers"]), tmp_path / "model.safetensors")
     method = method_of(target, method="frozen", draft=str(tmp_path), train=False)
     told = method.speculative_config() | {"draft_load_config": {"load_format": "dummy"}}
     llm = engine_with(target, dataclasses.replace(method, settings=told, model=lambda: None))

@@ -10,11 +10,13 @@ from mutants.actor import MUTATIONS as ACTOR
 from mutants.adapters import MUTATIONS as ADAPTERS
 from mutants.builtin import MUTATIONS as BUILTIN
 from mutants.commands import MUTATIONS as COMMANDS
+from mutants.drafts import MUTATIONS as DRAFTS
 from mutants.engine import MUTATIONS as ENGINE
 from mutants.in_process import MUTATIONS as IN_PROCESS
 from mutants.kit import MUTATIONS as KIT
 from mutants.mutation import Mutation
 from mutants.refresh import MUTATIONS as REFRESH
+from mutants.survivors import MUTATIONS as SURVIVORS
 from mutants.training import MUTATIONS as TRAINING
 
 ROOMS: dict[str, tuple[Mutation, ...]] = {
@@ -23,6 +25,8 @@ ROOMS: dict[str, tuple[Mutation, ...]] = {
     "refresh": REFRESH,
     "builtin plugins": BUILTIN,
     "draft training": TRAINING,
+    "judging drafts": DRAFTS,
+    "of an attack": SURVIVORS,
     "adapters": ADAPTERS,
     "one process for trainer and engine": IN_PROCESS,
     "kit and commands": KIT,

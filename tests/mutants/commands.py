@@ -120,8 +120,8 @@ MUTATIONS = (
         ("test_engine_limits.py",),
     ),
     Mutation(
-        "spec_plugin/commands/engine_limits.py",
-        "longest",
+        "draft_training/rope.py",
+        "derived_length",
         '        if kind == "yarn":\n',
         "        if False:\n",
         "check accepts sequences that are longer than a model with YaRN allows",
@@ -328,8 +328,8 @@ MUTATIONS = (
         ("test_report_shown.py::test_the_keys_of_the_json_are_those_that_the_documents_promise",),
     ),
     Mutation(
-        "projection/spec_plugin_projection/command.py",
-        "RefusedOption",
+        "spec_plugin/commands/terminal.py",
+        "Refused",
         "    exit_code = 2\n",
         "    exit_code = 1\n",
         "a question that cannot be looks like a run that failed",

@@ -542,17 +542,9 @@ MUTATIONS = (
         ("test_draft_config.py", "test_draft_policy.py"),
     ),
     Mutation(
-        _CONFIG,
-        "validate_draft",
-        "if config.max_position_embeddings <",
-        "if config.max_position_embeddings < 1 <",
-        "a draft whose positions end before the target's is served",
-        ("test_draft_config.py",),
-    ),
-    Mutation(
         "draft_training/rope.py",
         "Rope.for_draft_of",
-        "made if made.reach >= layer.max_position_embeddings else cls(made.theta)",
+        "made if made.reach >= max(layer.max_position_embeddings, length) else cls(made.theta)",
         "made",
         "a draft has a yarn that does not reach as far as its target's positions",
         ("test_draft_config.py",),

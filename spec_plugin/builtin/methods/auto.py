@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from spec_plugin.builtin.methods.fit import refuse_unfit
 from spec_plugin.builtin.methods.frozen import kind_of
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
@@ -40,6 +41,8 @@ class AutoMethod:
             wanted = config.model_copy(update={"method": name})
             try:
                 found: Method | None = self._methods[name].spec_method(wanted, target)
+                if found is not None:
+                    refuse_unfit(found, wanted, target)
             except SpecConfigError as error:
                 if config.draft is not None:
                     raise

@@ -51,7 +51,8 @@ def _starting_draft(config: SpecConfig, target: TargetInfo) -> StartingDraft:
     with refusing(f"spec.draft={config.draft!r} cannot draft for this target"):
         logit_cap(target.hf_config, target.file)  # refuses what cannot be learned
         if config.draft is None:
-            return StartingDraft(SmallLmShape.from_target(target.hf_config, target.file), most_unrolled=1)
+            born = SmallLmShape.from_target(target.hf_config, target.file, length=target.length)
+            return StartingDraft(born, most_unrolled=1)
         from draft_training.small_lm_module import load_small_lm  # with torch and transformers, which take seconds
 
         shape, tensors = load_small_lm(Path(config.draft), target.hf_config, target.file)

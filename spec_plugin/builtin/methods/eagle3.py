@@ -31,8 +31,13 @@ def starting_draft(config: SpecConfig, target: TargetInfo) -> tuple[DraftConfig,
         if config.draft is not None:
             return _given_draft(config, config.draft, target)
         logit_cap(target.hf_config, target.file)  # refuses what cannot be learned
-        pruned, layers = config.draft_vocab_size, config.aux_layers
-        made = DraftConfig.from_target(target.hf_config, draft_vocab_size=pruned, aux_layers=layers, where=target.file)
+        made = DraftConfig.from_target(
+            target.hf_config,
+            draft_vocab_size=config.draft_vocab_size,
+            aux_layers=config.aux_layers,
+            length=target.length,
+            where=target.file,
+        )
         return made, None
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draft_training.errors import DraftConfigError
 from draft_training.files import check_offsets, read_json
-from draft_training.outside import ModelBasics, read
+from draft_training.outside import ModelBasics, is_size, read
 from spec_plugin.builtin.methods.checkpoints import tensor_names, vocabulary_map
+from spec_plugin.builtin.methods.damage import refuse_damaged
 from spec_plugin.builtin.methods.served import INSTEAD
 from spec_plugin.builtin.methods.tables import common_settings, refuse_options_of_a_shape
 from spec_plugin.config import SpecConfig
@@ -44,9 +47,12 @@ class FrozenMethod:
             )
         refuse_options_of_a_shape(config, "a draft that is served as it is")
         kind, parallel = kind_of(Path(config.draft))
+        hf = _as_vllm_reads(Path(config.draft))
         if kind in ("eagle3", "dflash"):
             refuse_unreadable(target.hf_config, False, INSTEAD)
-        _refuse_strange_tokens(config.draft, target)
+        with refusing(f"spec.draft={config.draft!r} cannot be served"):
+            _refuse_strange_tokens(config.draft, hf, target)
+            refuse_damaged(Path(config.draft), kind, hf)
         if kind == "draft_model" and target.load_format == "dummy":
             raise SpecConfigError(
                 f"spec.draft={config.draft!r} is a whole model, which vLLM initialises at random under load_format=dummy: set "
@@ -68,10 +74,11 @@ class FrozenMethod:
                 "load_format to auto, or VLLM_USE_V2_MODEL_RUNNER=0 in its environment"
             )
         whole = bool(settings.get("parallel_drafting"))
-        return Method("frozen", settings, model=lambda: _verified_folder(config.draft), ready=True, whole=whole)
+        folder = config.draft
+        return Method("frozen", settings, lambda: _verified_folder(folder), hf_config=hf, ready=True, whole=whole)
 
 
-def _verified_folder(draft: str | None) -> str | None:
+def _verified_folder(draft: str) -> str:
     """The draft's folder, once its numbers have been looked at: they are not read before the engine is about to.
 
     Raises:
@@ -80,19 +87,40 @@ def _verified_folder(draft: str | None) -> str | None:
     from draft_training.weights import refuse_broken, refuse_broken_mask
 
     with refusing(f"spec.draft={draft!r} cannot be served"):
-        for file in sorted(Path(str(draft)).glob("*.safetensors")):
+        for file in sorted(Path(draft).glob("*.safetensors")):
             refuse_broken(file)
-        refuse_broken_mask(Path(str(draft)))
+        refuse_broken_mask(Path(draft))
     return draft
 
 
-def _refuse_strange_tokens(draft: str, target: TargetInfo) -> None:
+def _refuse_strange_tokens(draft: str, hf: Mapping[str, Any], target: TargetInfo) -> None:
     """A pruned draft whose tokens are not all the target's: on a card the engine would die of the first of them."""
-    with refusing(f"spec.draft={draft!r} cannot be served"):
-        vocabulary = read(ModelBasics, target.hf_config, target.file).vocab_size
-        offsets = vocabulary_map(Path(draft))
-        if offsets is not None and vocabulary is not None:
-            check_offsets(offsets, vocabulary, draft, distinct=False)
+    vocabulary = read(ModelBasics, target.hf_config, target.file).vocab_size
+    offsets, size = vocabulary_map(Path(draft)), hf.get("draft_vocab_size")
+    if offsets is None or vocabulary is None:
+        return
+    check_offsets(offsets, vocabulary, draft, distinct=False)
+    if is_size(size) and len(offsets) != size:
+        raise DraftConfigError(
+            f"d2t in {draft} has {len(offsets)} tokens, but config.json says draft_vocab_size={size}; export the draft again"
+        )
+
+
+def _as_vllm_reads(folder: Path) -> dict[str, Any]:
+    """config.json of a draft; of speculators' layout the decoder's part, with what vLLM takes of the whole beside it.
+
+    Where the longest text is left out vLLM reads it as of Llama's class, which says 2048.
+
+    Raises:
+        SpecConfigError: if it cannot be read.
+    """
+    with refusing(f"spec.draft={str(folder)!r} cannot be read"):
+        hf = read_json(folder / "config.json")
+    if isinstance(layer := hf.get("transformer_layer_config"), Mapping):
+        kind = {"llama": "Eagle3LlamaForCausalLM"}.get(str(layer.get("model_type", "llama")), "")
+        of_vllm = ("draft_vocab_size", "target_hidden_size", "norm_before_fc", "quantization_config")
+        hf = {**layer, **{name: hf.get(name) for name in of_vllm}, "architectures": [kind]}
+    return {**({"max_position_embeddings": 2048} if hf.get("model_type") == "llama" else {}), **hf}
 
 
 def kind_of(folder: Path) -> tuple[str, bool]:

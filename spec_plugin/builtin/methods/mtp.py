@@ -65,7 +65,7 @@ class MtpMethod:
             )
         if missing := _lacks(target):
             raise SpecConfigError(f"spec.method='mtp' cannot draft for this target: {missing}; use another method")
-        return Method(name="mtp", settings=settings, ready=True)
+        return Method(name="mtp", settings=settings, hf_config=target.hf_config, ready=True)
 
     @staticmethod
     def _starting_draft(target: TargetInfo) -> StartingDraft:

@@ -19,6 +19,8 @@ from spec_plugin.commands.report.run import LoggedRun, Notice, spacing
 from spec_plugin.outside import TooMuchError, lines_of, text_of
 
 _SPEC = re.compile(r"(?:^|/)(spec/.+)$")
+#: names of times, but for what is a difference of two
+_TIME = re.compile(r"(?:^|/)(?!saved|net)\w*(?:_s|_ms|ms_per_token)$")
 
 
 def read_place(place: Place, formats: Sequence[LogFormat]) -> LoggedRun:
@@ -46,7 +48,7 @@ def read_place(place: Place, formats: Sequence[LogFormat]) -> LoggedRun:
     known = {step: _with_per_token(values) for step, values in known.items() if values} or {s: {} for s in known}
     planned = kinds["state"].planned or kinds["console"].planned
     remarks += [*_not_numbers(known), *_cut_off(known, planned)]
-    finite = {s: {n: v for n, v in values.items() if math.isfinite(v)} for s, values in known.items()}
+    finite = {s: {n: v for n, v in values.items() if not _wrong(n, v)} for s, values in known.items()}
     title = trainer.trainer if trainer and trainer.own_names(names) else ""
     return LoggedRun(place.name, title, finite, notices, tuple(remarks), tuple(map(str, place.files)), planned)
 
@@ -193,14 +195,21 @@ def _with_per_token(values: dict[str, float]) -> dict[str, float]:
     return values | {"ms_per_token": 1e3 * values["generation_s"] / tokens} if tokens > 0 else values
 
 
+def _wrong(name: str, value: float) -> str:
+    """What is wrong with a metric, in words; empty: nothing."""
+    if not math.isfinite(value):
+        return "not a finite number"
+    return "a time below zero" if value < 0.0 and _TIME.search(name) else ""
+
+
 def _not_numbers(steps: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
-    wrong: dict[str, list[int]] = {}
+    wrong: dict[tuple[str, str], list[int]] = {}
     for step, values in sorted(steps.items()):
         for name, value in values.items():
-            if not math.isfinite(value):
-                wrong.setdefault(name, []).append(step)
-    for name, where in wrong.items():
-        yield f"{name} is not a finite number at step{'s' * (len(where) > 1)} {', '.join(map(str, where[:8]))}"
+            if why := _wrong(name, value):
+                wrong.setdefault((name, why), []).append(step)
+    for (name, why), where in wrong.items():
+        yield f"{name} is {why} at step{'s' * (len(where) > 1)} {', '.join(map(str, where[:8]))}"
 
 
 def _cut_off(steps: Mapping[int, Mapping[str, float]], planned: int | None) -> Iterator[str]:

@@ -343,3 +343,13 @@ def test_engines_of_this_process_are_called_on_their_own_loop(elsewhere):
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     assert where == [elsewhere] * 2
+
+
+def test_law_3_what_engines_said_before_a_sync_is_not_what_they_say_behind_it():
+    """Where rollouts overlap training new text may have come; and a text that comes again is of another version."""
+    run, _, _ = make(overlaps=True)
+    for version in range(2):
+        synced(run, version)
+        run.check(responses(), STATED)
+        run.check(responses(), STATED)
+    assert run.link.calls.count("spans") == 2

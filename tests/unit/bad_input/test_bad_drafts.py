@@ -24,6 +24,7 @@ from builders.bad_input import (
     of_the_doctor,
     written,
 )
+from builders.frozen import config_of, tensors_of
 from safetensors.torch import load_file, save_file
 
 from draft_training import DraftConfig, load_draft
@@ -57,7 +58,8 @@ FIELDS: tuple[tuple[str, Any, str, str], ...] = (
     ("rms_norm_eps", "tiny", "='tiny'", "a number above 0"),
     ("rope_theta", INFINITE, "=inf", "a number above 0"),
     ("rope_parameters", {"rope_type": "linear", "factor": []}, "factor=[]", "a number above 0"),
-    ("max_position_embeddings", 8, "=8", "raise it"),
+    ("partial_rotary_factor", 0, "partial_rotary_factor=0", "not supported"),
+    ("quantization_config", {"quant_method": "fp8"}, "sets quantization_config", "start from a draft without"),
     ("max_position_embeddings", "64", "='64'", "without quotation marks"),
     ("num_hidden_layers", 2, "=2", "one layer"),
     ("num_hidden_layers", "1", "='1'", "without quotation marks"),
@@ -260,9 +262,11 @@ def test_the_files_that_an_index_names_are_read_and_no_others(tmp_path: Path, ta
 
 
 def frozen(folder: Path, offsets: Any = None, weight: float = 1.0) -> str:
-    written(folder, {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2})
+    written(folder, {**config_of("eagle3"), "max_position_embeddings": 64, "draft_vocab_size": len(offsets or [0])})
     maps = {} if offsets is None else {"d2t": torch.tensor(offsets)}
-    save_file({"fc.weight": torch.full((4,), weight), **maps}, folder / "model.safetensors")
+    save_file(
+        {**tensors_of("eagle3"), "fc.weight": torch.full((64, 192), weight), **maps}, folder / "model.safetensors"
+    )
     return str(folder)
 
 
@@ -315,7 +319,7 @@ SMALL: tuple[tuple[str, Any, str], ...] = (
     ("num_hidden_layers", 10**6, "from 1 to 4096"),
     ("num_attention_heads", 0, "from 1 to"),
     ("hidden_size", HUGE, "from 1 to"),
-    ("max_position_embeddings", 8, "as long as the target's"),
+    ("max_position_embeddings", 8, "shorter than the engine's texts of 64"),
     ("max_position_embeddings", "long", "a whole number"),
     ("tie_word_embeddings", "no", "true or false"),
     ("model_type", ["llama"], "can"),

@@ -72,7 +72,7 @@ def test_a_line_that_is_no_step_is_left_out_and_said(tmp_path: Path, line: str, 
 def test_a_file_without_any_step_is_named(tmp_path: Path, name: str, content: bytes, parts: tuple[str, ...]) -> None:
     (tmp_path / name).write_bytes(content)
     done = invoke("report", str(tmp_path / name), "--json")
-    assert done.exit_code == 1 and not list(missing(done.output, *parts)), done.output
+    assert done.exit_code == 2 and not list(missing(done.output, *parts)), done.output
 
 
 def test_a_mark_of_byte_order_is_no_part_of_the_first_step(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_folders_loops_and_nothing_are_named(tmp_path: Path) -> None:
     (inside := tmp_path / "run.jsonl").mkdir()
     for place, what in ((loop, "no such file"), (around, "no trainer's output"), (inside, "no trainer's output")):
         done = invoke("report", str(place))
-        assert done.exit_code == 1 and not list(missing(done.output, str(place), what)), done.output
+        assert done.exit_code == 2 and not list(missing(done.output, str(place), what)), done.output
 
 
 def test_a_name_that_is_no_text_is_printed_escaped(tmp_path: Path) -> None:
@@ -167,6 +167,13 @@ def test_an_option_of_a_projection_that_cannot_be_is_named(arguments: tuple[str,
         ({**TARGET, "vocab_size": 10**400}, ("vocab_size=1000", "no model has that many")),
         ({**TARGET, "head_dim": 10**400}, ("head_dim=1000", "no model has that many")),
         ({**TARGET, "vocab_size": "64"}, ("lacks vocab_size",)),
+        ({**TARGET, "num_key_value_heads": -8}, ("num_key_value_heads=-8", "above 0")),
+        ({**TARGET, "num_key_value_heads": 3}, ("num_attention_heads=4 is no multiple of num_key_value_heads=3",)),
+        ({**TARGET, "intermediate_size": "48"}, ("intermediate_size='48'", "above 0")),
+        ({**TARGET, "head_dim": 2.5}, ("head_dim=2.5", "above 0")),
+        ({**TARGET, "num_experts": 8, "num_experts_per_tok": 64}, ("64 experts a token", "of 8")),
+        ({**TARGET, "num_experts": -4}, ("num_experts=-4", "above 0")),
+        ({**TARGET, "hidden_size": 1}, ("hidden_size=1 is less than head_dim=32",)),
         ('{"a": ' + DEEP, ("nested too deeply",)),
         ("\ufeff{}", ("BOM", "copy it again")),
         ("", ("it is no JSON",)),

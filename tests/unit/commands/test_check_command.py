@@ -81,6 +81,13 @@ def test_heads_that_vllm_cannot_share_out_are_refused_by_the_users_own_option() 
 
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
+def test_a_method_that_nobody_provides_is_refused_with_the_one_that_was_meant() -> None:
+    """As the run refuses it: an unknown name was taken for a plugin's."""
+    (objection,) = openrlhf_check([*GOOD, "--spec.method", "eagle"], a_qwen3).objections
+    assert "no active plugin provides it (did you mean 'eagle3'?)" in str(objection)
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
 def test_a_user_with_a_gpu_is_told_what_nobody_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "without_accelerator", lambda: False)
     told = openrlhf_check([*GOOD, "--vllm.enable_sleep"], a_qwen3).facts
@@ -255,7 +262,7 @@ def test_the_verdict_is_the_last_thing_that_is_printed() -> None:
 
 def test_an_unknown_trainer_is_an_error_that_names_those_that_are_there() -> None:
     done = invoke("nemo", "--", "x=1")
-    assert done.exit_code == 1 and "openrlhf" in done.stderr and "verl" in done.stderr
+    assert done.exit_code == 2 and "openrlhf" in done.stderr and "verl" in done.stderr
 
 
 def test_help_teaches_by_example() -> None:

@@ -273,7 +273,7 @@ def test_a_command_whose_distribution_is_not_installed_says_what_to_install(monk
     monkeypatch.setattr(cli.metadata, "entry_points", lambda **_: metadata.EntryPoints())
     for arguments in ((name, "verl", "--shape", "tp2"), (name,)):
         result = invoke(*arguments)
-        assert result.exit_code == 1 and f"pip install spec-plugin-{folder}" in result.output
+        assert result.exit_code == 2 and f"pip install spec-plugin-{folder}" in result.output
         assert f"pip install ./{folder}" in result.output and "Traceback" not in result.output
     assert name in invoke("--help").output and "Not installed: pip install" in invoke(name, "--help").output
 
@@ -288,3 +288,23 @@ def test_on_a_cpu_without_the_repairs_the_doctor_and_the_engine_say_what_to_inst
     assert finding.state == "fail" and finding.fix == diagnosis.INSTALL_CPU
     with pytest.raises(SpecConfigError, match="spec-plugin-testing, which is not installed"):
         on_cpu.apply_cpu_patches()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (SpecConfigError("not this"), "Error: not this"),
+        (KeyError("what nobody thought of"), "KeyError: 'what nobody thought of' ("),
+        (RecursionError("too deep"), "RecursionError: too deep ("),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "UnicodeDecodeError: 'utf-8' codec"),
+        (MemoryError(), "MemoryError:  ("),
+    ],
+)
+def test_whatever_a_command_raises_is_one_sentence_and_exit_code_2(error, said, monkeypatch):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("spec_plugin.commands.cli.judge_run", fail)
+    result = CliRunner().invoke(main, ["check", "verl"])
+    assert result.exit_code == 2 and said in result.output and "Traceback" not in result.output
+    assert isinstance(error, SpecConfigError) or f"{__file__}:" in result.output, "where it was, for a report"

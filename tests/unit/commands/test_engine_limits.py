@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from spec_plugin.commands.engine_limits import ALLOW_LONG, engine_limits, longest, splits
+from draft_training.rope import Rope, derived_length
+from spec_plugin.commands.engine_limits import ALLOW_LONG, engine_limits, splits
 from spec_plugin.config import SpecConfig
 from spec_plugin.events import TargetInfo
 from spec_plugin.refusals import OURS
@@ -83,7 +84,7 @@ def test_what_to_set_are_the_sizes_that_all_of_the_numbers_allow() -> None:
 
 def test_a_draft_of_another_shape_is_asked_too_unless_it_runs_on_one_rank() -> None:
     shape = SimpleNamespace(to_hf=lambda: {**HF, "num_attention_heads": 3, "num_key_value_heads": 3})
-    method: Any = SimpleNamespace(draft=SimpleNamespace(config=shape), settings={})
+    method: Any = SimpleNamespace(draft_config=shape.to_hf(), settings={})
     first, second = said(run(HF, 2), method)
     assert "the draft's 3 attention heads" in first and "the draft's 3 key-value heads" in second
     assert [o.by for o in engine_limits(run(HF, 2), method)] == [OURS] * 2  # without the flag the run would start
@@ -115,20 +116,36 @@ ROPES: list[tuple[Any, int]] = [
         },
         512,
     ),
+    ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, 2048),
 ]
+
+
+def test_a_field_that_vllm_prefers_bounds_a_text() -> None:
+    assert derived_length({**HF, "model_max_length": 2048}) == ("model_max_length", 2048)
+    assert derived_length({**HF, "max_seq_len": 300}) == ("max_seq_len", 300)
+
+
+def test_of_two_ropes_the_older_name_counts() -> None:
+    """As in transformers 5, which takes ``rope_scaling`` in place of ``rope_parameters``, theta and all."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    both = {**HF, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": rope}
+    assert derived_length(both) == ("max_position_embeddings", 1024)
+    read = Rope.from_hf(both)
+    assert (read.type, read.factor, read.theta) == ("yarn", 4.0, 1e4)
+    assert Rope.from_hf({**both, "rope_theta": 5e5}).theta == 5e5
 
 
 @pytest.mark.parametrize(("rope", "most"), ROPES)
 def test_the_longest_sequence_follows_the_rotary_scaling(rope: Any, most: int) -> None:
-    assert longest({**HF, "rope_parameters": rope}) == ("max_position_embeddings", most)
+    assert derived_length({**HF, "rope_parameters": rope}) == ("max_position_embeddings", most)
 
 
 @pytest.mark.parametrize("bad", [10**400, float("inf"), float("nan"), -1, "4"])
 def test_numbers_that_are_none_bound_nothing(bad: Any) -> None:
-    assert longest({**HF, "max_position_embeddings": bad}) is None
-    assert longest({**HF, "rope_scaling": {"type": "linear", "factor": bad}}) is None
+    assert derived_length({**HF, "max_position_embeddings": bad}) is None
+    assert derived_length({**HF, "rope_scaling": {"type": "linear", "factor": bad}}) is None
     assert (
-        longest({**HF, "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": bad}})
+        derived_length({**HF, "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": bad}})
         is None
     )
 

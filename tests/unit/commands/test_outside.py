@@ -114,14 +114,14 @@ def test_trouble_of_this_machines_is_one_sentence(tmp_path):
     command = [sys.executable, "-c", "from spec_plugin.commands.cli import main; main()"]
     with open("/dev/full", "w") as full:
         done = subprocess.run([*command, "options"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 1 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
     gone = tmp_path / "gone"
     gone.mkdir()
     shell = f'cd {gone} && rmdir {gone} && exec "$@"'
     done = subprocess.run(
         ["bash", "-c", shell, "_", *command, "check", "verl"], capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_refused_training_leaves_nothing_behind(tmp_path):
@@ -130,7 +130,7 @@ def test_a_refused_training_leaves_nothing_behind(tmp_path):
     rollouts = tmp_path / "one.jsonl"
     rollouts.write_text(json.dumps({"prompt": [1, 2], "response": [3, 4]}))
     result = run("train", "--target", target, "--rollouts", rollouts, "--out", tmp_path / "draft")
-    assert result.exit_code == 1 and "rollouts answer one prompt" in result.output, result.output
+    assert result.exit_code == 2 and "rollouts answer one prompt" in result.output, result.output
     assert not (tmp_path / "draft.work").exists()
 
 

@@ -125,6 +125,7 @@ def test_a_trainer_that_stops_fails_every_check_that_needs_it_and_says_why(tmp_p
         ("nobody", "no adapter named 'nobody'"),
         ("no_such_module:Driver", "cannot be imported: No module named 'no_such_module'"),
         (":", "cannot be imported: Empty module name"),
+        ("..:X", "cannot be imported: "),
         ("builders.fake_driver:NEEDS_A_TRAINER", "expected a subclass of ConformanceDriver"),
     ],
 )

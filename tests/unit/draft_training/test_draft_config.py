@@ -7,6 +7,7 @@ from builders.drafts import TINY
 from draft_training import DraftConfig, DraftConfigError, Rope, validate_draft
 from draft_training.model import inverse_frequencies, rotary
 from draft_training.outside import logit_cap
+from draft_training.rope import derived_length
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -142,8 +143,7 @@ def test_a_draft_is_not_given_positions_beyond_its_yarn():
     assert DraftConfig.from_target(raw).rope == Rope(3e4)
     good = DraftConfig.from_target(raw | {"max_position_embeddings": 4096})
     assert good.rope.type == "yarn"
-    with pytest.raises(DraftConfigError, match="max_position_embeddings=4097 is beyond the yarn scaling"):
-        DraftConfig.from_hf(good.to_hf() | {"max_position_embeddings": 4097})
+    assert derived_length(good.to_hf() | {"max_position_embeddings": 4097}) == ("max_position_embeddings", 4096)
 
 
 def test_a_shallow_target_gets_distinct_layers_and_a_draft_that_names_none_is_refused_with_the_fix():
@@ -204,13 +204,22 @@ def test_a_config_without_aux_layers_needs_the_target(tiny):
     assert DraftConfig.from_hf(raw, target_layers=8).aux_layers == (2, 4, 5)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"hidden_size": 32}, {"vocab_size": 41}, {"num_hidden_layers": 5}, {"max_position_embeddings": 4096}]
-)
+@pytest.mark.parametrize("changes", [{"hidden_size": 32}, {"vocab_size": 41}, {"num_hidden_layers": 5}])
 def test_a_draft_of_another_target_is_refused(tiny, changes):
     validate_draft(tiny, TINY)
     with pytest.raises(DraftConfigError):
         validate_draft(tiny, target(**changes))
+
+
+def test_a_draft_with_a_window_is_not_read_as_one_that_sees_all(tiny):
+    """vLLM gives it the window; in training it would learn to look further than it can."""
+    windowed = {"layer_types": ["sliding_attention"], "sliding_window": 16}
+    with pytest.raises(DraftConfigError, match="sets sliding_window=16, which this trainer does not implement"):
+        DraftConfig.from_hf({**tiny.to_hf(), **windowed})
+    assert DraftConfig.from_hf({**tiny.to_hf(), **windowed, "layer_types": ["full_attention"]}) == tiny
+    assert DraftConfig.from_hf({**tiny.to_hf(), "sliding_window": 16}) == tiny, (
+        "without layer_types vLLM's Llama has none"
+    )
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_tied_head_is_named_once() -> None:
     ("change", "why"),
     [
         ({"vocab_size": V + 1}, "target's tokenizer"),
-        ({"max_position_embeddings": 64}, "below the target's"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "cannot be refreshed"),
         ({"model_type": "gpt2"}, "cannot be a small draft"),
         ({"num_hidden_layers": 3}, "do not match"),
     ],

@@ -20,7 +20,7 @@ from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.sampling import SampledRequest
 from spec_plugin.engine.schedule.plain import PLAIN
 from spec_plugin.engine.schedule.utilities import NUMBER
-from spec_plugin.errors import LosslessError, SpecConfigError
+from spec_plugin.errors import LosslessError
 from spec_plugin.events import DraftRefresh, Schedule, TargetInfo
 from spec_plugin.manager import create_manager
 from spec_plugin.model_runner import SWITCH
@@ -61,16 +61,6 @@ def test_with_full_graphs_vllm_hears_of_no_table_and_our_scheduler_is_told_to_ma
         ours = found.get("additional_config", {}).get("spec_plugin", {})
         assert (table in found["speculative_config"], ours.get("own_table", False)) == (not full, full)
     assert found["additional_config"]["a"] == 1, "the trainer's own stay"
-
-
-def test_an_engine_is_not_let_drop_a_draft_that_no_refresh_brings_back(tmp_path, monkeypatch):
-    def frozen(method: Any) -> Any:
-        return replace(method, name="frozen", draft=None, harvest=())
-
-    with pytest.raises(SpecConfigError, match=r"spec\.sleep_level=2: .*no refresh brings back \(method frozen\)"):
-        a_front(tmp_path, monkeypatch, frozen, sleep_level=2).engine_arguments({}, "some.Extension")
-    a_front(tmp_path, monkeypatch, frozen).engine_arguments({}, "some.Extension")
-    a_front(tmp_path, monkeypatch, sleep_level=2).engine_arguments({}, "some.Extension")
 
 
 @pytest.mark.parametrize(("level", "asked"), [(1, []), (2, ["spec_look_at_draft"])])

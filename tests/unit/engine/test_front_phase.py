@@ -261,3 +261,14 @@ def test_law_3_a_request_that_goes_on_under_new_weights_is_of_both_versions_and_
 
     assert asyncio.run(phases()) == (3, 2)
     assert [(s.version, s.first, s.until) for s in front.take_spans()] == [(4, 2, 5), (5, 5, 7)]
+
+
+def test_a_request_that_is_not_listed_is_in_no_control_group(front):
+    """It is drafted in none of its tokens: a stretch of it beside the others' would be compared with what it is not."""
+    front._rollouts_began, front.control = True, lambda: pytest.fail("it was asked for a stretch")
+
+    async def ask() -> None:
+        async with front.sample([1, 2], {"temperature": 1.0, "no_such_option": 3}):
+            pass
+
+    asyncio.run(ask())

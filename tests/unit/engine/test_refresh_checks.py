@@ -282,3 +282,34 @@ def test_a_draft_that_cannot_be_refreshed_says_why(draft, how):
         draft.model.layers[0].W_UK_T = torch.zeros(1)
     reason = refresh.check_arrived(draft_layout(draft, Target()), whole(1), 5, 4, "")
     assert reason is not None and reason.startswith("this draft cannot be refreshed")
+
+
+def test_law_5_a_parameter_that_was_replaced_is_seen_though_its_numbers_are_right(draft, layout):
+    """Captured graphs, and kernels with packed copies, go on reading where it was."""
+    before, tensors = bits(draft), whole(1)
+
+    def load(pairs):
+        draft.load_weights(pairs)
+        draft.model.fc.weight.data = draft.model.fc.weight.detach().clone()
+
+    reason = refresh.swap(layout, tensors, load)
+    assert reason is not None and "was replaced by another tensor while loading" in reason
+    assert same(bits(draft), before)
+
+
+def test_law_5_weights_that_could_not_be_put_back_are_said_to_be_none(layout):
+    class Stuck:
+        """Takes nothing in, and says nothing."""
+
+        def __init__(self) -> None:
+            self.data, self.held = self, torch.ones(2)
+
+        def copy_(self, _: torch.Tensor) -> None:
+            pass
+
+        def detach(self) -> torch.Tensor:
+            return self.held
+
+    stuck = type("Stuck", (), {"parameters": {"fc.weight": Stuck()}})()
+    with pytest.raises(RuntimeError, match=r"could not be restored, fc\.weight differs"):
+        refresh.restore(stuck, {"fc.weight": torch.zeros(2)})

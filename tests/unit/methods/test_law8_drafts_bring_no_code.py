@@ -43,6 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def draft(whole: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "draft"
     shutil.copytree(whole, folder)
+    (folder / "evil.py").write_text("raise SystemExit")
     return folder
 
 
@@ -89,6 +90,23 @@ def test_law_8_a_draft_that_names_code_is_refused_by_every_method_in_check_and_i
 
 def test_a_draft_without_code_is_taken(draft):
     assert built_in_method(SpecConfig(draft=str(draft), method="frozen", train=False), target()) is not None
+
+
+def test_law_8_an_auto_map_of_no_file_that_is_here_is_dropped(draft):
+    """speculators saves each draft with one of its own; what vLLM reads no longer has it."""
+    (draft / "evil.py").unlink()
+    poison(draft, "config.json", {"auto_map": {"": "evil.EvilConfig"}})
+    config = SpecConfig(draft=str(draft), method="frozen", train=False)
+    served = Path(built_in_method(config, target()).speculative_config()["model"])
+    assert served != draft and "auto_map" not in (served / "config.json").read_text()
+    assert (served / "model.safetensors").read_bytes() == (draft / "model.safetensors").read_bytes()
+    assert method_of(
+        SpecConfig(draft=str(draft), method="draft_model"), target(), create_manager(load_entry_points=False)
+    ).draft
+    for there in ("someone/repo--evil.EvilConfig", ["evil.Tok", None]):
+        poison(draft, "config.json", {"auto_map": {"": there}})
+        with pytest.raises(SpecConfigError, match="names code to run"):
+            built_in_method(config, target())
 
 
 def test_the_policys_own_folder_is_trusted_as_the_policy_is(draft):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders.frozen import HF
+from builders.frozen import DRAFTS, HF, config_of, tensors_of
 from safetensors.torch import save_file
 
 from draft_training.weights import refuse_broken_mask
@@ -21,19 +22,10 @@ from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
 from spec_plugin.session import method_of
 
-KINDS = {
-    "eagle": ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "layers.0.mlp.up_proj.weight"]),
-    "eagle3": ({"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2}, ["fc.weight"]),
-    "dflash": ({"architectures": ["DFlashDraftModel"], "hidden_size": 64}, ["fc.weight"]),
-    "draft_model": ({"architectures": ["GemmaForCausalLM"]}, ["model.embed_tokens.weight"]),
-    "parallel": ({"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2, "pard_token": 3}, ["fc.weight"]),
-}
 
-
-def draft(folder: Path, kind: str) -> str:
-    hf, names = KINDS[kind]
-    (folder / "config.json").write_text(json.dumps(hf))
-    save_file({name: torch.zeros(2) for name in names}, folder / "model.safetensors")
+def draft(folder: Path, kind: str, layers: int = 1, **changes: Any) -> str:
+    (folder / "config.json").write_text(json.dumps({**config_of(kind, layers), **changes}))
+    save_file(tensors_of(kind, layers), folder / "model.safetensors")
     return str(folder)
 
 
@@ -44,7 +36,7 @@ def method(folder: str, load_format: str = "auto", **options: Any) -> Method:
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFTS)
 def test_vllm_is_told_what_kind_it_is(tmp_path: Path, kind: str, named: bool) -> None:
     found = method(draft(tmp_path, kind), **({"method": "frozen"} if named else {}))
     told = found.speculative_config()
@@ -55,12 +47,57 @@ def test_vllm_is_told_what_kind_it_is(tmp_path: Path, kind: str, named: bool) ->
     assert found.ready and found.harvest is None and found.draft is None
 
 
-def test_of_what_is_served_as_it_is_nothing_is_read_that_nobody_asks_for(tmp_path: Path) -> None:
-    """Some publish an EAGLE-3 layer under 0 layers; a list of them is vLLM's to judge."""
-    folder = Path(draft(tmp_path, "eagle3"))
-    for layers in (0, [1]):
-        (folder / "config.json").write_text(json.dumps({**KINDS["eagle3"][0], "num_hidden_layers": layers}))
-        assert method(str(folder), method="frozen").speculative_config()["method"] == "eagle3"
+def test_layers_may_be_called_none_or_be_several(tmp_path: Path) -> None:
+    """Some publish an EAGLE-3 layer under 0 layers."""
+    for layers, told in ((1, 0), (2, 2)):
+        folder = draft(tmp_path, "eagle3", layers, num_hidden_layers=told)
+        assert method(folder, method="frozen").speculative_config()["method"] == "eagle3"
+
+
+#: ways in which a draft's file is not what vLLM needs, and what is said
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "int8": (lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}), "fc.weight in .* is I8: expected F32"),
+    "bool": (lambda t: t.update({"norm.weight": t["norm.weight"].bool()}), "norm.weight in .* is BOOL"),
+    "missing": (lambda t: t.pop("midlayer.self_attn.k_proj.weight"), "lacks midlayer.self_attn.k_proj.weight"),
+    "no norm": (lambda t: t.pop("norm.weight"), "lacks norm.weight"),
+    "transposed": (
+        lambda t: t.update({"midlayer.mlp.up_proj.weight": torch.zeros(64, 128)}),
+        r"\[64, 128\], but .*\[128, 64\]",
+    ),
+    "four states": (lambda t: t.update({"fc.weight": torch.zeros(64, 256)}), r"\[64, 256\], but .*\[64, 192\]"),
+    "short map": (
+        lambda t: t.update({"d2t": torch.zeros(8, dtype=torch.int64)}),
+        "8 tokens, but .*draft_vocab_size=16",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_draft_is_refused_before_an_engine_starts(tmp_path: Path, how: str) -> None:
+    """vLLM leaves a tensor that is missing as it was in memory, and takes numbers of any kind."""
+    damage, said = DAMAGE[how]
+    folder = draft(tmp_path, "eagle3", draft_vocab_size=16)
+    tensors = tensors_of("eagle3")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(SpecConfigError, match=said):
+        method(folder, method="frozen")
+
+
+def test_a_quantized_draft_is_vllms_to_read(tmp_path: Path) -> None:
+    folder = draft(tmp_path, "eagle3", quantization_config={"quant_method": "compressed-tensors"})
+    save_file({name: t.to(torch.int8) for name, t in tensors_of("eagle3").items()}, tmp_path / "model.safetensors")
+    assert method(folder, method="frozen").name == "frozen"
+
+
+def test_an_index_of_files_that_are_not_there_is_refused(tmp_path: Path) -> None:
+    folder = draft(tmp_path, "eagle3")
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    homes = {name: "model-00001-of-00002.safetensors" for name in tensors_of("eagle3")}
+    index = {"weight_map": {**homes, "fc.weight": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(SpecConfigError, match=r"model-00002-of-00002\.safetensors cannot be read"):
+        method(folder, method="frozen")
 
 
 class Code:
@@ -82,12 +119,12 @@ def test_a_masks_vector_beside_a_draft_is_left_to_vllm(tmp_path: Path, vector: A
 
 def test_a_masks_vector_of_another_token_is_refused_as_vllm_would(tmp_path: Path) -> None:
     folder = draft(tmp_path, "dflash")
-    hf = {**KINDS["dflash"][0], "dflash_config": {"mask_token_id": 3}}
+    hf = {**DRAFTS["dflash"], "dflash_config": {"mask_token_id": 3}}
     (tmp_path / "config.json").write_text(json.dumps(hf))
     torch.save({"embedding": torch.ones(64), "mask_token_id": 4}, tmp_path / "mask_embedding.pt")
     with pytest.raises(SpecConfigError, match=r"of token 4, and config\.json says mask_token_id=3"):
         method(folder).model()
-    hf = {**KINDS["dflash"][0], "dflash_config": {}, "mask_token_id": 3}  # where vLLM looks next
+    hf = {**DRAFTS["dflash"], "dflash_config": {}, "mask_token_id": 3}  # where vLLM looks next
     (tmp_path / "config.json").write_text(json.dumps(hf))
     with pytest.raises(SpecConfigError, match="of token 4"):
         method(folder).model()

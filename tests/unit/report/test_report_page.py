@@ -125,23 +125,23 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path):
         ("\x00\x01 nothing of a trainer\n", "no step of OpenRLHF"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_1(tmp_path, text, says):
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, text, says):
     log = tmp_path / "train.log"
     log.write_text(text)
     done = invoke(log, "--out", tmp_path / "page.html")
-    assert done.exit_code == 1 and says in done.output
+    assert done.exit_code == 2 and says in done.output
     assert done.output.count("\n") == 1 and not (tmp_path / "page.html").exists()
 
 
 def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
     done = invoke(DATA / "verl-plain", "--out", tmp_path / "no" / "page.html")
-    assert done.exit_code == 1 and done.output.count("\n") == 1 and "No such file or directory" in done.output
+    assert done.exit_code == 2 and done.output.count("\n") == 1 and "No such file or directory" in done.output
 
 
 def test_without_matplotlib_the_numbers_are_still_there(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = invoke(DATA / "verl-flag", "--out", tmp_path / "page.html")
-    assert done.exit_code == 1 and "pip install 'spec-plugin[report]'" in done.output
+    assert done.exit_code == 2 and "pip install 'spec-plugin[report]'" in done.output
     assert invoke(DATA / "verl-flag", "--json").exit_code == 0
 
 

@@ -88,6 +88,18 @@ def test_what_a_logger_writes_for_no_number_is_none_and_is_named(file, value):
     assert len(run.remarks) == 1
 
 
+def test_a_time_below_zero_is_none_and_is_named(file):
+    """A clock that was set back; what is earned may be below zero."""
+    records = [json.loads(line) for line in lines("verl-flag")]
+    earned = {"actor/spec/saved_s": -2.0, "actor/spec/net_so_far_s": -2.0}
+    records[3]["data"] |= {"timing_s/step": -5.0, "actor/spec/train_ms": -1.0, **earned}
+    run = read(write(file, "".join(json.dumps(record) + "\n" for record in records)))
+    values = run.steps[4]
+    assert "step_s" not in values and "spec/train_ms" not in values
+    assert values["spec/saved_s"] == values["spec/net_so_far_s"] == -2.0
+    assert {"step_s is a time below zero at step 4", "spec/train_ms is a time below zero at step 4"} == set(run.remarks)
+
+
 def test_a_misspelt_name_in_a_log_format_is_refused():
     text = (ROOT / "adapters/spec_plugin_verl/log.json").read_text()
     assert LogFormat.model_validate_json(text).trainer == "verl"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ GUARDED = (
     "spec_save",
     "spec_load",
 )
+#: of these no draft depends on
+NOTED = ("spec_metrics", "spec_save")
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ def test_a_healthy_run_reports_no_failure_and_no_warning(tmp_path, warnings_of):
     assert metrics["spec/acceptance_length"] == 3.0
 
 
-@pytest.mark.parametrize("hook", GUARDED)
+@pytest.mark.parametrize("hook", [hook for hook in GUARDED if hook not in NOTED])
 def test_law_6_an_exception_in_any_hook_turns_speculation_off_with_one_warning(hook, tmp_path, warnings_of):
     session = session_with(raising(hook, RuntimeError("out of luck")), serve="always")
     for version in range(3):
@@ -64,6 +67,44 @@ def test_law_6_an_exception_in_any_hook_turns_speculation_off_with_one_warning(h
     assert metrics["spec/failed"] == 1.0
     assert session.schedule(3).table == (0,) * (SEQS + 1)
     assert session.weight_sync(WeightSync(3, torch.zeros(V, H), torch.zeros(V, H))) is None
+
+
+@pytest.mark.parametrize("hook", NOTED)
+def test_law_6_bookkeeping_that_fails_costs_a_warning_and_no_draft(hook, tmp_path, caplog):
+    """A full disk at one save is no reason for eight plain syncs; and the other plugins are saved all the same."""
+    saved: list[Path] = []
+
+    class After:
+        @hookimpl(trylast=True)
+        def spec_save(self, path):
+            saved.append(path)
+
+    session = session_with(raising(hook, OSError("no space left")), serve="always")
+    session.manager.register(After())
+    metrics = [step(session, version, tmp_path / str(version)) for version in range(3)]
+    assert not session.failed and any(session.schedule(3).table)
+    assert len(saved) == 3 and metrics[-1]["spec/failed"] == 0.0 and "spec/acceptance_length" in metrics[-1]
+    said = [r.getMessage() for r in caplog.records if "no space left. Drafts go on" in r.getMessage()]
+    assert len(said) == (3 if hook == "spec_save" else 1), "each checkpoint that is lost; of metrics one line"
+
+
+class Odd(dict):
+    """Metrics that cannot be read."""
+
+    def items(self):
+        raise LookupError("no items")
+
+
+def test_law_6_metrics_that_cannot_be_read_cost_a_warning_also_of_a_wrapper(tmp_path, caplog):
+    class Mine:
+        @hookimpl(wrapper=True)
+        def spec_metrics(self):
+            return [*(yield), Odd()]
+
+    for plugin in (type("Plain", (), {"spec_metrics": hookimpl(lambda self: Odd())})(), Mine()):
+        session = session_with(plugin)
+        assert step(session, 0, tmp_path)["spec/acceptance_length"] == 3.0 and not session.failed
+    assert len([r for r in caplog.records if "no items. Drafts go on" in r.getMessage()]) == 2
 
 
 def test_law_6_nothing_is_trained_saved_or_harvested_after_a_failure(tmp_path):

@@ -228,6 +228,27 @@ def test_trls_command_line_is_read_with_its_file(tmp_path: Path) -> None:
     assert facts.shapes == ("skip", "accumulate") and not facts.rollout_in_loss and facts.target.dtype == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a: 1".encode("utf-16"), "cannot be read"),
+        (b"[" * 20_000, "cannot be read"),
+        (b"a: 2024-13-45", "month must be in 1..12"),
+        (b"[1, 2]", "holds list, and no fields"),
+        (b"", "holds NoneType, and no fields"),
+        (None, "is a pipe: give a file"),
+    ],
+    ids=str,
+)
+def test_a_file_of_options_that_is_none_is_said_not_to_have_been_read(tmp_path: Path, content: Any, said: str) -> None:
+    file = tmp_path / "run.yaml"
+    os.mkfifo(file) if content is None else file.write_bytes(content)
+    plan = checked(
+        "trl", "grpo", "--config", str(file), "--model_name_or_path", "policy", "--use_vllm", "--beta={[]: 1}"
+    )
+    assert any(f"--config {file}" in line and said in line for line in plan.unseen), plan.unseen
+
+
 def test_without_use_vllm_it_says_that_there_is_nothing_to_speed_up() -> None:
     (objection,) = checked("trl", "rloo", "--model_name_or_path", "policy").objections
     assert str(objection) == (

@@ -279,6 +279,23 @@ def test_engine_kwargs_win_over_verls_own_options_and_none_is_not_given(stock: A
 
 
 @needs_verl
+def test_the_engines_texts_are_as_long_as_verl_makes_them(stock: Any) -> None:
+    """Where nobody asks: the model's positions, as ``override_config`` changes them; a draft is born as long."""
+    config = OmegaConf.create({**stock["actor_rollout_ref"]["rollout"], "max_model_len": None})
+    asked = OmegaConf.create({**config, "max_model_len": 32})
+    longer = OmegaConf.create({"override_config": {"model_config": {"max_position_embeddings": 128}}})
+    flat = OmegaConf.create({"override_config": longer.override_config.model_config})
+    for hf in ({"max_position_embeddings": 64}, {"text_config": {"max_position_embeddings": 64}}):
+        found = [
+            options.target_info(rollout, "path", hf, of).length
+            for rollout in (config, asked)
+            for of in (None, longer, flat)
+        ]
+        assert found == [64, 128, 128, 32, 32, 32]
+    assert options.target_info(config, "path", {}).max_model_len is None
+
+
+@needs_verl
 def test_lossy_engine_options_and_truncated_sampling_in_the_loss_are_refused() -> None:
     found = judge_run(
         "verl",
