@@ -33,6 +33,14 @@ def no_evidence_of(options: dict[str, Any], target: TargetInfo) -> ExactnessGuar
     return guard
 
 
+def synced(guard: ExactnessGuard, event: WeightSync) -> None:
+    """A weight sync of a run without other plugins."""
+    manager = pluggy.PluginManager("spec_plugin")
+    manager.add_hookspecs(hookspecs)
+    manager.register(guard)
+    manager.hook.spec_weight_sync(event=event)
+
+
 def states_of(last: Tensor, tokens: Tensor, passed: int = 0, chosen: int = 0) -> ChosenStates:
     """Of one row, all of whose tokens were chosen."""
     n = len(tokens)
@@ -64,7 +72,7 @@ class Run:
 
     def sync(self, version: int) -> None:
         self.version = version
-        self.guard.spec_weight_sync(WeightSync(version, None, self.head))
+        synced(self.guard, WeightSync(version, None, self.head))
 
     def batch(self, version: int | None = None, passed: int | None = None, chosen: int | None = None) -> LogprobBatch:
         last = torch.randn(self.tokens, H, generator=self._stream)

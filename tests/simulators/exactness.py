@@ -13,15 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spec_plugin.builtin.exactness.capital import BANDS, PLAIN, SHAPE, WEIGHED, Capital, Floats, bets, growth
-from spec_plugin.builtin.exactness.guard import ALLOWED, REFUSED, SAID
+from spec_plugin.builtin.exactness.capital import PLAIN, SHAPE, WEIGHED, Capital, Floats, bets, growth
+from spec_plugin.builtin.exactness.guard import ALLOWED, REFUSED
 from spec_plugin.builtin.exactness.statistics import statistics_of
 
+#: nats, in the mean of a policy's places
+ENTROPIES = (0.5, 2.9)
 #: places, and tokens of each: what lies behind them has no probability
 PLACES, V = 64, 512
 #: nats by which engine and actor differ
@@ -48,6 +51,13 @@ class Laws:
 
 
 Engine = Callable[[Laws], Floats]
+#: what is wrong of an engine that is, see ``run``
+FAULTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("", {}),
+    (", from token 4096 on alone", {"late": True}),
+    (", from phase 100 on", {"begins": 100}),
+    (", stated alike", {"stated": True}),
+)
 
 
 def tempered(law: Floats, temperature: float) -> Floats:
@@ -163,6 +173,11 @@ class Outcome:
     stopped_after: int | None  # tokens
     warned_after: int | None  # of what is stated as it is sampled
 
+    @property
+    def noticed_after(self) -> float:
+        """Tokens until it was stopped, or warned of; infinite: neither."""
+        return min((n for n in (self.stopped_after, self.warned_after) if n is not None), default=float("inf"))
+
 
 def run(
     entropy: float,
@@ -199,7 +214,7 @@ def run(
         each = np.stack(parts, 1)
         capital = capital.after(np.concatenate([each.sum(1, keepdims=True), each], 1), tokens)
         highest = max(highest, capital.log10(WEIGHED))
-        if warned is None and capital.log10(PLAIN) >= -np.log10(REFUSED):
+        if (stated or not name) and warned is None and capital.log10(PLAIN) >= -np.log10(REFUSED):
             warned = after
         if highest >= -np.log10(REFUSED):
             stopped = after
@@ -314,6 +329,3 @@ def select(name: str, phases: int, responses: int, seed: int) -> Outcome:
         if highest >= -np.log10(REFUSED):
             return Outcome(highest, tokens, None)
     return Outcome(highest, None, None)
-
-
-assert len(SHARES) == len(BANDS) and SAID > REFUSED

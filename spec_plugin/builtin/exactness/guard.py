@@ -6,7 +6,9 @@ import json
 import logging
 import math
 import os
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from spec_plugin.errors import LosslessError, SpecConfigError, pass_on
 from spec_plugin.events import ChosenStates, Drafts, LogprobBatch, RolloutStats, TargetInfo, WeightSync
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
-from spec_plugin.ranks import is_first, sum_of_ranks
+from spec_plugin.ranks import is_first, sum_of_ranks, together
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +90,20 @@ class ExactnessGuard:
             self._said = True
             logger.info("spec-plugin: no evidence of exact sampling from the run's own text (law 2): %s", self._why)
 
-    @hookimpl
-    def spec_weight_sync(self, event: WeightSync) -> None:
-        """Judge the phase that ends with it (collective), and follow the policy's head.
+    @hookimpl(wrapper=True)
+    def spec_weight_sync(self, event: WeightSync) -> Generator[None, Any, Any]:
+        """Judge the phase that ends with it, when all ranks' other plugins have taken it (collective); follow the policy's head.
 
         Raises:
             LosslessError: if the engine has been shown not to sample from the policy.
         """
+        with together("take the weight sync"):
+            result = yield
         self._judge()
+        self._follow(event)
+        return result
+
+    def _follow(self, event: WeightSync) -> None:
         if event.lm_head is not None and not self._why:
             head = event.lm_head.detach()[: self._target.vocab_size]
             self._head = head.cpu()  # on a card there is room for it only while engines sleep

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from builders.batches import batch_of
-from builders.exactness import TARGET, Run, no_evidence_of, states_of
+from builders.exactness import TARGET, Run, no_evidence_of, states_of, synced
+from builders.ranks import on_two_ranks
 
 from spec_plugin import LosslessError
 from spec_plugin.builtin.exactness.capital import Capital
 from spec_plugin.builtin.exactness.guard import REFUSED, SAID
-from spec_plugin.events import Drafts, WeightSync
+from spec_plugin.events import Drafts, RolloutStats, WeightSync
 from spec_plugin.manager import create_manager
 
 NOTHING = {"spec/exactness": 0.0, "spec/exactness_tokens": 0.0}
@@ -117,7 +118,7 @@ def test_where_there_can_be_none_it_is_said_once(options, changed, why, caplog):
     caplog.set_level(logging.INFO, logger="spec_plugin")
     guard = no_evidence_of(options, replace(TARGET, **changed))
     for version in range(3):
-        guard.spec_weight_sync(WeightSync(version, None, torch.zeros(4, 4)))
+        synced(guard, WeightSync(version, None, torch.zeros(4, 4)))
     (line,) = [r.getMessage() for r in caplog.records]
     assert "no evidence of exact sampling" in line and why in line
     assert guard.spec_metrics() == NOTHING
@@ -125,7 +126,7 @@ def test_where_there_can_be_none_it_is_said_once(options, changed, why, caplog):
 
 def test_a_sync_without_a_head_has_none(caplog):
     caplog.set_level(logging.INFO, logger="spec_plugin")
-    no_evidence_of({}, TARGET).spec_weight_sync(WeightSync(0, None, None))
+    synced(no_evidence_of({}, TARGET), WeightSync(0, None, None))
     assert "no LM head" in caplog.text
 
 
@@ -184,6 +185,40 @@ def test_it_is_a_plugin_that_can_be_blocked():
     assert not create_manager(block=("exactness",), load_entry_points=False).has_plugin("exactness")
 
 
+def test_what_the_guard_of_log_probs_refuses_is_not_bet_on():
+    """Else a batch that the conformance kit has made wrong would count."""
+    manager = create_manager(load_entry_points=False)
+    order = [found.plugin_name for found in reversed(manager.hook.spec_check_logprobs.get_hookimpls())]
+    assert order.index("provenance") < order.index("exactness")
+
+
 def test_states_are_of_no_other_batch_than_the_whole_one():
     batch = replace(batch_of(0, torch.zeros(2, 3), None), states=states_of(torch.zeros(1, 2), torch.zeros(1)))
     assert batch.of(torch.tensor([0])).states is None
+
+
+def halves(rank: int, temperature: float, ends: bool) -> tuple[str, dict[str, float]]:
+    """One of two ranks, each with half of the tokens; the first hears how many there are."""
+    run = Run(temperature=temperature, states_policy=True, tokens=100)
+    try:
+        for version in range(20):
+            if rank == 0:
+                run.guard.spec_rollout_end(RolloutStats(version, 1, 200, 1.0))
+            if ends and rank == 1 and version == 2:
+                run.guard._end("trouble of this rank")
+            run.guard.spec_check_logprobs(run.batch())
+            run.sync(version + 1)
+    except LosslessError as error:
+        return str(error), run.metrics()
+    return "", run.metrics()
+
+
+def test_law_2_all_ranks_add_up_their_tokens_and_stop_together(tmp_path):
+    first, second = on_two_ranks(tmp_path, lambda rank: halves(rank, 0.8, False))
+    assert first == second and "evidence at a level" in first[0]
+    assert first[1]["spec/exactness_tokens"] % 200 == 0
+
+
+def test_evidence_that_ends_on_one_rank_ends_on_all_and_nobody_waits(tmp_path):
+    first, second = on_two_ranks(tmp_path, lambda rank: halves(rank, 1.0, True))
+    assert first == second and first[1]["spec/exactness_tokens"] == 400
