@@ -33,11 +33,12 @@ def no_evidence_of(options: dict[str, Any], target: TargetInfo) -> ExactnessGuar
     return guard
 
 
-def synced(guard: ExactnessGuard, event: WeightSync) -> None:
-    """A weight sync of a run without other plugins."""
+def synced(guard: ExactnessGuard, event: WeightSync, *others: object) -> None:
+    """A weight sync of a run with few other plugins."""
     manager = pluggy.PluginManager("spec_plugin")
     manager.add_hookspecs(hookspecs)
-    manager.register(guard)
+    for plugin in (guard, *others):
+        manager.register(plugin)
     manager.hook.spec_weight_sync(event=event)
 
 

@@ -123,7 +123,7 @@ MUTATIONS = (
         'with together("take the weight sync"):',
         "if True:",
         "a rank whose plugin fails in a weight sync leaves the others waiting for its sums",
-        ("test_ranks.py",),
+        ("test_exactness_guard.py",),
     ),
     Mutation(
         _EVIDENCE,

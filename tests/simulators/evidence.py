@@ -37,8 +37,8 @@ def right_engines(mapped: Map, runs: int, phases: int) -> Shown:
 
 
 def wrong_engines(mapped: Map, runs: int, phases: int) -> Shown:
-    """Engines that do not: a thirtieth as many runs, each ten times as long at most."""
-    of, long = max(1, runs // 30), 10 * phases
+    """Engines that do not: a hundredth as many runs, each five times as long at most."""
+    of, long = max(1, runs // 100), 5 * phases
     kinds = [
         (f"{nats} nats{name}", nats, options) for nats in exactness.ENTROPIES for name, options in exactness.FAULTS
     ]
@@ -62,8 +62,8 @@ def wrong_engines(mapped: Map, runs: int, phases: int) -> Shown:
 
 
 def selections(mapped: Map, runs: int, phases: int) -> Shown:
-    """Right engines, and which of their tokens count: a thirtieth as many runs."""
-    of = max(1, runs // 30)
+    """Right engines, and which of their tokens count: a hundredth as many runs, half as long."""
+    of, phases = max(1, runs // 100), max(1, phases // 2)
     out = Shown(
         "Evidence of exact sampling, right engines, by which tokens count",
         (

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draft_training.card import host_memory
 from draft_training.errors import DraftConfigError
 from draft_training.outside import logit_cap
 from spec_plugin.builtin.exactness.capital import PLAIN, SHAPE, WEIGHED, Capital, Floats, bets, growth
@@ -106,9 +107,15 @@ class ExactnessGuard:
     def _follow(self, event: WeightSync) -> None:
         if event.lm_head is not None and not self._why:
             head = event.lm_head.detach()[: self._target.vocab_size]
-            self._head = head.cpu()  # on a card there is room for it only while engines sleep
+            self._head = head if head.device.type == "cpu" else self._on_host(head)
         elif is_first():
             self._end("the weight sync carried no LM head")
+
+    def _on_host(self, head: Tensor) -> Tensor:
+        """A copy in pinned memory: on the card there is room for it only while engines sleep."""
+        old = self._head
+        fits = old is not None and old.dtype == head.dtype and old.shape == head.shape
+        return (old if old is not None and fits else host_memory(head)).copy_(head)
 
     def _judge(self) -> None:
         """What all ranks have found in the phase: nothing, unless each token that the engines sampled came back once."""

@@ -9,6 +9,8 @@ from torch import Tensor
 NAMES = ("the likeliest token", "unlikely tokens", "surprise", "tokens that hardly occur")
 #: probability mass of the tokens that count as unlikely, and of those that hardly occur
 _UNLIKELY, _RARE = 0.1, 1e-4
+#: rows of the head that are multiplied at once
+_ROWS = 512
 #: nats by which a token's surprise may differ from the entropy; what is beyond counts as so much
 _CLIP = 4.0
 
@@ -22,7 +24,14 @@ def log_law(last: Tensor, head: Tensor, temperature: float, cap: float | None) -
         temperature: of the rollouts, above 0.
         cap: c of logits that are c * tanh(last @ head.T / c); None: none.
     """
-    logits = (last.to(head.dtype) @ head.T).float()
+    # in float32 and in parts: half precision is slow on most CPUs, and the whole head is large
+    logits, rows = (
+        head.new_empty(len(last), len(head), dtype=torch.float32),
+        head.new_empty(_ROWS, head.shape[1]).float(),
+    )
+    for begin in range(0, len(head), _ROWS):
+        some = rows[: len(head) - begin].copy_(head[begin : begin + _ROWS])
+        logits[:, begin : begin + _ROWS] = last.float() @ some.T
     if cap is not None:
         logits = logits.div_(cap).tanh_().mul_(cap)
     return logits.div_(temperature).log_softmax(-1)

@@ -15,7 +15,8 @@ from builders.batches import batch_of
 from builders.exactness import TARGET, Run, no_evidence_of, states_of, synced
 from builders.ranks import on_two_ranks
 
-from spec_plugin import LosslessError
+from draft_training import OtherRankFailed
+from spec_plugin import LosslessError, hookimpl
 from spec_plugin.builtin.exactness.capital import Capital
 from spec_plugin.builtin.exactness.guard import REFUSED, SAID
 from spec_plugin.events import Drafts, RolloutStats, WeightSync
@@ -222,3 +223,21 @@ def test_law_2_all_ranks_add_up_their_tokens_and_stop_together(tmp_path):
 def test_evidence_that_ends_on_one_rank_ends_on_all_and_nobody_waits(tmp_path):
     first, second = on_two_ranks(tmp_path, lambda rank: halves(rank, 1.0, True))
     assert first == second and first[1]["spec/exactness_tokens"] == 400
+
+
+class Broken:
+    """A plugin that fails in weight syncs."""
+
+    @hookimpl
+    def spec_weight_sync(self) -> None:
+        raise ValueError("of the first rank alone")
+
+
+def failing_on_the_first(rank: int) -> str:
+    with pytest.raises((ValueError, OtherRankFailed)) as caught:
+        synced(no_evidence_of({}, TARGET), WeightSync(0, None, torch.zeros(4, 4)), *([Broken()] if rank == 0 else []))
+    return type(caught.value).__name__
+
+
+def test_law_6_a_plugin_that_fails_on_one_rank_leaves_no_other_waiting_for_its_sums(tmp_path):
+    assert on_two_ranks(tmp_path, failing_on_the_first) == ["ValueError", "OtherRankFailed"]
