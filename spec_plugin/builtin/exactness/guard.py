@@ -33,7 +33,8 @@ REFUSED, SAID = 1e-7, 1e-3
 #: Mean of a statistic that rounding may bring about, by the coarser dtype of engine and actor: twice the largest that was
 #: measured in bfloat16 (1e-3 to 4e-3). Of float32 it is 1e-5, unless its weight sync goes through bfloat16.
 ALLOWED = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 8e-3}
-#: nats, in the median, by which ``last @ head`` may miss the trainer's log-probs: beyond it the trainer computes something else
+#: nats, in the median, by which ``last @ head`` may miss the trainer's log-probs, or the engine's: beyond it these are of another
+#: distribution, such as raw ones, before the temperature
 _SAME = 0.05
 #: phases of which some tokens did not come back, more of them than others, behind which there is no evidence in this run
 _TORN = 3
@@ -49,6 +50,9 @@ def no_evidence(config: SpecConfig, target: TargetInfo, method: Method) -> str:
         return "top_p or top_k are set: rounding moves the edge of what they leave"
     if not target.sampling.get("temperature", 1.0):
         return "temperature=0: nothing is drawn"
+    mode = target.engine_options.get("logprobs_mode", "processed_logprobs")
+    if mode != "processed_logprobs" and target.sampling.get("temperature", 1.0) != 1.0:
+        return f"logprobs_mode={mode}: the engine states other log-probs than it samples by"
     if target.sampling.get("allowed_token_ids"):
         return "allowed_token_ids is set"
     try:
@@ -195,9 +199,12 @@ class ExactnessGuard:
             return
         rows, columns = states.rows[kept], states.columns[kept]
         log_p, values = self._values(states.last[kept], states.tokens[kept])
+        stated = rollout[rows, columns].cpu().double()
         if float((log_p - batch.recomputed[rows, columns].cpu()).abs().median()) > _SAME:
             return self._end("the policy's head does not give the log-probs that the trainer recomputes")
-        weights = (log_p - rollout[rows, columns].cpu().double()).exp().numpy()
+        if float((log_p - stated).abs().median()) > _SAME:
+            return self._end("the engine states other log-probs than the policy's, which the guard of log-probs judges")
+        weights = (log_p - stated).exp().numpy()
         each = bets(values.numpy(), weights, None if states.noisy else self._allowed)
         self._grown += growth(each, columns.numpy())
         self._tokens += len(kept)

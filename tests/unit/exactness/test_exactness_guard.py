@@ -42,7 +42,7 @@ def test_law_2_an_engine_that_samples_at_another_temperature_stops_the_run(tempe
 
 
 def test_what_is_sampled_and_stated_alike_from_another_distribution_is_warned_of_and_stops_nothing(caplog):
-    run = Run(temperature=0.7)
+    run = Run(temperature=0.97, tokens=1000)
     run.phases(40)
     (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert "more than rounding explains" in line and "The run goes on" in line
@@ -79,7 +79,7 @@ def test_only_drafted_tokens_of_the_version_that_recomputes_are_bet_on(changed: 
 @pytest.mark.parametrize(("passed", "missing"), [(-1, 0), (1, 0), (0, 1)], ids=["filtered", "doubled", "not judged"])
 def test_a_phase_whose_tokens_did_not_all_come_back_once_is_no_evidence_and_several_end_it(passed, missing, caplog):
     caplog.set_level(logging.INFO, logger="spec_plugin")
-    run = Run(temperature=0.5)
+    run = Run(temperature=0.5, states_policy=True)
     for _ in range(8):
         batch = run.batch(passed=run.tokens + passed, chosen=run.tokens + missing)
         run.phase(batch)
@@ -111,6 +111,11 @@ def test_phases_without_a_log_prob_pass_are_nothing():
         ({"train": False}, {}, "spec.train=False"),
         ({}, {"sampling": {"top_p": 0.9}}, "top_p or top_k"),
         ({}, {"sampling": {"temperature": 0.0}}, "temperature=0"),
+        (
+            {},
+            {"sampling": {"temperature": 0.9}, "engine_options": {"logprobs_mode": "raw_logprobs"}},
+            "logprobs_mode=raw_logprobs",
+        ),
         ({}, {"sampling": {"allowed_token_ids": [1]}}, "allowed_token_ids"),
         ({}, {"hf_config": {**TARGET.hf_config, "logit_scale": 0.5}}, "logit_scale"),
     ],
@@ -136,6 +141,13 @@ def test_a_head_that_is_not_what_the_trainer_computes_with_ends_it():
     batch = run.batch()
     run.phase(replace(batch, recomputed=batch.recomputed - 0.2))
     assert run.guard._head is None and run.metrics() == NOTHING
+
+
+def test_stated_log_probs_that_are_far_off_are_the_other_guards_and_stop_nothing_here(caplog):
+    caplog.set_level(logging.INFO, logger="spec_plugin")
+    run = Run(temperature=0.6)
+    run.phases(5)
+    assert run.metrics() == NOTHING and "states other log-probs" in caplog.text
 
 
 def test_law_6_trouble_ends_the_evidence_and_stops_nothing(caplog):
