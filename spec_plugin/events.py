@@ -301,6 +301,19 @@ class Drafts(IntEnum):
 
 
 @dataclass(frozen=True)
+class ChosenStates:
+    """n sampled tokens of a batch, chosen whatever they are, and the states that they were sampled from."""
+
+    rows: Tensor  # [n] int64, of the batch
+    columns: Tensor  # [n] int64
+    tokens: Tensor  # [n] int64
+    last: Tensor  # [n, H] output of the policy's final norm one token before, in the host's memory
+    passed: int  # sampled tokens in all of this rank's log-prob passes since the weight sync, so far
+    chosen: int  # and how many of them were chosen: those of a batch that never comes are missing
+    noisy: bool  # did the policy drop out in a pass
+
+
+@dataclass(frozen=True)
 class LogprobBatch:
     """Log-probs at the moment they are about to enter the loss, padded to the longest response.
 
@@ -319,6 +332,9 @@ class LogprobBatch:
     lag_allowed: bool = False  # asynchronous trainer: sequences may have been sampled by older policy versions
     #: steps trained since the weight sync of ``policy_version``: the weights that recompute are newer by those
     ahead: int = 0
+    states: ChosenStates | None = (
+        None  # of some of its tokens, where the trainer's pass gave them and nothing was trained since
+    )
 
     @property
     def speculating(self) -> bool:
@@ -329,7 +345,7 @@ class LogprobBatch:
         """Some of its sequences, by index or [B] mask."""
         names = ("recomputed", "mask", "versions", "drafted", *(("rollout",) if self.rollout is not None else ()))
         parts: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
-        return replace(self, **parts)
+        return replace(self, **parts, states=None)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ A plugin is any object (module, class instance) with functions named after these
 
 Publish it under the entry point group ``spec_plugin``; it is found in every process of the trainer. A hook may take any
 subset of the arguments listed here. The built-in behaviour (methods ``eagle3``, ``draft_model``, ``mtp``, ``suffix``,
-``ngram``, the draft trainer ``trainer``, the guard ``provenance``, the break-even ``controller`` and the sink ``metrics``)
-goes through the same door and can be blocked by name with ``spec.block=[name]``; a plugin that registers under the name of a
-blocked one replaces it.
+``ngram``, the draft trainer ``trainer``, the guards ``provenance`` and ``exactness``, the break-even ``controller`` and the
+sink ``metrics``) goes through the same door and can be blocked by name with ``spec.block=[name]``; a plugin that registers
+under the name of a blocked one replaces it.
 
 Which process calls what: ``A`` the actor process (draft training, harvest, log-prob checks), ``S`` the process that
 builds the engine. Failures: an exception turns speculation off and training goes on, except ``SpecConfigError``,

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from draft_training import OtherRankFailed
 from spec_plugin.errors import SpecPluginError
@@ -60,9 +62,14 @@ def actor_group() -> Any:
     return None if own is None else own.data
 
 
+def rank() -> int:
+    """Of this process among the actor's; 0 of a single one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_first() -> bool:
     """Is this the rank that holds the link to the engines, reports metrics and saves; true of a single one."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank() == 0
 
 
 def _agreed(call: Callable[[Any], T]) -> T:
@@ -111,6 +118,13 @@ def most_of_any_rank(value: float) -> float:
     if _groups() is None:
         return value
     return max(_agreed(lambda group: _of_all(value, group)))
+
+
+def sum_of_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sum of all ranks' arrays, of one shape (collective)."""
+    if _groups() is None:
+        return values
+    return np.sum(_agreed(lambda group: _of_all(values, group)), axis=0)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -249,6 +249,57 @@ def guard(size: Size, clock: Clock) -> None:
         judge.spec_check_logprobs(batch)
 
 
+def evidence(size: Size, clock: Clock) -> None:
+    """Rank 0: choosing tokens of its rows, finding them again, and their distributions over the whole vocabulary."""
+    import torch
+    from torch import nn
+
+    try:
+        from spec_plugin.actor.evidence import EvidenceTap
+    except ImportError:
+        return  # of a build before it
+    from spec_plugin.actor.control import RolloutControl
+    from spec_plugin.actor.harvest import DecoderHarvest
+    from spec_plugin.config import SpecConfig
+    from spec_plugin.events import Drafts, LogprobBatch, RolloutStats, TargetInfo, WeightSync
+    from spec_plugin.manager import create_manager
+    from spec_plugin.session import SpecSession
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 12_288, "num_hidden_layers": 36}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
+    target = TargetInfo("/nowhere", {"model_type": "qwen3", **sizes, **heads}, "bfloat16", actor_dtype="bfloat16")
+    session = SpecSession(SpecConfig(), target, create_manager(("trainer", "provenance"), load_entry_points=False))
+    decoder: Any = nn.Module()
+    decoder.layers, decoder.norm = nn.ModuleList([nn.Identity() for _ in range(36)]), nn.Identity()
+    harvest = DecoderHarvest(RolloutControl(session, None), lambda: decoder)
+    tap, generator = EvidenceTap(harvest, session), torch.Generator().manual_seed(0)
+    lengths = lengths_of(size, size.rows)
+    documents = [torch.randint(VOCABULARY, (PROMPT + n,), generator=generator) for n in lengths]
+    masks = [torch.arange(len(document)) >= PROMPT for document in documents]
+    head = 0.02 * torch.randn(VOCABULARY, HIDDEN, generator=generator).to(torch.bfloat16)
+    states = torch.randn(1, 8 * (PROMPT + size.tokens), HIDDEN, generator=generator).to(torch.bfloat16)
+    columns = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    stated = torch.full(columns.shape, -12.0)
+    versions, drafted = torch.ones(columns.shape, dtype=torch.int64), torch.full(columns.shape, int(Drafts.ON))
+    for version in range(2):  # the first one only counts tokens
+        clock.seconds = 0.0
+        session.weight_sync(WeightSync(version, None, head))
+        session.rollout_end(RolloutStats(version, size.rows, sum(lengths), 1.0))
+        harvest.open()
+        with clock.running():
+            tap.begin(version)
+        for at in range(0, len(documents), 8):
+            some = documents[at : at + 8], masks[at : at + 8]
+            packed = states[:, : sum(map(len, some[0]))]
+            with clock.running(), tap.capture(lambda some=some: some):  # type: ignore[misc]
+                decoder.norm(packed)
+        with clock.running():
+            found = tap.of(documents, [PROMPT] * len(documents))
+            batch = LogprobBatch(version, stated, stated, columns, version * versions, drafted, False)
+            session.check_logprobs(replace(batch, states=found))
+    assert found is not None and found.chosen
+
+
 def harvest(size: Size, clock: Clock) -> None:
     """Rank 0: choosing what is harvested of its rows; then a harvest of hidden states of 8B's width, taken into the buffer."""
     import torch
@@ -319,8 +370,10 @@ def suffix(size: Size, clock: Clock) -> None:
         clock.each(math.ceil(len(lengths) / chunk), some)
 
 
-PARTS = {part.__name__: part for part in (controller, merging, overlapping, spans, guard, harvest, front, suffix)}
-RANK_0 = ("controller", "merging", "overlapping", "spans", "guard", "harvest")
+PARTS = {
+    part.__name__: part for part in (controller, merging, overlapping, spans, guard, evidence, harvest, front, suffix)
+}
+RANK_0 = ("controller", "merging", "overlapping", "spans", "guard", "evidence", "harvest")
 
 
 # ------------------------------------------------------------------------------------------------ bytes
@@ -387,8 +440,8 @@ def picture(rows: list[dict[str, Any]], file: Path) -> None:
     """CPU seconds by size, a panel for each part."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 6), layout="constrained")
-    panels = figure.subplots(2, 4)
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    panels = figure.subplots(3, 3)
     for panel, part in zip(panels.flat, PARTS, strict=True):
         for build, style in (("before", "o--"), ("after", "o-")):
             found = [row[build] for row in rows if row["part"] == part]

@@ -419,6 +419,16 @@ class DecoderHarvest(RolloutHarvest):
         self._decoder, self._shards = decoder, shards
         super().__init__(control, *((1, None) if shards is None else (shards.size, shards.group)))
 
+    @property
+    def whole(self) -> bool:
+        """Does the decoder see whole rows."""
+        return self._shards is None
+
+    @property
+    def decoder(self) -> Decoder:
+        """Of the policy."""
+        return self._decoder()
+
     def taps(self, layers: Sequence[int]) -> Taps:
         """Hooks on the whole decoder, of which this process runs all layers."""
         return Taps.of(self._decoder(), layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.decoder import Decoder
+from spec_plugin.actor.evidence import EvidenceTap
 from spec_plugin.actor.harvest import DecoderHarvest, Documents, PackedShards, RolloutHarvest, Rows
 from spec_plugin.actor.links import EngineLink
 from spec_plugin.actor.rank_engines import RanksLink
 from spec_plugin.blocking import run_blocking
 from spec_plugin.errors import WrongOrderError
-from spec_plugin.events import UNKNOWN, Drafts, LogprobBatch, StatedLogprobs, WeightSync, disputed
+from spec_plugin.events import UNKNOWN, ChosenStates, Drafts, LogprobBatch, StatedLogprobs, WeightSync, disputed
 from spec_plugin.ranks import is_first
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Spans
@@ -112,6 +114,7 @@ class SpecRun:
         else:
             assert decoder is not None, "either decoder or harvest"
             self.harvest = DecoderHarvest(self.control, decoder, shards)
+        self._evidence = EvidenceTap(self.harvest, session)
         self._in_pass = self._synced = False
         self._checked = False  # log-probs of the step in progress
         #: what the engines have said of what they sampled; they are asked once a step, in a synchronous run once a phase
@@ -160,6 +163,7 @@ class SpecRun:
         if not copied:
             embed, head = (None if t is None else self.session.copy_of(t) for t in (embed, head))
         self._ahead, self._spans, self._synced = 0, None, True
+        self._evidence.begin(version)
         with self._serving():
             await self.control.synced(WeightSync(version, embed, head))
             if rollouts_begin:
@@ -207,14 +211,21 @@ class SpecRun:
             self.harvest.close()
         self.harvest.deliver()
 
-    def micro_batch(self, documents: Callable[[], Documents], rows: Rows | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_batch(self, documents: Callable[[], Documents], rows: Rows | None = None) -> Iterator[None]:
         """Around one forward pass of the trainer's log-prob pass.
 
         Args:
             documents: token ids and masks of what the policy sampled, of this pass.
             rows: takes a layer's output apart, [n_i, H] of each document; left out for [B, T, H] or packed [1, N, H].
         """
-        return self.harvest.capture(documents, rows)
+        found: Callable[[], Documents] = cache(documents)  # both ask
+        moved = self._ahead or self.control.lags
+        with (
+            nullcontext() if moved else self._evidence.capture(found, rows),
+            self.harvest.capture(found, rows),
+        ):
+            yield
 
     def spending(self) -> AbstractContextManager[None]:
         """Around what the trainer's process does for our sake alone: it counts as what drafts cost."""
@@ -262,6 +273,7 @@ class SpecRun:
             rollout_in_loss=rollout_in_loss,
             lag_allowed=control.lags,
             ahead=self._ahead if current_weights else 0,
+            states=self._states_of(responses),
         )
         self.session.check_logprobs(batch, chosen_from)
         if kept and (known := self._kept_aside(batch, responses, kept)) is not None:
@@ -302,6 +314,14 @@ class SpecRun:
         drafts = bool((mask & ~plain).any()) if lags else self.control.speculating  # of the phases that sampled it
         drafted = torch.where(plain & drafts, Drafts.CONTROL, Drafts.ON if drafts else Drafts.OFF).to(torch.uint8)
         return responses.versions(said.to(mask.device), now, lags), drafted
+
+    def _states_of(self, responses: Responses) -> ChosenStates | None:
+        """Of the tokens that are evidence of exact sampling, if the engine's log-probs came along."""
+        states: ChosenStates | None = None
+        if responses.rollout is not None and not self._ahead:
+            with self.session.guarded(Work.HARVEST):
+                states = self._evidence.of(responses.documents, responses.starts)
+        return states
 
     def _witnesses(self) -> list[Witness]:
         with self._serving():

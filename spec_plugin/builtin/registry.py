@@ -34,6 +34,7 @@ def optional_packages() -> dict[str, tuple[str, str]]:
 def built_in_plugins() -> dict[str, object]:
     """Fresh instances by name, in registration order."""
     from spec_plugin.builtin.break_even.controller import BreakEvenController
+    from spec_plugin.builtin.exactness import ExactnessGuard
     from spec_plugin.builtin.metrics import MetricsSink
     from spec_plugin.builtin.provenance import ProvenanceGuard
     from spec_plugin.builtin.trainer import DraftTraining
@@ -41,6 +42,7 @@ def built_in_plugins() -> dict[str, object]:
     return {
         **built_in_methods(),
         "trainer": DraftTraining(),
+        "exactness": ExactnessGuard(),  # the last plugin is asked first: behind the guard, which may refuse the batch
         "provenance": ProvenanceGuard(),
         "controller": BreakEvenController(),
         "metrics": MetricsSink(),

@@ -119,6 +119,15 @@ SCHEMA = (
         "spec/logprob_alarms", "", 0, 1e9, "phases without drafts whose log-probs looked wrong, since the run began"
     ),
     Metric(
+        "spec/exactness",
+        "",
+        -1e6,
+        1e6,
+        "evidence from the run's own text that the engine does not sample from the policy: a right run reaches x with a chance "
+        "of 10^-x at most; a line at 3, the run stops at 7",
+    ),
+    Metric("spec/exactness_tokens", "", 0, 1e12, "tokens that it stands on since the run began; 0: no evidence"),
+    Metric(
         "spec/unproven",
         "",
         0,

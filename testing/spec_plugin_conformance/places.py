@@ -59,5 +59,7 @@ def _offset(where: str, rows: Rows, at: Mapping[str, Rows], packed: Mapping[str,
     if beside and "layers." in where and any(f".{name}." in f".{where}" for names in PACKED for name in names):
         return None
     # of experts, of a module that vLLM has built in another way, or of a head that is the embedding
-    around = [held for n, held in packed.items() if module.startswith(n.rpartition(".")[0])] if "layers." in where else []
+    around = (
+        [held for n, held in packed.items() if module.startswith(n.rpartition(".")[0])] if "layers." in where else []
+    )
     return -1 if any(set(rows) <= set(held) for held in around or at.values()) else None

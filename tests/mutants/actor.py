@@ -7,9 +7,65 @@ from mutants.mutation import Mutation
 _CONTROL, _LINKS, _HARVEST, _TAPS, _CLOCK = (
     f"spec_plugin/actor/{name}.py" for name in ("control", "links", "harvest", "taps", "slice_clock")
 )
-_SESSION = "spec_plugin/session.py"
+_SESSION, _TAP = "spec_plugin/session.py", "spec_plugin/actor/evidence.py"
 
 MUTATIONS = (
+    Mutation(
+        _TAP,
+        "_before",
+        "found[index][(places - 1).to(state.device)]",
+        "found[index][places.to(state.device)]",
+        "law 2: a token is judged by the distribution of the one behind it",
+        ("test_evidence_tap.py", "test_run.py"),
+    ),
+    Mutation(
+        _TAP,
+        "EvidenceTap._choose",
+        "heads[:1] = False",
+        "",
+        "law 2: min_tokens=1 masks what may come first, and a right run of OpenRLHF stops",
+        ("test_evidence_tap.py",),
+    ),
+    Mutation(
+        _TAP,
+        "EvidenceTap._choose",
+        "self._coins.random(len(sampled)) < self._chance",
+        "np.ones(len(sampled), bool)",
+        "the distributions of a step's whole text are computed, minutes of it",
+        ("test_evidence_tap.py",),
+    ),
+    Mutation(
+        _TAP,
+        "EvidenceTap.begin",
+        "(self._session.config.seed, version + 1, rank())",
+        "(self._session.config.seed, version + 1)",
+        "all ranks choose the same places",
+        ("test_evidence_tap.py",),
+    ),
+    Mutation(
+        _TAP,
+        "EvidenceTap.of",
+        "kept = same.pop(0)",
+        "kept = same[0]",
+        "law 2: a row that a trainer repeats counts twice",
+        ("test_evidence_tap.py",),
+    ),
+    Mutation(
+        _TAP,
+        "EvidenceTap.capture",
+        "and harvest.plan.active",
+        "",
+        "passes of the reference policy are taken for those of the policy that sampled",
+        ("test_evidence_tap.py",),
+    ),
+    Mutation(
+        "spec_plugin/actor/run.py",
+        "SpecRun.micro_batch",
+        "moved = self._ahead or self.control.lags",
+        "moved = False",
+        "law 2: states of weights that have been trained since, or of lagging text, are evidence",
+        ("test_run.py",),
+    ),
     Mutation(
         _HARVEST,
         "RolloutHarvest.capture",

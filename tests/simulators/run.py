@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,9 +20,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from simulators import controller, guard, rules, selftest, waiting
-
-Map = Callable[[Callable[[int], Any], Sequence[int]], Iterable[Any]]
+from simulators import controller, evidence, guard, rules, selftest, waiting
+from simulators.shown import Map, Shown
 
 
 class _Limited(Protocol):
@@ -34,21 +32,6 @@ class _Limited(Protocol):
 
     @property
     def phases(self) -> int | None: ...
-
-
-@dataclass
-class Shown:
-    """One table, and what of it does not hold."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: list[tuple[str, ...]] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-
-    def hold(self, ok: bool, what: str) -> None:
-        """A bound."""
-        if not ok:
-            self.broken.append(what)
 
 
 def _most(seen: int, of: int) -> float:
@@ -290,6 +273,7 @@ PARTS: dict[str, tuple[Callable[[Map, int, int], Shown], ...]] = {
     "rules": (guard_rules, guard_floors, guard_words),
     "guard": (correct_guard, wrong_guard, late_guard),
     "selftest": (self_tests, wide_self_tests),
+    "exactness": (evidence.right_engines, evidence.wrong_engines, evidence.selections),
     "controller": (controllers,),
     "waiting": (waitings,),
 }

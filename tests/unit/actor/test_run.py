@@ -11,7 +11,8 @@ import pytest
 import torch
 from builders.batches import span_of, witness_of
 from builders.law6_faults import FakeLink, Fault
-from builders.training import TARGET
+from builders.training import LAYERS, TARGET
+from torch import nn
 
 from spec_plugin import LogprobProvenanceError, SpecConfig, hookimpl
 from spec_plugin.actor.links import LocalLink
@@ -353,3 +354,62 @@ def test_law_3_what_engines_said_before_a_sync_is_not_what_they_say_behind_it():
         run.check(responses(), STATED)
         run.check(responses(), STATED)
     assert run.link.calls.count("spans") == 2
+
+
+class Policy(nn.Module):
+    """Whose states are the token ids that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity() for _ in range(LAYERS)])
+        self.norm = nn.Identity()
+
+    def forward(self, documents: list[torch.Tensor]) -> None:
+        states = torch.stack(documents)[..., None].float().repeat(1, 1, 4)
+        for layer in self.layers:
+            states = layer(states)
+        self.norm(states)
+
+
+def evidence_run(overlaps: bool = False) -> tuple[SpecRun, Seen, Policy]:
+    seen, policy = Seen(), Policy()
+    manager = create_manager(block=("provenance", "trainer"), load_entry_points=False)
+    manager.register(seen)
+    session = SpecSession(SpecConfig(serve="always", self_test=False), TARGET, manager)
+    return SpecRun(session, Engines(Fault()), lambda: policy, overlaps=overlaps), seen, policy  # type: ignore[arg-type, return-value]
+
+
+def evidence_step(run: SpecRun, policy: Policy, version: int, stated: torch.Tensor | None = STATED) -> None:
+    synced(run, version)
+    masks = [torch.arange(4) > 0] * 2
+    with run.logprob_pass(lambda: (DOCUMENTS, masks)):
+        policy(DOCUMENTS)
+    told = torch.full((2,), version)
+    run.check(replace(responses(stated), told=(told, told)), STATED)
+
+
+def test_law_2_the_states_of_chosen_tokens_come_with_the_batch_that_has_their_log_probs():
+    run, seen, policy = evidence_run()
+    for version in range(2):
+        evidence_step(run, policy, version)
+        run.policy_updated(version)
+    first, second = (batch.states for batch in seen.batches if isinstance(batch, LogprobBatch))
+    assert first is not None and first.passed == 6 and not first.chosen
+    assert second is not None and (second.passed, second.chosen, len(second.rows)) == (6, 4, 4)
+    assert second.tokens.tolist() == [3, 4, 6, 7] and second.last[:, 0].tolist() == [2, 3, 5, 6]
+
+
+def test_law_2_no_states_come_from_weights_that_have_moved_from_a_lagging_run_or_without_stated_log_probs():
+    run, seen, policy = evidence_run()
+    evidence_step(run, policy, 0)
+    run.policy_updated(0)
+    with run.logprob_pass(lambda: (DOCUMENTS, [torch.arange(4) > 0] * 2)):
+        policy(DOCUMENTS)
+    run.check(responses(), STATED, current_weights=True)
+    lagging, heard, other = evidence_run(overlaps=True)
+    hidden, unheard, third = evidence_run()
+    for version in range(2):
+        evidence_step(lagging, other, version)
+        evidence_step(hidden, third, version, stated=None)
+    found = [*seen.batches[1:], *heard.batches, *unheard.batches]
+    assert len(found) >= 4 and all(batch.states is None for batch in found if isinstance(batch, LogprobBatch))

@@ -16,7 +16,7 @@ from spec_plugin.events import RolloutStats
 from spec_plugin.manager import ENTRY_POINT_GROUP, create_manager
 
 METHODS = ("eagle3", "draft_model", "mtp", "suffix", "ngram", "frozen", "auto")
-BUILT_IN = (*METHODS, "trainer", "provenance", "controller", "metrics")
+BUILT_IN = (*METHODS, "trainer", "exactness", "provenance", "controller", "metrics")
 README = ROOT / "README.md"
 
 

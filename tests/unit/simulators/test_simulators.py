@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from builders.paths import ROOT
-from simulators import controller, guard, run, selftest, waiting
+from simulators import controller, exactness, guard, run, selftest, waiting
 
 
 def _tenth(kind):
@@ -50,6 +50,18 @@ def test_a_wide_vocabulary_hides_no_wrong_temperature_and_no_draft_that_is_accep
     wrong = mistakes["temperature 0.8 for 1.0"], mistakes["a bad draft accepted unasked in 10 % of the steps"]
     assert not selftest.run(0, wide=True).failed
     assert all(selftest.run(1, mistake, wide=True).failed for mistake in wrong)
+
+
+def test_evidence_of_exact_sampling_spares_a_right_engine_and_stops_a_wrong_one_late_in_texts_or_in_the_run() -> None:
+    assert exactness.run(0.5, "", 20, 1024, 0).highest < 2.0
+    for options in ({}, {"late": True}, {"begins": 20}):
+        found = exactness.run(2.9, "temperature 0.9", 20, 1024, 1, **options)
+        assert found.stopped_after is not None and found.stopped_after <= 10_240, options
+
+
+def test_tokens_that_are_chosen_by_what_follows_them_stop_a_right_engine_and_by_a_coin_they_do_not() -> None:
+    assert exactness.select("a coin for each token (the rule)", 5, 128, 0).stopped_after is None
+    assert exactness.select("only those that are rewarded", 5, 128, 0).stopped_after is not None
 
 
 def test_text_that_is_wrong_from_its_first_token_is_noticed_among_texts_of_up_to_16k() -> None:
