@@ -13,6 +13,14 @@ _LENGTHS = "projection/spec_plugin_projection/lengths.py"
 
 MUTATIONS = (
     Mutation(
+        "testing/spec_plugin_conformance/judge.py",
+        "stopped",
+        'u["time"] > e["time"]',
+        "False",
+        "law 3: the kit does not see a verdict that comes after the update",
+        ("test_judge.py",),
+    ),
+    Mutation(
         _RECORDER,
         "",
         "\nwatch_sessions()\n",
@@ -134,10 +142,34 @@ MUTATIONS = (
     ),
     Mutation(
         _OMISSIONS,
-        "_only_some_responses",
-        'any(not e["rollout"] or (e.get("rollout_in_loss") and not all_stated) for e in events)',
-        "False",
-        "a trainer that skips its log-prob pass fails the kit",
+        "_log_probs_kept",
+        'and not e["rollout"]',
+        'and not e["rollout"] and False',
+        "a trainer that asks for no log-probs of the engine fails the kit",
+        ("test_omissions.py",),
+    ),
+    Mutation(
+        _OMISSIONS,
+        "responses_checked",
+        "if found or v < max(shown)]",
+        "if found]",
+        "law 3: the kit does not see a check of no row",
+        ("test_omissions.py",),
+    ),
+    Mutation(
+        _OMISSIONS,
+        "responses_checked",
+        "v not in whole and",
+        "False and",
+        "law 3: the kit takes one response for those that an engine keeps the log-probs of",
+        ("test_omissions.py",),
+    ),
+    Mutation(
+        _OMISSIONS,
+        "_responses_seen",
+        "turns = _turns(row, answers)",
+        "turns: list[LogProbs] = []",
+        "a right trainer of conversations fails the kit",
         ("test_omissions.py",),
     ),
     Mutation(
