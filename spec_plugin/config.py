@@ -162,6 +162,11 @@ class SpecConfig(BaseModel):
         le=1.0,
         description="fraction of requests in which 64 tokens are decoded without drafts, the log-prob check's reference; 0: none",
     )
+    unsampled_rows: Literal["refuse", "allow"] = Field(
+        "refuse",
+        description="rows with tokens that no engine of this run has sampled, where the trainer is synchronous. refuse: stop; "
+        "allow: the trainer replays, edits or tokenises again on purpose",
+    )
     bypass_check_sequences: int = Field(
         8,
         ge=1,

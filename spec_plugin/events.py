@@ -335,6 +335,11 @@ class LogprobBatch:
     states: ChosenStates | None = (
         None  # of some of its tokens, where the trainer's pass gave them and nothing was trained since
     )
+    sampled: Tensor | None = (
+        None  # [B, T] bool: by a request that this run's engines know of; None: they may have forgotten some
+    )
+    #: [B] float64 nats by which a row's ``rollout`` is not what the engine stated of its text, beyond the rounding of their dtype
+    apart: Tensor | None = None
 
     @property
     def speculating(self) -> bool:
@@ -343,8 +348,8 @@ class LogprobBatch:
 
     def of(self, rows: Tensor) -> LogprobBatch:
         """Some of its sequences, by index or [B] mask."""
-        names = ("recomputed", "mask", "versions", "drafted", *(("rollout",) if self.rollout is not None else ()))
-        parts: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
+        names = ("recomputed", "rollout", "mask", "versions", "drafted", "sampled", "apart")
+        parts: dict[str, Any] = {name: of[rows] for name in names if (of := getattr(self, name)) is not None}
         return replace(self, **parts, states=None)
 
 
@@ -358,6 +363,10 @@ class StatedLogprobs:
     versions: Tensor  # [B, T] int64, as in ``LogprobBatch``
     drafted: Tensor  # [B, T] uint8, as there
     lag_allowed: bool = False
+    sampled: Tensor | None = (
+        None  # [B, T] bool: by a request that this run's engines know of; None: they may have forgotten some
+    )
+    apart: Tensor | None = None  # [B] float64, as there
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 An asynchronous trainer cuts responses short at a weight sync and lets them go on under the next policy, and on the way to the
 loss loses most of what the engine said beside each part. So the engine keeps it: which stretch of which document, by which
 policy version, and which tokens of it without drafts. The trainer knows the documents; a fingerprint of all tokens up to the
-end of a stretch brings the two together, whoever cut and joined them.
+end of a stretch brings the two together, whoever cut and joined them. Beside it goes a sum of the log-probs that the engine
+stated, each weighed by its place: what enters the loss must have the same, so that none is exchanged, moved or replaced.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +41,22 @@ class Span:
     version: int  # policy version
     plain_first: int  # tokens that it is known to have sampled without drafts; none if this is ``plain_until``
     plain_until: int
-    stated: float | None = None  # sum of its log-probs, as the engine stated them
+    stated: float | None = None  # ``weighed`` sum of its log-probs, as the engine stated them
+
+
+#: among an engine's spans: there are others, which it has not kept
+FORGOTTEN = Span(0, 0, 0, -1, 0, 0)
+
+
+class Origin(NamedTuple):
+    """What engines have said of the tokens of a batch."""
+
+    versions: Tensor  # [B, T] int64 policy version that sampled each token, -1 unknown
+    plain: Tensor  # [B, T] bool: known to be sampled without drafts
+    sampled: Tensor  # [B, T] bool: by any request that the engines know of
+    #: [B] float64 nats by which the weighed sum of a row's log-probs differs from that of any request of its text, beyond what
+    #: their dtype rounds; 0: it does not, or is not known
+    apart: Tensor
 
 
 def fingerprints(tokens: Tokens) -> NDArray[np.uint64]:
@@ -53,6 +70,20 @@ def fingerprints(tokens: Tokens) -> NDArray[np.uint64]:
     with np.errstate(over="ignore"):
         np.cumsum(_mixed(ids + np.uint64(1)) * _weights(len(ids)), out=sums[1:])
     return sums
+
+
+def weighed(log_probs: Sequence[float], first: int) -> float:
+    """Sum of log-probs, each times a weight of [1, 2) that is its place's, which no exchange or shift leaves as it is.
+
+    Args:
+        log_probs: [n] nats, of neighbouring tokens.
+        first: place of the first one in its document.
+    """
+    return float(np.asarray(log_probs, np.float64) @ _shares(first + len(log_probs))[first:])
+
+
+def _shares(length: int) -> NDArray[np.float64]:
+    return 1.0 + (_weights(length) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _weights(length: int) -> NDArray[np.uint64]:
@@ -87,6 +118,7 @@ class Spans:
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], list[Span]] = {}  # several requests may have sampled the same text
         self._by_version: dict[int, dict[Span, None]] = {}  # the same, in the order in which they came
+        self.complete = True  # did what was last added have all that the engines had sampled
         #: of ``_known`` and of what was forgotten since they were last gone through, in order
         self._marks: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._maybe = np.zeros(
@@ -98,8 +130,11 @@ class Spans:
 
     def add(self, spans: Iterable[Span], policy_version: int) -> None:
         """Take note; what was sampled long before this version is forgotten, and of very many the oldest versions."""
-        added = []
+        added, self.complete = [], True
         for span in spans:
+            if span == FORGOTTEN:
+                self.complete = False
+                continue
             same = self._known.setdefault((span.until, span.mark), [])
             if span in same:
                 same.remove(span)  # the last one to say so is the newest
@@ -135,8 +170,8 @@ class Spans:
         mask: Tensor,
         versions: tuple[Tensor, Tensor] | None = None,
         rollout: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """What is known of a batch: the version that sampled each token, and where it did without drafts.
+    ) -> Origin:
+        """What is known of a batch: the version that sampled each token, where it did without drafts, and of which request.
 
         Where the same text was sampled more than once it is, of those times that lie between the versions that the trainer
         knows of, the oldest (the newest, if it ends the document), and without drafts only what was so each time. Where it
@@ -147,25 +182,26 @@ class Spans:
             starts: where the first column of the batch lies in each document.
             mask: [B, T] bool, whose shape the result has.
             versions: [B] each, that sampled the first and the last token, as the trainer was told; None: it was not.
-            rollout: [B, T] log-probs by the engine that the trainer has; None: it has none.
-
-        Returns:
-            [B, T] int64 versions, -1 unknown, and [B, T] bool.
+            rollout: [B, T] log-probs by the engine that the trainer has, in the dtype that carried them; None: it has none.
         """
         found = torch.full(mask.shape, -1, dtype=torch.int64)
-        plain = torch.zeros(mask.shape, dtype=torch.bool)
+        plain, sampled = (torch.zeros(mask.shape, dtype=torch.bool) for _ in range(2))
+        apart = torch.zeros(len(mask), dtype=torch.float64)
         for row, (document, start) in enumerate(zip(documents, starts, strict=True)):
             between = None if versions is None else (int(versions[0][row]), int(versions[1][row]))
-            sums: NDArray[np.float64] | None = None
+            stated: _Stated | None = None
             for same in self._within(document):
                 ends = same[0].until == len(document)
                 span = same[-1] if between is None else _of_these(same, *between, ends)
-                if between is None and rollout is not None and len(same) > 1:
-                    sums = _sums(rollout[row], start) if sums is None else sums
-                    span = _nearest(same, sums)
+                if rollout is not None:
+                    stated = _Stated(rollout[row], mask[row], start) if stated is None else stated
+                    nearest = min(reversed(same), key=stated.apart)  # of equal ones the newest
+                    span = nearest if between is None else span
+                    apart[row] = max(float(apart[row]), stated.beyond(nearest))
+                sampled[row, max(0, min(s.first for s in same) - start) : max(0, same[0].until - start)] = True
                 found[row, max(0, span.first - start) : max(0, span.until - start)] = span.version
                 plain[row, max(0, span.plain_first - start) : max(0, span.plain_until - start)] = True
-        return found, plain
+        return Origin(found, plain, sampled, apart)
 
     def _within(self, document: Tensor) -> list[list[Span]]:
         """Spans that end in the document, in their order. A step has as many tokens as a million, and this is on its path."""
@@ -179,20 +215,34 @@ class Spans:
         return [same for same in found if same]
 
 
-def _sums(log_probs: Tensor, start: int) -> NDArray[np.float64]:
-    """Of a row's log-probs before each place of its document."""
-    return np.pad(log_probs.double().cumsum(-1).cpu().numpy(), (start + 1, 0))
+class _Stated:
+    """A row's log-probs, as sums up to each place of its document."""
 
+    def __init__(self, log_probs: Tensor, mask: Tensor, start: int) -> None:
+        """Of a row [T] that begins at this place of its document, sampled where ``mask`` [T] is True."""
+        values = log_probs.double().cpu().numpy()
+        weighed = values * _shares(start + len(values))[start:]
+        self._sums, self._sizes, self._counts = (
+            np.pad(np.cumsum(each), (start + 1, 0)) for each in (weighed, np.abs(weighed), mask.cpu().numpy())
+        )
+        self._start, self._rounding = start, torch.finfo(log_probs.dtype).eps
 
-def _nearest(same: Sequence[Span], sums: NDArray[np.float64]) -> Span:
-    """That whose log-probs are the trainer's; of equal ones the newest."""
-
-    def apart(span: Span) -> float:
-        if span.stated is None or span.until >= len(sums):
+    def apart(self, span: Span) -> float:
+        """Nats between the weighed sum of its log-probs here and as the engine stated them; infinite if one is not known."""
+        if span.stated is None or span.first < self._start or span.until >= len(self._sums):
             return math.inf
-        return abs(span.stated - float(sums[span.until] - sums[span.first]))
+        return abs(span.stated - float(self._sums[span.until] - self._sums[span.first]))
 
-    return min(reversed(same), key=apart)
+    def beyond(self, span: Span) -> float:
+        """What of ``apart`` is beyond the rounding of their dtype; 0 where not all of its tokens are in the loss."""
+        whole = (
+            span.until < len(self._counts)
+            and self._counts[span.until] - self._counts[span.first] == span.until - span.first
+        )
+        apart = self.apart(span)
+        if not whole or math.isinf(apart):
+            return 0.0
+        return max(0.0, apart - self._rounding * (1.0 + float(self._sizes[span.until] - self._sizes[span.first])))
 
 
 def _of_these(same: Sequence[Span], oldest: int, newest: int, ends: bool) -> Span:

@@ -104,7 +104,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         stated_in_loss = self.strategy.args.algo.advantage.is_correction_level != "off"
         self._spec.control.agree()
         recomputed = _padded([item.action_log_probs for item in items])
-        self._spec.check(_responses(items), recomputed, rollout_in_loss=stated_in_loss)
+        self._spec.check(_responses(items, self.strategy.args.data.max_len), recomputed, rollout_in_loss=stated_in_loss)
         status: dict[str, Any] = super().fit(kl_ctl)
         self._spec.policy_updated(self._spec.policy_version)
         # OpenRLHF merges all ranks' dicts, the last one wins: only the rank that knows the engines reports
@@ -142,12 +142,19 @@ def _documents(sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -
     return ids, [torch.cat([m.new_zeros(1), m])[:n] for m, n in zip(action_mask, lengths, strict=True)]
 
 
-def _responses(items: Sequence[Any]) -> Responses:
-    """The replay buffer's sequences as ``Responses``; log-probs [B, T] begin at each document's second token."""
+def _responses(items: Sequence[Any], most: int) -> Responses:
+    """The replay buffer's sequences as ``Responses``; log-probs [B, T] begin at each document's second token.
+
+    Args:
+        items: of the replay buffer.
+        most: tokens to which OpenRLHF cuts sequences.
+    """
     stated = None if any(i.rollout_log_probs is None for i in items) else _padded([i.rollout_log_probs for i in items])
     starts = [1] * len(items)  # OpenRLHF cuts the first token off
     mask = _padded([item.action_mask for item in items]).bool()
-    return Responses([item.sequences for item in items], starts, mask, stated)
+    documents = [item.sequences for item in items]
+    cut = torch.tensor([len(d) >= most for d in documents], dtype=torch.bool)
+    return Responses(documents, starts, mask, stated, cut=cut)
 
 
 def _padded(rows: list[Tensor]) -> Tensor:

@@ -250,7 +250,9 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
         prompt_mask, mask = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         documents = [document.cpu() for document in _documents(ids, torch.cat([prompt_mask, mask], 1))]
-        if "tool_mask" in batch:
+        cut = None
+        if "tool_mask" in batch:  # TRL cuts what comes behind a tool
+            cut = mask.sum(-1) >= self.trainer.max_completion_length
             mask = mask & batch["tool_mask"].bool()
         stated = batch.get("sampling_per_token_logps")
         self.run.check(
@@ -258,7 +260,8 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
                 documents,
                 prompt_mask.sum(-1).tolist(),
                 mask.cpu(),
-                None if stated is None else stated.detach().float().cpu(),
+                None if stated is None else stated.detach().cpu(),
+                cut=cut,
             ),
             recomputed.detach().float().cpu(),
             rollout_in_loss=options.rollout_in_loss(options.field_of(self.trainer.args)),

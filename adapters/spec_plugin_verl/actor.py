@@ -76,6 +76,7 @@ class SpecActor(BackendParts):
     _run: SpecRun | None = None
     _standalone: Standalone | None = None  # where the engines live in processes of their own
     _resumed: Path | None = None  # what a session that comes later is to load
+    _response_length: int | None = None  # to which verl cuts responses
     _without_adapter = False  # inside ``disable_adapter``
     #: of the step in progress: was all of it checked in verl's own log-prob pass; or, where there is none, a sample recomputed
     _passed = _sampled = False
@@ -94,7 +95,13 @@ class SpecActor(BackendParts):
             SpecActor.of_this_process = self
 
     def attach(
-        self, session: SpecSession, link: EngineLink | None, *, sleeps: bool = False, overlaps: bool = False
+        self,
+        session: SpecSession,
+        link: EngineLink | None,
+        *,
+        sleeps: bool = False,
+        overlaps: bool = False,
+        response_length: int | None = None,
     ) -> SpecRun:
         """Begin speculative rollouts for this actor.
 
@@ -103,6 +110,7 @@ class SpecActor(BackendParts):
             link: all engines of the run, on the first rank; None on the others.
             sleeps: have the engines no weights in memory when the log-prob pass begins.
             overlaps: do the engines generate while the actor trains.
+            response_length: tokens to which verl cuts responses.
 
         Raises:
             SpecConfigError: if the target keeps recurrent states, and this actor's passes do not leave them right.
@@ -110,6 +118,7 @@ class SpecActor(BackendParts):
         hf, tried = session.target.hf_config, session.config.recurrent_states == "try"
         packed = bool(self.model_config.use_remove_padding)
         refuse(recurrent.objections(hf, self.engine_config.strategy, packed, tried), LEAVE_OUT)
+        self._response_length = response_length
         self._run = SpecRun(session, link, harvest=self.spec_harvest, sleeps=sleeps, overlaps=overlaps)
         if self._resumed is not None:
             self._run.load(self._resumed)
@@ -162,10 +171,10 @@ class SpecActor(BackendParts):
         if self._standalone is not None:
             self._standalone.wait()
 
-    @staticmethod
-    def _responses(run: SpecRun, data: Any) -> Responses:
+    def _responses(self, run: SpecRun, data: Any) -> Responses:
         told = batches.versions(batches.said(data)) if run.policy_version >= 0 else None
-        return Responses(batches.ids(data), batches.starts(data), batches.sampled(data), batches.rollout(data), told)
+        shown = batches.ids(data), batches.starts(data), batches.sampled(data), batches.rollout(data)
+        return Responses(*shown, told, batches.cut(data, self._response_length))
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         """verl's own update; after the last mini-batch of a step, one slice of draft training and the metrics."""

@@ -48,6 +48,16 @@ def lengths(data: Any) -> list[int]:
     return found
 
 
+def cut(data: Any, most: int | None) -> Tensor:
+    """[B] bool: responses that verl may have cut: to ``most`` tokens, or where it joins turns.
+
+    Its builders of chat templates trim there what a model's own turn ends with (``removed_prefix_token_count``).
+    """
+    mask = sampled(data)
+    ends = (mask * torch.arange(1, mask.shape[1] + 1)).amax(-1) if mask.shape[1] else mask.sum(-1)
+    return (ends > mask.sum(-1)) | (torch.tensor(lengths(data)) >= (mask.shape[1] + 1 if most is None else most))
+
+
 def rollout(data: Any) -> Tensor | None:
     """Log-probs as the engine stated them, [B, T] on the CPU; None where verl's batch has none."""
     return padded(data["rollout_log_probs"]) if "rollout_log_probs" in data.keys() else None  # noqa: SIM118

@@ -57,7 +57,8 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
             )
         target = read_target(config, model_config, engine.spec_dtype(), actor_group())
         link = self._link(spec.refresh_timeout_s) if is_first() else None
-        self._run = engine.attach(SpecSession(spec, target), link, sleeps=bool(config.free_cache_engine))
+        session, sleeps = SpecSession(spec, target), bool(config.free_cache_engine)
+        self._run = engine.attach(session, link, sleeps=sleeps, response_length=config.response_length)
         self._syncs = 0
         self._policy = PolicyStream(self._run.session)
 

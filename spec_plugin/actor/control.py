@@ -30,7 +30,7 @@ from spec_plugin.events import (
 from spec_plugin.ranks import RanksPartedError, most_of_any_rank, of_first, on_any_rank
 from spec_plugin.rollouts import CHUNK_TOKENS, Rollout
 from spec_plugin.session import SpecSession
-from spec_plugin.spans import Span, Spans
+from spec_plugin.spans import FORGOTTEN, Span, Spans
 from spec_plugin.speculation import Work
 from spec_plugin.witness import Witness
 
@@ -360,7 +360,7 @@ class RolloutControl:
         Args:
             told: does the trainer know by which version its text was sampled; then, in a synchronous run, of this phase alone.
         """
-        found: list[Span] = []
+        found: list[Span] = [FORGOTTEN]
         needed = self.lags or not told
         # else, behind a failure, in a phase without drafts, nobody needs it, and nobody waits for it
         if self.link is not None and (needed or self.speculating or not self.session.failed):
@@ -370,6 +370,8 @@ class RolloutControl:
             found = of_first(found)
             self._spans = self._spans if needed else Spans()
             self._spans.add(found, self.policy_version)
+            return self._spans
+        self._spans.complete = False
         return self._spans
 
     def witnesses(self) -> list[Witness]:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class Responses:
     #: [B] int64 each: policy versions that sampled each first and last token, -1 unknown, where the trainer keeps them beside
     #: its responses; None: the engines alone say it
     told: tuple[Tensor, Tensor] | None = None
+    #: [B] bool: rows from which the trainer has cut tokens on purpose, so that no request need be whole in them; None: from none
+    cut: Tensor | None = None
 
     def versions(self, said: Tensor, now: int, lags: bool) -> Tensor:
         """Of each token the policy version, [B, T], as ``LogprobBatch`` has it: what the trainer was told and what engines said.
@@ -258,7 +261,7 @@ class SpecRun:
         control = self.control
         self._refuse(control.running, "check", "while the rollouts run; call rollouts_end before")
         self.session.ledger.works()
-        versions, drafted = self._who_sampled(responses)
+        who = self._who_sampled(responses)
         kept = self._witnesses() if responses.rollout is None else []
         if not len(responses.mask):  # of a rank that got none
             self._checked = True
@@ -268,12 +271,11 @@ class SpecRun:
             recomputed=recomputed,
             rollout=responses.rollout,
             mask=responses.mask,
-            versions=versions,
-            drafted=drafted,
             rollout_in_loss=rollout_in_loss,
             lag_allowed=control.lags,
             ahead=self._ahead if current_weights else 0,
             states=self._states_of(responses),
+            **who,
         )
         self.session.check_logprobs(batch, chosen_from)
         if kept and (known := self._kept_aside(batch, responses, kept)) is not None:
@@ -289,31 +291,40 @@ class SpecRun:
         self.session.ledger.works()
         if responses.rollout is None:
             return
-        who, lags = self._who_sampled(responses), self.control.lags
-        self.session.check_stated(StatedLogprobs(self.policy_version, responses.rollout, responses.mask, *who, lags))
+        who = self._who_sampled(responses)
+        stated = StatedLogprobs(
+            self.policy_version, responses.rollout, responses.mask, lag_allowed=self.control.lags, **who
+        )
+        self.session.check_stated(stated)
         self._checked = True
 
     def undrafted(self, responses: Responses) -> Tensor:
         """Which tokens are known to have been sampled without drafts, [B, T] bool (collective)."""
-        return (self._who_sampled(responses)[1] != Drafts.ON) & responses.mask
+        drafted: Tensor = self._who_sampled(responses)["drafted"]
+        return (drafted != Drafts.ON) & responses.mask
 
-    def _who_sampled(self, responses: Responses) -> tuple[Tensor, Tensor]:
-        """Of each token the policy version and what drafts had to do with it: ``versions`` and ``drafted`` of a batch."""
+    def _who_sampled(self, responses: Responses) -> dict[str, Any]:
+        """Of each token what engines have said: ``versions``, ``drafted``, ``sampled`` and ``apart`` of a batch."""
         if self._spans is None:
             with self._serving():
                 self._spans = self.control.spans(responses.told is not None)
         now, mask, told, lags = self.policy_version, responses.mask, responses.told, self.control.lags
         said, plain = torch.full(mask.shape, UNKNOWN), torch.zeros(mask.shape, dtype=torch.bool)
+        exact: dict[str, Tensor] = {}
         if told is None and not lags:  # what this phase has sampled is not taken for older text
             told = (torch.full((len(mask),), now),) * 2
         with self.session.guarded(Work.SPANS):  # log-probs are judged without it, too
-            said, plain = self._spans.of(responses.documents, responses.starts, mask, told, responses.rollout)
+            found = self._spans.of(responses.documents, responses.starts, mask, told, responses.rollout)
+            said, plain, exact["apart"] = found.versions, found.plain, found.apart
+            if self._spans.complete and not lags:  # a document that lags may have begun before this run
+                cut = torch.zeros(len(mask), dtype=torch.bool) if responses.cut is None else responses.cut.cpu()
+                exact["sampled"] = (found.sampled | cut[:, None]).to(mask.device)
         if now < 0:  # the engines know theirs, and the actor has not heard of it: nothing can be compared
             said.fill_(UNKNOWN)
         plain = plain.to(mask.device)
         drafts = bool((mask & ~plain).any()) if lags else self.control.speculating  # of the phases that sampled it
         drafted = torch.where(plain & drafts, Drafts.CONTROL, Drafts.ON if drafts else Drafts.OFF).to(torch.uint8)
-        return responses.versions(said.to(mask.device), now, lags), drafted
+        return {"versions": responses.versions(said.to(mask.device), now, lags), "drafted": drafted, **exact}
 
     def _states_of(self, responses: Responses) -> ChosenStates | None:
         """Of the tokens that are evidence of exact sampling, if the engine's log-probs came along."""

@@ -8,7 +8,6 @@ policy: one response is then of several versions. The engine's core knows how fa
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from spec_plugin.engine.control import ControlStretch
 from spec_plugin.engine.schedule.utilities import NUMBER
 from spec_plugin.events import UNKNOWN
-from spec_plugin.spans import KEPT, Span, fingerprints, joined
+from spec_plugin.spans import FORGOTTEN, KEPT, Span, fingerprints, joined, weighed
 
 
 @dataclass(frozen=True)
@@ -194,12 +193,16 @@ class RequestTracker:
             if part.drafted:
                 plain = max(first, undrafted[0]), min(until, undrafted[1])
             known = plain if plain[0] < plain[1] else (0, 0)
-            stated = None if log_probs is None else math.fsum(log_probs[part.first : part.until])
+            stated = None if log_probs is None else weighed(log_probs[part.first : part.until], first)
             self._spans.append(Span(int(marks[until]), first, until, part.version, *known, stated))
         return int(marks[-1])
 
+    def forget(self) -> None:
+        """A request was answered, and its spans could not be kept."""
+        self._spans.append(FORGOTTEN)
+
     def take_spans(self) -> list[Span]:
-        """Spans of the requests that completed since the last call; each is returned once."""
-        found = list(self._spans)
+        """Spans of the requests that completed since the last call, each once; with ``FORGOTTEN`` where some are missing."""
+        found = list(self._spans) + [FORGOTTEN] * (len(self._spans) == KEPT)
         self._spans.clear()
         return found

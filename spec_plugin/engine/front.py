@@ -158,11 +158,11 @@ class EngineFront:
         with self.request() as request:
             one = SampledRequest(request, control, extra_args(options, listed, control, request))
             yield one
-        if one.response is not None:
-            self._keep_spans(prompt, one)
+        if one.response is None or not self._keep_spans(prompt, one):
+            self._tracker.forget()
 
-    def _keep_spans(self, prompt: Sequence[int], one: SampledRequest) -> None:
-        """Spans and log-probs of a complete request; raises nothing."""
+    def _keep_spans(self, prompt: Sequence[int], one: SampledRequest) -> bool:
+        """Spans and log-probs of a complete request; False where that fails."""
         assert one.response is not None
         request, version = one.request, self.policy_version
         if one.version is not None:  # of all of it, whatever came in between
@@ -174,6 +174,8 @@ class EngineFront:
             if one.log_probs is not None and not one.asked:
                 stated = np.asarray(one.log_probs, np.float64).tobytes()
                 self.witnesses.append(Witness(mark, len(prompt) + len(one.response), stated))
+            return True
+        return False
 
     @contextmanager
     def request(self) -> Iterator[Request]:

@@ -7,6 +7,8 @@ what the adapter makes of that. The last wrong thing, a NaN, is not forgiven: it
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,8 +75,9 @@ class FaultTour:
         self._version = -1
 
     def _write(self, event: str, **what: Any) -> None:
+        when = {"policy_version": self._version, "time": time.time(), "pid": os.getpid()}
         with self._file.open("a") as file:
-            file.write(json.dumps({"event": event, "policy_version": self._version} | what) + "\n")
+            file.write(json.dumps({"event": event} | when | what) + "\n")
 
     def _session(self) -> SpecSession:
         session = session_of(self)

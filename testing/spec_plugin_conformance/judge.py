@@ -279,6 +279,9 @@ def stopped(tour: Trace, failure: str | None, trace: Trace) -> list[str]:
     later = [e["policy_version"] for e in events_of(trace, "spec_rollout_start") if e["policy_version"] > version]
     if later:
         problems.append(f"policy versions {later} rolled out after the violation at {version}")
+    updates = [e for e in trace if e["hook"] == "policy_update"]
+    if any(u["pid"] == e.get("pid") and u["time"] > e["time"] for u in updates for e in planted):
+        problems.append("the policy was updated after the guard had raised, with the log-probs that it refused")
     if len(planted) > 1:
         problems.append(
             f"log-probs were checked {len(planted)} times after the violation, expected a stop at the first"

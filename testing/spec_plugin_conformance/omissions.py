@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from spec_plugin.witness import KEPT
 from spec_plugin_conformance.judge import Event, Trace, actor_events, events_of
 from spec_plugin_conformance.reported import CHECKED, as_kept, rollout_requests
 
@@ -17,6 +18,8 @@ _FEW = 0.1
 #: requests in the control group, at least, of which some must be reported: where two responses are of the same text, a plain one
 #: and a drafted one, nobody can tell which is which, and a short run may have but one
 _CONTROLS = 3
+#: where engines keep log-probs aside: one of so many ranks, or fewer, looks at them
+_SHOWN_OF = 4
 LogProbs = tuple[float, ...]
 
 
@@ -36,12 +39,19 @@ def responses_checked(trace: Trace) -> list[str]:
             "sampled tokens out"
         )
         return problems
-    whole = [version for version, found in shown.items() if found and not _only_some_responses(trace, version)]
+    trained = [v for v, found in shown.items() if found or v < max(shown)]  # a run may be killed before its last check
+    whole = [version for version in trained if not _log_probs_kept(trace, version)]
     sampled = sum(len(answers[version]) for version in whole)
     seen = sum(_responses_seen(answers[version], shown[version]) for version in whole)
     if seen < sampled:
         problems.append(
             f"a guard has seen {seen} of {sampled} responses that were trained on, the others were never checked"
+        )
+    few = [v for v in trained if v not in whole and _SHOWN_OF * len(shown[v]) < min(KEPT, len(answers[v]))]
+    if few:
+        problems.append(
+            f"policy versions {few}: the engine has stated log-probs of "
+            f"{sum(len(answers[v]) for v in few)} responses, and a guard was shown those of {sum(len(shown[v]) for v in few)}"
         )
     return problems
 
@@ -70,11 +80,9 @@ def _logprobs_shown(trace: Trace, version: int) -> list[LogProbs]:
     return [tuple(row) for row in rows if row]
 
 
-def _only_some_responses(trace: Trace, version: int) -> bool:
-    """True if the guard is shown only some responses of this version."""
-    events = [e for e in trace if e["hook"] in CHECKED and e["policy_version"] == version]
-    all_stated = any(e["hook"] == "spec_check_stated" for e in events)
-    return any(not e["rollout"] or (e.get("rollout_in_loss") and not all_stated) for e in events)
+def _log_probs_kept(trace: Trace, version: int) -> bool:
+    """True if the trainer asks for no log-probs of the engines, which keep those of some responses of this version."""
+    return any(e["hook"] in CHECKED and e["policy_version"] == version and not e["rollout"] for e in trace)
 
 
 def _is_part(row: LogProbs, answers: set[LogProbs]) -> bool:
@@ -86,9 +94,27 @@ def _is_part(row: LogProbs, answers: set[LogProbs]) -> bool:
 
 
 def _responses_seen(answers: set[LogProbs], rows: Sequence[LogProbs]) -> int:
-    """How many answers a guard has been shown, or what a trainer that cuts long ones has left of them."""
-    cut = [row for row in rows if row not in answers]
-    return sum(answer in rows or any(_is_part(row, {answer}) for row in cut) for answer in answers)
+    """How many answers a guard has been shown, or what a trainer that cuts long ones has left of them.
+
+    A row may hold several, the turns of a conversation: what stood between them the mask leaves out.
+    """
+    whole, cut = set(rows) & answers, []
+    for row in set(rows) - answers:
+        turns = _turns(row, answers)
+        whole |= set(turns)
+        cut += [] if turns else [row]
+    return sum(answer in whole or any(_is_part(row, {answer}) for row in cut) for answer in answers)
+
+
+def _turns(row: LogProbs, answers: set[LogProbs]) -> list[LogProbs]:
+    """The answers that a row is made of, one behind the other; none if it is not."""
+    if not row:
+        return []
+    for first in sorted((a for a in answers if a and row[: len(a)] == a), key=len, reverse=True):
+        rest = row[len(first) :]
+        if not rest or (others := _turns(rest, answers)):
+            return [first, *(others if rest else [])]
+    return []
 
 
 def undrafted_tokens_reported(trace: Trace) -> list[str]:

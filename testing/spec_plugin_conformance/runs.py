@@ -181,7 +181,9 @@ class KitRuns:
 
     def _run_on(self) -> None:
         recorded = self.finished("main").settings.replay
-        self._launch_and_kill("on", True, self._options("on") | {"self_test": False}, recorded)
+        self._launch_and_kill(
+            "on", True, self._options("on") | {"self_test": False, "unsampled_rows": "allow"}, recorded
+        )
 
     def _run_off(self) -> None:
         self._launch_and_kill("off", False, {}, self.finished("main").settings.replay)

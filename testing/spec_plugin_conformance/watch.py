@@ -350,7 +350,7 @@ def _seen_options(vllm_config: Any, shown: Mapping[str, Any]) -> dict[str, Any]:
 
 def options_of(vllm_config: Any) -> dict[str, str]:
     """Every option of an engine that is a number, a word or a list of such, by ``<part>.<name>``."""
-    found = {}
+    found: dict[str, str] = {}
     for part in fields(vllm_config) if is_dataclass(vllm_config) else ():
         options = getattr(vllm_config, part.name)
         named = ((o.name, getattr(options, o.name, None)) for o in fields(options)) if is_dataclass(options) else ()

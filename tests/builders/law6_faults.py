@@ -30,6 +30,7 @@ from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
+from spec_plugin.spans import FORGOTTEN
 
 #: nothing happens, or a value is left out; speculation is off and the run goes on, with one warning; the run stops
 ON, OFF, STOPS = "on", "off", "stops"
@@ -160,7 +161,7 @@ class FakeLink:
         return await self._answer("remember", None)
 
     async def spans(self) -> Any:
-        return await self._answer("spans", [span_of([1], [2, 3], 0)])
+        return await self._answer("spans", [span_of([1], [2, 3], 0), FORGOTTEN])
 
     async def witnesses(self) -> Any:
         return await self._answer("witnesses", [witness_of((1, 2), (-1.0,))])

@@ -12,7 +12,7 @@ from spec_plugin.events import (
     RolloutStats,
     SelfTestReport,
 )
-from spec_plugin.spans import Span
+from spec_plugin.spans import FORGOTTEN, Span
 
 
 class Engines:
@@ -42,7 +42,7 @@ class Engines:
 
     async def spans(self) -> list[Span]:
         self.calls.append("spans")
-        return []
+        return [FORGOTTEN]  # no row is held against what a fake has not sampled
 
     async def state(self, moment: str) -> EngineState:
         self.calls.append(f"read weights: {moment}")

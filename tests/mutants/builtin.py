@@ -8,6 +8,7 @@ _GUARD, _EXACT, _REFERENCE, _RULES, _EXCEEDANCE, _WINDOWS = (
     f"spec_plugin/builtin/provenance/{name}.py"
     for name in ("guard", "exact", "reference", "rules", "exceedance", "windows")
 )
+_ROWS = "spec_plugin/builtin/provenance/rows.py"
 _METRICS, _TRAINER = (f"spec_plugin/builtin/{name}.py" for name in ("metrics", "trainer"))
 _CONTROLLER, _PLAN, _JUDGE, _STATES, _ACCEPTANCE = (
     f"spec_plugin/builtin/break_even/{name}.py" for name in ("controller", "plan", "judge", "states", "acceptance")
@@ -488,6 +489,54 @@ MUTATIONS = (
         "median(means) > 1e3 * rules.COARSE_FLOAT32 *",
         "law 3: a float32 run whose sync rounds to bfloat16 from the first step is told nothing",
         ("test_provenance.py",),
+    ),
+    Mutation(
+        _EXACT,
+        "check_origin",
+        "foreign.any(-1)",
+        "foreign.all(-1)",
+        "law 3: a row with an edited end enters the loss",
+        ("test_provenance_origin.py",),
+    ),
+    Mutation(
+        _GUARD,
+        "ProvenanceGuard.spec_check_stated",
+        'check_origin(batch, self._config.unsampled_rows == "allow")',
+        "pass",
+        "law 3: where the pass is bypassed, log-probs of other rows enter the loss",
+        ("test_provenance_origin.py",),
+    ),
+    Mutation(
+        _ROWS,
+        "RowEvidence.judge",
+        "(self._capital + 1.0) *",
+        "(0.0 * self._capital + 1.0) *",
+        "law 3: what a few wrong rows show in each batch is forgotten with the next one",
+        ("test_provenance_rows.py",),
+    ),
+    Mutation(
+        _ROWS,
+        "RowEvidence.learn",
+        "self._plain_far += self._far(scores).sum(-1)",
+        "pass",
+        "rows as odd without drafts as with them stop a correct run",
+        ("test_provenance_rows.py",),
+    ),
+    Mutation(
+        _GUARD,
+        "ProvenanceGuard._compare",
+        "if lag == 0 else None",
+        "if True else None",
+        "a move of the policy, which has a direction, stops a correct run",
+        ("test_provenance_rows.py",),
+    ),
+    Mutation(
+        _ROWS,
+        "row_scores",
+        "d.clamp(-cut, cut)",
+        "d.abs().clamp(-cut, cut)",
+        "rounding counts as a direction, and stops a correct run",
+        ("test_provenance_rows.py",),
     ),
     Mutation(
         _EXACT,

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from simulators import controller, evidence, guard, rules, selftest, waiting
+from simulators import controller, evidence, guard, rules, selftest, waiting, wrong_rows
 from simulators.shown import Map, Shown
 
 
@@ -103,6 +103,61 @@ def late_guard(mapped: Map, runs: int, phases: int) -> Shown:
     return _wrong(
         mapped, runs // 3, phases // 2, guard.AT_SCALE, guard.LATE, {}, ", in the last 40 % of long texts alone"
     )
+
+
+#: share of the runs with 8 or more of 64 rows wrong that must be stopped within ten wrong phases
+_ROWS_NOTICED = 0.95
+
+
+def few_rows(mapped: Map, runs: int, phases: int) -> Shown:
+    """Runs in which some rows of each batch are wrong, with the evidence of rows that adds up and without: a seventh as many."""
+    out = Shown(
+        f"Provenance guard, some rows of 64 wrong in each phase: stopped within {wrong_rows.WITHIN} of these, median phase",
+        ("wrong rows", "evidence", "runs", *(name for name, _ in wrong_rows.FAULTS)),
+    )
+    of = max(1, runs // 7)
+    for wrong in (4, 8, 16):
+        for adds_up in (False, True):
+            cells = []
+            for index, (name, _) in enumerate(wrong_rows.FAULTS):
+                found = mapped(partial(wrong_rows.run, wrong, index, adds_up=adds_up), range(10_000, 10_000 + of))
+                after = [phase for phase in found if phase is not None]
+                cells.append(f"{len(after) / of:.0%}, {statistics.median(after):.0f}" if after else "0%")
+                must = _ROWS_NOTICED * (adds_up and wrong >= 8)
+                out.hold(len(after) >= must * of, f"{wrong} wrong rows, {name}: {len(after)} of {of} runs stopped")
+            out.rows.append((str(wrong), "adds up over phases" if adds_up else "of each phase", str(of), *cells))
+    return out
+
+
+#: rounding of rows: name, log-scale by which it differs, and the part of it that is common to the tokens of a row
+_ROUNDINGS = (
+    ("rows differ by a log-scale of 0.5", 0.5, 0.0),
+    ("of 1.0", 1.0, 0.0),
+    ("of 0.5, and a tenth has a row's own direction", 0.5, 0.1),
+    ("of 1.0, and a tenth has a row's own direction", 1.0, 0.1),
+)
+
+
+def rows_capital(mapped: Map, runs: int, phases: int) -> Shown:
+    """What the bet on wrong rows comes to in correct runs, whatever their rounding is like."""
+    levels = (1e-2, 1e-7)
+    out = Shown(
+        "Provenance guard, the bet on wrong rows in correct runs",
+        (
+            "rounding",
+            "runs",
+            "phases of each",
+            "largest capital",
+            *(f"stopped at {level:g} a phase" for level in levels),
+        ),
+    )
+    for name, spread, towards in _ROUNDINGS:
+        capital = list(mapped(partial(wrong_rows.highest, phases=phases, spread=spread, towards=towards), range(runs)))
+        stopped = [sum(most >= 1 / level for most in capital) for level in levels]
+        out.rows.append((name, str(runs), str(phases), f"{max(capital):.3g}", *map(str, stopped)))
+        out.hold(stopped[-1] == 0, f"{name}: {stopped[-1]} of {runs} correct runs were stopped by their rows")
+        out.hold(stopped[0] <= levels[0] * phases * runs, f"{name}: {stopped[0]} of {runs} at {levels[0]:g} a phase")
+    return out
 
 
 def _wrong(
@@ -272,6 +327,7 @@ def _median_and_most(values: Sequence[float], form: str) -> str:
 PARTS: dict[str, tuple[Callable[[Map, int, int], Shown], ...]] = {
     "rules": (guard_rules, guard_floors, guard_words),
     "guard": (correct_guard, wrong_guard, late_guard),
+    "rows": (few_rows, rows_capital),
     "selftest": (self_tests, wide_self_tests),
     "exactness": (evidence.right_engines, evidence.wrong_engines, evidence.selections),
     "controller": (controllers,),

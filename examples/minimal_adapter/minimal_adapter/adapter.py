@@ -57,7 +57,7 @@ class MinimalAdapter(Trainer):
     async def request(self, index: int, prompt: list[int], most: int | None = None, extra: Any = None) -> Completion:
         async with self.fronts[index % len(self.fronts)].sample(prompt, self.sampling) as request:
             answer = await super().request(index, prompt, most, request.extra_args)
-            request.completed(answer.tokens, answer.version)
+            request.completed(answer.tokens, answer.version, answer.log_probs)
         return answer
 
     # ---- 4. after target weights have reached the engine: refresh the draft, then allow the next rollout

@@ -68,6 +68,31 @@ def check_versions(batch: LogprobBatch | StatedLogprobs) -> None:
     )
 
 
+def check_origin(batch: LogprobBatch | StatedLogprobs, unsampled: bool) -> None:
+    """Refuse rows that are not, token by token and log-prob by log-prob, what an engine of this run has answered.
+
+    Args:
+        batch: what engines know of it beside it.
+        unsampled: may there be tokens that none has sampled.
+
+    Raises:
+        LogprobProvenanceError: naming the first sequences.
+    """
+    if batch.sampled is not None and not unsampled and bool((foreign := batch.mask & ~batch.sampled).any()):
+        rows = foreign.any(-1).nonzero().flatten().tolist()
+        where = ", ".join(f"sequence {i} from position {int(foreign[i].nonzero()[0])}" for i in rows[:_SHOWN])
+        raise LogprobProvenanceError(
+            f"{len(rows)} of {len(foreign)} sequences hold tokens that no engine of this run has sampled there: {where}. They "
+            "were edited, cut, tokenised again or come from elsewhere. Where that is meant, set spec.unsampled_rows=allow"
+        )
+    if batch.apart is not None and len(rows := (batch.apart > 0).nonzero().flatten().tolist()):
+        where = ", ".join(f"sequence {i} by {float(batch.apart[i]):.3g} nats" for i in rows[:_SHOWN])
+        raise LogprobProvenanceError(
+            f"the rollout log-probs of {len(rows)} of {len(batch.apart)} sequences are not those that the engine stated: their "
+            f"sum, weighed by place, differs beyond rounding: {where}. They were exchanged, moved or replaced. {ADVICE}"
+        )
+
+
 def _refuse_versions(wrong: Tensor, versions: Tensor, now: int, reason: str) -> None:
     rows = wrong.any(-1).nonzero().flatten().tolist()
     if not rows:

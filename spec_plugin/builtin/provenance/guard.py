@@ -10,8 +10,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from spec_plugin.builtin.provenance.exact import ADVICE, by_lag, check_finite, check_versions, first_tokens
+from spec_plugin.builtin.provenance.exact import (
+    ADVICE,
+    by_lag,
+    check_finite,
+    check_origin,
+    check_versions,
+    first_tokens,
+)
 from spec_plugin.builtin.provenance.reference import Reference, Refusal
+from spec_plugin.builtin.provenance.rows import RowEvidence
 from spec_plugin.builtin.provenance.rules import MAX_PLAUSIBLE, SEQUENCE_TOKENS, Precision
 from spec_plugin.builtin.provenance.windows import difference, difference_metrics, median, sequence_means, windows
 from spec_plugin.config import SpecConfig
@@ -49,6 +57,7 @@ class ProvenanceGuard:
         self._config, self._target = config, target
         self._comparable = not target.truncated
         self._precision, self._references = Precision.of(target), {}
+        self._rows = RowEvidence(self._precision)
         #: what may be compared after a resume
         self._kind = [target.dtype, target.actor_dtype, f"{self._precision.scale:.6g}"]
 
@@ -64,6 +73,7 @@ class ProvenanceGuard:
         """
         check_finite("rollout", batch.rollout, batch.mask)
         check_versions(batch)
+        check_origin(batch, self._config.unsampled_rows == "allow")
 
     @hookimpl
     def spec_check_logprobs(self, batch: LogprobBatch) -> None:
@@ -75,9 +85,11 @@ class ProvenanceGuard:
         check_finite("recomputed", batch.recomputed, batch.mask)
         check_versions(batch)
         self._versions_known = float(((batch.versions >= 0) & batch.mask).any(-1).double().mean())
+        if batch.rollout is not None:
+            check_finite("rollout", batch.rollout, batch.mask)
+        check_origin(batch, self._config.unsampled_rows == "allow")
         if batch.rollout is None:
             return
-        check_finite("rollout", batch.rollout, batch.mask)
         if self._comparable:
             diff = difference(batch.recomputed, batch.rollout, batch.mask)
             far = MAX_PLAUSIBLE.of("largest", self._precision, 0)
@@ -86,7 +98,7 @@ class ProvenanceGuard:
             tokens = sum(int(part.mask.sum()) for _, part in parts)
             self._lag = sum(lag * int(part.mask.sum()) for lag, part in parts) / max(1, tokens)
             for lag, part in parts:
-                self._compare(part, self._reference(lag))
+                self._compare(part, lag)
         elif batch.rollout_in_loss:
             raise LogprobProvenanceError(
                 f"rollout log-probs enter the loss, but with top_p={self._target.sampling.get('top_p')}, "
@@ -94,9 +106,10 @@ class ProvenanceGuard:
                 "verified against the actor's; set top_p=1.0 and top_k=-1, or turn bypass_mode, rollout_is and rollout_rs off"
             )
 
-    def _compare(self, batch: LogprobBatch, reference: Reference) -> None:
+    def _compare(self, batch: LogprobBatch, lag: int) -> None:
         """One part of a batch, all of one age: judge the drafted text, learn from the plain text."""
         assert batch.rollout is not None
+        reference = self._reference(lag)
         version, tolerance = batch.policy_version, self._config.logprob_tolerance
         diff = difference(batch.recomputed, batch.rollout, batch.mask)
         drafted, speculating = batch.mask & (batch.drafted == Drafts.ON), batch.speculating
@@ -105,9 +118,15 @@ class ProvenanceGuard:
         if tolerance is not None:
             refusal = _over_tolerance(diff, drafted, tolerance)
         else:
-            refusal = reference.judge_sequences(sequence_means(diff, drafted, SEQUENCE_TOKENS)) or reference.judge(
-                windows(diff, drafted, self._rng), reference.control(shown, version), version
+            refusal = (
+                reference.judge_sequences(sequence_means(diff, drafted, SEQUENCE_TOKENS))
+                or (
+                    self._rows.judge(batch.recomputed, batch.rollout, drafted) if lag == 0 else None
+                )  # a policy's move has a direction
+                or reference.judge(windows(diff, drafted, self._rng), reference.control(shown, version), version)
             )
+            if lag == 0 and not speculating:
+                self._rows.learn(batch.recomputed, batch.rollout, plain)
         if refusal is not None:
             raise LogprobProvenanceError(f"{_described(refusal, batch, diff, drafted)}. {ADVICE}")
         alarm = reference.learn(shown, version, speculating)
@@ -151,7 +170,7 @@ class ProvenanceGuard:
         path.mkdir(parents=True, exist_ok=True)
         partial = path / "provenance.json.partial"
         phases = [phase for reference in self._references.values() for phase in reference.state()]
-        partial.write_text(json.dumps({"of": self._kind, "phases": phases}))
+        partial.write_text(json.dumps({"of": self._kind, "phases": phases, "rows": self._rows.state()}))
         os.replace(partial, path / "provenance.json")
 
     @hookimpl
@@ -164,6 +183,8 @@ class ProvenanceGuard:
         if found["of"] == self._kind:
             for phase in found["phases"]:
                 self._reference(int(phase.get("lag", 0))).restore(phase)
+            if "rows" in found:
+                self._rows.restore(found["rows"])
 
 
 def _over_tolerance(diff: Tensor, mask: Tensor, tolerance: float) -> Refusal | None:

@@ -123,3 +123,10 @@ RULES = (FIRST_TEXT, DRIFTED, SAME_POLICY, FIRST_STEP, MEASURED_STEP, FIRST_LAG,
 #: One sequence of so many tokens is refused where its mean is beyond all of these: times the mean of ``MAX_PLAUSIBLE``, times the
 #: largest plain window (with a lag: and the median sequence of the batch), and nats for each version of lag.
 SEQUENCE_TOKENS, SEQUENCE_PLAUSIBLE, SEQUENCE_FACTOR, SEQUENCE_MOVE = 32, 15.0, 30.0, 3.0
+
+#: Rows of a batch, see ``rows``: so many are needed; differences are cut off at so many times the median row's mean; a row is far
+#: off where its drift or tilt is beyond so many times the median row's (0.67 where rounding has no direction) and beyond chance.
+ROWS, ROWS_CUT, ROWS_FACTOR, ROWS_COIN = 8, 3.0, 6.0, 5.0
+#: Share of a correct run's drafted rows that are: so many times that of its plain rows (to which one far off, and so many rows,
+#: are added), but never less; plain rows without which nothing is bet; and the share of the capital that is.
+ROWS_TIMES, ROWS_PRIOR, ROWS_CHANCE, ROWS_KNOWN, ROWS_BET = 3.0, 250.0, 2e-3, 64, 0.75

@@ -24,6 +24,7 @@ from spec_plugin.blocking import run_blocking
 from spec_plugin.events import DraftRefresh, EngineSchedule, EngineState, RefreshReport, RolloutStats, SelfTestReport
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
+from spec_plugin.spans import FORGOTTEN
 
 
 class Engine:
@@ -74,7 +75,7 @@ class Engine:
 
     async def spec_take_spans(self) -> list[Any]:
         self._note("spans")
-        return []
+        return [FORGOTTEN]
 
     async def spec_witnesses(self) -> list[Any]:
         return []

@@ -188,7 +188,7 @@ def test_what_was_said_before_is_kept_once_something_has_been_cut_short():
     control = lagging(engines, overlaps=False)
 
     def versions() -> list[list[int]]:
-        found, _ = control.spans().of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
+        found, *_ = control.spans().of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
         return found.tolist()
 
     asyncio.run(control.synced(sync(0)))
@@ -219,7 +219,7 @@ def test_law_3_where_the_trainer_does_not_say_it_text_that_is_older_than_the_pha
     asyncio.run(control.synced(sync(0)))
     for said in (engines.said, []):
         engines.said = said
-        found, _ = control.spans(told=False).of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
+        found, *_ = control.spans(told=False).of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
         assert found.tolist() == [[0, 0]]
 
 

@@ -21,23 +21,23 @@ def known(*spans: object) -> Spans:
 def test_a_response_that_was_cut_short_has_the_version_of_each_part():
     cut = span_of(PROMPT, FIRST, 3)
     rest = span_of([*PROMPT, *FIRST], SECOND, 4, (6, 7))
-    versions, plain = known(cut, rest).of([DOCUMENT], [3], MASK)
+    versions, plain, *_ = known(cut, rest).of([DOCUMENT], [3], MASK)
     assert versions.tolist() == [[3, 3, 4, 4, 4]]
     assert plain.tolist() == [[False, False, False, True, False]]
 
 
 def test_what_no_engine_has_said_is_unknown():
     other = span_of(PROMPT, [8, 8], 3)
-    versions, plain = known(other).of([DOCUMENT], [3], MASK)
+    versions, plain, *_ = known(other).of([DOCUMENT], [3], MASK)
     assert versions.tolist() == [[-1] * 5] and not plain.any()
-    versions, _ = known(span_of([*PROMPT, *FIRST], SECOND, 4)).of([DOCUMENT], [3], MASK)
+    versions, *_ = known(span_of([*PROMPT, *FIRST], SECOND, 4)).of([DOCUMENT], [3], MASK)
     assert versions.tolist() == [[-1, -1, 4, 4, 4]]
 
 
 def test_a_turn_of_a_conversation_is_found_in_the_middle_of_its_document():
     document = torch.tensor([*PROMPT, *FIRST, 40, 41, *SECOND])
     spans = known(span_of(PROMPT, FIRST, 2), span_of([*PROMPT, *FIRST, 40, 41], SECOND, 3))
-    versions, _ = spans.of([document], [3], torch.ones(1, 7, dtype=torch.bool))
+    versions, *_ = spans.of([document], [3], torch.ones(1, 7, dtype=torch.bool))
     assert versions.tolist() == [[2, 2, -1, -1, 3, 3, 3]]
 
 
@@ -71,7 +71,7 @@ def test_of_two_requests_that_sampled_the_same_the_one_that_the_trainer_means():
     """A prompt that comes back may get the same answer, before the first one was trained on."""
     spans = known(span_of(PROMPT, [*FIRST, *SECOND], 3, (3, 5)), span_of(PROMPT, [*FIRST, *SECOND], 5))
     assert spans.of([DOCUMENT], [3], MASK)[0].tolist() == [[5] * 5]
-    versions, plain = spans.of([DOCUMENT], [3], MASK, both(3, 3))
+    versions, plain, *_ = spans.of([DOCUMENT], [3], MASK, both(3, 3))
     assert versions.tolist() == [[3] * 5] and plain.tolist() == [[True, True, False, False, False]]
     assert spans.of([DOCUMENT], [3], MASK, both(4, 4))[0].tolist() == [[5] * 5], "and a wrong one is not hidden"
 
@@ -83,7 +83,7 @@ def test_of_two_requests_that_sampled_the_same_the_one_whose_log_probs_the_train
     mask = torch.tensor([[False, False] + [True] * 5])
     for stated, version, plain in ((older, 3, 2), (newer, 5, 0), ([float("nan")] * 5, 5, 0)):
         rollout = torch.tensor([[0.0, 0.0, *stated]])
-        versions, undrafted = spans.of([DOCUMENT], [1], mask, rollout=rollout)
+        versions, undrafted, *_ = spans.of([DOCUMENT], [1], mask, rollout=rollout)
         assert versions[0, 2:].tolist() == [version] * 5 and int(undrafted.sum()) == plain
     assert spans.of([DOCUMENT], [3], MASK)[0].tolist() == [[5] * 5]
     silent = known(span_of(PROMPT, response, 3, log_probs=older), span_of(PROMPT, response, 5))
@@ -106,7 +106,7 @@ def test_of_two_requests_that_a_sync_cut_at_other_places_a_token_is_of_the_older
     response = [*FIRST, *SECOND]
     spans = known(*(span_of([*PROMPT, *response[:at]], response[at:until], v, p) for at, until, v, p in cuts))
     for order in (spans, known(*reversed([s for same in spans._known.values() for s in same]))):
-        versions, plain = order.of([DOCUMENT], [3], MASK, both(3, 4))
+        versions, plain, *_ = order.of([DOCUMENT], [3], MASK, both(3, 4))
         assert versions.tolist() == [[3, 3, 3, 4, 4]]
         assert plain.tolist() == [[True, False, False, True, False]]
 

@@ -242,6 +242,14 @@ def test_a_run_that_goes_on_after_a_violation_is_seen():
     one_problem(judge.stopped(tour(), PLANTED, later), "rolled out after the violation")
 
 
+def test_a_verdict_that_comes_after_the_update_is_seen() -> None:
+    *before, violation = tour()
+    update = {"hook": "policy_update", "pid": 7, "session": "a"}
+    told = [*before, violation | {"pid": 7, "time": 5.0}]
+    one_problem(judge.stopped(told, PLANTED, [update | {"time": 6.0}]), "updated after the guard had raised")
+    assert judge.stopped(told, PLANTED, [update | {"time": 4.0}, update | {"time": 6.0, "pid": 8}]) == []
+
+
 def test_a_whole_tour():
     assert judge.faults(tour()) == []
 

@@ -54,15 +54,46 @@ def told_of(event: dict) -> dict:
     return {k: v for k, v in event.items() if k not in ("hook", "session", "pid", "event", "time")}
 
 
-@pytest.mark.parametrize("some", [{"rollout_in_loss": True}, {"rollout": False}])
-def test_where_some_are_recomputed_or_kept_nobody_expects_all(some):
+def test_where_the_engines_keep_log_probs_of_some_nobody_expects_all():
     trace = Trace()
     for event in checks(trace):
         event["rows"]["rollout"] = event["rows"]["rollout"][:1]
-        told = {**told_of(event), "rows": {"rollout": None}} | some
-        event["rollout_in_loss"] = "rollout_in_loss" in some
-        trace.add("spec_check_logprobs", session="b", **told | ({} if "rollout" in some else {"rollout": False}))
+        trace.add("spec_check_logprobs", session="b", **told_of(event) | {"rows": {"rollout": None}, "rollout": False})
     assert omissions.responses_checked(trace.events) == []
+
+
+def test_log_probs_of_one_response_are_not_those_that_an_engine_keeps():
+    trace = Trace()
+    for event in checks(trace):
+        answered = [e for e in trace.events if e["hook"] == "engine_request"]
+        for i, copy in enumerate(answered * 2):
+            trace.add("engine_request", session="e", **told_of(copy) | {"log_probs": [-(i + 1) / 7, -1.0]})
+        event["rows"]["rollout"] = event["rows"]["rollout"][:1]
+        trace.add("spec_check_logprobs", session="b", **told_of(event) | {"rows": {"rollout": None}, "rollout": False})
+    trace.events.sort(key=lambda e: e["hook"] == "spec_rollout_end")  # all were sampled in the last phase
+    one_problem(omissions.responses_checked(trace.events), "a guard was shown those of 1")
+
+
+def test_log_probs_that_enter_the_loss_are_all_shown():
+    trace = Trace()
+    for event in checks(trace):
+        event["rows"]["rollout"], event["rollout_in_loss"] = event["rows"]["rollout"][:1], True
+    one_problem(omissions.responses_checked(trace.events), "a guard has seen 4 of 8 responses")
+
+
+def test_a_check_of_no_row_shows_nothing():
+    trace = Trace()
+    checks(trace)[1]["rows"]["rollout"] = []
+    one_problem(omissions.responses_checked(trace.events), "a guard has seen 6 of 8 responses")
+
+
+def test_the_turns_of_a_conversation_are_seen_in_one_row():
+    trace = Trace()
+    for event in checks(trace):
+        event["rows"]["rollout"] = [[v for row in event["rows"]["rollout"] for v in row]]
+    assert omissions.responses_checked(trace.events) == []
+    checks(trace)[0]["rows"]["rollout"][0].pop()
+    one_problem(omissions.responses_checked(trace.events), "a guard has seen 6 of 8 responses")
 
 
 def test_responses_are_compared_as_the_trainer_keeps_them():

@@ -16,7 +16,7 @@ from spec_plugin.engine import flight
 from spec_plugin.engine.control import ControlStretch
 from spec_plugin.engine.flight import UNKNOWN, Clock, Request, RequestTracker
 from spec_plugin.engine.sampling import SampledRequest
-from spec_plugin.spans import Span, fingerprints
+from spec_plugin.spans import FORGOTTEN, Span, fingerprints, weighed
 
 PROMPT, RESPONSE = [5, 6, 7], [10, 11, 12, 13, 14, 15]
 
@@ -59,7 +59,7 @@ def test_each_part_of_a_request_has_its_own_log_probs():
         tracker.pause({request.number: 2}, 4, drafted=False)
         tracker.begin(5)
         spans = complete(tracker, request, 5, log_probs=[-1.0, -2.0, -4.0, -8.0, -16.0, -32.0])
-    assert [span.stated for span in spans] == [-3.0, -60.0]
+    assert [span.stated for span in spans] == [weighed([-1.0, -2.0], 3), weighed([-4.0, -8.0, -16.0, -32.0], 5)]
 
 
 def test_a_request_that_had_sampled_nothing_is_of_the_new_version_alone():
@@ -176,3 +176,14 @@ def test_log_probs_in_flat_lists_are_those_of_the_sampled_tokens() -> None:
         assert one.log_probs == [-0.25, -0.5]
         one.answered(SimpleNamespace(token_ids=[7], logprobs=None))
         assert one.log_probs is None
+
+
+def test_an_engine_that_has_sampled_more_than_it_keeps_says_so(monkeypatch):
+    monkeypatch.setattr(flight, "KEPT", 2)
+    tracker = RequestTracker()
+    tracker._spans = type(tracker._spans)(maxlen=2)
+    for _ in range(3):
+        with tracker.request(4) as request:
+            tracker.completed(request, PROMPT, RESPONSE, 4, True, None)
+    assert tracker.take_spans()[-1] == FORGOTTEN
+    assert tracker.take_spans() == []

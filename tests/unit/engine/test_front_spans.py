@@ -14,7 +14,7 @@ from spec_plugin.engine.front import EngineFront
 from spec_plugin.events import EngineSchedule, Schedule
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
-from spec_plugin.spans import Spans
+from spec_plugin.spans import FORGOTTEN, Spans
 
 PROMPT, RESPONSE = [5, 6, 7], list(range(10, 110))
 DOCUMENT = torch.tensor(PROMPT + RESPONSE)
@@ -38,7 +38,7 @@ def kept(engine: EngineFront) -> tuple[list[int], list[bool]]:
     """Version and plainness of each token of the response."""
     spans = Spans()
     spans.add(engine.take_spans(), 9)
-    versions, plain = spans.of([DOCUMENT], [len(PROMPT)], torch.ones(1, len(RESPONSE), dtype=torch.bool))
+    versions, plain, *_ = spans.of([DOCUMENT], [len(PROMPT)], torch.ones(1, len(RESPONSE), dtype=torch.bool))
     return versions[0].tolist(), plain[0].tolist()
 
 
@@ -70,3 +70,17 @@ def test_what_was_taken_is_gone_and_what_sampled_nothing_is_not_kept():
     assert engine.take_spans() == []
     sampled(engine, PROMPT, RESPONSE, 4)
     assert len(engine.take_spans()) == 1 and engine.take_spans() == []
+
+
+def test_of_a_request_whose_answer_nobody_has_recorded_it_is_said_that_one_is_missing(monkeypatch):
+    engine = front(3)
+
+    async def several_answers() -> None:
+        async with engine.sample(PROMPT, {}):
+            pass
+
+    asyncio.run(several_answers())
+    assert engine.take_spans() == [FORGOTTEN]
+    monkeypatch.setattr(engine._tracker, "completed", lambda *_: 1 / 0)
+    sampled(engine, PROMPT, RESPONSE, 4)
+    assert engine.take_spans() == [FORGOTTEN]
