@@ -30,7 +30,7 @@ FIRST_PROCESS = ROOT / "tools" / "first_process.sh"
 GB = 16.0  # of memory for all parts that run
 WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 SECONDS_TO_END = 5.0  # between SIGTERM and SIGKILL
-LOOK_SECONDS, SAMPLE_SECONDS, NOTE_SECONDS = 0.5, 5.0, 60.0
+LOOK_SECONDS, SAMPLE_SECONDS, NOTE_SECONDS = 0.5, 15.0, 60.0
 RESULT = r"(?:passed|failed|errors?|skipped|no tests ran)"
 # of pytest; with -q there is no =
 CLOSING_LINE = re.compile(rf"^(?:=+ .*{RESULT}.* in [0-9.]+s.*=+|\d+ {RESULT}.* in [0-9.]+s.*)$", re.M)

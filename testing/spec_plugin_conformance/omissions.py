@@ -13,8 +13,6 @@ from spec_plugin.witness import KEPT
 from spec_plugin_conformance.judge import Event, Trace, actor_events, events_of
 from spec_plugin_conformance.reported import CHECKED, as_kept, rollout_requests
 
-#: tolerance of the reported share of plain tokens, where only a part of the responses is recomputed
-_FEW = 0.1
 #: requests in the control group, at least, of which some must be reported: where two responses are of the same text, a plain one
 #: and a drafted one, nobody can tell which is which, and a short run may have but one
 _CONTROLS = 3
@@ -119,24 +117,17 @@ def _turns(row: LogProbs, answers: set[LogProbs]) -> list[LogProbs]:
 
 def undrafted_tokens_reported(trace: Trace) -> list[str]:
     """Of phases that draft, no more tokens are reported as plain than the engine was asked to sample so, and some if it was."""
-    checked = [e for e in trace if e["hook"] == "spec_check_logprobs" and e["speculating"]]
+    told = sum(e["plain"] for e in trace if e["hook"] == "spec_check_logprobs" and e["speculating"])
     answered = rollout_requests(trace)
-    reported = _share(sum(e["plain"] for e in checked), sum(sum(e["response_lengths"]) for e in checked))
-    asked = _share(sum(e["plain"] for e in answered), sum(len(e["log_probs"]) for e in answered))
-    if reported > 2 * asked + _FEW:
+    asked = sum(e["plain"] for e in answered)
+    if told > asked:
         return [
-            f"{reported:.0%} of the tokens are reported as sampled without drafts, the engine was asked for {asked:.0%}: "
-            "the guard takes them for its reference, and judges the others only"
+            f"{told} tokens are reported as sampled without drafts, the engine was asked for {asked} of them: the guard takes "
+            "them for its reference, and judges the others only"
         ]
-    if not reported and sum(bool(e["plain"]) for e in answered) >= _CONTROLS:
-        return [
-            f"the engine sampled {asked:.1%} of the tokens without drafts, and the adapter reports none to the guard"
-        ]
+    if not told and sum(bool(e["plain"]) for e in answered) >= _CONTROLS:
+        return [f"the engine sampled {asked} tokens without drafts, and the adapter reports none to the guard"]
     return []
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
 
 
 def engines_tested(trace: Trace) -> list[str]:

@@ -223,8 +223,8 @@ MUTATIONS = (
     Mutation(
         _OMISSIONS,
         "undrafted_tokens_reported",
-        "if reported > 2 * asked + _FEW:",
-        "if reported > 2.0:",
+        "if told > asked:",
+        "if told > 2 * asked + 20:",
         "law 3: an adapter that says of every token that it is plain passes the kit",
         ("test_omissions.py",),
     ),

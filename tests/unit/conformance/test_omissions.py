@@ -114,7 +114,8 @@ def test_drafted_tokens_that_are_said_to_be_plain_are_seen():
     for event in checks(trace):
         event["plain"] = 12
     one_problem(
-        omissions.undrafted_tokens_reported(trace.events), "100% of the tokens are reported as sampled without drafts"
+        omissions.undrafted_tokens_reported(trace.events),
+        "48 tokens are reported as sampled without drafts, the engine was asked for 0 of them",
     )
     for event in checks(trace):
         event["speculating"] = False
@@ -129,12 +130,14 @@ def test_a_control_group_that_the_guard_is_not_told_of_is_seen():
     trace.find("engine_request", 3)["plain"] = 5
     one_problem(
         omissions.undrafted_tokens_reported(trace.events),
-        "sampled 31.2% of the tokens without drafts, and the adapter reports none",
+        "sampled 15 tokens without drafts, and the adapter reports none",
     )
     checks(trace)[0]["plain"] = 3
     assert omissions.undrafted_tokens_reported(trace.events) == [], (
         "a stretch is said to be shorter than it was asked for"
     )
+    checks(trace)[0]["plain"] = 16
+    one_problem(omissions.undrafted_tokens_reported(trace.events), "16 tokens are reported")
 
 
 # samples_are_the_targets
