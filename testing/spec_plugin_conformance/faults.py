@@ -35,6 +35,8 @@ TOUR = (
     "spec_schedule",
     "spec_metrics",
 )
+#: those whose failure costs a warning, and no drafts
+HARMLESS = ("spec_metrics", "spec_save")
 #: of an asynchronous trainer, phases after a refusal in which what was planted before may still come, and those to wait for that
 #: before something else is planted; and by what the guard's reason is recognised
 _LATE, _SETTLED = 6, 3
@@ -48,7 +50,8 @@ watch_sessions()
 
 
 class FaultTour:
-    """Raises once in each hook of ``TOUR``, waits for a plain phase, clears the failure, and waits for drafts again.
+    """Raises once in each hook of ``TOUR``, waits for a phase, to be plain unless the hook is one of ``HARMLESS``, clears the
+    failure, and waits for drafts again.
 
     At the end the guard's ``LogprobProvenanceError`` of a NaN must stop the run; where the guard has seen none, the tour raises
     one itself. ``<folder>/faults.jsonl`` tells the story.
@@ -70,7 +73,7 @@ class FaultTour:
         self._saved = False
         self._broken: str | None = None  # the hook that has broken and is not healed
         self._noticed = False  # k was chosen since
-        self._plain = False  # the phase in progress must not draft
+        self._plain = False  # the phase in progress shows what became of it
         self._drafting = False  # there were drafts since the last healing
         self._version = -1
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from spec_plugin_conformance.faults import TOUR
+from spec_plugin_conformance.faults import HARMLESS, TOUR
 from spec_plugin_conformance.metrics import describe
 from spec_plugin_conformance.plants import PLANTED
 
@@ -290,7 +290,10 @@ def stopped(tour: Trace, failure: str | None, trace: Trace) -> list[str]:
 
 
 def faults(tour: Trace) -> list[str]:
-    """Each broken hook is followed by a phase that generates and drafts nothing, then by training, then by drafts again."""
+    """Each broken hook is followed by a phase that generates and drafts nothing, then by training, then by drafts again.
+
+    Behind one of ``HARMLESS`` drafts go on.
+    """
     problems = []
     stops = next((e["stops"] for e in tour if e["event"] == "begins"), TOUR)
     for hook in (*stops, *(["spec_save"] if any(e.get("hook") == "spec_save" for e in tour) else [])):
@@ -302,7 +305,7 @@ def faults(tour: Trace) -> list[str]:
         if plain is None:
             problems.append(f"{hook}: no rollout came after the fault")
             continue
-        problems += _plain_phase(hook, tour[plain])
+        problems += _phase_behind(hook, tour[plain])
         later = [e for e in tour[plain + 1 :] if e["event"] == "drafting"]
         if not later:
             problems.append(f"{hook}: nothing was drafted after it was healed")
@@ -311,8 +314,12 @@ def faults(tour: Trace) -> list[str]:
     return problems
 
 
-def _plain_phase(hook: str, phase: Event) -> list[str]:
+def _phase_behind(hook: str, phase: Event) -> list[str]:
     problems = []
+    if hook in HARMLESS:
+        if not phase["drafts"] or phase["why"] != "None":
+            problems.append(f"{hook}: its failure, which is to cost a warning, has turned drafts off: {phase['why']}")
+        return problems
     if phase["drafts"]:
         problems.append(
             f"{hook}: {phase['drafts']} verification steps in the phase after the fault, expected plain decoding"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from spec_plugin_conformance.faults import TOUR, WRONG
+from spec_plugin_conformance.faults import HARMLESS, TOUR, WRONG
 from spec_plugin_conformance.plants import PLANTED
 from torch import Tensor
 
@@ -151,6 +151,8 @@ def tour() -> list[Event]:
     for hook in TOUR:
         events.append({"event": "broken", "hook": hook, "policy_version": version})
         plain = {"drafts": 0, "tokens": 50, "why": f"x: {hook} broken: {PLANTED}"}
+        if hook in HARMLESS:
+            plain |= {"drafts": 40, "why": "None"}
         events.append({"event": "plain", "hook": hook, "policy_version": version + 1, **plain})
         events.append({"event": "drafting", "policy_version": version + 2, "drafts": 40})
         version += 2

@@ -282,6 +282,14 @@ def test_a_failure_with_another_cause_is_seen():
     one_problem(judge.faults(events), "another reason: refresh: out of memory")
 
 
+@pytest.mark.parametrize("what", [{"drafts": 0}, {"why": "x: spec_metrics broken"}])
+def test_a_harmless_failure_that_turns_drafts_off_is_seen(what):
+    events = tour()
+    phase = next(e for e in events if e["event"] == "plain" and e["hook"] == "spec_metrics")
+    phase |= what
+    one_problem(judge.faults(events), "spec_metrics: its failure, which is to cost a warning, has turned drafts off")
+
+
 # the draft
 
 
