@@ -21,10 +21,10 @@ def known(*spans: object) -> Spans:
 def test_law_3_of_equal_texts_that_go_on_the_oldest_is_taken() -> None:
     """Its log-probs are the furthest from what the actor recomputes: no newer one excuses them."""
     told = torch.tensor([1]), torch.tensor([5])
-    versions, _ = known(span_of(PROMPT, FIRST, 2), span_of(PROMPT, FIRST, 4)).of([DOCUMENT], [3], MASK, told)
-    assert versions.tolist() == [[2, 2, -1, -1, -1]]
+    origin = known(span_of(PROMPT, FIRST, 2), span_of(PROMPT, FIRST, 4)).of([DOCUMENT], [3], MASK, told)
+    assert origin.versions.tolist() == [[2, 2, -1, -1, -1]]
 
 
 def test_law_3_a_span_says_nothing_of_what_comes_behind_it() -> None:
-    versions, _ = known(span_of(PROMPT, FIRST, 3)).of([DOCUMENT], [3], MASK)
-    assert versions.tolist() == [[3, 3, -1, -1, -1]]
+    origin = known(span_of(PROMPT, FIRST, 3)).of([DOCUMENT], [3], MASK)
+    assert origin.versions.tolist() == [[3, 3, -1, -1, -1]]

@@ -26,7 +26,8 @@ from pathlib import Path
 from check import Part, main
 
 check.NOTE_SECONDS = check.SAMPLE_SECONDS = 0.5
-signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run where it is ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run where they are ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.exit(main(sys.argv[1:], {parts!r}, Path({root!r})))
 """
 # Only one at a time can have the folder.

@@ -213,9 +213,9 @@ def test_a_plugin_that_chooses_k_before_the_controller_is_seen():
     assert logged(session) == (S.SERVING, R.DECIDED_ELSEWHERE)
 
 
-def test_a_plugin_that_fails_in_its_metrics_is_trouble_elsewhere():
+def test_a_plugin_that_fails_in_its_metrics_is_no_trouble_of_the_drafts():
     session = session_with(raising("spec_metrics", ValueError("broken")))
-    assert logged(session) == (S.FAILED, R.OTHER_TROUBLE)
+    assert logged(session) == (S.UNTRIED, R.NO_DRAFT_YET)
 
 
 def test_a_dropped_draft_is_logged_with_its_reason():
