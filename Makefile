@@ -48,8 +48,8 @@ format: verl-env  ## let ruff repair and format the sources
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-unit:  ## tests without an engine (seconds)
-	@$(CHECK) --foreground unit -- $(ARGS)
+unit:  ## tests without an engine, but for the slow ones (minutes); ARGS="-k harvest" for some, of all
+	@$(CHECK) --foreground unit -- $(if $(ARGS),$(ARGS),-m "not slow")
 
 mutants: verl-env  ## make each known mistake in a copy, and see the unit tests notice it (minutes); ARGS="-k law"
 	@PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/testing:$$PYTHONPATH $(PY) -m mutants.run $(ARGS)

@@ -3,7 +3,7 @@
 # a model of Qwen's read texts beyond the length that it was trained on.
 #
 # A good guess: YaRN over the model's own base. The file says `"rope_parameters": {"rope_theta": 1000000.0, ...}`, the addition
-#   names no base; with the same addition transformers has always kept the base of a file that says `"rope_theta": 1000000.0`.
+#   names no base; with the same addition it keeps the base of a file that says `"rope_theta": 1000000.0`.
 # Seen: of a file with a top-level `rope_theta` the base is kept; of a file as transformers 5 itself saves it the addition replaces
 #   `rope_parameters` whole, and the base is 10000.0 (a default), without a word. All rotations of the model are then other ones.
 # So the same recipe works on the hub's file and spoils the model in a checkpoint that a trainer has saved from it.
