@@ -29,23 +29,9 @@ PROCESSES = (
     "tensordict",
     "hydra",
 )
-#: files whose tests simulate runs, start processes or compose whole configurations: more than half of the time, a quarter of the tests
-SLOW = frozenset(
-    """
-    actor/test_ranks actor/test_rank_engines adapters/verl/test_check_command_fields adapters/verl/test_check_command_lora
-    adapters/verl/test_check_command_verl adapters/verl/test_law1_off_is_off adapters/verl/test_verl_ways
-    bad_input/test_bad_arguments bad_input/test_fuzz bad_input/test_outside_fuzz bench/test_bench_card bench/test_bench_turns
-    commands/test_cli commands/test_outside conformance/test_plugin cpu/test_forks cpu/test_v2_runner
-    draft_training/test_draft_buffer draft_training/test_draft_memory draft_training/test_draft_parallel
-    draft_training/test_law6_no_memory engine/test_model_runner engine/test_parent exactness/test_exactness_guard
-    house/test_check house/test_readme methods/test_law8_drafts_bring_no_code methods/test_method_mtp
-    plan/test_hub plan/test_parsed_sources policy/test_model_card projection/test_projection projection/test_projection_command
-    projection/test_projection_held provenance/test_provenance_lag quickstart/test_quickstart report/test_report_page
-    report/test_report_shown selftest/test_selftest_stats selftest/test_selftest_switching
-    session/test_recovery simulators/test_simulators step_cost/test_cost_of_experts train/test_pretrain_loop
-    """.split()
-)
 UNIT = Path(__file__).parent
+#: files whose tests simulate runs, start processes or compose configurations: a quarter of the tests, more than half of the time
+SLOW = frozenset((UNIT / "slow.txt").read_text().split())
 _SERVERS = pytest.StashKey[list[ForkServer]]()
 
 
@@ -141,8 +127,7 @@ def _log_lines_reach_caplog() -> Iterator[None]:
     ours.setLevel(level)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what ``make unit`` leaves to ``make test``."""
-    for item in items:
-        if item.path.relative_to(UNIT).with_suffix("").as_posix() in SLOW:
-            item.add_marker(pytest.mark.slow)
+    if item.path.relative_to(UNIT).with_suffix("").as_posix() in SLOW:
+        item.add_marker(pytest.mark.slow)

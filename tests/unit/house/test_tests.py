@@ -79,3 +79,8 @@ def test_no_room_is_taken_for_a_trainer() -> None:
     """pytest puts the folder of each test file on the path: beside one, a room called verl would be imported for the library."""
     assert {"verl", "openrlhf", "trl"} <= {room.name for room in (UNIT / "adapters").iterdir()}
     assert list((UNIT / "adapters").glob("*.py")) == []
+
+
+def test_each_file_that_is_named_as_slow_is_there() -> None:
+    named = (UNIT / "slow.txt").read_text().split()
+    assert named == sorted(set(named)) and all((UNIT / f"{name}.py").is_file() for name in named)
