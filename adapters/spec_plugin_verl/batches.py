@@ -54,8 +54,8 @@ def cut(data: Any, most: int | None) -> Tensor:
     Its builders of chat templates trim there what a model's own turn ends with (``removed_prefix_token_count``).
     """
     mask = sampled(data)
-    ends = (mask * torch.arange(1, mask.shape[1] + 1)).amax(-1) if mask.shape[1] else mask.sum(-1)
-    return (ends > mask.sum(-1)) | (torch.tensor(lengths(data)) >= (mask.shape[1] + 1 if most is None else most))
+    joined = (mask[:, 1:] & ~mask[:, :-1]).any(-1)
+    return joined | (torch.tensor(lengths(data)) >= (mask.shape[1] + 1 if most is None else most))
 
 
 def rollout(data: Any) -> Tensor | None:

@@ -18,7 +18,7 @@ MUTATIONS = (
         "else min(s.version for s in spans)",
         "else max(s.version for s in spans)",
         "law 3: old text is judged as the newest that reads like it",
-        ("test_spans_of_twins.py",),
+        ("test_spans.py",),
     ),
     Mutation(
         _SPANS,
@@ -26,7 +26,7 @@ MUTATIONS = (
         "found[row, max(0, span.first - start) : max(0, span.until - start)]",
         "found[row, max(0, span.first - start) :]",
         "law 3: tokens that no engine has spoken of get the version of those before them",
-        ("test_spans_of_twins.py",),
+        ("test_spans.py",),
     ),
     Mutation(
         "spec_plugin/actor/run.py",

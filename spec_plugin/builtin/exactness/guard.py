@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from spec_plugin.errors import LosslessError, SpecConfigError, pass_on
 from spec_plugin.events import ChosenStates, Drafts, LogprobBatch, RolloutStats, TargetInfo, WeightSync
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Method
+from spec_plugin.outside import write_whole
 from spec_plugin.ranks import is_first, sum_of_ranks, together
 
 logger = logging.getLogger(__name__)
@@ -231,10 +231,9 @@ class ExactnessGuard:
     def spec_save(self, path: Path) -> None:
         """Write the capital to exactness.json."""
         path.mkdir(parents=True, exist_ok=True)
-        partial, capital = path / "exactness.json.partial", self._capital
+        capital = self._capital
         state = {"of": self._kind, "logs": capital.logs.tolist(), "tokens": capital.tokens, "phases": capital.phases}
-        partial.write_text(json.dumps(state))
-        os.replace(partial, path / "exactness.json")
+        write_whole(path / "exactness.json", json.dumps(state))
 
     @hookimpl
     def spec_load(self, path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import Drafts, LogprobBatch, StatedLogprobs, TargetInfo
 from spec_plugin.hookspecs import hookimpl
+from spec_plugin.outside import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -168,10 +168,9 @@ class ProvenanceGuard:
     def spec_save(self, path: Path) -> None:
         """Write the reference to provenance.json: a resumed run may begin with drafts, before any plain text."""
         path.mkdir(parents=True, exist_ok=True)
-        partial = path / "provenance.json.partial"
         phases = [phase for reference in self._references.values() for phase in reference.state()]
-        partial.write_text(json.dumps({"of": self._kind, "phases": phases, "rows": self._rows.state()}))
-        os.replace(partial, path / "provenance.json")
+        state = {"of": self._kind, "phases": phases, "rows": self._rows.state()}
+        write_whole(path / "provenance.json", json.dumps(state))
 
     @hookimpl
     def spec_load(self, path: Path) -> None:

@@ -130,3 +130,15 @@ def test_what_is_said_again_is_the_newest():
     response = [*FIRST, *SECOND]
     spans = known(*(span_of(PROMPT, response, version) for version in (3, 5, 3)))
     assert spans.of([DOCUMENT], [3], MASK)[0].tolist() == [[3] * 5]
+
+
+def test_law_3_of_equal_texts_that_go_on_the_oldest_is_taken() -> None:
+    """Its log-probs are the furthest from what the actor recomputes: no newer one excuses them."""
+    told = torch.tensor([1]), torch.tensor([5])
+    origin = known(span_of(PROMPT, FIRST, 2), span_of(PROMPT, FIRST, 4)).of([DOCUMENT], [3], MASK, told)
+    assert origin.versions.tolist() == [[2, 2, -1, -1, -1]]
+
+
+def test_law_3_a_span_says_nothing_of_what_comes_behind_it() -> None:
+    origin = known(span_of(PROMPT, FIRST, 3)).of([DOCUMENT], [3], MASK)
+    assert origin.versions.tolist() == [[3, 3, -1, -1, -1]]
