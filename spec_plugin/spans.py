@@ -72,7 +72,7 @@ def fingerprints(tokens: Tokens) -> NDArray[np.uint64]:
     return sums
 
 
-def weighed(log_probs: Sequence[float], first: int) -> float:
+def weighed(log_probs: Sequence[float] | NDArray[np.float64], first: int) -> float:
     """Sum of log-probs, each times a weight of [1, 2) that is its place's, which no exchange or shift leaves as it is.
 
     Args:
@@ -216,33 +216,32 @@ class Spans:
 
 
 class _Stated:
-    """A row's log-probs, as sums up to each place of its document."""
+    """A row's log-probs, and their weighed sums over spans."""
 
     def __init__(self, log_probs: Tensor, mask: Tensor, start: int) -> None:
         """Of a row [T] that begins at this place of its document, sampled where ``mask`` [T] is True."""
-        values = log_probs.double().cpu().numpy()
-        weighed = values * _shares(start + len(values))[start:]
-        self._sums, self._sizes, self._counts = (
-            np.pad(np.cumsum(each), (start + 1, 0)) for each in (weighed, np.abs(weighed), mask.cpu().numpy())
-        )
-        self._start, self._rounding = start, torch.finfo(log_probs.dtype).eps
+        self._values, self._mask, self._start = log_probs.double().cpu().numpy(), mask.cpu().numpy(), start
+        self._rounding = torch.finfo(log_probs.dtype).eps
+        self._sums: dict[tuple[int, int], float] = {}  # many requests may have sampled the same text
+
+    def _places(self, span: Span) -> slice:
+        return slice(span.first - self._start, span.until - self._start)
 
     def apart(self, span: Span) -> float:
         """Nats between the weighed sum of its log-probs here and as the engine stated them; infinite if one is not known."""
-        if span.stated is None or span.first < self._start or span.until >= len(self._sums):
+        if span.stated is None or span.first < self._start or span.until > self._start + len(self._values):
             return math.inf
-        return abs(span.stated - float(self._sums[span.until] - self._sums[span.first]))
+        ends = span.first, span.until
+        if ends not in self._sums:
+            self._sums[ends] = weighed(self._values[self._places(span)], span.first)
+        return abs(span.stated - self._sums[ends])
 
     def beyond(self, span: Span) -> float:
         """What of ``apart`` is beyond the rounding of their dtype; 0 where not all of its tokens are in the loss."""
-        whole = (
-            span.until < len(self._counts)
-            and self._counts[span.until] - self._counts[span.first] == span.until - span.first
-        )
-        apart = self.apart(span)
-        if not whole or math.isinf(apart):
+        apart, places = self.apart(span), self._places(span)
+        if math.isinf(apart) or not self._mask[places].all():
             return 0.0
-        return max(0.0, apart - self._rounding * (1.0 + float(self._sizes[span.until] - self._sizes[span.first])))
+        return max(0.0, apart - self._rounding * (1.0 + weighed(np.abs(self._values[places]), span.first)))
 
 
 def _of_these(same: Sequence[Span], oldest: int, newest: int, ends: bool) -> Span:

@@ -661,7 +661,7 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/spans.py",
         "_Stated.beyond",
-        "not whole or math.isinf(apart)",
+        "math.isinf(apart) or not self._mask[places].all()",
         "math.isinf(apart)",
         "a trainer that zeroes the log-probs of tokens outside its mask is stopped",
         ("test_provenance_origin.py",),
