@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def test_trouble_after_k_was_set_takes_the_drafts_back_before_the_rollout(call, 
 # ---- files
 
 
-@pytest.mark.parametrize("broken", ["mkdir", "write_text", "replace", "torn", "a file in its place"])
+@pytest.mark.parametrize("broken", ["mkdir", "mkstemp", "replace", "torn", "a file in its place"])
 def test_law_6_files_that_cannot_be_written_or_read_cost_speculation_only(broken, tmp_path, monkeypatch, said):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -133,7 +134,7 @@ def test_law_6_files_that_cannot_be_written_or_read_cost_speculation_only(broken
     elif broken == "a file in its place":
         folder.write_text("")
     else:
-        monkeypatch.setattr(os if broken == "replace" else Path, broken, full)
+        monkeypatch.setattr({"mkdir": Path, "mkstemp": tempfile, "replace": os}[broken], broken, full)
     control = make(Fault())
     assert len(list(steps(control, folder))) == 3
     lost = broken == "torn"  # what cannot be read is draft trouble; what cannot be written is a warning
