@@ -15,7 +15,7 @@ import pluggy
 from draft_training.errors import CheckpointError
 from draft_training.files import refuse_code
 from spec_plugin import hookspecs
-from spec_plugin.builtin.methods.fit import refuse_unfit
+from spec_plugin.builtin.methods.fit import refuse_two_policies, refuse_unfit
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import TargetInfo
@@ -107,6 +107,7 @@ def ask_method(
     Raises:
         SpecConfigError: if a plugin refuses this target, the draft names code, or would end while the run goes on.
     """
+    refuse_two_policies(target)
     if config.draft is not None:
         config = config.model_copy(update={"draft": draft_folder(config.draft, target, fetch)})
     if (

@@ -45,7 +45,7 @@ MUTATIONS = (
     ),
     Mutation(
         _FIT,
-        "refuse_unfit",
+        "refuse_two_policies",
         "places(Path(target.path))",
         "pass",
         "actor and engine load different weights from one folder",

@@ -1,4 +1,4 @@
-"""What the draft of every method must be, whoever chose it: as long as the engine, and still there when the engine has slept."""
+"""What every draft must be, whoever chose it: as long as the engine, still there when it has slept, of one policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_WEIGHTS = ("ngram", "suffix")
 
 
 def refuse_unfit(method: Method, config: SpecConfig, target: TargetInfo) -> None:
-    """Refuse what would end drafting in the middle of a run, or start the engine with other weights than the actor has.
+    """Refuse what would end drafting in the middle of a run.
 
     vLLM's V1 model runner asks once a step, for the whole batch, whether the longest text still fits the draft
     (``effective_drafter_max_model_len``), and lets the policy verify noughts for every request where it does not.
@@ -44,6 +44,14 @@ def refuse_unfit(method: Method, config: SpecConfig, target: TargetInfo) -> None
             f"spec.sleep_level={config.sleep_level}: the engine would drop a draft that no refresh brings back (method "
             f"{method.name}): leave sleep_level out"
         )
+
+
+def refuse_two_policies(target: TargetInfo) -> None:
+    """Refuse a folder whose one weights file and whose shards may be two policies: actor and engine would read one each.
+
+    Raises:
+        SpecConfigError: naming both.
+    """
     if target.load_format != "dummy":  # then the trainer sends all weights
         with refusing(f"the target {target.path} is refused"):
             places(Path(target.path))

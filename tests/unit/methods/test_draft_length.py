@@ -116,6 +116,9 @@ def test_a_checkpoint_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     target = replace(info(TARGET), path=str(tmp_path))
     with pytest.raises(SpecConfigError, match=r"model\.safetensors lies beside model\.safetensors\.index\.json"):
         of_the_run(target, method="ngram")
+    with pytest.raises(SpecConfigError, match=r"^the target .* is refused") as refused:
+        of_the_run(target, method="auto")
+    assert str(refused.value).count("lies beside") == 1, "said once, not for each method that could be chosen"
     assert of_the_run(replace(target, load_format="dummy"), method="ngram"), "the trainer sends all weights"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     assert of_the_run(target, method="ngram")
