@@ -13,7 +13,7 @@ share of it, so that none has to be guessed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,15 +94,10 @@ def _by_place(stated: Stated) -> Iterator[tuple[str, float]]:
             yield f"{boost:.0%} of the mass moved to the {name} token", float(np.log(ratio).sum())
 
 
-def _known(stated: Stated) -> tuple[NDArray[np.int64], Floats]:
-    """Tokens of all tops, one after the other, and their probabilities."""
-    known = (stated.top_ids >= 0) & np.isfinite(stated.top)
-    return stated.top_ids[known], np.exp(stated.top[known])
-
-
 def _by_token(stated: Stated) -> Floats:
     """[ODDS, V] log-ratios; 0 for a token that is in no top."""
-    ids, chance = _known(stated)
+    known = (stated.top_ids >= 0) & np.isfinite(stated.top)
+    ids, chance = stated.top_ids[known], np.exp(stated.top[known])
     hit = np.flatnonzero(stated.rank >= 0)
     drawn = np.bincount(stated.top_ids[hit, stated.rank[hit]], minlength=stated.vocab_size)
     rows = [
@@ -110,54 +105,3 @@ def _by_token(stated: Stated) -> Floats:
         for o in ODDS
     ]
     return np.stack(rows)
-
-
-def detectable(stated: Stated, alpha: float) -> str:
-    """The smallest faults of three kinds that so many tokens would have shown, more often than not."""
-    places = len(TEMPERED) + len(LEAKING) + len(BOOSTED) * len(PLACES)
-    kinds: tuple[tuple[str, Sequence[float], Callable[[Stated, float], float], int], ...] = (
-        ("a temperature {:.3g} times as high", (1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0), _gain_tempered, places),
-        ("a second-best token unasked in {:.0%} of the steps", (0.01, 0.02, 0.05, 0.1, 0.2, 0.3), _gain_second, places),
-        (
-            "{:.3g} times the odds of the commonest token",
-            (1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 3.0, 5.0),
-            _gain_odds,
-            len(ODDS) * stated.vocab_size,
-        ),
-    )
-    said = []
-    for text, strengths, gain, among in kinds:
-        least = next((s for s in strengths if gain(stated, s) >= math.log(2 * among / alpha)), None)
-        if least is not None:
-            said.append(text.format(least))
-    return ", ".join(said) or "no fault of these kinds"
-
-
-def _gain_tempered(stated: Stated, times: float) -> float:
-    """Expected log-ratio of the best alternative, if the temperature is so many times as high as stated."""
-    logs = np.concatenate([stated.top, np.log(stated.rest)[:, None]], axis=1)
-    p = np.exp(logs)
-    real = np.power(p, 1.0 / times)
-    real /= real.sum(axis=1, keepdims=True)
-    mean = (real * np.where(np.isfinite(logs), logs, 0.0)).sum(axis=1)
-    return max(float(((a - 1.0) * mean - np.log(np.power(p, a).sum(axis=1))).sum()) for a in TEMPERED)
-
-
-def _gain_second(stated: Stated, share: float) -> float:
-    """The same, if the second-best token comes unasked in this share of the steps."""
-    if stated.top.shape[1] < 2:
-        return 0.0
-    p = np.exp(stated.top[np.isfinite(stated.top[:, 1]), 1])
-    drawn = (1.0 - share) * p + share
-    gains = [(1.0 - drawn) * math.log(1.0 - b) + drawn * np.log(1.0 - b + b / p) for b in BOOSTED]
-    return max(float(g.sum()) for g in gains)
-
-
-def _gain_odds(stated: Stated, times: float) -> float:
-    """The same, if the commonest token has so many times its odds."""
-    ids, chance = _known(stated)
-    if not len(ids):
-        return 0.0
-    p = chance[ids == np.bincount(ids, weights=chance).argmax()]
-    drawn = times * p / (1.0 + (times - 1.0) * p)
-    return max(float((drawn * math.log(o) - np.log1p((o - 1.0) * p)).sum()) for o in ODDS)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec_plugin.engine.selftest import stats
-from spec_plugin.engine.selftest.evidence import Stated, detectable, evidence
+from spec_plugin.engine.selftest.evidence import Stated, evidence
 from spec_plugin.events import Check
 
 LEAST_SAMPLES = 64  # sequences in each arm, below which the self-test fails for want of evidence
@@ -103,7 +103,7 @@ def counts_check(
     r = stats.two_sample(by_prompt[0], by_prompt[1], alpha)
     detail = (
         f"p={r.p_value:.1e} after correction for {r.tests} tests on {r.sequences} sequences (rejects at {alpha:.1e}); "
-        f"{r.worst}; would show a difference of {r.detects:.2f} in one token's probability"
+        f"{r.worst}"
     )
     enough = min(len(spec), len(plain)) >= LEAST_SAMPLES
     if not enough:
@@ -121,14 +121,8 @@ def evidence_check(spec: Sequence[Sampled], plain: Sequence[Sampled], vocab_size
     wrongly, or by an option that we do not know of. The run would be no better without the flag, so it is not refused; but
     that samples follow the stated distribution is unproven, and said to be.
     """
-    stated = {}
-    for name, arm in (("speculating", spec), ("plain", plain)):
-        stated[name] = _stated(arm, vocab_size)
-    r, base = (evidence(stated[name]) for name in ("speculating", "plain"))
-    detail = (
-        f"ln(ratio)={r.log_ratio:.1f} (rejects at {-np.log(alpha):.1f}) on {r.tokens} tokens; plain {base.log_ratio:.1f}; "
-        f"would show {detectable(stated['speculating'], alpha)}"
-    )
+    r, base = (evidence(_stated(arm, vocab_size)) for arm in (spec, plain))
+    detail = f"ln(ratio)={r.log_ratio:.1f} (rejects at {-np.log(alpha):.1f}) on {r.tokens} tokens; plain {base.log_ratio:.1f}"
     if base.p_value <= alpha:
         found = f"unproven: plain requests, too, deviate from their own stated log-probs; looks like {base.alternative}"
         return Check("samples: log-probs", True, f"{found}: {detail}", unproven=True)

@@ -82,7 +82,6 @@ def test_law_2_only_a_plain_arm_that_is_refused_itself_excuses_the_other(
         (np.log(1e9), np.log(1 / plain))
     )  # speculating, then plain: of a correct one anything up to 1 / alpha
     monkeypatch.setattr(verdicts, "_stated", lambda *_: None)
-    monkeypatch.setattr(verdicts, "detectable", lambda *_: "anything")
     monkeypatch.setattr(verdicts, "evidence", lambda _: Evidence(float(next(ratios)), 100, "something"))
     check = evidence_check([], [], 8, alpha=1e-6)
     assert (check.passed, check.unproven) == (passed, unproven), SimpleNamespace(said=check.detail)
