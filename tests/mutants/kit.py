@@ -94,7 +94,7 @@ MUTATIONS = (
     ),
     Mutation(
         "testing/spec_plugin_conformance/places.py",
-        "missing",
+        "_in_another_order",
         "if len(begins) == len(group) and sorted(begins) != begins:",
         "if False:",
         "law 2: keys in the place of values pass the kit",

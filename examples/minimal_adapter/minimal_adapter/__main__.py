@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--engines", type=int, default=Settings.engines)
     parser.add_argument("--lr", type=float, default=Settings.lr)
+    parser.add_argument("--max-tokens", type=int, default=Settings.max_tokens)
+    parser.add_argument("--dtype", default=Settings.dtype, help="of the engine; the policy is float32")
     parser.add_argument("--temperature", type=float, default=Settings.temperature)
     parser.add_argument("--loop", default=LOOP, help="module:Class, used without --spec")
     parser.add_argument("--spec", action="store_true", help="speculative rollouts; options as --spec.NAME VALUE")

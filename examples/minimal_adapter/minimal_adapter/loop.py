@@ -40,6 +40,7 @@ class Settings:
     group: int = 4  # samples of each prompt
     max_tokens: int = 24
     temperature: float = 1.0
+    dtype: str = "float32"  # of the engine
     max_num_seqs: int = 16
     max_model_len: int = 256
     engines: int = 1
@@ -139,7 +140,7 @@ class Trainer:
         return {
             "model": str(self.settings.target),
             "skip_tokenizer_init": True,
-            "dtype": "float32",
+            "dtype": self.settings.dtype,
             "max_model_len": self.settings.max_model_len,
             "max_num_seqs": self.settings.max_num_seqs,
             "enforce_eager": True,
