@@ -338,7 +338,7 @@ class LogprobBatch:
     sampled: Tensor | None = (
         None  # [B, T] bool: by a request that this run's engines know of; None: they may have forgotten some
     )
-    #: [B] float64 nats by which a row's ``rollout`` is not what the engine stated of its text, beyond the rounding of their dtype
+    #: [B] float64 nats by which a row's ``rollout`` is not what the engine stated of its text, as a dtype carries it
     apart: Tensor | None = None
 
     @property

@@ -3,8 +3,9 @@
 An asynchronous trainer cuts responses short at a weight sync and lets them go on under the next policy, and on the way to the
 loss loses most of what the engine said beside each part. So the engine keeps it: which stretch of which document, by which
 policy version, and which tokens of it without drafts. The trainer knows the documents; a fingerprint of all tokens up to the
-end of a stretch brings the two together, whoever cut and joined them. Beside it goes a sum of the log-probs that the engine
-stated, each weighed by its place: what enters the loss must have the same, so that none is exchanged, moved or replaced.
+end of a stretch brings the two together, whoever cut and joined them. Beside it go sums of the log-probs that the engine
+stated, each weighed by its place, as every dtype in which a trainer may carry them rounds them: what enters the loss must have
+one of these sums, so that none is exchanged, moved or replaced, however long the text is.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ _VERSIONS, _REMEMBERED = 64, 262_144
 
 #: bits of a mark by which most tokens are told from all ends of spans
 _LOW = np.uint64((1 << 22) - 1)
+#: in which log-probs may come from the engine to the loss: lists of numbers become the first one in every trainer that we know
+CARRIED = (torch.float32, torch.bfloat16, torch.float16)
+#: by which two sums of one term may differ, in units of it and for each term: float64 numbers added up in another order
+_ORDER = torch.finfo(torch.float64).eps
 
 Tokens = Sequence[int] | NDArray[np.int64]
 
@@ -41,7 +46,8 @@ class Span:
     version: int  # policy version
     plain_first: int  # tokens that it is known to have sampled without drafts; none if this is ``plain_until``
     plain_until: int
-    stated: float | None = None  # ``weighed`` sum of its log-probs, as the engine stated them
+    #: ``weighed`` sum of its log-probs as the engine stated them, carried in each dtype of ``CARRIED``
+    stated: tuple[float, ...] | None = None
 
 
 #: among an engine's spans: there are others, which it has not kept
@@ -54,8 +60,8 @@ class Origin(NamedTuple):
     versions: Tensor  # [B, T] int64 policy version that sampled each token, -1 unknown
     plain: Tensor  # [B, T] bool: known to be sampled without drafts
     sampled: Tensor  # [B, T] bool: by any request that the engines know of
-    #: [B] float64 nats by which the weighed sum of a row's log-probs differs from that of any request of its text, beyond what
-    #: their dtype rounds; 0: it does not, or is not known
+    #: [B] float64 nats by which the weighed sum of a row's log-probs differs from all that any request of its text has stated,
+    #: beyond the order in which it is added up; 0: it does not, or is not known
     apart: Tensor
 
 
@@ -80,6 +86,12 @@ def weighed(log_probs: Sequence[float] | NDArray[np.float64], first: int) -> flo
         first: place of the first one in its document.
     """
     return float(np.asarray(log_probs, np.float64) @ _shares(first + len(log_probs))[first:])
+
+
+def weighed_as_carried(log_probs: Sequence[float], first: int) -> tuple[float, ...]:
+    """``weighed`` sums of log-probs, [n] nats, after rounding to each of ``CARRIED``: equal numbers have equal sums."""
+    values = torch.tensor(log_probs, dtype=torch.float64)
+    return tuple(weighed(values.to(dtype).double().numpy(), first) for dtype in CARRIED)
 
 
 def _shares(length: int) -> NDArray[np.float64]:
@@ -182,7 +194,8 @@ class Spans:
             starts: where the first column of the batch lies in each document.
             mask: [B, T] bool, whose shape the result has.
             versions: [B] each, that sampled the first and the last token, as the trainer was told; None: it was not.
-            rollout: [B, T] log-probs by the engine that the trainer has, in the dtype that carried them; None: it has none.
+            rollout: [B, T] log-probs by the engine that the trainer has, rounded to one of ``CARRIED`` on the way at the most;
+                None: it has none.
         """
         found = torch.full(mask.shape, -1, dtype=torch.int64)
         plain, sampled = (torch.zeros(mask.shape, dtype=torch.bool) for _ in range(2))
@@ -220,8 +233,9 @@ class _Stated:
 
     def __init__(self, log_probs: Tensor, mask: Tensor, start: int) -> None:
         """Of a row [T] that begins at this place of its document, sampled where ``mask`` [T] is True."""
+        if log_probs.dtype == torch.float64:  # engines state float32, as lists of numbers
+            log_probs = log_probs.float()
         self._values, self._mask, self._start = log_probs.double().cpu().numpy(), mask.cpu().numpy(), start
-        self._rounding = torch.finfo(log_probs.dtype).eps
         self._sums: dict[tuple[int, int], float] = {}  # many requests may have sampled the same text
 
     def _places(self, span: Span) -> slice:
@@ -234,14 +248,15 @@ class _Stated:
         ends = span.first, span.until
         if ends not in self._sums:
             self._sums[ends] = weighed(self._values[self._places(span)], span.first)
-        return abs(span.stated - self._sums[ends])
+        return min(abs(stated - self._sums[ends]) for stated in span.stated)
 
     def beyond(self, span: Span) -> float:
-        """What of ``apart`` is beyond the rounding of their dtype; 0 where not all of its tokens are in the loss."""
+        """What of ``apart`` no order of adding up explains; 0 where not all of its tokens are in the loss."""
         apart, places = self.apart(span), self._places(span)
         if math.isinf(apart) or not self._mask[places].all():
             return 0.0
-        return max(0.0, apart - self._rounding * (1.0 + weighed(np.abs(self._values[places]), span.first)))
+        values = self._values[places]
+        return max(0.0, apart - _ORDER * len(values) * weighed(np.abs(values), span.first))
 
 
 def _of_these(same: Sequence[Span], oldest: int, newest: int, ends: bool) -> Span:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from spec_plugin.engine.control import ControlStretch
 from spec_plugin.engine.schedule.utilities import NUMBER
 from spec_plugin.events import UNKNOWN
-from spec_plugin.spans import FORGOTTEN, KEPT, Span, fingerprints, joined, weighed
+from spec_plugin.spans import FORGOTTEN, KEPT, Span, fingerprints, joined, weighed_as_carried
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class RequestTracker:
             if part.drafted:
                 plain = max(first, undrafted[0]), min(until, undrafted[1])
             known = plain if plain[0] < plain[1] else (0, 0)
-            stated = None if log_probs is None else weighed(log_probs[part.first : part.until], first)
+            stated = None if log_probs is None else weighed_as_carried(log_probs[part.first : part.until], first)
             self._spans.append(Span(int(marks[until]), first, until, part.version, *known, stated))
         return int(marks[-1])
 

@@ -217,7 +217,7 @@ def logprobs_come_from_the_engine(runs: KitRuns) -> None:
     trace = runs.finished("main").trace
     problems = reported.logprobs_from_engine(trace)
     if not runs.driver.asynchronous:  # whose responses may be of several requests
-        problems += omissions.responses_checked(trace)
+        problems += omissions.responses_checked(trace, runs.driver.dropped(runs.finished("main").settings))
     _fail_if(problems)
 
 
@@ -281,12 +281,12 @@ def draft_learns(runs: KitRuns) -> None:
 
 
 def save_kill_resume(runs: KitRuns) -> None:
-    """After kill and resume the draft goes on, bit for bit, from the trainer's checkpoint."""
+    """After kill and resume the draft goes on, bit for bit, from the trainer's checkpoint, and so do the policy's versions."""
     if not runs.remembers:
         runs.needs_draft()
     run = runs.run("faults")
-    resumed = judge.recalled if runs.remembers else judge.resumed
-    problems = resumed(runs.finished("main").trace, run.trace)
+    resumed, main = judge.recalled if runs.remembers else judge.resumed, runs.finished("main").trace
+    problems = resumed(main, run.trace) + versions.resumed(main, run.trace)
     _fail_if([*problems, f"the resumed run stopped: {run.failure}"] if problems and run.failure else problems)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,6 +60,8 @@ class ConformanceDriver(ABC):
     #: options of vLLM's ``SamplingParams`` that the trainer's own configuration asks of each rollout request, where they are not
     #: vLLM's defaults: ``max_tokens``, ``temperature``, stops, … A pair is the least and the most, for what differs by request
     requests: Mapping[str, Any] = {}
+    #: the same of validation rollouts, as far as they differ from the others: by these they are told from what is trained on
+    validation: Mapping[str, Any] = {}
     #: what a run of the trainer without the flag must not import
     adapter_modules: tuple[str, ...] = ()
     #: modules that such a run imports first
@@ -95,6 +97,10 @@ class ConformanceDriver(ABC):
     def weights(self, run: RunSettings, step: int) -> Mapping[str, Tensor] | None:
         """The same as the engine is to have them, matrix by matrix; None: the checkpoint has them in parts or other shapes."""
         return self.policy(run, step)
+
+    def dropped(self, run: RunSettings) -> Sequence[Sequence[int]]:
+        """Token ids, prompt and response, of what the trainer's own log says that it dropped before its loss, on purpose."""
+        return []
 
     def random_state(self, run: RunSettings, step: int) -> Mapping[str, str] | None:
         """Digests of the random streams that the trainer saves in that checkpoint, by name; None: it saves none."""

@@ -48,14 +48,15 @@ class Pack:
             sequences: prompts and responses that the engine sampled; a document that is a part of one of them is left out if
                 that begins, or goes on, outside it.
         """
-        found = []
+        found, documents = [], []
         for place, offset in zip(self.documents(), self.places(), strict=True):
             mask = self.loss_mask[place].tolist()
             whole = sequence_of(self.input_ids[place], offset, sequences) if any(self.offsets) else None
             goes_on = whole is not None and len(whole) > offset + len(mask)
             if not goes_on and not (offset and mask[0]):
                 found.append(mask)
-        return {"policy_version": self.policy_version, "masks": found}
+                documents.append(self.input_ids[place].tolist())
+        return {"policy_version": self.policy_version, "masks": found, "documents": documents}
 
     def places(self) -> Sequence[int]:
         """Tokens before each document."""

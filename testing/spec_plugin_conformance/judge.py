@@ -410,13 +410,16 @@ def sequences(trace: Trace) -> list[list[int]]:
 
 
 def response_lengths(packs: Sequence[Mapping[str, Any]], trace: Trace) -> list[str]:
-    """The loss mask of each harvested document covers exactly its sampled tokens, which lie at its end.
+    """The loss mask of each harvested document covers exactly its sampled tokens.
+
+    They lie at its end, or, in a conversation, wherever an engine has answered to what stands before.
 
     Args:
-        packs: ``policy_version``, and ``masks`` with one list of bools per document.
+        packs: ``policy_version``, and ``masks`` with one list of bools per document, whose token ids ``documents`` has.
         trace: of the same run; the log-prob masks say how many tokens each response has.
     """
     problems = []
+    answers = [(e["prompt"], ids) for e in trace if e["hook"] == "engine_request" for ids in e.get("sequences", ())]
     for pack in packs:
         version = pack["policy_version"]
         batches = [
@@ -427,6 +430,19 @@ def response_lengths(packs: Sequence[Mapping[str, Any]], trace: Trace) -> list[s
             marked = sum(mask)
             if batches and marked not in known:
                 problems.append(f"version {version} document {i}: {marked} tokens marked, no response has that many")
-            if mask != [False] * (len(mask) - marked) + [True] * marked or marked == len(mask):
-                problems.append(f"version {version} document {i}: the marked tokens are not the end of the document")
+            at_the_end = mask == [False] * (len(mask) - marked) + [True] * marked and marked < len(mask)
+            if not at_the_end and mask != _sampled_of(pack["documents"][i], answers):
+                problems.append(
+                    f"version {version} document {i}: the marked tokens are not the end of the document, nor what an engine "
+                    "has answered in it"
+                )
     return problems
+
+
+def _sampled_of(document: list[int], answers: Sequence[tuple[int, Sequence[int]]]) -> list[bool]:
+    """Which tokens of a document an engine has sampled: (tokens of its prompt, token ids of both) of each answer."""
+    found = [False] * len(document)
+    for first, ids in answers:
+        if document[: len(ids)] == list(ids):
+            found[first : len(ids)] = [True] * (len(ids) - first)
+    return found

@@ -21,13 +21,17 @@ _SHOWN_OF = 4
 LogProbs = tuple[float, ...]
 
 
-def responses_checked(trace: Trace) -> list[str]:
+def responses_checked(trace: Trace, dropped: Sequence[Sequence[int]] = ()) -> list[str]:
     """The guards see whole responses, and all of them, of a trainer that samples, checks and trains in turn.
 
     Where the trainer skips its log-prob pass, all are seen as the engine stated them. Not all where it asks for no log-probs of
     the engine (which keeps those of some).
+
+    Args:
+        trace: of the run.
+        dropped: token ids of the whole sequences that the trainer dropped before its loss, on purpose.
     """
-    answers, problems = _engine_answers(trace), []
+    answers, problems = _engine_answers(trace, [list(ids) for ids in dropped]), []
     shown = {version: _logprobs_shown(trace, version) for version in answers}
     rows = [row for found in shown.values() for row in found]
     cut = [row for version, found in shown.items() for row in found if _is_part(row, answers[version])]
@@ -40,10 +44,12 @@ def responses_checked(trace: Trace) -> list[str]:
     trained = [v for v, found in shown.items() if found or v < max(shown)]  # a run may be killed before its last check
     whole = [version for version in trained if not _log_probs_kept(trace, version)]
     sampled = sum(len(answers[version]) for version in whole)
-    seen = sum(_responses_seen(answers[version], shown[version]) for version in whole)
+    named = {tuple(row) for e in trace if e["hook"] == "rows_cut" for row in e["rows"]}
+    seen = sum(_responses_seen(answers[version], shown[version], named) for version in whole)
     if seen < sampled:
         problems.append(
-            f"a guard has seen {seen} of {sampled} responses that were trained on, the others were never checked"
+            f"a guard has seen {seen} of {sampled} responses that were trained on; of the others nothing was checked, or a part "
+            "of which the adapter does not say that the trainer cut it on purpose (Responses.cut)"
         )
     few = [v for v in trained if v not in whole and _SHOWN_OF * len(shown[v]) < min(KEPT, len(answers[v]))]
     if few:
@@ -54,8 +60,8 @@ def responses_checked(trace: Trace) -> list[str]:
     return problems
 
 
-def _engine_answers(trace: Trace) -> dict[int, set[LogProbs]]:
-    """What the engines answered in each phase, by policy version, but for what they were not asked the log-probs of."""
+def _engine_answers(trace: Trace, dropped: Sequence[list[int]]) -> dict[int, set[LogProbs]]:
+    """What the engines answered in each phase, by policy version, less what was dropped, or was not asked the log-probs of."""
     found: dict[int, set[LogProbs]] = {}
     dtypes = {e["rollout_dtype"] for e in trace if e["hook"] == "spec_check_logprobs" and e["rollout"]}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
@@ -63,6 +69,9 @@ def _engine_answers(trace: Trace) -> dict[int, set[LogProbs]]:
     version: int | None = None
     for e in trace:
         if e["hook"] == "engine_request" and version is not None and not e["test"]:
+            turns = e.get("sequences", ())  # of which several may be in one that was dropped
+            if any(ids[: len(turn)] == turn for turn in turns for ids in dropped):
+                continue
             if e["log_probs"] and None not in e["log_probs"]:
                 found.setdefault(version, set()).add(tuple(as_kept(e["log_probs"], dtype)))
         elif e["session"] == session and e["hook"] == "spec_rollout_start":
@@ -91,8 +100,8 @@ def _is_part(row: LogProbs, answers: set[LogProbs]) -> bool:
     return any(answer[i : i + len(row)] == row for answer in longer for i in range(len(answer) - len(row) + 1))
 
 
-def _responses_seen(answers: set[LogProbs], rows: Sequence[LogProbs]) -> int:
-    """How many answers a guard has been shown, or what a trainer that cuts long ones has left of them.
+def _responses_seen(answers: set[LogProbs], rows: Sequence[LogProbs], named: set[LogProbs]) -> int:
+    """How many answers a guard has been shown, or what a trainer has left of them that it cuts, by ``named`` rows.
 
     A row may hold several, the turns of a conversation: what stood between them the mask leaves out.
     """
@@ -100,7 +109,7 @@ def _responses_seen(answers: set[LogProbs], rows: Sequence[LogProbs]) -> int:
     for row in set(rows) - answers:
         turns = _turns(row, answers)
         whole |= set(turns)
-        cut += [] if turns else [row]
+        cut += [row] if row in named and not turns else []
     return sum(answer in whole or any(_is_part(row, {answer}) for row in cut) for answer in answers)
 
 

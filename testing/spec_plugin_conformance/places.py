@@ -34,7 +34,12 @@ def missing(policy: Mapping[str, Rows], held: Mapping[str, Rows]) -> list[str]:
     named = {place(name) for name in policy}
     packed = {where: rows for where, rows in at.items() if where not in named}  # the others are a weight's own
     offsets = {name: _offset(place(name), rows, at, packed) for name, rows in policy.items()}
-    found = [name for name, offset in offsets.items() if offset is None]
+    return [name for name, offset in offsets.items() if offset is None] + _in_another_order(offsets)
+
+
+def _in_another_order(offsets: Mapping[str, int | None]) -> list[str]:
+    """Names of weights that one matrix holds, all of them, in another order than ``PACKED``; ``offsets`` as of ``_offset``."""
+    found: list[str] = []
     for names in PACKED:
         for name in offsets:
             module, _, rest = name.rpartition(f".{names[0]}.")
@@ -53,13 +58,17 @@ def _offset(where: str, rows: Rows, at: Mapping[str, Rows], packed: Mapping[str,
     beside = {n: held for n, held in packed.items() if n.rpartition(".")[0].rpartition(".")[0] == module}
     beside = {n: held for n, held in beside.items() if n.endswith(f".{kind}")} or beside
     for held in beside.values():
-        for begin, row in enumerate(held):
-            if row == rows[0] and list(held[begin : begin + len(rows)]) == list(rows):
-                return begin
-    if beside and "layers." in where and any(f".{name}." in f".{where}" for names in PACKED for name in names):
+        if (begin := _begin_of(rows, held)) is not None:
+            return begin
+    in_layers = "layers." in where
+    if beside and in_layers and any(f".{name}." in f".{where}" for names in PACKED for name in names):
         return None
     # of experts, of a module that vLLM has built in another way, or of a head that is the embedding
-    around = (
-        [held for n, held in packed.items() if module.startswith(n.rpartition(".")[0])] if "layers." in where else []
-    )
+    around = [held for n, held in packed.items() if module.startswith(n.rpartition(".")[0])] if in_layers else []
     return -1 if any(set(rows) <= set(held) for held in around or at.values()) else None
+
+
+def _begin_of(rows: Rows, held: Rows) -> int | None:
+    """Where in a tensor a weight's rows lie one behind the other; None: nowhere."""
+    wanted = list(rows)
+    return next((i for i, row in enumerate(held) if row == rows[0] and list(held[i : i + len(rows)]) == wanted), None)

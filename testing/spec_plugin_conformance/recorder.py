@@ -17,7 +17,7 @@ from torch import Tensor
 from draft_training import digest as weights_digest
 from draft_training.weights import read_tensors
 from spec_plugin.builtin.provenance import ProvenanceGuard, by_lag
-from spec_plugin.builtin.provenance.rules import ENOUGH
+from spec_plugin.builtin.provenance.rules import ENOUGH, Precision
 from spec_plugin.builtin.provenance.windows import difference
 from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LogprobProvenanceError
@@ -38,6 +38,7 @@ from spec_plugin.hookspecs import hookimpl
 from spec_plugin.method import Memory, Method
 from spec_plugin.rollouts import Rollout
 from spec_plugin_conformance.journal import Journal
+from spec_plugin_conformance.named import watch_named
 from spec_plugin_conformance.plants import PlantedErrors
 from spec_plugin_conformance.sessions import session_of, watch_sessions
 from spec_plugin_conformance.watch import (
@@ -98,6 +99,7 @@ class Recorder:
         if (session := session_of(self)) is not None:
             watch_metrics(session, self._write)
             watch_harvests(session, self._write)
+            watch_named(session, self._write)
             session.auditors.append(lambda state: self._write("audit", **asdict(state)))
         self._write(
             "spec_configure",
@@ -125,6 +127,8 @@ class Recorder:
     @hookimpl
     def spec_target_forward(self, hidden: HiddenStates) -> None:
         name = None
+        # log-probs are those of the run's temperature
+        head = None if self._head is None else self._head * Precision.of(self._target).scale
         if self._packs < PACKS:
             name = f"{os.getpid()}-{self._session}-{self._packs}.safetensors"
             self._packs += 1
@@ -141,7 +145,7 @@ class Recorder:
             aux=list(hidden.aux.shape),
             last=list(hidden.last.shape),
             dtype=str(hidden.last.dtype).removeprefix("torch."),
-            log_probs=None if self._head is None else log_probs_of(hidden, self._head),
+            log_probs=None if head is None else log_probs_of(hidden, head),
             pack=name,
         )
 
@@ -289,7 +293,7 @@ def log_probs_of(hidden: HiddenStates, head: Tensor) -> list[list[float]]:
 
     Args:
         hidden: as harvested.
-        head: [V, H] float32 LM head of the policy.
+        head: [V, H] float32 LM head of the policy, divided by the temperature.
     """
     found, begin = [], 0
     for length in hidden.lengths:

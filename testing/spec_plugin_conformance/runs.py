@@ -55,11 +55,16 @@ class KitRun:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # by step
     failure: str | None = None  # why it stopped early; None also for a run that we killed
     seconds: float = 0.0
+    validation: Mapping[str, Any] = field(default_factory=dict)  # ``ConformanceDriver.validation``
 
     @property
     def trace(self) -> list[dict[str, Any]]:
-        """Every event that any process recorded, in order of time."""
-        return read_trace(self.records)
+        """Every event that any process recorded, in order of time; a validation request counts as a test."""
+        events = read_trace(self.records)
+        for e in events if self.validation else ():
+            if e["hook"] == "engine_request" and e["asked"].items() >= self.validation.items():
+                e["test"] = True
+        return events
 
     @property
     def tour(self) -> list[dict[str, Any]]:
@@ -248,8 +253,8 @@ class KitRuns:
         return self.root / "records" / name
 
     def _launch(self, name: str, settings: RunSettings, kill_after: int | None = None) -> None:
-        run = KitRun(name, settings, self._records(name))
         driver = self.driver
+        run = KitRun(name, settings, self._records(name), validation=driver.validation)
         PlantedErrors(run.records).place_of_version = driver.engine_version
         began = time.monotonic()
         self._progress.begin(name, kill_after or settings.steps)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from spec_plugin_conformance.judge import Event, Trace, at_least
 from spec_plugin_conformance.reported import rollout_requests
@@ -44,13 +44,15 @@ def _options(trace: Trace) -> tuple[Mapping[str, str], list[str]]:
 def requests_changed(flag: Trace, plain: Trace) -> list[str]:
     """The first phase has the same prompts, each as often and with the same options, as without the flag.
 
+    What goes on from an answer, a further turn of a conversation, is as random as that, and not compared.
+
     Args:
         flag: of a synchronous run; its first phase is compared.
         plain: of a run of one step without the flag.
     """
     ends = [e["time"] for e in flag if e["hook"] == "spec_rollout_end"]
     first = [e for e in rollout_requests(flag) if ends and e["began"] < ends[0]]
-    here, there = (Counter(map(_asked, requests)) for requests in (first, rollout_requests(plain)))
+    here, there = (Counter(map(_asked, _first_turns(requests))) for requests in (first, rollout_requests(plain)))
     problems = at_least(sorted(there), 1, "requests of a run without the flag")
     if problems or here == there:
         return problems
@@ -61,6 +63,18 @@ def requests_changed(flag: Trace, plain: Trace) -> list[str]:
         if found
     ]
     return [f"of the {sum(there.values())} requests without the flag {'; '.join(shown)}"]
+
+
+def _first_turns(requests: Sequence[Event]) -> list[Event]:
+    """Requests whose prompts do not begin with the prompt and the answer of another one."""
+    answered = {tuple(ids) for e in requests for ids in e.get("sequences", ()) if len(ids) > e["prompt"]}
+    lengths = sorted(set(map(len, answered)))
+    found = []
+    for e in requests:
+        prompt = e["sequences"][0][: e["prompt"]] if e.get("sequences") else []
+        if not any(tuple(prompt[:n]) in answered for n in lengths if n <= len(prompt)):
+            found.append(e)
+    return found
 
 
 def _asked(request: Event) -> str:

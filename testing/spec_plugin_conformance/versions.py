@@ -75,6 +75,28 @@ def lags(trace: Trace, tour: Trace = ()) -> list[str]:
     return []
 
 
+def resumed(first: Trace, second: Trace) -> list[str]:
+    """A run that goes on from a checkpoint goes on counting: it begins with no version from before its first checkpoint.
+
+    Args:
+        first: of the run that saved.
+        second: of the one that goes on.
+    """
+    version = saved = None
+    for e in events_of(first, "spec_weight_sync", "spec_save"):
+        if e["hook"] == "spec_save":
+            saved = version
+            break
+        version = e["policy_version"]
+    begun = [e["policy_version"] for e in events_of(second, "spec_weight_sync")]
+    if saved is None or not begun or begun[0] >= saved:
+        return []  # that nothing was saved, or nothing resumed, others say
+    return [
+        f"the resumed run begins with policy version {begun[0]}, its first checkpoint was of {saved} or a later one: what was "
+        "sampled before passes for what it samples"
+    ]
+
+
 def _single_precision(trace: Trace) -> bool:
     dtypes = {e[name] for e in events_of(trace, "spec_configure") for name in ("actor_dtype", "dtype")}
     return dtypes == {"float32"}

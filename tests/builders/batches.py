@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_plugin.events import Drafts, LogprobBatch, StatedLogprobs
-from spec_plugin.spans import Span, Tokens, fingerprints, joined, weighed
+from spec_plugin.spans import Span, Tokens, fingerprints, joined, weighed_as_carried
 from spec_plugin.witness import Witness
 
 
@@ -69,7 +69,7 @@ def span_of(
         log_probs: of the response, where the trainer gets them: it does not get those of another request of the same text.
     """
     mark = int(fingerprints(joined(prompt, response))[-1])
-    stated = None if log_probs is None else weighed(log_probs, len(prompt))
+    stated = None if log_probs is None else weighed_as_carried(log_probs, len(prompt))
     return Span(mark, len(prompt), len(prompt) + len(response), version, *plain, stated)
 
 

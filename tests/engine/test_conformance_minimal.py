@@ -54,6 +54,19 @@ def test_two_engines_hold_the_same_draft_and_are_counted_together(warm_python):
     assert "8 passed" in done.stdout, done.stdout[-8000:]
 
 
+#: what right trainers do besides, in ``tests/right_adapters``; all at once every day, each alone for the weekly run
+HABITS = ("Cooler", "DropsOut", "Validates", "Filtered", "MultiTurn")
+
+
+@pytest.mark.parametrize(
+    "habits", [HABITS, *(pytest.param((h,), marks=pytest.mark.family) for h in HABITS)], ids="-".join
+)
+def test_a_right_adapter_passes_whatever_its_trainer_does_besides(habits, warm_python):
+    done = kit(warm_python, f"right_adapters:Driver_of__{'__'.join(habits)}")
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert "33 passed" in done.stdout
+
+
 #: mistakes that do not get in each other's way, so that one run shows them all
 TOGETHER = (
     (

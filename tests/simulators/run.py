@@ -110,22 +110,25 @@ _ROWS_NOTICED = 0.95
 
 
 def few_rows(mapped: Map, runs: int, phases: int) -> Shown:
-    """Runs in which some rows of each batch are wrong, with the evidence of rows that adds up and without: a seventh as many."""
+    """Runs in which some rows of each batch are wrong, with the evidence of rows that adds up and without: a seventh as many.
+
+    A tenth of these with long texts, of which a phase has a million tokens.
+    """
     out = Shown(
         f"Provenance guard, some rows of 64 wrong in each phase: stopped within {wrong_rows.WITHIN} of these, median phase",
-        ("wrong rows", "evidence", "runs", *(name for name, _ in wrong_rows.FAULTS)),
+        ("wrong rows", "tokens of each", "evidence", "runs", *(name for name, _ in wrong_rows.FAULTS)),
     )
-    of = max(1, runs // 7)
-    for wrong in (4, 8, 16):
-        for adds_up in (False, True):
-            cells = []
-            for index, (name, _) in enumerate(wrong_rows.FAULTS):
-                found = mapped(partial(wrong_rows.run, wrong, index, adds_up=adds_up), range(10_000, 10_000 + of))
-                after = [phase for phase in found if phase is not None]
-                cells.append(f"{len(after) / of:.0%}, {statistics.median(after):.0f}" if after else "0%")
-                must = _ROWS_NOTICED * (adds_up and wrong >= 8)
-                out.hold(len(after) >= must * of, f"{wrong} wrong rows, {name}: {len(after)} of {of} runs stopped")
-            out.rows.append((str(wrong), "adds up over phases" if adds_up else "of each phase", str(of), *cells))
+    kinds = [(wrong, adds_up, 1) for wrong in (4, 8, 16) for adds_up in (False, True)]
+    for wrong, adds_up, times in (*kinds, (8, False, wrong_rows.LONG), (8, True, wrong_rows.LONG)):
+        cells, of = [], max(1, runs // (7 if times == 1 else 70))
+        for index, (name, _) in enumerate(wrong_rows.FAULTS):
+            of_fault = partial(wrong_rows.run, wrong, index, adds_up=adds_up, times=times)
+            after = [phase for phase in mapped(of_fault, range(10_000, 10_000 + of)) if phase is not None]
+            cells.append(f"{len(after) / of:.0%}, {statistics.median(after):.0f}" if after else "0%")
+            must = _ROWS_NOTICED * (adds_up and wrong >= 8)
+            out.hold(len(after) >= must * of, f"{wrong} wrong rows, {name}: {len(after)} of {of} runs stopped")
+        evidence = "adds up over phases" if adds_up else "of each phase"
+        out.rows.append((str(wrong), f"{times * wrong_rows.TOKENS:,}", evidence, str(of), *cells))
     return out
 
 

@@ -1,9 +1,10 @@
 """Runs in which a few rows of each batch are wrong, batch after batch, under the provenance guard.
 
-Truth. The policy is a random law over ``V`` tokens at each place, the same in all phases of a run (0.5 or 2.8 nats of entropy),
-from which tokens are sampled; the engine states their log-probs with the rounding of ``guard``: heavy-tailed, on a scale of each
-row, run and phase. All phases but every fifth draft, without a control group. From some phase on ``wrong`` of 64 rows are stated
-wrongly by the engine itself, so that no sum of its own tells: only the recomputation does.
+Truth. The policy is a random law over ``V`` tokens at each place, the same in all phases of a run (0.5 or 2.8 nats of entropy;
+in longer texts than ``TOKENS`` the places come again), from which tokens are sampled; the engine states their log-probs with
+the rounding of ``guard``: heavy-tailed, on a scale of each row, run and phase. All phases but every fifth draft, without a
+control group. From some phase on ``wrong`` of 64 rows are stated wrongly by the engine itself, so that no sum of its own
+tells: only the recomputation does.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
 
 ROWS, TOKENS, V = 64, 200, 64
+#: of long texts: how many times as long as ``TOKENS``
+LONG = 82
 #: wrong phases in which a wrong run must be stopped
 WITHIN = 10
 #: logits' scales with entropies of 0.5 and 2.8 nats
@@ -49,13 +52,13 @@ FAULTS: Sequence[tuple[str, Fault]] = (
     ("temperature 0.7", lambda s: s.cooler),
     ("all zero", lambda s: torch.zeros_like(s.right)),
     ("0.05 nats", lambda s: s.right - 0.05),
-    ("0.4 nats in the last 40 %", lambda s: s.right - 0.4 * (torch.arange(TOKENS) >= 0.6 * TOKENS)),
+    ("0.4 nats in the last 40 %", lambda s: s.right - 0.4 * (torch.arange(s.right.shape[1]) >= 0.6 * s.right.shape[1])),
 )
 
 
 class _Run:
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, times: int = 1) -> None:
+        self.generator, self.times = torch.Generator().manual_seed(seed), times
         self.guard = ProvenanceGuard()
         self.guard.spec_configure(SpecConfig(), TargetInfo("", {}, "bfloat16", actor_dtype="bfloat16"))
         normal, *uniform = torch.randn((), generator=self.generator), *torch.rand(2, generator=self.generator)
@@ -72,9 +75,10 @@ class _Run:
         """
         g, drafts = self.generator, version % _PLAIN_EVERY != 0
         self.scale *= math.exp(_DRIFT * float(torch.randn((), generator=g)))
-        token = torch.multinomial(self.law.exp(), 1, generator=g)
-        recomputed, cooler = (law.gather(-1, token).view(ROWS, TOKENS) for law in (self.law, self.cooler))
-        rounding = self.scale * (self.drafted if drafts else 1.0) * heavy(g, ROWS, TOKENS)
+        token = torch.multinomial(self.law.exp(), self.times, replacement=self.times > 1, generator=g)
+        found = (law.gather(-1, token).view(ROWS, TOKENS, -1) for law in (self.law, self.cooler))
+        recomputed, cooler = (log_probs.transpose(1, 2).flatten(1) for log_probs in found)
+        rounding = self.scale * (self.drafted if drafts else 1.0) * heavy(g, *recomputed.shape)
         stated = Stated((recomputed + rounding).clamp(max=0.0), (cooler + rounding).clamp(max=0.0))
         rollout = stated.right
         if fault is not None and drafts:
@@ -86,9 +90,9 @@ class _Run:
                 policy_version=version,
                 recomputed=recomputed.double(),
                 rollout=rollout.double(),
-                mask=torch.ones(ROWS, TOKENS, dtype=torch.bool),
-                versions=torch.full((ROWS, TOKENS), version),
-                drafted=torch.full((ROWS, TOKENS), Drafts.ON if drafts else Drafts.OFF, dtype=torch.uint8),
+                mask=torch.ones_like(recomputed, dtype=torch.bool),
+                versions=torch.full(recomputed.shape, version),
+                drafted=torch.full(recomputed.shape, Drafts.ON if drafts else Drafts.OFF, dtype=torch.uint8),
                 rollout_in_loss=False,
             )
         )
@@ -123,7 +127,7 @@ def highest(seed: int, phases: int, spread: float = 0.5, towards: float = 0.0) -
     return most
 
 
-def run(wrong: int, fault: int, seed: int, adds_up: bool = True) -> int | None:
+def run(wrong: int, fault: int, seed: int, adds_up: bool = True, times: int = 1) -> int | None:
     """After how many wrong phases that draft is a run stopped; None: not within ``WITHIN``, or before anything was wrong.
 
     Args:
@@ -131,8 +135,9 @@ def run(wrong: int, fault: int, seed: int, adds_up: bool = True) -> int | None:
         fault: its index in ``FAULTS``.
         seed: of everything random.
         adds_up: with the evidence of rows that adds up over phases; False: without it.
+        times: how many times as long as ``TOKENS`` each text is.
     """
-    one = _Run(seed)
+    one = _Run(seed, times)
     begin = 1 + int(torch.randint(20, (), generator=one.generator))
     drafting = 0
     with patch.object(RowEvidence, "judge", RowEvidence.judge if adds_up else lambda *_: None):

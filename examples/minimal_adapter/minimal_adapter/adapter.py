@@ -35,9 +35,9 @@ class MinimalAdapter(Trainer):
 
     def target(self) -> spec.TargetInfo:
         """What spec-plugin is told of the policy, and of the engine that serves it."""
-        path, seqs, length = str(self.settings.target), self.settings.max_num_seqs, self.settings.max_model_len
-        hf = spec.load_hf_config(path, "--target")
-        return spec.TargetInfo(path, hf, "float32", max_num_seqs=seqs, max_model_len=length, sampling=self.sampling)
+        given, path = self.settings, str(self.settings.target)
+        hf, seqs, length = spec.load_hf_config(path, "--target"), given.max_num_seqs, given.max_model_len
+        return spec.TargetInfo(path, hf, given.dtype, max_num_seqs=seqs, max_model_len=length, sampling=self.sampling)
 
     # ---- 2. the engine is built with a draft
 

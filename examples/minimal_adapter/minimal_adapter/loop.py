@@ -39,6 +39,8 @@ class Settings:
     prompts: int = 4  # per step
     group: int = 4  # samples of each prompt
     max_tokens: int = 24
+    temperature: float = 1.0
+    dtype: str = "float32"  # of the engine
     max_num_seqs: int = 16
     max_model_len: int = 256
     engines: int = 1
@@ -130,7 +132,7 @@ class Trainer:
         self.policy: Any = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.float32).eval()
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=settings.lr, weight_decay=0.0)
         self.step = 0
-        self.sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+        self.sampling = {"temperature": settings.temperature, "top_p": 1.0, "top_k": -1}
 
     # ---- the engine
 
@@ -138,7 +140,7 @@ class Trainer:
         return {
             "model": str(self.settings.target),
             "skip_tokenizer_init": True,
-            "dtype": "float32",
+            "dtype": self.settings.dtype,
             "max_model_len": self.settings.max_model_len,
             "max_num_seqs": self.settings.max_num_seqs,
             "enforce_eager": True,
@@ -279,7 +281,7 @@ class Trainer:
         sequences = [p + r for p, r in zip(rollouts.prompts, rollouts.responses, strict=True)]
         ids = padded(sequences)[0].long()
         logits = self.policy(input_ids=ids, use_cache=False).logits[:, :-1]
-        of_next = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        of_next = (logits / self.settings.temperature).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
         lengths = zip(rollouts.prompts, rollouts.responses, strict=True)
         rows = [row[len(p) - 1 : len(p) - 1 + len(r)] for row, (p, r) in zip(of_next, lengths, strict=True)]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

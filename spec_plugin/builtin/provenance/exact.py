@@ -89,7 +89,7 @@ def check_origin(batch: LogprobBatch | StatedLogprobs, unsampled: bool) -> None:
         where = ", ".join(f"sequence {i} by {float(batch.apart[i]):.3g} nats" for i in rows[:_SHOWN])
         raise LogprobProvenanceError(
             f"the rollout log-probs of {len(rows)} of {len(batch.apart)} sequences are not those that the engine stated: their "
-            f"sum, weighed by place, differs beyond rounding: {where}. They were exchanged, moved or replaced. {ADVICE}"
+            f"sum, weighed by place, differs: {where}. They were exchanged, moved or replaced. {ADVICE}"
         )
 
 

@@ -347,7 +347,8 @@ def test_metric_names_and_bounds():
 
 
 def masks(*marked: str) -> list[dict]:
-    return [{"policy_version": 0, "masks": [[c == "r" for c in text] for text in marked]}]
+    documents = [list(range(len(text))) for text in marked]
+    return [{"policy_version": 0, "masks": [[c == "r" for c in text] for text in marked], "documents": documents}]
 
 
 def test_loss_masks():
@@ -355,6 +356,15 @@ def test_loss_masks():
     one_problem(judge.response_lengths(masks("prrrrrr"), Trace().events), "6 tokens marked")
     one_problem(judge.response_lengths(masks("prrrrrp"), Trace().events), "not the end")
     one_problem(judge.response_lengths(masks("rrrrr"), Trace().events), "not the end")
+
+
+def test_the_turns_of_a_conversation_are_marked_where_an_engine_has_answered():
+    trace = Trace()
+    for first, until in ((2, 4), (7, 10)):
+        trace.add("engine_request", session="e", test=False, prompt=first, sequences=[list(range(until))])
+    assert judge.response_lengths(masks("pprrtttrrr"), trace.events) == []
+    for wrong in ("pprrttrrrt", "pprrrttrrt", "ppttrrrrrt"):
+        one_problem(judge.response_lengths(masks(wrong), trace.events), "nor what an engine has answered")
 
 
 def remembered(hook: str, **what):

@@ -27,10 +27,13 @@ def test_a_mask_that_leaves_tokens_of_each_response_out_is_seen(first, last):
     one_problem(omissions.responses_checked(trace.events), "8 of 8 sequences that a guard was shown are parts")
 
 
-def test_a_trainer_that_cuts_a_long_response_has_left_nothing_out():
+@pytest.mark.parametrize("left", [1, -1])
+def test_a_trainer_that_cuts_a_response_and_names_it_has_left_nothing_out(left):
     trace = Trace()
     rows = checks(trace)[0]["rows"]["rollout"]
-    checks(trace)[0]["rows"]["rollout"] = [rows[0][:-1], *rows[1:]]
+    checks(trace)[0]["rows"]["rollout"] = [rows[0][:left], *rows[1:]]
+    one_problem(omissions.responses_checked(trace.events), "a guard has seen 7 of 8 responses")
+    trace.add("rows_cut", rows=[rows[0][:left]])
     assert omissions.responses_checked(trace.events) == []
 
 
@@ -39,6 +42,17 @@ def test_responses_that_no_guard_has_seen_are_counted():
     for event in checks(trace):
         event["rows"]["rollout"] = event["rows"]["rollout"][:1]
     one_problem(omissions.responses_checked(trace.events), "a guard has seen 4 of 8 responses")
+
+
+def test_what_the_trainer_says_to_have_dropped_need_not_be_seen_and_nothing_else():
+    trace = Trace()
+    for number, event in enumerate(e for e in trace.events if e["hook"] == "engine_request"):
+        event["sequences"] = [[7, 7, 7, number, 1]]
+    for event in checks(trace):
+        event["rows"]["rollout"] = event["rows"]["rollout"][:1]
+    second = [[7, 7, 7, number, 1, 5, 5] for number in (1, 3, 5, 7)]
+    assert omissions.responses_checked(trace.events, second) == []
+    one_problem(omissions.responses_checked(trace.events, second[1:]), "a guard has seen 4 of 5 responses")
 
 
 def test_ranks_see_them_together():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from builders.fake_driver import Driver
 from spec_plugin_conformance.faults import SHORT, STEPS
+from spec_plugin_conformance.journal import Journal
 from spec_plugin_conformance.plants import SELF_TEST, PlantedErrors
 from spec_plugin_conformance.runs import KitRuns
 
@@ -35,6 +36,16 @@ def test_other_checks_get_a_short_one_without_start_up_tests(tmp_path):
     assert list(asked_of_driver) == ["faults"]
     assert "faults:ShortTour=" in asked_of_driver["faults"].options["plugins"][1]
     assert not asked_of_driver["faults"].options["self_test"] and asked_of_driver["faults"].steps == SHORT
+
+
+def test_a_validation_that_the_driver_names_counts_as_a_test_and_no_other_request(tmp_path):
+    runs, _ = seen(tmp_path, asked={"planted_errors_reach_the_guard"})
+    runs.driver.validation = {"temperature": 0.0}
+    run = runs.run("refused")
+    journal = Journal(run.records)
+    for asked in ({"temperature": 0.0, "max_tokens": 8}, {"max_tokens": 8}):
+        journal.write("engine_request", test=False, asked=asked)
+    assert [e["test"] for e in run.trace if e["hook"] == "engine_request"][-2:] == [True, False]
 
 
 def test_a_plugin_that_was_asked_for_is_loaded_beside_the_kits_own(tmp_path):

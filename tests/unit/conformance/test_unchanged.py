@@ -67,6 +67,11 @@ def test_prompts_that_are_others_are_told(prompts: Any, said: str) -> None:
     assert said in found
 
 
+def test_a_further_turn_goes_on_from_what_was_sampled_and_is_not_compared() -> None:
+    assert unchanged.requests_changed(run((*PROMPTS, [5, 6, 1, 30])), run((*PROMPTS, [7, 8, 9, 1, 31]))) == []
+    assert unchanged.requests_changed(run((*PROMPTS, [5, 6, 2, 30])), run()), "of no answer: another prompt"
+
+
 def test_what_is_asked_for_a_prompt_belongs_to_it() -> None:
     (found,) = unchanged.requests_changed(run(asked={"n": 2}), run())
     assert "3 are missing" in found and "3 are there beside them" in found

@@ -101,3 +101,11 @@ def test_metrics_may_be_asked_for_more_than_once_between_two_syncs_but_not_never
     assert judge.order(trace.events, asynchronous=True) == []
     trace.events = [e for e in trace.events if e["hook"] != "spec_metrics"]
     assert any("fired 0 times" in p for p in judge.order(trace.events, asynchronous=True))
+
+
+def test_a_run_that_resumes_goes_on_counting():
+    first, second = Trace(), Trace(first_version=2, steps=2)
+    assert versions.resumed(first.events, second.events) == []
+    (found,) = versions.resumed(Trace(first_version=1).events, Trace().events)
+    assert found.startswith("the resumed run begins with policy version 0, its first checkpoint was of 1")
+    assert versions.resumed([], second.events) == versions.resumed(first.events, []) == [], "others see that"

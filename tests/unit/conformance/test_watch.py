@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from builders.session import TARGET
 from spec_plugin_conformance import watch
 from spec_plugin_conformance.journal import read_trace
 from spec_plugin_conformance.plants import LOGPROB, PERTURBED, VERSION, PlantedErrors
-from spec_plugin_conformance.recorder import log_probs_of
+from spec_plugin_conformance.recorder import Recorder, log_probs_of
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 
@@ -119,6 +120,17 @@ def test_updates_of_the_policy_are_seen_and_those_of_the_draft_are_not(session, 
     assert sync["head_digest"] == digest({"": head})
     (harvest,) = [e for e in trace if e["hook"] == "spec_target_forward"]
     assert harvest["log_probs"] == log_probs_of(states, head)
+
+
+def test_their_log_probs_are_those_of_the_runs_temperature(tmp_path):
+    recorder = Recorder(str(tmp_path))
+    recorder._target = replace(TARGET, sampling={"temperature": 0.5})
+    recorder._head = torch.randn(8, 4)
+    ids, last = torch.arange(5), torch.randn(5, 4)
+    states = HiddenStates(ids, last.clone(), last, ids > 2, (5,), 1)
+    recorder.spec_target_forward(states)
+    (harvest,) = [e for e in read_trace(tmp_path) if e["hook"] == "spec_target_forward"]
+    assert harvest["log_probs"] == log_probs_of(states, 2 * recorder._head)
 
 
 def test_hidden_states_stand_for_log_probs_of_the_sampled_tokens_document_by_document():

@@ -59,7 +59,10 @@ def test_each_part_of_a_request_has_its_own_log_probs():
         tracker.pause({request.number: 2}, 4, drafted=False)
         tracker.begin(5)
         spans = complete(tracker, request, 5, log_probs=[-1.0, -2.0, -4.0, -8.0, -16.0, -32.0])
-    assert [span.stated for span in spans] == [weighed([-1.0, -2.0], 3), weighed([-4.0, -8.0, -16.0, -32.0], 5)]
+    sums = [weighed([-1.0, -2.0], 3), weighed([-4.0, -8.0, -16.0, -32.0], 5)]
+    assert [span.stated for span in spans] == [(total,) * 3 for total in sums], (
+        "powers of two are the same in each dtype"
+    )
 
 
 def test_a_request_that_had_sampled_nothing_is_of_the_new_version_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from spec_plugin import LogprobProvenanceError, SpecConfig
 from spec_plugin.actor.run import Responses, SpecRun
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
-from spec_plugin.spans import FORGOTTEN, Span
+from spec_plugin.spans import FORGOTTEN, Span, Spans
 
 PROMPT = [5, 6, 7]
 #: four responses of one prompt, and what the engine stated of each: the last is nearly sure
@@ -71,6 +72,33 @@ def test_what_the_engine_has_answered_passes_in_any_order():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_what_a_dtype_rounds_is_no_difference(dtype):
     run_of().check_stated(rows(rollout=STATED.to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("nats", [1.0, 1e-2])
+def test_law_3_of_16k_tokens_one_wrong_log_prob_is_refused_in_each_dtype_and_none_is_where_all_are_right(dtype, nats):
+    """A tolerance for each token's own rounding would come to 90 nats in bfloat16, and one that grew with the row hides it."""
+    generator = torch.Generator().manual_seed(0)
+    answer = torch.randint(10, 1000, (16_384,), generator=generator).tolist()
+    stated = torch.randn(1, len(answer), generator=generator).abs().neg()
+    spans = Spans()
+    spans.add([span_of(PROMPT, answer, 0, log_probs=stated[0].tolist())], 0)
+    wrong = stated.clone()
+    wrong[0, 9000] -= nats
+    document, mask = torch.tensor([*PROMPT, *answer]), torch.ones(1, len(answer), dtype=torch.bool)
+    for rollout, refused in ((stated, False), (wrong, True)):
+        carried = rollout.to(dtype)
+        for again in (carried, carried.float()):  # which a trainer may widen before the loss
+            assert bool(spans.of([document], [3], mask, rollout=again).apart > 0) is refused
+
+
+def test_sums_that_another_machine_adds_up_in_another_order_are_no_difference():
+    said = span_of(PROMPT, ANSWERS[0], 0, log_probs=STATED[0].tolist())
+    assert said.stated is not None
+    spans = Spans()
+    spans.add([replace(said, stated=tuple(math.nextafter(value, 0.0) for value in said.stated))], 0)
+    document = torch.tensor([*PROMPT, *ANSWERS[0]])
+    assert not spans.of([document], [3], torch.ones(1, 4, dtype=torch.bool), rollout=STATED[:1]).apart.any()
 
 
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
