@@ -15,8 +15,10 @@ from pathlib import Path
 
 import namespaces
 import pytest
+from _pytest.mark.expression import Expression
 from builders.paths import ROOT
 from check import PARTS, Part, parse
+from parts import MINIMAL
 
 DRIVER = """
 import signal, sys
@@ -360,6 +362,14 @@ def test_the_parts_are_listed_and_versions_are_some_of_them(tmp_path: Path) -> N
     assert all(f"{part.name}, {part.gigabytes:g} GB:\n  {part.commands[0]}\n" in listed for part in PARTS)
     versions, needs = parse(["versions"], PARTS).names, {part.name: part.needs for part in PARTS}
     assert len(versions) > 3 and all(needs[name] == [name] for name in versions)
+
+
+def test_each_test_of_the_kit_is_in_a_part() -> None:
+    """They are chosen by words of their names: one that none asks for would never run."""
+    asked = [re.search(r"-k ('[^']+'|\S+)", c) for part in PARTS for c in part.commands if MINIMAL in c]
+    words = [Expression.compile(found[1].strip("'")) for found in asked if found]
+    names = re.findall(r"(?<!@pytest\.mark\.family\n)^def (test_\w+)", (ROOT / MINIMAL).read_text(), re.M)
+    assert names and not [n for n in names if not any(w.evaluate(lambda part, n=n: part in n) for w in words)]
 
 
 def test_an_unknown_part_is_refused_and_make_names_only_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
