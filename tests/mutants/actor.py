@@ -44,6 +44,14 @@ MUTATIONS = (
     ),
     Mutation(
         _TAP,
+        "EvidenceTap.begin",
+        "(version + rank()) % turns == 0",
+        "True",
+        "reading the head for the evidence costs each step of each rank what one in four was to have",
+        ("test_evidence_tap.py",),
+    ),
+    Mutation(
+        _TAP,
         "EvidenceTap.of",
         "kept = same.pop(0)",
         "kept = same[0]",

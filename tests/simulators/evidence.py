@@ -8,8 +8,10 @@ from functools import partial
 from simulators import exactness
 from simulators.shown import Map, Shown
 
-#: chosen tokens of a phase: of 64 ranks 16 each, as at a vocabulary of 152k and a width of 4096 without a card
-_CHOSEN = 1024
+#: chosen tokens of a phase, of 64 ranks together: without a card, at a vocabulary of 152k and a width of 4096
+_CHOSEN = round(64 * 29 / 4)
+#: correct runs for each run of a wrong engine, and for each of a way to choose tokens
+_WRONG, _SELECTED = 30, 60
 #: of each entropy, wrong engines that must be stopped within so many thousand tokens in the median run
 _STOPPED = {"temperature 0.9": 20, "temperature 1.1": 20, "the same in 10 %": 250, "one token for 1 % of all (NaN)": 30}
 
@@ -37,8 +39,8 @@ def right_engines(mapped: Map, runs: int, phases: int) -> Shown:
 
 
 def wrong_engines(mapped: Map, runs: int, phases: int) -> Shown:
-    """Engines that do not: a hundredth as many runs, each five times as long at most."""
-    of, long = max(1, runs // 100), 5 * phases
+    """Engines that do not: fewer runs, each ten times as long at most."""
+    of, long = max(1, runs // _WRONG), 10 * phases
     kinds = [
         (f"{nats} nats{name}", nats, options) for nats in exactness.ENTROPIES for name, options in exactness.FAULTS
     ]
@@ -62,8 +64,8 @@ def wrong_engines(mapped: Map, runs: int, phases: int) -> Shown:
 
 
 def selections(mapped: Map, runs: int, phases: int) -> Shown:
-    """Right engines, and which of their tokens count: a hundredth as many runs, half as long."""
-    of, phases = max(1, runs // 100), max(1, phases // 2)
+    """Right engines, and which of their tokens count: fewer runs, half as long."""
+    of, phases = max(1, runs // _SELECTED), max(1, phases // 2)
     out = Shown(
         "Evidence of exact sampling, right engines, by which tokens count",
         (

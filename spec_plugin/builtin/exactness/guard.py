@@ -38,8 +38,8 @@ ALLOWED = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 8e-3}
 _SAME = 0.05
 #: phases of which some tokens did not come back, more of them than others, behind which there is no evidence in this run
 _TORN = 3
-#: tokens whose distributions are computed at once
-_CHUNK = 32
+#: tokens whose statistics a card computes at once; a CPU's cache holds one distribution
+_ON_CARD = 32
 
 
 def no_evidence(config: SpecConfig, target: TargetInfo, method: Method) -> str:
@@ -213,14 +213,14 @@ class ExactnessGuard:
         """log p(y), [n] float64, and the statistics, [n, S] float64, in the host's memory."""
         assert self._head is not None
         device = torch.device("cuda" if self._target.device_type == "cuda" and torch.cuda.is_available() else "cpu")
-        head, found = self._head.to(device), []
         with torch.inference_mode():
-            for some, sampled in zip(torch.split(last, _CHUNK), torch.split(tokens, _CHUNK), strict=True):
-                log_p, sampled = log_law(some.to(device), head, self._temperature, self._cap), sampled.to(device)
-                of_token = log_p.gather(1, sampled[:, None]).double()
-                found.append(torch.cat([of_token, statistics_of(log_p, sampled)], 1).cpu())
-        both = torch.cat(found)
-        return both[:, 0], both[:, 1:]
+            # the head is read, and its parts turned into float32, once for all tokens of the batch
+            log_p = log_law(last.to(device), self._head.to(device), self._temperature, self._cap)
+            sampled, few = tokens.to(device), _ON_CARD if device.type == "cuda" else 1
+            values = [
+                statistics_of(*some) for some in zip(torch.split(log_p, few), torch.split(sampled, few), strict=True)
+            ]
+            return log_p.gather(1, sampled[:, None])[:, 0].double().cpu(), torch.cat(values).cpu()
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl
-from spec_plugin.actor.evidence import MOST, ON_CARD, EvidenceTap, tokens_each_step
+from spec_plugin.actor.evidence import MOST, ON_CARD, EvidenceTap, tokens_of_a_turn
 from spec_plugin.actor.harvest import DecoderHarvest, PackedShards, padded_rows
 from spec_plugin.events import ChosenStates, TargetInfo
 from spec_plugin.manager import create_manager
@@ -82,7 +82,7 @@ def test_the_first_step_only_counts_tokens():
 
 
 def test_law_2_whether_a_token_is_chosen_depends_on_no_token_and_on_no_later_length(monkeypatch):
-    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_each_step", lambda _: 20)
+    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_of_a_turn", lambda _: (20, 1))
     chosen = []
     for last in (text(40, 5), text(80, 6)):
         actor = Actor()
@@ -94,7 +94,7 @@ def test_law_2_whether_a_token_is_chosen_depends_on_no_token_and_on_no_later_len
 
 
 def test_law_2_each_step_and_each_rank_throws_coins_of_its_own(monkeypatch):
-    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_each_step", lambda _: 20)
+    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_of_a_turn", lambda _: (20, 1))
     found = []
     for rank in (0, 1):
         monkeypatch.setattr("spec_plugin.actor.evidence.rank", lambda rank=rank: rank)
@@ -105,8 +105,20 @@ def test_law_2_each_step_and_each_rank_throws_coins_of_its_own(monkeypatch):
     assert not found[0] and len({frozenset(some) for some in found[1:3] + found[4:]}) == 4
 
 
+def test_law_2_ranks_take_turns_by_the_version_alone(monkeypatch):
+    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_of_a_turn", lambda _: (1000, 3))
+    had = {}
+    for rank in range(3):
+        monkeypatch.setattr("spec_plugin.actor.evidence.rank", lambda rank=rank: rank)
+        actor = Actor()
+        for version in range(7):
+            actor.step(version, text(20))
+            had[rank, version] = len(places(actor.of(text(20)))) > 0
+    assert all(had[rank, version] == ((rank + version) % 3 == 0) for rank, version in had if version > 0)
+
+
 def test_what_it_takes_is_chosen_by_count(monkeypatch):
-    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_each_step", lambda _: 100)
+    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_of_a_turn", lambda _: (100, 1))
     actor, counts = Actor(), []
     for version in range(1, 30):
         documents = [text(500, seed) for seed in range(4)]
@@ -178,6 +190,9 @@ def test_seconds_of_a_core_are_turned_into_tokens_by_sizes_alone():
     def target(vocabulary: int, hidden: int, device: str = "cpu") -> TargetInfo:
         return TargetInfo("", {"vocab_size": vocabulary, "hidden_size": hidden}, "bfloat16", device_type=device)
 
-    assert tokens_each_step(target(151_936, 1024)) == 44
-    assert tokens_each_step(target(151_936, 4096)) == 16
-    assert tokens_each_step(target(64, H)) == MOST and tokens_each_step(target(151_936, 4096, "cuda")) == ON_CARD
+    assert tokens_of_a_turn(target(151_936, 1024)) == (17, 1)
+    assert tokens_of_a_turn(target(151_936, 4096)) == (29, 4)
+    assert tokens_of_a_turn(target(64, H)) == (MOST, 1) and tokens_of_a_turn(target(151_936, 4096, "cuda")) == (
+        ON_CARD,
+        1,
+    )
