@@ -52,6 +52,22 @@ MUTATIONS = (
     ),
     Mutation(
         _TAP,
+        "EvidenceTap._harmless",
+        'f"rank {rank()} could not keep states: {type(error).__name__}: {error}", None',
+        '"", None',
+        "evidence that ends for trouble is missed by nobody, and spec/exactness_tokens 0 is a riddle",
+        ("test_evidence_tap.py",),
+    ),
+    Mutation(
+        _TAP,
+        "EvidenceTap.none_for",
+        "if lags:",
+        "if False:",
+        "law 2: an asynchronous run has no evidence and does not say so",
+        ("test_evidence_tap.py", "test_run.py"),
+    ),
+    Mutation(
+        _TAP,
         "EvidenceTap.of",
         "kept = same.pop(0)",
         "kept = same[0]",
@@ -61,7 +77,7 @@ MUTATIONS = (
     Mutation(
         _TAP,
         "EvidenceTap.capture",
-        "and harvest.plan.active",
+        "and harvest.in_pass",
         "",
         "passes of the reference policy are taken for those of the policy that sampled",
         ("test_evidence_tap.py",),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl
 from spec_plugin.actor.evidence import MOST, ON_CARD, EvidenceTap, tokens_of_a_turn
-from spec_plugin.actor.harvest import DecoderHarvest, PackedShards, padded_rows
+from spec_plugin.actor.harvest import DecoderHarvest, PackedShards, RolloutHarvest, padded_rows
 from spec_plugin.events import ChosenStates, TargetInfo
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
@@ -158,22 +158,45 @@ class Shards(PackedShards):
         self.group: Any = None
 
 
-@pytest.mark.parametrize("actor", [{"block": ("exactness",)}, {"shards": Shards()}, {"train": False}])
-def test_nothing_is_kept_where_nobody_asks_or_documents_are_seen_in_parts(actor):
+@pytest.mark.parametrize(
+    ("actor", "why"), [({"block": ("exactness",)}, ""), ({"shards": Shards()}, "ranks share documents")]
+)
+def test_nothing_is_kept_where_nobody_asks_or_documents_are_seen_in_parts(actor, why):
     made = Actor(**actor)
     for version in range(2):
         made.step(version, text(40))
-    assert made.tap.of([text(40)], [2]) is None
+    assert made.tap.of([text(40)], [2]) is None and made.tap.none_for(False, True).startswith(why)
+    assert bool(made.tap.none_for(False, True)) == bool(why)
 
 
-def test_law_6_trouble_turns_speculation_off_and_leaves_no_hooks():
+@pytest.mark.parametrize("options", [{"train": False}, {"method": "ngram"}])
+def test_law_2_methods_that_harvest_nothing_have_evidence_too(options):
+    actor = Actor(**options)
+    for version in range(2):
+        actor.step(version, text(40))
+    assert len(actor.of(text(40)).rows) == 37 and not actor.tap.none_for(False, True)
+
+
+def test_why_a_run_has_none_is_known_to_the_tap():
+    actor = Actor()
+    assert "overlap" in actor.tap.none_for(True, True) and "log-probs" in actor.tap.none_for(False, False)
+    assert "Megatron" in EvidenceTap(RolloutHarvest(RolloutControl(actor.session, None)), actor.session).none_for(
+        False, True
+    )
+
+
+def test_law_6_trouble_ends_the_evidence_alone_and_leaves_no_hooks(caplog):
     actor = Actor()
     actor.step(0, text(40))
     actor.tap.begin(1)
     actor.harvest.open()
-    with actor.tap.capture(lambda: ([text(40)], [torch.arange(40) > 1])):
-        pass  # a pass that does not run the decoder
-    assert actor.session.failed and not actor.decoder.norm._forward_hooks
+    for _ in range(2):
+        with actor.tap.capture(lambda: ([text(40)], [torch.arange(40) > 1])):
+            pass  # a pass that does not run the decoder
+    assert not actor.session.failed and not actor.decoder.norm._forward_hooks
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "no hidden states were captured" in line and actor.tap.none_for(False, True) in line
+    assert actor.tap.of([text(40)], [2]) is None
 
 
 @pytest.mark.parametrize(("p", "training", "noisy"), [(0.1, True, True), (0.1, False, False), (0.0, True, False)])
