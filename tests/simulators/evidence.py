@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
-from simulators import exactness
+from simulators import drafts_law, exactness
 from simulators.shown import Map, Shown
 
 #: chosen tokens of a phase, of 64 ranks together: without a card, at a vocabulary of 152k and a width of 4096
@@ -83,4 +83,24 @@ def selections(mapped: Map, runs: int, phases: int) -> Shown:
         median = f"{statistics.median(after):.0f}" if after else ""
         out.rows.append((name, "not looked at" if fair else "looked at", str(of), str(phases), str(len(after)), median))
         out.hold(not (fair and after), f"{name}: {len(after)} of {of} correct runs were stopped")
+    return out
+
+
+def of_the_draft(mapped: Map, runs: int, phases: int) -> Shown:
+    """What statistics of the draft's distribution would add: fewer runs, each ten times as long at most."""
+    of, long = max(1, runs // _SELECTED), 10 * phases
+    kinds = [(nats, drafts) for nats in exactness.ENTROPIES for drafts in (False, True)]
+    out = Shown(
+        f"Evidence of exact sampling, with two statistics of the draft's distribution: thousands of chosen tokens until the run "
+        f"stops, median of {of} runs (-: more than {long * _CHOSEN // 1000})",
+        ("engine", *(f"{nats} nats, {'with' if drafts else 'without'}" for nats, drafts in kinds)),
+    )
+    for name in drafts_law.KINDS:
+        cells = []
+        for nats, drafts in kinds:
+            work = partial(drafts_law.tokens_until_refused, nats, name, drafts, long, _CHOSEN)
+            after = statistics.median(mapped(work, range(of)))
+            cells.append("-" if after == float("inf") else f"{after / 1000:.0f}")
+            out.hold(bool(name) or after == float("inf"), f"{nats} nats: a right engine was stopped")
+        out.rows.append((name or "right", *cells))
     return out
