@@ -332,6 +332,7 @@ class LogprobBatch:
     lag_allowed: bool = False  # asynchronous trainer: sequences may have been sampled by older policy versions
     #: steps trained since the weight sync of ``policy_version``: the weights that recompute are newer by those
     ahead: int = 0
+    no_states: str = ""  # why no batch of this run has ``states``; empty where some may
     states: ChosenStates | None = (
         None  # of some of its tokens, where the trainer's pass gave them and nothing was trained since
     )

@@ -249,8 +249,12 @@ def guard(size: Size, clock: Clock) -> None:
         judge.spec_check_logprobs(batch)
 
 
+#: steps, of which each rank has chosen tokens in one, at these sizes
+_TURNS = 4
+
+
 def evidence(size: Size, clock: Clock) -> None:
-    """Rank 0: choosing tokens of its rows, finding them again, and their distributions over the whole vocabulary."""
+    """Rank 0: choosing tokens of its rows, finding them again, and their distributions over the vocabulary; mean of a step."""
     import torch
     from torch import nn
 
@@ -281,8 +285,8 @@ def evidence(size: Size, clock: Clock) -> None:
     columns = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     stated = torch.full(columns.shape, -12.0)
     versions, drafted = torch.ones(columns.shape, dtype=torch.int64), torch.full(columns.shape, int(Drafts.ON))
-    for version in range(2):  # the first one only counts tokens
-        clock.seconds = 0.0
+    for version in range(1 + _TURNS):  # the first one only counts tokens; this rank's turn comes once in the others
+        clock.seconds *= version > 1
         session.weight_sync(WeightSync(version, None, head))
         session.rollout_end(RolloutStats(version, size.rows, sum(lengths), 1.0))
         harvest.open()
@@ -298,6 +302,7 @@ def evidence(size: Size, clock: Clock) -> None:
             batch = LogprobBatch(version, stated, stated, columns, version * versions, drafted, False)
             session.check_logprobs(replace(batch, states=found))
     assert found is not None and found.chosen
+    clock.seconds /= _TURNS
 
 
 def harvest(size: Size, clock: Clock) -> None:

@@ -7,6 +7,7 @@ sampled token, whose chance is that of this step, by how many tokens the step be
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,24 +21,32 @@ from torch import Tensor, nn
 from spec_plugin.actor.decoder import text_sizes
 from spec_plugin.actor.harvest import DecoderHarvest, Documents, RolloutHarvest, Rows, rows_of
 from spec_plugin.actor.taps import LAST, Taps
+from spec_plugin.errors import pass_on
 from spec_plugin.events import ChosenStates, TargetInfo
 from spec_plugin.ranks import rank
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import fingerprints
-from spec_plugin.speculation import Work
 
-#: seconds of one core for the distributions of a step's chosen tokens, and what an element of the head and a logit take of it
-_SECONDS, _PRODUCT, _LOGIT = 0.3, 2.4e-11, 2e-8
+logger = logging.getLogger(__name__)
+
+#: Seconds of one core for the distributions of a step's chosen tokens, in the mean. An element of the head takes so many of them
+#: to be read, once, and for each token to be multiplied; a logit takes the last.
+_SECONDS, _READ, _PRODUCT, _LOGIT = 0.3, 6e-10, 3.6e-11, 4e-8
 #: chosen tokens of a step and rank, at most; on a card, whose time is not worth counting, as many
 MOST, ON_CARD = 1024, 256
 
 
-def tokens_each_step(target: TargetInfo) -> int:
-    """How many tokens of a step a rank chooses, in the mean: by sizes alone, never by what a clock says."""
+def tokens_of_a_turn(target: TargetInfo) -> tuple[int, int]:
+    """How many tokens a rank chooses, in the mean, and in each how many-th step: by sizes alone, never by what a clock says.
+
+    Where reading the head alone takes a third of a step's seconds, ranks take turns: each has more tokens, less often.
+    """
     if target.device_type == "cuda":
-        return ON_CARD
+        return ON_CARD, 1
     vocabulary, hidden = text_sizes(target.hf_config) or (1 << 18, 1 << 13)
-    return min(MOST, max(1, int(_SECONDS / (vocabulary * (hidden * _PRODUCT + _LOGIT)))))
+    read = vocabulary * hidden * _READ
+    turns = 1 + int(3.0 * read / _SECONDS)
+    return min(MOST, max(1, int((turns * _SECONDS - read) / (vocabulary * (hidden * _PRODUCT + _LOGIT))))), turns
 
 
 @dataclass
@@ -54,9 +63,14 @@ class EvidenceTap:
 
     def __init__(self, harvest: RolloutHarvest, session: SpecSession) -> None:
         """Nothing is kept where the harvest sees parts of documents or layers only, or nobody asks for evidence."""
-        self._session = session
-        asked = session.manager.has_plugin("exactness") and not session.target.truncated
-        self._harvest = harvest if asked and isinstance(harvest, DecoderHarvest) and harvest.whole else None
+        self._session, self._why = session, ""
+        self._harvest: DecoderHarvest | None = None
+        if not isinstance(harvest, DecoderHarvest):
+            self._why = "no rank's pass goes through the whole model (Megatron)"
+        elif not harvest.whole:
+            self._why = "ranks share documents (Ulysses, ring attention), none has the states of a whole one"
+        elif session.manager.has_plugin("exactness") and not session.target.truncated:
+            self._harvest = harvest
         self._taps: Taps | None = None
         self._passed = self._expected = 0
         self.begin(-1)
@@ -64,15 +78,38 @@ class EvidenceTap:
     def begin(self, version: int) -> None:
         """The engines have this policy version: what is sampled from here on is chosen with one chance."""
         self._expected = self._passed or self._expected
-        self._chance = min(1.0, tokens_each_step(self._session.target) / self._expected) if self._expected else 0.0
+        tokens, turns = tokens_of_a_turn(self._session.target)
+        turn = self._expected > 0 and (version + rank()) % turns == 0
+        self._chance = min(1.0, tokens / self._expected) if turn else 0.0
         self._coins = np.random.default_rng((self._session.config.seed, version + 1, rank()))
         self._passed = self._chosen = 0
         self._noisy = False
         self._kept: dict[tuple[int, int], list[_Kept]] = defaultdict(list)  # by length and fingerprint
 
+    def none_for(self, lags: bool, stated: bool) -> str:
+        """Why no tokens of this run are evidence, for ``LogprobBatch``; empty where some may be.
+
+        Args:
+            lags: do rollouts overlap with training, or lag behind it.
+            stated: has the trainer asked for the engine's log-probs.
+        """
+        if lags:
+            return "rollouts overlap with training: which tokens have come back hangs on how soon their texts ended"
+        return self._why if stated else "the trainer does not ask the engines for log-probs"
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Trouble of this rank ends the evidence, here at once and everywhere with the next weight sync; nothing else stops."""
+        try:
+            yield
+        except Exception as error:
+            pass_on(error)
+            self._why, self._harvest = f"rank {rank()} could not keep states: {type(error).__name__}: {error}", None
+            logger.warning("spec-plugin: no evidence of exact sampling (law 2): %s", self._why)
+
     @contextmanager
     def capture(self, documents: Callable[[], Documents], rows: Rows | None = None) -> Iterator[None]:
-        """Around one forward pass of the log-prob pass; trouble turns speculation off, and stops nothing (law 6).
+        """Around one forward pass of the log-prob pass; trouble ends the evidence, and stops nothing (law 6).
 
         Args:
             documents: of this pass.
@@ -80,8 +117,9 @@ class EvidenceTap:
         """
         chosen: list[tuple[int, Tensor]] = []
         with ExitStack() as attached:
-            if (harvest := self._harvest) is not None and harvest.plan.active and not self._session.failed:
-                with self._session.guarded(Work.HARVEST):
+            harvest, session = self._harvest, self._session
+            if harvest is not None and harvest.in_pass and not (session.failed or session.hidden):
+                with self._harmless():
                     ids, masks = documents()
                     chosen = self._choose(masks)
                     if chosen:
@@ -90,10 +128,10 @@ class EvidenceTap:
                             self._taps_of(harvest).attached(partial(_before, chosen=chosen, rows=take))
                         )
             yield
-        if chosen and self._taps is not None:
-            with self._session.guarded(Work.HARVEST):
+        if chosen and self._taps is not None and self._harvest is not None:
+            with self._harmless():
                 self._keep(ids, chosen, self._taps.states()[LAST])
-            self._taps.forget()
+            self._taps.forget()  # whatever has failed
 
     def _taps_of(self, harvest: DecoderHarvest) -> Taps:
         if self._taps is None:
@@ -128,7 +166,7 @@ class EvidenceTap:
             documents: token ids of each whole sequence, [n_i].
             starts: where the first column of the batch lies in each document.
         """
-        if not self._passed:
+        if not self._passed or self._harvest is None:
             return None
         lengths, found = {length for length, _ in self._kept}, []
         for row, (document, start) in enumerate(zip(documents, starts, strict=True)):

@@ -300,6 +300,7 @@ class RolloutHarvest:
         self._wanted = session.method.harvest if session.config.train else None
         self._taps: Taps | None = None
         self._opened = False
+        self.in_pass = False  # between ``open`` and ``close``, whether anything is harvested or not
         self._build()
 
     def taps(self, layers: Sequence[int]) -> Taps:
@@ -332,6 +333,7 @@ class RolloutHarvest:
         nothing else.
         """
         self._build()
+        self.in_pass = True
         self._control.agree()
         wanted = self._taps is not None and not self.session.failed and not self.session.hidden
         usual = self.session.config.harvest_tokens
@@ -351,6 +353,7 @@ class RolloutHarvest:
     def close(self) -> None:
         """End the budget of this log-prob pass: nothing is captured until the next ``open``."""
         self.plan.close()
+        self.in_pass = False
 
     @contextmanager
     def capture(self, documents: Callable[[], Documents], rows: Rows | None = None) -> Iterator[None]:
@@ -413,7 +416,7 @@ class DecoderHarvest(RolloutHarvest):
 
         Args:
             control: of this process.
-            decoder: see ``find_decoder``; not asked for where nothing is harvested.
+            decoder: see ``find_decoder``; asked for by the harvest, and by the evidence of exact sampling.
             shards: if the decoder sees a part of each row only.
         """
         self._decoder, self._shards = decoder, shards

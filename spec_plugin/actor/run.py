@@ -100,7 +100,7 @@ class SpecRun:
             session: of this process.
             link: all engines of the run, on the first actor rank; None on the others, which train the same draft. A
                 ``RanksLink`` on every rank.
-            decoder: finds the policy's decoder, see ``find_decoder``; not asked for where the method harvests nothing.
+            decoder: finds the policy's decoder, see ``find_decoder``; asked for where the method harvests, or there is evidence.
             shards: if the decoder sees a part of each row only.
             harvest: makes the harvest of a backend that needs one of its own, in the place of ``decoder`` and ``shards``.
             sleeps: have the engines no weights in memory when the log-prob pass begins.
@@ -275,6 +275,7 @@ class SpecRun:
             lag_allowed=control.lags,
             ahead=self._ahead if current_weights else 0,
             states=self._states_of(responses),
+            no_states=self._evidence.none_for(control.lags, responses.rollout is not None),
             **who,
         )
         self.session.check_logprobs(batch, chosen_from)
@@ -328,11 +329,8 @@ class SpecRun:
 
     def _states_of(self, responses: Responses) -> ChosenStates | None:
         """Of the tokens that are evidence of exact sampling, if the engine's log-probs came along."""
-        states: ChosenStates | None = None
-        if responses.rollout is not None and not self._ahead:
-            with self.session.guarded(Work.HARVEST):
-                states = self._evidence.of(responses.documents, responses.starts)
-        return states
+        known = responses.rollout is not None and not self._ahead
+        return self._evidence.of(responses.documents, responses.starts) if known else None
 
     def _witnesses(self) -> list[Witness]:
         with self._serving():

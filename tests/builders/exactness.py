@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pluggy
 import torch
@@ -11,25 +10,18 @@ from torch import Tensor
 
 from builders.batches import batch_of
 from builders.training import TARGET as TRAINED
-from spec_plugin import SpecConfig, hookspecs
+from spec_plugin import hookspecs
 from spec_plugin.builtin.exactness import ExactnessGuard
-from spec_plugin.builtin.methods.eagle3 import Eagle3Method
-from spec_plugin.builtin.methods.ngram import NgramMethod
 from spec_plugin.events import ChosenStates, LogprobBatch, RolloutStats, TargetInfo, WeightSync
-from spec_plugin.session import method_of
 
 V, H = 96, 8
 TARGET = replace(TRAINED, dtype="float32", sampling={"temperature": 1.0})
 
 
-def no_evidence_of(options: dict[str, Any], target: TargetInfo) -> ExactnessGuard:
+def guard_of(target: TargetInfo) -> ExactnessGuard:
     """A guard that was told of a run."""
-    manager = pluggy.PluginManager("spec_plugin")
-    manager.add_hookspecs(hookspecs)
-    for method in (Eagle3Method(), NgramMethod()):
-        manager.register(method)
-    config, guard = SpecConfig(**options), ExactnessGuard()
-    guard.spec_configure(config, target, method_of(config, TRAINED, manager))
+    guard = ExactnessGuard()
+    guard.spec_configure(target)
     return guard
 
 
@@ -64,7 +56,7 @@ class Run:
         tokens: int = 200,
         target: TargetInfo = TARGET,
     ) -> None:
-        self.guard, self.tokens = no_evidence_of({}, target), tokens
+        self.guard, self.tokens = guard_of(target), tokens
         self._temperature, self._states_policy = temperature, states_policy
         self._stream = torch.Generator().manual_seed(0)
         self.head = torch.randn(V, H, generator=self._stream)

@@ -97,6 +97,14 @@ MUTATIONS = (
     Mutation(
         _EVIDENCE,
         "ExactnessGuard._judge",
+        "not (passed or drafted)",
+        "not passed",
+        "law 2: a run whose log-prob pass nobody takes apart has no evidence and does not say so",
+        ("test_exactness_guard.py",),
+    ),
+    Mutation(
+        _EVIDENCE,
+        "ExactnessGuard._judge",
         "if passed != sampled or chosen != found:",
         "if passed != sampled:",
         "law 2: chosen tokens that are never judged, such as those of responses that a filter drops, are not missed",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
-from simulators import exactness
+from simulators import drafts_law, exactness
 from simulators.shown import Map, Shown
 
-#: chosen tokens of a phase: of 64 ranks 16 each, as at a vocabulary of 152k and a width of 4096 without a card
-_CHOSEN = 1024
+#: chosen tokens of a phase, of 64 ranks together: without a card, at a vocabulary of 152k and a width of 4096
+_CHOSEN = round(64 * 29 / 4)
+#: correct runs for each run of a wrong engine, and for each of a way to choose tokens
+_WRONG, _SELECTED = 30, 60
 #: of each entropy, wrong engines that must be stopped within so many thousand tokens in the median run
 _STOPPED = {"temperature 0.9": 20, "temperature 1.1": 20, "the same in 10 %": 250, "one token for 1 % of all (NaN)": 30}
 
@@ -37,8 +39,8 @@ def right_engines(mapped: Map, runs: int, phases: int) -> Shown:
 
 
 def wrong_engines(mapped: Map, runs: int, phases: int) -> Shown:
-    """Engines that do not: a hundredth as many runs, each five times as long at most."""
-    of, long = max(1, runs // 100), 5 * phases
+    """Engines that do not: fewer runs, each ten times as long at most."""
+    of, long = max(1, runs // _WRONG), 10 * phases
     kinds = [
         (f"{nats} nats{name}", nats, options) for nats in exactness.ENTROPIES for name, options in exactness.FAULTS
     ]
@@ -62,8 +64,8 @@ def wrong_engines(mapped: Map, runs: int, phases: int) -> Shown:
 
 
 def selections(mapped: Map, runs: int, phases: int) -> Shown:
-    """Right engines, and which of their tokens count: a hundredth as many runs, half as long."""
-    of, phases = max(1, runs // 100), max(1, phases // 2)
+    """Right engines, and which of their tokens count: fewer runs, half as long."""
+    of, phases = max(1, runs // _SELECTED), max(1, phases // 2)
     out = Shown(
         "Evidence of exact sampling, right engines, by which tokens count",
         (
@@ -81,4 +83,24 @@ def selections(mapped: Map, runs: int, phases: int) -> Shown:
         median = f"{statistics.median(after):.0f}" if after else ""
         out.rows.append((name, "not looked at" if fair else "looked at", str(of), str(phases), str(len(after)), median))
         out.hold(not (fair and after), f"{name}: {len(after)} of {of} correct runs were stopped")
+    return out
+
+
+def of_the_draft(mapped: Map, runs: int, phases: int) -> Shown:
+    """What statistics of the draft's distribution would add: fewer runs, each ten times as long at most."""
+    of, long = max(1, runs // _SELECTED), 10 * phases
+    kinds = [(nats, drafts) for nats in exactness.ENTROPIES for drafts in (False, True)]
+    out = Shown(
+        f"Evidence of exact sampling, with two statistics of the draft's distribution: thousands of chosen tokens until the run "
+        f"stops, median of {of} runs (-: more than {long * _CHOSEN // 1000})",
+        ("engine", *(f"{nats} nats, {'with' if drafts else 'without'}" for nats, drafts in kinds)),
+    )
+    for name in drafts_law.KINDS:
+        cells = []
+        for nats, drafts in kinds:
+            work = partial(drafts_law.tokens_until_refused, nats, name, drafts, long, _CHOSEN)
+            after = statistics.median(mapped(work, range(of)))
+            cells.append("-" if after == float("inf") else f"{after / 1000:.0f}")
+            out.hold(bool(name) or after == float("inf"), f"{nats} nats: a right engine was stopped")
+        out.rows.append((name or "right", *cells))
     return out

@@ -332,7 +332,7 @@ PARTS: dict[str, tuple[Callable[[Map, int, int], Shown], ...]] = {
     "guard": (correct_guard, wrong_guard, late_guard),
     "rows": (few_rows, rows_capital),
     "selftest": (self_tests, wide_self_tests),
-    "exactness": (evidence.right_engines, evidence.wrong_engines, evidence.selections),
+    "exactness": (evidence.right_engines, evidence.wrong_engines, evidence.selections, evidence.of_the_draft),
     "controller": (controllers,),
     "waiting": (waitings,),
 }

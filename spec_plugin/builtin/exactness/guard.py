@@ -18,11 +18,9 @@ from draft_training.errors import DraftConfigError
 from draft_training.outside import logit_cap
 from spec_plugin.builtin.exactness.capital import PLAIN, SHAPE, WEIGHED, Capital, Floats, bets, growth
 from spec_plugin.builtin.exactness.statistics import log_law, statistics_of
-from spec_plugin.config import SpecConfig
 from spec_plugin.errors import LosslessError, SpecConfigError, pass_on
 from spec_plugin.events import ChosenStates, Drafts, LogprobBatch, RolloutStats, TargetInfo, WeightSync
 from spec_plugin.hookspecs import hookimpl
-from spec_plugin.method import Method
 from spec_plugin.outside import write_whole
 from spec_plugin.ranks import is_first, sum_of_ranks, together
 
@@ -38,14 +36,12 @@ ALLOWED = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 8e-3}
 _SAME = 0.05
 #: phases of which some tokens did not come back, more of them than others, behind which there is no evidence in this run
 _TORN = 3
-#: tokens whose distributions are computed at once
-_CHUNK = 32
+#: tokens whose statistics a card computes at once; a CPU's cache holds one distribution
+_ON_CARD = 32
 
 
-def no_evidence(config: SpecConfig, target: TargetInfo, method: Method) -> str:
+def no_evidence(target: TargetInfo) -> str:
     """Why a run has no evidence by its options alone; empty where it may have some."""
-    if method.harvest is None or not config.train:
-        return f"spec.method={config.method}, spec.train={config.train}: no hidden states are harvested"
     if target.truncated:
         return "top_p or top_k are set: rounding moves the edge of what they leave"
     if not target.sampling.get("temperature", 1.0):
@@ -69,7 +65,7 @@ class ExactnessGuard:
         self._capital = Capital.new()
         self._head: Tensor | None = None
         self._said = False
-        self._warned: set[str] = set()  # what is said once
+        self._warned: set[int] = set()  # designs whose line was said
         self._torn = self._whole = 0  # phases
         self._sampled = 0  # tokens of this phase, by the engines, on the rank that hears of them
         self._begin()
@@ -77,11 +73,12 @@ class ExactnessGuard:
     def _begin(self) -> None:
         self._grown: Floats = np.zeros(SHAPE)
         self._tokens = self._found = self._chosen = self._passed = 0
+        self._drafted = False
 
     @hookimpl
-    def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
+    def spec_configure(self, target: TargetInfo) -> None:
         """Keep the options; whether there can be evidence is said at the first weight sync, by one process."""
-        self._target, self._why = target, no_evidence(config, target, method)
+        self._target, self._why = target, no_evidence(target)
         self._cap = None if self._why else logit_cap(target.hf_config, target.file)
         self._temperature = float(target.sampling.get("temperature", 1.0))
         dtype = max(target.dtype, target.actor_dtype, key=list(ALLOWED).index)
@@ -123,19 +120,22 @@ class ExactnessGuard:
 
     def _judge(self) -> None:
         """What all ranks have found in the phase: nothing, unless each token that the engines sampled came back once."""
-        counts = [self._passed, self._sampled, self._chosen, self._found, self._tokens, bool(self._why)]
+        counts = [self._passed, self._sampled, self._chosen, self._found, self._tokens, self._drafted, bool(self._why)]
         total = sum_of_ranks(np.concatenate([np.array(counts, np.float64), self._grown.ravel()]))
         self._begin()
-        passed, sampled, chosen, found, tokens, ended = total[: len(counts)]
+        passed, sampled, chosen, found, tokens, drafted, ended = total[: len(counts)]
         self._sampled = 0
-        if ended or not passed:
+        if ended and not self._why:
+            self._why = "trouble of another rank, which says what"
+        if ended or not (passed or drafted):  # of a run without drafts, or a phase without a log-prob pass
             return
         if passed != sampled or chosen != found:
             self._torn += 1
             if self._torn >= max(_TORN, self._whole):
                 self._end(
                     f"in {self._torn} of {self._torn + self._whole} phases the log-prob pass had other tokens than were sampled "
-                    f"(lately {passed:.0f} for {sampled:.0f}): filters choose by what was sampled"
+                    f"(lately {passed:.0f} for {sampled:.0f}; of {chosen:.0f} chosen ones {found:.0f} came back): a filter "
+                    "chooses by what was sampled"
                 )
             return
         self._whole += 1
@@ -158,18 +158,18 @@ class ExactnessGuard:
                 "the flag the run does not speculate"
             )
         if level >= -math.log10(SAID):
-            self._warn_once(f"{what}. The run stops at {REFUSED:g}")
+            self._warn_once(WEIGHED, f"{what}. The run stops at {REFUSED:g}")
         if capital.log10(PLAIN) >= -math.log10(REFUSED):
             self._warn_once(
+                PLAIN,
                 f"{text.format(capital.richest(PLAIN))} are off the policy by more than rounding explains (a mean of "
                 f"{self._allowed:g}), while the engine states them as it samples: does it have the policy's weights, temperature "
-                "and, of a mixture of experts, kernels? The run goes on"
+                "and, of a mixture of experts, kernels? The run goes on",
             )
 
-    def _warn_once(self, text: str) -> None:
-        kind = text.rpartition("The run ")[2]
-        if kind not in self._warned:
-            self._warned.add(kind)
+    def _warn_once(self, design: int, text: str) -> None:
+        if design not in self._warned:
+            self._warned.add(design)
             logger.warning("spec-plugin: %s", text)
 
     @hookimpl
@@ -180,7 +180,9 @@ class ExactnessGuard:
     @hookimpl
     def spec_check_logprobs(self, batch: LogprobBatch) -> None:
         """Bet on the tokens of the batch that were chosen; trouble with them ends the evidence, and stops nothing."""
-        if batch.states is None or self._head is None or batch.rollout is None:
+        self._drafted = self._drafted or bool((batch.mask & (batch.drafted == Drafts.ON)).any())
+        self._why = self._why or batch.no_states  # said at the next weight sync, by the first rank
+        if batch.states is None or self._why or self._head is None or batch.rollout is None:
             return
         self._passed, self._chosen = batch.states.passed, batch.states.chosen
         self._found += len(batch.states.rows)
@@ -213,14 +215,14 @@ class ExactnessGuard:
         """log p(y), [n] float64, and the statistics, [n, S] float64, in the host's memory."""
         assert self._head is not None
         device = torch.device("cuda" if self._target.device_type == "cuda" and torch.cuda.is_available() else "cpu")
-        head, found = self._head.to(device), []
         with torch.inference_mode():
-            for some, sampled in zip(torch.split(last, _CHUNK), torch.split(tokens, _CHUNK), strict=True):
-                log_p, sampled = log_law(some.to(device), head, self._temperature, self._cap), sampled.to(device)
-                of_token = log_p.gather(1, sampled[:, None]).double()
-                found.append(torch.cat([of_token, statistics_of(log_p, sampled)], 1).cpu())
-        both = torch.cat(found)
-        return both[:, 0], both[:, 1:]
+            # the head is read, and its parts turned into float32, once for all tokens of the batch
+            log_p = log_law(last.to(device), self._head.to(device), self._temperature, self._cap)
+            sampled, few = tokens.to(device), _ON_CARD if device.type == "cuda" else 1
+            values = [
+                statistics_of(*some) for some in zip(torch.split(log_p, few), torch.split(sampled, few), strict=True)
+            ]
+            return log_p.gather(1, sampled[:, None])[:, 0].double().cpu(), torch.cat(values).cpu()
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from spec_plugin import SpecConfig
 from spec_plugin.actor.control import RolloutControl
-from spec_plugin.actor.evidence import MOST, ON_CARD, EvidenceTap, tokens_each_step
-from spec_plugin.actor.harvest import DecoderHarvest, PackedShards, padded_rows
+from spec_plugin.actor.evidence import MOST, ON_CARD, EvidenceTap, tokens_of_a_turn
+from spec_plugin.actor.harvest import DecoderHarvest, PackedShards, RolloutHarvest, padded_rows
 from spec_plugin.events import ChosenStates, TargetInfo
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
@@ -82,7 +82,7 @@ def test_the_first_step_only_counts_tokens():
 
 
 def test_law_2_whether_a_token_is_chosen_depends_on_no_token_and_on_no_later_length(monkeypatch):
-    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_each_step", lambda _: 20)
+    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_of_a_turn", lambda _: (20, 1))
     chosen = []
     for last in (text(40, 5), text(80, 6)):
         actor = Actor()
@@ -94,7 +94,7 @@ def test_law_2_whether_a_token_is_chosen_depends_on_no_token_and_on_no_later_len
 
 
 def test_law_2_each_step_and_each_rank_throws_coins_of_its_own(monkeypatch):
-    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_each_step", lambda _: 20)
+    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_of_a_turn", lambda _: (20, 1))
     found = []
     for rank in (0, 1):
         monkeypatch.setattr("spec_plugin.actor.evidence.rank", lambda rank=rank: rank)
@@ -105,8 +105,20 @@ def test_law_2_each_step_and_each_rank_throws_coins_of_its_own(monkeypatch):
     assert not found[0] and len({frozenset(some) for some in found[1:3] + found[4:]}) == 4
 
 
+def test_law_2_ranks_take_turns_by_the_version_alone(monkeypatch):
+    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_of_a_turn", lambda _: (1000, 3))
+    had = {}
+    for rank in range(3):
+        monkeypatch.setattr("spec_plugin.actor.evidence.rank", lambda rank=rank: rank)
+        actor = Actor()
+        for version in range(7):
+            actor.step(version, text(20))
+            had[rank, version] = len(places(actor.of(text(20)))) > 0
+    assert all(had[rank, version] == ((rank + version) % 3 == 0) for rank, version in had if version > 0)
+
+
 def test_what_it_takes_is_chosen_by_count(monkeypatch):
-    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_each_step", lambda _: 100)
+    monkeypatch.setattr("spec_plugin.actor.evidence.tokens_of_a_turn", lambda _: (100, 1))
     actor, counts = Actor(), []
     for version in range(1, 30):
         documents = [text(500, seed) for seed in range(4)]
@@ -146,22 +158,45 @@ class Shards(PackedShards):
         self.group: Any = None
 
 
-@pytest.mark.parametrize("actor", [{"block": ("exactness",)}, {"shards": Shards()}, {"train": False}])
-def test_nothing_is_kept_where_nobody_asks_or_documents_are_seen_in_parts(actor):
+@pytest.mark.parametrize(
+    ("actor", "why"), [({"block": ("exactness",)}, ""), ({"shards": Shards()}, "ranks share documents")]
+)
+def test_nothing_is_kept_where_nobody_asks_or_documents_are_seen_in_parts(actor, why):
     made = Actor(**actor)
     for version in range(2):
         made.step(version, text(40))
-    assert made.tap.of([text(40)], [2]) is None
+    assert made.tap.of([text(40)], [2]) is None and made.tap.none_for(False, True).startswith(why)
+    assert bool(made.tap.none_for(False, True)) == bool(why)
 
 
-def test_law_6_trouble_turns_speculation_off_and_leaves_no_hooks():
+@pytest.mark.parametrize("options", [{"train": False}, {"method": "ngram"}])
+def test_law_2_methods_that_harvest_nothing_have_evidence_too(options):
+    actor = Actor(**options)
+    for version in range(2):
+        actor.step(version, text(40))
+    assert len(actor.of(text(40)).rows) == 37 and not actor.tap.none_for(False, True)
+
+
+def test_why_a_run_has_none_is_known_to_the_tap():
+    actor = Actor()
+    assert "overlap" in actor.tap.none_for(True, True) and "log-probs" in actor.tap.none_for(False, False)
+    assert "Megatron" in EvidenceTap(RolloutHarvest(RolloutControl(actor.session, None)), actor.session).none_for(
+        False, True
+    )
+
+
+def test_law_6_trouble_ends_the_evidence_alone_and_leaves_no_hooks(caplog):
     actor = Actor()
     actor.step(0, text(40))
     actor.tap.begin(1)
     actor.harvest.open()
-    with actor.tap.capture(lambda: ([text(40)], [torch.arange(40) > 1])):
-        pass  # a pass that does not run the decoder
-    assert actor.session.failed and not actor.decoder.norm._forward_hooks
+    for _ in range(2):
+        with actor.tap.capture(lambda: ([text(40)], [torch.arange(40) > 1])):
+            pass  # a pass that does not run the decoder
+    assert not actor.session.failed and not actor.decoder.norm._forward_hooks
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "no hidden states were captured" in line and actor.tap.none_for(False, True) in line
+    assert actor.tap.of([text(40)], [2]) is None
 
 
 @pytest.mark.parametrize(("p", "training", "noisy"), [(0.1, True, True), (0.1, False, False), (0.0, True, False)])
@@ -178,6 +213,9 @@ def test_seconds_of_a_core_are_turned_into_tokens_by_sizes_alone():
     def target(vocabulary: int, hidden: int, device: str = "cpu") -> TargetInfo:
         return TargetInfo("", {"vocab_size": vocabulary, "hidden_size": hidden}, "bfloat16", device_type=device)
 
-    assert tokens_each_step(target(151_936, 1024)) == 44
-    assert tokens_each_step(target(151_936, 4096)) == 16
-    assert tokens_each_step(target(64, H)) == MOST and tokens_each_step(target(151_936, 4096, "cuda")) == ON_CARD
+    assert tokens_of_a_turn(target(151_936, 1024)) == (17, 1)
+    assert tokens_of_a_turn(target(151_936, 4096)) == (29, 4)
+    assert tokens_of_a_turn(target(64, H)) == (MOST, 1) and tokens_of_a_turn(target(151_936, 4096, "cuda")) == (
+        ON_CARD,
+        1,
+    )

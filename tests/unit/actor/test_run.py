@@ -413,3 +413,5 @@ def test_law_2_no_states_come_from_weights_that_have_moved_from_a_lagging_run_or
         evidence_step(hidden, third, version, stated=None)
     found = [*seen.batches[1:], *heard.batches, *unheard.batches]
     assert len(found) >= 4 and all(batch.states is None for batch in found if isinstance(batch, LogprobBatch))
+    whys = [batch.no_states for batch in (seen.batches[-1], heard.batches[-1], unheard.batches[-1])]
+    assert not whys[0] and "overlap" in whys[1] and "log-probs" in whys[2]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from builders.batches import batch_of
-from builders.exactness import TARGET, Run, no_evidence_of, states_of, synced
+from builders.exactness import TARGET, Run, guard_of, states_of, synced
 from builders.ranks import on_two_ranks
 
 from draft_training import OtherRankFailed
@@ -85,7 +85,7 @@ def test_a_phase_whose_tokens_did_not_all_come_back_once_is_no_evidence_and_seve
         run.phase(batch)
     assert run.metrics() == NOTHING
     (line,) = [r.getMessage() for r in caplog.records if "no evidence" in r.getMessage()]
-    assert "filters choose by what was sampled" in line and run.guard._head is None
+    assert "chooses by what was sampled" in line and run.guard._head is None
 
 
 def test_a_torn_phase_among_many_is_left_out_alone():
@@ -105,24 +105,21 @@ def test_phases_without_a_log_prob_pass_are_nothing():
 
 
 @pytest.mark.parametrize(
-    ("options", "changed", "why"),
+    ("changed", "why"),
     [
-        ({"method": "ngram"}, {}, "spec.method=ngram"),
-        ({"train": False}, {}, "spec.train=False"),
-        ({}, {"sampling": {"top_p": 0.9}}, "top_p or top_k"),
-        ({}, {"sampling": {"temperature": 0.0}}, "temperature=0"),
+        ({"sampling": {"top_p": 0.9}}, "top_p or top_k"),
+        ({"sampling": {"temperature": 0.0}}, "temperature=0"),
         (
-            {},
             {"sampling": {"temperature": 0.9}, "engine_options": {"logprobs_mode": "raw_logprobs"}},
             "logprobs_mode=raw_logprobs",
         ),
-        ({}, {"sampling": {"allowed_token_ids": [1]}}, "allowed_token_ids"),
-        ({}, {"hf_config": {**TARGET.hf_config, "logit_scale": 0.5}}, "logit_scale"),
+        ({"sampling": {"allowed_token_ids": [1]}}, "allowed_token_ids"),
+        ({"hf_config": {**TARGET.hf_config, "logit_scale": 0.5}}, "logit_scale"),
     ],
 )
-def test_where_there_can_be_none_it_is_said_once(options, changed, why, caplog):
+def test_where_there_can_be_none_it_is_said_once(changed, why, caplog):
     caplog.set_level(logging.INFO, logger="spec_plugin")
-    guard = no_evidence_of(options, replace(TARGET, **changed))
+    guard = guard_of(replace(TARGET, **changed))
     for version in range(3):
         synced(guard, WeightSync(version, None, torch.zeros(4, 4)))
     (line,) = [r.getMessage() for r in caplog.records]
@@ -130,9 +127,31 @@ def test_where_there_can_be_none_it_is_said_once(options, changed, why, caplog):
     assert guard.spec_metrics() == NOTHING
 
 
+def test_why_no_batch_has_states_is_said_once(caplog):
+    caplog.set_level(logging.INFO, logger="spec_plugin")
+    run = Run()
+    for _ in range(3):
+        run.phase(replace(run.batch(), states=None, no_states="ranks share documents"))
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.endswith("(law 2): ranks share documents") and run.metrics() == NOTHING
+
+
+def test_drafted_text_whose_pass_nobody_took_apart_is_said_and_text_without_drafts_is_not(caplog):
+    caplog.set_level(logging.INFO, logger="spec_plugin")
+    run = Run()
+    plain = run.batch()
+    for _ in range(5):
+        run.phase(replace(plain, states=None, drafted=torch.full_like(plain.drafted, Drafts.OFF)))
+    assert not caplog.records
+    for _ in range(4):
+        run.phase(replace(plain, states=None))
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "lately 0 for 200" in line and run.guard._head is None
+
+
 def test_a_sync_without_a_head_has_none(caplog):
     caplog.set_level(logging.INFO, logger="spec_plugin")
-    synced(no_evidence_of({}, TARGET), WeightSync(0, None, None))
+    synced(guard_of(TARGET), WeightSync(0, None, None))
     assert "no LM head" in caplog.text
 
 
@@ -247,7 +266,7 @@ class Broken:
 
 def failing_on_the_first(rank: int) -> str:
     with pytest.raises((ValueError, OtherRankFailed)) as caught:
-        synced(no_evidence_of({}, TARGET), WeightSync(0, None, torch.zeros(4, 4)), *([Broken()] if rank == 0 else []))
+        synced(guard_of(TARGET), WeightSync(0, None, torch.zeros(4, 4)), *([Broken()] if rank == 0 else []))
     return type(caught.value).__name__
 
 

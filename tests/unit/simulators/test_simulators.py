@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from builders.paths import ROOT
-from simulators import controller, exactness, guard, run, selftest, waiting
+from simulators import controller, drafts_law, exactness, guard, run, selftest, waiting
 
 
 def _tenth(kind):
@@ -50,6 +50,12 @@ def test_a_wide_vocabulary_hides_no_wrong_temperature_and_no_draft_that_is_accep
     wrong = mistakes["temperature 0.8 for 1.0"], mistakes["a bad draft accepted unasked in 10 % of the steps"]
     assert not selftest.run(0, wide=True).failed
     assert all(selftest.run(1, mistake, wide=True).failed for mistake in wrong)
+
+
+def test_statistics_of_the_draft_have_mean_zero_under_the_policy_and_see_its_tokens() -> None:
+    laws = exactness.laws_of(2.9)
+    assert all(abs(p @ drafts_law.of_draft(p, q)).max() < 1e-12 for p, q in zip(laws.actor, laws.draft, strict=True))
+    assert drafts_law.tokens_until_refused(2.9, "bonus token from the draft", True, 30, 464, 0) < 12_000
 
 
 def test_evidence_of_exact_sampling_spares_a_right_engine_and_stops_a_wrong_one_late_in_texts_or_in_the_run() -> None:
