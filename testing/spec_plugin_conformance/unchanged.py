@@ -52,7 +52,8 @@ def requests_changed(flag: Trace, plain: Trace) -> list[str]:
     """
     ends = [e["time"] for e in flag if e["hook"] == "spec_rollout_end"]
     first = [e for e in rollout_requests(flag) if ends and e["began"] < ends[0]]
-    here, there = (Counter(map(_asked, _first_turns(requests))) for requests in (first, rollout_requests(plain)))
+    without = _until_quiet(rollout_requests(plain), len(first))
+    here, there = (Counter(map(_asked, _first_turns(requests))) for requests in (first, without))
     problems = at_least(sorted(there), 1, "requests of a run without the flag")
     if problems or here == there:
         return problems
@@ -63,6 +64,16 @@ def requests_changed(flag: Trace, plain: Trace) -> list[str]:
         if found
     ]
     return [f"of the {sum(there.values())} requests without the flag {'; '.join(shown)}"]
+
+
+def _until_quiet(requests: Sequence[Event], least: int) -> list[Event]:
+    """Requests until none was under way and so many had begun: OpenRLHF asks for the next rollout before it counts steps."""
+    ordered, ended = sorted(requests, key=lambda e: float(e["began"])), 0.0
+    for i, e in enumerate(ordered):
+        if i >= max(1, least) and e["began"] > ended:
+            return ordered[:i]
+        ended = max(ended, e["time"])
+    return ordered
 
 
 def _first_turns(requests: Sequence[Event]) -> list[Event]:

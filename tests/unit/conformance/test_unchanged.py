@@ -72,6 +72,17 @@ def test_a_further_turn_goes_on_from_what_was_sampled_and_is_not_compared() -> N
     assert unchanged.requests_changed(run((*PROMPTS, [5, 6, 2, 30])), run()), "of no answer: another prompt"
 
 
+def test_what_the_run_without_the_flag_asks_behind_its_one_step_is_not_compared() -> None:
+    """OpenRLHF asks for the next rollout before it counts steps: a slow end shows some of it, or all."""
+    went_on, later = run(), run(([9, 9], [9, 9], [9, 9]))
+    for event in (e for e in later if e["hook"] == "engine_request"):
+        event["began"] = 2.0 * went_on[-1]["time"]
+        event["time"] = event["began"] + 1.0
+    assert unchanged.requests_changed(run(), went_on + later) == []
+    (found,) = unchanged.requests_changed(run(PROMPTS[:2]), went_on + later)
+    assert "of the 3 requests without the flag 1 are missing" in found, "those of one phase belong together"
+
+
 def test_what_is_asked_for_a_prompt_belongs_to_it() -> None:
     (found,) = unchanged.requests_changed(run(asked={"n": 2}), run())
     assert "3 are missing" in found and "3 are there beside them" in found
