@@ -202,13 +202,15 @@ def spans(size: Size, clock: Clock) -> None:
 
     tracker, rng, held, prompt = RequestTracker(), np.random.default_rng(0), Spans(), list(range(PROMPT))
     lengths = lengths_of(size, size.rows)
-    documents = []
+    documents, stated = [], []
     for n in lengths:
         response = rng.integers(0, VOCABULARY, n).tolist()
         with tracker.request(1) as request:
             pass
-        tracker.completed(request, prompt, response, 1, True, None, None)
+        log_probs = (-rng.exponential(size=n)).tolist()
+        tracker.completed(request, prompt, response, 1, True, None, log_probs)
         documents.append(torch.tensor(prompt + response))
+        stated.append(torch.tensor(log_probs))
     mine = tracker.take_spans()
     shape = mine[0]
     others = size.engines * size.requests - len(mine)
@@ -222,10 +224,11 @@ def spans(size: Size, clock: Clock) -> None:
         held.add(of_others(version), version)
     all_of_them = [replace(span, version=STEPS) for span in mine] + of_others(STEPS)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    rollout = torch.nn.utils.rnn.pad_sequence(stated, batch_first=True)
     with clock.running():
         held.add(all_of_them, STEPS)
-        versions, _ = held.of(documents, [PROMPT] * len(documents), mask)
-    assert bool((versions[mask] == STEPS).all())
+        found = held.of(documents, [PROMPT] * len(documents), mask, rollout=rollout)
+    assert bool((found.versions[mask] == STEPS).all()) and not found.apart.any()
 
 
 def guard(size: Size, clock: Clock) -> None:
