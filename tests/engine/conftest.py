@@ -17,9 +17,6 @@ from spec_plugin_cpu.forks import ForkServer
 from draft_training.config import DraftConfig
 from draft_training.eagle3 import save_draft
 
-# what tests read of runs of the minimal adapter they read with its own loop; a run has the folder in its PYTHONPATH
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "minimal_adapter"))
-
 # vLLM reads it once: without it tensor parallel ranks want a NUMA node each
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
