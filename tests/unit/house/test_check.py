@@ -248,7 +248,7 @@ def test_what_a_part_leaves_is_ended_and_measured(tmp_path: Path, marker: str, o
         "while time.process_time() < 0.7: pass\n"
         "open('burnt', 'w'); time.sleep(100)"
     )
-    script = f"setsid sleep {marker} & setsid {sys.executable} burn.py & until [ -e burnt ]; do sleep 0.05; done"
+    script = f"setsid sleep {marker} & setsid {sys.executable} -S burn.py & until [ -e burnt ]; do sleep 0.05; done"
     parts = [Part("a", (f"sh -c '{script}'",))]
     done = check(tmp_path, parts, "--memory", "0.5", *options)  # a part that needs more than there is runs alone
     assert done.returncode == 0 and not running(marker)
