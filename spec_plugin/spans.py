@@ -95,19 +95,28 @@ def weighed_as_carried(log_probs: Sequence[float], first: int) -> tuple[float, .
 
 
 def _shares(length: int) -> NDArray[np.float64]:
-    return 1.0 + (_weights(length) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    """The same places' weights of a log-prob, [length], in [1, 2)."""
+    return _shares_of(_kept_size(length))[:length]
 
 
 def _weights(length: int) -> NDArray[np.uint64]:
     """Of the places of a document, [length]: odd, and the same for every document."""
-    size = 1 << max(10, (length - 1).bit_length())
-    return _weights_of(size)[:length]
+    return _weights_of(_kept_size(length))[:length]
+
+
+def _kept_size(length: int) -> int:
+    return 1 << max(10, (length - 1).bit_length())
 
 
 @lru_cache(maxsize=4)
 def _weights_of(size: int) -> NDArray[np.uint64]:
     places = np.arange(1, size + 1, dtype=np.uint64)
     return _mixed(places) | np.uint64(1)
+
+
+@lru_cache(maxsize=4)  # an engine asks for them three times a request, for each dtype
+def _shares_of(size: int) -> NDArray[np.float64]:
+    return 1.0 + (_weights_of(size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

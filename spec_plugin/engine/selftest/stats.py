@@ -19,6 +19,7 @@ are is read off the *pooled* counts alone, so that Bonferroni's correction by K 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -68,18 +69,14 @@ def exact_p(strata: Sequence[Counts]) -> float:
 
 def _frequent(arm_a: Sequence[Tokens], arm_b: Sequence[Tokens], t: int, least: int) -> Iterator[tuple[str, Counts]]:
     """Of each token at this position of one prompt: its name and counts. ``least``: occurrences that can be judged."""
-    a, b = (Counter(s[t] for s in arm if len(s) > t) for arm in (arm_a, arm_b))
-    rare = {token for token in (a | b) if a[token] + b[token] < least}
-    a, b = (Counter({OTHER: sum(arm[token] for token in rare)}) + _without(arm, rare) for arm in (a, b))
+    arms = [[s[t] for s in arm if len(s) > t] for arm in (arm_a, arm_b)]
+    both = Counter(itertools.chain(*arms))
+    a, b = (Counter(token if both[token] >= least else OTHER for token in arm) for arm in arms)
     n_a, n_b = a.total(), b.total()
     for token in sorted(a | b):
         if least <= a[token] + b[token] <= n_a + n_b - least:
             name = "the rare tokens" if token == OTHER else f"token {token}"
             yield f"{name} {a[token]}/{n_a} against {b[token]}/{n_b}", (a[token], n_a, b[token], n_b)
-
-
-def _without(counts: Counter[int], tokens: set[int]) -> Counter[int]:
-    return Counter({token: n for token, n in counts.items() if token not in tokens})
 
 
 def _by_prefix(arm_a: Sequence[Tokens], arm_b: Sequence[Tokens], t: int) -> Iterator[Counts]:
