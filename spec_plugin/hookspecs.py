@@ -104,17 +104,6 @@ def spec_slowdown_without_drafts(stats: RolloutStats) -> float | None:
     """
 
 
-@hookspec(firstresult=True)
-def spec_max_slowdown_without_drafts(stats: RolloutStats) -> float | None:
-    """(A) Where rollouts go on while the trainer trains: the same of each engine, at most, whatever is not known of its steps.
-
-    Rollouts that would end behind the trainer's own work even so are decoded without drafts, which would save nothing.
-
-    Returns:
-        A number above 0; or None where you do not know, which leaves it to the next plugin.
-    """
-
-
 @hookspec
 def spec_target_forward(hidden: HiddenStates) -> None:
     """(A) A forward pass that the trainer ran anyway has been harvested. Copy what you keep: the tensors may be reused."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from spec_plugin.events import RolloutStats
@@ -22,6 +22,8 @@ from spec_plugin.events import RolloutStats
 _HIDDEN_BELOW, _EXPOSED_FROM = 0.10, 0.15
 #: phases in a row that must be so before drafts are found to be of no use, and before they are of use again: a validation is one
 _PHASES, _PHASES_BACK = 3, 2
+#: by which factor what is told of the time without drafts may be too small
+_DOUBT = 1.25
 
 
 class Ledger:
@@ -70,47 +72,32 @@ class Ledger:
             self._waited += time.monotonic() - self._idle_since
             self._idle_since = None
 
-    def rolled_out(
-        self,
-        stats: RolloutStats,
-        times_as_long: float | None,
-        at_most: Sequence[tuple[RolloutStats, float | None]] = (),
-    ) -> None:
+    def rolled_out(self, stats: RolloutStats, slowdown: float | None) -> None:
         """A phase is over.
 
         Args:
             stats: what the engines say of it.
-            times_as_long: its steps would have taken without drafts; None: not known.
-            at_most: of each engine, what it says and the same of all that it did, at most; None: not known.
+            slowdown: times as long its steps would have taken without drafts; None: not known.
         """
         self.works()  # some trainers wait for rollouts in the weight sync; what they do there besides counts as waiting
         now = time.monotonic()
         phase, self._began = now - (now if self._began is None else self._began), now
         waited, self._waited = self._waited, 0.0
         work = phase - waited
+        engines = stats.parts or (stats,)
         if self.overlaps and phase > 0.0:
-            engines = at_most or [(stats, None)]
-            most = max(self._most_without(engine, times_as_long, ratio) for engine, ratio in engines) - work
-            self._judge_hidden(max(waited, most) / phase)
-        recomputing = max(engine.recomputing_seconds for engine in stats.parts or (stats,))
-        if times_as_long is None and not recomputing:
+            self._judge_hidden(max(waited, max(_most_without(e, slowdown) for e in engines) - work) / phase)
+        recomputing = max(e.recomputing_seconds for e in engines)
+        if slowdown is None and not recomputing:
             return
         busy = stats.busy_seconds
-        longer = busy * ((1.0 if times_as_long is None else times_as_long) - 1.0) - recomputing
+        longer = busy * ((1.0 if slowdown is None else slowdown) - 1.0) - recomputing
         if not math.isfinite(longer):
             return
         if self.overlaps:
             behind, without = (max(0.0, seconds - work) for seconds in (busy, busy + longer))
             longer = without - behind
         self._saved = (self._saved or 0.0) + longer
-
-    @staticmethod
-    def _most_without(stats: RolloutStats, times_as_long: float | None, at_most: float | None) -> float:
-        """Seconds for which the engines would have had requests without drafts, at most."""
-        if at_most is None:  # a drafted step is no shorter than a plain one
-            at_most = max(times_as_long or 1.0, stats.tokens_per_forward or 1.0)
-        # what lies between the steps takes as long as it does; an engine that says nothing of them may have been busy throughout
-        return stats.seconds + (stats.busy_seconds or stats.seconds) * max(0.0, at_most - 1.0)
 
     def _judge_hidden(self, share: float) -> None:
         """From the share of a phase for which the trainer waits, or would without drafts."""
@@ -139,3 +126,15 @@ class Ledger:
     def metrics(self) -> dict[str, float]:
         """Of the last step, and of the run so far; nothing before the first step's end."""
         return dict(self._closed)
+
+
+def _most_without(stats: RolloutStats, slowdown: float | None) -> float:
+    """Seconds for which an engine would have had requests without drafts, at most.
+
+    A drafted step is no shorter than a plain one; and what is told of the whole is not off by more than ``_DOUBT``. What lies
+    between the steps takes as long as it does; an engine that says nothing of them may have been busy throughout.
+    """
+    at_most = stats.tokens_per_forward or 1.0
+    if slowdown is not None:
+        at_most = max(slowdown, min(at_most, _DOUBT * slowdown))
+    return stats.seconds + (stats.busy_seconds or stats.seconds) * max(0.0, at_most - 1.0)

@@ -271,18 +271,13 @@ class SpecSession:
         with self.guarded(Work.ROLLOUT_END):
             self.manager.hook.spec_rollout_end(stats=stats)
         engines = stats.parts or (stats,)  # each has a tail of its own, and the slowest is waited for
-        likely, at_most = (
-            self.manager.hook.spec_slowdown_without_drafts,
-            self.manager.hook.spec_max_slowdown_without_drafts,
-        )
-        usual = self._slowdown(likely, max(engines, key=lambda engine: engine.busy_seconds))
-        most = [(e, self._slowdown(at_most, e)) for e in engines] if self.ledger.overlaps else []
+        slowdown = self._slowdown(max(engines, key=lambda engine: engine.busy_seconds))
         with self.guarded(Work.SAVINGS):
-            self.ledger.rolled_out(stats, usual, most)
+            self.ledger.rolled_out(stats, slowdown)
 
-    def _slowdown(self, hook: pluggy.HookCaller, stats: RolloutStats) -> float | None:
-        """How many times as long an engine's steps would have taken, by one of two hooks; None where no plugin knows."""
-        answer: object = None
+    def _slowdown(self, stats: RolloutStats) -> float | None:
+        """How many times as long an engine's steps would have taken without drafts; None where no plugin knows."""
+        hook, answer = self.manager.hook.spec_slowdown_without_drafts, None
         if not self.failed:
             with self.guarded(Work.SAVINGS):
                 answer = hook(stats=stats)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
+from scipy.optimize import nnls
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
@@ -21,8 +22,6 @@ from spec_plugin_projection.shapes import ModelShape, shape_of  # noqa: E402
 from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import interleave, say, show, spread  # noqa: E402
 from spec_plugin.events import StepTiming  # noqa: E402
-from spec_plugin.step_cost.experts import Experts  # noqa: E402
-from spec_plugin.step_cost.fit import non_negative_least_squares  # noqa: E402
 from spec_plugin.step_cost.model import CostModel  # noqa: E402
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ def measure(name: str, engine: Remote, model: ModelShape, options: Mapping[str, 
             cells[f"unseen {batch},{width}"] = _cell(engine, lambda r, b=batch: texts(b, 1000 * r + b), width, options)
     found = interleave(cells, options["rounds"], label=name)
     took = {cell: _seconds(rounds, cell) for cell, rounds in found.items()}
-    cost = CostModel(Experts(model.experts, model.experts_per_token) if model.experts else None)
+    cost = CostModel()
     cost.observe([t for cell, rounds in found.items() if cell.startswith("cal") for r in rounds for t in r], True)
     return judge(name, took, cost, model, options)
 
@@ -230,7 +229,7 @@ def _tokens(accept: float, k: int) -> float:
 def _fit(plain: Mapping[int, float], terms: Callable[[float], tuple[float, ...]]) -> Form:
     """Least relative squares, no term negative."""
     rows, seconds = np.array([terms(n) for n in plain]), np.array(list(plain.values()))
-    x = non_negative_least_squares(rows / seconds[:, None], np.ones(len(seconds)))
+    x, _ = nnls(rows / seconds[:, None], np.ones(len(seconds)))
     errors = np.abs(rows @ x / seconds - 1)
     return Form(tuple(map(float, x)), float(np.median(errors)), float(errors.max()))
 

@@ -135,11 +135,8 @@ def controller(size: Size, clock: Clock, stage: str = "controller") -> None:
         )  # fmt: skip
 
     sent = [pickle.dumps(report(engine)) for engine in range(size.engines)]
-    ask = {name: getattr(run, name, None) for name in ("times_as_long_without", "times_as_long_at_most")}
-    ask |= {"times_as_long_without": ask["times_as_long_without"] or getattr(run, "spec_slowdown_without_drafts", None)}
-    ask |= {
-        "times_as_long_at_most": ask["times_as_long_at_most"] or getattr(run, "spec_max_slowdown_without_drafts", None)
-    }
+    told = getattr(run, "times_as_long_without", None) or run.spec_slowdown_without_drafts
+    at_most = getattr(run, "times_as_long_at_most", None) or getattr(run, "spec_max_slowdown_without_drafts", None)
     start = run.head_start if hasattr(run, "head_start") else run.spec_head_start
     overlapping = stage == "overlapping"
     for _ in range(2 if len(batches) < 200 else 1):  # the first one finds the caches of a process cold
@@ -149,10 +146,10 @@ def controller(size: Size, clock: Clock, stage: str = "controller") -> None:
         engines = stats.parts or (stats,)
         with clock.running() if stage == "controller" else nullcontext():
             run.spec_rollout_end(stats)
-            ask["times_as_long_without"](max(engines, key=lambda engine: engine.busy_seconds))
+            told(max(engines, key=lambda engine: engine.busy_seconds))
         with clock.running() if overlapping else nullcontext():
-            for engine in engines:
-                ask["times_as_long_at_most"](engine)
+            for engine in engines if at_most is not None else ():
+                at_most(engine)
         with clock.running() if stage == "controller" else nullcontext():
             start()
             run.spec_metrics()

@@ -155,11 +155,7 @@ def read(options: Mapping[str, Any]) -> tuple[Question, Overrides]:
     deployment.cache_tokens()  # does it fit at all
     if given:
         measured = replace(measured, acceptance={})
-    cost = (
-        calibrated(read_calibration(options["calibration"]), deployment.model.mixture)
-        if options["calibration"]
-        else None
-    )
+    cost = calibrated(read_calibration(options["calibration"])) if options["calibration"] else None
     if cost is not None and cost.problem is not None:
         raise SpecConfigError(f"--calibration {options['calibration']}: {cost.problem}")
     return question, Overrides(cost=cost, measured=measured)

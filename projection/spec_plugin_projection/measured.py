@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spec_plugin.events import StepTiming
-from spec_plugin.step_cost.experts import Experts
 from spec_plugin.step_cost.model import CostModel, StepCost
 from spec_plugin_projection.constants import Constants
 from spec_plugin_projection.roofline import Deployment, Roofline
@@ -55,9 +54,9 @@ class Measured:
     refused: str = ""  # why its times are not used
 
 
-def calibrated(steps: Sequence[StepTiming], experts: Experts | None = None) -> CostModel:
-    """The cost model of the plugin, from the steps that a calibration ran; ``experts`` are the target's."""
-    cost = CostModel(experts)
+def calibrated(steps: Sequence[StepTiming]) -> CostModel:
+    """The cost model of the plugin, from the steps that a calibration ran."""
+    cost = CostModel()
     cost.observe(steps, calibration=True)
     return cost
 

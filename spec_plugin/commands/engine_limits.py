@@ -16,8 +16,9 @@ from draft_training.rope import derived_length
 from spec_plugin.method import Method
 from spec_plugin.refusals import OURS, Objection
 from spec_plugin.run_plan import RunFacts
-from spec_plugin.step_cost.experts import NAMES as EXPERTS
 
+#: what families call the number of experts of a layer
+EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 #: vLLM fills a vocabulary up to a multiple of this before it splits it
 _VOCABULARY_STEP = 64

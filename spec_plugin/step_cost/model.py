@@ -1,61 +1,64 @@
-"""The cost model of law 7: seconds of a decoding step by batch size and k, learned from the engine's own steps.
+"""What a decoding step takes, by batch size and k: running medians of the engine's own steps (law 7).
 
-A decoding step with b requests and k drafted tokens each runs one target forward over b * (k + 1) tokens and k draft
-forwards over b tokens. The model is their sum: a target part that never falls with the number of tokens, a part that is
-linear in the tokens of the KV cache, which attention reads once whatever k is, and a draft part that is linear in k and b.
-In a mixture the target's part also follows the experts that the tokens touch: steep where a calibration has few batch sizes,
-flat from some dozens of tokens on. On simulated steps of four mixtures (``tests/unit/step_cost/test_cost_of_experts.py``; each
-measurement 3 % off) 11 of 3360 choices of k are then below 0.97 of plain, where 37 were.
-The start-up calibration knows short contexts only, and responses grow: what was measured at one context is carried over to
-the rollouts' by that second part. With the acceptance of each drafted position it predicts tokens per second, hence the speed-up
-for each k and the break-even. All functions are pure; the engine is nowhere near.
-
-What was measured is kept by bands of batch sizes (``bands``), of each the latest phases, at the mean batch that they had: so what
-is kept, and the time that it takes, do not grow with the run.
+A step of b requests with k drafted tokens takes as long as a plain one, and something more: the target computes b * k tokens
+beside b, and the draft makes its passes. What a plain step takes follows the contexts, which grow with the responses; what is
+more does not, since attention reads the KV cache once whatever k is. So the two are kept apart. Both are medians of the latest
+phases, by bands of batch sizes (``bands``), and straight lines between those that were timed, in the batch size and in k. Beyond
+the largest batch with drafts, as many drafted tokens take as long as they would there. What a phase is slower by as a whole is
+taken out first (``at_usual_speed``); what plain steps and drafted ones of different phases are still off against each other is
+told by pairs (``builtin.break_even.judge``).
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from spec_plugin.events import StepTiming
-from spec_plugin.step_cost.bands import Seen, band_of, bands_of, mean, middle, together
-from spec_plugin.step_cost.experts import Experts
-from spec_plugin.step_cost.fit import MEMORY_STEPS, Fit, Kinds, Numbers
+from spec_plugin.step_cost.bands import Seen, band_of, mean, middle, together
 
-#: a measured cell counts against the fitted surface like this many steps
-_PRIOR_STEPS = 8
+Numbers = NDArray[np.float64]
+
 #: what earlier phases measured is forgotten when newer ones make so many steps, and are so many
-_MEMORY_PHASES = 8
-#: a speculating step that is measured below this share of a plain one cannot be right
+_MEMORY_STEPS, _MEMORY_PHASES = 64, 8
+#: steps of a phase that say as much as all of it, and those of rollouts that say as much as what is known without them
+_STEPS_OF_A_PHASE, _PRIOR_STEPS = 8, 16
+#: a drafted step that is measured below this share of a plain one cannot be right
 _IMPLAUSIBLE = 0.5
-#: contexts of a rollout that are longer than the calibration's by less than this factor cost about what those did
+#: a rollout whose contexts are longer than what is known by this factor is taken as it is, however fast the machine is
 _LONGER = 2.0
-#: what the newest phase weighs in the context of a batch size
-_NEWEST = 0.5
-#: more than twice any k: numbers of kinds of steps within a band
-_KINDS = 1 << 16
-
-Key = tuple[int, int, bool]  # band, k, paused
+#: share of the batch sizes, the smallest, that tell how fast the machine is in rollouts: contexts cost a small batch least
+_SMALL = 1 / 4
 
 
 class StepCost(Protocol):
     """Seconds of decoding steps, whether they were measured (``CostModel``) or are projected (``projection.Roofline``)."""
 
     def seconds(self, batch: float, k: int, paused: bool = True, context: float | None = None) -> float:
-        """Seconds of one step with ``batch`` requests; arguments as for ``CostModel.seconds``."""
+        """Of one step.
+
+        Args:
+            batch: requests in it.
+            k: drafted tokens of each.
+            paused: with k = 0, is the draft's forward pass left out.
+            context: tokens of each in the KV cache; None: as they usually are. Who has measured knows no others.
+        """
         ...
 
-    def seconds_of(self, kinds: Kinds) -> Numbers:
-        """The same of one step of each kind, [n]."""
-        columns = (kinds.batch, kinds.k.astype(int), kinds.paused, kinds.context)
-        steps = zip(*(column.tolist() for column in columns), strict=True)
-        return np.array([self.seconds(b, k, p, None if math.isnan(c) else c) for b, k, p, c in steps], np.float64)
+    def seconds_of(self, batch: ArrayLike, k: ArrayLike, paused: ArrayLike = True) -> Numbers:
+        """The same of many, which are broadcast against each other."""
+        b, ks, p = np.broadcast_arrays(batch, k, paused)
+        found = [
+            self.seconds(*one) for one in zip(b.ravel().tolist(), ks.ravel().tolist(), p.ravel().tolist(), strict=True)
+        ]
+        return np.array(found, np.float64).reshape(b.shape)
 
 
 class Corrected(StepCost):
@@ -68,145 +71,113 @@ class Corrected(StepCost):
         """See ``StepCost``."""
         return self._cost.seconds(batch, k, paused, context) * (self._factor if k else 1.0)
 
-    def seconds_of(self, kinds: Kinds) -> Numbers:
+    def seconds_of(self, batch: ArrayLike, k: ArrayLike, paused: ArrayLike = True) -> Numbers:
         """See ``StepCost``."""
-        found: Numbers = self._cost.seconds_of(kinds) * np.where(kinds.k > 0, self._factor, 1.0)
+        found: Numbers = self._cost.seconds_of(batch, k, paused) * np.where(np.asarray(k) > 0, self._factor, 1.0)
         return found
 
 
-class CostModel:
+class _Cell(NamedTuple):
+    """What was timed of one kind of step."""
+
+    batch: float
+    seconds: float
+    steps: float
+    evidence: float  # the same, of each phase a few: what disturbs a step disturbs those beside it
+
+
+def _of_phases(seen: Sequence[Seen]) -> _Cell:
+    """What several phases measured, the latest ones."""
+    found = mean(seen) if len(seen) < 3 else middle(seen)
+    return _Cell(found.batch, found.seconds, found.steps, sum(min(s.steps, _STEPS_OF_A_PHASE) for s in seen))
+
+
+class _Key(NamedTuple):
+    band: int
+    k: int
+    paused: bool
+    calibrated: bool  # was it timed at start-up: contexts are short there
+
+
+class CostModel(StepCost):
     """Seconds of a decoding step by batch size and k; ``observe`` what the engine measured, then ask."""
 
-    def __init__(self, experts: Experts | None = None) -> None:
-        """Nothing is known yet.
-
-        Args:
-            experts: of the target, where it has some; see the module's first lines.
-        """
-        self.experts = experts
-        self._seen: dict[Key, list[Seen]] = {}  # the latest phases, oldest first
-        self._cells: dict[Key, Seen] = {}
-        self._contexts: dict[int, float] = {}  # of the rollouts, by band
-        self._calibrated = 0.0  # tokens of the longest context that was calibrated
-        self._surface: _Surface | None = None
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._seen: dict[_Key, list[Seen]] = {}  # the latest phases, oldest first
+        self._context = 0.0  # tokens, of those steps that plain ones were last taken from as they were
+        self._table: _Table | None = None
         #: why the model must not be believed yet; None when it may be
-        self.problem: str | None = self._missing()
+        self.problem: str | None = "no plain step was timed"
 
     def observe(self, timings: Sequence[StepTiming], calibration: bool = False) -> None:
         """Learn from steps of the engine; what makes no sense (not finite, not positive) is left out.
 
         Args:
             timings: the engine's step log.
-            calibration: these steps are no rollout's, and say nothing of how long contexts are there.
+            calibration: of the start-up, all kinds in turn, at short contexts.
         """
-        # a paused draft drafts nothing, whatever a calibration's file says
-        known = [replace(t, paused=False) if t.paused and t.k else t for t in timings if _makes_sense(t)]
-        before = dict(self._cells)
+        known = [t for t in timings if _makes_sense(t)]
+        if not known:
+            return
+        self._context = max(self._context, *(t.context for t in known if calibration), 0.0)
         for t in together(known):
-            key = (band_of(t.batch), t.k, t.paused)
-            seen = self._seen.setdefault(key, [])
+            paused = not t.k and t.paused
+            if not calibration and not t.k and not paused and self.knows_reading:  # of a pair: the draft read the text
+                t, paused = replace(t, seconds=t.seconds * self.paused_share(t.batch)), True
+            seen = self._seen.setdefault(_Key(band_of(t.batch), t.k, paused, calibration), [])
             seen.append(Seen(t.seconds, t.batch, t.context, t.steps))
-            while len(seen) > _MEMORY_PHASES and sum(s.steps for s in seen[1:]) >= MEMORY_STEPS:
+            while len(seen) > _MEMORY_PHASES and sum(s.steps for s in seen[1:]) >= _MEMORY_STEPS:
                 del seen[0]
-            self._cells[key] = _of_phases(seen)
-            self._calibrated = max(self._calibrated, t.context * calibration)
-            if t.context > 0 and not calibration:
-                held = self._contexts.get(key[0], t.context)
-                self._contexts[key[0]] = _NEWEST * t.context + (1 - _NEWEST) * held
-        if self._cells != before:
-            self._surface = None
-        self.problem = self._missing() or self._without_contradictions()
+        self._table, self.problem = _table_of({key: _of_phases(seen) for key, seen in self._seen.items()})
 
     def at_usual_speed(self, timings: Sequence[StepTiming]) -> tuple[StepTiming, ...]:
         """Steps of one rollout as they would have been, had the machine been as fast as it usually is.
 
         A shared machine is faster or slower from one rollout to the next, and plain steps and drafted ones come from different
-        rollouts. So only what a rollout says of some kinds of steps *against others* is news; the very first one's is taken as
-        it is where contexts are much longer than in the calibration. Plain steps against drafted ones: ``judge``.
+        rollouts. So only what a rollout says of some kinds of steps *against others* is news, unless its contexts are much longer
+        than any before.
         """
         known = [t for t in timings if _makes_sense(t)]
-        longest = max((t.context for t in known), default=0.0)
-        alike = bool(self._contexts) or 0.0 < longest <= _LONGER * self._calibrated
-        if not known or not alike or self.problem is not None:
+        if not known or self.problem is not None:
             return tuple(timings)
-        batch, k, paused, context = zip(*((t.batch, t.k, t.paused, t.context or math.nan) for t in known), strict=True)
-        usually = self.seconds_of(Kinds.of(batch, k, paused, context))
-        slow = sorted((t.seconds / said, t.seconds * t.steps) for t, said in zip(known, usually.tolist(), strict=True))
-        half, passed, usual = sum(weight for _, weight in slow) / 2, 0.0, 1.0
-        for factor, weight in slow:
-            passed, usual = passed + weight, factor
-            if passed >= half:
-                break
+        longest = max(t.context for t in known)
+        if longest > _LONGER * self._context:
+            self._context = longest
+            return tuple(timings)
+        usually = self.seconds_of([t.batch for t in known], [t.k for t in known], [t.paused for t in known])
+        slow = np.array([t.seconds for t in known]) / usually
+        order = np.argsort(slow)
+        passed = np.cumsum(np.array([t.seconds * t.steps for t in known])[order])
+        usual = float(slow[order][np.searchsorted(passed, passed[-1] / 2)])
         return tuple(replace(t, seconds=t.seconds / usual) for t in timings)
 
-    def _missing(self) -> str | None:
-        """What was not timed at all."""
-        if all(k for _, k, _ in self._cells):
-            return "no plain step was timed"
-        return None if any(k for _, k, _ in self._cells) else "no speculating step was timed"
-
-    def _without_contradictions(self) -> str | None:
-        """Leave out the batch sizes at which the timings contradict themselves, as long as others are left to go by; else say so.
-
-        Something else had the machine then. Where the rollouts do not come to such a size, nothing would ever set it right.
-        """
-        kinds: dict[int, set[bool]] = {}
-        for band, k, _ in self._cells:
-            kinds.setdefault(band, set()).add(k > 0)
-        while (found := self._implausible()) is not None:
-            band, k, ratio = found
-            if not any(len(seen) == 2 for other, seen in kinds.items() if other != band):
-                return (
-                    f"a step with k={k} at batch size {band} seems to take {ratio:.3g} of the time of a plain one: "
-                    "the timings contradict each other"
-                )
-            del kinds[band]
-            for key in [key for key in self._cells if key[0] == band]:
-                del self._cells[key], self._seen[key]
-            self._surface = None
-            if (missing := self._missing()) is not None:
-                return missing
-        return None
-
-    def _implausible(self) -> tuple[int, int, float] | None:
-        """Band, k and share of a plain step, of the first speculating one that cannot be so fast."""
-        drafted = [(key, cell) for key, cell in self._cells.items() if key[1] > 0]
-        batch, context = [cell.batch for _, cell in drafted], [cell.context for _, cell in drafted]
-        plain = self.seconds_of(Kinds.of(batch, 0, True, context))
-        for (key, cell), seconds in zip(drafted, plain.tolist(), strict=True):
-            if not cell.seconds / seconds > _IMPLAUSIBLE:
-                return key[0], key[1], cell.seconds / seconds
-        return None
-
     def seconds(self, batch: float, k: int, paused: bool = True, context: float | None = None) -> float:
-        """Predicted seconds of one step: the fitted surface, corrected by what was measured in this very band.
-
-        Args:
-            batch: requests in the step.
-            k: drafted tokens of each.
-            paused: with k = 0, is the draft's forward pass left out. k > 0 never pauses.
-            context: tokens that each request has in the KV cache; None: as the rollouts have shown.
+        """See ``StepCost``.
 
         Raises:
             RuntimeError: if nothing was observed.
         """
-        return float(self.seconds_of(Kinds.of(batch, k, paused, math.nan if context is None else context))[0])
+        return float(self.seconds_of(batch, k, paused))
 
-    def seconds_of(self, kinds: Kinds) -> Numbers:
-        """The same of one step of each kind, [n]."""
-        if self._surface is None:
-            if not self._cells:
-                raise RuntimeError("the cost model has seen no step yet")
-            self._surface = _Surface(self._cells, self._contexts, self.experts)
-        return self._surface.seconds(kinds)
+    def seconds_of(self, batch: ArrayLike, k: ArrayLike, paused: ArrayLike = True) -> Numbers:
+        """The same of many, which are broadcast against each other."""
+        if self._table is None:
+            raise RuntimeError("the cost model has seen no step yet")
+        return self._table.seconds(np.asarray(batch, np.float64), np.asarray(k, np.float64), np.asarray(paused))
 
-    def context(self, batch: float) -> float:
-        """Tokens that a request has in the KV cache when so many run, as far as the rollouts have shown."""
-        return float(_Contexts(self._contexts, self._cells).of(np.array([batch], np.float64))[0])
+    def break_even(self, batch: float, k: int) -> float:
+        """Acceptance length at which k drafted tokens give as many tokens per second as none, with the draft paused."""
+        return self.seconds(batch, k) / self.seconds(batch, 0)
 
-    def break_even(self, batch: float, k: int, paused: bool = True) -> float:
-        """Acceptance length at which k drafted tokens give as many tokens per second as none, with the draft paused or not."""
-        return self.seconds(batch, k, paused) / self.seconds(batch, 0, paused)
+    def paused_share(self, batch: float) -> float:
+        """What a plain step takes with the draft paused, of one in which it reads."""
+        return self.seconds(batch, 0) / self.seconds(batch, 0, paused=False)
+
+    @property
+    def knows_reading(self) -> bool:
+        """Has the start-up timed plain steps both with the draft paused and with one that reads."""
+        return self._table is not None and self._table.reading is not None
 
 
 def positive(seconds: float) -> bool:
@@ -218,55 +189,141 @@ def _makes_sense(t: StepTiming) -> bool:
     return t.batch >= 1 and t.k >= 0 and t.steps >= 1 and positive(t.seconds)
 
 
-def _of_phases(seen: Sequence[Seen]) -> Seen:
-    """What several phases measured: one on a busy machine says nothing of seconds, and as much as others of contexts."""
-    of_all = mean(seen)
-    return of_all if len(seen) < 3 else middle(seen)._replace(context=of_all.context)
+def _table_of(cells: Mapping[_Key, _Cell]) -> tuple[_Table | None, str | None]:
+    """What can be made of the cells, and why it is not to be believed; None: it is.
+
+    Batch sizes at which the timings contradict themselves are left out, as long as others remain: something else had the machine.
+    """
+    wrong: dict[tuple[int, bool], str] = {}
+    for key, cell in cells.items():
+        plain = cells.get(_Key(key.band, 0, True, key.calibrated))
+        if key.k and plain is not None and not cell.seconds / plain.seconds > _IMPLAUSIBLE:
+            share = f"{cell.seconds / plain.seconds:.3g} of the time of a plain one"
+            wrong[key.band, key.calibrated] = f"a step with k={key.k} at batch size {key.band} seems to take {share}"
+    sane = {key: cell for key, cell in cells.items() if (key.band, key.calibrated) not in wrong}
+    contradict = f"{next(iter(wrong.values()))}: the timings contradict each other" if wrong else ""
+    parts = [{key: cell for key, cell in sane.items() if key.calibrated is told} for told in (True, False)]
+    started, rolled = (part if any(not key.k and key.paused for key in part) else {} for part in parts)
+    if not started and not rolled:
+        return None, contradict or "no plain step was timed"
+    table = _started(started or rolled)
+    if started and rolled:
+        table = _rolled(rolled, table)
+    return table, None if table.more.any() else contradict or "no speculating step was timed"
 
 
-class _Contexts:
-    """Tokens that a request has in the KV cache, by batch size."""
+@dataclass(frozen=True)
+class _Table:
+    """Straight lines between what was timed."""
 
-    def __init__(self, rollouts: Mapping[int, float], cells: Mapping[Key, Seen]) -> None:
-        """Of the rollouts, by band; where these have shown none yet, of all cells."""
-        of_all = mean(cells.values()).context if cells else 0.0
-        known = sorted(rollouts.items()) or [(1, of_all)]
-        places = np.log([band for band, _ in known])
-        self._until, self._held = (places[1:] + places[:-1]) / 2, np.array([held for _, held in known])
+    plain: _Line  # seconds of a plain step by batch size, the draft paused
+    reading: _Line | None  # what the draft's pass adds to these where it only reads
+    batches: Numbers  # [n], rising
+    more: Numbers  # [n, width + 1] seconds that k drafted tokens add
 
-    def of(self, batch: Numbers) -> Numbers:
-        """Of the band that is nearest to each batch size, [n]."""
-        found: Numbers = self._held[np.searchsorted(self._until, np.log(batch))]
+    def beyond(self, batch: ArrayLike, k: ArrayLike) -> Numbers:
+        """What drafted tokens add to a plain step, seconds."""
+        batch, k = np.asarray(batch, np.float64), np.asarray(k, np.float64)
+        width = self.more.shape[1] - 1
+        k = k * np.maximum(1.0, batch / self.batches[-1])  # as many tokens at the largest batch
+        place, inside = np.interp(batch, self.batches, np.arange(len(self.batches))), np.minimum(k, width)
+        left, low = np.floor(place).astype(int), np.floor(inside).astype(int)
+        right, high = np.minimum(left + 1, len(self.batches) - 1), np.minimum(low + 1, width)
+        share, part = place - left, inside - low
+        at_left, at_right = (self.more[row, low] * (1.0 - part) + self.more[row, high] * part for row in (left, right))
+        found: Numbers = (at_left * (1.0 - share) + at_right * share) * np.maximum(1.0, k / width)
+        return found
+
+    def read(self, batch: ArrayLike) -> Numbers:
+        """What the draft's pass adds where it only reads, seconds; where that was not timed, the least that a draft adds."""
+        return np.full(np.shape(batch), self.more[:, 1].min()) if self.reading is None else self.reading.at(batch)
+
+    def seconds(self, batch: Numbers, k: Numbers, paused: NDArray[np.bool_]) -> Numbers:
+        """Of one step of each kind."""
+        batch, k, paused = np.broadcast_arrays(batch, k, paused)
+        more = np.where(k > 0, self.beyond(batch, k), np.where(paused, 0.0, self.read(batch)))
+        found: Numbers = self.plain.at(batch) + more
         return found
 
 
-class _Surface:
-    """What the cells say of any step."""
+def _started(cells: Mapping[_Key, _Cell]) -> _Table:
+    """From the start-up alone, or from rollouts alone."""
+    plain = {key.band: cell for key, cell in cells.items() if not key.k and key.paused}
+    reading, columns = {}, defaultdict[int, dict[int, float]](dict)
+    for key, cell in cells.items():
+        more = max(0.0, cell.seconds - plain[key.band].seconds) if key.band in plain else None
+        if more is not None and key.k:
+            columns[key.band][key.k] = more
+        elif more is not None and not key.paused:
+            reading[plain[key.band].batch] = more
+    width = max((max(more) for more in columns.values()), default=1)
+    bands = sorted(columns)
+    return _Table(
+        _Line({cell.batch: cell.seconds for cell in plain.values()}),
+        _Line(reading) if reading else None,
+        np.array([plain[band].batch for band in bands] or [1.0]),
+        np.array([_all_k(columns[band], width) for band in bands] or [np.zeros(width + 1)]),
+    )
 
-    def __init__(self, cells: Mapping[Key, Seen], contexts: Mapping[int, float], experts: Experts | None) -> None:
-        measured = sorted((_number(*key), cell.batch, key[1], key[2], *cell) for key, cell in cells.items())
-        numbers, batch, k, paused, seconds, _, context, steps = (
-            np.array(column) for column in zip(*measured, strict=True)
-        )
-        kinds = Kinds.of(batch, k, paused, context)
-        self._fit = Fit(kinds, seconds, steps, experts)
-        self._contexts = _Contexts(contexts, cells)
-        self._numbers = numbers
-        # a cell counts against the surface by its steps
-        self._off = (seconds / self._fit.seconds(kinds) - 1.0) * steps / (steps + _PRIOR_STEPS)
 
-    def seconds(self, kinds: Kinds) -> Numbers:
-        """Of one step of each kind, [n]."""
-        if np.isnan(kinds.context).any():
-            held = np.where(np.isnan(kinds.context), self._contexts.of(kinds.batch), kinds.context)
-            kinds = replace(kinds, context=held)
-        numbers = _number(bands_of(kinds.batch), kinds.k.astype(np.int64), kinds.paused)
-        places = np.searchsorted(self._numbers, numbers).clip(max=len(self._numbers) - 1)
-        off = np.where(self._numbers[places] == numbers, self._off[places], 0.0)
-        found: Numbers = self._fit.seconds(kinds) * (1.0 + off)
+def _rolled(cells: Mapping[_Key, _Cell], start: _Table) -> _Table:
+    """From rollouts, and of what they have not shown, or in few phases, from the start-up."""
+    plain = {key.band: cell for key, cell in cells.items() if not key.k and key.paused}
+    smallest = sorted(plain.values(), key=lambda cell: cell.batch)[: math.ceil(_SMALL * len(plain))]
+    speed = statistics.median(cell.seconds / float(start.plain.at(cell.batch)) for cell in smallest)
+    points = {x: speed * y for x, y in start.plain.points.items() if x < smallest[0].batch}
+    for cell in plain.values():
+        known = speed * float(start.plain.at(cell.batch)) if cell.batch <= start.plain.last else cell.seconds
+        points[cell.batch] = _blend(cell.seconds, known, cell.steps)
+    line, reading = _Line(points), None if start.reading is None else start.reading.times(speed)
+    width = max(start.more.shape[1] - 1, *(key.k for key in cells))
+    batches, ks = np.array(sorted({*points, *start.batches})), np.arange(width + 1)
+    tokens = batches[:, None] * (ks + 1)
+    more = speed * start.beyond(batches[:, None], ks)
+    if reading is not None:  # both are rather too much: straight lines over a bend, and contexts of more requests
+        never_falling = line.never_falling()
+        by_tokens = never_falling.at(tokens) - never_falling.at(batches)[:, None] + ks * reading.at(batches)[:, None]
+        more = np.where(tokens <= line.last, np.minimum(more, by_tokens), more)
+    for key, cell in cells.items():
+        if key.k and key.band in plain:
+            row = int(np.searchsorted(batches, plain[key.band].batch))
+            evidence = min(cell.evidence, plain[key.band].evidence)
+            more[row, key.k] = _blend(max(0.0, cell.seconds - plain[key.band].seconds), more[row, key.k], evidence)
+    return _Table(line, reading, batches, more)
+
+
+def _blend(measured: float, known: float, steps: float) -> float:
+    return (measured * steps + known * _PRIOR_STEPS) / (steps + _PRIOR_STEPS)
+
+
+class _Line:
+    """Straight lines through points; constant below the first, and on with the slope of the larger half beyond the last."""
+
+    def __init__(self, points: Mapping[float, float]) -> None:
+        self.points = points
+        self._x = np.array(sorted(points), np.float64)
+        self._y = np.array([points[x] for x in sorted(points)], np.float64)
+        self.last = float(self._x[-1])
+        half = max(self.last / 2, float(self._x[0]))
+        rise = float(self._y[-1] - np.interp(half, self._x, self._y))
+        self._slope = max(0.0, rise / (self.last - half)) if self.last > half else 0.0
+
+    def at(self, x: ArrayLike) -> Numbers:
+        x = np.asarray(x, np.float64)
+        found: Numbers = np.interp(x, self._x, self._y) + np.maximum(0.0, x - self.last) * self._slope
         return found
 
+    def times(self, factor: float) -> _Line:
+        return _Line({x: factor * y for x, y in self.points.items()})
 
-def _number(band: Any, k: Any, paused: Any) -> Any:
-    """One number for each kind of step, or an array of them."""
-    return band * _KINDS + 2 * k + paused
+    def never_falling(self) -> _Line:
+        return _Line(dict(zip(self._x.tolist(), np.minimum.accumulate(self._y[::-1])[::-1].tolist(), strict=True)))
+
+
+def _all_k(more: Mapping[int, float], width: int) -> Numbers:
+    """Seconds of k = 0 .. width from those of some k: straight lines, through nothing at 0, never falling."""
+    ks = np.array([0, *sorted(more)])
+    seconds = np.maximum.accumulate([0.0, *(more[k] for k in sorted(more))])
+    wanted = np.arange(width + 1)
+    found: Numbers = np.interp(wanted, ks, seconds) * np.maximum(1.0, wanted / ks[-1])
+    return found

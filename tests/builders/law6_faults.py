@@ -80,7 +80,6 @@ WITH_NAN: dict[str, Any] = {
     "memory.recall": [_NAN],
     "spec_head_start": _NAN,
     "spec_slowdown_without_drafts": _NAN,
-    "spec_max_slowdown_without_drafts": _NAN,
     "spec_draft_weights": _NAN,
     "spec_schedule": Schedule((_NAN,) * (TARGET.max_num_seqs + 1)),  # type: ignore[arg-type]
     "spec_metrics": {"spec/mine": _NAN},

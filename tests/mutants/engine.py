@@ -725,12 +725,12 @@ MUTATIONS = (
         ("test_selftest_runner.py",),
     ),
     Mutation(
-        "spec_plugin/step_cost/experts.py",
+        "projection/spec_plugin_projection/experts.py",
         "Experts.touched",
-        "** (evenness * tokens)",
+        "** tokens",
         "** 1.0",
         "law 7: each drafted token of a mixture seems to cost nothing",
-        ("test_cost_of_experts.py",),
+        ("test_experts.py",),
     ),
     Mutation(
         _STATES,

@@ -276,7 +276,7 @@ def run(setting: Setting, seed: int, phases: int) -> Outcome:
             stats = _stats(version, log, pairs, batch, requests)
             controller.spec_rollout_end(stats)
             usual = controller.spec_slowdown_without_drafts(stats)
-            ledger.rolled_out(stats, usual, [(stats, controller.spec_max_slowdown_without_drafts(stats))])
+            ledger.rolled_out(stats, usual)
             first = version if first is None and ledger.hidden else first
             if stats.drafts:
                 drafted, known = drafted + 1, known + (usual is not None)

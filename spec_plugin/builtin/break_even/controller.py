@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from spec_plugin.builtin.break_even import plan
 from spec_plugin.builtin.break_even.acceptance import AcceptanceEstimate
-from spec_plugin.builtin.break_even.judge import Doubt, Judge
+from spec_plugin.builtin.break_even.judge import Judge
 from spec_plugin.builtin.break_even.plan import Plan
 from spec_plugin.builtin.break_even.states import States
 from spec_plugin.config import SpecConfig
@@ -32,9 +32,7 @@ from spec_plugin.model_runner import runner_of, v2_verifies_in_chunks
 from spec_plugin.outside import write_whole
 from spec_plugin.speculation import Reason, Speculation, as_metrics, in_words, sizes_shown
 from spec_plugin.step_cost.chances import tokens_per_step
-from spec_plugin.step_cost.experts import Experts
 from spec_plugin.step_cost.model import Corrected, CostModel
-from spec_plugin.step_cost.without import OwnLoad, times_as_long, times_as_long_at_most
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +40,6 @@ logger = logging.getLogger(__name__)
 _TRY_K = 3
 #: what a draft must do in a try to be kept to the rollout's end, times what would be enough otherwise
 _TRY_MARGIN = 1.1
-#: a draft that rests although it is predicted to pay is released when that prediction has risen by this factor
-_RISEN = 1.1
-#: measured speed-up from which drafts have proven themselves
-_PROVEN = 1.05
 #: tokens of a verification step below which a draft is dropped in a try while the timings contradict each other
 _BREAK_EVEN_UNKNOWN = 1.5
 #: chance of each token of a draft that has learnt for a step or two, and steps within which its head start must pay back
@@ -67,14 +61,11 @@ class BreakEvenController:
         self._config = SpecConfig.parse({})
         self._fixed = False
         self.cost = CostModel()
-        self.judge, self.states = Judge(), States()
-        self._own_load = OwnLoad()
+        self.judge, self.states = Judge(self.cost), States()
         self.acceptance_estimate = AcceptanceEstimate()
         self._calibration: tuple[StepTiming, ...] = ()
         self._load: dict[float, float] = {}  # tokens that a rollout generates at each batch size
         self._plan = plan.no_drafts(0, Reason.NO_DRAFT_YET)
-        self._forecast = 1.0  # speed-up that was predicted before the last rollout, whether it drafted or not
-        self._promised = 1.0  # the same when the judge convicted
         self._table: tuple[int, ...] = ()  # the last one that drafted
         self._dropped = False  # was the draft, within the last phase
         self._stateful = False  # k changes between rollouts only
@@ -88,7 +79,6 @@ class BreakEvenController:
     def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
         """A break-even that the user set holds for every batch size."""
         self._config, self._target, self._method = config, target, method
-        self.cost = CostModel(Experts.of(target.hf_config))
         self._plan = plan.no_drafts(target.max_num_seqs, Reason.NO_DRAFT_YET)
         self._stateful = keeps_states(target.hf_config)
         self._fixed = config.serve == "always" or (config.serve == "auto" and config.controller == "fixed")
@@ -103,8 +93,6 @@ class BreakEvenController:
         """Take over what was measured on the running engine."""
         self._calibration = report.steps
         self.cost.observe(report.steps, calibration=True)
-        judge = Judge(report.steps)
-        self.judge = judge if self.judge.deaf or not judge.deaf else self.judge
         if not self._load:  # nothing is known of the rollouts yet: they are as likely at each size that was measured
             self._load = {t.batch: t.batch for t in report.steps}
 
@@ -129,8 +117,7 @@ class BreakEvenController:
         drafted = stats.drafts > 0
         self.cost.observe(self.cost.at_usual_speed(stats.steps))
         self.acceptance_estimate.rolled_out(stats)
-        curve = self.acceptance_curve or (0.0,)
-        self._hear(stats, lambda k: tokens_per_step(curve, k))
+        self._compare(stats)
         if not drafted or self.acceptance_estimate.knows_nothing:
             self._plain_seconds = stats.seconds
         self._dropped = drafted and any(s.paused for s in stats.steps)
@@ -140,35 +127,19 @@ class BreakEvenController:
                 stats.policy_version,
                 stats.tokens_per_forward,
             )
-        self._load = plan.load_of(stats, curve) or self._load
-        self._judged(drafted, curve)
-        if drafted and self.cost.problem is None:
-            self._own_load.note(stats, self._corrected, curve)
+        self._load = plan.load_of(stats, self.acceptance_curve or (0.0,)) or self._load
+        self.states.rolled_out(drafted, self._dropped)
         if self._dropped:
             self._plan = plan.no_drafts(self._target.max_num_seqs)
 
-    def _hear(self, stats: RolloutStats, tokens: Callable[[int], float]) -> None:
-        self.judge.hear(stats, tokens, anew=stats.drafts > 0 and self._plan.reason is Reason.A_TRY)
+    def _compare(self, stats: RolloutStats) -> None:
+        """Plain steps with drafted ones, as the rollout has them side by side."""
+        self.judge.add_pairs(stats, anew=stats.drafts > 0 and self._plan.reason is Reason.A_TRY)
         before, self._before = self._before, stats
         if self._stateful and before is not None and (before.drafts > 0) != (stats.drafts > 0):
             plain, drafted = (before, stats) if stats.drafts else (stats, before)
-            self.judge.hear_both(plain, drafted, tokens)
+            self.judge.add_rollouts(plain, drafted)
         self._served = self._served + 1 if stats.drafts else 0
-
-    def _judged(self, drafted: bool, curve: Sequence[float]) -> None:
-        slower = drafted and self.judge.slower and not self._fixed
-        gain = self.judge.speedup(curve, self._plan.table) or 0.0
-        if slower:
-            self.judge.acquit()
-            self._promised = self._forecast
-            logger.warning(
-                "spec-plugin: steps with drafts gave %.2f times the tokens per second of plain steps beside them: the draft "
-                "rests for some rollouts, and is then tried again",
-                gain,
-            )
-        elif drafted and gain > _PROVEN:
-            self.states.proven()
-        self.states.rolled_out(drafted, slower, self._dropped)
 
     @property
     def acceptance_curve(self) -> tuple[float, ...] | None:
@@ -228,20 +199,33 @@ class BreakEvenController:
         if config.serve == "never":
             return plan.no_drafts(size, Reason.SERVE_NEVER)
         best = self._best()
-        self._forecast = best.speedup
-        if best.speedup > _RISEN * self._promised:
-            self.states.release()
         # a draft that knows something is tried at once, a new one when it has learnt something
         ready, pays = self._method.ready, best.speculates
         due = (self.states.due or (ready and not self.states.tried)) and (ready or self.acceptance_curve is not None)
-        if pays and config.break_even is None:
-            pays = self.judge.pays(self.acceptance_curve or (), best.table, self.cost, self.states.serves) is not False
-        state = self.states.before(pays, due, best.reason if not best.speculates else Reason.PAIRS_SLOWER)
+        slower = config.break_even is None and self._found_slower(best)
+        why = Reason.PAIRS_SLOWER if slower else best.reason
+        pays = pays and not slower
+        state = self.states.before(pays, due, why)
         if state is Speculation.RESTING or state is Speculation.UNTRIED:
             return plan.no_drafts(size, self.states.why)
         if self._stateful and config.break_even is None and self._served >= self.judge.plain_every(best.speedup):
             return plan.no_drafts(size, Reason.COMPARISON)
         return best if pays else self._try()
+
+    def _found_slower(self, best: Plan) -> bool:
+        """Do the pairs say that drafts as in this plan, or as they are served now, do not pay."""
+        serves, curve = self.states.serves, self.acceptance_curve or ()
+        table = best.table if best.speculates else self._table if serves else ()
+        if not any(table) or self.cost.problem is not None:
+            return False
+        slower = self.judge.pays(curve, table, self.cost, serves) is False
+        if slower and serves:
+            logger.warning(
+                "spec-plugin: steps with drafts gave %.2f times the tokens per second of plain steps beside them: the draft "
+                "rests for some rollouts, and is then tried again",
+                self.judge.speedup(curve, table) or 0.0,
+            )
+        return slower
 
     def _try(self) -> Plan:
         """Few tokens a step, and no more than would lose least by what is known of the draft."""
@@ -305,18 +289,13 @@ class BreakEvenController:
     @hookimpl
     def spec_slowdown_without_drafts(self, stats: RolloutStats) -> float | None:
         """What the steps of a rollout that ``spec_rollout_end`` has seen take without drafts, over what they took; or None."""
-        plain = not stats.drafts and all(s.paused for s in stats.steps if not s.k)
-        return 1.0 if plain else self._without(partial(times_as_long, own_load=self._own_load.factor), stats, max)
-
-    @hookimpl
-    def spec_max_slowdown_without_drafts(self, stats: RolloutStats) -> float | None:
-        """The same of all its steps, at most: what is not known of it lengthens what it would have taken; None: not known."""
-        return self._without(times_as_long_at_most, stats, min) if stats.drafts else None
-
-    def _without(self, told: Callable[..., float | None], stats: RolloutStats, doubt: Doubt) -> float | None:
-        if self.cost.problem is not None:
-            return None
-        return told(stats, Corrected(self.cost, self.judge.bias(self.cost, doubt)), self.acceptance_curve or ())
+        if not stats.drafts and all(s.paused for s in stats.steps if not s.k):
+            return 1.0
+        return (
+            plan.slowdown_without(stats, self._corrected, self.acceptance_curve or ())
+            if self.cost.problem is None
+            else None
+        )
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:

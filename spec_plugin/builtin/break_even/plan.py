@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 
 from spec_plugin.events import RolloutStats
 from spec_plugin.speculation import Reason
-from spec_plugin.step_cost.bands import band_of, bands_of
 from spec_plugin.step_cost.chances import tokens_per_step
-from spec_plugin.step_cost.fit import Kinds, Numbers
-from spec_plugin.step_cost.model import StepCost
+from spec_plugin.step_cost.model import Numbers, StepCost
 
 #: speculation is switched on above break-even by this factor, off below break-even: no flapping on noise
 MARGIN = 1.05
 #: another k than the present one must be better by this factor
 _K_MARGIN = 1.05
+#: batch sizes that stand for those of a band
+_LOOKED_AT = 4
 #: bytes for each logit of a request with which vLLM profiles its V1 rejection sampler, and those that V2 processes at once
 _V1_PROFILED, _CHUNK = 30, 1 << 30
 
@@ -131,18 +131,12 @@ def fastest(
 
     The other arguments are those of ``best``; ``current`` may be empty.
     """
-    parts = bands(size)
-    looked_at = [sorted({(b[0] + b[-1]) // 2 for b in _measured_together(part)}) for part in parts]
-    batches = np.array([batch for sizes in looked_at for batch in sizes])[:, None]
-    every = Kinds.of(np.repeat(batches, len(ks)), np.tile(ks, len(batches)), False)
-    each = (
-        cost.seconds_of(every).reshape(-1, len(ks)) / batches
-    )  # [sizes, ks] seconds of a step for each of its requests
-    tokens, table, done = [tokens_per_step(acceptance, k) for k in ks], [0], 0
-    for part, sizes in zip(parts, looked_at, strict=True):
-        rates = dict(zip(ks, (tokens / each[done : done + len(sizes)].sum(0)).tolist(), strict=True))
-        now, done = current[part[-1]] if current else 0, done + len(sizes)
-        table += [_best_k(rates, now, any(current))] * len(part)
+    tokens, table = np.array([tokens_per_step(acceptance, k) for k in ks]), [0]
+    for part in bands(size):
+        batches = np.unique(np.linspace(part[0], part[-1], _LOOKED_AT).astype(int))[:, None]
+        each = cost.seconds_of(batches, np.array(ks), False) / batches  # [sizes, ks] seconds of a step for each request
+        rates = dict(zip(ks, (tokens / each.sum(0)).tolist(), strict=True))
+        table += [_best_k(rates, current[part[-1]] if current else 0, any(current))] * len(part)
     return tuple(table)
 
 
@@ -150,11 +144,6 @@ def bands(size: int) -> list[range]:
     """Batch sizes that get the same k: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, …; the noise of single ones is averaged out."""
     edges = sorted({e for i in range(size.bit_length() + 1) for e in (2**i, 3 * 2**i // 2) if e < size} | {size})
     return [range(a + 1, b + 1) for a, b in pairwise([0, *edges])]
-
-
-def _measured_together(part: range) -> Iterator[list[int]]:
-    """The batch sizes of a band of this table, by bands of the cost model, which does not tell those of one apart."""
-    return (list(sizes) for _, sizes in groupby(part, band_of))
 
 
 def _best_k(rates: Mapping[int, float], current: int, serving: bool) -> int:
@@ -169,8 +158,8 @@ def phase_speedup(
     batches, tokens = (np.array([*column], np.float64) for column in (load.keys(), load.values()))
     ks = [table[min(math.ceil(batch), len(table) - 1)] for batch in load]
     steps, made = tokens / batches, np.array([tokens_per_step(acceptance, k) for k in range(max(table) + 1)])[ks]
-    plain = float((steps * cost.seconds_of(Kinds.of(batches, 0))).sum())
-    drafting = float((steps / made * cost.seconds_of(Kinds.of(batches, ks, False))).sum())
+    plain = float((steps * cost.seconds_of(batches, 0)).sum())
+    drafting = float((steps / made * cost.seconds_of(batches, ks, False)).sum())
     return plain / drafting if drafting > 0 else 1.0
 
 
@@ -180,12 +169,9 @@ def break_even_of(cost: StepCost, table: Sequence[int]) -> tuple[float, ...]:
     Against a step that keeps the draft's KV cache current, not a paused draft: where a batch of this size drafts for the sake
     of a later, smaller one, the phase as a whole has been compared by ``best``.
     """
-    band = bands_of(range(len(table))).tolist()
-    alike = [list(sizes) for _, sizes in groupby(range(1, len(table)), lambda batch: (band[batch], table[batch]))]
-    middles = [(sizes[0] + sizes[-1]) // 2 for sizes in alike]
-    drafted = cost.seconds_of(Kinds.of(middles, [table[batch] for batch in middles], False))
-    ratios = (drafted / cost.seconds_of(Kinds.of(middles, 0, False))).tolist()
-    return (1.0, *(ratio for ratio, sizes in zip(ratios, alike, strict=True) for _ in sizes))
+    batches = np.arange(1, len(table))
+    ratios = cost.seconds_of(batches, table[1:], False) / cost.seconds_of(batches, 0, False)
+    return (1.0, *ratios.tolist())
 
 
 def load_of(stats: RolloutStats, acceptance: Sequence[float]) -> dict[float, float]:
@@ -197,3 +183,30 @@ def load_of(stats: RolloutStats, acceptance: Sequence[float]) -> dict[float, flo
     for batch, k, forwards, drafted in alike + mixed:
         load[batch] = load.get(batch, 0.0) + forwards + drafted * (made[k] - 1.0)
     return load
+
+
+def slowdown_without(stats: RolloutStats, cost: StepCost, acceptance: Sequence[float]) -> float | None:
+    """Seconds that a rollout's steps would have taken without drafts over what they took; None where none was timed.
+
+    A step that made n tokens of each request stands for n plain ones, of the same moment: so what else the machine did cancels.
+    Steps that read prompts are taken to be as long either way.
+
+    Args:
+        stats: of the rollout.
+        cost: seconds of a step, as the pairs have put it right.
+        acceptance: chance of each position.
+    """
+    alike = [(s.batch, s.k, s.paused, s.seconds * s.steps, s.forwards * (s.k > 0), s.k > 0) for s in stats.steps]
+    mixed = [(m.batch, m.k, False, m.seconds, m.drafted, m.drafted / (m.batch * m.steps)) for m in stats.mixed]
+    if not alike and not mixed:
+        return None
+    batch, k, paused, seconds, drafted, share = np.array([*alike, *mixed], np.float64).T
+    gains = np.array([tokens_per_step(acceptance, int(n)) - 1.0 for n in k])
+    expected = float((gains * drafted).sum() / max(1.0, drafted.sum()))
+    found = (stats.tokens_per_forward or 1.0) - 1.0  # what is expected says how that divides among several k
+    gains = gains * (found / expected) if expected > 0.0 else np.full_like(gains, found)
+    ratio = (1.0 + share * gains) * cost.seconds_of(batch, 0) / cost.seconds_of(batch, k, paused > 0.0)
+    # without a draft's tokens nothing is saved, whatever two measurements of busy moments say of the draft's own pass
+    ratio = np.where(share > 0.0, ratio, np.minimum(1.0, ratio))
+    ratio = np.where([False] * len(alike) + [m.prompts for m in stats.mixed], 1.0, ratio)
+    return float((seconds * ratio).sum() / seconds.sum())

@@ -8,14 +8,11 @@ from spec_plugin.speculation import Reason, Speculation
 
 #: rollouts that a draft which is not served rests before it is tried again
 REST = 7
-#: rollouts that it rests at least after pairs have shown that it is slower; twice as many when it happens again, up to ``REST``
-_SHORTEST_REST = 2
 
 
 class Sign(Enum):
     """What was seen or is expected; of several the first that applies."""
 
-    SLOWER = "pairs of steps have shown that drafts are slower"
     DROPPED = "the engines dropped the draft within the rollout"
     PAYS = "drafts are predicted to pay"
     DUE = "it has rested long enough"
@@ -32,9 +29,7 @@ _UNTRIED, _TRYING, _SERVING, _RESTING = (
 #: (state, what is seen) -> the next state; a pair that is not here leaves it as it is. No state is without a way out.
 NEXT: dict[tuple[Speculation, Sign], Speculation] = {
     # behind a rollout
-    (_TRYING, Sign.SLOWER): _RESTING,
     (_TRYING, Sign.DROPPED): _RESTING,
-    (_SERVING, Sign.SLOWER): _RESTING,
     (_SERVING, Sign.DROPPED): _RESTING,
     # before one
     (_UNTRIED, Sign.PAYS): _TRYING,
@@ -57,38 +52,24 @@ class States:
         self.tried = False  # was the draft ever served
         self._plain = 0  # rollouts in a row without drafts
         self._begins = False  # was a try chosen, and no rollout sampled since
-        self._rest = 0  # of which so many are to pass whatever is predicted
-        self._next_rest = _SHORTEST_REST
         self.why = Reason.NO_DRAFT_YET  # it does not draft, where it does not
 
     @property
     def due(self) -> bool:
         """Has it rested long enough to be tried."""
-        return self._plain >= (self._rest or REST)
+        return self._plain >= REST
 
     @property
     def serves(self) -> bool:
         """Is the draft served, or tried."""
         return self.now in (_TRYING, _SERVING)
 
-    @property
-    def held(self) -> bool:
-        """Is it to rest whatever is predicted."""
-        return self._plain < self._rest
-
-    def rolled_out(self, drafted: bool, slower: bool, dropped: bool) -> None:
+    def rolled_out(self, drafted: bool, dropped: bool) -> None:
         """Behind a rollout."""
         self.tried, self._begins = self.tried or drafted, False
         self._plain = 0 if drafted else self._plain + 1
-        if drafted and slower:
-            self._move(Sign.SLOWER, Reason.PAIRS_SLOWER)
-            self._rest, self._next_rest = self._next_rest, min(REST, 2 * self._next_rest)
-        elif dropped:
+        if dropped:
             self._move(Sign.DROPPED, Reason.BELOW_BREAK_EVEN)
-
-    def proven(self) -> None:
-        """Drafts have paid for long: what happened before is no reason to rest longer next time."""
-        self._next_rest = _SHORTEST_REST
 
     def before(self, pays: bool, due: bool, why: Reason) -> Speculation:
         """Before a rollout: what it does.
@@ -98,18 +79,10 @@ class States:
             due: are they to be tried, unless they are.
             why: not, if they are not.
         """
-        if self._begins:
-            return self.now  # asked once more before the same rollout
-        sign = Sign.PAYS if pays and not self.held else Sign.DUE if due else Sign.NOTHING
-        self._move(sign, self.why if self.held else why)
+        if not self._begins:  # else it is asked once more before the same rollout
+            self._move(Sign.PAYS if pays else Sign.DUE if due else Sign.NOTHING, why)
         return self.now
-
-    def release(self) -> None:
-        """What is predicted has risen since it was convicted: that is reason enough to look."""
-        self._plain = max(self._plain, self._rest)
 
     def _move(self, sign: Sign, why: Reason) -> None:
         before, self.now, self.why = self.now, NEXT.get((self.now, sign), self.now), why
         self._begins = self.now is _TRYING and before is not _TRYING
-        if self.now is not Speculation.RESTING:
-            self._rest = 0

@@ -82,9 +82,6 @@ def a_controller() -> BreakEvenController:
 def a_step(controller: BreakEvenController, stats: RolloutStats) -> Schedule:
     controller.spec_rollout_end(stats)
     assert controller.spec_slowdown_without_drafts(stats=max(stats.parts, key=lambda e: e.busy_seconds)) is not None
-    assert all(
-        controller.spec_max_slowdown_without_drafts(stats=engine) is not None for engine in stats.parts if engine.drafts
-    )
     controller.spec_head_start()
     assert any(name.startswith("spec/break_even") for name in controller.spec_metrics())
     return controller.spec_schedule(2)
@@ -97,14 +94,15 @@ def test_what_the_controller_keeps_and_does_in_a_step_does_not_grow_with_the_run
         k = phase % (K + 1)
         controller.cost.observe(an_engine((0, *[k] * REQUESTS), rng).steps)
         kept.append(sum(map(len, controller.cost._seen.values())))
-    assert len(controller.cost._cells) <= (K + 2) * len(BANDS) and len(BANDS) == 64
-    assert kept[-1] == kept[-9] <= 9 * len(controller.cost._cells)
+    kinds = len(controller.cost._seen)
+    assert kinds <= (K + 2) * len(BANDS) + 20 and len(BANDS) == 64
+    assert kept[-1] == kept[-9] <= 9 * kinds
     parts = [an_engine((0, *[3] * REQUESTS), rng) for _ in range(ENGINES)]
     stats = merge_stats(parts)
     assert len(stats.steps) == len(stats.mixed) == len(BANDS), "engines are not looked at one by one"
     assert cpu_seconds(lambda: merge_stats(parts)) < 0.2
     schedules = []
-    assert cpu_seconds(lambda: schedules.append(a_step(controller, stats))) < 0.4
+    assert cpu_seconds(lambda: schedules.append(a_step(controller, stats))) < 0.2
     assert len(schedules[0].table) == REQUESTS + 1
 
 

@@ -576,18 +576,10 @@ def test_what_a_rollout_would_have_taken_without_drafts_is_told_if_what_steps_co
     assert c.spec_slowdown_without_drafts(drafted) == pytest.approx(3.0 / 2.0, rel=0.05)
     unknown = BreakEvenController()
     assert unknown.spec_slowdown_without_drafts(plain) == 1.0 and unknown.spec_slowdown_without_drafts(drafted) is None
-    assert (
-        c.spec_max_slowdown_without_drafts(plain) is None and unknown.spec_max_slowdown_without_drafts(drafted) is None
-    )
-    assert c.spec_max_slowdown_without_drafts(drafted) == pytest.approx(3.0), (
-        "far shorter than plain ones were at start-up: who knows"
-    )
-    usual = replace(drafted, steps=(StepTiming(8, K, False, 2.0, 100),))
-    assert c.spec_max_slowdown_without_drafts(usual) == pytest.approx(3.0 / 2.0, rel=0.05)
 
 
 @pytest.mark.parametrize(("plain", "of_drafts"), [(12.0, 4.0), (2.0, 24.0)])
-def test_a_pair_that_a_burst_has_spoilt_neither_adds_to_what_was_saved_nor_takes_from_what_it_may_be(plain, of_drafts):
+def test_a_pair_that_a_burst_has_spoilt_is_not_taken_for_what_was_saved(plain, of_drafts):
     c = controller({8: 2.0})
     on(c)
     # the machine takes twice as long as at start-up
@@ -595,7 +587,6 @@ def test_a_pair_that_a_burst_has_spoilt_neither_adds_to_what_was_saved_nor_takes
     one = replace(usual, pairs=(StepPair(8, K, of_drafts, plain),))
     c.spec_rollout_end(one)
     assert c.spec_slowdown_without_drafts(one) < 1.05 * 3.0 / 2.0
-    assert c.spec_max_slowdown_without_drafts(one) > 0.95 * 3.0 / 2.0
     many = replace(usual, pairs=one.pairs * 7)
     c.spec_rollout_end(many)
     told, truth = c.spec_slowdown_without_drafts(many), 3.0 * plain / of_drafts
@@ -617,4 +608,4 @@ def test_where_no_two_steps_are_alike_what_drafting_has_saved_and_what_is_accept
     stats = RolloutStats(1, 8, 1000, 200.0, forwards, 0, sum(reached), reached, steps, mixed=mixed)
     c.spec_rollout_end(stats)
     assert c.acceptance_curve == pytest.approx((0.8, 0.625, 1.0), rel=0.01), "of those that drafted so many"
-    assert 0.9 < c.spec_slowdown_without_drafts(stats) < c.spec_max_slowdown_without_drafts(stats) < 1.8
+    assert 0.9 < c.spec_slowdown_without_drafts(stats) < 1.8

@@ -33,7 +33,6 @@ from draft_training import DraftConfig
 from spec_plugin.errors import SpecConfigError
 from spec_plugin.events import StepTiming
 from spec_plugin.step_cost.chances import constant_acceptance, tokens_per_step
-from spec_plugin.step_cost.experts import Experts
 
 TYPICAL = Constants.typical()
 QWEN_8B = {
@@ -622,13 +621,6 @@ def test_a_calibration_takes_the_place_of_the_roofline() -> None:
     answer = project(asked(gpus=8, batch=8, group=1, lengths=same, prompt=0), Overrides(cost=cost), draws=0)
     assert max(answer.phase.load) == 1  # one response an engine
     assert answer.rows[0].rollout_s.typical == pytest.approx(1000 * 0.011, rel=0.02)
-
-
-def test_a_calibration_of_a_mixture_is_read_as_the_controller_reads_it() -> None:
-    steps = [StepTiming(b, k, k == 0, 0.01 * (1 + 0.1 * b + 0.2 * k), 50, 100.0) for b in (1, 8, 32) for k in (0, 1, 3)]
-    model = find_model("Qwen3-30B-A3B")
-    assert calibrated(steps, model.mixture).experts == Experts(128, 8)
-    assert find_model("Qwen3-8B").mixture is None
 
 
 class OfContext:

