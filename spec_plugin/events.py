@@ -230,8 +230,6 @@ class RolloutStats:
     interrupted: bool = False
     pairs: tuple[StepPair, ...] = ()  # of this phase, in the order of time within each engine
     mixed: tuple[MixedSteps, ...] = ()  # of this phase, all that are not in ``steps``
-    #: bands of batch sizes, and the drafted tokens that all steps of each have added to responses
-    kept_by_batch: tuple[tuple[int, int], ...] = ()
     past_end_per_pos: tuple[int, ...] = ()  # [k]: accepted, but more than the response had room for
     prompt_tokens: int = 0  # read in steps of this phase, without those that the prefix cache had
     #: of these, what the prefix cache had but vLLM dropped for the draft's sake: one block of each request that it knew

@@ -23,7 +23,7 @@ _HIDDEN_BELOW, _EXPOSED_FROM = 0.10, 0.15
 #: phases in a row that must be so before drafts are found to be of no use, and before they are of use again: a validation is one
 _PHASES, _PHASES_BACK = 3, 2
 #: by which factor what is told of the time without drafts may be too small
-_DOUBT = 1.25
+_DOUBT = 1.2
 
 
 class Ledger:
@@ -131,10 +131,13 @@ class Ledger:
 def _most_without(stats: RolloutStats, slowdown: float | None) -> float:
     """Seconds for which an engine would have had requests without drafts, at most.
 
-    A drafted step is no shorter than a plain one; and what is told of the whole is not off by more than ``_DOUBT``. What lies
-    between the steps takes as long as it does; an engine that says nothing of them may have been busy throughout.
+    A drafted step is no shorter than a plain one. And what is told of the whole is not off by more than ``_DOUBT``, were the last
+    request one that always had a draft. What lies between the steps takes as long as it does; an engine that says nothing of
+    them may have been busy throughout.
     """
-    at_most = stats.tokens_per_forward or 1.0
+    at_most = drafted = stats.tokens_per_forward or 1.0
     if slowdown is not None:
-        at_most = max(slowdown, min(at_most, _DOUBT * slowdown))
+        forwards = sum(s.forwards for s in stats.steps) + sum(m.batch * m.steps for m in stats.mixed)
+        of_all = 1.0 + (drafted - 1.0) * min(1.0, stats.forwards / forwards) if forwards else drafted
+        at_most = max(slowdown, min(at_most, _DOUBT * slowdown * drafted / of_all))
     return stats.seconds + (stats.busy_seconds or stats.seconds) * max(0.0, at_most - 1.0)

@@ -131,7 +131,7 @@ def controller(size: Size, clock: Clock, stage: str = "controller") -> None:
         per_position = tuple(int(n * share) for share in (0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1, 0.05))
         return RolloutStats(
             1, size.requests, size.requests * size.tokens, 100.0, n, 3 * n, sum(per_position), per_position, alike,
-            mixed=mixed, kept_by_batch=tuple((b, 10) for b in batches), busy_seconds=95.0 + engine,
+            mixed=mixed, busy_seconds=95.0 + engine,
         )  # fmt: skip
 
     sent = [pickle.dumps(report(engine)) for engine in range(size.engines)]

@@ -107,7 +107,6 @@ class Steered:
             accepted_per_pos=timing.per_pos,
             steps=steps,
             mixed=rest.mixed,
-            kept_by_batch=rest.kept_by_batch,
             past_end_per_pos=rest.past_end_per_pos,
             busy_seconds=rest.busy_seconds,
             shadow_rounds=rounds,

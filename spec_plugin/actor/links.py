@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 from spec_plugin.errors import stops_the_run
@@ -245,7 +244,6 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         accepted_per_pos=_sum_positions([p.accepted_per_pos for p in parts]),
         steps=together([s for p in parts for s in p.steps]),
         mixed=mixed_together([m for p in parts for m in p.mixed]),
-        kept_by_batch=_sum_batches([p.kept_by_batch for p in parts]),
         past_end_per_pos=_sum_positions([p.past_end_per_pos for p in parts]),
         prompt_tokens=sum(p.prompt_tokens for p in parts),
         recomputed_tokens=sum(p.recomputed_tokens for p in parts),
@@ -260,13 +258,6 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
 
 def _sum_positions(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip_longest(*parts, fillvalue=0))
-
-
-def _sum_batches(parts: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[int, int], ...]:
-    total: dict[int, int] = defaultdict(int)
-    for batch, tokens in chain.from_iterable(parts):
-        total[batch] += tokens
-    return tuple(sorted(total.items()))
 
 
 def merge_reports(parts: Sequence[SelfTestReport]) -> SelfTestReport:

@@ -385,7 +385,6 @@ class EngineFront:
             accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
             steps=steps,
             mixed=rest.mixed,
-            kept_by_batch=rest.kept_by_batch,
             past_end_per_pos=rest.past_end_per_pos,
             prompt_tokens=rest.prompt_tokens,
             recomputed_tokens=rest.recomputed_tokens,

@@ -12,9 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
 from spec_plugin.events import MixedSteps, StepTiming
 
 #: sizes up to this one are not put together, and as many bands make two octaves
@@ -30,15 +27,6 @@ def band_of(batch: float) -> int:
     below = math.ceil(batch - _ROUNDING) - 1
     shift = max(0, below.bit_length() - _EXACT.bit_length() + 1)
     return ((below >> shift) + 1) << shift
-
-
-def bands_of(batches: ArrayLike) -> NDArray[np.int64]:
-    """The same of many at once."""
-    below = np.ceil(np.asarray(batches, np.float64) - _ROUNDING).astype(np.int64) - 1
-    _, bits = np.frexp(below.astype(np.float64))  # as ``int.bit_length``, for all that floats hold exactly
-    shift = np.maximum(0, bits.astype(np.int64) - _EXACT.bit_length() + 1)
-    found: NDArray[np.int64] = ((below >> shift) + 1) << shift
-    return found
 
 
 class Seen(NamedTuple):

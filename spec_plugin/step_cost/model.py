@@ -29,7 +29,7 @@ Numbers = NDArray[np.float64]
 #: what earlier phases measured is forgotten when newer ones make so many steps, and are so many
 _MEMORY_STEPS, _MEMORY_PHASES = 64, 8
 #: steps of a phase that say as much as all of it, and those of rollouts that say as much as what is known without them
-_STEPS_OF_A_PHASE, _PRIOR_STEPS = 8, 16
+_STEPS_OF_A_PHASE, _PRIOR_STEPS = 8, 8
 #: a drafted step that is measured below this share of a plain one cannot be right
 _IMPLAUSIBLE = 0.5
 #: a rollout whose contexts are longer than what is known by this factor is taken as it is, however fast the machine is
@@ -105,6 +105,7 @@ class CostModel(StepCost):
     def __init__(self) -> None:
         """Nothing is known yet."""
         self._seen: dict[_Key, list[Seen]] = {}  # the latest phases, oldest first
+        self._cells: dict[_Key, _Cell] = {}  # what these say
         self._context = 0.0  # tokens, of those steps that plain ones were last taken from as they were
         self._table: _Table | None = None
         #: why the model must not be believed yet; None when it may be
@@ -125,11 +126,13 @@ class CostModel(StepCost):
             paused = not t.k and t.paused
             if not calibration and not t.k and not paused and self.knows_reading:  # of a pair: the draft read the text
                 t, paused = replace(t, seconds=t.seconds * self.paused_share(t.batch)), True
-            seen = self._seen.setdefault(_Key(band_of(t.batch), t.k, paused, calibration), [])
+            key = _Key(band_of(t.batch), t.k, paused, calibration)
+            seen = self._seen.setdefault(key, [])
             seen.append(Seen(t.seconds, t.batch, t.context, t.steps))
             while len(seen) > _MEMORY_PHASES and sum(s.steps for s in seen[1:]) >= _MEMORY_STEPS:
                 del seen[0]
-        self._table, self.problem = _table_of({key: _of_phases(seen) for key, seen in self._seen.items()})
+            self._cells[key] = _of_phases(seen)
+        self._table, self.problem = _table_of(self._cells)
 
     def at_usual_speed(self, timings: Sequence[StepTiming]) -> tuple[StepTiming, ...]:
         """Steps of one rollout as they would have been, had the machine been as fast as it usually is.
@@ -274,7 +277,7 @@ def _rolled(cells: Mapping[_Key, _Cell], start: _Table) -> _Table:
     points = {x: speed * y for x, y in start.plain.points.items() if x < smallest[0].batch}
     for cell in plain.values():
         known = speed * float(start.plain.at(cell.batch)) if cell.batch <= start.plain.last else cell.seconds
-        points[cell.batch] = _blend(cell.seconds, known, cell.steps)
+        points[cell.batch] = _blend(cell.seconds, known, cell.evidence)
     line, reading = _Line(points), None if start.reading is None else start.reading.times(speed)
     width = max(start.more.shape[1] - 1, *(key.k for key in cells))
     batches, ks = np.array(sorted({*points, *start.batches})), np.arange(width + 1)
@@ -284,11 +287,16 @@ def _rolled(cells: Mapping[_Key, _Cell], start: _Table) -> _Table:
         never_falling = line.never_falling()
         by_tokens = never_falling.at(tokens) - never_falling.at(batches)[:, None] + ks * reading.at(batches)[:, None]
         more = np.where(tokens <= line.last, np.minimum(more, by_tokens), more)
-    for key, cell in cells.items():
-        if key.k and key.band in plain:
-            row = int(np.searchsorted(batches, plain[key.band].batch))
-            evidence = min(cell.evidence, plain[key.band].evidence)
-            more[row, key.k] = _blend(max(0.0, cell.seconds - plain[key.band].seconds), more[row, key.k], evidence)
+    timed = [(key, cell, plain[key.band]) for key, cell in cells.items() if key.k and key.band in plain]
+    rows = np.searchsorted(batches, [beside.batch for _, _, beside in timed])
+    found = [max(0.0, cell.seconds - beside.seconds) for _, cell, beside in timed]
+    evidence = [min(cell.evidence, beside.evidence) for _, cell, beside in timed]
+    before = [more[row, key.k] for (key, *_), row in zip(timed, rows, strict=True)]
+    ratios = [measured / known for measured, known in zip(found, before, strict=True) if known > 0.0]
+    if ratios:  # what the start-up was off by it was off by for each k, those that no rollout has drafted among them
+        more *= _blend(statistics.median(ratios), 1.0, sum(evidence))
+    for (key, *_), row, measured, steps in zip(timed, rows, found, evidence, strict=True):
+        more[row, key.k] = _blend(measured, more[row, key.k], steps)
     return _Table(line, reading, batches, more)
 
 

@@ -197,7 +197,7 @@ MUTATIONS = (
     Mutation(
         _LEDGER,
         "_most_without",
-        "min(at_most, _DOUBT * slowdown)",
+        "_DOUBT * slowdown * drafted / of_all",
         "slowdown",
         "law 7: drafts are taken away where what is told of the time without them is a little too small",
         ("test_ledger.py",),

@@ -28,14 +28,6 @@ MUTATIONS = (
     ),
     Mutation(
         _STEPS,
-        "StepLog.accept",
-        "        self._kept[batch] += kept\n",
-        "        self._kept[band_of(batch)] += kept\n",
-        "the scheduler looks a band up for each request of each step",
-        ("test_steps.py",),
-    ),
-    Mutation(
-        _STEPS,
         "StepLog._read",
         "hits = sum(request.num_computed_tokens > 0 for",
         "hits = sum(request.num_computed_tokens < 0 for",

@@ -179,7 +179,6 @@ class Phase:
         self.alike: dict[tuple[int, int, bool], _Alike] = defaultdict(_Alike)  # by band, k, and was the draft paused
         self.drafted, self.compared = 0, 0
         self.accepted, self.past_end = np.zeros(truth.k, int), np.zeros(truth.k, int)
-        self.kept: dict[int, int] = defaultdict(int)  # drafted tokens that became a response's, by band
         self.told = 0.0  # seconds without drafts, as the controller tells them
         self._reached = np.cumprod([self.chances[min(i, len(self.chances) - 1)] for i in range(truth.k)])
 
@@ -220,7 +219,6 @@ class Phase:
         self.accepted[:width] += draws[:, 1:].sum(0)
         self.past_end[:width] += (draws & ~kept)[:, 1:].sum(0)
         tokens = kept.sum(1)
-        self.kept[band_of(batch)] += int(tokens.sum()) - batch
         for emitted in tokens.tolist():
             cutoff.emitted(batch, emitted)
         made: NDArray[np.int_] = draws.sum(1)
@@ -241,7 +239,6 @@ class Phase:
             past_end_per_pos=tuple(int(n) for n in self.past_end) if self.drafted else (),
             steps=tuple(alike.timing(k, paused) for (_, k, paused), alike in self.alike.items()),
             pairs=tuple(found),
-            kept_by_batch=tuple(sorted(self.kept.items())),
         )
 
     def expected(self, k: int) -> float:

@@ -179,7 +179,7 @@ class _Running:
             if log is not None:
                 room = np.maximum(0, requests.length[drafted] - self.made[drafted])
                 for accepted, kept in zip(come.tolist(), np.minimum(come, room).tolist(), strict=True):
-                    log.accept(len(index), accepted, kept)
+                    log.accept(accepted, kept)
             self.made[drafted] += come
         made, plain = self.made[index], requests.plain[index]
         self.width[index] = np.where((plain[:, 0] <= made) & (made < plain[:, 1]), 0, k)
@@ -244,7 +244,6 @@ def _stats(version: int, log: StepLog, pairs: PairedSteps, batch: _Batch, reques
         steps=steps,
         pairs=tuple(pairs.take()),
         mixed=tuple(log.mixed),
-        kept_by_batch=tuple(log.kept),
         past_end_per_pos=tuple(log.past_end),
         busy_seconds=min(batch.seconds, max(decoding, log.busy_seconds)),
     )
@@ -338,7 +337,7 @@ SETTINGS: Sequence[Setting] = (
     Setting("works for 2.5 batches", 2.5, noticed=10),
     Setting("works for 2.5 batches, draft of little use", 2.5, chance=0.4, noticed=10),
     Setting("works for 2.5 batches, half of the time prompts", 2.5, prompt=1000, noticed=10),
-    Setting("works for 1.5 batches, quiet machine", 1.5, quiet=True, noticed=10),
+    Setting("works for 1.5 batches, quiet machine", 1.5, quiet=True, noticed=20),
     Setting("works for 1.5 batches", 1.5),
     Setting("works for 0.9 of a batch", 0.9),
     Setting("works for 0.9 of a batch, half of them control group", 0.9, share=0.5),

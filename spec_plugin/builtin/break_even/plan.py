@@ -131,12 +131,16 @@ def fastest(
 
     The other arguments are those of ``best``; ``current`` may be empty.
     """
-    tokens, table = np.array([tokens_per_step(acceptance, k) for k in ks]), [0]
-    for part in bands(size):
-        batches = np.unique(np.linspace(part[0], part[-1], _LOOKED_AT).astype(int))[:, None]
-        each = cost.seconds_of(batches, np.array(ks), False) / batches  # [sizes, ks] seconds of a step for each request
-        rates = dict(zip(ks, (tokens / each.sum(0)).tolist(), strict=True))
-        table += [_best_k(rates, current[part[-1]] if current else 0, any(current))] * len(part)
+    parts = bands(size)
+    looked_at = [sorted({int(b) for b in np.linspace(part[0], part[-1], _LOOKED_AT)}) for part in parts]
+    batches = np.array([batch for sizes in looked_at for batch in sizes])[:, None]
+    each = cost.seconds_of(batches, np.array(ks), False) / batches  # [sizes, ks] seconds of a step for each request
+    begins = np.cumsum([0, *(len(sizes) for sizes in looked_at[:-1])])
+    rates = np.array([tokens_per_step(acceptance, k) for k in ks]) / np.add.reduceat(each, begins)  # [bands, ks]
+    table = [0]
+    for part, of_all in zip(parts, rates.tolist(), strict=True):
+        now = current[part[-1]] if current else 0
+        table += [_best_k(dict(zip(ks, of_all, strict=True)), now, any(current))] * len(part)
     return tuple(table)
 
 

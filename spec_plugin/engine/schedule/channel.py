@@ -26,7 +26,6 @@ class RestOfSteps(NamedTuple):
 
     busy_seconds: float  # of all steps
     mixed: tuple[MixedSteps, ...]
-    kept_by_batch: tuple[tuple[int, int], ...]  # as in ``RolloutStats``
     past_end_per_pos: tuple[int, ...]
     prompt_tokens: int
     recomputed_tokens: int
@@ -34,10 +33,9 @@ class RestOfSteps(NamedTuple):
     @classmethod
     def of(cls, answer: Sequence[Any]) -> RestOfSteps:
         """From what ``spec_rest_of_steps`` returns."""
-        busy, rows, kept, past_end, (prompt_tokens, recomputed_tokens) = answer
+        busy, rows, past_end, (prompt_tokens, recomputed_tokens) = answer
         mixed = tuple(MixedSteps(*row) for row in rows)
-        kept_by_batch = tuple((batch, tokens) for batch, tokens in kept)
-        return cls(busy, mixed, kept_by_batch, tuple(past_end), prompt_tokens, recomputed_tokens)
+        return cls(busy, mixed, tuple(past_end), prompt_tokens, recomputed_tokens)
 
 
 async def rest_of_steps(engine: Engine) -> RestOfSteps:

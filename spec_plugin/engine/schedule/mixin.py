@@ -134,5 +134,5 @@ class SpecSchedulerMixin:
         if accepted is not None:
             kept = max(1, len(found[0]))
             self.spec_cutoff.emitted(self._spec_batch, kept)
-            self.spec_steps.accept(self._spec_batch, accepted, min(accepted, kept - 1))
+            self.spec_steps.accept(accepted, min(accepted, kept - 1))
         return found

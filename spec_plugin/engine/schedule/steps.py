@@ -86,15 +86,12 @@ class StepLog:
         """
         self._alike: dict[Kind, _Alike] = defaultdict(_Alike)  # with the band for the requests
         self._sums: dict[tuple[int, int, bool], _Sum] = defaultdict(_Sum)
-        self._kept: dict[int, int] = defaultdict(int)  # by requests of the step
         self._past_end: list[int] = []  # by position
         self._busy = 0.0
         self._dropped, self._prompt_tokens, self._recomputed = dropped, 0, 0
         self._open: _Open | None = None
         self.mixed: list[MixedSteps] = []  # beside those that the last ``take`` returned
         self.busy_seconds = 0.0  # of all of these steps
-        #: bands of batch sizes, and drafted tokens that all steps of each have added to responses
-        self.kept: list[tuple[int, int]] = []
         self.past_end: list[int] = []  # drafted tokens accepted for which a response had no room, by position
         #: read in these steps, and those of them that the prefix cache had
         self.prompt_tokens = self.recomputed_tokens = 0
@@ -155,9 +152,8 @@ class StepLog:
         hits = sum(request.num_computed_tokens > 0 for request in output.scheduled_new_reqs)
         self._recomputed += self._dropped * hits
 
-    def accept(self, batch: int, accepted: int, kept: int) -> None:
-        """Of a request in a step of so many requests so many drafted tokens were accepted, and kept: there the response ended."""
-        self._kept[batch] += kept
+    def accept(self, accepted: int, kept: int) -> None:
+        """Of a request so many drafted tokens were accepted, and kept: there the response ended."""
         self._past_end += [0] * (accepted - len(self._past_end))
         for position in range(kept, accepted):
             self._past_end[position] += 1
@@ -175,27 +171,18 @@ class StepLog:
     def take(self) -> list[StepTiming]:
         """Durations since the last call, one ``StepTiming`` for each kind of step and band; each is returned once.
 
-        What is not in them is in ``mixed``, ``busy_seconds``, ``kept``, ``past_end``, ``prompt_tokens`` and ``recomputed_tokens``
+        What is not in them is in ``mixed``, ``busy_seconds``, ``past_end``, ``prompt_tokens`` and ``recomputed_tokens``
         until the next call.
         """
         found = [a.timing(k, paused, self.ragged and k > 0) for (_, k, paused), a in self._alike.items()]
         self.mixed = [s.mixed(k, prompts) for (_, k, prompts), s in self._sums.items()]
         self.busy_seconds, self._busy = self._busy, 0.0
-        self.kept, self.past_end = _by_band(self._kept), self._past_end
+        self.past_end = self._past_end
         self.prompt_tokens, self.recomputed_tokens = self._prompt_tokens, self._recomputed
         self._past_end, self._prompt_tokens, self._recomputed = [], 0, 0
-        self._kept.clear()
         self._alike.clear()
         self._sums.clear()
         return found
-
-
-def _by_band(counts: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Counts by band, from those by batch size: these are made for each request of each step, and so without looking bands up."""
-    bands: dict[int, int] = defaultdict(int)
-    for batch, count in counts.items():
-        bands[band_of(batch)] += count
-    return sorted(bands.items())
 
 
 def _without_the_longest(seen: Iterable[Seen]) -> Seen:

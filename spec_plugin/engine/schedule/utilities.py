@@ -89,16 +89,16 @@ def spec_take_steps(core: EngineCore) -> list[list[Any]]:
     return [[t.batch, t.k, t.paused, t.seconds, t.steps, t.context, t.forwards] for t in scheduler.spec_steps.take()]
 
 
-def spec_rest_of_steps(core: EngineCore) -> tuple[float, list[list[Any]], list[list[int]], list[int], list[int]]:
+def spec_rest_of_steps(core: EngineCore) -> tuple[float, list[list[Any]], list[int], list[int]]:
     """(EngineCore utility) Of the log as it was last taken: seconds of all steps, those that were not alike, what was accepted.
 
-    The second as plain lists in the order of ``MixedSteps``'s fields, the others as ``RolloutStats.kept_by_batch`` and
-    ``RolloutStats.past_end_per_pos``; at last ``RolloutStats.prompt_tokens`` and ``RolloutStats.recomputed_tokens``.
+    The second as plain lists in the order of ``MixedSteps``'s fields, the third as ``RolloutStats.past_end_per_pos``;
+    at last ``RolloutStats.prompt_tokens`` and ``RolloutStats.recomputed_tokens``.
     """
     log = core.scheduler.spec_steps
     rows = [[m.batch, m.k, m.prompts, m.seconds, m.steps, m.drafted, m.context] for m in log.mixed]
     read = [log.prompt_tokens, log.recomputed_tokens]
-    return log.busy_seconds, rows, [list(row) for row in log.kept], list(log.past_end), read
+    return log.busy_seconds, rows, list(log.past_end), read
 
 
 def spec_take_pairs(core: EngineCore) -> list[list[Any]]:

@@ -37,15 +37,11 @@ def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time(
     one = RolloutStats(
         3, 10, 500, 2.0, 100, 300, 250, (95, 85, 70), (timing,), pairs=(pair,), mixed=(mixed,), busy_seconds=1.5
     )
-    one = replace(
-        one, kept_by_batch=((1, 20), (4, 228)), past_end_per_pos=(0, 2), prompt_tokens=90, recomputed_tokens=16
-    )
+    one = replace(one, past_end_per_pos=(0, 2), prompt_tokens=90, recomputed_tokens=16)
     other = RolloutStats(
         3, 20, 900, 5.0, 10, 10, 5, (5,), (timing,), interrupted=True, pairs=(pair,), mixed=(mixed,), busy_seconds=4.0
     )
-    other = replace(
-        other, kept_by_batch=((2, 1), (4, 3)), past_end_per_pos=(1,), prompt_tokens=10, recomputed_tokens=32
-    )
+    other = replace(other, past_end_per_pos=(1,), prompt_tokens=10, recomputed_tokens=32)
     merged = merge_stats([one, other])
     assert merged == RolloutStats(
         3,
@@ -62,7 +58,6 @@ def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time(
         interrupted=True,
         pairs=(pair, pair),
         mixed=(replace(mixed, seconds=0.2, steps=14, drafted=40),),
-        kept_by_batch=((1, 20), (2, 1), (4, 231)),
         past_end_per_pos=(1, 2),
         prompt_tokens=100,
         recomputed_tokens=48,

@@ -51,7 +51,6 @@ def an_engine(table: tuple[int, ...], rng: random.Random) -> RolloutStats:
     mixed = [MixedSteps(b, k, False, 3 * seconds(b, k), 3, 2 * b * (k > 0), 4000.0) for b, k in ks]
     n = sum(t.forwards for t in alike if t.k)
     accepted = tuple(int(share * n) for share in (0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1, 0.05))[: max(table)]
-    kept = tuple((b, b) for b in BANDS) if n else ()
     return RolloutStats(
         1,
         REQUESTS,
@@ -63,7 +62,6 @@ def an_engine(table: tuple[int, ...], rng: random.Random) -> RolloutStats:
         accepted,
         tuple(alike),
         mixed=tuple(mixed),
-        kept_by_batch=kept,
     )
 
 

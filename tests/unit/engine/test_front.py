@@ -89,7 +89,7 @@ class Core:
         self.calls.append(name)
         if name == self.broken:
             raise self.error(f"{name} is broken")
-        return self.answers.get(name, (0.0, [], [], [], [0, 0]) if name == "spec_rest_of_steps" else [])
+        return self.answers.get(name, (0.0, [], [], [0, 0]) if name == "spec_rest_of_steps" else [])
 
     async def reset_prefix_cache(self) -> Any:
         return await self._call("reset_prefix_cache")
@@ -272,14 +272,12 @@ def test_stats_are_of_the_phase_alone(front, monkeypatch):
 def test_how_long_the_engine_was_busy_in_all(front, monkeypatch, rows, busy, mixed, in_all):
     none = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
     monkeypatch.setattr("spec_plugin.engine.front.read_spec_counters", lambda: {"accepted_per_pos": [], **none})
-    front.engine = Core(
-        answers={"spec_take_steps": rows, "spec_rest_of_steps": [busy, mixed, [[2, 17]], [0, 3], [300, 64]]}
-    )
+    front.engine = Core(answers={"spec_take_steps": rows, "spec_rest_of_steps": [busy, mixed, [0, 3], [300, 64]]})
     front.start_phase(5)
     monkeypatch.setattr(type(front._tracker), "seconds", 100.0)
     stats = asyncio.run(front.stats(5))
     assert stats.busy_seconds == in_all
-    assert [m.prompts for m in stats.mixed] == [row[2] for row in mixed] and stats.kept_by_batch == ((2, 17),)
+    assert [m.prompts for m in stats.mixed] == [row[2] for row in mixed]
     assert stats.past_end_per_pos == (0, 3) and (stats.prompt_tokens, stats.recomputed_tokens) == (300, 64)
 
 

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from spec_plugin.engine.schedule import steps as steps_module
 from spec_plugin.engine.schedule.steps import StepLog, kind_of
 from spec_plugin.events import MixedSteps, StepTiming
 
@@ -60,7 +59,7 @@ def test_a_step_lasts_until_the_next_one_begins():
 def test_time_without_requests_is_not_counted_and_steps_that_are_not_alike_are_counted_beside_the_others():
     log = StepLog()
     log.begin(output(), K3, 0.0)
-    log.accept(2, 3, 3), log.accept(1, 0, 0), log.accept(2, 4, 1)
+    log.accept(3, 3), log.accept(0, 0), log.accept(4, 1)
     log.interrupt(0.5)
     log.interrupt(7.0)
     log.begin(output(num_scheduled_tokens={}), K3, 50.0)
@@ -69,8 +68,8 @@ def test_time_without_requests_is_not_counted_and_steps_that_are_not_alike_are_c
     log.begin(output(k=0), PLAIN, 201.0)
     assert log.take() == [StepTiming(2, 0, True, 1.0, 1, 150.0)]
     assert log.mixed == [MixedSteps(2, 3, False, 0.5, 1, 2, 150.0), MixedSteps(2, 3, True, 100.0, 1, 2, 150.0)]
-    assert log.busy_seconds == 101.5 and log.kept == [(1, 0), (2, 4)] and log.past_end == [0, 1, 1, 1]
-    assert log.take() == log.mixed == log.kept == log.past_end == [] and log.busy_seconds == 0.0, "each is told once"
+    assert log.busy_seconds == 101.5 and log.past_end == [0, 1, 1, 1]
+    assert log.take() == log.mixed == log.past_end == [] and log.busy_seconds == 0.0, "each is told once"
 
 
 def test_a_draft_that_no_worker_could_pause_is_not_called_paused():
@@ -146,15 +145,3 @@ def test_tokens_of_prompts_are_counted_and_of_each_prompt_that_the_cache_knew_th
     assert (log.prompt_tokens, log.recomputed_tokens) == (39 + 24 + 100, 16)
     log.take()
     assert (log.prompt_tokens, log.recomputed_tokens) == (0, 0), "each is told once"
-
-
-def test_what_is_done_for_each_request_of_a_step_looks_no_band_up(monkeypatch):
-    """A step of 1024 requests comes every few milliseconds, and does this 1024 times."""
-    log, looked_up = StepLog(), []
-    monkeypatch.setattr(steps_module, "band_of", lambda batch: looked_up.append(batch) or 1024)
-    for batch in (1024, 1023):
-        for _ in range(batch):
-            log.accept(batch, 2, 2)
-    assert not looked_up
-    log.take()
-    assert log.kept == [(1024, 2 * (1024 + 1023))] and len(looked_up) == 2
