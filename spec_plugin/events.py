@@ -167,36 +167,33 @@ class EngineSchedule:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Decoding steps of the engine that were alike: only decoding, the same k before and after, one band of batch sizes.
+    """Steps of the engine of one kind and one band of batch sizes, see ``spec_plugin.step_cost.bands``.
 
-    See ``spec_plugin.step_cost.bands``. ``seconds``, ``batch`` and ``context`` are means over the same steps, those in the
-    middle of the seconds.
+    Of steps that were alike ``seconds``, ``batch`` and ``context`` are means over those in the middle of the seconds, else over
+    all.
     """
 
     batch: float  # requests in such a step
-    k: int  # tokens drafted, and verified, of each
+    k: int  # tokens drafted, and verified, of each; where the steps were not alike, the most of one of them
     paused: bool  # with k = 0: was the draft's forward pass left out
     seconds: float  # from the start of one step to the start of the next
     steps: int  # all of them
     context: float = 0.0  # tokens that a request of such a step had in the KV cache; 0: not known
     forwards: int = -1  # requests of all these steps together; where it is not said, ``batch * steps``
+    drafted: int = -1  # of these, those that had a draft verified; where it is not said, all if k is above 0
+    alike: bool = True  # did all requests decode with the same k before and after
+    prompts: bool = False  # did some of them read their prompt
 
     def __post_init__(self) -> None:
         if self.forwards < 0:
             object.__setattr__(self, "forwards", round(self.batch * self.steps))
+        if self.drafted < 0:
+            object.__setattr__(self, "drafted", self.forwards * (self.k > 0))
 
-
-@dataclass(frozen=True)
-class MixedSteps:
-    """Steps of one band that were not alike: some request drafted fewer tokens than others, or read its prompt."""
-
-    batch: float  # requests in a step, in the mean
-    k: int  # most tokens that one of them drafted, or would have by the table
-    prompts: bool  # did some of them read their prompt; else all decoded
-    seconds: float  # of all these steps together
-    steps: int
-    drafted: int  # requests that had a draft verified, of all these steps together: ``batch * steps`` at most
-    context: float = 0.0  # mean number of tokens that a request of such a step had in the KV cache; 0: not known
+    @property
+    def total(self) -> float:
+        """Seconds of all these steps together."""
+        return self.seconds * self.steps
 
 
 @dataclass(frozen=True)
@@ -229,7 +226,6 @@ class RolloutStats:
     #: were requests cut short, to go on under the next policy: the trainer is asynchronous
     interrupted: bool = False
     pairs: tuple[StepPair, ...] = ()  # of this phase, in the order of time within each engine
-    mixed: tuple[MixedSteps, ...] = ()  # of this phase, all that are not in ``steps``
     past_end_per_pos: tuple[int, ...] = ()  # [k]: accepted, but more than the response had room for
     prompt_tokens: int = 0  # read in steps of this phase, without those that the prefix cache had
     #: of these, what the prefix cache had but vLLM dropped for the draft's sake: one block of each request that it knew
@@ -240,8 +236,12 @@ class RolloutStats:
     @property
     def drafted_by_k(self) -> list[tuple[int, int]]:
         """k, and the forwards of single requests with a draft of so many tokens, of each kind of step in the log."""
-        alike = [(s.k, s.forwards) for s in self.steps if s.k > 0]
-        return alike + [(m.k, m.drafted) for m in self.mixed if m.drafted]
+        return [(s.k, s.drafted) for s in self.steps if s.drafted]
+
+    @property
+    def alike(self) -> tuple[StepTiming, ...]:
+        """Of ``steps`` those that say what a step of their kind takes."""
+        return tuple(s for s in self.steps if s.alike)
 
     @property
     def forwards(self) -> int:
@@ -263,11 +263,11 @@ class RolloutStats:
         if not self.recomputed_tokens or not self.prompt_tokens:
             return 0.0
 
-        def decoding(m: MixedSteps) -> float:
-            alike = min(self.steps, key=lambda s: (abs(s.batch - m.batch), abs(s.k - m.k)), default=None)
-            return alike.seconds * m.steps if alike is not None else 0.0
+        def decoding(m: StepTiming) -> float:
+            near = min(self.alike, key=lambda s: (abs(s.batch - m.batch), abs(s.k - m.k)), default=None)
+            return near.seconds * m.steps if near is not None else 0.0
 
-        longer = sum(max(0.0, m.seconds - decoding(m)) for m in self.mixed if m.prompts)
+        longer = sum(max(0.0, m.total - decoding(m)) for m in self.steps if m.prompts)
         return longer * min(1.0, self.recomputed_tokens / self.prompt_tokens)
 
     @property

@@ -137,7 +137,7 @@ def _most_without(stats: RolloutStats, slowdown: float | None) -> float:
     """
     at_most = drafted = stats.tokens_per_forward or 1.0
     if slowdown is not None:
-        forwards = sum(s.forwards for s in stats.steps) + sum(m.batch * m.steps for m in stats.mixed)
+        forwards = sum(s.forwards for s in stats.steps)
         of_all = 1.0 + (drafted - 1.0) * min(1.0, stats.forwards / forwards) if forwards else drafted
         at_most = max(slowdown, min(at_most, _DOUBT * slowdown * drafted / of_all))
     return stats.seconds + (stats.busy_seconds or stats.seconds) * max(0.0, at_most - 1.0)

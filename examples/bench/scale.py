@@ -86,7 +86,7 @@ def controller(size: Size, clock: Clock, stage: str = "controller") -> None:
     from spec_plugin.actor.links import merge_stats
     from spec_plugin.builtin.break_even.controller import BreakEvenController
     from spec_plugin.config import SpecConfig
-    from spec_plugin.events import MixedSteps, RolloutStats, SelfTestReport, StepTiming, TargetInfo
+    from spec_plugin.events import RolloutStats, SelfTestReport, StepTiming, TargetInfo
     from spec_plugin.method import Method
 
     try:
@@ -125,13 +125,14 @@ def controller(size: Size, clock: Clock, stage: str = "controller") -> None:
         took = [seconds(b, k) * rng.uniform(0.97, 1.03) for b, k in ks]
         alike = tuple(StepTiming(b, k, plain, s, 40, context) for (b, k), s in zip(ks, took, strict=True))
         mixed = tuple(
-            MixedSteps(b, k, False, 3 * s, 3, int(2 * b) * (k > 0), context) for (b, k), s in zip(ks, took, strict=True)
+            StepTiming(b, k, False, s, 3, context, drafted=int(2 * b) * (k > 0), alike=False)
+            for (b, k), s in zip(ks, took, strict=True)
         )
         n = int(sum(t.batch * t.steps for t in alike if t.k))
         per_position = tuple(int(n * share) for share in (0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1, 0.05))
         return RolloutStats(
-            1, size.requests, size.requests * size.tokens, 100.0, n, 3 * n, sum(per_position), per_position, alike,
-            mixed=mixed, busy_seconds=95.0 + engine,
+            1, size.requests, size.requests * size.tokens, 100.0, n, 3 * n, sum(per_position), per_position, alike + mixed,
+            busy_seconds=95.0 + engine,
         )  # fmt: skip
 
     sent = [pickle.dumps(report(engine)) for engine in range(size.engines)]

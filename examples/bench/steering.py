@@ -106,7 +106,6 @@ class Steered:
             accepted_tokens=timing.accepted,
             accepted_per_pos=timing.per_pos,
             steps=steps,
-            mixed=rest.mixed,
             past_end_per_pos=rest.past_end_per_pos,
             busy_seconds=rest.busy_seconds,
             shadow_rounds=rounds,

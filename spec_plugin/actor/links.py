@@ -21,7 +21,7 @@ from spec_plugin.events import (
 )
 from spec_plugin.rollouts import CHUNK_TOKENS, Rollout, chunks
 from spec_plugin.spans import Span
-from spec_plugin.step_cost.bands import mixed_together, together
+from spec_plugin.step_cost.bands import together
 from spec_plugin.witness import Witness
 
 
@@ -243,7 +243,6 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         accepted_tokens=sum(p.accepted_tokens for p in parts),
         accepted_per_pos=_sum_positions([p.accepted_per_pos for p in parts]),
         steps=together([s for p in parts for s in p.steps]),
-        mixed=mixed_together([m for p in parts for m in p.mixed]),
         past_end_per_pos=_sum_positions([p.past_end_per_pos for p in parts]),
         prompt_tokens=sum(p.prompt_tokens for p in parts),
         recomputed_tokens=sum(p.recomputed_tokens for p in parts),

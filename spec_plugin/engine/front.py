@@ -384,7 +384,6 @@ class EngineFront:
             accepted_tokens=now["accepted_tokens"] - then["accepted_tokens"],
             accepted_per_pos=tuple(n - b for n, b in zip(now["accepted_per_pos"], before, strict=True)),
             steps=steps,
-            mixed=rest.mixed,
             past_end_per_pos=rest.past_end_per_pos,
             prompt_tokens=rest.prompt_tokens,
             recomputed_tokens=rest.recomputed_tokens,
@@ -392,7 +391,7 @@ class EngineFront:
             interrupted=self.interrupted,
             **(await self._shadow() if self.session.method.memory is not None else {}),
         )
-        decoding = sum(s.seconds * s.steps for s in steps) + sum(m.seconds for m in rest.mixed if not m.prompts)
+        decoding = sum(s.total for s in steps if not s.prompts)
         return replace(stats, busy_seconds=min(stats.seconds, max(rest.busy_seconds, decoding)))
 
     async def _shadow(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from spec_plugin.events import MixedSteps, StepTiming
+from spec_plugin.events import StepTiming
 
 #: sizes up to this one are not put together, and as many bands make two octaves
 _EXACT = 16
@@ -71,37 +71,14 @@ def middle(seen: Iterable[Seen]) -> Seen:
 
 def together(timings: Sequence[StepTiming]) -> tuple[StepTiming, ...]:
     """What several engines, or several phases, have timed: one for each kind and band."""
-    kinds: dict[tuple[int, int, bool], list[StepTiming]] = defaultdict(list)
+    kinds: dict[tuple[int, int, bool, bool, bool], list[StepTiming]] = defaultdict(list)
     for t in timings:
-        kinds[band_of(t.batch), t.k, t.paused].append(t)
-    return tuple(alike[0] if len(alike) == 1 else _one_of(alike) for alike in kinds.values())
+        kinds[band_of(t.batch), t.k, t.paused, t.alike, t.prompts].append(t)
+    return tuple(of_one[0] if len(of_one) == 1 else _as_one(of_one) for of_one in kinds.values())
 
 
-def _one_of(alike: Sequence[StepTiming]) -> StepTiming:
-    sane = [t for t in alike if math.isfinite(t.seconds)] or alike
-    found = middle(Seen(t.seconds, t.batch, t.context, t.steps) for t in sane)
-    steps, forwards = sum(t.steps for t in alike), sum(t.forwards for t in alike)
-    return replace(
-        alike[0], batch=found.batch, seconds=found.seconds, steps=steps, context=found.context, forwards=forwards
-    )
-
-
-def mixed_together(mixed: Sequence[MixedSteps]) -> tuple[MixedSteps, ...]:
-    """The same of steps that were not alike: their sums."""
-    kinds: dict[tuple[int, int, bool], list[MixedSteps]] = defaultdict(list)
-    for m in mixed:
-        kinds[band_of(m.batch), m.k, m.prompts].append(m)
-    return tuple(alike[0] if len(alike) == 1 else _one_of_mixed(alike) for alike in kinds.values())
-
-
-def _one_of_mixed(alike: Sequence[MixedSteps]) -> MixedSteps:
-    seconds, drafted = sum(m.seconds for m in alike), sum(m.drafted for m in alike)
-    of_one = mean(Seen(0.0, m.batch, m.context, m.steps) for m in alike)
-    return replace(
-        alike[0],
-        batch=of_one.batch,
-        seconds=seconds,
-        steps=round(of_one.steps),
-        drafted=drafted,
-        context=of_one.context,
-    )
+def _as_one(kind: Sequence[StepTiming]) -> StepTiming:
+    sane = [t for t in kind if math.isfinite(t.seconds)] or kind
+    found = (middle if kind[0].alike else mean)(Seen(t.seconds, t.batch, t.context, t.steps) for t in sane)
+    sums = {name: sum(getattr(t, name) for t in kind) for name in ("steps", "forwards", "drafted")}
+    return replace(kind[0], batch=found.batch, seconds=found.seconds, context=found.context, **sums)

@@ -189,7 +189,7 @@ def positive(seconds: float) -> bool:
 
 
 def _makes_sense(t: StepTiming) -> bool:
-    return t.batch >= 1 and t.k >= 0 and t.steps >= 1 and positive(t.seconds)
+    return t.alike and t.batch >= 1 and t.k >= 0 and t.steps >= 1 and positive(t.seconds)
 
 
 def _table_of(cells: Mapping[_Key, _Cell]) -> tuple[_Table | None, str | None]:
@@ -278,25 +278,19 @@ def _rolled(cells: Mapping[_Key, _Cell], start: _Table) -> _Table:
     for cell in plain.values():
         known = speed * float(start.plain.at(cell.batch)) if cell.batch <= start.plain.last else cell.seconds
         points[cell.batch] = _blend(cell.seconds, known, cell.evidence)
-    line, reading = _Line(points), None if start.reading is None else start.reading.times(speed)
     width = max(start.more.shape[1] - 1, *(key.k for key in cells))
-    batches, ks = np.array(sorted({*points, *start.batches})), np.arange(width + 1)
-    tokens = batches[:, None] * (ks + 1)
-    more = speed * start.beyond(batches[:, None], ks)
-    if reading is not None:  # both are rather too much: straight lines over a bend, and contexts of more requests
-        never_falling = line.never_falling()
-        by_tokens = never_falling.at(tokens) - never_falling.at(batches)[:, None] + ks * reading.at(batches)[:, None]
-        more = np.where(tokens <= line.last, np.minimum(more, by_tokens), more)
-    timed = [(key, cell, plain[key.band]) for key, cell in cells.items() if key.k and key.band in plain]
-    rows = np.searchsorted(batches, [beside.batch for _, _, beside in timed])
-    found = [max(0.0, cell.seconds - beside.seconds) for _, cell, beside in timed]
-    evidence = [min(cell.evidence, beside.evidence) for _, cell, beside in timed]
-    before = [more[row, key.k] for (key, *_), row in zip(timed, rows, strict=True)]
-    ratios = [measured / known for measured, known in zip(found, before, strict=True) if known > 0.0]
-    if ratios:  # what the start-up was off by it was off by for each k, those that no rollout has drafted among them
-        more *= _blend(statistics.median(ratios), 1.0, sum(evidence))
-    for (key, *_), row, measured, steps in zip(timed, rows, found, evidence, strict=True):
-        more[row, key.k] = _blend(measured, more[row, key.k], steps)
+    batches = np.array(sorted({*points, *start.batches}))
+    line, reading = _Line(points), None if start.reading is None else start.reading.times(speed)
+    ks, more = np.arange(width + 1), speed * start.beyond(batches[:, None], np.arange(width + 1))
+    if reading is not None:  # of 1024 requests the start-up knows nothing: what as many tokens take without drafts bounds it
+        tokens, plain_line = batches[:, None] * (ks + 1), line.never_falling()
+        as_tokens = plain_line.at(tokens) - plain_line.at(batches)[:, None] + ks * reading.at(batches)[:, None]
+        more = np.where(tokens <= line.last, np.minimum(more, as_tokens), more)
+    for key, cell in cells.items():
+        if key.k and key.band in plain:
+            beside, row = plain[key.band], np.searchsorted(batches, plain[key.band].batch)
+            evidence = min(cell.evidence, beside.evidence)
+            more[row, key.k] = _blend(max(0.0, cell.seconds - beside.seconds), more[row, key.k], evidence)
     return _Table(line, reading, batches, more)
 
 

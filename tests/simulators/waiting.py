@@ -231,7 +231,7 @@ def _output(running: _Running, widths: Sequence[int], new: int, names: Sequence[
 def _stats(version: int, log: StepLog, pairs: PairedSteps, batch: _Batch, requests: _Requests) -> RolloutStats:
     """As ``EngineFront.stats`` has them."""
     steps, accepted = tuple(log.take()), tuple(int(n) for n in batch.per_pos)
-    decoding = sum(s.seconds * s.steps for s in steps) + sum(m.seconds for m in log.mixed if not m.prompts)
+    decoding = sum(s.total for s in steps if not s.prompts)
     return RolloutStats(
         policy_version=version,
         requests=len(requests),
@@ -243,7 +243,6 @@ def _stats(version: int, log: StepLog, pairs: PairedSteps, batch: _Batch, reques
         accepted_per_pos=accepted if batch.drafts else (),
         steps=steps,
         pairs=tuple(pairs.take()),
-        mixed=tuple(log.mixed),
         past_end_per_pos=tuple(log.past_end),
         busy_seconds=min(batch.seconds, max(decoding, log.busy_seconds)),
     )
@@ -281,8 +280,8 @@ def run(setting: Setting, seed: int, phases: int) -> Outcome:
                 drafted, known = drafted + 1, known + (usual is not None)
                 longer = ((usual or 1.0) - 1.0) * stats.busy_seconds / stats.seconds  # as the ledger counts it
                 told, true_plain = told + batch.true * (1.0 + longer), true_plain + plain
-                steps += sum(s.steps for s in stats.steps) + sum(m.steps for m in stats.mixed)
-                mixed += sum(m.steps for m in stats.mixed)
+                steps += sum(s.steps for s in stats.steps)
+                mixed += sum(s.steps for s in stats.steps if not s.alike)
     return Outcome(
         exposed=waited / longest,
         first=first,

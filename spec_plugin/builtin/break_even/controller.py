@@ -115,7 +115,7 @@ class BreakEvenController:
     def spec_rollout_end(self, stats: RolloutStats) -> None:
         """Learn what steps cost, what is accepted, and whether it paid."""
         drafted = stats.drafts > 0
-        self.cost.observe(self.cost.at_usual_speed(stats.steps))
+        self.cost.observe(self.cost.at_usual_speed(stats.alike))
         self.acceptance_estimate.rolled_out(stats)
         self._compare(stats)
         if not drafted or self.acceptance_estimate.knows_nothing:
@@ -289,7 +289,7 @@ class BreakEvenController:
     @hookimpl
     def spec_slowdown_without_drafts(self, stats: RolloutStats) -> float | None:
         """What the steps of a rollout that ``spec_rollout_end`` has seen take without drafts, over what they took; or None."""
-        if not stats.drafts and all(s.paused for s in stats.steps if not s.k):
+        if not stats.drafts and all(s.paused for s in stats.alike if not s.k):
             return 1.0
         return (
             plan.slowdown_without(stats, self._corrected, self.acceptance_curve or ())

@@ -77,8 +77,8 @@ class Judge:
 
     def add_rollouts(self, plain: RolloutStats, drafted: RolloutStats) -> None:
         """Two in a row, of an engine that cannot change k while requests run: steps of like batches make one pair."""
-        found = {band_of(s.batch): s for s in plain.steps if s.k == 0 and s.paused and positive(s.seconds)}
-        timed = [s for s in drafted.steps if s.k > 0 and positive(s.seconds)]
+        found = {band_of(s.batch): s for s in plain.alike if s.k == 0 and s.paused and positive(s.seconds)}
+        timed = [s for s in drafted.alike if s.k > 0 and positive(s.seconds)]
         both = [(s, found[band_of(s.batch)]) for s in timed if band_of(s.batch) in found]
         if not both:
             return
@@ -162,11 +162,10 @@ class Judge:
 def _share_reading(stats: RolloutStats) -> float:
     """Share of a rollout's time in which the draft only read; the plain steps of pairs are not counted."""
     # of a step that reads prompts some drafts may be those of the batch before it
-    mixed = [m for m in stats.mixed if m.drafted and not m.prompts]
-    drafted = sum(s.seconds * s.steps for s in stats.steps if s.k > 0) + sum(m.seconds for m in mixed)
-    sizes = {band_of(s.batch) for s in stats.steps if s.k > 0} | {band_of(m.batch) for m in mixed}
-    others = (s for s in stats.steps if s.k == 0 and not s.paused and band_of(s.batch) not in sizes)
-    reading = sum(s.seconds * s.steps for s in others)
+    with_drafts = [s for s in stats.steps if s.drafted and not s.prompts]
+    sizes = {band_of(s.batch) for s in with_drafts}
+    others = [s for s in stats.alike if s.k == 0 and not s.paused and band_of(s.batch) not in sizes]
+    drafted, reading = (sum(s.total for s in steps) for steps in (with_drafts, others))
     return reading / (drafted + reading) if drafted + reading > 0.0 else 0.0
 
 

@@ -181,11 +181,10 @@ def break_even_of(cost: StepCost, table: Sequence[int]) -> tuple[float, ...]:
 def load_of(stats: RolloutStats, acceptance: Sequence[float]) -> dict[float, float]:
     """Batch size -> tokens that a phase generated at about that size, from its step log."""
     load: dict[float, float] = {}
-    alike = [(s.batch, s.k, s.forwards, s.forwards) for s in stats.steps]
-    mixed = [(m.batch, m.k, m.batch * m.steps, m.drafted) for m in stats.mixed if not m.prompts]
-    made = {k: tokens_per_step(acceptance, k) for k in {kind[1] for kind in (*alike, *mixed)}}
-    for batch, k, forwards, drafted in alike + mixed:
-        load[batch] = load.get(batch, 0.0) + forwards + drafted * (made[k] - 1.0)
+    made = {k: tokens_per_step(acceptance, k) for k in {s.k for s in stats.steps}}
+    for s in stats.steps:
+        if not s.prompts:
+            load[s.batch] = load.get(s.batch, 0.0) + s.forwards + s.drafted * (made[s.k] - 1.0)
     return load
 
 
@@ -200,11 +199,10 @@ def slowdown_without(stats: RolloutStats, cost: StepCost, acceptance: Sequence[f
         cost: seconds of a step, as the pairs have put it right.
         acceptance: chance of each position.
     """
-    alike = [(s.batch, s.k, s.paused, s.seconds * s.steps, s.forwards * (s.k > 0), s.k > 0) for s in stats.steps]
-    mixed = [(m.batch, m.k, False, m.seconds, m.drafted, m.drafted / (m.batch * m.steps)) for m in stats.mixed]
-    if not alike and not mixed:
+    if not stats.steps:
         return None
-    batch, k, paused, seconds, drafted, share = np.array([*alike, *mixed], np.float64).T
+    rows = [(s.batch, s.k, s.paused, s.total, s.drafted, s.drafted / s.forwards, s.prompts) for s in stats.steps]
+    batch, k, paused, seconds, drafted, share, prompts = np.array(rows, np.float64).T
     gains = np.array([tokens_per_step(acceptance, int(n)) - 1.0 for n in k])
     expected = float((gains * drafted).sum() / max(1.0, drafted.sum()))
     found = (stats.tokens_per_forward or 1.0) - 1.0  # what is expected says how that divides among several k
@@ -212,5 +210,5 @@ def slowdown_without(stats: RolloutStats, cost: StepCost, acceptance: Sequence[f
     ratio = (1.0 + share * gains) * cost.seconds_of(batch, 0) / cost.seconds_of(batch, k, paused > 0.0)
     # without a draft's tokens nothing is saved, whatever two measurements of busy moments say of the draft's own pass
     ratio = np.where(share > 0.0, ratio, np.minimum(1.0, ratio))
-    ratio = np.where([False] * len(alike) + [m.prompts for m in stats.mixed], 1.0, ratio)
+    ratio = np.where(prompts > 0.0, 1.0, ratio)
     return float((seconds * ratio).sum() / seconds.sum())

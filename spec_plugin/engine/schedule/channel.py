@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from spec_plugin.engine.protocol import Engine
 from spec_plugin.engine.schedule.scheduler import SCHEDULER
 from spec_plugin.errors import PatchError
-from spec_plugin.events import EngineSchedule, MixedSteps, Schedule, StepPair, StepTiming
+from spec_plugin.events import EngineSchedule, Schedule, StepPair, StepTiming
 
 
 async def take_steps(engine: Engine) -> tuple[StepTiming, ...]:
-    """Durations of decoding steps by batch size and k, since the last call."""
+    """The engine's steps by kind and batch size, since the last call."""
     return tuple(StepTiming(*row) for row in await _call(engine, "spec_take_steps"))
 
 
@@ -25,7 +25,6 @@ class RestOfSteps(NamedTuple):
     """Of the step log what ``take_steps`` leaves out."""
 
     busy_seconds: float  # of all steps
-    mixed: tuple[MixedSteps, ...]
     past_end_per_pos: tuple[int, ...]
     prompt_tokens: int
     recomputed_tokens: int
@@ -33,9 +32,8 @@ class RestOfSteps(NamedTuple):
     @classmethod
     def of(cls, answer: Sequence[Any]) -> RestOfSteps:
         """From what ``spec_rest_of_steps`` returns."""
-        busy, rows, past_end, (prompt_tokens, recomputed_tokens) = answer
-        mixed = tuple(MixedSteps(*row) for row in rows)
-        return cls(busy, mixed, tuple(past_end), prompt_tokens, recomputed_tokens)
+        busy, past_end, (prompt_tokens, recomputed_tokens) = answer
+        return cls(busy, tuple(past_end), prompt_tokens, recomputed_tokens)
 
 
 async def rest_of_steps(engine: Engine) -> RestOfSteps:

@@ -3,8 +3,8 @@
 A step lasts from one call of ``schedule`` to the next: under synchronous scheduling that is all of it, under asynchronous
 scheduling the pace at which steps follow each other. What a step of some kind takes is told by steps that are alike: nothing
 but decoding, the same number of drafted tokens for all, and not the last one before the engine runs empty. All others are
-counted beside them with the requests that had a draft (``MixedSteps``): where one request of the control group is in nearly
-every batch, hardly any two steps are alike. Batch sizes are counted by bands, so that a log is small however many requests run.
+counted beside them with the requests that had a draft: where one request of the control group is in nearly every batch, hardly
+any two steps are alike. Batch sizes are counted by bands, so that a log is small however many requests run.
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from spec_plugin.events import MixedSteps, StepTiming
+from spec_plugin.events import StepTiming
 from spec_plugin.step_cost.bands import Seen, band_of, mean, middle
 
 _KEPT = 64  # latest steps of one kind; what such a step takes is told by these
 
-Kind = tuple[int, int, bool]  # requests, k, was the draft paused
+
+class Kind(NamedTuple):
+    """What the steps that are counted together have in common, beside the band of their batch sizes."""
+
+    k: int  # where they are not alike, most tokens that a request drafted, or would have by the table
+    paused: bool
+    alike: bool
+    prompts: bool  # did some of the requests read their prompt
 
 
 class Timed(NamedTuple):
@@ -35,43 +42,34 @@ class _Open(NamedTuple):
     """The step that is under way."""
 
     begun: float
-    kind: Kind | None  # None: it is not alike
-    mixed: tuple[int, int, bool]  # requests, k, do some of them read their prompt
+    batch: int
+    kind: Kind
     drafted: int  # requests that have a draft, or of a ragged method might have one
     context: float
 
 
-class _Alike:
-    """Steps of one kind and band that were alike."""
+class _Steps:
+    """Steps of one kind and band."""
 
     def __init__(self) -> None:
         self.latest: deque[Seen] = deque(maxlen=_KEPT)
-        self.steps = self.forwards = 0
-
-    def add(self, batch: int, seconds: float, context: float) -> None:
-        self.latest.append(Seen(seconds, batch, context, 1))
-        self.steps, self.forwards = self.steps + 1, self.forwards + batch
-
-    def timing(self, k: int, paused: bool, uneven: bool) -> StepTiming:
-        found = _without_the_longest(self.latest) if uneven else middle(self.latest)
-        return StepTiming(found.batch, k, paused, found.seconds, self.steps, found.context, self.forwards)
-
-
-class _Sum:
-    """Of mixed steps of one kind and band."""
-
-    def __init__(self) -> None:
-        self.seconds = self.context = 0.0
-        self.steps = self.drafted = self.requests = 0
+        self.all = Seen(0.0, 0.0, 0.0, 0)
+        self.forwards = self.drafted = 0
 
     def add(self, step: _Open, seconds: float) -> None:
-        self.seconds, self.steps = self.seconds + seconds, self.steps + 1
-        self.drafted, self.requests = self.drafted + step.drafted, self.requests + step.mixed[0]
-        self.context += step.context
+        one = Seen(seconds, step.batch, step.context, 1)
+        self.latest.append(one)
+        self.all = Seen(*(before + now for before, now in zip(self.all, one, strict=True)))
+        self.forwards, self.drafted = self.forwards + step.batch, self.drafted + step.drafted
 
-    def mixed(self, k: int, prompts: bool) -> MixedSteps:
-        batch, context = self.requests / self.steps, self.context / self.steps
-        return MixedSteps(batch, k, prompts, self.seconds, self.steps, self.drafted, context)
+    def timing(self, kind: Kind, uneven: bool) -> StepTiming:
+        steps = int(self.all.steps)
+        if not kind.alike:
+            found = Seen(*(x / steps for x in self.all))
+        else:
+            found = _without_the_longest(self.latest) if uneven else middle(self.latest)
+        counts = steps, found.context, self.forwards, self.drafted
+        return StepTiming(found.batch, kind.k, kind.paused, found.seconds, *counts, kind.alike, kind.prompts)
 
 
 class StepLog:
@@ -84,14 +82,12 @@ class StepLog:
             ragged: the method may propose fewer than k tokens for a request, or none.
             dropped: tokens of each hit in the prefix cache that vLLM has the request compute anew, for the draft's sake.
         """
-        self._alike: dict[Kind, _Alike] = defaultdict(_Alike)  # with the band for the requests
-        self._sums: dict[tuple[int, int, bool], _Sum] = defaultdict(_Sum)
+        self._steps: dict[tuple[int, Kind], _Steps] = defaultdict(_Steps)  # by band and kind
         self._past_end: list[int] = []  # by position
         self._busy = 0.0
         self._dropped, self._prompt_tokens, self._recomputed = dropped, 0, 0
         self._open: _Open | None = None
-        self.mixed: list[MixedSteps] = []  # beside those that the last ``take`` returned
-        self.busy_seconds = 0.0  # of all of these steps
+        self.busy_seconds = 0.0  # of all steps that the last ``take`` returned
         self.past_end: list[int] = []  # drafted tokens accepted for which a response had no room, by position
         #: read in these steps, and those of them that the prefix cache had
         self.prompt_tokens = self.recomputed_tokens = 0
@@ -108,13 +104,8 @@ class StepLog:
             return None
         seconds = now - step.begun
         self._busy += seconds
-        if step.kind is None:
-            batch, k, prompts = step.mixed
-            self._sums[band_of(batch), k, prompts].add(step, seconds)
-            return None
-        batch, k, paused = step.kind
-        self._alike[band_of(batch), k, paused].add(batch, seconds, step.context)
-        return Timed(*step.kind, seconds, step.context)
+        self._steps[band_of(step.batch), step.kind].add(step, seconds)
+        return Timed(step.batch, step.kind.k, step.kind.paused, seconds, step.context) if step.kind.alike else None
 
     def begin(self, output: Any, table: Sequence[int], now: float, paused: bool = True) -> None:
         """A step begins, and the one before it is over.
@@ -130,19 +121,19 @@ class StepLog:
         if not scheduled:
             return  # nothing runs
         widths = _widths(output)
-        kind = kind_of(output, table, paused, self.ragged, widths)
-        if kind is not None:
-            batch, k, _ = kind
-            prompts, drafted = False, batch * (k > 0)
+        batch = len(scheduled)
+        found = kind_of(output, table, paused, self.ragged, widths)
+        if found is not None:
+            kind = Kind(*found[1:], True, False)
+            drafted = batch * (kind.k > 0)
         else:  # only such a step may read prompts
             self._read(output, widths)
-            batch = len(scheduled)
             decoding = sum(n == widths[r] + 1 for r, n in scheduled.items())
-            prompts = bool(output.scheduled_new_reqs) or decoding < batch
             # what is verified was drafted in the step before, in the batch of then
             k = max(widths.values()) or (table[batch] if batch < len(table) else 0)
+            kind = Kind(k, False, False, bool(output.scheduled_new_reqs) or decoding < batch)
             drafted = decoding * (k > 0) if self.ragged else sum(width > 0 for width in widths.values())
-        self._open = _Open(now, kind, (batch, k, prompts), drafted, context_of(output))
+        self._open = _Open(now, batch, kind, drafted, context_of(output))
 
     def _read(self, output: Any, widths: Mapping[str, int]) -> None:
         """Count the tokens of prompts in a step; of each request that the prefix cache knows a block was dropped."""
@@ -165,23 +156,21 @@ class StepLog:
             now: ``time.perf_counter()``.
         """
         if self._open is not None:
-            self._open = self._open._replace(kind=None)
+            self._open = self._open._replace(kind=Kind(self._open.kind.k, False, False, self._open.kind.prompts))
             self.end(now)
 
     def take(self) -> list[StepTiming]:
-        """Durations since the last call, one ``StepTiming`` for each kind of step and band; each is returned once.
+        """Steps since the last call, one ``StepTiming`` for each kind and band; each is returned once.
 
-        What is not in them is in ``mixed``, ``busy_seconds``, ``past_end``, ``prompt_tokens`` and ``recomputed_tokens``
-        until the next call.
+        What is not in them is in ``busy_seconds``, ``past_end``, ``prompt_tokens`` and ``recomputed_tokens`` until the next
+        call.
         """
-        found = [a.timing(k, paused, self.ragged and k > 0) for (_, k, paused), a in self._alike.items()]
-        self.mixed = [s.mixed(k, prompts) for (_, k, prompts), s in self._sums.items()]
+        found = [steps.timing(kind, self.ragged and kind.k > 0) for (_, kind), steps in self._steps.items()]
         self.busy_seconds, self._busy = self._busy, 0.0
         self.past_end = self._past_end
         self.prompt_tokens, self.recomputed_tokens = self._prompt_tokens, self._recomputed
         self._past_end, self._prompt_tokens, self._recomputed = [], 0, 0
-        self._alike.clear()
-        self._sums.clear()
+        self._steps.clear()
         return found
 
 
@@ -197,7 +186,7 @@ def kind_of(
     paused: bool = True,
     ragged: bool = False,
     widths: Mapping[str, int] | None = None,
-) -> Kind | None:
+) -> tuple[int, int, bool] | None:
     """(batch size, k, paused) of a decoding step; None for one that mixes prefill or several k.
 
     Args:

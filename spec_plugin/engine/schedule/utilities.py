@@ -86,19 +86,17 @@ def spec_pause(core: EngineCore, paused: bool) -> bool:
 def spec_take_steps(core: EngineCore) -> list[list[Any]]:
     """(EngineCore utility) The step log since the last call, as plain lists in the order of ``StepTiming``'s fields."""
     scheduler: Any = core.scheduler
-    return [[t.batch, t.k, t.paused, t.seconds, t.steps, t.context, t.forwards] for t in scheduler.spec_steps.take()]
+    return [list(vars(t).values()) for t in scheduler.spec_steps.take()]
 
 
-def spec_rest_of_steps(core: EngineCore) -> tuple[float, list[list[Any]], list[int], list[int]]:
-    """(EngineCore utility) Of the log as it was last taken: seconds of all steps, those that were not alike, what was accepted.
+def spec_rest_of_steps(core: EngineCore) -> tuple[float, list[int], list[int]]:
+    """(EngineCore utility) Of the log as it was last taken: seconds of all steps, and what was accepted beyond responses' ends.
 
-    The second as plain lists in the order of ``MixedSteps``'s fields, the third as ``RolloutStats.past_end_per_pos``;
-    at last ``RolloutStats.prompt_tokens`` and ``RolloutStats.recomputed_tokens``.
+    The second as ``RolloutStats.past_end_per_pos``; at last ``RolloutStats.prompt_tokens`` and
+    ``RolloutStats.recomputed_tokens``.
     """
     log = core.scheduler.spec_steps
-    rows = [[m.batch, m.k, m.prompts, m.seconds, m.steps, m.drafted, m.context] for m in log.mixed]
-    read = [log.prompt_tokens, log.recomputed_tokens]
-    return log.busy_seconds, rows, list(log.past_end), read
+    return log.busy_seconds, list(log.past_end), [log.prompt_tokens, log.recomputed_tokens]
 
 
 def spec_take_pairs(core: EngineCore) -> list[list[Any]]:

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders.steps import mixed_steps
 
 from spec_plugin.actor.links import ActorsLink, merge_refreshes, merge_reports, merge_stats
 from spec_plugin.errors import LosslessError
-from spec_plugin.events import Check, MixedSteps, RefreshReport, RolloutStats, SelfTestReport, StepPair, StepTiming
+from spec_plugin.events import Check, RefreshReport, RolloutStats, SelfTestReport, StepPair, StepTiming
 
 TOOK = RefreshReport(True, 2, "two", 5.0)
 REFUSED = RefreshReport(False, 1, "one", 3.0, "torn")
@@ -33,13 +34,11 @@ def test_a_single_engines_reason_is_said_as_it_is():
 def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time():
     timing = StepTiming(4, 2, False, 0.1, 7)
     pair = StepPair(4, 2, 0.1, 0.2)
-    mixed = MixedSteps(4, 2, True, 0.1, 7, 20)
-    one = RolloutStats(
-        3, 10, 500, 2.0, 100, 300, 250, (95, 85, 70), (timing,), pairs=(pair,), mixed=(mixed,), busy_seconds=1.5
-    )
+    mixed = mixed_steps(4, 2, True, 0.7, 7, 20)
+    one = RolloutStats(3, 10, 500, 2.0, 100, 300, 250, (95, 85, 70), (timing, mixed), pairs=(pair,), busy_seconds=1.5)
     one = replace(one, past_end_per_pos=(0, 2), prompt_tokens=90, recomputed_tokens=16)
     other = RolloutStats(
-        3, 20, 900, 5.0, 10, 10, 5, (5,), (timing,), interrupted=True, pairs=(pair,), mixed=(mixed,), busy_seconds=4.0
+        3, 20, 900, 5.0, 10, 10, 5, (5,), (timing, mixed), interrupted=True, pairs=(pair,), busy_seconds=4.0
     )
     other = replace(other, past_end_per_pos=(1,), prompt_tokens=10, recomputed_tokens=32)
     merged = merge_stats([one, other])
@@ -52,12 +51,11 @@ def test_counts_of_engines_side_by_side_add_up_and_the_slowest_decides_the_time(
         310,
         255,
         (100, 85, 70),
-        (replace(timing, steps=14, forwards=56),),
+        (replace(timing, steps=14, forwards=56, drafted=56), replace(mixed, steps=14, forwards=56, drafted=40)),
         0,
         (),
         interrupted=True,
         pairs=(pair, pair),
-        mixed=(replace(mixed, seconds=0.2, steps=14, drafted=40),),
         past_end_per_pos=(1, 2),
         prompt_tokens=100,
         recomputed_tokens=48,

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from builders.steps import mixed_steps
 
 from spec_plugin import spans as spans_module
 from spec_plugin.actor.links import merge_stats
@@ -19,7 +20,6 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.events import (
     Drafts,
     LogprobBatch,
-    MixedSteps,
     RolloutStats,
     Schedule,
     SelfTestReport,
@@ -48,7 +48,7 @@ def an_engine(table: tuple[int, ...], rng: random.Random) -> RolloutStats:
     """A phase whose batch has drained from all requests to one, some of whose steps were not alike."""
     ks = [(b - (b > 16) * rng.uniform(0.0, 0.9), table[b]) for b in BANDS]  # means of a band's steps
     alike = [StepTiming(b, k, not any(table), seconds(b, k) * rng.uniform(0.97, 1.03), 40, 4000.0) for b, k in ks]
-    mixed = [MixedSteps(b, k, False, 3 * seconds(b, k), 3, 2 * b * (k > 0), 4000.0) for b, k in ks]
+    mixed = [mixed_steps(b, k, False, 3 * seconds(b, k), 3, 2 * b * (k > 0)) for b, k in ks]
     n = sum(t.forwards for t in alike if t.k)
     accepted = tuple(int(share * n) for share in (0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1, 0.05))[: max(table)]
     return RolloutStats(
@@ -60,8 +60,7 @@ def an_engine(table: tuple[int, ...], rng: random.Random) -> RolloutStats:
         3 * n,
         sum(accepted),
         accepted,
-        tuple(alike),
-        mixed=tuple(mixed),
+        (*alike, *mixed),
     )
 
 
@@ -97,7 +96,7 @@ def test_what_the_controller_keeps_and_does_in_a_step_does_not_grow_with_the_run
     assert kept[-1] == kept[-9] <= 9 * kinds
     parts = [an_engine((0, *[3] * REQUESTS), rng) for _ in range(ENGINES)]
     stats = merge_stats(parts)
-    assert len(stats.steps) == len(stats.mixed) == len(BANDS), "engines are not looked at one by one"
+    assert len(stats.steps) == 2 * len(stats.alike) == 2 * len(BANDS), "engines are not looked at one by one"
     assert cpu_seconds(lambda: merge_stats(parts)) < 0.2
     schedules = []
     assert cpu_seconds(lambda: schedules.append(a_step(controller, stats))) < 0.2

@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
+from builders.steps import mixed_steps
 
 from spec_plugin.builtin.break_even.judge import Judge
-from spec_plugin.events import MixedSteps, RolloutStats, StepPair, StepTiming
+from spec_plugin.events import RolloutStats, StepPair, StepTiming
 from spec_plugin.step_cost.model import CostModel, StepCost
 
 K = 3
@@ -97,8 +98,9 @@ def test_time_in_which_the_draft_only_reads_counts_against_it(alike):
     judge = calibrated()
     heard = pairs([1.1 / 2.0 / 0.9] * 8)
     if not alike:
-        mixed = tuple(MixedSteps(s.batch, s.k, False, s.seconds * s.steps, s.steps, s.steps) for s in heard.steps)
-        heard = replace(heard, steps=(), mixed=mixed)
+        heard = replace(
+            heard, steps=tuple(mixed_steps(s.batch, s.k, False, s.total, s.steps, s.steps) for s in heard.steps)
+        )
     reading = StepTiming(16, 0, False, 1.0, 50)  # as long as the drafted steps; those of the pairs do not count
     own = StepTiming(8, 0, False, 1.0, 50)
     judge.add_pairs(RolloutStats(**{**vars(heard), "steps": (*heard.steps, own, reading)}))

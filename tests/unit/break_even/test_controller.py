@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 from builders.controller import SEQS, K, controller, promised, refreshed, rolled_out, timed
+from builders.steps import mixed_steps
 
 from spec_plugin import SpecConfig
 from spec_plugin.builtin.break_even.controller import BreakEvenController
@@ -13,7 +14,6 @@ from spec_plugin.builtin.break_even.plan import threshold
 from spec_plugin.builtin.break_even.states import REST
 from spec_plugin.events import (
     DraftRefresh,
-    MixedSteps,
     RefreshReport,
     RolloutStats,
     SelfTestReport,
@@ -602,10 +602,9 @@ def test_where_no_two_steps_are_alike_what_drafting_has_saved_and_what_is_accept
     """One request of eight is of the control group, in each of the steps that drafts three tokens; those with one are alike."""
     c = controller({8: 2.0})
     on(c)
-    steps = (StepTiming(8, 1, False, 2.0, 10),)
-    mixed = (MixedSteps(8, K, False, 180.0, 90, 90 * 7),)
+    steps = (StepTiming(8, 1, False, 2.0, 10), mixed_steps(8, K, False, 180.0, 90, 90 * 7))
     forwards, reached = 80 + 630, (568, 315, 315)  # 0.8 of all, then half of those that drafted three
-    stats = RolloutStats(1, 8, 1000, 200.0, forwards, 0, sum(reached), reached, steps, mixed=mixed)
+    stats = RolloutStats(1, 8, 1000, 200.0, forwards, 0, sum(reached), reached, steps)
     c.spec_rollout_end(stats)
     assert c.acceptance_curve == pytest.approx((0.8, 0.625, 1.0), rel=0.01), "of those that drafted so many"
     assert 0.9 < c.spec_slowdown_without_drafts(stats) < 1.8

@@ -4,9 +4,10 @@ from itertools import pairwise
 
 import pytest
 from builders.cost import compute_bound, memory_bound, model
+from builders.steps import mixed_steps
 
 from spec_plugin.builtin.break_even import plan
-from spec_plugin.events import MixedSteps, RolloutStats, StepTiming
+from spec_plugin.events import RolloutStats, StepTiming
 
 SIZE, K = 64, 3
 
@@ -96,8 +97,8 @@ def test_the_break_even_of_a_table_is_that_of_each_batch_size():
 def test_what_a_phase_made_at_each_batch_size_is_of_all_its_decoding_steps():
     """Of a control group that is in all large batches, steps that are alike would show the small ones alone."""
     alike = (StepTiming(1, 3, False, 0.02, 10), StepTiming(8, 0, False, 0.02, 5))
-    mixed = (MixedSteps(8, 1, False, 2.0, 100, 700), MixedSteps(8, 1, True, 2.0, 100, 700))
-    stats = RolloutStats(1, 8, 1000, 5.0, steps=alike, mixed=mixed)
+    mixed = (mixed_steps(8, 1, False, 2.0, 100, 700), mixed_steps(8, 1, True, 2.0, 100, 700))
+    stats = RolloutStats(1, 8, 1000, 5.0, steps=alike + mixed)
     assert plan.load_of(stats, (0.5, 0.5)) == {1: 10 * 1.875, 8: 5 * 8 + 800 + 350}
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from builders.steps import mixed_steps
 
 from spec_plugin.builtin.break_even.plan import slowdown_without
-from spec_plugin.events import MixedSteps, RolloutStats, StepTiming
+from spec_plugin.events import RolloutStats, StepTiming
 from spec_plugin.step_cost.chances import tokens_per_step
 from spec_plugin.step_cost.model import StepCost
 
@@ -94,12 +95,12 @@ def mixed_rollout(
     plain = cost.seconds(8, 0)
     # verified are fewer tokens, but the draft's passes are for all: three, each of which takes what reading does
     step = busy * drafts_less * (plain * 1.3 + drafted / 8 * (cost.seconds(8, 3) - plain * 1.3))
-    mixed = [MixedSteps(8, 3, False, 300 * step, 300, 300 * drafted)]
-    mixed += [MixedSteps(8, 3, True, 100 * (step + busy * prompts), 100, 100 * drafted)]
+    mixed = [mixed_steps(8, 3, False, 300 * step, 300, 300 * drafted)]
+    mixed += [mixed_steps(8, 3, True, 100 * (step + busy * prompts), 100, 100 * drafted)]
     drafts = 400 * drafted
-    stats = RolloutStats(1, 8, 1000, 1.0, drafts, 0, round(drafts * (tokens - 1.0)), mixed=tuple(mixed))
+    stats = RolloutStats(1, 8, 1000, 1.0, drafts, 0, round(drafts * (tokens - 1.0)), steps=tuple(mixed))
     made = 400 * (1.0 + drafted / 8 * (tokens - 1.0))
-    return stats, busy * (made * plain + 100 * prompts) / sum(m.seconds for m in mixed)
+    return stats, busy * (made * plain + 100 * prompts) / sum(m.total for m in mixed)
 
 
 @pytest.mark.parametrize("busy", [1.0, 3.0])
@@ -120,8 +121,8 @@ def test_among_several_k_a_step_that_is_not_alike_counts_with_the_requests_that_
                 each[i] += 1
     accepted = sum(map(sum, made.values()))
     steps = (StepTiming(1, 3, False, 0.02, 3000), StepTiming(6, 1, False, 0.02, 10))
-    mixed = (MixedSteps(8, 1, False, 9.8, 490, 2940),)
-    stats = RolloutStats(1, 8, 1000, 1.0, 6000, 0, accepted, steps=steps, mixed=mixed)
+    mixed = (mixed_steps(8, 1, False, 9.8, 490, 2940),)
+    stats = RolloutStats(1, 8, 1000, 1.0, 6000, 0, accepted, steps=steps + mixed)
     told = slowdown_without(stats, Cost(), CHANCES)
     cost = Cost()
     plain = 3000 * 0.02 * tokens_per_step(CHANCES, 3) * cost.seconds(1, 0) / cost.seconds(1, 3)

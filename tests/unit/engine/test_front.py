@@ -89,7 +89,7 @@ class Core:
         self.calls.append(name)
         if name == self.broken:
             raise self.error(f"{name} is broken")
-        return self.answers.get(name, (0.0, [], [], [0, 0]) if name == "spec_rest_of_steps" else [])
+        return self.answers.get(name, (0.0, [], [0, 0]) if name == "spec_rest_of_steps" else [])
 
     async def reset_prefix_cache(self) -> Any:
         return await self._call("reset_prefix_cache")
@@ -259,25 +259,29 @@ def test_stats_are_of_the_phase_alone(front, monkeypatch):
     assert stats.busy_seconds == stats.seconds, "never more than the phase"
 
 
+#: as the step log tells steps: nine that were alike, and three that were not
+ALIKE, MIXED = [2, 3, False, 0.5, 9, 0.0, 18, 18, True, False], [2, 3, False, 0.5, 3, 0.0, 6, 3, False, False]
+
+
 @pytest.mark.parametrize(
-    ("rows", "busy", "mixed", "in_all"),
+    ("rows", "busy", "in_all"),
     [
-        ([[2, 3, False, 0.5, 9, 0.0]], 4.5, [], 4.5),
-        ([[2, 3, False, 0.5, 9, 0.0]], 7.0, [], 7.0),  # a few were longer than the median
-        ([[2, 3, False, 0.5, 9, 0.0]], 4.0, [], 4.5),  # or shorter
-        ([[2, 3, False, 0.5, 9, 0.0]], 9.0, [[2, 3, False, 1.5, 3, 3, 0.0], [2, 3, True, 3.0, 2, 3, 0.0]], 9.0),
-        ([], 120.0, [[2, 3, False, 120.0, 3, 3, 0.0]], 100.0),
+        ([ALIKE], 4.5, 4.5),
+        ([ALIKE], 7.0, 7.0),  # a few were longer than the median
+        ([ALIKE], 4.0, 4.5),  # or shorter
+        ([ALIKE, MIXED, [*MIXED[:3], 1.5, 2, *MIXED[5:9], True]], 9.0, 9.0),
+        ([[*MIXED[:3], 40.0, *MIXED[4:]]], 120.0, 100.0),
     ],
 )
-def test_how_long_the_engine_was_busy_in_all(front, monkeypatch, rows, busy, mixed, in_all):
+def test_how_long_the_engine_was_busy_in_all(front, monkeypatch, rows, busy, in_all):
     none = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
     monkeypatch.setattr("spec_plugin.engine.front.read_spec_counters", lambda: {"accepted_per_pos": [], **none})
-    front.engine = Core(answers={"spec_take_steps": rows, "spec_rest_of_steps": [busy, mixed, [0, 3], [300, 64]]})
+    front.engine = Core(answers={"spec_take_steps": rows, "spec_rest_of_steps": [busy, [0, 3], [300, 64]]})
     front.start_phase(5)
     monkeypatch.setattr(type(front._tracker), "seconds", 100.0)
     stats = asyncio.run(front.stats(5))
     assert stats.busy_seconds == in_all
-    assert [m.prompts for m in stats.mixed] == [row[2] for row in mixed]
+    assert [list(vars(s).values()) for s in stats.steps] == rows
     assert stats.past_end_per_pos == (0, 3) and (stats.prompt_tokens, stats.recomputed_tokens) == (300, 64)
 
 

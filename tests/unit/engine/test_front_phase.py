@@ -36,7 +36,7 @@ class Engine:
     def __init__(self, **answers: Any) -> None:
         nothing: dict[str, Any] = {
             "spec_take_steps": [],
-            "spec_rest_of_steps": (0.0, [], [], [0, 0]),
+            "spec_rest_of_steps": (0.0, [], [0, 0]),
             "spec_take_pairs": [],
         }
         self.answers, self.calls, self.engine_core = nothing | answers, [], self

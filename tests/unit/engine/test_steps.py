@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from spec_plugin.engine.schedule.steps import StepLog, kind_of
-from spec_plugin.events import MixedSteps, StepTiming
+from spec_plugin.events import StepTiming
 
 
 def output(batch=2, k=3, **changes):
@@ -66,10 +66,14 @@ def test_time_without_requests_is_not_counted_and_steps_that_are_not_alike_are_c
     log.begin(output(scheduled_new_reqs=[new("r0")]), K3, 100.0)
     log.begin(output(k=0), PLAIN, 200.0)
     log.begin(output(k=0), PLAIN, 201.0)
-    assert log.take() == [StepTiming(2, 0, True, 1.0, 1, 150.0)]
-    assert log.mixed == [MixedSteps(2, 3, False, 0.5, 1, 2, 150.0), MixedSteps(2, 3, True, 100.0, 1, 2, 150.0)]
+    others = {"drafted": 2, "alike": False}
+    assert log.take() == [
+        StepTiming(2, 3, False, 0.5, 1, 150.0, **others),
+        StepTiming(2, 3, False, 100.0, 1, 150.0, **others, prompts=True),
+        StepTiming(2, 0, True, 1.0, 1, 150.0),
+    ]
     assert log.busy_seconds == 101.5 and log.past_end == [0, 1, 1, 1]
-    assert log.take() == log.mixed == log.past_end == [] and log.busy_seconds == 0.0, "each is told once"
+    assert log.take() == log.past_end == [] and log.busy_seconds == 0.0, "each is told once"
 
 
 def test_a_draft_that_no_worker_could_pause_is_not_called_paused():
@@ -123,8 +127,9 @@ def test_steps_in_which_some_request_has_no_draft_are_known_by_how_many_have_one
     log.begin(output(k=3), PLAIN, 24.0)
     log.begin(output(9, 3), K3, 25.0)
     log.end(27.0)
-    assert log.take() == [StepTiming(2, 3, False, 1.0, 2, 150.0)]
-    assert {(m.batch, m.k, m.prompts): (m.seconds, m.steps, m.drafted) for m in log.mixed} == {
+    alike, *mixed = log.take()
+    assert alike == StepTiming(2, 3, False, 1.0, 2, 150.0) and not any(m.alike for m in mixed)
+    assert {(m.batch, m.k, m.prompts): (m.total, m.steps, m.drafted) for m in mixed} == {
         (2, 3, False): (2.0 + 1.5 + 1.5 + 1.0, 4, 1 + 0 + 0 + 2),  # in the last the table had just changed
         (2, 3, True): (17.0, 2, 1 + 2),
         (9, 3, False): (2.0, 1, 9),  # the table does not know of it

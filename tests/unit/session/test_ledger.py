@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from builders.steps import mixed_steps
 
 from spec_plugin import ledger as module
-from spec_plugin.events import MixedSteps, RolloutStats, StepTiming
+from spec_plugin.events import RolloutStats, StepTiming
 from spec_plugin.ledger import _DOUBT, Ledger
 
 
@@ -234,8 +235,8 @@ def test_of_several_engines_the_one_that_would_be_waited_for_longest_decides(clo
 
 def reading(recomputed: int, *steps: StepTiming) -> RolloutStats:
     """Ten seconds, of which four steps of eight requests read 320 tokens of prompts for four."""
-    mixed = (MixedSteps(8, 3, True, 4.0, 4, 8), MixedSteps(8, 3, False, 2.0, 4, 8))
-    return replace(rollout(10.0), mixed=mixed, steps=steps, prompt_tokens=320, recomputed_tokens=recomputed)
+    mixed = (mixed_steps(8, 3, True, 4.0, 4, 8), mixed_steps(8, 3, False, 2.0, 4, 8))
+    return replace(rollout(10.0), steps=steps + mixed, prompt_tokens=320, recomputed_tokens=recomputed)
 
 
 def test_what_vllm_drops_of_the_prefix_cache_costs_no_more_than_its_share_of_what_reading_took():

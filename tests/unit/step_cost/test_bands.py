@@ -7,11 +7,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from builders.steps import mixed_steps
 
 from spec_plugin.builtin.break_even import plan
-from spec_plugin.engine.schedule.steps import StepLog
-from spec_plugin.events import MixedSteps, StepTiming
-from spec_plugin.step_cost.bands import Seen, band_of, middle, mixed_together, together
+from spec_plugin.engine.schedule.steps import Kind, StepLog, _Open
+from spec_plugin.events import StepTiming
+from spec_plugin.step_cost.bands import Seen, band_of, middle, together
 from spec_plugin.step_cost.model import CostModel
 
 SIZE = 1024
@@ -66,8 +67,8 @@ def test_a_log_of_a_batch_that_drains_is_small_and_says_how_many_requests_each_b
         now += took(batch)
     log.interrupt(now)  # the last one is not alike
     found = log.take()
-    assert len(found) + len(log.mixed) <= 64
-    assert sum(t.forwards for t in found) == SIZE * (SIZE + 1) // 2 - 1
+    assert len(found) <= 64
+    assert sum(t.forwards for t in found if t.alike) == SIZE * (SIZE + 1) // 2 - 1
     assert all(t.seconds == pytest.approx(took(t.batch)) for t in found), "seconds and requests are of the same steps"
 
 
@@ -81,9 +82,8 @@ def test_a_band_is_not_taken_to_be_as_dear_as_its_largest_size(near: str) -> Non
             inside = [b for b in range(1, 257) if band_of(b) == band_of(batch)]
             often = batch == (inside[0] if near == "the smallest" else inside[-1])
             for _ in range(40 if often else 1):
-                log._alike[band_of(batch), k, k == 0].add(
-                    batch, took(batch) * (1 + k) * draw.uniform(0.98, 1.02), 100.0
-                )
+                step = _Open(0.0, batch, Kind(k, k == 0, True, False), batch * (k > 0), 100.0)
+                log._steps[band_of(batch), step.kind].add(step, took(batch) * (1 + k) * draw.uniform(0.98, 1.02))
         model.observe(log.take())
     for batch in (17, 24, 40, 70, 100, 130, 180, 250, 256):
         assert model.seconds(batch, 0) == pytest.approx(took(batch), rel=0.015)
@@ -101,7 +101,5 @@ def test_engines_are_told_as_one_by_kind_and_band() -> None:
     one, other, plain = together(timings)
     assert (one.batch, one.steps, one.forwards) == (17.5, 20, 350) and one.seconds == pytest.approx(took(17.5))
     assert (other, plain) == tuple(timings[2:])
-    (mixed,) = mixed_together(
-        [MixedSteps(17, 3, True, 1.0, 10, 100, 50.0), MixedSteps(18, 3, True, 2.0, 30, 200, 90.0)]
-    )
-    assert mixed == MixedSteps(17.75, 3, True, 3.0, 40, 300, 80.0)
+    (mixed,) = together([mixed_steps(17, 3, True, 1.0, 10, 100), mixed_steps(18, 3, True, 2.0, 30, 200)])
+    assert mixed == mixed_steps(17.75, 3, True, 3.0, 40, 300)
