@@ -204,7 +204,6 @@ class StepPair:
     k: int  # drafted in the steps before and after
     drafted_seconds: float  # mean of two medians, of those before and of those after
     plain_seconds: float  # median of the plain ones, in which the draft went on reading the text
-    context: float = 0.0  # mean number of tokens that a request had in the KV cache
 
 
 @dataclass(frozen=True)

@@ -42,35 +42,26 @@ def conditional_acceptance(accepted_per_pos: Sequence[int], drafts: int) -> tupl
     return tuple(out)
 
 
-def acceptance_of(stats: RolloutStats) -> tuple[float, ...]:
-    """Chance of each position. Steps with a smaller k never drafted the later ones: the step log says how many did."""
+def acceptance_of(stats: RolloutStats, past_end: bool = False) -> tuple[float, ...]:
+    """Chance of each position. Steps with a smaller k never drafted the later ones: the step log says how many did.
+
+    Args:
+        stats: of a rollout that drafted.
+        past_end: count a token that was accepted beyond its response's end, which the response has no room for, too.
+    """
+    lost = [0] * len(stats.past_end_per_pos) if past_end else stats.past_end_per_pos
     if not stats.accepted_per_pos:  # an engine that counts no positions
-        assert stats.acceptance_length is not None
         k = max(1, round(stats.draft_tokens / stats.drafts))
-        return (constant_acceptance(stats.acceptance_length, k),) * k
-    raw = conditional_acceptance(stats.accepted_per_pos, stats.forwards)
-    width = len(stats.accepted_per_pos)
-    drafted = [float(sum(count for k, count in stats.drafted_by_k if k > i)) for i in range(width)]
+        length = 1.0 + (stats.accepted_tokens - sum(lost)) / stats.drafts
+        return (constant_acceptance(length, k),) * k
+    kept = [max(0, n - past) for n, past in zip_longest(stats.accepted_per_pos, lost, fillvalue=0)]
+    raw = conditional_acceptance(kept, stats.forwards)
+    drafted = [sum(count for k, count in stats.drafted_by_k if k > i) for i in range(len(kept))]
     if not drafted or drafted[0] <= 0:
         return raw
     out = []
-    for i, chance in enumerate(raw):
-        share = 1.0 if i == 0 else drafted[i] / drafted[i - 1] if drafted[i - 1] else 0.0
-        if share <= 0.0:
+    for chance, now, before in zip(raw, drafted, (drafted[0], *drafted), strict=False):
+        if now <= 0:
             break  # never drafted: nothing is known, the last known chance is as good a guess as any
-        out.append(min(1.0, chance / share))
+        out.append(min(1.0, chance * before / now))
     return tuple(out)
-
-
-def kept_of(stats: RolloutStats) -> list[float]:
-    """Of the tokens accepted at each position, what share lay before the response's end, over that of the position before."""
-    if not stats.accepted_per_pos and stats.accepted_tokens:
-        return [max(0.0, 1.0 - sum(stats.past_end_per_pos) / stats.accepted_tokens)]
-    out, before = [], 1.0
-    for accepted, past in zip_longest(stats.accepted_per_pos, stats.past_end_per_pos, fillvalue=0):
-        if accepted <= 0 or before <= 0.0:
-            break
-        share = max(0.0, 1.0 - past / accepted)
-        out.append(share / before)
-        before = share
-    return out

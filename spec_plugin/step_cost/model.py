@@ -282,7 +282,9 @@ def _rolled(cells: Mapping[_Key, _Cell], start: _Table) -> _Table:
     batches = np.array(sorted({*points, *start.batches}))
     line, reading = _Line(points), None if start.reading is None else start.reading.times(speed)
     ks, more = np.arange(width + 1), speed * start.beyond(batches[:, None], np.arange(width + 1))
-    if reading is not None:  # of 1024 requests the start-up knows nothing: what as many tokens take without drafts bounds it
+    if (
+        reading is not None
+    ):  # of 1024 requests the start-up knows nothing: what as many tokens take without drafts bounds it
         tokens, plain_line = batches[:, None] * (ks + 1), line.never_falling()
         as_tokens = plain_line.at(tokens) - plain_line.at(batches)[:, None] + ks * reading.at(batches)[:, None]
         more = np.where(tokens <= line.last, np.minimum(more, as_tokens), more)

@@ -199,12 +199,12 @@ class Phase:
             self.true, self.measured = self.true + true, self.measured + took
             self.compared += plain
             made = self._verify(left, verified, cutoff) if verified else 1
-            if verified and cutoff.due and not pairs.pending and cutoff.drop():
+            if verified and cutoff.due and cutoff.drop():
                 paused = True
             noted = verified == k
             if noted:
                 self.alike[band_of(batch), k, paused and not k].add(batch, took, context)
-            pairs.note(Timed(batch, k, paused and not k, took, context) if noted else None)
+            pairs.note(Timed(batch, k, took) if noted else None)
             left, verified = left - made, asked
             if left.min() <= 0:
                 running, left = running[left > 0], left[left > 0]

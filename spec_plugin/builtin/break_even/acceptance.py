@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from spec_plugin.events import RolloutStats
 from spec_plugin.method import KNOWS_NOTHING
-from spec_plugin.step_cost.chances import acceptance_of, conditional_acceptance, kept_of, tokens_per_step
+from spec_plugin.step_cost.chances import acceptance_of, conditional_acceptance, tokens_per_step
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +17,6 @@ _MIN_DRAFTS = 64
 _MISALIGNED = 0.5
 #: factor by which what the first positions gain has risen where later ones must be looked at again
 _OUT_OF_DATE = 2.0
-#: rollouts after which what an earlier one showed of the ends of responses is forgotten: they may have grown
-_LOOK_AGAIN = 8
 #: tokens a step from which a prediction can be compared with the engine at all
 _COMPARABLE = 1.2
 
@@ -30,13 +28,12 @@ class AcceptanceEstimate:
         #: by training, or seen by the engine itself while k was 0; empty: nothing
         self._predicted: tuple[float, ...] = ()
         self._served: tuple[float, ...] = ()  # the prediction under which the engine drafts
-        self._measured: tuple[float, ...] | None = None  # in the last rollout that drafted enough
+        #: of tokens that became part of a response, in the last rollout that drafted enough
+        self._measured: tuple[float, ...] | None = None
         self._deepest: tuple[float, ...] = ()  # the same, beyond that one's largest k from rollouts before it
-        #: share of the tokens accepted at each position that lay before their response's end, over that of the position before
-        self._kept: tuple[float, ...] = ()
-        self._kept_age = 0  # rollouts since all of these positions were drafted
         self._correction = 1.0  # of predictions
         self.age = 0  # rollouts since something was measured
+        self.knows_nothing = False  # was the draft tried, and found to be as good as untrained
         self._warned = False
 
     @property
@@ -46,29 +43,18 @@ class AcceptanceEstimate:
         Beyond the largest k of the last rollout, what training predicts or an earlier rollout has shown; else the engine finds
         out. Beyond what training unrolls nothing is promised before it was drafted.
         """
-        accepted = self._accepted or ()
-        kept = (*self._kept, *(1.0 for _ in accepted))
-        return tuple(min(1.0, chance * share) for chance, share in zip(accepted, kept, strict=False)) or None
-
-    @property
-    def _accepted(self) -> tuple[float, ...] | None:
         if self._measured is not None:
             deeper = self._predicted if len(self._predicted) > len(self._measured) else self._deepest
-            return (*self._measured, *deeper[len(self._measured) :])
+            return (*self._measured, *deeper[len(self._measured) :]) or None
         if not self._predicted:
             return None
         first, *more = self._predicted  # the whole gain is in proportion to the first chance
         return (first * self._correction, *more, 0.0)
 
-    @property
-    def knows_nothing(self) -> bool:
-        """Was the draft tried, and found to be as good as untrained."""
-        return bool(self._deepest) and useless(self._deepest)
-
     def predicted(self, chances: Sequence[float]) -> None:
         """Training says this of a draft that is now installed: it replaces what a draft before it has shown, if that rests."""
         self._predicted = tuple(chances)
-        if self._predicted and self._measured is not None and (self.age or useless(self._measured)):
+        if self._predicted and self._measured is not None and (self.age or self.knows_nothing):
             self._measured = None
 
     def serving(self, drafts: bool) -> None:
@@ -79,17 +65,14 @@ class AcceptanceEstimate:
         """A rollout is over."""
         drafted = stats.drafts > 0
         if drafted and stats.forwards >= _MIN_DRAFTS:
-            self.age = 0
+            whole = acceptance_of(stats, past_end=True)  # as training predicts it: it knows no ends of responses
+            self.age, self.knows_nothing = 0, tokens_per_step(whole, len(whole)) < KNOWS_NOTHING
             self._measured = acceptance_of(stats)
-            kept = kept_of(stats)
-            later = self._kept[len(kept) :] if self._kept_age < _LOOK_AGAIN else ()
-            self._kept, self._kept_age = (*kept, *later), self._kept_age + 1 if later else 0
             deeper = self._deepest[len(self._measured) :]
             self._deepest = (*self._measured, *(() if self._much_better(self._measured) else deeper))
-            self._compare(self._measured)
+            self._compare(whole)
             return
         self.age += not drafted
-        self._kept_age += 1
         if not drafted and stats.shadow_rounds >= _MIN_DRAFTS:
             # the engine itself has seen what drafting would have done
             self._predicted, self._measured = conditional_acceptance(stats.shadow_per_pos, stats.shadow_rounds), None
@@ -117,8 +100,3 @@ class AcceptanceEstimate:
                 found,
                 predicted,
             )
-
-
-def useless(chances: Sequence[float]) -> bool:
-    """Is a draft with these chances as good as untrained."""
-    return tokens_per_step(chances, len(chances)) < KNOWS_NOTHING

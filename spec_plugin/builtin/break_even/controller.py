@@ -11,9 +11,10 @@ from pathlib import Path
 
 from spec_plugin.builtin.break_even import plan
 from spec_plugin.builtin.break_even.acceptance import AcceptanceEstimate
-from spec_plugin.builtin.break_even.judge import Judge
+from spec_plugin.builtin.break_even.correction import Correction
 from spec_plugin.builtin.break_even.plan import Plan
 from spec_plugin.builtin.break_even.states import States
+from spec_plugin.builtin.sampler_memory import fit_sampler_memory
 from spec_plugin.config import SpecConfig
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError
@@ -44,16 +45,13 @@ _TRY_MARGIN = 1.1
 _BREAK_EVEN_UNKNOWN = 1.5
 #: chance of each token of a draft that has learnt for a step or two, and steps within which its head start must pay back
 _HOPED_CHANCE, _PAYS_BACK_WITHIN = 0.7, 3
-#: bytes that the sampler may take on a card, outside of what vLLM has counted: its ``gpu_memory_utilization`` leaves more, but
-#: what of that the trainer's own tensors hold while rollouts run nobody tells
-_SAMPLER_ROOM = 2 << 30
 
 
 class BreakEvenController:
     """Chooses k for each batch size before each rollout phase; as a batch drains, the engine moves through the table.
 
-    What steps cost and what is accepted choose k (``plan``); pairs of steps judge whether drafting pays at all (``judge``); when
-    a draft is tried, served and rested says the table ``states.NEXT``. A draft that does not pay is dropped within the phase, see
+    What steps cost, as pairs of steps have put it right (``correction``), and what is accepted choose k (``plan``); when a draft
+    is tried, served and rested says the table ``states.NEXT``. A draft that does not pay is dropped within the phase, see
     ``spec_plugin.engine.schedule.cutoff``.
     """
 
@@ -61,7 +59,7 @@ class BreakEvenController:
         self._config = SpecConfig.parse({})
         self._fixed = False
         self.cost = CostModel()
-        self.judge, self.states = Judge(self.cost), States()
+        self.correction, self.states = Correction(self.cost), States()
         self.acceptance_estimate = AcceptanceEstimate()
         self._calibration: tuple[StepTiming, ...] = ()
         self._load: dict[float, float] = {}  # tokens that a rollout generates at each batch size
@@ -69,8 +67,8 @@ class BreakEvenController:
         self._table: tuple[int, ...] = ()  # the last one that drafted
         self._dropped = False  # was the draft, within the last phase
         self._stateful = False  # k changes between rollouts only
-        self._before: RolloutStats | None = None  # the last rollout's
         self._served = 0  # rollouts in a row with drafts
+        self._realised: float | None = None  # speed-up of the last rollout, where it had drafts
         self._newborn: bool | None = None  # not known before the first refresh
         self._plain_seconds = 0.0  # of the last phase without drafts, or as good as without
         self._granted = self._head_start = 0.0  # seconds of head start, in all and for the last slice
@@ -81,6 +79,7 @@ class BreakEvenController:
         self._config, self._target, self._method = config, target, method
         self._plan = plan.no_drafts(target.max_num_seqs, Reason.NO_DRAFT_YET)
         self._stateful = keeps_states(target.hf_config)
+        self.correction = Correction(self.cost, whole_rollouts=self._stateful)
         self._fixed = config.serve == "always" or (config.serve == "auto" and config.controller == "fixed")
         if config.serve == "auto" and not self._fixed and config.break_even is None and not config.self_test:
             raise SpecConfigError(
@@ -117,7 +116,8 @@ class BreakEvenController:
         drafted = stats.drafts > 0
         self.cost.observe(self.cost.at_usual_speed(stats.alike))
         self.acceptance_estimate.rolled_out(stats)
-        self._compare(stats)
+        self.correction.add(stats)
+        self._served = self._served + 1 if drafted else 0
         if not drafted or self.acceptance_estimate.knows_nothing:
             self._plain_seconds = stats.seconds
         self._dropped = drafted and any(s.paused for s in stats.steps)
@@ -128,18 +128,10 @@ class BreakEvenController:
                 stats.tokens_per_forward,
             )
         self._load = plan.load_of(stats, self.acceptance_curve or (0.0,)) or self._load
+        self._realised = self._slowdown(stats) if drafted else None
         self.states.rolled_out(drafted, self._dropped)
         if self._dropped:
             self._plan = plan.no_drafts(self._target.max_num_seqs)
-
-    def _compare(self, stats: RolloutStats) -> None:
-        """Plain steps with drafted ones, as the rollout has them side by side."""
-        self.judge.add_pairs(stats, anew=stats.drafts > 0 and self._plan.reason is Reason.A_TRY)
-        before, self._before = self._before, stats
-        if self._stateful and before is not None and (before.drafts > 0) != (stats.drafts > 0):
-            plain, drafted = (before, stats) if stats.drafts else (stats, before)
-            self.judge.add_rollouts(plain, drafted)
-        self._served = self._served + 1 if stats.drafts else 0
 
     @property
     def acceptance_curve(self) -> tuple[float, ...] | None:
@@ -150,10 +142,9 @@ class BreakEvenController:
     def spec_schedule(self, policy_version: int) -> Schedule:
         """k per batch size for the coming rollout phase, and what makes the engine drop the draft before its end."""
         chosen = self._choose()
-        vocabulary = self._target.vocab_size
-        if self._target.device_type == "cuda" and vocabulary is not None and chosen.speculates:
-            table = plan.fit_sampler_memory(
-                chosen.table, vocabulary, _SAMPLER_ROOM, self._in_chunks, self._target.tensor_parallel
+        if chosen.speculates and self._target.device_type == "cuda" and self._target.vocab_size is not None:
+            table = fit_sampler_memory(
+                chosen.table, self._target.vocab_size, in_chunks=self._in_chunks, ranks=self._target.tensor_parallel
             )
             table = tuple(k * (k == self._config.k) for k in table) if self._method.whole else table
             chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)
@@ -175,8 +166,7 @@ class BreakEvenController:
     def _plain_share(self, chosen: Plan) -> float:
         if self._fixed or not chosen.speculates or self._config.break_even is not None:
             return 0.0
-        measured = self.judge.speedup(self.acceptance_curve or (0.0,), chosen.table)
-        return self.judge.plain_share(chosen.speedup if measured is None else measured)
+        return self.correction.plain_share(chosen.speedup)
 
     def _break_even(self, table: Sequence[int]) -> tuple[float, ...]:
         if self._fixed or not any(table):
@@ -190,7 +180,7 @@ class BreakEvenController:
 
     @property
     def _corrected(self) -> Corrected:
-        return Corrected(self.cost, self.judge.bias(self.cost))
+        return Corrected(self.cost, self.correction.factor)
 
     def _choose(self) -> Plan:
         config, size = self._config, self._target.max_num_seqs
@@ -202,30 +192,12 @@ class BreakEvenController:
         # a draft that knows something is tried at once, a new one when it has learnt something
         ready, pays = self._method.ready, best.speculates
         due = (self.states.due or (ready and not self.states.tried)) and (ready or self.acceptance_curve is not None)
-        slower = config.break_even is None and self._found_slower(best)
-        why = Reason.PAIRS_SLOWER if slower else best.reason
-        pays = pays and not slower
-        state = self.states.before(pays, due, why)
+        state = self.states.before(pays, due, best.reason)
         if state is Speculation.RESTING or state is Speculation.UNTRIED:
             return plan.no_drafts(size, self.states.why)
-        if self._stateful and config.break_even is None and self._served >= self.judge.plain_every(best.speedup):
+        if self._stateful and config.break_even is None and self._served >= self.correction.plain_every(best.speedup):
             return plan.no_drafts(size, Reason.COMPARISON)
         return best if pays else self._try()
-
-    def _found_slower(self, best: Plan) -> bool:
-        """Do the pairs say that drafts as in this plan, or as they are served now, do not pay."""
-        serves, curve = self.states.serves, self.acceptance_curve or ()
-        table = best.table if best.speculates else self._table if serves else ()
-        if not any(table) or self.cost.problem is not None:
-            return False
-        slower = self.judge.pays(curve, table, self.cost, serves) is False
-        if slower and serves:
-            logger.warning(
-                "spec-plugin: steps with drafts gave %.2f times the tokens per second of plain steps beside them: the draft "
-                "rests for some rollouts, and is then tried again",
-                self.judge.speedup(curve, table) or 0.0,
-            )
-        return slower
 
     def _try(self) -> Plan:
         """Few tokens a step, and no more than would lose least by what is known of the draft."""
@@ -291,11 +263,11 @@ class BreakEvenController:
         """What the steps of a rollout that ``spec_rollout_end`` has seen take without drafts, over what they took; or None."""
         if not stats.drafts and all(s.paused for s in stats.alike if not s.k):
             return 1.0
-        return (
-            plan.slowdown_without(stats, self._corrected, self.acceptance_curve or ())
-            if self.cost.problem is None
-            else None
-        )
+        return self._slowdown(stats)
+
+    def _slowdown(self, stats: RolloutStats) -> float | None:
+        known = self.cost.problem is None
+        return plan.slowdown_without(stats, self._corrected, self.acceptance_curve or ()) if known else None
 
     @hookimpl
     def spec_metrics(self) -> dict[str, float]:
@@ -313,7 +285,6 @@ class BreakEvenController:
             out.update({f"spec/break_even_b{b}": self.cost.break_even(b, self._config.k) for b in sizes_shown(size)})
         if self._plan.speculates and trusted:
             out["spec/speedup_predicted"] = self._plan.speedup
-        realised = self.judge.speedup(self.acceptance_curve or (0.0,), self._plan.table)
-        if self._plan.speculates and realised is not None:
-            out["spec/speedup_realised"] = realised
+        if self._realised is not None:
+            out["spec/speedup_realised"] = self._realised
         return out

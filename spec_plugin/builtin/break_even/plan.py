@@ -12,16 +12,12 @@ import numpy as np
 from spec_plugin.events import RolloutStats
 from spec_plugin.speculation import Reason
 from spec_plugin.step_cost.chances import tokens_per_step
-from spec_plugin.step_cost.model import Numbers, StepCost
+from spec_plugin.step_cost.model import StepCost
 
-#: speculation is switched on above break-even by this factor, off below break-even: no flapping on noise
+#: what is not in force now must be better by this factor, drafts than none and one k than another: no flapping on noise
 MARGIN = 1.05
-#: another k than the present one must be better by this factor
-_K_MARGIN = 1.05
 #: batch sizes that stand for those of a band
 _LOOKED_AT = 4
-#: bytes for each logit of a request with which vLLM profiles its V1 rejection sampler, and those that V2 processes at once
-_V1_PROFILED, _CHUNK = 30, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -46,50 +42,6 @@ def no_drafts(size: int, reason: Reason = Reason.BELOW_BREAK_EVEN) -> Plan:
 def fixed(k: int, size: int, reason: Reason = Reason.PREDICTED_TO_PAY) -> Plan:
     """The same k at every batch size up to ``size``, and why; predicts no speed-up."""
     return Plan((0,) + (k,) * size, 1.0, reason)
-
-
-def fit_sampler_memory(
-    table: Sequence[int], vocab_size: int, room: int, in_chunks: bool = False, ranks: int = 1
-) -> tuple[int, ...]:
-    """A table with k cut to where the sampler's tensors fit into what vLLM's memory profile has seen of them, and ``room``.
-
-    The profile samples for ``max_num_seqs`` requests, whatever ``gpu_memory_utilization`` is; a step of b requests verifies
-    b * (k + 1) rows of V logits. Bytes for each of the V, in vLLM 0.29 with bfloat16 logits and log-probs of the samples:
-
-    ======  ================================================================  ==================  ===================
-    runner  live at once                                                      a step              seen in the profile
-    ======  ================================================================  ==================  ===================
-    V1      logits 2 a row; of the bonus row its copy 2 and raw logits 4; of  14 b (k + 1) + 8 b  30 max_num_seqs: it
-            drafted rows raw and processed logits 4 + 4; of all rows again    k + 6 b             verifies k = 1
-            for their log-probs, as one, chosen, and log_softmax: 4 + 4 + 4
-    V2      logits 2 a row, and with tensor parallelism while they are        2 g b (k + 1)       2 g max_num_seqs
-            gathered two copies and a shard (g = 2 + 1 / ranks, else 1);      and 1 GiB
-            processed logits 4 in chunks of a GiB at most
-    ======  ================================================================  ==================  ===================
-
-    Args:
-        table: k for each batch size from 0 to ``max_num_seqs``.
-        vocab_size: of the target.
-        room: bytes that a card has beside what vLLM counts.
-        in_chunks: is it the V2 runner, of a vLLM that verifies in chunks.
-        ranks: of tensor parallelism.
-    """
-    most = len(table) - 1
-    gathered = 2.0 if ranks == 1 else 2.0 * (2.0 + 1.0 / ranks)
-
-    def bytes_of(b: Numbers, k: int) -> Numbers:
-        rows: Numbers = vocab_size * b * (k + 1)
-        if not in_chunks:
-            return 14 * rows + vocab_size * (8 * b * k + 6 * b)
-        most_at_once: Numbers = np.maximum(gathered * rows, 2 * rows + np.minimum(4 * rows, _CHUNK))
-        return most_at_once
-
-    seen = vocab_size * most * (gathered if in_chunks else _V1_PROFILED)
-    batches: Numbers = np.arange(most + 1, dtype=np.float64)
-    ks, cut = np.array(table), np.zeros(most + 1, np.int64)
-    for k in range(1, max(table) + 1):  # a longer draft takes more, so the last that fits is the longest
-        cut += (ks >= k) & (bytes_of(batches, k) <= seen + room)
-    return tuple(cut.tolist())
 
 
 def threshold(k: int, acceptance: float, break_even: float, serving: bool, size: int) -> Plan:
@@ -152,7 +104,7 @@ def bands(size: int) -> list[range]:
 
 def _best_k(rates: Mapping[int, float], current: int, serving: bool) -> int:
     top = max(rates, key=rates.__getitem__)
-    return current if serving and rates[top] < _K_MARGIN * rates.get(current, 0.0) else top
+    return current if serving and rates[top] < MARGIN * rates.get(current, 0.0) else top
 
 
 def phase_speedup(

@@ -109,7 +109,7 @@ class SpecSchedulerMixin:
         if self.spec_steps.ragged:
             for _ in range(undrafted_beside_drafts(scheduler_output)):
                 self.spec_cutoff.emitted(self._spec_batch, 1)
-        if self.spec_cutoff.due and not self.spec_pairs.pending and self.spec_cutoff.drop():
+        if self.spec_cutoff.due and self.spec_cutoff.drop():
             self.spec_paused = pause_in_workers(self.spec_executor, True)
         if not self.has_unfinished_requests():
             self.spec_steps.interrupt(time.perf_counter())

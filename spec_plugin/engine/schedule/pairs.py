@@ -23,14 +23,10 @@ from spec_plugin.events import StepPair
 
 #: noted steps of a stretch, and drafted ones before and behind it; one more of each is left out, in which the engine changes over
 STEPS = 4
-#: steps of a phase, of any kind, after which the cut-off waits for no pair
-_WAITS = 5 * STEPS
 #: steps of other kinds (a prefill, a request of the control group) after which a stretch is given up
 _PATIENCE = 3 * STEPS
 #: share by which a batch of a pair's steps may differ from the first one, and the drafted ones' mean from the plain ones'
 _RANGE, _APART = 1 / 4, 1 / 16
-#: the share of plain steps from which a phase is taken for new, or close: there the cut-off waits for the first pair
-_CLOSE = 0.1
 
 
 class PairedSteps:
@@ -45,7 +41,7 @@ class PairedSteps:
 
     def follow(self, share: float) -> None:
         """A phase begins in which this share of the steps may be plain; 0: none."""
-        self.share, self._steps, self._paired = share, 0, False
+        self.share = share
         self._before: deque[Timed] = deque(maxlen=STEPS)
         self._start()
 
@@ -59,19 +55,12 @@ class PairedSteps:
         """A step is over; None: of no kind that is noted."""
         if self.share <= 0.0:
             return
-        self._steps += 1
         if step is None:
             self._pass_over()
         elif step.k:
             self._note_drafted(step)
         elif self.plain:
             self._note_plain(step)
-
-    @property
-    def pending(self) -> bool:
-        """Is a first pair of this phase to be waited for before the draft is dropped: drafting is new, or its gain small."""
-        to_come = self._credit >= STEPS + 1 or bool(self._stretch)
-        return self.share >= _CLOSE and not self._paired and to_come and self._steps < _WAITS
 
     def take(self) -> list[StepPair]:
         """Pairs since the last call."""
@@ -118,10 +107,7 @@ class PairedSteps:
     def _pair(self) -> None:
         plain, after = self._stretch[1:], self._after[1:]
         sides: list[Sequence[Timed]] = [self._before, after]
-        batch, first, last = (_requests(steps) for steps in (plain, *sides))
-        if first == last:  # a burst that spoils half of one side is then no more than a quarter of all
-            sides = [[*self._before, *after]]
-        drafted = (first + last) / 2
+        batch, drafted = _requests(plain), statistics.fmean(map(_requests, sides))
         if abs(drafted - batch) <= _APART * batch:
             self._found.append(
                 StepPair(
@@ -129,10 +115,8 @@ class PairedSteps:
                     k=after[0].k,
                     drafted_seconds=statistics.fmean(self._middle([s.seconds for s in side]) for side in sides),
                     plain_seconds=self._middle([s.seconds for s in plain]),
-                    context=statistics.fmean(s.context for s in plain),
                 )
             )
-            self._paired = True
         self._before = deque(after, maxlen=STEPS)
         self._start()
 

@@ -33,9 +33,7 @@ class Timed(NamedTuple):
 
     batch: int
     k: int
-    paused: bool
     seconds: float
-    context: float
 
 
 class _Open(NamedTuple):
@@ -105,7 +103,7 @@ class StepLog:
         seconds = now - step.begun
         self._busy += seconds
         self._steps[band_of(step.batch), step.kind].add(step, seconds)
-        return Timed(step.batch, step.kind.k, step.kind.paused, seconds, step.context) if step.kind.alike else None
+        return Timed(step.batch, step.kind.k, seconds) if step.kind.alike else None
 
     def begin(self, output: Any, table: Sequence[int], now: float, paused: bool = True) -> None:
         """A step begins, and the one before it is over.

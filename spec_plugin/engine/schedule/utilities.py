@@ -102,7 +102,7 @@ def spec_rest_of_steps(core: EngineCore) -> tuple[float, list[int], list[int]]:
 def spec_take_pairs(core: EngineCore) -> list[list[Any]]:
     """(EngineCore utility) Pairs of steps since the last call, as plain lists in the order of ``StepPair``'s fields."""
     scheduler: Any = core.scheduler
-    return [[p.batch, p.k, p.drafted_seconds, p.plain_seconds, p.context] for p in scheduler.spec_pairs.take()]
+    return [list(vars(p).values()) for p in scheduler.spec_pairs.take()]
 
 
 def spec_in_flight(core: EngineCore) -> list[list[int]]:

