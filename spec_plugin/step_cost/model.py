@@ -288,11 +288,16 @@ def _rolled(cells: Mapping[_Key, _Cell], start: _Table) -> _Table:
         tokens, plain_line = batches[:, None] * (ks + 1), line.never_falling()
         as_tokens = plain_line.at(tokens) - plain_line.at(batches)[:, None] + ks * reading.at(batches)[:, None]
         more = np.where(tokens <= line.last, np.minimum(more, as_tokens), more)
-    for key, cell in cells.items():
-        if key.k and key.band in plain:
-            beside, row = plain[key.band], np.searchsorted(batches, plain[key.band].batch)
-            evidence = min(cell.evidence, beside.evidence)
-            more[row, key.k] = _blend(max(0.0, cell.seconds - beside.seconds), more[row, key.k], evidence)
+    timed = [(key, cell, plain[key.band]) for key, cell in cells.items() if key.k and key.band in plain]
+    rows = np.searchsorted(batches, [beside.batch for _, _, beside in timed])
+    found = [max(0.0, cell.seconds - beside.seconds) for _, cell, beside in timed]
+    evidence = [min(cell.evidence, beside.evidence) for _, cell, beside in timed]
+    before = [more[row, key.k] for (key, *_), row in zip(timed, rows, strict=True)]
+    ratios = [measured / known for measured, known in zip(found, before, strict=True) if known > 0.0]
+    if ratios:  # what the start-up was off by it was off by for each k, those that no rollout has drafted among them
+        more *= _blend(statistics.median(ratios), 1.0, sum(evidence))
+    for (key, *_), row, measured, steps in zip(timed, rows, found, evidence, strict=True):
+        more[row, key.k] = _blend(measured, more[row, key.k], steps)
     return _Table(line, reading, batches, more)
 
 

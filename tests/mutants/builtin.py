@@ -10,8 +10,8 @@ _GUARD, _EXACT, _REFERENCE, _RULES, _EXCEEDANCE, _WINDOWS = (
 )
 _ROWS = "spec_plugin/builtin/provenance/rows.py"
 _METRICS, _TRAINER = (f"spec_plugin/builtin/{name}.py" for name in ("metrics", "trainer"))
-_CONTROLLER, _PLAN, _JUDGE, _STATES, _ACCEPTANCE = (
-    f"spec_plugin/builtin/break_even/{name}.py" for name in ("controller", "plan", "judge", "states", "acceptance")
+_CONTROLLER, _PLAN, _CORRECTION, _STATES, _ACCEPTANCE = (
+    f"spec_plugin/builtin/break_even/{name}.py" for name in ("controller", "plan", "correction", "states", "acceptance")
 )
 _COST, _CHANCES = (f"spec_plugin/step_cost/{name}.py" for name in ("model", "chances"))
 _SERVED = "spec_plugin/builtin/methods/served.py"
@@ -165,15 +165,15 @@ MUTATIONS = (
     Mutation(
         _COST,
         "_rolled",
-        "more = speed * start.beyond",
-        "more = start.beyond",
+        "more = np.arange(width + 1), speed * start.beyond",
+        "more = np.arange(width + 1), start.beyond",
         "law 7: drafts are as cheap beside plain steps as the machine is slower than at start-up",
         ("test_cost.py",),
     ),
     Mutation(
         _COST,
         "_rolled",
-        "np.where(tokens <= line.last, np.minimum(more, by_tokens), more)",
+        "np.where(tokens <= line.last, np.minimum(more, as_tokens), more)",
         "more",
         "a batch that drains drafts less than pays: between two timed sizes drafts are taken to be as dear as on a straight line",
         ("test_cost.py",),
@@ -292,18 +292,10 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/step_cost/chances.py",
-        "kept_of",
-        "max(0.0, 1.0 - past / accepted)",
-        "1.0",
+        "acceptance_of",
+        "if past_end else stats.past_end_per_pos",
+        "if not past_end else stats.past_end_per_pos",
         "law 7: tokens beyond the end of a response count as made",
-        ("test_controller.py",),
-    ),
-    Mutation(
-        "spec_plugin/builtin/break_even/acceptance.py",
-        "AcceptanceEstimate.rolled_out",
-        " if self._kept_age < _LOOK_AGAIN else ()",
-        "",
-        "once answers were short, no more is drafted than those had room for, however long they grow",
         ("test_controller.py",),
     ),
     Mutation(
@@ -313,14 +305,6 @@ MUTATIONS = (
         "if longest > self._context:",
         "plain steps are taken to be as slow as those of the first rollout, which was cold",
         ("test_cost.py",),
-    ),
-    Mutation(
-        "spec_plugin/builtin/break_even/acceptance.py",
-        "AcceptanceEstimate.rolled_out",
-        "self._kept[len(kept) :] if self._kept_age < _LOOK_AGAIN else ()",
-        "()",
-        "how soon responses end is forgotten where fewer tokens are drafted, and too many are again",
-        ("test_controller.py",),
     ),
     Mutation(
         _LEDGER,
@@ -772,19 +756,11 @@ MUTATIONS = (
     ),
     Mutation(
         _ACCEPTANCE,
-        "AcceptanceEstimate._accepted",
+        "AcceptanceEstimate.curve",
         "return (first * self._correction, *more, 0.0)",
         "return (first * self._correction, *more)",
         "law 7: tokens beyond what training unrolls are promised",
         ("test_controller.py",),
-    ),
-    Mutation(
-        _CONTROLLER,
-        "BreakEvenController._found_slower",
-        "        return slower\n",
-        "        return False\n",
-        "law 7: steps that are slower with drafts than plain ones beside them change nothing",
-        ("test_speculation.py",),
     ),
     Mutation(
         _CONTROLLER,
@@ -803,20 +779,12 @@ MUTATIONS = (
         ("test_break_even_states.py",),
     ),
     Mutation(
-        _JUDGE,
-        "Judge.add_pairs",
+        _CORRECTION,
+        "Correction.add",
         "pair.plain_seconds * self._cost.paused_share(pair.batch)",
         "pair.plain_seconds",
         "law 7: plain decoding is taken to be as slow as it is while the draft reads",
-        ("test_break_even_judge.py",),
-    ),
-    Mutation(
-        _JUDGE,
-        "_share_reading",
-        "return reading / (drafted + reading) if drafted + reading > 0.0 else 0.0",
-        "return 0.0",
-        "law 7: batch sizes at which the draft only reads cost nothing",
-        ("test_break_even_judge.py",),
+        ("test_correction.py",),
     ),
     Mutation(
         _COST,
@@ -845,29 +813,21 @@ MUTATIONS = (
     Mutation(
         _PLAN,
         "load_of",
-        "drafted in alike + mixed:",
-        "drafted in alike:",
+        "if not s.prompts:",
+        "if s.alike:",
         "k is chosen for small batches, where large ones have one request of the control group",
         ("test_plan.py",),
     ),
     Mutation(
-        _JUDGE,
-        "Judge.bias",
+        _CORRECTION,
+        "Correction.factor",
         "sure if len(off) >= _FEW else max(0.0, sure)",
         "sure",
         "a burst on the machine counts as time that drafts have saved",
         ("test_controller.py",),
     ),
     Mutation(
-        _JUDGE,
-        "_share_reading",
-        " + sum(m.seconds for m in mixed)",
-        "",
-        "law 7: a draft is taken to read more than it drafts where some request of each batch is of the control group",
-        ("test_break_even_judge.py",),
-    ),
-    Mutation(
-        _PLAN,
+        "spec_plugin/builtin/sampler_memory.py",
         "fit_sampler_memory",
         "bytes_of(batches, k) <= seen + room",
         "bytes_of(batches, k - 1) <= seen + room",
@@ -955,7 +915,7 @@ MUTATIONS = (
         ("test_rank_engines.py",),
     ),
     Mutation(
-        "spec_plugin/builtin/break_even/plan.py",
+        "spec_plugin/builtin/sampler_memory.py",
         "fit_sampler_memory.bytes_of",
         "14 * rows + vocab_size * (8 * b * k + 6 * b)",
         "14 * rows",

@@ -70,7 +70,7 @@ class AcceptanceEstimate:
             self._measured = acceptance_of(stats)
             deeper = self._deepest[len(self._measured) :]
             self._deepest = (*self._measured, *(() if self._much_better(self._measured) else deeper))
-            self._compare(whole)
+            self._compare(self._measured, whole)
             return
         self.age += not drafted
         if not drafted and stats.shadow_rounds >= _MIN_DRAFTS:
@@ -83,20 +83,20 @@ class AcceptanceEstimate:
         now, then = (tokens_per_step(chances, width) - 1.0 for chances in (measured, self._deepest))
         return now > _OUT_OF_DATE * then
 
-    def _compare(self, measured: Sequence[float]) -> None:
+    def _compare(self, measured: Sequence[float], whole: Sequence[float]) -> None:
         """Prediction and engine, where enough was drafted, as far as both have looked."""
         width = min(len(self._served), len(measured))
-        predicted, found = tokens_per_step(self._served, width), tokens_per_step(measured, width)
+        predicted = tokens_per_step(self._served, width)
         if predicted <= _COMPARABLE:
             return
-        ratio = (found - 1.0) / (predicted - 1.0)
+        ratio, as_trained = ((tokens_per_step(c, width) - 1.0) / (predicted - 1.0) for c in (measured, whole))
         # the correction falls at once and rises by halves: a draft that training overrates is tried once
         self._correction = max(0.0, min(1.0, ratio, 0.5 * self._correction + 0.5 * ratio))
-        if ratio < _MISALIGNED and not self._warned:
+        if as_trained < _MISALIGNED and not self._warned:
             self._warned = True
             logger.warning(
                 "spec-plugin: the engine's acceptance length is %.2f where draft training predicted %.2f; if this stays, "
                 "trainer and engine run the draft differently (auxiliary layers, norms or positions)",
-                found,
+                tokens_per_step(whole, width),
                 predicted,
             )
