@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from spec_plugin.run_plan import FindModel, Model, RunFacts, RunPlan, split_launch
     from spec_plugin.session import SpecSession, method_of
     from spec_plugin.sources import folder_of, parsed, source_of
-    from spec_plugin.speculation import Work
+    from spec_plugin.speculation import Reason
 
 if not TYPE_CHECKING:  # mypy sees the imports above, and so a name that is not there
     __all__, __getattr__ = lazily(__name__, __file__)

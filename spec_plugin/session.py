@@ -36,7 +36,7 @@ from spec_plugin.ledger import Ledger
 from spec_plugin.manager import ask_method, call_each, create_manager
 from spec_plugin.method import Method
 from spec_plugin.recovery import Recovery
-from spec_plugin.speculation import Reason, Work, in_force, table_metrics
+from spec_plugin.speculation import Reason, in_force, table_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,12 +112,12 @@ class SpecSession:
         return f"spec.logprob_tolerance={tolerance:g}" if tolerance > _NO_TOLERANCE else ""
 
     @contextmanager
-    def guarded(self, work: Work, where: str = "", harmless: bool = False) -> Iterator[None]:
+    def guarded(self, reason: Reason, doing: str = "", harmless: bool = False) -> Iterator[None]:
         """Draft work: what fails in this block turns speculation off, and the run goes on behind it (law 6).
 
         Args:
-            work: what the block does.
-            where: for the warning, behind the work's own words.
+            reason: why the run is off after a failure in it, as ``spec/reason`` says.
+            doing: what the block does, for the warning; empty: as the reason is called.
             harmless: no draft depends on it, and trouble is a warning.
 
         Raises:
@@ -130,37 +130,37 @@ class SpecSession:
         except CancelledError as error:
             if is_cancelled():
                 raise
-            failed(work, error, where=where)  # what somebody else has cancelled is an answer that does not come
+            failed(reason, error, doing=doing)  # what somebody else has cancelled is an answer that does not come
         except Exception as error:  # law 6
-            failed(work, error, where=where)
+            failed(reason, error, doing=doing)
 
-    def _note(self, work: Work, error: BaseException, where: str) -> None:
+    def _note(self, reason: Reason, error: BaseException, doing: str) -> None:
         """In place of ``fail``, of bookkeeping that no draft depends on: one warning, and drafts go on."""
         pass_on(error)
-        words = f"{work.words} {where}"
-        if (words, type(error)) not in self._left_out:
-            self._left_out.add((words, type(error)))
-            logger.warning("spec-plugin: %s: %s. Drafts go on", words, _message_of(error), exc_info=error)
+        doing = doing or reason.work
+        if (doing, type(error)) not in self._left_out:
+            self._left_out.add((doing, type(error)))
+            logger.warning("spec-plugin: %s: %s. Drafts go on", doing, _message_of(error), exc_info=error)
 
-    def fail(self, work: Work, error: BaseException | str, for_good: bool = False, where: str = "") -> None:
+    def fail(self, reason: Reason, error: BaseException | str, for_good: bool = False, doing: str = "") -> None:
         """Turn speculation off; only the first call warns, and only where the trouble is.
 
         Args:
-            work: in what.
+            reason: what ``spec/reason`` says from here on.
             error: what was wrong.
             for_good: trying again would not help.
-            where: for the warning, behind the work's own words.
+            doing: in what, for the warning; empty: as the reason is called.
 
         Raises:
             BaseException: if this error, or one that it was raised for, must stop the run, see ``stops_the_run``.
         """
         if isinstance(error, BaseException):
             pass_on(error)
-        words = f"{work.words} {where}".rstrip()
         if isinstance(error, OtherRankFailed):
             self.follow(str(error))
         elif self.failure is None or self.follows:
-            self.failure, self.follows, self._trouble = f"{words}: {_message_of(error)}", False, work.reason
+            self.failure, self.follows = f"{doing or reason.work}: {_message_of(error)}", False
+            self._trouble = reason
             exc = error if isinstance(error, BaseException) else None
             self._recovery.failed(for_good)
             left = self._recovery.left
@@ -188,7 +188,7 @@ class SpecSession:
         """All ranks have agreed to begin anew (on every rank)."""
         self._recoveries += 1
         self.recovering = True
-        with self.guarded(Work.RECOVERY):
+        with self.guarded(Reason.OTHER_TROUBLE, "recover"):
             self.manager.hook.spec_recover()
 
     def follow(self, failure: str | None) -> None:
@@ -203,19 +203,19 @@ class SpecSession:
     def engine_ready(self, report: SelfTestReport) -> None:
         """The self-test passed; hand its measurements on."""
         self._unproven = len(report.unproven)
-        with self.guarded(Work.ENGINE_READY):
+        with self.guarded(Reason.SELF_TEST, "engine_ready"):
             self.manager.hook.spec_engine_ready(report=report)
 
     def rollout_start(self, policy_version: int) -> None:
         """Generation with this policy version may begin."""
-        with self.guarded(Work.ROLLOUT_START):
+        with self.guarded(Reason.ENGINES, "rollout_start"):
             self.manager.hook.spec_rollout_start(policy_version=policy_version)
 
     def target_forward(self, hidden: HiddenStates) -> None:
         """Hand harvested hidden states to the plugins; nothing happens after a failure."""
         self.ledger.spent(hidden.milliseconds / 1e3)
         if not self.failed:
-            with self.guarded(Work.HARVEST):
+            with self.guarded(Reason.HARVEST):
                 self.manager.hook.spec_target_forward(hidden=hidden)
 
     def check_logprobs(self, batch: LogprobBatch, chosen_from: int | None = None) -> None:
@@ -268,18 +268,18 @@ class SpecSession:
 
     def rollout_end(self, stats: RolloutStats) -> None:
         """Generation of one step is complete: hand its counters to the plugins, and enter what it has earned."""
-        with self.guarded(Work.ROLLOUT_END):
+        with self.guarded(Reason.ENGINES, "rollout_end"):
             self.manager.hook.spec_rollout_end(stats=stats)
         engines = stats.parts or (stats,)  # each has a tail of its own, and the slowest is waited for
         slowdown = self._slowdown(max(engines, key=lambda engine: engine.busy_seconds))
-        with self.guarded(Work.SAVINGS):
+        with self.guarded(Reason.SCHEDULE, "what drafts have saved"):
             self.ledger.rolled_out(stats, slowdown)
 
     def _slowdown(self, stats: RolloutStats) -> float | None:
         """How many times as long an engine's steps would have taken without drafts; None where no plugin knows."""
         hook, answer = self.manager.hook.spec_slowdown_without_drafts, None
         if not self.failed:
-            with self.guarded(Work.SAVINGS):
+            with self.guarded(Reason.SCHEDULE, "what drafts have saved"):
                 answer = hook(stats=stats)
         number = finite_float(answer)
         if number is not None and number > 0.0:
@@ -292,7 +292,7 @@ class SpecSession:
         """Seconds that the coming slice may take beyond its share, of a plugin that grants any; 0 after a failure."""
         granted = 0.0
         if not self.failed:
-            with self.guarded(Work.HEAD_START):
+            with self.guarded(Reason.TRAINING, "head start"):
                 answer = self.manager.hook.spec_head_start()
                 seconds = 0.0 if answer is None else finite_float(answer)
                 if seconds is None:
@@ -303,14 +303,14 @@ class SpecSession:
     def train_draft(self, step: int, seconds: float) -> None:
         """Run one slice of draft training of at most ``seconds``."""
         if not self.failed:
-            with self.guarded(Work.TRAINING):
+            with self.guarded(Reason.TRAINING, "draft training"):
                 self.manager.hook.spec_train_draft(step=step, seconds=seconds)
 
     def weight_sync(self, event: WeightSync) -> DraftRefresh | None:
         """Announce new target weights; returns the draft weights to install, or None to keep the old ones."""
         refresh: DraftRefresh | None = None
         if not self.failed:
-            with self.guarded(Work.WEIGHT_SYNC):
+            with self.guarded(Reason.REFRESH, "weight sync"):
                 self.manager.hook.spec_weight_sync(event=event)
                 # engines that sleep at level 2 have lost theirs
                 refresh = self._refresh(event) if not self.hidden or self.config.sleep_level > 1 else None
@@ -320,7 +320,7 @@ class SpecSession:
         """Between two weight syncs: the draft weights to install, or None to keep the old ones."""
         refresh: DraftRefresh | None = None
         if not self.failed:
-            with self.guarded(Work.DRAFT_WEIGHTS):
+            with self.guarded(Reason.REFRESH, "draft weights"):
                 refresh = self._refresh(event)
         return refresh
 
@@ -330,13 +330,13 @@ class SpecSession:
 
     def refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         """Tell the plugins what became of a refresh."""
-        with self.guarded(Work.REFRESH):
+        with self.guarded(Reason.REFRESH):
             self.manager.hook.spec_refreshed(refresh=refresh, report=report)
 
     def schedule(self, policy_version: int) -> Schedule | None:
         """k per batch size for the coming rollout phase; all zero after a failure."""
         chosen: Schedule | None = None
-        with self.guarded(Work.SCHEDULE):
+        with self.guarded(Reason.SCHEDULE):
             answer = self.manager.hook.spec_schedule(policy_version=policy_version)
             chosen = None if answer is None else self._fitting(expect_instance(answer, Schedule, "spec_schedule"))
         return self.plain_schedule if self.failed else chosen
@@ -379,20 +379,20 @@ class SpecSession:
 
         def each(plugin: str, metrics: Callable[[], object]) -> dict[str, float]:
             numbers: dict[str, float] = {}
-            with self.guarded(Work.METRICS, f"of plugin {plugin}", harmless=True):
+            with self.guarded(Reason.OTHER_TROUBLE, f"metrics of plugin {plugin}", harmless=True):
                 numbers = self._numbers(f"plugin {plugin}", metrics())
             found.append(dict(numbers))  # a wrapper may write into what it gets, and fail then
             return numbers
 
         answers: object = found
-        with self.guarded(Work.METRICS, "in a wrapper", harmless=True):
+        with self.guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper", harmless=True):
             answers = call_each(self.manager, "spec_metrics", each)
         if not isinstance(answers, list):
             self._leave_out(_WRAPPER, "all that it made of the metrics", answers, "no list of mappings")
             answers = found
         merged: dict[str, float] = {}
         for answer in answers:
-            with self.guarded(Work.METRICS, "in a wrapper's answer", harmless=True):
+            with self.guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper's answer", harmless=True):
                 merged |= self._numbers(_WRAPPER, answer)
         return merged
 
@@ -426,7 +426,7 @@ class SpecSession:
         import torch  # late: whoever asks for nothing but the options need not wait for it
 
         copy: Tensor | None = None
-        with self.guarded(Work.COPYING_MATRICES):
+        with self.guarded(Reason.REFRESH, "a copy of the policy's embedding or head"):
             copy = tensor.detach().to(getattr(torch, self.target.dtype), copy=True)
         return copy
 
@@ -434,17 +434,17 @@ class SpecSession:
         """Save every plugin's state under ``path``, each by itself; after a failure of draft work nothing is saved."""
 
         def each(plugin: str, save: Callable[[], object]) -> object:
-            with self.guarded(Work.SAVE, f"of plugin {plugin} in {path}", harmless=True):
+            with self.guarded(Reason.CHECKPOINT, f"save of plugin {plugin} in {path}", harmless=True):
                 save()
             return None
 
         if not self.failed:
-            with self.guarded(Work.SAVE, f"in {path}, in a wrapper", harmless=True):
+            with self.guarded(Reason.CHECKPOINT, f"save in {path}, in a wrapper", harmless=True):
                 call_each(self.manager, "spec_save", each, path=path)
 
     def load(self, path: Path) -> None:
         """Restore every plugin's state from what ``save`` wrote; ``path`` may be missing."""
-        with self.guarded(Work.LOAD):
+        with self.guarded(Reason.CHECKPOINT, "load"):
             self.manager.hook.spec_load(path=path)
 
 

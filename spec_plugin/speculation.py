@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, IntEnum
+from enum import IntEnum
 from itertools import groupby
 
 from spec_plugin.events import EngineSchedule
@@ -64,53 +64,10 @@ class Reason(_Code):
     OTHER_RANK = 28, "trouble on another rank"
     NOT_WAITED_FOR = 30, "the trainer does not wait for rollouts: they end behind its own work, with drafts or without"
 
-
-class Work(Enum):
-    """Draft work whose failure stops no run: what ``SpecSession.guarded`` and ``fail`` are told.
-
-    Attributes:
-        reason: why the run is off after a failure in it, as ``spec/reason`` says.
-        words: for people, in warnings; nothing reads them.
-    """
-
-    reason: Reason
-    words: str
-
-    def __new__(cls, reason: Reason, words: str) -> Work:
-        """A member from both."""
-        member = object.__new__(cls)
-        member._value_ = member.words = words
-        member.reason = reason
-        return member
-
-    HARVEST = Reason.HARVEST, "harvest"
-    TRAINING = Reason.TRAINING, "draft training"
-    HEAD_START = Reason.TRAINING, "head start"
-    REFRESH = Reason.REFRESH, "refresh"
-    WEIGHT_SYNC = Reason.REFRESH, "weight sync"
-    DRAFT_WEIGHTS = Reason.REFRESH, "draft weights"
-    COPYING_MATRICES = Reason.REFRESH, "a copy of the policy's embedding or head"
-    READING_MATRICES = Reason.REFRESH, "reading the policy's embedding and head"
-    SCHEDULE = Reason.SCHEDULE, "schedule"
-    PHASE_START = Reason.SCHEDULE, "the beginning of a phase"
-    SAVINGS = Reason.SCHEDULE, "what drafts have saved"
-    SELF_TEST = Reason.SELF_TEST, "self-test"
-    ENGINE_READY = Reason.SELF_TEST, "engine_ready"
-    ROLLOUT_START = Reason.ENGINES, "rollout_start"
-    ROLLOUT_END = Reason.ENGINES, "rollout_end"
-    STATISTICS = Reason.ENGINES, "rollout statistics"
-    RECALL = Reason.ENGINES, "recall"
-    SPANS = Reason.ENGINES, "what the engines say of their samples"
-    WITNESSES = Reason.ENGINES, "log-probs that the engines kept"
-    WAITING_FOR_REPLICAS = Reason.ENGINES, "waiting for all replicas"
-    WAITING_FOR_WEIGHTS = Reason.ENGINES, "waiting for the engines' weights"
-    OPENING_GATE = Reason.ENGINES, "opening the gate"
-    SAVE = Reason.CHECKPOINT, "save"
-    LOAD = Reason.CHECKPOINT, "load"
-    AGREEMENT = Reason.OTHER_TROUBLE, "the ranks' agreement"
-    RECOVERY = Reason.OTHER_TROUBLE, "recover"
-    AUDIT = Reason.OTHER_TROUBLE, "audit"
-    METRICS = Reason.OTHER_TROUBLE, "metrics"
+    @property
+    def work(self) -> str:
+        """The draft work that has failed, for people: ``refresh``, ``self-test``."""
+        return self.name.lower().replace("_", "-")
 
 
 _STATES = {

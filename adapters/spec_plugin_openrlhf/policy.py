@@ -16,12 +16,12 @@ from torch import Tensor
 from spec_plugin.adapter import (
     ActorsLink,
     PackedShards,
+    Reason,
     Responses,
     SpecConfig,
     SpecRun,
     SpecSession,
     TargetInfo,
-    Work,
     actor_group,
     configure_logging,
     find_decoder,
@@ -130,7 +130,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
             self._spec.save(checkpoints.waiting(folder, tag))
         super().save_checkpoint(tag, *args, **kwargs)
         if saves:
-            with self._spec.session.guarded(Work.SAVE):
+            with self._spec.session.guarded(Reason.CHECKPOINT, "save"):
                 checkpoints.move_in(folder, tag)
 
 

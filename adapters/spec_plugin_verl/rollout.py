@@ -10,7 +10,7 @@ import torch
 from spec_plugin_verl_check.options import BOTH_PLACES, STRATEGIES
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from spec_plugin.adapter import ActorsLink, SpecConfigError, SpecSession, Work, actor_group, is_first
+from spec_plugin.adapter import ActorsLink, Reason, SpecConfigError, SpecSession, actor_group, is_first
 from spec_plugin_verl.actor import SpecActor
 from spec_plugin_verl.options import read_config, read_target, refuse_unsupported
 from spec_plugin_verl.weights import SYNC_TIMEOUT_S, PolicyStream
@@ -99,7 +99,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         """Each replica gets weights, and wakes up, at its own pace; the one that speaks to all of them waits for all."""
         link, session = self._run.link, self._run.session
         if isinstance(link, VerlLink) and not session.failed:
-            with session.guarded(Work.WAITING_FOR_REPLICAS):
+            with session.guarded(Reason.ENGINES, "waiting for all replicas"):
                 await link.all("spec_synced", self._syncs, awake, timeout_s=SYNC_TIMEOUT_S)
 
     async def resume(self, tags: list[str]) -> None:

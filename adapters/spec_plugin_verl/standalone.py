@@ -23,10 +23,10 @@ from spec_plugin.adapter import (
     ActorsLink,
     EngineLink,
     EngineSchedule,
+    Reason,
     SpecConfigError,
     SpecRun,
     SpecSession,
-    Work,
     actor_group,
     callers_stream,
     is_first,
@@ -92,14 +92,16 @@ class Standalone:
         problem = ""
         try:
             # law 6: the gate opens, the next phase is plain
-            with self._run.session.guarded(Work.PHASE_START), on_stream():
+            with self._run.session.guarded(Reason.SCHEDULE, "the beginning of a phase"), on_stream():
                 asyncio.run(self._begin(tap))
         except BaseException as error:  # in a thread nobody would hear of it: the one that waits raises it
             self._error, problem = error, str(error) or type(error).__name__
         if self._link is None:
             return
         try:
-            with self._run.session.guarded(Work.OPENING_GATE):  # law 6: the gate has a time-out of its own
+            with self._run.session.guarded(
+                Reason.ENGINES, "opening the gate"
+            ):  # law 6: the gate has a time-out of its own
                 in_force = asyncio.run(self._link.all("spec_go", self._syncs, problem))
                 self._run.session.engines = EngineSchedule.of_all(in_force)  # a gate may have opened without us
         except BaseException as error:
@@ -108,6 +110,8 @@ class Standalone:
     async def _begin(self, tap: PolicyTap) -> None:
         version = -1  # unknown
         if self._link is not None:
-            with self._run.session.guarded(Work.WAITING_FOR_WEIGHTS):  # law 6; the ranks go on together
+            with self._run.session.guarded(
+                Reason.ENGINES, "waiting for the engines' weights"
+            ):  # law 6; the ranks go on together
                 version = max(await self._link.all("spec_at_gate", self._syncs, timeout_s=SYNC_TIMEOUT_S))
         await self._run.weights_synced(of_first(version), *tap.copies(), copied=True)

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from spec_plugin.adapter import SpecPluginError, SpecSession, TargetInfo, Work, shared_with_draft, text_sizes
+from spec_plugin.adapter import Reason, SpecPluginError, SpecSession, TargetInfo, shared_with_draft, text_sizes
 
 #: seconds in which all servers must have the weights of a sync, and their memory back; a later one is not waited for
 SYNC_TIMEOUT_S = 600.0
@@ -64,7 +64,7 @@ class PolicyStream:
         """One stream, with verl's other arguments for it."""
         session = self._session
         if peft_config is not None and base_sync_done and not self._base and not session.failed:
-            with session.guarded(Work.READING_MATRICES):
+            with session.guarded(Reason.REFRESH, "reading the policy's embedding and head"):
                 self._base = base_on_disk(session.target, session.copy_of)
         return PolicyTap(weights, session.copy_of, session.target.hf_config)
 

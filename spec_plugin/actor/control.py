@@ -31,7 +31,7 @@ from spec_plugin.ranks import RanksPartedError, most_of_any_rank, of_first, on_a
 from spec_plugin.rollouts import CHUNK_TOKENS, Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import FORGOTTEN, Span, Spans
-from spec_plugin.speculation import Work
+from spec_plugin.speculation import Reason
 from spec_plugin.witness import Witness
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class RolloutControl:
                 drafted, self.lags, session.failed and not session.follows, hidden, failed_before
             )
         except RanksPartedError as error:
-            session.fail(Work.AGREEMENT, error, for_good=True)
+            session.fail(Reason.OTHER_TROUBLE, error, for_good=True, doing="the ranks' agreement")
             return False
         if first and hidden is not self._was_hidden:
             self._was_hidden = hidden
@@ -182,10 +182,10 @@ class RolloutControl:
         dropped = session.config.sleep_level > 1 and session.method.draft is not None
         if refresh is None:
             if dropped and not session.failed:
-                session.fail(Work.REFRESH, RuntimeError("no draft was sent to engines that had dropped theirs"))
+                session.fail(Reason.REFRESH, RuntimeError("no draft was sent to engines that had dropped theirs"))
             return
         began = time.perf_counter()
-        with self.session.guarded(Work.REFRESH):
+        with self.session.guarded(Reason.REFRESH):
             # the same version again: after sleep, or an untrained draft
             force = self._anew or refresh.draft_version == self._installed
             report = expect_instance(
@@ -234,7 +234,7 @@ class RolloutControl:
             schedule = session.schedule(self.policy_version)
         await self._set(link, schedule)
         failed_before = session.failed
-        with session.guarded(Work.PHASE_START):
+        with session.guarded(Reason.SCHEDULE, "the beginning of a phase"):
             await self._reach(link.start_phase(self.policy_version))
         await self._audit("rollout")
         session.rollout_start(self.policy_version)
@@ -252,7 +252,7 @@ class RolloutControl:
         tables = [] if schedule is None else [schedule, plain] if any(schedule.table) else [plain]
         for wanted in tables:
             session.engines = EngineSchedule()  # one of several may have taken it before the others failed
-            with session.guarded(Work.SCHEDULE):
+            with session.guarded(Reason.SCHEDULE):
                 wanted = replace(wanted, control_share=self._control_share)
                 session.engines = expect_instance(
                     await self._reach(link.set_schedule(wanted)), EngineSchedule, "set_schedule"
@@ -289,7 +289,7 @@ class RolloutControl:
         """What a run before this one has sampled."""
         self._recalled = True
         if (memory := self.session.method.memory) is not None:
-            with self.session.guarded(Work.RECALL):
+            with self.session.guarded(Reason.ENGINES, "recall"):
                 if rollouts := expect_list(memory.recall(), Rollout, "recall"):
                     await self._reach_rollouts(link.remember(rollouts))
 
@@ -304,7 +304,7 @@ class RolloutControl:
         if not session.config.self_test or session.failed:
             return
         seconds = session.config.self_test_seconds
-        with self.ledger.spending(), session.guarded(Work.SELF_TEST):
+        with self.ledger.spending(), session.guarded(Reason.SELF_TEST):
             answer = await self._reach(link.self_test(seconds), 5 * seconds + _START)
             self._judge(expect_instance(answer, SelfTestReport, "self_test"))
 
@@ -323,7 +323,7 @@ class RolloutControl:
         )
         if session.config.on_self_test_failure == "raise" and not report.out_of_time:
             raise LosslessError(message)
-        session.fail(Work.SELF_TEST, message, for_good=not report.out_of_time)
+        session.fail(Reason.SELF_TEST, message, for_good=not report.out_of_time)
 
     async def finish(self) -> None:
         """Collect what the engines did in the phase; later calls do nothing until the next ``begin``.
@@ -339,7 +339,7 @@ class RolloutControl:
         version, self._running = self._running, None
         session = self.session
         memory = None if session.failed else session.method.memory
-        with session.guarded(Work.STATISTICS):
+        with session.guarded(Reason.ENGINES, "rollout statistics"):
             stats = expect_instance(await self._reach(self.link.stats(version)), RolloutStats, "stats")
             self.lags = self.lags or bool(stats.interrupted)
             session.rollout_end(stats)
@@ -364,9 +364,9 @@ class RolloutControl:
         needed = self.lags or not told
         # else, behind a failure, in a phase without drafts, nobody needs it, and nobody waits for it
         if self.link is not None and (needed or self.speculating or not self.session.failed):
-            with self.ledger.spending(), self.session.guarded(Work.SPANS):
+            with self.ledger.spending(), self.session.guarded(Reason.ENGINES, "what the engines say of their samples"):
                 found = expect_list(run_blocking(self._reach(self.link.spans())), Span, "spans")
-        with self.session.guarded(Work.SPANS):
+        with self.session.guarded(Reason.ENGINES, "what the engines say of their samples"):
             found = of_first(found)
             self._spans = self._spans if needed else Spans()
             self._spans.add(found, self.policy_version)
@@ -378,7 +378,7 @@ class RolloutControl:
         """Log-probs of this phase that the engines kept aside, on the rank with a link; none on the others."""
         kept: list[Witness] = []
         if self.link is not None:
-            with self.ledger.spending(), self.session.guarded(Work.WITNESSES):
+            with self.ledger.spending(), self.session.guarded(Reason.ENGINES, "log-probs that the engines kept"):
                 kept = expect_list(run_blocking(self._reach(self.link.witnesses())), Witness, "witnesses")
         return kept
 
@@ -388,7 +388,7 @@ class RolloutControl:
         wanted = 0.0 if session.hidden else session.head_start()
         self.agree()  # behind it: who failed there takes no part in the slice
         head_start = 0.0
-        with session.guarded(Work.HEAD_START):
+        with session.guarded(Reason.TRAINING, "head start"):
             head_start = most_of_any_rank(wanted)
         step_seconds, share = self._slices.step_seconds(), session.config.train_share
         with self.ledger.spending():
@@ -404,7 +404,7 @@ class RolloutControl:
     async def _audit(self, moment: str) -> None:
         if not self.session.config.audit or self.link is None or (self._sleeps and moment == "rolled out"):
             return
-        with self.session.guarded(Work.AUDIT):
+        with self.session.guarded(Reason.OTHER_TROUBLE, "audit"):
             state = expect_instance(await self._reach(self.link.state(moment)), EngineState, "state")
             for auditor in self.session.auditors:
                 auditor(state)

@@ -25,7 +25,7 @@ from spec_plugin.actor.taps import Taps
 from spec_plugin.builtin.trainer import TRAIN_TOKENS
 from spec_plugin.events import HiddenStates
 from spec_plugin.ranks import most_of_any_rank, together
-from spec_plugin.speculation import Work
+from spec_plugin.speculation import Reason
 
 #: token ids of whole documents, [n_i], in the order of the batch, and masks of what the policy sampled of them, [n_i] bool
 Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -323,7 +323,7 @@ class RolloutHarvest:
     def _build(self) -> None:
         """Make the hooks where there are none: at the start, and at a fresh start after that had failed."""
         if self._wanted is not None and self._taps is None and not self.session.failed:
-            with self.session.guarded(Work.HARVEST):
+            with self.session.guarded(Reason.HARVEST):
                 self._taps = self.taps(self._wanted)
 
     def open(self) -> None:
@@ -370,7 +370,7 @@ class RolloutHarvest:
             yield
             return
         if self.plan.left <= 0:
-            with session.guarded(Work.HARVEST):
+            with session.guarded(Reason.HARVEST):
                 self.plan.pieces(documents()[1])  # counts them
             yield
             return
@@ -387,11 +387,11 @@ class RolloutHarvest:
                 ) as error:  # law 6; ranks that share these documents hear of it together, behind the pass
                     trouble = error
                 if pieces:
-                    with session.guarded(Work.HARVEST):
+                    with session.guarded(Reason.HARVEST):
                         attached.enter_context(taps.attached(select))
                 yield
             hidden = None
-            with session.guarded(Work.HARVEST):
+            with session.guarded(Reason.HARVEST):
                 with together("harvest the pass", self._among) if self._among is not None else nullcontext():
                     if trouble is not None:
                         raise trouble

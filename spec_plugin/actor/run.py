@@ -24,7 +24,7 @@ from spec_plugin.events import UNKNOWN, ChosenStates, Drafts, LogprobBatch, Stat
 from spec_plugin.ranks import is_first
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Spans
-from spec_plugin.speculation import Work
+from spec_plugin.speculation import Reason
 from spec_plugin.witness import Witness, witnessed
 
 
@@ -314,7 +314,10 @@ class SpecRun:
         exact: dict[str, Tensor] = {}
         if told is None and not lags:  # what this phase has sampled is not taken for older text
             told = (torch.full((len(mask),), now),) * 2
-        with self.session.guarded(Work.SPANS):  # log-probs are judged without it, too
+        # log-probs are judged without it, too
+        with self.session.guarded(
+            Reason.ENGINES, "what the engines say of their samples"
+        ):  # log-probs are judged without it, too
             found = self._spans.of(responses.documents, responses.starts, mask, told, responses.rollout)
             said, plain, exact["apart"] = found.versions, found.plain, found.apart
             if self._spans.complete and not lags:  # a document that lags may have begun before this run
@@ -339,7 +342,7 @@ class SpecRun:
     def _kept_aside(self, batch: LogprobBatch, responses: Responses, kept: Sequence[Witness]) -> LogprobBatch | None:
         """What the engines kept aside of log-probs that the trainer did not ask for, of this rank's sequences."""
         known: LogprobBatch | None = None
-        with self.session.guarded(Work.WITNESSES):
+        with self.session.guarded(Reason.ENGINES, "log-probs that the engines kept"):
             known = witnessed(batch, responses.documents, responses.starts, kept)
         return known
 

@@ -50,8 +50,8 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/session.py",
         "SpecSession.fail",
-        "False, work.reason\n",
-        "False, Reason.OTHER_TROUBLE\n",
+        "self._trouble = reason\n",
+        "self._trouble = Reason.OTHER_TROUBLE\n",
         "the log does not say in what drafting failed",
         ("test_speculation.py",),
     ),

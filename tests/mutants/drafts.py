@@ -94,15 +94,15 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/session.py",
         "SpecSession.save",
-        'with self.guarded(Work.SAVE, f"of plugin {plugin} in {path}", harmless=True):',
-        "with self.guarded(Work.SAVE):",
+        'with self.guarded(Reason.CHECKPOINT, f"save of plugin {plugin} in {path}", harmless=True):',
+        'with self.guarded(Reason.CHECKPOINT, "save"):',
         "law 6: one full disk costs eight plain syncs",
         ("test_session.py",),
     ),
     Mutation(
         "spec_plugin/session.py",
         "SpecSession._plugins_metrics",
-        'with self.guarded(Work.METRICS, "in a wrapper\'s answer", harmless=True):',
+        'with self.guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper\'s answer", harmless=True):',
         "if True:",
         "law 6: metrics of a wrapper that cannot be read stop the run",
         ("test_session.py",),

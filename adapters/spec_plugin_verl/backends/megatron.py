@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.megatron_utils import unwrap_model
 
-from spec_plugin.adapter import LAST, Documents, HiddenStates, Piece, RolloutControl, RolloutHarvest, Rows, Taps, Work
+from spec_plugin.adapter import LAST, Documents, HiddenStates, Piece, Reason, RolloutControl, RolloutHarvest, Rows, Taps
 from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
 
@@ -152,7 +152,7 @@ class PipelineHarvest(RolloutHarvest):
         session, kept, self._documents = self.session, self._documents, _Documents()
         if self._wanted is None:
             return
-        with session.guarded(Work.HARVEST):
+        with session.guarded(Reason.HARVEST):
             with self._timed():
                 states = kept.states if self._stages == 1 else self._exchanged(kept)
             _check_complete((*self._wanted, LAST), states, len(kept.ids))

@@ -147,9 +147,9 @@ def test_passes_after_the_pass_and_runs_that_have_failed_are_left_alone():
 
 
 def actor_work() -> Any:
-    from spec_plugin.speculation import Work
+    from spec_plugin.speculation import Reason
 
-    return Work.TRAINING
+    return Reason.TRAINING
 
 
 class Shards(PackedShards):

@@ -16,7 +16,7 @@ from spec_plugin.events import HiddenStates
 from spec_plugin.hookspecs import hookimpl
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
-from spec_plugin.speculation import Work
+from spec_plugin.speculation import Reason
 
 BUDGET = 32
 
@@ -154,7 +154,7 @@ def test_nobody_harvests_where_the_trainer_does_not_wait_for_rollouts(monkeypatc
 def test_law_6_nobody_harvests_for_a_draft_that_has_failed():
     shards = Shards()
     actor = Actor(shards)
-    actor.session.fail(Work.HARVEST, "on purpose")
+    actor.session.fail(Reason.HARVEST, "on purpose")
     actor.harvest.open()
     actor.runs(12)
     assert actor.heard.lengths == [] and shards.gathered == 0
@@ -193,7 +193,7 @@ def test_law_6_behind_a_failure_the_pass_goes_on_and_nothing_more_is_captured():
     """In the next micro-batch of the same step, of a single rank."""
     actor = Actor()
     actor.harvest.open()
-    actor.session.fail(Work.HARVEST, "on purpose")
+    actor.session.fail(Reason.HARVEST, "on purpose")
     hooks: list[int] = []
     with actor.harvest.capture(lambda: ([], [])):
         hooks.append(len(actor.decoder.norm._forward_hooks))

@@ -31,7 +31,7 @@ from spec_plugin.hookspecs import hookimpl
 from spec_plugin.ranks import actor_group, is_first, on_any_rank, together
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
-from spec_plugin.speculation import Work
+from spec_plugin.speculation import Reason
 
 assert builtins  # imported once here, not in each forked rank
 
@@ -296,7 +296,7 @@ def test_ranks_begin_anew_together_whoever_took_the_failure_back(tmp_path):
         session = SpecSession(SpecConfig(), replace(TARGET, actor_group=actor_group()))
         control = RolloutControl(session, None)
         if rank == 0:
-            session.fail(Work.AUDIT, RuntimeError("broken"))
+            session.fail(Reason.OTHER_TROUBLE, RuntimeError("broken"))
         control.agree()
         before = session.failed
         if rank == 0:

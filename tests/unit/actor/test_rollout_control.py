@@ -30,7 +30,7 @@ from spec_plugin.method import Method
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span
-from spec_plugin.speculation import Work
+from spec_plugin.speculation import Reason
 
 
 @pytest.mark.parametrize(("overlaps", "shares"), [(False, [None, None]), (True, [0.25, 6 / 40])])
@@ -206,7 +206,7 @@ def test_what_was_said_before_is_kept_once_something_has_been_cut_short():
 def test_engines_that_failed_are_not_asked_again_in_a_synchronous_run():
     engines = Lagging()
     control = lagging(engines, overlaps=False)
-    control.session.fail(Work.REFRESH, "planted")
+    control.session.fail(Reason.REFRESH, "planted")
     control.spans()
     assert "spans" not in engines.calls
     control.spans(told=False)

@@ -22,7 +22,7 @@ from spec_plugin.events import Drafts, EngineSchedule, LogprobBatch, StatedLogpr
 from spec_plugin.manager import create_manager
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import Span
-from spec_plugin.speculation import Work
+from spec_plugin.speculation import Reason
 from spec_plugin.witness import Witness
 
 DOCUMENTS = [torch.tensor([1, 2, 3, 4]), torch.tensor([1, 5, 6, 7])]
@@ -229,7 +229,7 @@ def test_law_3_the_control_group_of_a_phase_whose_draft_failed_behind_it_is_aske
     run, seen, _ = make()
     synced(run)
     asyncio.run(run.rollouts_end())
-    run.session.fail(Work.HARVEST, "planted")
+    run.session.fail(Reason.HARVEST, "planted")
     run.check(responses(), STATED)
     assert (seen.batches[0].drafted == Drafts.CONTROL).any()
 

@@ -30,7 +30,7 @@ from spec_plugin.manager import create_manager
 from spec_plugin.method import Method
 from spec_plugin.rollouts import Rollout
 from spec_plugin.session import SpecSession
-from spec_plugin.speculation import Work
+from spec_plugin.speculation import Reason
 
 
 def session_of(*plugins: str) -> SpecSession:
@@ -134,7 +134,7 @@ def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
 
 def audit(session: SpecSession, version: int) -> None:
     """As the control has it."""
-    with session.guarded(Work.AUDIT):
+    with session.guarded(Reason.OTHER_TROUBLE, "audit"):
         for auditor in session.auditors:
             auditor(EngineState("synced", version, 0, "", ""))
 

@@ -22,7 +22,7 @@ from spec_plugin.events import (
     WeightSync,
 )
 from spec_plugin.method import Method
-from spec_plugin.speculation import Work
+from spec_plugin.speculation import Reason
 
 GUARDED = (
     "spec_engine_ready",
@@ -124,7 +124,7 @@ def test_law_6_nothing_is_trained_saved_or_harvested_after_a_failure(tmp_path):
             calls.append("save")
 
     session = session_with(Watching())
-    session.fail(Work.HARVEST, "on purpose")
+    session.fail(Reason.HARVEST, "on purpose")
     step(session, 0, tmp_path)
     assert calls == []
 
@@ -132,8 +132,8 @@ def test_law_6_nothing_is_trained_saved_or_harvested_after_a_failure(tmp_path):
 def test_law_6_a_failure_outside_of_the_hooks_counts_too_and_only_the_first_is_kept(warnings_of):
     session = session_with(serve="always")
     assert any(session.schedule(0).table)
-    session.fail(Work.REFRESH, TimeoutError("first"))
-    session.fail(Work.REFRESH, TimeoutError("second"))
+    session.fail(Reason.REFRESH, TimeoutError("first"))
+    session.fail(Reason.REFRESH, TimeoutError("second"))
     assert session.failure == "refresh: first" and len(warnings_of()) == 1
     assert not any(session.schedule(0).table)
 
@@ -149,7 +149,7 @@ def test_laws_2_and_3_errors_that_must_stop_the_run_pass_through(hook, error, tm
 
 def test_law_3_log_probs_are_checked_also_after_speculation_has_failed():
     session = session_with()
-    session.fail(Work.HARVEST, "on purpose")
+    session.fail(Reason.HARVEST, "on purpose")
     bad = torch.tensor([[float("nan")]])
     with pytest.raises(LogprobProvenanceError):
         session.check_logprobs(batch_of(0, bad, None, drafts=Drafts.OFF))

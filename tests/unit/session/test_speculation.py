@@ -14,7 +14,7 @@ from builders.session import TARGET, raising, session_with
 
 from spec_plugin import SpecConfig, hookimpl
 from spec_plugin.events import EngineSchedule, RolloutStats, Schedule, StepPair
-from spec_plugin.speculation import Reason, Speculation, Work, in_force, in_words, state_of, table_metrics
+from spec_plugin.speculation import Reason, Speculation, in_force, in_words, state_of, table_metrics
 
 S, R = Speculation, Reason
 
@@ -32,19 +32,23 @@ def test_the_documents_tables_are_the_codes(codes):
     assert [(str(int(code)), code.name, code.meaning) for code in codes] in tables
 
 
-@pytest.mark.parametrize("work", Work, ids=lambda work: work.name)
-def test_the_reason_of_a_failure_is_its_works_own_however_it_is_worded(work, monkeypatch):
-    monkeypatch.setattr(work, "words", "in other words")
+TROUBLE = [reason for reason in Reason if R.HARVEST <= reason < R.OTHER_RANK]
+
+
+@pytest.mark.parametrize("reason", TROUBLE, ids=lambda reason: reason.name)
+def test_a_failure_is_told_by_its_reason_and_by_what_was_being_done(reason):
     session = session_with()
-    session.fail(work, "planted", where="here")
-    assert logged(session) == (S.FAILED, work.reason) and session.failure == "in other words here: planted"
+    session.fail(reason, "planted", doing="in other words")
+    assert logged(session) == (S.FAILED, reason) and session.failure == "in other words: planted"
+    session = session_with()
+    session.fail(reason, "planted")
+    assert session.failure == f"{reason.name.lower().replace('_', '-')}: planted"
 
 
-def test_each_kind_of_trouble_is_of_some_work_and_no_work_is_gone():
-    assert {work.reason for work in Work} == {r for r in Reason if R.HARVEST <= r < R.OTHER_RANK}
+def test_each_kind_of_trouble_is_of_some_work_and_nothing_else_is_guarded():
     files = [file for folder in ("spec_plugin", "adapters") for file in (ROOT / folder).rglob("*.py")]
-    named = {name for file in files for name in re.findall(r"\bWork\.([A-Z_]+)", file.read_text())}
-    assert named == {work.name for work in Work}
+    named = {name for file in files for name in re.findall(r"(?:guarded|fail)\(Reason\.([A-Z_]+)", file.read_text())}
+    assert named == {reason.name for reason in TROUBLE}
 
 
 def test_codes_below_ten_draft_and_those_from_twenty_to_twenty_nine_are_trouble():
