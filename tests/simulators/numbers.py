@@ -1,0 +1,120 @@
+"""What each number of the break-even controller is worth: the same simulated runs with it half as large, twice, and without it.
+
+A number that costs nothing either way is no reason to be there, and one whose mechanism costs nothing to leave out takes the
+mechanism with it.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple
+from unittest.mock import patch
+
+from simulators import controller
+from simulators.shown import Map, Shown
+from spec_plugin.builtin.break_even import acceptance, correction, plan, states
+from spec_plugin.builtin.break_even import controller as choice
+from spec_plugin.engine.schedule import cutoff, pairs
+from spec_plugin.step_cost import bands, model
+
+
+class Number(NamedTuple):
+    """One constant of a module."""
+
+    module: ModuleType
+    name: str
+    without: float | None = None  # the value at which what it is for does nothing
+    above_one: bool = False  # a factor of which what is above 1 is halved and doubled
+
+    @property
+    def value(self) -> float:
+        """As it is."""
+        found: float = getattr(self.module, self.name)
+        return found
+
+    def times(self, factor: float) -> float:
+        """So many times as large."""
+        if self.above_one:
+            return 1.0 + factor * (self.value - 1.0)
+        return max(1, round(factor * self.value)) if isinstance(self.value, int) else factor * self.value
+
+    @property
+    def shown(self) -> str:
+        """With its module."""
+        return f"`{self.module.__name__.removeprefix('spec_plugin.').removeprefix('builtin.')}.{self.name}`"
+
+
+NUMBERS = (
+    Number(plan, "MARGIN", without=1.0, above_one=True),
+    Number(plan, "_LOOKED_AT", without=1),
+    Number(choice, "_TRY_K", without=99),
+    Number(choice, "_TRY_MARGIN", without=1.0, above_one=True),
+    Number(states, "REST"),
+    Number(acceptance, "_MIN_DRAFTS", without=1),
+    Number(acceptance, "_OUT_OF_DATE", without=math.inf),
+    Number(acceptance, "_COMPARABLE", without=math.inf, above_one=True),
+    Number(correction, "_KEPT"),
+    Number(correction, "_PHASES", without=10**9),
+    Number(correction, "_NOISE"),
+    Number(correction, "_NOISE_PAIRS", without=0),
+    Number(correction, "_FEW", without=1),
+    Number(correction, "_MAY_COST"),
+    Number(correction, "_LEAST_SHARE", without=0.0),
+    Number(correction, "_MOST_SHARE"),
+    Number(correction, "_HALVED_BY", without=math.inf),
+    Number(bands, "_MIDDLE", without=1.0),
+    Number(bands, "_EXACT"),
+    Number(model, "_MEMORY_STEPS", without=0),
+    Number(model, "_MEMORY_PHASES", without=1),
+    Number(model, "_STEPS_OF_A_PHASE", without=10**9),
+    Number(model, "_PRIOR_STEPS", without=1e-9),
+    Number(model, "_IMPLAUSIBLE", without=0.0),
+    Number(model, "_LONGER", without=0.0),
+    Number(model, "_SMALL", without=1.0),
+    Number(cutoff, "_LOST", without=math.inf),
+    Number(cutoff, "_STEPS", without=0),
+    Number(cutoff, "_KEPT", without=1.0, above_one=True),
+    Number(pairs, "STEPS"),
+    Number(pairs, "_PATIENCE"),
+    Number(pairs, "_RANGE"),
+    Number(pairs, "_APART", without=1.0),
+)
+
+
+def a_run(index: int, number: Number | None, value: float, runs: int, phases: int, first: int) -> controller.Outcome:
+    """One run with another number: truths in turn, ``runs`` seeds of each, from ``first`` on."""
+    truth = controller.TRUTHS[index // runs]
+    with ExitStack() as changed:
+        if number is not None:
+            changed.enter_context(patch.object(number.module, number.name, value))
+        return controller.run(truth, first + index % runs, min(phases, truth.phases or phases))
+
+
+def numbers(mapped: Map, runs: int, phases: int) -> Shown:
+    """The controller's truths, a hundredth as many runs of each, for each number."""
+    of = max(1, runs // 100)
+    out = Shown(
+        f"Numbers of the controller: seconds more than as it is, mean of {of * len(controller.TRUTHS)} runs of {phases} phases "
+        "(the worst 50 phases in a row, against plain)",
+        ("number", "it is", "half as large", "twice as large", "without it"),
+    )
+    seeds = range(of * len(controller.TRUTHS))
+
+    def found(number: Number | None = None, value: float = 0.0, first: int = 0) -> list[controller.Outcome]:
+        return list(mapped(partial(a_run, number=number, value=value, runs=of, phases=phases, first=first), seeds))
+
+    usual = found()
+
+    def shown(outcomes: list[controller.Outcome]) -> str:
+        more = sum(o.ratio / u.ratio - 1.0 for o, u in zip(outcomes, usual, strict=True)) / len(usual)
+        return f"{more:+.1%} ({max(o.worst for o in outcomes):.3f})"
+
+    out.rows.append(("none, other seeds", "", shown(usual), shown(found(first=1000)), shown(found(first=2000))))
+    for number in NUMBERS:
+        changed = [number.times(0.5), number.times(2.0), *([] if number.without is None else [number.without])]
+        cells = [shown(found(number, value)) for value in changed]
+        out.rows.append((number.shown, f"{number.value:g}", *cells, *[""] * (3 - len(cells))))
+    return out
