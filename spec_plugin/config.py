@@ -64,16 +64,6 @@ class SpecConfig(BaseModel):
         "auto",
         description="auto: draft only where it beats plain decoding; always: from the first step; never: train the draft only",
     )
-    controller: Literal["break_even", "fixed"] = Field(
-        "break_even",
-        description="break_even: k for each batch size, up to spec.k, from the engine's own step times; fixed: always spec.k",
-    )
-    break_even: float | None = Field(
-        None,
-        ge=1.0,
-        le=17.0,
-        description="acceptance length from which drafting pays; none: measured on the running engine",
-    )
 
     train: bool = Field(
         True, description="train the draft online, on hidden states captured in the trainer's forward passes"

@@ -41,7 +41,7 @@ class Reason(_Code):
     """Values of the metric ``spec/reason``: below 10 why it drafts, from 20 to 29 what has failed, else why it chose not to."""
 
     PREDICTED_TO_PAY = 0, "drafting is predicted to pay"
-    ASKED_FOR = 1, "the user asked for drafts throughout (serve=always, controller=fixed)"
+    ASKED_FOR = 1, "the user asked for drafts throughout (serve=always)"
     A_TRY = 2, "an unserved draft is tried in one rollout"
     NO_DRAFT_YET = 10, "no draft had been trained, and none measured yet"
     COST_UNKNOWN = 11, "what drafting costs on this engine is not known"

@@ -116,7 +116,7 @@ class RolloutControl:
         """
         session = self.session
         first = self.link is not None
-        by_choice = session.config.serve == "auto" and session.config.controller != "fixed"
+        by_choice = session.config.serve == "auto"
         drafted, hidden = self.speculating and first, self.ledger.hidden and first and by_choice
         try:
             drafted, self.lags, failed, session.hidden, failed_before = on_any_rank(

@@ -796,11 +796,11 @@ MUTATIONS = (
     ),
     Mutation(
         _PLAN,
-        "threshold",
-        "if acceptance > break_even * (",
-        "if acceptance >= break_even * (",
+        "best",
+        "if speedup > (1.0 if serving else MARGIN) else no_drafts(size)",
+        "if speedup > 0.0 else no_drafts(size)",
         "law 7: drafts that gain nothing are served",
-        ("test_controller.py",),
+        ("test_plan.py",),
     ),
     Mutation(
         _PLAN,

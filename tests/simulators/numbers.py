@@ -9,25 +9,27 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 from unittest.mock import patch
 
 from simulators import controller
 from simulators.shown import Map, Shown
-from spec_plugin.builtin.break_even import acceptance, correction, plan, states
-from spec_plugin.builtin.break_even import controller as choice
-from spec_plugin.engine.schedule import cutoff, pairs
-from spec_plugin.step_cost import bands, model
 
 
 class Number(NamedTuple):
-    """One constant of a module."""
+    """One constant of a module of ``spec_plugin``."""
 
-    module: ModuleType
+    where: str
     name: str
     without: float | None = None  # the value at which what it is for does nothing
     above_one: bool = False  # a factor of which what is above 1 is halved and doubled
+
+    @property
+    def module(self) -> ModuleType:
+        """Where it is read, at each run."""
+        return import_module(f"spec_plugin.{self.where}")
 
     @property
     def value(self) -> float:
@@ -44,43 +46,43 @@ class Number(NamedTuple):
     @property
     def shown(self) -> str:
         """With its module."""
-        return f"`{self.module.__name__.removeprefix('spec_plugin.').removeprefix('builtin.')}.{self.name}`"
+        return f"`{self.where.removeprefix('builtin.').removeprefix('break_even.')}.{self.name}`"
 
 
 NUMBERS = (
-    Number(plan, "MARGIN", without=1.0, above_one=True),
-    Number(plan, "_LOOKED_AT", without=1),
-    Number(choice, "_TRY_K", without=99),
-    Number(choice, "_TRY_MARGIN", without=1.0, above_one=True),
-    Number(states, "REST"),
-    Number(acceptance, "_MIN_DRAFTS", without=1),
-    Number(acceptance, "_OUT_OF_DATE", without=math.inf),
-    Number(acceptance, "_COMPARABLE", without=math.inf, above_one=True),
-    Number(correction, "_KEPT"),
-    Number(correction, "_PHASES", without=10**9),
-    Number(correction, "_NOISE"),
-    Number(correction, "_NOISE_PAIRS", without=0),
-    Number(correction, "_FEW", without=1),
-    Number(correction, "_MAY_COST"),
-    Number(correction, "_LEAST_SHARE", without=0.0),
-    Number(correction, "_MOST_SHARE"),
-    Number(correction, "_HALVED_BY", without=math.inf),
-    Number(bands, "_MIDDLE", without=1.0),
-    Number(bands, "_EXACT"),
-    Number(model, "_MEMORY_STEPS", without=0),
-    Number(model, "_MEMORY_PHASES", without=1),
-    Number(model, "_STEPS_OF_A_PHASE", without=10**9),
-    Number(model, "_PRIOR_STEPS", without=1e-9),
-    Number(model, "_IMPLAUSIBLE", without=0.0),
-    Number(model, "_LONGER", without=0.0),
-    Number(model, "_SMALL", without=1.0),
-    Number(cutoff, "_LOST", without=math.inf),
-    Number(cutoff, "_STEPS", without=0),
-    Number(cutoff, "_KEPT", without=1.0, above_one=True),
-    Number(pairs, "STEPS"),
-    Number(pairs, "_PATIENCE"),
-    Number(pairs, "_RANGE"),
-    Number(pairs, "_APART", without=1.0),
+    Number("builtin.break_even.plan", "MARGIN", without=1.0, above_one=True),
+    Number("builtin.break_even.plan", "_LOOKED_AT", without=1),
+    Number("builtin.break_even.controller", "_TRY_K", without=99),
+    Number("builtin.break_even.controller", "_TRY_MARGIN", without=1.0, above_one=True),
+    Number("builtin.break_even.states", "REST"),
+    Number("builtin.break_even.acceptance", "_MIN_DRAFTS", without=1),
+    Number("builtin.break_even.acceptance", "_OUT_OF_DATE", without=math.inf),
+    Number("builtin.break_even.acceptance", "_COMPARABLE", without=math.inf, above_one=True),
+    Number("builtin.break_even.correction", "_KEPT"),
+    Number("builtin.break_even.correction", "_PHASES", without=10**9),
+    Number("builtin.break_even.correction", "_NOISE"),
+    Number("builtin.break_even.correction", "_NOISE_PAIRS", without=0),
+    Number("builtin.break_even.correction", "_FEW", without=1),
+    Number("builtin.break_even.correction", "_MAY_COST"),
+    Number("builtin.break_even.correction", "_LEAST_SHARE", without=0.0),
+    Number("builtin.break_even.correction", "_MOST_SHARE"),
+    Number("builtin.break_even.correction", "_HALVED_BY", without=math.inf),
+    Number("step_cost.bands", "_MIDDLE", without=1.0),
+    Number("step_cost.bands", "_EXACT"),
+    Number("step_cost.model", "_MEMORY_STEPS", without=0),
+    Number("step_cost.model", "_MEMORY_PHASES", without=1),
+    Number("step_cost.model", "_STEPS_OF_A_PHASE", without=10**9),
+    Number("step_cost.model", "_PRIOR_STEPS", without=1e-9),
+    Number("step_cost.model", "_IMPLAUSIBLE", without=0.0),
+    Number("step_cost.model", "_LONGER", without=0.0),
+    Number("step_cost.model", "_SMALL", without=1.0),
+    Number("engine.schedule.cutoff", "_LOST", without=math.inf),
+    Number("engine.schedule.cutoff", "_STEPS", without=0),
+    Number("engine.schedule.cutoff", "_KEPT", without=1.0, above_one=True),
+    Number("engine.schedule.pairs", "STEPS"),
+    Number("engine.schedule.pairs", "_PATIENCE"),
+    Number("engine.schedule.pairs", "_RANGE"),
+    Number("engine.schedule.pairs", "_APART", without=1.0),
 )
 
 

@@ -75,16 +75,16 @@ class BreakEvenController:
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
-        """A break-even that the user set holds for every batch size."""
+        """Nothing is measured yet."""
         self._config, self._target, self._method = config, target, method
         self._plan = plan.no_drafts(target.max_num_seqs, Reason.NO_DRAFT_YET)
         self._stateful = keeps_states(target.hf_config)
         self.correction = Correction(self.cost, whole_rollouts=self._stateful)
-        self._fixed = config.serve == "always" or (config.serve == "auto" and config.controller == "fixed")
-        if config.serve == "auto" and not self._fixed and config.break_even is None and not config.self_test:
+        self._fixed = config.serve == "always"
+        if config.serve == "auto" and not config.self_test:
             raise SpecConfigError(
                 "spec.self_test=False leaves break-even unmeasured, so that spec.serve=auto could never decide to speculate: "
-                "set spec.break_even, or spec.serve=always or never"
+                "set spec.serve=always or never"
             )
 
     @hookimpl
@@ -164,15 +164,13 @@ class BreakEvenController:
         return runner_of(self._method.settings, "cuda").v2 and v2_verifies_in_chunks()
 
     def _plain_share(self, chosen: Plan) -> float:
-        if self._fixed or not chosen.speculates or self._config.break_even is not None:
+        if self._fixed or not chosen.speculates:
             return 0.0
         return self.correction.plain_share(chosen.speedup)
 
     def _break_even(self, table: Sequence[int]) -> tuple[float, ...]:
         if self._fixed or not any(table):
             return ()
-        if self._config.break_even is not None:
-            return (self._config.break_even,) * len(table)
         if self.cost.problem is not None:
             return (_BREAK_EVEN_UNKNOWN,) * len(table)
         margin = _TRY_MARGIN if self._plan.reason is Reason.A_TRY else 1.0
@@ -195,7 +193,7 @@ class BreakEvenController:
         state = self.states.before(pays, due, best.reason)
         if state is Speculation.RESTING or state is Speculation.UNTRIED:
             return plan.no_drafts(size, self.states.why)
-        if self._stateful and config.break_even is None and self._served >= self.correction.plain_every(best.speedup):
+        if self._stateful and self._served >= self.correction.plain_every(best.speedup):
             return plan.no_drafts(size, Reason.COMPARISON)
         return best if pays else self._try()
 
@@ -213,9 +211,6 @@ class BreakEvenController:
         config, size, curve = self._config, self._target.max_num_seqs, self.acceptance_curve
         if curve is None:
             return plan.no_drafts(size, Reason.NO_DRAFT_YET)
-        if config.break_even is not None:
-            length = tokens_per_step(curve, config.k)
-            return plan.threshold(config.k, length, config.break_even, self.states.serves, size)
         if self.cost.problem is not None:
             return plan.no_drafts(size, Reason.COST_UNKNOWN)
         current = self._table if self.states.serves and self._table else (0,) * (size + 1)
@@ -279,9 +274,7 @@ class BreakEvenController:
             self._plan.reason, Speculation.DROPPED if self._dropped and not self._plan.speculates else None
         )
         out["spec/head_start_ms"] = self._head_start * 1e3
-        if self._config.break_even is not None and size:
-            out[f"spec/break_even_b{size}"] = self._config.break_even
-        elif trusted:
+        if trusted:
             out.update({f"spec/break_even_b{b}": self.cost.break_even(b, self._config.k) for b in sizes_shown(size)})
         if self._plan.speculates and trusted:
             out["spec/speedup_predicted"] = self._plan.speedup

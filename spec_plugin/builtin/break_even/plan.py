@@ -44,14 +44,6 @@ def fixed(k: int, size: int, reason: Reason = Reason.PREDICTED_TO_PAY) -> Plan:
     return Plan((0,) + (k,) * size, 1.0, reason)
 
 
-def threshold(k: int, acceptance: float, break_even: float, serving: bool, size: int) -> Plan:
-    """k at every batch size up to ``size`` or none, by an acceptance length that somebody else says is break-even.
-
-    Where drafts are not served now, acceptance must clear a small margin.
-    """
-    return fixed(k, size) if acceptance > break_even * (1.0 if serving else MARGIN) else no_drafts(size)
-
-
 def best(
     cost: StepCost, acceptance: Sequence[float], load: Mapping[float, float], current: Sequence[int], ks: Sequence[int]
 ) -> Plan:

@@ -41,7 +41,6 @@ def test_an_unknown_option_that_resembles_none_is_answered_with_all_of_them():
         ("train", "perhaps", "true | false"),
         ("serve", "sometimes", "auto | always | never"),
         ("rejection_sample_method", "synthetic", "standard | block"),
-        ("break_even", 0.5, "float >= 1 and <= 17 or none"),
         ("aux_layers", ["two"], "list or none"),
     ],
 )

@@ -40,7 +40,6 @@ OPTIONS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("train_share", INFINITE, ("=inf", "finite", "<= 0.5")),
     ("refresh_timeout_s", "inf", ("='inf'", "finite", "<= 86400")),
     ("gate_timeout_s", 1e12, ("=1000000000000.0", "<= 604800")),
-    ("break_even", NAN, ("=nan", "finite", ">= 1 and <= 17")),
     ("self_test_alpha", NAN, ("=nan", "finite", "<= 0.05")),
     ("buffer_mb", 10**30, ("=1000", "<= 16777216")),
     ("memory_tokens", 2**63, (f"={2**63}", "<= 17179869184")),

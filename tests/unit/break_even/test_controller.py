@@ -10,7 +10,6 @@ from builders.steps import mixed_steps
 
 from spec_plugin import SpecConfig
 from spec_plugin.builtin.break_even.controller import BreakEvenController
-from spec_plugin.builtin.break_even.plan import threshold
 from spec_plugin.builtin.break_even.states import REST
 from spec_plugin.events import (
     DraftRefresh,
@@ -22,26 +21,11 @@ from spec_plugin.events import (
     TargetInfo,
 )
 from spec_plugin.method import Method
-from spec_plugin.speculation import Reason, as_metrics
 from spec_plugin.step_cost.chances import tokens_per_step
 
 
 def on(c: BreakEvenController) -> bool:
     return any(c.spec_schedule(1).table)
-
-
-def test_a_break_even_that_the_user_set_holds_for_every_batch_size():
-    assert threshold(K, 2.0, 1.5, True, size=5).table == (0,) + (K,) * 5
-
-
-def test_switching_on_needs_a_margin_and_staying_on_does_not():
-    assert not any(threshold(K, 2.05, 2.0, serving=False, size=8).table)
-    assert any(threshold(K, 2.05, 2.0, serving=True, size=8).table)
-    assert any(threshold(K, 2.15, 2.0, serving=False, size=8).table)
-
-
-def test_law_7_at_break_even_exactly_speculation_is_off():
-    assert not any(threshold(K, 2.0, 2.0, serving=True, size=8).table)
 
 
 def test_noise_around_break_even_does_not_make_it_flap():
@@ -176,15 +160,6 @@ def test_serve_always_and_never_ask_nobody():
     assert c.spec_schedule(0).table == (0,) * (SEQS + 1)
 
 
-def test_a_break_even_that_the_user_set_is_not_replaced_by_the_measured_one():
-    c = controller({1: 1.1, 8: 1.1}, break_even=3.0)
-    refreshed(c, 2.9)
-    assert not on(c)
-    nothing = dict.fromkeys(("spec/head_start_ms", "spec/dropped"), 0.0)
-    why = as_metrics(Reason.BELOW_BREAK_EVEN)
-    assert c.spec_metrics() == nothing | why | {f"spec/break_even_b{SEQS}": 3.0}
-
-
 def test_without_any_break_even_nothing_is_served():
     c = controller(None)
     refreshed(c, 4.0)
@@ -269,12 +244,13 @@ def test_a_draft_that_the_engine_dropped_is_told_and_not_served_again(caplog):
     assert not on(c)
 
 
-def test_the_guard_knows_the_break_even_that_the_user_set_and_leaves_fixed_k_alone():
-    c = controller(break_even=1.7)
-    refreshed(c, 3.5)
-    assert c.spec_schedule(1).break_even == (1.7,) * (SEQS + 1)
-    for options in ({"controller": "fixed"}, {"serve": "always"}, {"serve": "never"}):
+def test_a_draft_that_was_asked_for_throughout_is_never_dropped():
+    for options in ({"serve": "always"}, {"serve": "never"}):
         assert controller({8: 1.5}, **options).spec_schedule(0).break_even == ()
+    c = controller(serve="always", k=2)
+    for _ in range(5):
+        assert c.spec_schedule(0).table == (0,) + (2,) * SEQS
+        c.spec_rollout_end(phase(50.0, 2, 1.1))
 
 
 def test_one_line_is_logged_when_the_choice_changes(caplog):
@@ -424,7 +400,7 @@ def test_a_draft_that_is_good_enough_brought_resumed_or_not_asked_for_gets_no_he
     good = born()
     promised(good, (0.9, 0.9, 0.9))
     brought = born(draft="/some/draft")
-    for c in (good, brought, born(version=7), born(serve="always"), born(serve="never"), born(controller="fixed")):
+    for c in (good, brought, born(version=7), born(serve="always"), born(serve="never")):
         assert c.spec_head_start() == 0.0
     assert controller({8: 1.2}).spec_head_start() == 0.0, "nothing is known of the rollouts"
 
@@ -498,15 +474,6 @@ def test_once_it_was_served_there_is_no_head_start_any_more():
     assert c.spec_head_start() == 0.0
 
 
-def test_the_fixed_controller_drafts_as_many_tokens_as_were_asked_for():
-    c = controller(controller="fixed", k=2)
-    assert c.spec_schedule(0).table == (0,) + (2,) * SEQS
-    c.spec_rollout_end(phase(100.0))
-    for _ in range(5):
-        c.spec_rollout_end(phase(50.0, 2, 1.1))
-    assert c.spec_schedule(0).table == (0,) + (2,) * SEQS
-
-
 def test_metrics_tell_what_was_chosen_expected_and_realised():
     c = controller({1: 1.2, 8: 1.2})
     refreshed(c, 3.0)
@@ -558,7 +525,7 @@ def test_a_plain_share_is_asked_for_only_where_drafts_are_chosen_by_what_they_ga
     assert c.spec_schedule(0).plain_share == 0.25, "nothing is known"
     c.spec_rollout_end(phase(100.0, K, 3.0))
     assert 0.0 < c.spec_schedule(1).plain_share < 0.1
-    for options in ({"serve": "always"}, {"serve": "never"}, {"break_even": 1.1}):
+    for options in ({"serve": "always"}, {"serve": "never"}):
         assert controller({8: 1.2}, draft="d", **options).spec_schedule(0).plain_share == 0.0
 
 

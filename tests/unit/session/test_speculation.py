@@ -150,8 +150,6 @@ def test_a_draft_that_pairs_have_shown_to_be_slower_rests():
     [
         ({"serve": "never"}, S.FORBIDDEN, R.SERVE_NEVER),
         ({"serve": "always"}, S.SERVING, R.ASKED_FOR),
-        ({"controller": "fixed"}, S.SERVING, R.ASKED_FOR),
-        ({"break_even": 2.0}, S.UNTRIED, R.NO_DRAFT_YET),
     ],
 )
 def test_what_the_user_has_decided_is_said_to_be_so(options, state, reason):
