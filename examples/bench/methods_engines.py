@@ -182,7 +182,7 @@ class Bench:
         prompts, tokens = self._asked(index)
         timing = self.flag.run(prompts, 1.0, tokens)
         if k:
-            self.forwards[k].append(sum(s.batch * s.steps for s in self.flag.take_steps() if s.k > 0))
+            self.forwards[k].append(sum(s.batch * s.steps for s in self.flag.take_steps() if s.k and s.alike))
         return timing
 
 

@@ -202,7 +202,7 @@ def _cell(
         engine.set_k(k)
         engine.take_steps()
         engine.run(prompts(index), temperature, options["steps"])
-        return engine.take_steps()
+        return [s for s in engine.take_steps() if s.alike]
 
     return run
 

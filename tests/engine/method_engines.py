@@ -44,7 +44,9 @@ def set_k(llm: Any, k: int) -> None:
 
 
 def steps(llm: Any) -> list[StepTiming]:
-    return [StepTiming(*row) for row in llm.llm_engine.engine_core.engine_core.spec_take_steps()]
+    """Those that were alike."""
+    taken = [StepTiming(*row) for row in llm.llm_engine.engine_core.engine_core.spec_take_steps()]
+    return [s for s in taken if s.alike]
 
 
 def counted(llm: Any) -> tuple[list[list[int]], int, int]:

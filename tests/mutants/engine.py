@@ -391,6 +391,14 @@ MUTATIONS = (
     Mutation(
         _CUTOFF,
         "DraftCutoff.due",
+        "self._behind > _LOST and self._drafts >= _DRAFTS",
+        "self._behind > _LOST",
+        "law 7: a draft is dropped before the controller has seen its acceptance",
+        ("test_cutoff.py",),
+    ),
+    Mutation(
+        _CUTOFF,
+        "DraftCutoff.due",
         " and self._recent >= _STEPS * self._largest",
         "",
         "law 7: a draft that pays is dropped in the step in which most answers end",

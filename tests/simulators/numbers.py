@@ -77,6 +77,7 @@ NUMBERS = (
     Number("step_cost.model", "_LONGER", without=0.0),
     Number("step_cost.model", "_SMALL", without=1.0),
     Number("engine.schedule.cutoff", "_LOST", without=math.inf),
+    Number("engine.schedule.cutoff", "_DRAFTS", without=0),
     Number("engine.schedule.cutoff", "_STEPS", without=0),
     Number("engine.schedule.cutoff", "_KEPT", without=1.0, above_one=True),
     Number("engine.schedule.pairs", "STEPS"),

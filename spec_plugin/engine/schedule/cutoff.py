@@ -18,6 +18,8 @@ from typing import Any
 
 #: tokens that plain decoding would be ahead when the draft is dropped
 _LOST = 32.0
+#: verification steps of single requests before which nothing is dropped: fewer tell the controller nothing of the acceptance
+_DRAFTS = 64
 #: steps of as many requests as the largest had, that what has been lost must have taken at least
 _STEPS = 4
 #: what is kept must pay by this factor
@@ -35,6 +37,7 @@ class DraftCutoff:
             break_even: tokens of a verification step at which drafting is as fast as not, by batch size; empty: never drop.
         """
         self._table, self._break_even = table, list(break_even)
+        self._drafts = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -47,6 +50,7 @@ class DraftCutoff:
         if not self._break_even:
             return
         batch = min(batch, len(self._break_even) - 1)
+        self._drafts += 1
         self._behind += self._break_even[batch] - tokens
         self._recent, self._recent_tokens = self._recent + 1, self._recent_tokens + tokens
         self._largest = max(self._largest, batch)
@@ -56,7 +60,7 @@ class DraftCutoff:
     @property
     def due(self) -> bool:
         """True once drafting has cost this phase enough."""
-        return self._behind > _LOST and self._recent >= _STEPS * self._largest
+        return self._behind > _LOST and self._drafts >= _DRAFTS and self._recent >= _STEPS * self._largest
 
     def drop(self) -> bool:
         """Draft nothing more in this phase at the batch sizes that would need more tokens than were made; only when ``due``.
