@@ -6,7 +6,7 @@ more does not, since attention reads the KV cache once whatever k is. So the two
 phases, by bands of batch sizes (``bands``), and straight lines between those that were timed, in the batch size and in k. Beyond
 the largest batch with drafts, as many drafted tokens take as long as they would there. What a phase is slower by as a whole is
 taken out first (``at_usual_speed``); what plain steps and drafted ones of different phases are still off against each other is
-told by pairs (``builtin.break_even.judge``).
+told by pairs (``builtin.break_even.correction``).
 """
 
 from __future__ import annotations
