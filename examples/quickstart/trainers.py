@@ -78,7 +78,8 @@ def _openrlhf(start: Start) -> OpenRLHFRun:
         "rollout.micro_batch_size": MICRO_BATCH,
         "train.micro_batch_size": MICRO_BATCH,
     }
-    overrides = (*(word for name, n in ours.items() for word in (f"--{name}", str(n))), *start.overrides)
+    log = ("--logger.tensorboard_dir", str(start.out / "tensorboard"))  # what ``spec-plugin report`` reads
+    overrides = (*log, *(word for name, n in ours.items() for word in (f"--{name}", str(n))), *start.overrides)
     return OpenRLHFRun(start.policy, data, REWARD, start.out, start.steps, start.plain, overrides, MAX_NUM_SEQS)
 
 

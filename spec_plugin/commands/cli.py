@@ -236,18 +236,19 @@ def train(**options: Any) -> None:
 
 _REPORT_HELP = """Show what a run did, as one page of HTML that opens anywhere.
 
-RUN is a folder of a run, or a file: JSON lines of steps (verl's file logger), the trainer_state.json of TRL's checkpoints,
-tensorboard's event files, or the console log. Several runs are shown side by side and compared with the first plain one.
+RUN is a folder of a run, or a file: JSON lines of steps (verl's file logger), the trainer_state.json of TRL's checkpoints, or
+TensorBoard's event files. Several runs are shown side by side and compared with the first plain one. Console logs are not read.
 
 \b
 Examples:
   spec-plugin report runs/mine
   spec-plugin report plain/metrics.jsonl flag/ --out compare.html
   spec-plugin report output_dir                     of TRL: the newest checkpoint in it has all steps
-  spec-plugin report train.log --json | jq '.runs[0].findings'
+  spec-plugin report tensorboard_dir                of OpenRLHF, with --logger.tensorboard_dir tensorboard_dir
+  spec-plugin report metrics.jsonl --json | jq '.runs[0].findings'
 
 It says when the engines drafted and why not, the acceptance, the speed-up, what it cost, whether log-probs agreed, and what
-looks wrong. With the console log beside the metrics, the plugin's own lines are shown. Nothing but the page is written.
+looks wrong. Nothing but the page is written.
 """
 
 

@@ -2,6 +2,6 @@
 
 from spec_plugin.commands.report.build import Report, make_report, to_json, to_text
 from spec_plugin.commands.report.page import to_html
-from spec_plugin.commands.report.places import ReportError
+from spec_plugin.commands.report.read import ReportError
 
 __all__ = ["Report", "ReportError", "make_report", "to_html", "to_json", "to_text"]

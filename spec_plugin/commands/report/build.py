@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from spec_plugin.commands.report.compare import Comparison, base_of, caveats, compare
-from spec_plugin.commands.report.earned import Earned, earned_of
 from spec_plugin.commands.report.findings import RunFinding, findings_of
 from spec_plugin.commands.report.formats import log_formats
-from spec_plugin.commands.report.places import ReportError, find_places
-from spec_plugin.commands.report.read import read_place
-from spec_plugin.commands.report.run import LoggedRun
+from spec_plugin.commands.report.read import ReportError, read_runs
+from spec_plugin.commands.report.run import Earned, LoggedRun, Spread, earned_of
 from spec_plugin.commands.report.states import StateSpan, spans_of
 
 #: of the JSON: raised when a key is taken away or gets another meaning
-SCHEMA = 1
+SCHEMA = 2
 MARKS = {"bad": "error", "warn": "warning", "fine": "ok"}
+#: what is compared; of each, smaller is faster
+_COMPARED = {"ms_per_token": "generation, per token", "generation_s": "generation that the trainer waits for"}
+_COMPARED |= {"step_s": "whole step"}
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,32 @@ class View:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """How one run's times relate to those of the base, step by step."""
+
+    run: str
+    base: str
+    what: str
+    ratio: Spread  # base over run, step by step: above 1 is faster
+    first: int  # the first step that counts
+    last: int
+
+    @property
+    def sentence(self) -> str:
+        """The comparison in one sentence."""
+        few = " (too few for quartiles: the extremes)" if self.ratio.count < 3 else ""
+        steps = f"{self.ratio.count} steps from {self.first} to {self.last}{few}"
+        return f"{self.run} against {self.base}, {self.what}: {self.ratio.text(unit='x')} speed-up, {steps}"
+
+
+@dataclass(frozen=True)
 class Report:
     """Every run that could be read, and how they compare."""
 
     views: tuple[View, ...]
     base: str | None  # name of the run that the others are compared with
     comparisons: tuple[Comparison, ...]
-    caveats: tuple[str, ...]
+    caveats: tuple[str, ...]  # why a comparison may not be one
     problems: tuple[str, ...]  # what was named and could not be shown, a sentence each
 
 
@@ -53,69 +72,95 @@ def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
     Raises:
         ReportError: if nothing of it can be read, or no run is called ``base``.
     """
-    runs: list[LoggedRun] = []
-    problems: list[str] = []
-    formats = log_formats()
+    runs, problems, formats = list[LoggedRun](), list[str](), log_formats()
     for path in paths:
-        found, failed = [], []
         try:
-            for place in find_places(path, formats):
-                try:
-                    found.append(read_place(place, formats))
-                except ReportError as error:
-                    failed.append(str(error))
+            runs += read_runs(path, formats)
         except ReportError as error:
-            failed.append(str(error))
-        runs += found
-        problems += [] if found else failed[:1]  # of a folder with runs, what is no run is no news
+            problems.append(str(error))
     if not runs:
         raise ReportError("\n".join(problems))
     runs = _with_names(runs)
-    chosen = base_of(runs, base)
+    chosen = _base_of(runs, base)
     views = tuple(View(run, tuple(spans_of(run)), tuple(findings_of(run)), earned_of(run)) for run in runs)
-    name = chosen.name if chosen else None
-    return Report(views, name, tuple(compare(runs, chosen)), tuple(caveats(runs, chosen)), tuple(problems))
+    others = [run for run in runs if chosen and run is not chosen]
+    comparisons = tuple(c for run in others if chosen and run.trainer == chosen.trainer for c in compare(run, chosen))
+    caveats = tuple(text for run in others if chosen for text in _caveats(run, chosen))
+    return Report(views, chosen.name if chosen else None, comparisons, caveats, tuple(problems))
 
 
 def _with_names(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
-    """Names that differ: of runs of one name with folders above, as many as it takes; of the same run twice with a number."""
-    named = list(runs)
-    for above in range(2, 6):
-        seen = Counter(run.name for run in named)
-        parts = ["/".join(Path(run.sources[0]).resolve().parent.parts[-above:]) for run in runs]
-        named = [replace(r, name=part) if seen[r.name] > 1 else r for r, part in zip(named, parts, strict=True)]
+    """Names that differ: runs of one name get that of the folder above, too, and the same run twice a number."""
+    seen = Counter(run.name for run in runs)
+    above = [f"{Path(run.sources[0]).resolve().parent.parent.name}/{run.name}" for run in runs]
+    named = [replace(r, name=name) if seen[r.name] > 1 else r for r, name in zip(runs, above, strict=True)]
     seen = Counter(run.name for run in named)
-    return [replace(r, name=f"{runs[i].name} ({i + 1})") if seen[r.name] > 1 else r for i, r in enumerate(named)]
+    return [replace(r, name=f"{r.name} ({i})") if seen[r.name] > 1 else r for i, r in enumerate(named, 1)]
+
+
+def _base_of(runs: Sequence[LoggedRun], name: str | None) -> LoggedRun | None:
+    """What the others are compared with: the run of this name, or the first plain one, or the first; of one run nothing."""
+    if name is not None and name not in (names := [run.name for run in runs]):
+        raise ReportError(f"--base {name}: no run of this name; there are: {', '.join(names)}")
+    wanted = [run for run in runs if (run.name == name if name is not None else not run.has_plugin)]
+    return (wanted or list(runs))[0] if len(runs) > 1 else None
+
+
+def compare(run: LoggedRun, base: LoggedRun) -> Iterator[Comparison]:
+    """A run against the base, at the steps that both have.
+
+    Step 1 starts things up and is left out. Of a run with the plugin only what comes from its first drafted step on counts:
+    before it there is nothing to compare. Of generation an asynchronous run has only what training does not hide, a second or
+    none: ratios of it say nothing.
+    """
+    start = max(2, *run.drafted[:1], 2)
+    for name in ["step_s"] if run.overlaps or base.overlaps else _COMPARED:
+        pairs = [(s, base.series(name).at(s), v) for s, v in run.series(name).pairs() if s >= start and v > 0]
+        known = [(s, reference / v) for s, reference, v in pairs if reference]
+        if spread := Spread.of([ratio for _, ratio in known]):
+            yield Comparison(run.name, base.name, _COMPARED[name], spread, known[0][0], known[-1][0])
+
+
+def _caveats(run: LoggedRun, base: LoggedRun) -> Iterator[str]:
+    if run.trainer != base.trainer:
+        trainers = [each.trainer or "an unknown trainer" for each in (run, base)]
+        yield f"{run.name} is a run of {trainers[0]}, {base.name} of {trainers[1]}: they are not compared"
+        return
+    mine, their = (Spread.of(r.series("response_tokens").values) for r in (run, base))
+    if mine and their and abs(mine.median - their.median) > 0.1 * their.median:
+        lengths = f"{mine.median:.0f} and {their.median:.0f} tokens"
+        yield f"responses of {run.name} and {base.name} have {lengths} in the median"
+    if run.overlaps or base.overlaps:
+        text = "is asynchronous and waits only for what training does not hide: generation times are not compared"
+        yield f"{run.name if run.overlaps else base.name} {text}"
 
 
 def to_json(report: Report) -> str:
-    """For programs, with finite numbers only. docs/reference.md says what the keys are: new ones may come, none goes."""
-    table = {
-        "schema": SCHEMA,
-        "base": report.base,
-        "problems": list(report.problems),
-        "caveats": list(report.caveats),
-        "comparisons": [asdict(c) | {"sentence": c.sentence} for c in report.comparisons],
-        "runs": [
-            view.run.as_json()
-            | {"earned": view.earned and view.earned.as_json()}
-            | {"speculation": [asdict(span) for span in view.spans], "findings": [asdict(f) for f in view.findings]}
-            for view in report.views
-        ],
-    }
+    """For programs, with finite numbers only. docs/reference.md says what the keys are."""
+    runs = []
+    for view in report.views:
+        run, earned = view.run, view.earned
+        found = {name: value for name, value in asdict(run).items() if name != "steps"} | {"plugin": run.has_plugin}
+        found["earned"] = earned and asdict(earned) | {"net_s": earned.net_s}
+        found["steps"] = [{"step": step, **run.steps[step]} for step in run.numbers]
+        found["speculation"] = [asdict(span) for span in view.spans]
+        found["findings"] = [asdict(finding) for finding in view.findings]
+        runs.append(found)
+    others = {name: getattr(report, name) for name in ("base", "problems", "caveats")}
+    comparisons = [asdict(comparison) | {"sentence": comparison.sentence} for comparison in report.comparisons]
+    table = {"schema": SCHEMA, **others, "comparisons": comparisons, "runs": runs}
     return json.dumps(table, indent=1, allow_nan=False)
 
 
 def to_text(report: Report) -> Iterator[str]:
     """For a terminal: what stands out, and how the runs compare."""
     for view in report.views:
+        run, steps = view.run, f"{len(view.run.numbers)} steps"
+        steps += f" (one in {run.every} is logged)" if run.every > 1 else ""
         earned = f", {view.earned.sentence}" if view.earned else ""
-        yield f"{view.run.name}: {view.run.extent} of {view.run.trainer or 'an unknown trainer'}{earned}"
+        yield f"{run.name}: {steps} of {run.trainer or 'an unknown trainer'}{earned}"
         for finding in view.findings:
             yield f"  {'' if finding.level == 'fine' else MARKS[finding.level]:<9}{finding.text}"
-    for comparison in report.comparisons:
-        yield comparison.sentence
-    for caveat in report.caveats:
-        yield f"mind: {caveat}"
-    for problem in report.problems:
-        yield f"not shown: {problem}"
+    yield from (comparison.sentence for comparison in report.comparisons)
+    yield from (f"mind: {caveat}" for caveat in report.caveats)
+    yield from (f"not shown: {problem}" for problem in report.problems)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from spec_plugin.commands.report.run import LoggedRun, Series
 
@@ -13,21 +13,13 @@ _BEFORE, _AFTER = 5, 3  # values that make a level
 _NOISES = 4.0  # a shift is larger than so many times what a value usually differs from the next one by
 #: so many values say what levels usually change by, which a shift must exceed by as much: a run that wanders has no news
 _MANY = 30
-
-
 _LOOK_BACK = 5  # steps before a fall in which another change is told beside it
 _NUMBERS = ("no", "one", "two", "three", "four", "five")
-_LEVELS = {
-    "entropy": "the policy's entropy",
-    "response_tokens": "the length of responses",
-    "grad_norm": "the policy's gradient norm",
-    "spec/draft_loss": "the draft's loss",
-    "spec/policy_lag": "the policy's lag",
-}
+_LEVELS = {"entropy": "the policy's entropy", "response_tokens": "the length of responses"}
+_LEVELS |= {"grad_norm": "the policy's gradient norm", "spec/policy_lag": "the policy's lag"}
 
 
-@dataclass(frozen=True)
-class Shift:
+class Shift(NamedTuple):
     """A step at which a series changes its level, with the medians before and after."""
 
     step: int  # the first one at the new level
@@ -41,44 +33,36 @@ class Shift:
 
 
 def shifts_of(series: Series, least: float, floor: float = 0.0) -> list[Shift]:
-    """Places where the level changes, one for each change.
+    """Places where the level changes; of neighbouring ones in one direction that where the value itself jumps most.
 
     Args:
         series: the numbers.
         least: smallest change that counts, as a share of the level before, above ``floor``.
         floor: the value that is no gain; changes are relative to the distance from it.
     """
-    values, found = series.values, []
-    places = range(2, len(values) - 1)
-    levels = [(median(values[max(0, i - _BEFORE) : i]), median(values[i : i + _AFTER])) for i in places]
-    usual = median(abs(after - before) for before, after in levels) if len(values) >= _MANY else 0.0
-    noise = median(abs(b - a) for a, b in pairwise(values)) if len(values) > 1 else 0.0  # a single jump hardly moves it
-    least_change = _NOISES * max(noise, usual)
-    for i, (before, after) in zip(places, levels, strict=True):
-        change = abs(after - before)
-        if change >= least * max(abs(before - floor), 1e-12) and change > least_change:
-            found.append((i, Shift(series.steps[i], before, after)))
-    return _one_each(found, values)
-
-
-def _one_each(found: Sequence[tuple[int, Shift]], values: Sequence[float]) -> list[Shift]:
-    """Of neighbouring places in one direction, the one where the value itself jumps most."""
-    groups: list[list[tuple[int, Shift]]] = []
-    for i, shift in found:
-        if groups and i - groups[-1][-1][0] <= 2 and shift.fell == groups[-1][-1][1].fell:
-            groups[-1].append((i, shift))
-        else:
-            groups.append([(i, shift)])
-    return [
-        max(group, key=lambda at: (values[at[0]] - values[at[0] - 1]) * (-1 if at[1].fell else 1))[1]
-        for group in groups
+    values, groups = series.values, list[list[tuple[int, Shift]]]()
+    levels = [
+        (i, Shift(series.steps[i], median(values[max(0, i - _BEFORE) : i]), median(values[i : i + _AFTER])))
+        for i in range(2, len(values) - 1)
     ]
+    usual = median(abs(s.after - s.before) for _, s in levels) if len(values) >= _MANY else 0.0
+    noise = median(abs(b - a) for a, b in pairwise(values)) if len(values) > 1 else 0.0  # a single jump hardly moves it
+    for i, shift in levels:
+        change = abs(shift.after - shift.before)
+        if change >= least * max(abs(shift.before - floor), 1e-12) and change > _NOISES * max(noise, usual):
+            if groups and i - groups[-1][-1][0] <= 2 and groups[-1][-1][1].fell == shift.fell:
+                groups[-1].append((i, shift))
+            else:
+                groups.append([(i, shift)])
+    jumps = [{shift: (values[i] - values[i - 1]) * (-1 if shift.fell else 1) for i, shift in group} for group in groups]
+    return [max(group, key=lambda shift: group[shift]) for group in jumps]
 
 
 def nearby(run: LoggedRun, step: int, most: int = 2) -> str:
     """The last changes before a step, or in it: ``two steps after the learning rate rose from 1e-06 to 1e-05``; else empty."""
-    recent = sorted((c for c in _changes(run) if step - _LOOK_BACK <= c[0] <= step), key=lambda c: -c[0])
-    return " and ".join(f"{_when(step - at)} {words}" for at, words in recent[:most])
+    recent = sorted((c for c in _changes(run) if step - _LOOK_BACK <= c[0] <= step), key=lambda c: -c[0])[:most]
+    when = ["at the same step as", *(f"{word} step{'s' * (word != 'one')} after" for word in _NUMBERS[1:])]
+    return " and ".join(f"{when[step - at]} {words}" for at, words in recent)
 
 
 def _changes(run: LoggedRun) -> Iterator[tuple[int, str]]:
@@ -89,12 +73,12 @@ def _changes(run: LoggedRun) -> Iterator[tuple[int, str]]:
     for step, _ in increments(run.series("spec/refresh_refused")):
         yield step, "a refresh of the draft was refused"
     for name, words in _LEVELS.items():
-        for shift in shifts_of(run.series(name), least=0.25):
-            yield shift.step, f"{words} {_moved(shift.before, shift.after, '.3g')}"
+        for step, before, after in shifts_of(run.series(name), least=0.25):
+            yield step, f"{words} {_moved(before, after, '.3g')}"
 
 
 def _jumps(series: Series, words: str, form: str, factor: float) -> Iterator[tuple[int, str]]:
-    for step, before, after in zip(series.steps[1:], series.values, series.values[1:], strict=False):
+    for (_, before), (step, after) in pairwise(series.pairs()):
         if before > 0 and (after > factor * before or after * factor < before):
             yield step, f"{words} {_moved(before, after, form)}"
 
@@ -103,14 +87,8 @@ def _moved(before: float, after: float, form: str) -> str:
     return f"{'rose' if after > before else 'fell'} from {before:{form}} to {after:{form}}"
 
 
-def _when(later: int) -> str:
-    return f"{_NUMBERS[later]} step{'s' * (later > 1)} after" if later else "at the same step as"
-
-
 def increments(counter: Series) -> Iterator[tuple[int, float]]:
     """Where a counter rises, and by how much; one that begins above zero has risen before."""
-    last = 0.0
-    for step, value in counter.pairs():
+    for (_, last), (step, value) in pairwise([(0, 0.0), *counter.pairs()]):
         if value > last:
             yield step, value - last
-        last = value

@@ -7,8 +7,9 @@ from importlib.resources import files
 
 from spec_plugin import __version__
 from spec_plugin.commands.report.build import MARKS, Report
-from spec_plugin.commands.report.panels import panels_of, thinning, together
-from spec_plugin.commands.report.places import ReportError
+from spec_plugin.commands.report.figures import POINTS, draw
+from spec_plugin.commands.report.panels import panels_of, together
+from spec_plugin.commands.report.read import ReportError
 from spec_plugin.commands.report.run import LoggedRun, Spread
 
 _REWARDED = 5  # steps whose rewards are compared
@@ -30,30 +31,31 @@ def to_html(report: Report) -> str:
         ReportError: if jinja2 or matplotlib is not installed.
     """
     try:
+        import matplotlib  # noqa: F401
         from jinja2 import Environment
     except ImportError as error:
+        text = "the page is made with jinja2 and matplotlib, which are not both installed here"
         raise ReportError(
-            f"the page is made with jinja2, which is not installed here ({error}): pip install 'spec-plugin[report]', "
-            "or take the numbers alone with --json"
+            f"{text} ({error}): pip install 'spec-plugin[report]', or take the numbers with --json"
         ) from error
-    template = files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     runs = [view.run for view in report.views]
     columns = [column for column in _COLUMNS if any(run.series(column[1]) for run in runs)]
     rewarded = sorted(set.intersection(*(set(run.series("reward").steps) for run in runs)))[-_REWARDED:]
-    return (
-        Environment(autoescape=True)
-        .from_string(template)
-        .render(
-            report=report,
-            version=__version__,
-            marks=MARKS,
-            columns=["steps", "with drafts", *(heading for heading, *_ in columns)],
-            rows=[_row(run, columns, rewarded) for run in runs],
-            rewarded=rewarded,
-            together=together(runs) if len(runs) > 1 else [],
-            thinned=thinning(runs),
-            sections=[(view, panels_of(view.run, view.spans)) for view in report.views],
-        )
+    sections = []
+    for view in report.views:
+        plain = [s for span in view.spans if span.state != "on" for s in range(span.first, span.last + 1)]
+        sections.append((view, [draw(panel, view.run.name, plain) for panel in panels_of(view.run, view.spans)]))
+    page = Environment(autoescape=True).from_string(files(__package__).joinpath("page.html.j2").read_text("utf-8"))
+    return page.render(
+        report=report,
+        version=__version__,
+        marks=MARKS,
+        columns=["steps", "with drafts", *(heading for heading, *_ in columns)],
+        rows=[_row(run, columns, rewarded) for run in runs],
+        rewarded=rewarded,
+        together=[draw(panel, "together") for panel in together(runs)] if len(runs) > 1 else [],
+        thinned=max(-(-len(run.numbers) // POINTS) for run in runs),
+        sections=sections,
     )
 
 
@@ -62,11 +64,9 @@ def _row(run: LoggedRun, columns: Sequence[tuple[str, str, str]], rewarded: Sequ
     planned = f" of {run.planned}" if run.planned and run.planned > len(run.numbers) * run.every else ""
     cells = [run.name, f"{len(run.numbers)}{planned}", str(len(run.drafted)) if run.has_plugin else "plain"]
     for _, metric, form in columns:
-        if metric == "ms_per_token" and run.overlaps:
-            cells.append("–")  # what training hides is not in it
-            continue
         drafted = metric == "spec/acceptance_length"
         steps = run.drafted if drafted else rewarded if metric == "reward" else run.numbers[1:]
-        spread = Spread.of(run.series(metric).only(steps).values)
+        hidden = metric == "ms_per_token" and run.overlaps  # what training hides is not in it
+        spread = None if hidden else Spread.of(run.series(metric).only(steps).values)
         cells.append(spread.text(form) if spread else "–")
     return cells

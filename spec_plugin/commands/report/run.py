@@ -1,4 +1,4 @@
-"""One run as the report knows it: numbers by step, under one set of names, and what the plugin said meanwhile."""
+"""One run as the report knows it: numbers by step under one set of names, and what they add up to. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,31 +9,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from statistics import median, quantiles
-from typing import Any
 
-#: the plugin's own work: its milliseconds, and are they logged again where nothing was done
-_WORK = {
-    "draft training": ("spec/train_ms", True),
-    "refresh": ("spec/refresh_ms", True),
-    "harvest": ("spec/harvest_ms", False),
-}
-
-
-@dataclass(frozen=True)
-class Notice:
-    """A line of the plugin's own in the console log: it is quoted, and nothing is concluded from its words."""
-
-    step: int | None  # in which it was printed, as far as the log's step lines tell
-    level: str  # INFO, WARNING, or ERROR for what stopped the run
-    text: str
+#: the plugin's own work that is logged by itself, in milliseconds
+_WORK = {"draft training": "spec/train_ms", "refresh": "spec/refresh_ms", "harvest": "spec/harvest_ms"}
 
 
 @dataclass(frozen=True)
 class Series:
     """One metric over the steps that logged it."""
 
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.steps)
@@ -55,29 +41,18 @@ class Series:
         place = bisect_left(self.steps, step)
         return self.values[place - 1] if place else None
 
+    def only(self, steps: Sequence[int]) -> Series:
+        """The series without all other steps."""
+        return Series.of({s: self._by_step[s] for s in steps if s in self._by_step})
+
     def fresh(self) -> Series:
         """Without values that are the one before to the last bit: what was not measured anew is logged again."""
         return self.only([s for i, s in enumerate(self.steps) if not i or self.values[i] != self.values[i - 1]])
 
-    def anew(self) -> Series:
-        """With zeros in the place of values that only repeat the one before: nothing was done in those steps."""
-        done = set(self.fresh().steps)
-        return Series(self.steps, tuple(value if step in done else 0.0 for step, value in self.pairs()))
-
-    def only(self, steps: Sequence[int]) -> Series:
-        """The series without all other steps."""
-        wanted = set(steps)
-        kept = [(s, v) for s, v in self.pairs() if s in wanted]
-        return Series(tuple(s for s, _ in kept), tuple(v for _, v in kept))
-
-    def thinned(self, most: int) -> tuple[Series, Series, Series]:
-        """At most so many values, each the median of neighbouring ones, with the smallest and the largest of these."""
-        size = max(1, -(-len(self.steps) // most))
-        groups = [self.values[i : i + size] for i in range(0, len(self.values), size)]
-        steps = self.steps[size // 2 :: size]
-        steps += self.steps[-1:] if len(steps) < len(groups) else ()  # a last group shorter than half of one
-        middle, low, high = (Series(steps, tuple(map(of, groups))) for of in (median, min, max))
-        return middle, low, high
+    @classmethod
+    def of(cls, values: Mapping[int, float]) -> Series:
+        """From values by step, ascending."""
+        return cls(tuple(values), tuple(values.values()))
 
 
 @dataclass(frozen=True)
@@ -94,10 +69,9 @@ class Spread:
         """Median and quartiles; None if there are no values."""
         if not values:
             return None
-        if len(values) < 3:
-            return cls(median(values), min(values), max(values), len(values))
-        low, middle, high = quantiles(values, n=4, method="inclusive")
-        return cls(middle, low, high, len(values))
+        few = len(values) < 3
+        low, _, high = (min(values), 0.0, max(values)) if few else quantiles(values, n=4, method="inclusive")
+        return cls(median(values), low, high, len(values))
 
     def text(self, form: str = ".2f", unit: str = "") -> str:
         """For people: the median and, in brackets, the quartiles."""
@@ -106,12 +80,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """One run's metrics by step, its own log lines, and what is missing."""
+    """One run's metrics by step, and what is missing of it."""
 
     name: str
     trainer: str  # empty if no adapter knows its metrics' names
     steps: Mapping[int, Mapping[str, float]]  # ``spec/…`` and the names of ``formats.Name``; finite numbers only
-    notices: tuple[Notice, ...] = ()
     remarks: tuple[str, ...] = ()  # what is missing or could not be read, as sentences
     sources: tuple[str, ...] = ()
     planned: int | None = None  # steps that the run was to have
@@ -126,25 +99,17 @@ class LoggedRun:
         """Of how many steps one was logged: 10 where a trainer logs the means of ten steps."""
         return spacing(self.numbers)
 
-    @property
-    def extent(self) -> str:
-        """For people: how many steps were logged."""
-        each = f", one in {self.every}," if self.every > 1 else ""
-        return f"{len(self.numbers)} logged steps{each}" if each else f"{len(self.numbers)} steps"
-
     @cached_property
     def _columns(self) -> Mapping[str, Series]:
-        found: dict[str, tuple[list[int], list[float]]] = {}
+        found: dict[str, dict[int, float]] = {}
         for step in self.numbers:
             for name, value in self.steps[step].items():
-                steps, values = found.setdefault(name, ([], []))
-                steps.append(step)
-                values.append(value)
-        return {name: Series(tuple(steps), tuple(values)) for name, (steps, values) in found.items()}
+                found.setdefault(name, {})[step] = value
+        return {name: Series.of(values) for name, values in found.items()}
 
     def series(self, name: str) -> Series:
         """One metric; empty if it was never logged."""
-        return self._columns.get(name, Series((), ()))
+        return self._columns.get(name, Series())
 
     def family(self, stem: str) -> dict[int, Series]:
         """A family of metrics by its number, e.g. ``spec/k_b`` -> batch size -> k."""
@@ -173,34 +138,26 @@ class LoggedRun:
         lengths, first = self.series("spec/acceptance_length"), self.series("spec/acceptance_pos_0")
         return tuple(sorted({s for s, v in lengths.pairs() if v > 1.0} | {s for s, v in first.pairs() if v > 0.0}))
 
-    def as_json(self) -> dict[str, Any]:
-        """JSON-ready values; docs/reference.md names the keys."""
-        return {
-            "name": self.name,
-            "trainer": self.trainer or None,
-            "plugin": self.has_plugin,
-            "sources": list(self.sources),
-            "planned_steps": self.planned,
-            "remarks": list(self.remarks),
-            "notices": [{"step": n.step, "level": n.level, "text": n.text} for n in self.notices],
-            "steps": [{"step": step, **self.steps[step]} for step in self.numbers],
-        }
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """Steps in which the draft's optimizer made a step; a slice of training without one, or logged again, is none."""
+        made = self.series("spec/train_steps")
+        return tuple(step for step in self.series("spec/train_ms").fresh().steps if made.at(step))
 
+    @property
+    def draft_loss(self) -> Series:
+        """The draft's loss in the steps that trained it: of a slice without an optimizer step a 0 is logged."""
+        return self.series("spec/draft_loss").only(self.trained)
 
-@dataclass(frozen=True)
-class Share:
-    """The time that one part of the plugin's work takes."""
-
-    name: str
-    percent: Series  # of each step's time
-    whole: float  # percent of all steps' time together
+    @property
+    def expected(self) -> Series:
+        """Acceptance length as predicted by training; 1 is also what is logged while nothing was measured."""
+        known = self.series("spec/expected_acceptance")
+        return known.only([s for s, v in known.pairs() if v > 1.0 or s in self.trained])
 
 
 def spacing(numbers: Sequence[int]) -> int:
     """Of how many steps one was logged: the most frequent distance of neighbours of which all but the first are multiples.
-
-    Args:
-        numbers: of the logged steps, ascending.
 
     Returns:
         1 where there is no such distance.
@@ -210,19 +167,54 @@ def spacing(numbers: Sequence[int]) -> int:
     return min(fit, key=lambda size: (-apart[size], size), default=1)
 
 
-def shares_of(run: LoggedRun) -> list[Share]:
-    """Of draft training, refresh and harvest; of those that were logged along with the step's time."""
-    lengths, found = run.series("step_s"), []
-    for name, (metric, repeats) in _WORK.items():
-        spent = run.series(metric).anew() if repeats else run.series(metric)
-        if pairs := [(step, ms / 10, length) for step, ms in spent.pairs() if (length := lengths.at(step))]:
-            percent = Series(tuple(s for s, _, _ in pairs), tuple(took / length for _, took, length in pairs))
-            found.append(Share(name, percent, sum(took for _, took, _ in pairs) / sum(all_ for _, _, all_ in pairs)))
+@dataclass(frozen=True)
+class Earned:
+    """Seconds of all steps together; see ``spec_plugin.ledger`` for how they are estimated."""
+
+    saved_s: float  # generation that the trainer did not wait for
+    cost_s: float  # draft training, harvest, refreshes, self-tests
+    run_s: float  # what the steps took; in verl the first self-test is not in it
+
+    @property
+    def net_s(self) -> float:
+        """Earned less spent."""
+        return self.saved_s - self.cost_s
+
+    @property
+    def sentence(self) -> str:
+        """For a headline: of the time that the run would have taken without the flag, or of what it took where that was less."""
+        parts = f"{duration(self.saved_s)} of generation, for {duration(self.cost_s)} of work for it"
+        if self.net_s >= 0.0:
+            return f"saved {duration(self.net_s)} of {duration(self.run_s + self.net_s)} ({parts})"
+        return f"cost {duration(-self.net_s)} of {duration(self.run_s)} (saved {parts})"
+
+
+def earned_of(run: LoggedRun) -> Earned | None:
+    """None where a run did not log it, or not how long its steps took; a step of which nothing is known has saved nothing."""
+    cost, saved, took = (run.series(name) for name in ("spec/cost_so_far_s", "spec/saved_so_far_s", "step_s"))
+    if not cost or not took:
+        return None
+    # each process counts from its own start: where the sum of costs falls, a run was resumed
+    last = [s for i, s in enumerate(cost.steps) if i + 1 == len(cost.steps) or cost.values[i + 1] < cost.values[i]]
+    saved_s, cost_s = (sum(series.at(step) or 0.0 for step in last) for series in (saved, cost))
+    return Earned(saved_s, cost_s, sum(took.values) * run.every)
+
+
+def work_of(run: LoggedRun) -> dict[str, Series]:
+    """Seconds by step of draft training, refresh and harvest, as far as they were logged."""
+    found = {}
+    for name, metric in _WORK.items():
+        spent = run.series(metric)
+        done = spent if name == "harvest" else spent.fresh()  # the others' last time is logged again
+        if spent:
+            found[name] = Series(spent.steps, tuple((done.at(step) or 0.0) / 1e3 for step in spent.steps))
     return found
 
 
-def percent(value: float) -> str:
-    """A share for people: 8.4 %, 0.3 %, 0.02 %."""
-    if value >= 0.95:
-        return f"{value:.1f} %"
-    return f"{value:.1g} %" if value >= 0.01 else "under 0.01 %"
+def duration(seconds: float) -> str:
+    """For people: 3 h 12 min, 4 min 10 s, 7.3 s; of a loss with a minus."""
+    if abs(seconds) < 59.95:
+        return f"{seconds:.1f} s"
+    size, large, small = (1, "min", "s") if round(abs(seconds)) < 3600 else (60, "h", "min")
+    whole, rest = divmod(round(abs(seconds) / size), 60)
+    return f"{'-' * (seconds < 0)}{whole} {large}" + f" {rest} {small}" * (rest > 0)

@@ -63,10 +63,8 @@ def test_a_line_that_is_no_step_is_left_out_and_said(tmp_path: Path, line: str, 
         ("r.jsonl", f"{DEEP}\n".encode(), ("r.jsonl", "no step")),
         ("r.jsonl", bytes(range(256)), ("r.jsonl", "no step")),
         ("r.jsonl", b"", ("r.jsonl is empty", "died before its first step")),
-        ("r.log", b"\xff" * 1000, ("r.log", "no step")),
-        ("r.log", b"step:" + b"9" * 5000 + b" - spec/on:1\n", ("r.log", "no step")),
-        ("r.log", b"step:1700000000 - spec/on:1\n", ("r.log", "no step")),
-        ("r.log", b"Training Progress: 1%|x| 1/" + b"9" * 5000 + b" \n", ("r.log", "no step")),
+        ("r.log", b"\xff" * 1000, ("r.log", "is a console log")),
+        ("r.bin", b"\xff" * 1000, ("r.bin", "is no file of steps")),
     ],
 )
 def test_a_file_without_any_step_is_named(tmp_path: Path, name: str, content: bytes, parts: tuple[str, ...]) -> None:
@@ -85,7 +83,11 @@ def test_folders_loops_and_nothing_are_named(tmp_path: Path) -> None:
     (around := tmp_path / "around").mkdir()
     (around / "back").symlink_to(around)
     (inside := tmp_path / "run.jsonl").mkdir()
-    for place, what in ((loop, "no such file"), (around, "no trainer's output"), (inside, "no trainer's output")):
+    for place, what in (
+        (loop, "no such file"),
+        (around, "no trainer's file of steps"),
+        (inside, "no trainer's file of steps"),
+    ):
         done = invoke("report", str(place))
         assert done.exit_code == 2 and not list(missing(done.output, str(place), what)), done.output
 

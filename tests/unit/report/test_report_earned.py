@@ -8,8 +8,7 @@ import pytest
 from builders.report import made
 
 from spec_plugin.commands.report.build import Report, View, to_json, to_text
-from spec_plugin.commands.report.earned import Earned, duration, earned_of
-from spec_plugin.commands.report.run import LoggedRun
+from spec_plugin.commands.report.run import Earned, LoggedRun, duration, earned_of
 
 
 def report_of(run: LoggedRun) -> Report:
